@@ -1,0 +1,8 @@
+"""`accelerate launch -m draftsmith.inference ...` is `draftsmith evaluate ...`."""
+
+import sys
+
+from draftsmith.recipes.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["evaluate", *sys.argv[1:]]))

@@ -1,0 +1,39 @@
+"""Time spent in the phases of decoding, by CPU clock or CUDA events, without waiting for the device."""
+
+import time
+from collections import defaultdict
+
+import torch
+
+
+class PhaseClock:
+    """`mark(phase)` books the time since the last mark on a phase; `None` starts anew."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[str | None, float | torch.cuda.Event]] = []
+
+    def mark(self, phase: str | None) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((phase, event))
+        else:
+            self._marks.append((phase, time.perf_counter()))
+
+    def milliseconds(self) -> dict[str, float]:
+        """Total of each phase. Waits for the device."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        totals: dict[str, float] = defaultdict(float)
+        for (_, start), (phase, end) in zip(self._marks[:-1], self._marks[1:], strict=True):
+            if phase is not None:
+                totals[phase] += start.elapsed_time(end) if self._on_gpu else (end - start) * 1000  # type: ignore
+        return dict(totals)
+
+
+def wall_clock(device: torch.device) -> float:
+    """Seconds on a monotonic clock, after everything launched on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,163 @@
+"""What every drafter is: a config, three methods, a checkpoint. Decoder, loop and files know no more than this.
+
+Shapes: B rows, T tokens, N drafted tokens, V vocabulary of the target.
+"""
+
+from abc import abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.models.errors import UserError
+from draftsmith.models.sampling import Noise, Sampling, Stream, probabilities, sample
+from draftsmith.models.target import Features, Target
+
+NO_TOKEN = -1  # fills a draft where a row has nothing to propose; matches nothing
+
+LossSums = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), reduced over all ranks before dividing
+
+
+@dataclass
+class Draft:
+    """What a drafter proposes for each row: a chain, or a tree of nodes sorted parent before child."""
+
+    tokens: Tensor  # [B, N] int64; NO_TOKEN where there is none
+    parents: Tensor  # [N] int64 index of each node's parent, -1 for the newest committed token
+    probabilities: Tensor | None  # [B, N, V] fp32, what each token was drawn from; None: chosen without chance
+
+
+def chain(tokens: Tensor, probabilities: Tensor | None = None) -> Draft:
+    """A draft in which every token follows the one before it. tokens [B, N]"""
+    return Draft(tokens, torch.arange(-1, tokens.shape[1] - 1, device=tokens.device), probabilities)
+
+
+@dataclass
+class DecodingState:
+    """What the decoder shows a drafter at the start of a round."""
+
+    token_ids: Tensor  # [B, M] int64 committed tokens, then anything
+    lengths: Tensor  # [B] number of committed tokens; the target has not read the newest one yet
+    features: Features  # of the positions that the last target pass read, [B, T, ...]
+    positions: Tensor  # [B, T] those positions
+    num_new: Tensor  # [B] how many of them, from the left, are committed tokens
+    sampling: Sampling
+    noise: Noise
+    sample_drafts: bool  # draw draft tokens by chance (probabilistic verification) or take the likeliest
+    memory: Any = None  # the drafter's own, kept from round to round
+
+    def newest(self) -> Tensor:
+        """The newest committed token of each row, [B]."""
+        return self.token_ids.gather(1, self.lengths[:, None] - 1)[:, 0]
+
+    def choose(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+        """The draft token at `depth` (from 0) out of target-vocabulary logits [B, V]: ids [B], what they came from."""
+        if not self.sample_drafts:
+            return logits.argmax(-1), None
+        p = probabilities(logits, self.sampling)
+        uniforms = self.noise.uniforms((self.lengths + depth)[:, None], Stream.DRAFT)[:, 0]
+        return sample(p, uniforms), p
+
+
+def stack_chain(chosen: list[tuple[Tensor, Tensor | None]]) -> Draft:
+    """One chain from the (tokens [B], probabilities [B, V] or None) of each depth."""
+    tokens = torch.stack([tokens for tokens, _ in chosen], 1)
+    drawn_from = [p for _, p in chosen if p is not None]
+    return chain(tokens, torch.stack(drawn_from, 1) if drawn_from else None)
+
+
+@dataclass
+class Batch:
+    """Right-padded rows of training text."""
+
+    token_ids: Tensor  # [B, T] int64
+    loss_mask: Tensor  # [B, T] bool, True on the tokens that the target wrote
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(self.token_ids.to(device), self.loss_mask.to(device))
+
+
+@dataclass
+class DrafterConfig:
+    """Fields of a family's own config come in a subclass beside its module."""
+
+    kind: str
+
+
+class Drafter(nn.Module):
+    """Proposes tokens for one target. Subclasses say what they need of the target as class or instance data.
+
+    A drafter without parameters has no `loss` and no checkpoint.
+    """
+
+    kind: ClassVar[str]
+    config_class: ClassVar[type[DrafterConfig]]
+    layer_ids: tuple[int, ...] = ()  # hidden states of the target that it reads
+    can_sample: ClassVar[bool] = True  # has probabilities to draw from
+    max_draft_length: int | None = None
+
+    config: Any
+
+    @classmethod
+    @abstractmethod
+    def from_target(cls, config: Any, target: Target) -> "Drafter":
+        """A new drafter for the target, with starting weights."""
+
+    @abstractmethod
+    def propose(self, state: DecodingState, draft_length: int) -> Draft:
+        """Up to `draft_length` tokens to follow each row's newest token."""
+
+    def loss(self, batch: Batch, features: Features) -> LossSums:
+        """Sums and counts; "loss" is what training minimises, its count the trained tokens (`loss_mask.sum()`)."""
+        raise TypeError(f"{self.kind} has nothing to train")
+
+    def forward(self, batch: Batch, features: Features) -> LossSums:
+        """The loss, under the name that wrappers for several devices call."""
+        return self.loss(batch, features)
+
+    def fit_vocabulary(self, counts: Tensor) -> None:
+        """Called once before training with how often the target wrote each token, [V]; a reduced vocabulary uses it."""
+
+    def engine_config(self) -> dict[str, Any]:
+        """config.json as the serving engines read it."""
+        raise TypeError(f"{self.kind} has no checkpoint")
+
+    def engine_tensors(self) -> dict[str, Tensor]:
+        """model.safetensors as the serving engines read it."""
+        raise TypeError(f"{self.kind} has no checkpoint")
+
+    @classmethod
+    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Drafter":
+        """The inverse of the two above."""
+        raise TypeError(f"{cls.kind} has no checkpoint")
+
+    def trainable(self) -> bool:
+        return any(p.requires_grad for p in self.parameters())
+
+
+def drafter_entry(drafter: Drafter) -> dict[str, Any]:
+    """What config.json keeps under "draftsmith", beside the keys that engines read."""
+    return asdict(drafter.config)
+
+
+def check_same_shape(what: str, config: dict[str, Any], target: Target) -> None:
+    """Refuse a drafter that was made for a target of another width or vocabulary."""
+    for key, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        found = config.get("target_hidden_size", config.get(key)) if key == "hidden_size" else config.get(key)
+        if found != expected:
+            raise UserError(
+                f"{what} was made for a target with {key} {found}, but {target.name} has {expected}: "
+                "use the target that it was trained on"
+            )
+
+
+def load_tensors(module: nn.Module, tensors: dict[str, Tensor], what: str) -> None:
+    """Load all tensors or refuse, naming what is missing, unknown or of another shape."""
+    own = module.state_dict()
+    wrong = sorted(own.keys() ^ tensors.keys()) + sorted(
+        name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape
+    )
+    if wrong:
+        raise UserError(f"{what}: tensors missing, unknown or of another shape: {', '.join(wrong[:6])}")
+    module.load_state_dict(tensors)

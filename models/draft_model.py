@@ -1,0 +1,160 @@
+"""A standalone draft model (arXiv 2211.17192), distilled from the target (DistillSpec, arXiv 2310.08461).
+
+Any small causal language model with the target's vocabulary; by default a copy of a few evenly spaced layers of the
+target. It shares nothing with the target at decoding and keeps its own cache.
+
+Shapes: B rows, T tokens, H hidden width, V vocabulary.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from draftsmith.models.base import (
+    Batch,
+    DecodingState,
+    Draft,
+    Drafter,
+    DrafterConfig,
+    LossSums,
+    load_tensors,
+    stack_chain,
+)
+from draftsmith.models.errors import UserError
+from draftsmith.models.layers import shift_left
+from draftsmith.models.losses import Divergence, divergence_over_rows
+from draftsmith.models.slots import ATTENTION, SlotCache, run_causal, run_on_slots
+from draftsmith.models.target import Features, Target
+
+
+@dataclass
+class DraftModelConfig(DrafterConfig):
+    kind: str = "draft_model"
+    num_layers: int = 2  # evenly spaced layers of the target to start from
+    divergence: Divergence = "forward_kl"
+
+
+class DraftModel(Drafter):
+    kind = "draft_model"
+    config_class = DraftModelConfig
+
+    def __init__(self, config: DraftModelConfig, model: PreTrainedModel, target: Target) -> None:
+        super().__init__()
+        self.config, self.target = config, target
+        self.model = model
+        vocab_size = model.config.get_text_config().vocab_size
+        if vocab_size != target.vocab_size:
+            raise UserError(
+                f"this draft model has a vocabulary of {vocab_size}, but {target.name} has {target.vocab_size}: "
+                "a draft model must share the target's vocabulary"
+            )
+
+    @classmethod
+    def from_target(cls, config: DraftModelConfig, target: Target) -> "DraftModel":
+        """The target with all but `num_layers` of its layers left out, trainable."""
+        if not 1 <= config.num_layers < target.num_layers:
+            raise UserError(f"num_layers {config.num_layers}: give 1 to {target.num_layers - 1}, the target has more")
+        kept = [round(i * (target.num_layers - 1) / max(1, config.num_layers - 1)) for i in range(config.num_layers)]
+        model = AutoModelForCausalLM.from_config(
+            shallower(target.text_config, kept), attn_implementation=ATTENTION, dtype=torch.float32
+        )
+        model.load_state_dict(layers_of(target.model.state_dict(), kept))
+        return cls(config, model, target)
+
+    def loss(self, batch: Batch, features: Features) -> LossSums:
+        """Divergence from the target at every token that the target wrote."""
+        counted = shift_left(batch.loss_mask, 1)
+        hidden = run_causal(self.model, batch.token_ids)
+        rows = divergence_over_rows(
+            hidden[counted],
+            self.model.get_output_embeddings(),
+            features.last_hidden[counted],
+            self.target.logits,
+            self.config.divergence,
+        )
+        return {
+            "loss": (rows.loss, batch.loss_mask.sum()),
+            "accuracy_0": (rows.correct.sum(), counted.sum()),
+            "sampled_acceptance_0": (rows.acceptance, counted.sum()),
+        }
+
+    def propose(self, state: DecodingState, draft_length: int) -> Draft:
+        """Read what is new, then draft a chain token by token.
+
+        Of the committed tokens the cache lacks the newest, and the one before it when the whole last draft was
+        accepted; both are read each round, so that rows need not be told apart.
+        """
+        if state.memory is None:
+            state.memory = SlotCache(state.token_ids.shape[1] + draft_length)
+            slots = torch.arange(int(state.positions.shape[1]) + 1, device=state.token_ids.device)
+            slots = slots.expand(len(state.token_ids), -1)  # the whole prompts and each row's first token
+        else:
+            slots = state.lengths[:, None] + torch.tensor([-2, -1], device=state.lengths.device)
+        hidden = run_on_slots(self.model, state.token_ids.gather(1, slots), slots, state.memory)
+        newest = state.lengths[:, None] - 1  # [B, 1]
+        column = (newest - slots[:, :1])[..., None].expand(-1, -1, hidden.shape[-1])
+        hidden = hidden.gather(1, column)  # [B, 1, H]
+        chosen: list[tuple[Tensor, Tensor | None]] = []
+        for depth in range(draft_length):
+            if depth:
+                hidden = run_on_slots(self.model, chosen[-1][0][:, None], newest + depth, state.memory)
+            chosen.append(state.choose(self.model.get_output_embeddings()(hidden[:, 0]), depth))
+        return stack_chain(chosen)
+
+    # --- checkpoints
+
+    def engine_config(self) -> dict[str, Any]:
+        """An ordinary Hugging Face directory."""
+        return {**self.model.config.to_diff_dict(), "architectures": [type(self.model).__name__]}
+
+    def engine_tensors(self) -> dict[str, Tensor]:
+        return untied(self.model)
+
+    @classmethod
+    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "DraftModel":
+        own = config.pop("draftsmith", {})
+        model_config = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+        model = AutoModelForCausalLM.from_config(model_config, attn_implementation=ATTENTION, dtype=torch.float32)
+        drafter = cls(DraftModelConfig(**own), model, target)
+        tied = {name: tensor for name, tensor in model.state_dict().items() if name not in untied(model)}
+        load_tensors(model, {**tied, **tensors}, "this draft model")
+        model.tie_weights()
+        return drafter
+
+
+def untied(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The state dict with each shared tensor under its first name only, as safetensors wants it."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            tensors[name] = tensor
+            seen.add(tensor.data_ptr())
+    return tensors
+
+
+def shallower(config: PretrainedConfig, kept: list[int]) -> PretrainedConfig:
+    """The config of a model of only the kept layers."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = len(kept)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[layer] for layer in kept]
+    return config
+
+
+def layers_of(tensors: dict[str, Tensor], kept: list[int]) -> dict[str, Tensor]:
+    """The state dict of only the kept layers, renumbered; everything outside the layers stays."""
+    renumbered = {}
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if number is not None:
+            if int(parts[number]) not in kept:
+                continue
+            parts[number] = str(kept.index(int(parts[number])))
+        renumbered[".".join(parts)] = tensor.float()
+    return renumbered

@@ -1,0 +1,346 @@
+"""EAGLE-3 (arXiv 2503.01840): one decoder layer that continues the target's own features.
+
+A slot t holds the target's features g_t (three layers, fused by `fc`) and the embedding of x_{t+1}, and predicts
+x_{t+2}. Drafting goes on from the layer's own output in place of features; training unrolls that recurrence
+("training-time test", section 3.2) with the true tokens fed in.
+
+Shapes: B rows, T slots, H hidden width, A layers read, N heads, D head width, V target vocabulary, Vd draft vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from draftsmith.models.base import (
+    Batch,
+    DecodingState,
+    Draft,
+    Drafter,
+    DrafterConfig,
+    LossSums,
+    check_same_shape,
+    load_tensors,
+    stack_chain,
+)
+from draftsmith.models.errors import UserError
+from draftsmith.models.layers import (
+    GatedMLP,
+    LlamaRotaryEmbedding,
+    RMSNorm,
+    apply_rotary_pos_emb,
+    merge_heads,
+    shift_left,
+    split_heads,
+)
+from draftsmith.models.losses import Divergence, divergence_over_rows
+from draftsmith.models.slots import SlotCache, slot_attention
+from draftsmith.models.target import Features, Target, check_layer_ids
+
+
+@dataclass
+class Eagle3Config(DrafterConfig):
+    kind: str = "eagle3"
+    layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
+    draft_vocab_size: int | None = None  # most frequent target tokens that it can propose; None: all
+    intermediate_size: int | None = None  # None: the target's
+    unroll_steps: int = 4  # length of the training-time test
+    step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k
+    divergence: Divergence = "forward_kl"
+
+
+Rotary = tuple[Tensor, Tensor]  # cos, sin, each [B, T, D]
+
+
+class Attention(nn.Module):
+    """Projections of the layer's attention; queries, keys and values read embedding and feature side by side."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        assert config.head_dim is not None
+        assert config.num_key_value_heads is not None
+        width, self.head_dim = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(2 * width, config.num_attention_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(2 * width, config.num_key_value_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * width, config.num_key_value_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, width, bias=False)
+
+    def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, 2H] -> rotated query, rotated key, value, each [B, N, T, D]"""
+        query, key, value = (split_heads(proj(x), self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        query, key = apply_rotary_pos_emb(query, key, *rotary)
+        return query, key, value
+
+
+class Layer(nn.Module):
+    """The one decoder layer. Its residual stream is the un-normed feature."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.mlp = GatedMLP(config)
+
+    def project(self, embedded: Tensor, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn.project(torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1), rotary)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """hidden [B, T, H] and attended [B, T, N * D] -> the layer's output, before the final norm [B, T, H]"""
+        hidden = hidden + self.self_attn.o_proj(attended)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3(Drafter):
+    kind = "eagle3"
+    config_class = Eagle3Config
+    d2t: Tensor  # [Vd] int64, target id - draft id; only with a reduced vocabulary, for engines reject it otherwise
+    t2d: Tensor  # [V] bool, in the draft vocabulary?
+
+    def __init__(self, config: Eagle3Config, layer_config: LlamaConfig, target: Target) -> None:
+        super().__init__()
+        self.config, self.layer_config, self.target = config, layer_config, target
+        self.layer_ids = check_layer_ids(config.layer_ids or default_layer_ids(target.num_layers), target)
+        width, vocab = layer_config.hidden_size, config.draft_vocab_size or target.vocab_size
+        if vocab > target.vocab_size:
+            raise UserError(f"draft_vocab_size {vocab} exceeds the target's vocabulary of {target.vocab_size}")
+        self.fc = nn.Linear(len(self.layer_ids) * target.hidden_size, width, bias=False)
+        self.layers = nn.ModuleList([Layer(layer_config)])
+        self.norm = RMSNorm(width, layer_config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, vocab, bias=False)
+        self.rotary = LlamaRotaryEmbedding(layer_config)
+        if vocab < target.vocab_size:
+            self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
+            self.register_buffer("t2d", torch.arange(target.vocab_size) < vocab)
+
+    @property
+    def layer(self) -> Layer:
+        return cast(Layer, self.layers[0])
+
+    # --- built for a target
+
+    @classmethod
+    def from_target(cls, config: Eagle3Config, target: Target) -> "Eagle3":
+        """A random layer between parts of the target: it starts from the highest layer read, its norm and its head.
+
+        The embedding is the target's own, frozen and not stored.
+        """
+        drafter = cls(config, layer_config_for(config, target), target)
+        for module in drafter.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        width = target.hidden_size
+        drafter.fc.weight.data[:, -width:] += torch.eye(width)
+        drafter._copy_head(torch.arange(drafter.lm_head.out_features))
+        return drafter
+
+    def fit_vocabulary(self, counts: Tensor) -> None:
+        """Choose the draft vocabulary: the tokens that the target wrote most often; ties go to the lower id."""
+        size = self.lm_head.out_features
+        if size == self.target.vocab_size:
+            return
+        frequent = torch.sort(counts, descending=True, stable=True).indices[:size].sort().values.cpu()
+        self.d2t.copy_(frequent - torch.arange(size))
+        self.t2d.zero_()[frequent.to(self.t2d.device)] = True
+        self._copy_head(frequent)
+
+    def _copy_head(self, token_ids: Tensor) -> None:
+        weight = self.target.head_weight()
+        self.lm_head.weight.data.copy_(weight[token_ids.to(weight.device)])
+
+    def draft_to_target(self) -> Tensor | None:
+        """Target ids of the draft vocabulary [Vd]; None where it is the whole vocabulary."""
+        if self.lm_head.out_features == self.target.vocab_size:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    # --- training
+
+    def loss(self, batch: Batch, features: Features) -> LossSums:
+        """Unrolled divergence from the target, teacher-forced: step k of slot t predicts x_{t+2+k}.
+
+        A prediction counts when every token from x_{t+1} to the predicted one was written by the target.
+        """
+        assert features.layers is not None
+        hidden = self.fc(features.layers)
+        positions = torch.arange(batch.token_ids.shape[1], device=hidden.device)[None]
+        counted = shift_left(batch.loss_mask, 1)
+        leading = counted.clone()  # all drafts so far are right
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        total = hidden.new_zeros(())
+        accepted = hidden.new_zeros(())
+        sums: LossSums = {}
+        num_roots = counted.sum()
+        for k in range(self.config.unroll_steps):
+            embedded = self.target.embedding(shift_left(batch.token_ids, 1 + k))
+            query, key, value = self.layer.project(embedded, hidden, self.rotary(hidden, positions + k))
+            keys.append(key)
+            values.append(value)
+            hidden = self.layer.finish(hidden, merge_heads(unrolled_attention(query, keys, values)))
+            counted = counted & shift_left(batch.loss_mask, 2 + k)
+            rows = divergence_over_rows(
+                self.norm(hidden)[counted],
+                self.lm_head,
+                shift_left(features.last_hidden, 1 + k)[counted],
+                self.target.logits,
+                self.config.divergence,
+                self.draft_to_target(),
+            )
+            total = total + self.config.step_decay**k * rows.loss
+            leading = leading & torch.zeros_like(leading).masked_scatter(counted, rows.correct)
+            accepted = accepted + leading.sum()
+            sums[f"accuracy_{k}"] = (rows.correct.sum(), counted.sum())
+        sums["loss"] = (total, batch.loss_mask.sum())
+        sums["simulated_acceptance_length"] = (num_roots + accepted, num_roots)
+        return sums
+
+    # --- drafting
+
+    def propose(self, state: DecodingState, draft_length: int) -> Draft:
+        """Read the newest features into the drafter's cache, then draft a chain token by token."""
+        if state.memory is None:
+            state.memory = SlotCache(state.token_ids.shape[1] + draft_length)
+        assert state.features.layers is not None
+        next_ids = state.token_ids.gather(1, (state.positions + 1).clamp(max=state.token_ids.shape[1] - 1))
+        hidden = self._decode(next_ids, self.fc(state.features.layers), state.positions, state.memory)
+        newest = (state.num_new - 1)[:, None]  # column of the newest committed slot
+        hidden = hidden.gather(1, newest[..., None].expand(-1, -1, hidden.shape[-1]))  # [B, 1, H]
+        positions = state.positions.gather(1, newest)  # [B, 1]
+        chosen: list[tuple[Tensor, Tensor | None]] = []
+        for depth in range(draft_length):
+            if depth:
+                positions = positions + 1
+                hidden = self._decode(chosen[-1][0][:, None], hidden, positions, state.memory)
+            chosen.append(state.choose(self._target_logits(hidden[:, 0]), depth))
+        return stack_chain(chosen)
+
+    def _decode(self, token_ids: Tensor, hidden: Tensor, slots: Tensor, cache: SlotCache) -> Tensor:
+        """One pass over slots [B, T] on the cache: embeddings of token_ids and hidden [B, T, H] -> [B, T, H]"""
+        cache.write_to(slots)
+        embedded = self.target.embedding(token_ids)
+        query, key, value = self.layer.project(embedded, hidden, self.rotary(hidden, slots))
+        key, value = cache.update(key, value, 0)
+        mask = (torch.arange(cache.num_slots, device=slots.device) <= slots[:, :, None])[:, None]
+        attended, _ = slot_attention(self.layer, query, key, value, mask)
+        return self.layer.finish(hidden, attended.flatten(2))
+
+    def _target_logits(self, hidden: Tensor) -> Tensor:
+        """[B, H] -> logits over the target's vocabulary [B, V], -inf outside the draft vocabulary"""
+        logits = self.lm_head(self.norm(hidden))
+        ids = self.draft_to_target()
+        if ids is None:
+            return logits
+        return logits.new_full((len(logits), self.target.vocab_size), float("-inf")).index_copy(1, ids, logits)
+
+    # --- checkpoints
+
+    def engine_config(self) -> dict[str, Any]:
+        """The one config.json that vLLM and SGLang both read right (their layer ids differ by one)."""
+        config = self.layer_config
+        rope = dict(config.rope_parameters or {})
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "hidden_size": config.hidden_size,
+            "target_hidden_size": self.target.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads,
+            "head_dim": config.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": config.rms_norm_eps,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "vocab_size": self.target.vocab_size,
+            "draft_vocab_size": self.lm_head.out_features,
+            "max_position_embeddings": self.target.context,
+            "rope_theta": rope.get("rope_theta"),
+            "rope_scaling": None if rope.get("rope_type") == "default" else rope,
+            "rope_parameters": rope,
+            "use_cache": True,
+            "norm_before_residual": False,
+            "num_aux_hidden_states": len(self.layer_ids),
+            "eagle_aux_hidden_state_layer_ids": list(self.layer_ids),
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": [layer_id - 1 for layer_id in self.layer_ids],
+            },
+        }
+
+    def engine_tensors(self) -> dict[str, Tensor]:
+        return self.state_dict()
+
+    @classmethod
+    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Eagle3":
+        check_same_shape("this EAGLE-3 drafter", config, target)
+        for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+            if config.get(flag):
+                raise UserError(f"this EAGLE-3 drafter was trained with {flag}, which draftsmith does not know")
+        own = config.get("draftsmith", {})
+        layer_ids = config.get("eagle_aux_hidden_state_layer_ids") or default_layer_ids(target.num_layers)
+        drafter_config = Eagle3Config(
+            **{**own, "layer_ids": list(layer_ids), "draft_vocab_size": config["draft_vocab_size"]}
+        )
+        layer_config = LlamaConfig(**{k: v for k, v in config.items() if k not in ("architectures", "draftsmith")})
+        drafter = cls(drafter_config, layer_config, target)
+        tensors = {
+            name.replace("midlayer.", "layers.0."): t for name, t in tensors.items() if name != "embed_tokens.weight"
+        }
+        load_tensors(drafter, tensors, "this EAGLE-3 drafter")
+        return drafter
+
+
+def default_layer_ids(num_layers: int) -> list[int]:
+    """The reference's low, middle and high layer; for shallow targets, where those collide, spread out."""
+    ids = [2, num_layers // 2, num_layers - 3]
+    return ids if ids == sorted(set(ids)) else sorted({1, max(1, num_layers // 2), max(1, num_layers - 1)})
+
+
+def layer_config_for(config: Eagle3Config, target: Target) -> LlamaConfig:
+    """A one-layer Llama of the target's width, heads and rotary embedding."""
+    text = target.text_config
+    rope = dict(getattr(text, "rope_parameters", None) or {})
+    if "rope_theta" not in rope:  # learned positions, or one rotary embedding for each type of layer
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+    rope.pop("partial_rotary_factor", None)
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=config.intermediate_size or int(getattr(text, "intermediate_size", 4 * target.hidden_size)),
+        num_hidden_layers=1,
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        head_dim=getattr(text, "head_dim", None) or target.hidden_size // text.num_attention_heads,
+        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+        max_position_embeddings=target.context,
+        rope_parameters=rope,
+    )
+
+
+def unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Attention of unrolled step k = len(keys) - 1: query [B, N, T, D] over the keys and values of steps 0..k.
+
+    Slot t sees the slots up to t of step 0, the committed text, and of each later step only its own entry, the
+    chain it drafted itself. Memory T x (T + k) a head. Returns [B, N, T, D].
+    """
+    groups = query.shape[1] // keys[0].shape[1]
+    if len(keys) == 1:
+        return nn.functional.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True, enable_gqa=True)
+    keys = [key.repeat_interleave(groups, 1) for key in keys]
+    values = [value.repeat_interleave(groups, 1) for value in values]
+    query = query * query.shape[-1] ** -0.5
+    length = query.shape[2]
+    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    text_scores = (query @ keys[0].transpose(2, 3)).masked_fill(future, float("-inf"))  # [B, N, T, T]
+    own_scores = [(query * key).sum(-1, keepdim=True) for key in keys[1:]]  # each [B, N, T, 1]
+    weights = torch.cat([text_scores, *own_scores], -1).float().softmax(-1).to(query.dtype)
+    output = weights[..., :length] @ values[0]
+    for step, value in enumerate(values[1:]):
+        output = output + weights[..., length + step, None] * value
+    return output

@@ -1,0 +1,116 @@
+"""Divergences between the target's distribution p and the drafter's q, and their sum over many rows at little memory.
+
+Each divergence takes fp32 logits of the drafter and of the target [R, V] and returns one value a row [R]. No gradient
+flows into the target's side.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+Divergence = Literal["cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "lk_hybrid"]
+
+CHUNK_ELEMENTS = 1 << 24  # rows x vocabulary of logits that exist at once: 64 MiB a tensor in fp32
+LK_DECAY = 3.0  # eta of the LK hybrid for EAGLE-3-like drafters (arXiv 2602.23881)
+
+
+def forward_kl(drafter_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """sum p log(p / q)"""
+    log_p, log_q = target_logits.log_softmax(-1), drafter_logits.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).nan_to_num(0).sum(-1)
+
+
+def reverse_kl(drafter_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """sum q log(q / p)"""
+    log_p, log_q = target_logits.log_softmax(-1), drafter_logits.log_softmax(-1)
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+def jensen_shannon(drafter_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Half KL(p | m) plus half KL(q | m), m the mean of p and q"""
+    log_p, log_q = target_logits.log_softmax(-1), drafter_logits.log_softmax(-1)
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+    return 0.5 * ((log_p.exp() * (log_p - log_m)) + log_q.exp() * (log_q - log_m)).sum(-1)
+
+
+def total_variation(drafter_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """1 - sum min(p, q): exactly the rejection rate of one token (DistillSpec, arXiv 2310.08461)"""
+    p, q = target_logits.softmax(-1), drafter_logits.softmax(-1)
+    return 1 - torch.minimum(p, q).sum(-1)
+
+
+def cross_entropy(drafter_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """-log q of the target's likeliest token"""
+    return torch.nn.functional.cross_entropy(drafter_logits, target_logits.argmax(-1), reduction="none")
+
+
+def lk_hybrid(drafter_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """w KL + (1 - w) TV with w = exp(-eta * acceptance) a row, no gradient through w (arXiv 2602.23881).
+
+    KL leads while little is accepted, where the gradient of TV vanishes; TV takes over as acceptance grows.
+    """
+    rejection = total_variation(drafter_logits, target_logits)
+    weight = torch.exp(-LK_DECAY * (1 - rejection.detach()))
+    return weight * forward_kl(drafter_logits, target_logits) + (1 - weight) * rejection
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross_entropy": cross_entropy,
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jensen_shannon": jensen_shannon,
+    "total_variation": total_variation,
+    "lk_hybrid": lk_hybrid,
+}
+
+
+@dataclass
+class RowLosses:
+    """Over R rows of hidden states."""
+
+    loss: Tensor  # scalar sum, with gradient
+    correct: Tensor  # [R] bool: the drafter's likeliest token is the target's
+    acceptance: Tensor  # scalar sum of min(p, q) over tokens, the chance that a sampled draft is accepted
+
+
+def divergence_over_rows(
+    drafter_hidden: Tensor,
+    drafter_head: Callable[[Tensor], Tensor],
+    target_hidden: Tensor,
+    target_head: Callable[[Tensor], Tensor],
+    divergence: Divergence,
+    draft_to_target: Tensor | None = None,
+) -> RowLosses:
+    """Sum a divergence over rows of hidden states [R, H], applying both heads in chunks of rows.
+
+    Logits exist for one chunk at a time and are made again in the backward pass, unless one chunk holds everything.
+    `draft_to_target` [Vd] gives the target ids of a reduced draft vocabulary: the divergence then compares within it
+    (the target renormalised), while `correct` and `acceptance` count the mass outside it as lost.
+    """
+    measure = DIVERGENCES[divergence]
+
+    def chunk_losses(drafter_rows: Tensor, target_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q_logits = drafter_head(drafter_rows).float()
+        with torch.no_grad():
+            full_logits = target_head(target_rows).float()
+            p_logits = full_logits if draft_to_target is None else full_logits[:, draft_to_target]
+            choice = q_logits.argmax(-1)
+            choice = choice if draft_to_target is None else draft_to_target[choice]
+            correct = choice == full_logits.argmax(-1)
+            inside = torch.exp(p_logits - full_logits.logsumexp(-1, keepdim=True))
+            acceptance = torch.minimum(inside, q_logits.softmax(-1)).sum()
+        return measure(q_logits, p_logits).sum(), correct, acceptance
+
+    vocabulary = target_head(target_hidden[:1]).shape[-1] if len(target_hidden) else 1
+    rows_per_chunk = max(1, CHUNK_ELEMENTS // vocabulary)
+    pairs = list(zip(drafter_hidden.split(rows_per_chunk), target_hidden.split(rows_per_chunk), strict=True))
+    if len(pairs) == 1:
+        return RowLosses(*chunk_losses(*pairs[0]))
+    results = [checkpoint(chunk_losses, *pair, use_reentrant=False) for pair in pairs]
+    losses, correct, acceptance = zip(*results, strict=True)
+    return RowLosses(torch.stack(losses).sum(), torch.cat(correct), torch.stack(acceptance).sum())

@@ -1,0 +1,56 @@
+"""N-gram lookup (prompt lookup): propose what followed the last few tokens when they stood in the text before.
+
+Nothing to train, nothing to run: the baseline that a trained drafter has to beat.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.models.base import NO_TOKEN, DecodingState, Draft, Drafter, DrafterConfig, chain
+from draftsmith.models.target import Target
+
+
+@dataclass
+class NgramConfig(DrafterConfig):
+    kind: str = "ngram"
+    longest: int = 4  # tokens of the suffix that is looked up; shorter ones are tried down to `shortest`
+    shortest: int = 2
+
+
+class Ngram(Drafter):
+    kind = "ngram"
+    config_class = NgramConfig
+    can_sample = False
+
+    def __init__(self, config: NgramConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @classmethod
+    def from_target(cls, config: NgramConfig, target: Target) -> "Ngram":
+        return cls(config)
+
+    def propose(self, state: DecodingState, draft_length: int) -> Draft:
+        """The tokens after the latest earlier occurrence of the longest suffix that has one."""
+        start = latest_match(state.token_ids, state.lengths, self.config.longest, self.config.shortest)  # [B]
+        index = start[:, None] + torch.arange(draft_length, device=start.device)
+        found = (start[:, None] >= 0) & (index < state.lengths[:, None])
+        tokens = state.token_ids.gather(1, index.clamp(min=0, max=state.token_ids.shape[1] - 1))
+        tokens = tokens.masked_fill(~found, NO_TOKEN)
+        return chain(tokens[:, : int(found.any(0).sum())])
+
+
+def latest_match(token_ids: Tensor, lengths: Tensor, longest: int, shortest: int) -> Tensor:
+    """Where the text goes on after the latest earlier copy of each row's suffix [B]; -1 where there is none."""
+    start = torch.full_like(lengths, -1)
+    for n in range(min(longest, token_ids.shape[1] - 1), shortest - 1, -1):
+        suffix_index = lengths[:, None] + torch.arange(-n, 0, device=lengths.device)
+        suffix = token_ids.gather(1, suffix_index.clamp(min=0))  # [B, n]
+        windows = token_ids.unfold(1, n, 1)  # [B, M - n + 1, n]
+        ends = torch.arange(n, token_ids.shape[1] + 1, device=lengths.device)  # where each window's text goes on
+        match = (windows == suffix[:, None]).all(-1) & (ends < lengths[:, None]) & (lengths[:, None] > n)
+        best = torch.where(match, ends, -1).amax(1)
+        start = torch.where(start < 0, best, start)
+    return start

@@ -1,0 +1,88 @@
+"""From logits to probabilities to tokens, with noise that can be replayed.
+
+One set of functions serves the target, the drafters and the tests: accept, residual and bonus must see exactly the
+distribution that the draft was drawn from. All arithmetic is in fp32, cumulative sums in fp64.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature 0 is greedy; top_k 0 and top_p 1 leave everything in."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits [..., V] -> fp32 probabilities [..., V] after temperature, top-k, then top-p.
+
+    Top-p keeps the smallest set of likeliest tokens whose mass reaches top_p; ties at its edge go to the lower id.
+    """
+    assert not sampling.greedy, "greedy decoding takes the argmax"
+    scaled = logits.float() / sampling.temperature
+    if sampling.top_k:
+        kth = scaled.topk(min(sampling.top_k, scaled.shape[-1])).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < kth, float("-inf"))
+    p = scaled.softmax(-1)
+    if sampling.top_p < 1:
+        ordered, order = p.sort(dim=-1, descending=True, stable=True)
+        mass_before = ordered.double().cumsum(-1) - ordered
+        p = p.masked_fill(torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, mass_before >= sampling.top_p), 0)
+        p = p / p.sum(-1, keepdim=True)
+    return p
+
+
+def sample(p: Tensor, uniforms: Tensor) -> Tensor:
+    """Invert the distribution function of p [..., V] (any positive sum) at uniforms [...] in (0, 1): token ids [...].
+
+    A token of probability 0 is never drawn.
+    """
+    cumulative = p.double().cumsum(-1)
+    threshold = uniforms.double()[..., None] * cumulative[..., -1:]
+    index = torch.searchsorted(cumulative, threshold, right=False).squeeze(-1)
+    last = p.shape[-1] - 1 - (p > 0).flip(-1).int().argmax(-1)  # rounding cannot push past the last likely token
+    return torch.minimum(index, last)
+
+
+class Stream(IntEnum):
+    """Independent noise for the purposes that one position needs it for."""
+
+    TARGET = 0  # the token the target draws: sample-then-match, residual, bonus
+    ACCEPT = 1  # the coin of a token-wise acceptance test
+    DRAFT = 2  # the token the drafter draws
+
+
+class Noise:
+    """Uniforms keyed by (seed, request, position, stream), not by the order of drawing.
+
+    A request's noise does not depend on its neighbours in the batch or on what was drafted before, so plain and
+    speculative sampling can meet the same coins.
+    """
+
+    def __init__(self, seed: int, requests: Tensor) -> None:
+        """`requests` [B]: one id a row, int64, on the device where uniforms are wanted."""
+        self._keys = _mix(_mix(torch.full_like(requests, seed)) + requests)  # [B]
+
+    def uniforms(self, positions: Tensor, stream: Stream) -> Tensor:
+        """positions [B, T] (of the token drawn, from the start of the text) -> fp64 uniforms [B, T] in (0, 1)."""
+        bits = _mix(_mix(self._keys[:, None] + positions) + int(stream))
+        return ((bits & ((1 << 52) - 1)).double() + 0.5) / (1 << 52)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014) with logical shifts, on int64 that wraps around."""
+    x = x + -7046029254386353131  # 0x9E3779B97F4A7C15
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * -7723592293110705685  # 0x94D049BB133111EB
+    return x ^ ((x >> 31) & ((1 << 33) - 1))

@@ -1,0 +1,163 @@
+"""Stock Hugging Face modelling on a cache with one slot per token and one length per row.
+
+`SlotCache` replaces transformers' caches, whose single length for the whole batch rules out ragged rows. A token's
+slot says where its key and value are kept; a boolean mask says which slots a query sees. Chains use slot = position;
+trees will give several nodes of one depth their own slots.
+
+Shapes: B rows, T new tokens a row, M slots, Hq query heads, Hkv key-value heads, D head width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+ATTENTION = "draftsmith"  # the name under which transformers finds `slot_attention`
+
+
+class SlotCache:
+    """Keys and values of `num_slots` tokens a row, for every layer; transformers calls `update` and the getters."""
+
+    is_compileable = True
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.slots: Tensor | None = None  # [B, T] where the tokens of the running forward pass go
+        self._rows: Tensor | None = None  # [B, 1]
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # K and V, each [B, M, Hkv, D]
+
+    def write_to(self, slots: Tensor) -> None:
+        """Set the slots [B, T] of the next forward pass."""
+        self.slots = slots
+        if self._rows is None or self._rows.shape[0] != slots.shape[0]:
+            self._rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store key and value [B, Hkv, T, D] at `slots`; return all slots [B, Hkv, M, D]."""
+        if layer_idx not in self._layers:
+            batch, heads, _, width = key.shape
+            keys = key.new_zeros(batch, self.num_slots, heads, width)
+            values = value.new_zeros(batch, self.num_slots, value.shape[1], value.shape[-1])
+            self._layers[layer_idx] = (keys, values)
+        keys, values = self._layers[layer_idx]
+        keys[self._rows, self.slots] = key.transpose(1, 2)
+        values[self._rows, self.slots] = value.transpose(1, 2)
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep only the given rows [B'] of the batch, in that order."""
+        self._layers = {index: (k[rows], v[rows]) for index, (k, v) in self._layers.items()}
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.num_slots, 0
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * max(1, len(self._layers))
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of query [B, Hq, T, D] over key and value [B, Hkv, M, D] where the mask [B, 1, T, M] is True.
+
+    Without a mask it is causal over the T tokens themselves. `softcap` (Gemma-2) and `s_aux`, the attention sinks of
+    gpt-oss, need the scores in the open; everything else goes to torch's fused attention. Returns [B, T, Hq, D].
+    """
+    assert attention_mask is not None or query.shape[2] == key.shape[2], "a cache needs a mask"
+    if sliding_window is not None:
+        attention_mask = _within_window(attention_mask, query, sliding_window)
+    if softcap is None and s_aux is None:
+        output = nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            is_causal=attention_mask is None,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        return output.transpose(1, 2), None
+
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    scores = query.float() @ key.float().transpose(2, 3) * scale  # [B, Hq, T, M]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if attention_mask is None:
+        attention_mask = causal_mask(query)
+    scores = scores.masked_fill(~attention_mask, float("-inf"))
+    if s_aux is None:
+        weights = scores.softmax(-1)
+    else:
+        sinks = s_aux.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    return (weights @ value.float()).to(query.dtype).transpose(1, 2), None
+
+
+def causal_mask(query: Tensor) -> Tensor:
+    length = query.shape[2]
+    return torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
+
+
+def _within_window(mask: Tensor | None, query: Tensor, window: int) -> Tensor:
+    """Drop what lies more than `window` positions back. On a chain, slot = position = number of visible keys - 1."""
+    mask = causal_mask(query) if mask is None else mask
+    query_positions = mask.sum(-1, keepdim=True) - 1  # [B, 1, T, 1]
+    key_positions = torch.arange(mask.shape[-1], device=mask.device)  # [M]
+    return mask & (query_positions - key_positions < window)
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, slot_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)
+
+
+def run_on_slots(
+    model: PreTrainedModel, token_ids: Tensor, slots: Tensor, cache: SlotCache, mask: Tensor | None = None
+) -> Tensor:
+    """Run the base model on new tokens [B, T] kept at `slots` [B, T]; return its last hidden state [B, T, H].
+
+    Without a mask the new tokens form chains: a token sees every slot up to its own. Positions are clamped to the
+    model's context, so that drafts reaching past it (never kept) stay harmless.
+    """
+    if mask is None:
+        all_slots = torch.arange(cache.num_slots, device=slots.device)
+        mask = (all_slots <= slots[:, :, None])[:, None]  # [B, 1, T, M]
+    cache.write_to(slots)
+    context = getattr(model.config, "max_position_embeddings", None) or cache.num_slots
+    output = model.base_model(
+        input_ids=token_ids,
+        position_ids=slots.clamp(max=context - 1),
+        attention_mask=mask,
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return output.last_hidden_state
+
+
+def run_causal(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+    """Run the base model on whole right-padded rows [B, T], without a cache; return its last hidden state [B, T, H].
+
+    Padding at the end needs no mask: no real token looks to its right.
+    """
+    return model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state

@@ -1,0 +1,232 @@
+"""The target: a frozen Hugging Face decoder, read for its logits and for the hidden states that drafters ask for.
+
+Shapes: B rows, T tokens, H hidden width, V vocabulary, A number of layers asked for.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.models.errors import UserError
+from draftsmith.models.slots import ATTENTION, SlotCache, run_causal, run_on_slots
+
+
+@dataclass
+class Features:
+    """What the target computed at T positions of B rows."""
+
+    last_hidden: Tensor  # [B, T, H] after the final norm, the input of the target's head
+    layers: Tensor | None  # [B, T, A * H] hidden states after the layers asked for, side by side
+
+
+class Target:
+    """A frozen decoder with its tokenizer, on one device.
+
+    `run` decodes on a `SlotCache`, `features` reads whole rows for training; both take the layer ids whose hidden
+    states are wanted (N means after N layers, Hugging Face's `hidden_states[N]`).
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.text_config = model.config.get_text_config()
+        self.head_module: nn.Module = model.get_output_embeddings()
+        self.embedding: nn.Module = model.get_input_embeddings()
+        self.decoder_layers = _decoder_layers(model)
+        _check_served_exactly(self)
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> "Target":
+        """Load from a Hub name or a directory. By default: the GPU in bfloat16 if there is one, else the CPU in fp32.
+
+        Raises `UserError` where there is no such target or device, or the model is of a kind that cannot be served.
+        """
+        device = pick_device(device)
+        dtype = dtype or default_dtype(device)
+        try:
+            config = AutoConfig.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"no target at {str(name)!r}: give a Hub name or a model directory ({reason})") from None
+        if config.is_encoder_decoder:
+            raise UserError(f"target {str(name)!r} is an encoder-decoder; draftsmith drafts for decoder-only models")
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=ATTENTION)
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"target {str(name)!r} does not load: {reason}") from None
+        model.to(device)  # type: ignore[arg-type]  # wrapped by transformers without its types
+        return cls(model, tokenizer, str(name))
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return self.text_config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head; may exceed the tokenizer's length by padding."""
+        return self.text_config.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.text_config.num_hidden_layers
+
+    @property
+    def context(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.text_config.max_position_embeddings
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The ids that end a text, by the generation config, else the config, else the tokenizer."""
+        tokenizer_eos = self.tokenizer.eos_token_id if self.tokenizer else None
+        for ids in (self.model.generation_config.eos_token_id, self.text_config.eos_token_id, tokenizer_eos):
+            if ids is not None:
+                return list(ids) if isinstance(ids, list | tuple) else [ids]
+        return []
+
+    def logits(self, last_hidden: Tensor) -> Tensor:
+        """The target's head with its family's scaling: [..., H] -> [..., V]."""
+        logits = self.head_module(last_hidden)
+        config = self.text_config
+        if scale := getattr(config, "logit_scale", None):  # Cohere
+            logits = logits * scale
+        if divisor := getattr(config, "logits_scaling", None):  # Granite
+            logits = logits / divisor
+        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    @torch.no_grad()
+    def run(self, token_ids: Tensor, slots: Tensor, cache: SlotCache, layer_ids: tuple[int, ...] = ()) -> Features:
+        """Decode new tokens [B, T] at `slots` [B, T] of the cache."""
+        with _Capture(self.decoder_layers, layer_ids) as capture:
+            last_hidden = run_on_slots(self.model, token_ids, slots, cache)
+        return Features(last_hidden, capture.side_by_side())
+
+    @torch.no_grad()
+    def features(self, token_ids: Tensor, layer_ids: tuple[int, ...] = ()) -> Features:
+        """Read whole right-padded rows [B, T] at once."""
+        with _Capture(self.decoder_layers, layer_ids) as capture:
+            last_hidden = run_causal(self.model, token_ids)
+        return Features(last_hidden, capture.side_by_side())
+
+    def head_weight(self) -> Tensor:
+        """The matrix of the head, [V, H]."""
+        return cast(Tensor, self.head_module.weight)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a raw text prompt, with the special tokens that the tokenizer puts before it."""
+        assert self.tokenizer is not None
+        return self.tokenizer(text)["input_ids"]
+
+    def fingerprint(self) -> str:
+        """16 hex digits over the config and a sample of every weight: the same target gives the same digits."""
+        digest = hashlib.sha256(json.dumps(self.text_config.to_diff_dict(), sort_keys=True, default=str).encode())
+        for name, parameter in self.model.named_parameters():
+            flat = parameter.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // 256)].float().cpu()
+            digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+class _Capture:
+    """Hooks that keep the outputs of some decoder layers during one forward pass."""
+
+    def __init__(self, decoder_layers: nn.ModuleList, layer_ids: tuple[int, ...]) -> None:
+        self._layers = [decoder_layers[layer_id - 1] for layer_id in layer_ids]
+        self._outputs: list[Tensor] = []
+        self._hooks: list = []
+
+    def __enter__(self) -> "_Capture":
+        self._hooks = [layer.register_forward_hook(self._keep) for layer in self._layers]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _keep(self, module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        self._outputs.append(output if isinstance(output, Tensor) else output[0])
+
+    def side_by_side(self) -> Tensor | None:
+        """[B, T, A * H] in ascending layer order, the order of execution; None where nothing was asked for."""
+        return torch.cat(self._outputs, -1) if self._outputs else None
+
+
+def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of decoder layers, whatever the family calls it."""
+    num_layers = model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    if not lists:
+        raise UserError(f"cannot find the {num_layers} decoder layers of {type(model).__name__}")
+    return lists[0]
+
+
+def _check_served_exactly(target: Target) -> None:
+    """Refuse a family whose cached decoding or head differs from its own plain forward pass."""
+    token_ids = torch.arange(1, 7, device=target.device)[None] % target.vocab_size
+    slots = torch.arange(6, device=target.device)[None]
+    with torch.no_grad():
+        expected = target.model(input_ids=token_ids, use_cache=False).logits.float()
+    cache = SlotCache(8)
+    try:
+        halves = [target.run(token_ids[:, part], slots[:, part], cache) for part in (slice(0, 4), slice(4, 6))]
+    except (TypeError, AttributeError, RuntimeError) as error:
+        raise UserError(f"{type(target.model).__name__} cannot decode on draftsmith's cache: {error}") from None
+    found = target.logits(torch.cat([half.last_hidden for half in halves], 1)).float()
+    tolerance = 1e-3 if target.dtype == torch.float32 else 0.1
+    error_size = (found - expected).abs().max() / expected.abs().max().clamp(min=1)
+    if not error_size < tolerance:
+        raise UserError(
+            f"{type(target.model).__name__} cannot be served: cached logits differ from its plain forward by "
+            f"{error_size:.1e} (multi-head latent attention and recurrent layers are not supported)"
+        )
+
+
+def check_layer_ids(layer_ids: Iterable[int], target: Target) -> tuple[int, ...]:
+    """Layer ids must be distinct, ascending and in 1..num_layers - 1, as engines capture them."""
+    ids = tuple(layer_ids)
+    if list(ids) != sorted(set(ids)) or not all(1 <= layer_id < target.num_layers for layer_id in ids):
+        raise UserError(
+            f"layer_ids {list(ids)}: give distinct ascending ids from 1 to {target.num_layers - 1}, "
+            f"the target has {target.num_layers} layers"
+        )
+    return ids
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """The given device, else the GPU if there is one, else the CPU."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        picked = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"device {str(device)!r} is not a device: give cpu, cuda or cuda:N") from None
+    if picked.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {str(device)!r} was asked for and there is no GPU: leave it out or give cpu")
+    return picked
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware computes in it, else fp32."""
+    return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32

@@ -1,0 +1,114 @@
+"""The command line: parses, calls `commands`, and turns mistakes of the user's into one line and exit code 2."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse, saying what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USER_ERROR, f"error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser("draftsmith", description="Train drafters for speculative decoding, and measure them.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        return sub
+
+    sub = command("quickstart", "train and measure three drafters with nothing to download")
+    sub.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder to write (%(default)s)")
+    sub.add_argument("--drafters", default="eagle3,medusa,draft_model", help="comma-separated (%(default)s)")
+    sub.add_argument("--minutes", type=float, default=10.0, help="time for everything (%(default)s)")
+    sub.add_argument("--target", help="Hub name or directory; by default the target that draftsmith ships")
+    _add_device(sub)
+
+    sub = command("prepare", "let the target answer prompts: the text to train on")
+    sub.add_argument("--target", required=True, help="Hub name or directory")
+    sub.add_argument("--prompts", required=True, help=".jsonl, .txt, or a Hub dataset as NAME:COLUMN[:SPLIT]")
+    sub.add_argument("--out", type=Path, required=True, help="folder to write")
+    sub.add_argument("--max-new-tokens", type=int, default=256)
+    sub.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="taken in turn (%(default)s)")
+    sub.add_argument("--batch-size", type=int, default=32)
+    sub.add_argument("--seed", type=int, default=0)
+    _add_device(sub)
+
+    sub = command("train", "train a drafter by a recipe; the same command resumes an interrupted run")
+    sub.add_argument("recipe", metavar="RECIPE", help="eagle3, medusa, draft_model, ...")
+    sub.add_argument("--config", type=Path, help="YAML over the recipe, such as the config.yaml of a run")
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="over both, by dotted name")
+
+    sub = command("evaluate", "measure acceptance and speed of drafters beside plain decoding")
+    sub.add_argument("--target", required=True, help="Hub name or directory")
+    sub.add_argument(
+        "--drafter", required=True, action="append", help="checkpoint, Hub name, ngram or none; repeatable"
+    )
+    sub.add_argument("--prompts", required=True, help=".jsonl, .txt, or a Hub dataset as NAME:COLUMN[:SPLIT]")
+    sub.add_argument("--num-prompts", type=int, help="take so many of them (all)")
+    sub.add_argument("--temperature", type=float, nargs="+", default=[0.0])
+    sub.add_argument("--top-p", type=float, default=1.0)
+    sub.add_argument("--batch-size", type=int, nargs="+", default=[1])
+    sub.add_argument("--draft-length", type=int, nargs="+", default=[4])
+    sub.add_argument("--max-new-tokens", type=int, default=64)
+    sub.add_argument("--repeats", type=int, default=5)
+    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--out", type=Path, required=True, help="folder to write")
+    _add_device(sub)
+
+    sub = command("export", "write a checkpoint as a serving engine loads it, with the command that serves it")
+    sub.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="such as runs/NAME/best")
+    sub.add_argument("--engine", required=True, choices=["vllm", "sglang", "speculators"])
+    sub.add_argument("--target", required=True, help="Hub name or directory")
+    sub.add_argument("--out", type=Path, required=True, help="folder to write")
+
+    sub = command("generate", "stream text; tokens that were drafted and accepted are green")
+    sub.add_argument("prompt", metavar="PROMPT")
+    sub.add_argument("--target", required=True, help="Hub name or directory")
+    sub.add_argument("--drafter", required=True, help="checkpoint, Hub name, ngram or none")
+    sub.add_argument("--max-new-tokens", type=int, default=128)
+    sub.add_argument("--temperature", type=float, default=0.0)
+    sub.add_argument("--top-p", type=float, default=1.0)
+    sub.add_argument("--draft-length", type=int, default=4)
+    sub.add_argument("--seed", type=int, default=0)
+    _add_device(sub)
+
+    sub = command("report", "rebuild report.html and figures/ of a run, or of a folder of runs")
+    sub.add_argument("run", type=Path, metavar="RUN")
+    return parser
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU if there is one")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    from draftsmith.models.errors import UserError  # torch is slow to import and --help needs none of it
+    from draftsmith.recipes import commands
+
+    try:
+        getattr(commands, args.command)(args)
+    except UserError as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print(f"interrupted: give the same command again to go on ({args.command})", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

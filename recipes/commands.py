@@ -1,0 +1,112 @@
+"""What each command of the command line does. Bad input raises `UserError` before anything is written."""
+
+import argparse
+import difflib
+from pathlib import Path
+
+import transformers
+from rich.console import Console
+from rich.text import Text
+
+from draftsmith.data.prepare import PrepareSettings
+from draftsmith.data.prepare import prepare as prepare_samples
+from draftsmith.data.progress import progress_bar
+from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoder import check_sampling
+from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
+from draftsmith.inference.measure import MeasureSettings, PromptSet, measure, pick_prompts
+from draftsmith.models import Target, load_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.recipes.export import export_checkpoint
+from draftsmith.recipes.quickstart import run_quickstart
+from draftsmith.recipes.recipes import RECIPES
+from draftsmith.recipes.report import build_report, print_evaluations
+from draftsmith.train import train as train_drafter
+from draftsmith.train.config import resolve
+from draftsmith.train.run_folder import require_writable
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+console = Console()
+
+
+def quickstart(args: argparse.Namespace) -> None:
+    kinds = [kind.strip() for kind in args.drafters.split(",") if kind.strip()]
+    run_quickstart(args.out, kinds, args.minutes, args.target, args.device, console)
+
+
+def prepare(args: argparse.Namespace) -> None:
+    for temperature in args.temperature:
+        check_sampling(temperature, 1.0, 0)
+    target = Target.from_pretrained(args.target, args.device)
+    settings = PrepareSettings(args.max_new_tokens, tuple(args.temperature), args.batch_size, args.seed)
+    prepare_samples(target, args.prompts, args.out, settings)
+
+
+def train(args: argparse.Namespace) -> None:
+    if args.recipe not in RECIPES:
+        near = difflib.get_close_matches(args.recipe, RECIPES, n=2, cutoff=0.4)
+        hint = f"nearest: {', '.join(near)}; " if near else ""
+        raise UserError(f"unknown recipe {args.recipe!r}; {hint}there are {', '.join(RECIPES)}")
+    config = resolve(RECIPES[args.recipe](), args.config, args.overrides)
+    run = train_drafter(config)
+    if config.evaluation.prompts:
+        console.print(f"report: {build_report(run)}")
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    target = Target.from_pretrained(args.target, args.device)
+    encoded = encode_prompts(read_prompts(args.prompts), target)
+    encoded = pick_prompts(encoded, args.num_prompts or len(encoded))
+    check_lengths(encoded, args.max_new_tokens, target, args.prompts)
+    prompts = PromptSet(Path(args.prompts).stem, encoded)
+    drafters = {name: load_drafter(name, target) for name in args.drafter}
+    require_writable(args.out)
+    grid = [
+        MeasureSettings(temperature, args.top_p, batch_size, length, args.max_new_tokens, args.repeats, args.seed)
+        for temperature in args.temperature
+        for batch_size in args.batch_size
+        for length in args.draft_length
+    ]
+    rows: dict[str, list] = {name: [] for name in drafters}
+    with progress_bar() as progress:
+        total = sum(-(-len(encoded) // settings.batch_size) * settings.repeats for settings in grid)
+        task = progress.add_task("evaluating", total=total, detail="")
+        for settings in grid:
+            for name, row in measure(target, drafters, prompts, settings, lambda: progress.advance(task)).items():
+                rows[name].append(row)
+    env = environment(target)
+    contents = [evaluation(target, name, drafter.kind, rows[name], env) for name, drafter in drafters.items()]
+    for path, content in zip(evaluation_paths(args.out, list(drafters)), contents, strict=True):
+        write_evaluation(path, content)
+    print_evaluations(contents, console)
+
+
+def evaluation_paths(out: Path, names: list[str]) -> list[Path]:
+    """OUT/evaluation.json for one drafter, OUT/NUMBER-NAME/evaluation.json for several."""
+    if len(names) == 1:
+        return [out / "evaluation.json"]
+    return [out / f"{number}-{Path(name).name}" / "evaluation.json" for number, name in enumerate(names, 1)]
+
+
+def export(args: argparse.Namespace) -> None:
+    target = Target.from_pretrained(args.target, "cpu")
+    command = export_checkpoint(args.checkpoint, args.engine, target, args.out)
+    console.print(f"wrote {args.out}; serve it with:\n{command}", soft_wrap=True, highlight=False)
+
+
+def generate(args: argparse.Namespace) -> None:
+    sampling = check_sampling(args.temperature, args.top_p, 0)
+    target = Target.from_pretrained(args.target, args.device)
+    decoder = SpeculativeDecoder(target, load_drafter(args.drafter, target))
+    console.print(Text(args.prompt, style="dim"), end="")
+    for round in decoder.stream(args.prompt, args.max_new_tokens, sampling, args.draft_length, args.seed):
+        for piece in round.pieces:
+            console.print(Text(piece.text, style="green" if piece.drafted else ""), end="")
+    console.print()
+
+
+def report(args: argparse.Namespace) -> None:
+    console.print(f"report: {build_report(args.run)}")

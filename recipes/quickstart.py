@@ -1,0 +1,211 @@
+"""`draftsmith quickstart`: from nothing to measured drafters, in a given time.
+
+The target writes training text, each drafter is trained on it and measured after every checkpoint, and the best one is
+exported. What the time allows (prompts, steps) is measured first and kept in plan.yaml, so that an interrupted run
+goes on with the same plan.
+"""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from pydantic import TypeAdapter
+from rich.console import Console
+
+from draftsmith.data.batches import BatchPlan
+from draftsmith.data.prepare import PrepareSettings, answer_batch, prepare
+from draftsmith.data.stdlib import function_prompt, stdlib_functions
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.models.sampling import Sampling
+from draftsmith.recipes.export import export_checkpoint
+from draftsmith.recipes.recipes import RECIPES
+from draftsmith.recipes.report import build_report, print_summary
+from draftsmith.train import TrainConfig, train
+from draftsmith.train.run_folder import first_result, require_writable
+
+EMBEDDED_TARGET = Path(__file__).parent / "tiny_target"
+# Shares of the time; the rest is for loading, the report, and estimates that were too low.
+PREPARE_SHARE, EVALUATION_SHARE = 0.16, 0.30
+TRAINING_SHARES = {"eagle3": 0.24, "medusa": 0.09, "draft_model": 0.11}
+CHECKPOINTS = 2  # a run
+MAX_NEW_TOKENS = 128  # of training text, a prompt
+NUM_HELD_OUT = 64
+PREPARE_BATCH = 32
+NUM_SAMPLE_TEXTS = 3
+
+
+@dataclass
+class Plan:
+    """What the time allows on this machine."""
+
+    target: str
+    minutes: float
+    num_prompts: int  # that the target answers for training
+    num_evaluation_prompts: int
+    steps: dict[str, int]  # by drafter
+
+
+def run_quickstart(
+    out: Path, kinds: list[str], minutes: float, target_name: str | None, device: str | None, console: Console
+) -> None:
+    """Do everything, or what an interrupted call left to do. Writes only below `out`."""
+    trainable = [kind for kind in TRAINING_SHARES if kind in DRAFTERS]
+    if unknown := [kind for kind in kinds if kind not in trainable] or (not kinds):
+        raise UserError(f"--drafters {unknown if kinds else '(empty)'}: choose from {', '.join(trainable)}")
+    if minutes <= 0:
+        raise UserError(f"--minutes {minutes}: give more than 0")
+    name = target_name or str(EMBEDDED_TARGET)
+    target = Target.from_pretrained(name, device)
+    require_writable(out)
+
+    train_prompts, held_out = write_prompts(out / "prompts", target)
+    plan = load_plan(out / "plan.yaml", name, minutes) or measure_plan(target, train_prompts, kinds, minutes, console)
+    (out / "plan.yaml").write_text(yaml.safe_dump(asdict(plan), sort_keys=False))
+    missing = [kind for kind in kinds if kind not in plan.steps]
+    if missing:
+        raise UserError(f"{out} was begun without {', '.join(missing)}: give another --out")
+
+    chosen = out / "prompts" / "chosen.jsonl"
+    write_jsonl(chosen, train_prompts[: plan.num_prompts])
+    samples = out / "samples"
+    prepare(target, str(chosen), samples, PrepareSettings(max_new_tokens=MAX_NEW_TOKENS, batch_size=PREPARE_BATCH))
+    for kind in kinds:
+        train(quickstart_config(kind, plan, out, held_out, device))
+
+    best = max((out / kind / "best" for kind in kinds), key=lambda run: first_result(run)["speedup"])
+    write_sample_texts(out / "samples.json", target, best.resolve(), held_out)
+    console.print(f"\nreport: {build_report(out)}")
+    print_summary(out, console)
+    command = export_checkpoint(best.resolve(), "vllm", target, out / "export")
+    console.print(
+        f"best drafter: {best.resolve()}\nexported to {out / 'export'}; serve it with:\n  {command}", soft_wrap=True
+    )
+
+
+# --- prompts
+
+
+def write_prompts(folder: Path, target: Target) -> tuple[list[str], Path]:
+    """Training prompts in random order, and the file of held-out ones, that fit the target's context."""
+    folder.mkdir(exist_ok=True)
+    room = target.context - MAX_NEW_TOKENS
+    training, held_out = (
+        [prompt for prompt in shuffled_prompts(is_held_out) if len(target.encode(prompt)) <= min(room, 128)]
+        for is_held_out in (False, True)
+    )
+    write_jsonl(folder / "held_out.jsonl", held_out[:NUM_HELD_OUT])
+    return training, folder / "held_out.jsonl"
+
+
+def shuffled_prompts(held_out: bool) -> list[str]:
+    prompts = [function_prompt(function) for function in stdlib_functions(held_out)]
+    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0)).tolist()
+    return [prompts[i] for i in order]
+
+
+def write_jsonl(path: Path, prompts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+
+
+# --- the plan
+
+
+def load_plan(path: Path, target: str, minutes: float) -> Plan | None:
+    """The plan of an interrupted run; `UserError` where that run was another one."""
+    if not path.is_file():
+        return None
+    plan = TypeAdapter(Plan).validate_python(yaml.safe_load(path.read_text()))
+    if (plan.target, plan.minutes) != (target, minutes):
+        raise UserError(f"{path.parent} holds a quickstart with other settings: give another --out, or remove it")
+    return plan
+
+
+def measure_plan(target: Target, prompts: list[str], kinds: list[str], minutes: float, console: Console) -> Plan:
+    """Time a batch of answers, a decoded prompt and a few training steps of each drafter, and divide."""
+    console.print(f"measuring what {minutes:g} minutes allow on this machine ...")
+    seconds = minutes * 60
+    encoded = [target.encode(prompt) for prompt in prompts[:PREPARE_BATCH]]
+    plain = SpeculativeDecoder(target, load_drafter("none", target))
+    settings = PrepareSettings(max_new_tokens=MAX_NEW_TOKENS, batch_size=PREPARE_BATCH)
+    plain.generate(encoded[:1], max_new_tokens=4)  # warm-up
+
+    start = time.perf_counter()
+    samples = answer_batch(plain, encoded, list(range(PREPARE_BATCH)), settings)
+    num_batches = max(2, int(seconds * PREPARE_SHARE / (time.perf_counter() - start)))
+
+    recipe = RECIPES[f"quickstart_{kinds[0]}"]().evaluation
+    output = plain.generate(encoded[:1], max_new_tokens=recipe.max_new_tokens, stop_at_eos=False)
+    # plain, n-gram and drafted decoding of a prompt, the latter two a little faster
+    per_prompt = 2.4 * output.timing.total * recipe.repeats * CHECKPOINTS * len(kinds)
+    num_evaluation_prompts = min(NUM_HELD_OUT, max(4, int(seconds * EVALUATION_SHARE / per_prompt)))
+
+    total = sum(TRAINING_SHARES[kind] for kind in kinds)
+    scale = sum(TRAINING_SHARES.values()) / total
+    steps = {}
+    for kind in kinds:
+        config = RECIPES[f"quickstart_{kind}"]()
+        batches = BatchPlan(samples, config.data.batch_size, target.context, seed=0)
+        drafter = DRAFTERS[kind].from_target(config.drafter, target).to(target.device)
+        steps[kind] = max(8, int(seconds * TRAINING_SHARES[kind] * scale / seconds_per_step(drafter, target, batches)))
+    return Plan(target.name, minutes, min(len(prompts), num_batches * PREPARE_BATCH), num_evaluation_prompts, steps)
+
+
+def seconds_per_step(drafter: Drafter, target: Target, batches: BatchPlan) -> float:
+    """Mean time of loss and gradient over the batches there are, after one to warm up."""
+    times = []
+    for step in range(1 + batches.steps_per_epoch):
+        start = time.perf_counter()
+        batch = batches.micro_batches(step, 0, 1, batches.batch_size)[0].to(target.device)
+        total, count = drafter(batch, target.features(batch.token_ids, drafter.layer_ids))["loss"]
+        (total / count).backward()
+        float(total)  # waits for a GPU
+        times.append(time.perf_counter() - start)
+    return sum(times[1:]) / len(times[1:])
+
+
+def quickstart_config(kind: str, plan: Plan, out: Path, held_out: Path, device: str | None) -> TrainConfig:
+    """The quickstart recipe of a drafter, cut to the plan."""
+    config = RECIPES[f"quickstart_{kind}"]()
+    config.target = plan.target
+    config.data.samples = str(out / "samples")
+    config.data.max_length = 512
+    config.evaluation.prompts = str(held_out)
+    config.evaluation.num_prompts = plan.num_evaluation_prompts
+    config.run.dir = str(out / kind)
+    config.run.steps = plan.steps[kind]
+    config.run.checkpoint_every = -(-plan.steps[kind] // CHECKPOINTS)
+    config.run.log_every = max(1, plan.steps[kind] // 40)
+    config.run.device = device
+    return config
+
+
+# --- sample texts
+
+
+def write_sample_texts(path: Path, target: Target, drafter: Path, held_out: Path) -> None:
+    """A few streamed completions for the report: what was drafted and accepted, round by round."""
+    decoder = SpeculativeDecoder(target, load_drafter(drafter, target))
+    prompts = [json.loads(line)["prompt"] for line in held_out.read_text().splitlines()[:NUM_SAMPLE_TEXTS]]
+    texts = [
+        {
+            "prompt": prompt,
+            "drafter": str(drafter),
+            "temperature": 0.0,
+            "rounds": [
+                {
+                    "text": "".join(piece.text for piece in round.pieces),
+                    "num_tokens": round.num_tokens,
+                    "num_accepted": round.num_accepted,
+                    "pieces": [{"text": piece.text, "accepted": piece.drafted} for piece in round.pieces],
+                }
+                for round in decoder.stream(prompt, 96, Sampling(), draft_length=4, seed=0)
+            ],
+        }
+        for prompt in prompts
+    ]
+    path.write_text(json.dumps(texts, indent=1) + "\n")

@@ -1,0 +1,81 @@
+"""Recipes: functions that return the whole config of a run. A variant calls another and changes what differs.
+
+Each is a starting point for a target of 1 to 10 billion parameters unless its docstring says otherwise. What depends
+on the user (target, samples, folder, prompts) is left empty and asked for.
+"""
+
+from collections.abc import Callable
+
+from draftsmith.models.draft_model import DraftModelConfig
+from draftsmith.models.eagle3 import Eagle3Config
+from draftsmith.models.medusa import MedusaConfig
+from draftsmith.train import TrainConfig
+from draftsmith.train.config import DataConfig
+
+
+def eagle3() -> TrainConfig:
+    """EAGLE-3 with a draft vocabulary of 32000 and an unrolled length of 5."""
+    config = TrainConfig(target="", drafter=Eagle3Config(draft_vocab_size=32000, unroll_steps=5), data=DataConfig(""))
+    config.optimizer.learning_rate = 1e-4
+    config.run.steps = 20000
+    config.run.checkpoint_every = 2000
+    return config
+
+
+def medusa() -> TrainConfig:
+    """Four Medusa heads with an output matrix each."""
+    config = TrainConfig(target="", drafter=MedusaConfig(), data=DataConfig(""))
+    config.optimizer.learning_rate = 5e-4
+    config.run.steps = 10000
+    config.run.checkpoint_every = 1000
+    return config
+
+
+def draft_model() -> TrainConfig:
+    """A standalone draft model of two of the target's layers."""
+    config = TrainConfig(target="", drafter=DraftModelConfig(), data=DataConfig(""))
+    config.optimizer.learning_rate = 3e-4
+    config.run.steps = 20000
+    config.run.checkpoint_every = 2000
+    return config
+
+
+def quickstart_eagle3() -> TrainConfig:
+    """EAGLE-3 for the embedded target, in a minute or two on a CPU."""
+    config = _quickstart(eagle3())
+    config.drafter = Eagle3Config()
+    config.optimizer.learning_rate = 2e-3
+    return config
+
+
+def quickstart_medusa() -> TrainConfig:
+    """Medusa heads for the embedded target, in a minute on a CPU."""
+    config = _quickstart(medusa())
+    config.optimizer.learning_rate = 2e-3
+    return config
+
+
+def quickstart_draft_model() -> TrainConfig:
+    """A one-layer draft model for the embedded target, in a minute on a CPU."""
+    config = _quickstart(draft_model())
+    config.drafter = DraftModelConfig(num_layers=1)
+    config.optimizer.learning_rate = 2e-3
+    return config
+
+
+def _quickstart(config: TrainConfig) -> TrainConfig:
+    """Small batches and short evaluations; steps and prompts are set by the time there is."""
+    config.data.batch_size = config.data.micro_batch_size = 16
+    config.evaluation.max_new_tokens = 48
+    config.evaluation.num_prompts = 8
+    return config
+
+
+RECIPES: dict[str, Callable[[], TrainConfig]] = {
+    "eagle3": eagle3,
+    "medusa": medusa,
+    "draft_model": draft_model,
+    "quickstart_eagle3": quickstart_eagle3,
+    "quickstart_medusa": quickstart_medusa,
+    "quickstart_draft_model": quickstart_draft_model,
+}

@@ -1,0 +1,287 @@
+"""report.html of a run or of a folder of runs, and the same comparison as a table in the terminal."""
+
+import base64
+import json
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, StrictUndefined, Template
+from rich import box
+from rich.console import Console, JustifyMethod
+from rich.table import Table
+from rich.text import Text
+
+from draftsmith.recipes.figures import draw_figures
+from draftsmith.recipes.results import Result, Run, read_runs
+from draftsmith.train.checkpoint import checkpoint_step
+from draftsmith.train.run_folder import require_writable
+
+PLAIN = "none"  # the name of plain decoding among drafters
+
+
+@dataclass
+class SummaryRow:
+    """One line of the comparison: a drafter at one setting."""
+
+    setting: str
+    drafter: str
+    note: str  # which checkpoint, or beside which it was measured
+    trained: bool
+    result: Result  # its row of evaluation.json
+
+    @property
+    def diverged(self) -> bool:
+        return self.result["lossless"]["divergences"] > 0
+
+    @property
+    def verdict(self) -> str:
+        """`faster` or `slower` than plain decoding where the interval leaves no doubt; wrong output is never faster."""
+        low, high = self.result["speedup_ci95"]
+        return "slower" if high < 1 else "faster" if low > 1 and not self.diverged else ""
+
+
+def build_report(folder: Path) -> Path:
+    """Write figures/*.png and report.html into the folder of a run, or of several runs.
+
+    Raises `UserError` where the folder holds nothing that was evaluated.
+    """
+    runs = read_runs(folder)
+    require_writable(folder)
+    figures = draw_figures(runs, folder / "figures")
+    rows = compare_runs(runs)
+    samples = folder / "samples.json"
+    content = {
+        "folder": folder.resolve().name,
+        "runs": runs,
+        "headline": headline(rows, runs),
+        "caveats": caveats(rows),
+        "divergences": divergences(runs),
+        "blocks": by_setting(rows),
+        "headings": list(cells(rows[0])),
+        "cells": cells,
+        "figures": [(inline_image(path), caption) for path, caption in figures],
+        "samples": json.loads(samples.read_text()) if samples.is_file() else [],
+        "sample_source": sample_source,
+        "to_yaml": lambda content: yaml.safe_dump(content, sort_keys=False),
+    }
+    path = folder / "report.html"
+    path.write_text(page_template().render(content), encoding="utf-8")
+    return path
+
+
+def summary_rows(folder: Path) -> list[SummaryRow]:
+    """The best checkpoint of each run, the baselines and plain decoding, setting by setting, fastest drafter first."""
+    return compare_runs(read_runs(folder))
+
+
+def print_summary(folder: Path, console: Console) -> None:
+    """Print `summary_rows` as tables, one a setting."""
+    print_rows(summary_rows(folder), console)
+
+
+def print_evaluations(contents: list[dict[str, Any]], console: Console) -> None:
+    """Print contents of evaluation.json files, measured in one process, as tables, one a setting."""
+    rows = [
+        SummaryRow(setting_name(result), content["drafter"], "", content["drafter"] != content["drafter_kind"], result)
+        for content in contents
+        for result in content["results"]
+    ]
+    compared: list[SummaryRow] = []
+    for setting, same in by_setting(rows).items():
+        compared += same if any(row.drafter == PLAIN for row in same) else [*same, plain_row(setting, same[0], "")]
+    print_rows(compared, console)
+
+
+# --- the comparison
+
+
+def compare_runs(runs: list[Run]) -> list[SummaryRow]:
+    """Rows of all settings. Baselines are measured anew beside each checkpoint; those of the fastest one are shown."""
+    rows = []
+    for setting in dict.fromkeys(setting_name(result) for run in runs for result in run.best.results):
+        trained = [
+            SummaryRow(setting, run.name, f"step {run.best.step}", True, result)
+            for run in runs
+            for result in run.best.results
+            if setting_name(result) == setting
+        ]
+        trained.sort(key=lambda row: row.result["speedup"], reverse=True)
+        beside = next(run for run in runs if run.name == trained[0].drafter)
+        note = f"measured beside {beside.name}, step {beside.best.step}"
+        baselines = [
+            SummaryRow(setting, name, note, False, result)
+            for name, results in beside.best.baselines.items()
+            for result in results
+            if setting_name(result) == setting
+        ]
+        rows += [*trained, *baselines, plain_row(setting, trained[0], note)]
+    return rows
+
+
+def setting_name(result: Result) -> str:
+    """All that two results must share to stand side by side."""
+    top_p = f", top-p {result['top_p']:g}" if result["top_p"] < 1 else ""
+    return (
+        f"temperature {result['temperature']:g}{top_p}, batch size {result['batch_size']}, "
+        f"draft length {result['draft_length']}, {result['num_prompts']} prompts of {result['prompt_set']}, "
+        f"up to {result['max_new_tokens']} new tokens"
+    )
+
+
+def plain_row(setting: str, beside: SummaryRow, note: str) -> SummaryRow:
+    """Plain decoding as it was measured beside a drafter."""
+    result = {
+        **beside.result,
+        "mean_acceptance_length": 1.0,
+        "draft_acceptance_rate": None,
+        "tokens_per_second": beside.result["baseline_tokens_per_second"],
+        "speedup": 1.0,
+        "speedup_ci95": [1.0, 1.0],
+        "milliseconds_per_round": None,
+        "step_cost_ratio": 1.0,
+        "lossless": {"checked": 0, "identical": 0, "near_tie_divergences": 0, "divergences": 0},
+    }
+    return SummaryRow(setting, PLAIN, f"plain decoding{note and ', ' + note}", False, result)
+
+
+def by_setting(rows: list[SummaryRow]) -> dict[str, list[SummaryRow]]:
+    blocks: dict[str, list[SummaryRow]] = {}
+    for row in rows:
+        blocks.setdefault(row.setting, []).append(row)
+    return blocks
+
+
+def cells(row: SummaryRow) -> dict[str, str]:
+    """The row as text, by column heading."""
+    result, plain = row.result, row.drafter == PLAIN
+    low, high = result["speedup_ci95"]
+    rate = result["draft_acceptance_rate"]
+    phases = result["milliseconds_per_round"]
+    return {
+        "drafter": row.drafter,
+        "acceptance length": f"{result['mean_acceptance_length']:.2f}",
+        "draft acceptance": "–" if rate is None else f"{100 * rate:.1f} %",
+        "speedup": "1.00×" if plain else f"{result['speedup']:.2f}× [{low:.2f}, {high:.2f}]",
+        "tokens/s": f"{result['tokens_per_second']:.1f}",
+        "plain tokens/s": f"{result['baseline_tokens_per_second']:.1f}",
+        "ms a round": f"{result['baseline_tpot_ms']['p50'] if plain else sum(phases.values()):.2f}",
+        "draft / verify / host": "–" if plain else " / ".join(f"{phase:.2f}" for phase in phases.values()),
+        "step cost ratio": f"{result['step_cost_ratio']:.2f}",
+        "identical outputs": "reference" if plain else lossless_text(result),
+    }
+
+
+def lossless_text(result: Result) -> str:
+    """How many outputs equal those of plain decoding."""
+    check = result["lossless"]
+    if not check["checked"]:
+        return "not compared"
+    text = f"{check['identical']}/{check['checked']}"
+    if check["near_tie_divergences"]:
+        text += f", {count(check['near_tie_divergences'], 'near tie')}"
+    if check["divergences"]:
+        text += f", {check['divergences']} DIVERGED"
+    return text
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def print_rows(rows: list[SummaryRow], console: Console) -> None:
+    """One table a setting, in the columns that fit a terminal."""
+    headings = ("drafter", "acceptance length", "speedup", "tokens/s", "ms a round", "identical outputs")
+    text_widths = {"drafter": 11, "identical outputs": 9}  # at least
+    styles = {"faster": "green", "slower": "red", "": ""}
+    for setting, block in by_setting(rows).items():
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in headings:
+            is_text = heading in text_widths
+            justify: JustifyMethod = "left" if is_text else "right"
+            table.add_column(
+                heading.replace(" ", "\n", 1),
+                justify=justify,
+                no_wrap=not is_text,
+                min_width=text_widths.get(heading),
+                overflow="fold",
+            )
+        for row in block:
+            texts = {heading: Text(text) for heading, text in cells(row).items()}
+            texts["speedup"].stylize(styles[row.verdict])
+            texts["identical outputs"].stylize("bold white on red" if row.diverged else "")
+            table.add_row(*(texts[heading] for heading in headings))
+        console.print(Text(setting, style="bold"), table)
+
+
+# --- the page
+
+
+def headline(rows: list[SummaryRow], runs: list[Run]) -> str:
+    """What the best drafter reaches at the first setting, and on what."""
+    trained = [row for row in rows if row.trained and row.setting == rows[0].setting]
+    best = next((row for row in trained if not row.diverged), None)
+    if best is None:
+        return "No drafter leaves the output of plain decoding as it is: there is no speedup to report."
+    run = next(run for run in runs if run.name == best.drafter)
+    low, high = best.result["speedup_ci95"]
+    environment = run.environment
+    return (
+        f"{best.drafter} ({best.note}) decodes {best.result['speedup']:.2f}× as fast as plain decoding "
+        f"(95 % interval {low:.2f} to {high:.2f}) with an acceptance length of "
+        f"{best.result['mean_acceptance_length']:.2f} at draft length {best.result['draft_length']}, "
+        f"temperature {best.result['temperature']:g} and batch size {best.result['batch_size']}, for the target "
+        f"{Path(run.target).name} on {environment['device']} "
+        f"({environment['dtype']}, {environment['num_threads']} CPU threads)."
+    )
+
+
+def caveats(rows: list[SummaryRow]) -> list[str]:
+    """What a reader of the headline alone would miss."""
+    found = []
+    if not any(row.trained and row.verdict == "faster" for row in rows):
+        found.append(
+            "No trained drafter is measurably faster than plain decoding here: no 95 % interval lies above 1.0."
+        )
+    for setting, block in by_setting(rows).items():
+        fastest = max((row for row in block if not row.diverged), key=lambda row: row.result["speedup"])
+        if not fastest.trained:
+            name = "plain decoding" if fastest.drafter == PLAIN else f"{fastest.drafter}, which needs no training"
+            found.append(f"At {setting}, no trained drafter beats {name} ({fastest.result['speedup']:.2f}×).")
+    return found
+
+
+def divergences(runs: list[Run]) -> list[str]:
+    """Every measurement, of any checkpoint or baseline, whose output was not that of plain decoding."""
+    measured = [
+        (f"{name} beside {run.name}, step {checkpoint.step}" if name else f"{run.name}, step {checkpoint.step}", result)
+        for run in runs
+        for checkpoint in run.checkpoints
+        for name, results in {"": checkpoint.results, **checkpoint.baselines}.items()
+        for result in results
+    ]
+    return [
+        f"{name}, {setting_name(result)}: {lossless_text(result)}"
+        for name, result in measured
+        if result["lossless"]["divergences"]
+    ]
+
+
+def inline_image(path: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def sample_source(sample: dict[str, Any]) -> str:
+    """Short name of what drafted a sample: run and step, where it was a checkpoint of a run."""
+    path = Path(sample["drafter"])
+    if path.parent.name == "checkpoints":
+        return f"{path.parent.parent.name}, step {checkpoint_step(path)}"
+    return path.name
+
+
+def page_template() -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    text = resources.files("draftsmith.recipes").joinpath("report.html.j2").read_text(encoding="utf-8")
+    return environment.from_string(text)

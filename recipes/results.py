@@ -1,0 +1,88 @@
+"""What runs have measured, read back from their folders."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftsmith.models.errors import UserError
+from draftsmith.train.checkpoint import checkpoint_step, checkpoints
+from draftsmith.train.tracking import read_metrics
+
+Result = dict[str, Any]  # a row of `results` in evaluation.json
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint that was evaluated."""
+
+    step: int
+    results: list[Result]
+    baselines: dict[str, list[Result]]  # training-free drafters, measured in the same process
+
+
+@dataclass
+class Run:
+    """A run with at least one evaluated checkpoint."""
+
+    name: str
+    kind: str
+    target: str
+    config: str  # text of config.yaml
+    environment: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    checkpoints: list[Checkpoint]  # oldest first
+
+    @property
+    def best(self) -> Checkpoint:
+        """By the speedup at the first setting, as the link `best` in the run's folder."""
+        return max(self.checkpoints, key=lambda checkpoint: checkpoint.results[0]["speedup"])
+
+    @property
+    def first_result(self) -> Result:
+        """The best checkpoint at the first setting."""
+        return self.best.results[0]
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """The evaluated runs in a folder that is one run or holds several, the fastest first.
+
+    Raises `UserError` where there is none.
+    """
+    if not folder.is_dir():
+        raise UserError(f"no folder {folder}: give the folder of a run, such as runs/NAME")
+    configs = [folder / "config.yaml"] if (folder / "config.yaml").is_file() else sorted(folder.glob("*/config.yaml"))
+    if not configs:
+        raise UserError(f"{folder} holds no run: give a folder with a config.yaml, or one that holds such folders")
+    runs = [run for run in (_read_run(config.parent) for config in configs) if run.checkpoints]
+    if not runs:
+        raise UserError(f"no checkpoint in {folder} has been evaluated yet: train with evaluation.prompts set")
+    return sorted(runs, key=lambda run: run.first_result["speedup"], reverse=True)
+
+
+def _read_run(folder: Path) -> Run:
+    config = (folder / "config.yaml").read_text()
+    content = yaml.safe_load(config)
+    return Run(
+        name=folder.resolve().name,
+        kind=content["drafter"]["kind"],
+        target=content["target"],
+        config=config,
+        environment=json.loads((folder / "environment.json").read_text()),
+        metrics=read_metrics(folder),
+        checkpoints=[_read_checkpoint(path) for path in checkpoints(folder) if (path / "evaluation.json").is_file()],
+    )
+
+
+def _read_checkpoint(folder: Path) -> Checkpoint:
+    baselines = {
+        path.name.removeprefix("evaluation.").removesuffix(".json"): _read_results(path)
+        for path in sorted(folder.glob("evaluation.*.json"))
+    }
+    return Checkpoint(checkpoint_step(folder), _read_results(folder / "evaluation.json"), baselines)
+
+
+def _read_results(path: Path) -> list[Result]:
+    return json.loads(path.read_text())["results"]

@@ -1,0 +1,207 @@
+"""The report of a synthetic tree of runs: what it must say, and that it stands alone."""
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from draftsmith.models.errors import UserError
+from draftsmith.recipes import report
+from draftsmith.recipes.report import build_report, print_evaluations, print_summary, summary_rows
+
+PLAIN_MILLISECONDS = 10.0
+TEMPERATURES = (0.0, 1.0)
+ENVIRONMENT = {
+    "versions": {"python": "3.12.1", "torch": "2.11.0"},
+    "device": "Abacus 9000, 2 cores",
+    "num_threads": 2,
+    "dtype": "float32",
+    "target_fingerprint": "0123456789abcdef",
+    "git_commit": "abc1234",
+    "command": "draftsmith quickstart",
+    "template_hash": None,
+    "data_hash": "fedcba9876543210",
+}
+
+
+def result(keep: float, draft_ms: float, temperature: float = 0.0, divergences: int = 0) -> dict[str, Any]:
+    """A row of evaluation.json in which each drafted token is accepted with chance `keep`, K = 4."""
+    drafts, checked = 1000, 0 if temperature else 16
+    survived = [round(drafts * keep**i) for i in range(6)]
+    survived[5] = 0
+    accepted = sum(survived[1:])
+    length = 1 + accepted / drafts
+    round_ms = draft_ms + PLAIN_MILLISECONDS + 1
+    speedup = length * PLAIN_MILLISECONDS / round_ms
+    times = {"p50": PLAIN_MILLISECONDS, "p95": 11.0, "p99": 12.0}
+    return {
+        "prompt_set": "held_out", "num_prompts": 16, "temperature": temperature, "top_p": 1.0,
+        "verification_mode": "probabilistic" if temperature else "greedy", "batch_size": 1, "draft_length": 4,
+        "tree_nodes": None, "max_new_tokens": 64, "num_drafts": drafts, "num_draft_tokens": 4 * drafts,
+        "num_accepted_tokens": accepted, "num_emitted_tokens": drafts + accepted,
+        "mean_acceptance_length": length, "draft_acceptance_rate": accepted / drafts / 4,
+        "per_position_acceptance_rates": [n / drafts for n in survived[1:5]],
+        "conditional_acceptance_rates": [survived[i + 1] / survived[i] if survived[i] else None for i in range(4)],
+        "acceptance_histogram": [a - b for a, b in zip(survived[:5], survived[1:], strict=True)],
+        "baseline_tokens_per_second": 100.0, "tokens_per_second": 100 * speedup, "speedup": speedup,
+        "speedup_ci95": [speedup - 0.09, speedup + 0.08], "repeats": 5, "ttft_ms": times, "tpot_ms": times,
+        "baseline_tpot_ms": times,
+        "milliseconds_per_round": {"draft": draft_ms, "verify": PLAIN_MILLISECONDS, "host": 1.0},
+        "step_cost_ratio": length / speedup,
+        "lossless": {
+            "checked": checked, "identical": max(0, checked - 1 - divergences),
+            "near_tie_divergences": min(1, checked), "divergences": min(divergences, checked),
+        },
+    }  # fmt: skip
+
+
+def write_results(path: Path, results: list[dict[str, Any]]) -> None:
+    content = {"target": "t", "drafter": "d", "drafter_kind": "k", "environment": ENVIRONMENT, "results": results}
+    path.write_text(json.dumps(content))
+
+
+def write_run(folder: Path, keep: float, draft_ms: float, divergences: int = 0) -> Path:
+    """A run of 400 steps and two checkpoints, the second one the better."""
+    folder.mkdir(parents=True)
+    config = {"target": "models/tiny_target", "drafter": {"kind": folder.name}, "run": {"steps": 400}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "environment.json").write_text(json.dumps(ENVIRONMENT))
+    lines: list[dict[str, Any]] = []
+    for step in range(10, 401, 10):
+        simulated = 1 + 2.2 * keep * step / (step + 80)
+        lines.append({"step": step, "loss": 6 / step**0.3, "simulated_acceptance_length": simulated})
+        if step % 200 == 0:
+            rows = [result(keep * step / 400, draft_ms, temperature, divergences) for temperature in TEMPERATURES]
+            checkpoint = folder / "checkpoints" / f"step-{step:06d}"
+            checkpoint.mkdir(parents=True)
+            write_results(checkpoint / "evaluation.json", rows)
+            write_results(checkpoint / "evaluation.ngram.json", [result(0.25, 0.3, t) for t in TEMPERATURES])
+            length, speedup = rows[0]["mean_acceptance_length"], rows[0]["speedup"]
+            lines.append({"step": step, "acceptance_length": length, "speedup": speedup})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def write_samples(folder: Path) -> None:
+    pieces = [{"text": "    if a <b>&", "accepted": True}, {"text": " 1:\n", "accepted": False}]
+    rounds = [{"text": "    if a <b>& 1:\n", "num_tokens": 4, "num_accepted": 3, "pieces": pieces}] * 3
+    drafter = str(folder / "eagle3/checkpoints/step-000400")
+    prompt = "<script>alert(1)</script>\ndef f(a):\n"
+    samples = [{"prompt": prompt, "drafter": drafter, "temperature": 0.0, "rounds": rounds}]
+    (folder / "samples.json").write_text(json.dumps(samples))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs: eagle3 pays, medusa does not quite, draft_model costs more than it brings."""
+    folder = tmp_path_factory.mktemp("runs") / "quickstart"
+    write_run(folder / "eagle3", keep=0.75, draft_ms=4.0)
+    write_run(folder / "medusa", keep=0.4, draft_ms=1.0)
+    write_run(folder / "draft_model", keep=0.7, draft_ms=21.0)
+    (folder / "samples").mkdir()  # neither a run nor in the way
+    write_samples(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(runs: Path) -> str:
+    return build_report(runs).read_text()
+
+
+def test_report_stands_alone(runs: Path, page: str) -> None:
+    figures = sorted(path.name for path in (runs / "figures").iterdir())
+    assert len(figures) == 6
+    assert page.count('src="data:image/png;base64,') == len(figures)
+    assert not re.search(r"""(src|href)="(?!data:)|url\(|@import|<script|<link""", page)
+
+
+def test_headline_and_numbers(page: str) -> None:
+    best = result(0.75, 4.0)
+    low, high = best["speedup_ci95"]
+    assert f"eagle3 (step 400) decodes {best['speedup']:.2f}× as fast as plain decoding" in page
+    assert f"95 % interval {low:.2f} to {high:.2f}" in page
+    assert "tiny_target on Abacus 9000" in page
+    for drafter in ("eagle3", "medusa", "draft_model", "ngram", "none"):
+        assert f"<td>{drafter}<small>" in page
+    assert f"<td>{best['mean_acceptance_length']:.2f}</td>" in page
+    assert "4.00 / 10.00 / 1.00" in page
+    assert "15/16, 1 near tie" in page
+    assert "<td>not compared<small>probabilistic</small></td>" in page
+    assert "measured beside eagle3, step 400" in page
+    assert "abc1234" in page
+    assert "No trained drafter is measurably faster" not in page
+    assert "speculation is broken" not in page
+
+
+@pytest.fixture
+def _no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take two seconds."""
+    monkeypatch.setattr(report, "draw_figures", lambda runs, folder: [])
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_says_when_nothing_is_faster(tmp_path: Path) -> None:
+    page = build_report(write_run(tmp_path / "medusa", keep=0.3, draft_ms=6.0)).read_text()
+    assert "No trained drafter is measurably faster than plain decoding here: no 95 % interval lies above 1.0." in page
+    assert "no trained drafter beats ngram, which needs no training" in page
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_divergence_stands_out_and_is_no_headline(tmp_path: Path) -> None:
+    write_run(tmp_path / "eagle3", keep=0.9, draft_ms=4.0, divergences=3)
+    write_run(tmp_path / "medusa", keep=0.6, draft_ms=1.0)
+    page = build_report(tmp_path).read_text()
+    assert "speculation is broken" in page
+    assert '<td class="diverged">12/16, 1 near tie, 3 DIVERGED<small>greedy</small></td>' in page
+    assert '<p class="headline">medusa' in page
+    assert "there is no speedup to report" in build_report(tmp_path / "eagle3").read_text()
+
+
+def test_sample_text_is_escaped_and_coloured(page: str) -> None:
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;\ndef f(a):\n</span>" in page
+    assert '<span class="accepted">    if a &lt;b&gt;&amp;</span> 1:\n</span>' in page
+    assert "eagle3, step 400, temperature 0.0,\n12 tokens in 3 rounds" in page
+
+
+def test_best_checkpoint_is_the_fastest(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "eagle3", keep=0.75, draft_ms=4.0)
+    write_results(run / "checkpoints/step-000200/evaluation.json", [result(0.95, 4.0)])
+    assert summary_rows(run)[0].note == "step 200"
+
+
+def test_summary_rows(runs: Path) -> None:
+    rows = summary_rows(runs)
+    names = ["eagle3", "medusa", "draft_model", "ngram", "none"]
+    assert [row.drafter for row in rows] == 2 * names  # one block a temperature
+    plain = rows[4].result
+    assert (plain["mean_acceptance_length"], plain["speedup"], plain["tokens_per_second"]) == (1.0, 1.0, 100.0)
+
+
+def test_tables_in_the_terminal(runs: Path) -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_summary(runs, console)
+    contents = [{"drafter": "runs/[x]/best", "drafter_kind": "eagle3", "results": [result(0.75, 4.0, divergences=2)]}]
+    print_evaluations(contents, console)
+    text = console.export_text()
+    assert f"{result(0.75, 4.0)['speedup']:.2f}×" in text
+    assert "reference" in text
+    assert "runs/[x]/best" in text
+    assert "2 DIVERGED" in text
+
+
+def test_nothing_to_report(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no folder"):
+        build_report(tmp_path / "missing")
+    with pytest.raises(UserError, match="holds no run"):
+        build_report(tmp_path)
+    run = write_run(tmp_path / "eagle3", keep=0.5, draft_ms=1.0)
+    for path in run.glob("checkpoints/*/evaluation.json"):
+        path.unlink()
+    with pytest.raises(UserError, match="evaluated yet"):
+        build_report(run)
+    assert not (run / "report.html").exists()

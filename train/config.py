@@ -1,0 +1,178 @@
+"""The config of a training run, and how recipe, file and command line become one.
+
+Recipes return a whole `TrainConfig`; `--config FILE` and `key=value` change fields of it by their dotted names. A key
+that does not exist is an error that names the nearest ones.
+"""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from draftsmith.models import DRAFTERS
+from draftsmith.models.base import DrafterConfig
+from draftsmith.models.errors import UserError
+
+
+@dataclass
+class DataConfig:
+    samples: str  # folder that `draftsmith prepare` wrote
+    batch_size: int = 32  # samples an optimiser step, over all ranks
+    micro_batch_size: int = 8  # samples a forward pass on one rank
+    max_length: int = 2048  # tokens; longer samples are cut
+
+
+@dataclass
+class OptimizerConfig:
+    learning_rate: float = 3e-4  # AdamW, at its peak
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    warmup_share: float = 0.04  # of all steps, linear
+    final_share: float = 0.1  # of the peak, reached on a cosine
+    max_gradient_norm: float = 0.5
+
+
+@dataclass
+class EvaluationConfig:
+    prompts: str | None = None  # .jsonl, .txt or Hub dataset; None: checkpoints are not evaluated
+    num_prompts: int = 16  # taken from them
+    max_new_tokens: int = 64
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    batch_size: int = 1
+    draft_length: int = 4
+    repeats: int = 5
+    baselines: list[str] = field(default_factory=lambda: ["ngram"])  # training-free drafters measured beside
+
+
+@dataclass
+class RunConfig:
+    dir: str = ""  # the folder to write, such as runs/NAME
+    steps: int = 1000
+    checkpoint_every: int = 250  # steps; the last step is always kept
+    log_every: int = 10  # steps
+    seed: int = 0
+    device: str | None = None  # None: the GPU if there is one
+    wandb_project: str | None = None  # None: no wandb
+
+
+@dataclass
+class TrainConfig:
+    target: str
+    drafter: DrafterConfig
+    data: DataConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+def resolve(recipe: TrainConfig, file: Path | None = None, overrides: Iterable[str] = ()) -> TrainConfig:
+    """The recipe with the values of a config file, then of `key=value` arguments, put over it.
+
+    Raises `UserError` for unknown keys, values of the wrong type, and a file that is not such a config.
+    """
+    values = flatten(asdict(recipe))
+    for key, value in [*_file_values(file), *map(_parse_override, overrides)]:
+        if key not in values:
+            near = difflib.get_close_matches(key, values, n=3, cutoff=0.4)
+            near += [known for known in values if known.endswith("." + key.rpartition(".")[2]) and known not in near]
+            raise UserError(f"unknown key {key!r}; nearest: {', '.join(near[:4]) or ', '.join(values)}")
+        values[key] = value
+    if values["drafter.kind"] != recipe.drafter.kind:
+        raise UserError(
+            f"drafter.kind {values['drafter.kind']!r} needs its own recipe, this is one for {recipe.drafter.kind}"
+        )
+    return from_dict(unflatten(values))
+
+
+def from_dict(content: dict[str, Any]) -> TrainConfig:
+    """Check types. The drafter's part is read by the config class of its kind."""
+    drafter_class = DRAFTERS[content["drafter"]["kind"]].config_class
+    drafter = _validate(drafter_class, content["drafter"], "drafter.")
+    config = _validate(TrainConfig, {**content, "drafter": {"kind": drafter.kind}}, "")
+    config.drafter = drafter
+    check(config)
+    return config
+
+
+def check(config: TrainConfig) -> None:
+    """Values that no run can use."""
+    for key, text in {"target": config.target, "data.samples": config.data.samples, "run.dir": config.run.dir}.items():
+        if not text:
+            raise UserError(f"{key} is not set: give {key}=...")
+    positive = {
+        "data.batch_size": config.data.batch_size,
+        "data.micro_batch_size": config.data.micro_batch_size,
+        "run.steps": config.run.steps,
+        "run.checkpoint_every": config.run.checkpoint_every,
+        "run.log_every": config.run.log_every,
+        "evaluation.num_prompts": config.evaluation.num_prompts,
+        "evaluation.repeats": config.evaluation.repeats,
+    }
+    for key, value in positive.items():
+        if value < 1:
+            raise UserError(f"{key}={value}: give at least 1")
+    for name in config.evaluation.baselines:
+        if name not in DRAFTERS:
+            raise UserError(f"evaluation.baselines: no drafter {name!r}; there are {', '.join(DRAFTERS)}")
+
+
+def dump(config: TrainConfig, path: Path) -> None:
+    """Write YAML that `--config` reads back to the same config."""
+    path.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+
+
+def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts -> one dict by dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat
+
+
+def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, key = name.split(".")
+        part = content
+        for parent in parents:
+            part = part.setdefault(parent, {})
+        part[key] = value
+    return content
+
+
+def _file_values(file: Path | None) -> list[tuple[str, Any]]:
+    if file is None:
+        return []
+    try:
+        content = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise UserError(f"config file {file}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"config file {file} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"config file {file} holds no keys: give a config.yaml of a run")
+    return list(flatten(content).items())
+
+
+def _parse_override(argument: str) -> tuple[str, Any]:
+    key, equals, value = argument.partition("=")
+    if not equals:
+        raise UserError(f"{argument!r} is not key=value")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise UserError(f"{key}: cannot read the value {value!r}; quote it as in YAML") from None
+
+
+def _validate(config_class: type, content: dict[str, Any], prefix: str) -> Any:
+    try:
+        return TypeAdapter(config_class).validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = prefix + ".".join(map(str, first["loc"]))
+        raise UserError(f"{key}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}") from None

@@ -1,0 +1,61 @@
+"""Evaluation after a checkpoint: the drafter beside plain decoding and the training-free baselines."""
+
+from pathlib import Path
+
+import rich
+
+from draftsmith.data.progress import progress_bar
+from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
+from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
+from draftsmith.inference.measure import MeasureSettings, PromptSet, measure, pick_prompts
+from draftsmith.models import Drafter, Target, load_drafter
+from draftsmith.train.checkpoint import checkpoint_step
+from draftsmith.train.config import EvaluationConfig
+from draftsmith.train.tracking import Tracker
+
+
+def evaluation_prompts(config: EvaluationConfig, target: Target) -> PromptSet | None:
+    """The prompts to evaluate on, encoded; `UserError` where one of them does not fit the target."""
+    if config.prompts is None:
+        return None
+    encoded = pick_prompts(encode_prompts(read_prompts(config.prompts), target), config.num_prompts)
+    check_lengths(encoded, config.max_new_tokens, target, config.prompts)
+    return PromptSet(Path(config.prompts).stem, encoded)
+
+
+def evaluate_checkpoint(
+    checkpoint: Path, target: Target, prompts: PromptSet, config: EvaluationConfig, tracker: Tracker
+) -> None:
+    """Measure the checkpoint as it lies on disk and write evaluation.json into it.
+
+    What the baselines did in the same process goes to evaluation.NAME.json beside it.
+    """
+    names = [str(checkpoint), *config.baselines]
+    drafters: dict[str, Drafter] = {name: load_drafter(name, target) for name in names}
+    rows: dict[str, list] = {name: [] for name in names}
+    num_batches = -(-len(prompts.token_ids) // config.batch_size)
+    with progress_bar() as progress:
+        total = num_batches * config.repeats * len(config.temperatures)
+        task = progress.add_task(f"evaluating {checkpoint.name}", total=total, detail="")
+        for temperature in config.temperatures:
+            settings = MeasureSettings(
+                temperature=temperature,
+                batch_size=config.batch_size,
+                draft_length=config.draft_length,
+                max_new_tokens=config.max_new_tokens,
+                repeats=config.repeats,
+            )
+            measured = measure(target, drafters, prompts, settings, lambda: progress.advance(task))
+            for name, row in measured.items():
+                rows[name].append(row)
+    env = environment(target)
+    for name, drafter in drafters.items():
+        file = "evaluation.json" if name == str(checkpoint) else f"evaluation.{name}.json"
+        write_evaluation(checkpoint / file, evaluation(target, name, drafter.kind, rows[name], env))
+    first = rows[str(checkpoint)][0]
+    metrics = {"acceptance_length": first["mean_acceptance_length"], "speedup": first["speedup"]}
+    tracker.log(checkpoint_step(checkpoint), {**metrics, "divergences": first["lossless"]["divergences"]})
+    summary = "{}: acceptance length {:.2f}, speedup {:.2f} [{:.2f}, {:.2f}]"
+    rich.print(summary.format(checkpoint.name, *metrics.values(), *first["speedup_ci95"]))
+    if first["lossless"]["divergences"]:
+        rich.print("[bold red]speculative output differs from plain decoding: see evaluation.json, and report this")

@@ -1,0 +1,173 @@
+"""The one training loop, for every family of drafter.
+
+It knows of a drafter only its `loss`: sums and counts, of which "loss" is minimised. Sums are divided by the tokens of
+the whole step, over all ranks and micro-batches, so that neither changes the gradient.
+"""
+
+import contextlib
+import math
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import Tensor
+
+from draftsmith.data.batches import BatchPlan, token_counts
+from draftsmith.data.progress import progress_bar
+from draftsmith.data.samples import check_same_target, read_samples
+from draftsmith.inference.measure import PromptSet
+from draftsmith.models import DRAFTERS, Drafter, Target
+from draftsmith.models.base import Batch, LossSums
+from draftsmith.models.errors import UserError
+from draftsmith.models.target import default_dtype, pick_device
+from draftsmith.train.checkpoint import checkpoints, resume, save_checkpoint
+from draftsmith.train.config import OptimizerConfig, TrainConfig
+from draftsmith.train.evaluate import evaluate_checkpoint, evaluation_prompts
+from draftsmith.train.run_folder import link_best, open_run
+from draftsmith.train.tracking import Tracker
+
+
+@dataclass
+class Setup:
+    """Everything a run needs, checked and loaded before anything is written."""
+
+    accelerator: Accelerator
+    target: Target
+    drafter: Drafter
+    plan: BatchPlan
+    prompts: PromptSet | None
+
+
+def set_up(config: TrainConfig) -> Setup:
+    """Load target and data and build the drafter; raises `UserError` for whatever does not fit together."""
+    device = pick_device(config.run.device)
+    mixed_precision = "bf16" if default_dtype(device) == torch.bfloat16 else "no"
+    accelerator = Accelerator(mixed_precision=mixed_precision, cpu=device.type == "cpu")
+    target = Target.from_pretrained(config.target, accelerator.device)
+    folder = Path(config.data.samples)
+    samples = read_samples(folder)
+    check_same_target(folder, target)
+    if len(samples) < config.data.batch_size:
+        raise UserError(f"data.batch_size={config.data.batch_size} exceeds the {len(samples)} samples in {folder}")
+    if config.data.batch_size % accelerator.num_processes:
+        raise UserError(
+            f"data.batch_size={config.data.batch_size}: give a multiple of {accelerator.num_processes} processes"
+        )
+    prompts = evaluation_prompts(config.evaluation, target)
+    set_seed(config.run.seed)
+    drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, target).to(accelerator.device)
+    drafter.fit_vocabulary(token_counts(samples, target.vocab_size))
+    plan = BatchPlan(samples, config.data.batch_size, min(config.data.max_length, target.context), config.run.seed)
+    return Setup(accelerator, target, drafter, plan, prompts)
+
+
+def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
+    """Linear warm-up, then a cosine from the peak to `final_share` of it. `step` counts from 0."""
+    warmup = max(1, round(config.warmup_share * num_steps))
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, num_steps - warmup)
+    share = config.final_share + (1 - config.final_share) * 0.5 * (1 + math.cos(math.pi * progress))
+    return config.learning_rate * share
+
+
+def train(config: TrainConfig) -> Path:
+    """Train, checkpoint, evaluate; go on where an earlier run of the same config stopped. Returns the run's folder."""
+    setup = set_up(config)
+    accelerator, target = setup.accelerator, setup.target
+    run = open_run(config, target, accelerator)
+    trainable = [parameter for parameter in setup.drafter.parameters() if parameter.requires_grad]
+    betas = (config.optimizer.beta1, config.optimizer.beta2)
+    optimizer = torch.optim.AdamW(trainable, betas=betas, weight_decay=config.optimizer.weight_decay)
+    model, optimizer = accelerator.prepare(setup.drafter, optimizer)
+    first_step = resume(accelerator, run)
+    tracker = Tracker(config, run, first_step) if accelerator.is_main_process else None
+
+    def evaluate() -> None:
+        if tracker and setup.prompts:
+            evaluate_checkpoint(checkpoints(run)[-1], target, setup.prompts, config.evaluation, tracker)
+            link_best(run)
+        accelerator.wait_for_everyone()
+
+    if first_step and not (checkpoints(run)[-1] / "evaluation.json").is_file():
+        evaluate()  # killed between a checkpoint and its evaluation
+    totals = Totals()
+    model.train()
+    with progress_bar(accelerator.is_main_process) as progress:
+        task = progress.add_task(
+            f"training {config.drafter.kind}", total=config.run.steps, completed=first_step, detail=""
+        )
+        for step in range(first_step, config.run.steps):
+            rate = learning_rate(step, config.run.steps, config.optimizer)
+            batches = setup.plan.micro_batches(
+                step, accelerator.process_index, accelerator.num_processes, config.data.micro_batch_size
+            )
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            batches = [batch.to(accelerator.device) for batch in batches]
+            batch_sums = gradients(accelerator, model, target, setup.drafter.layer_ids, batches)
+            norm = accelerator.clip_grad_norm_(model.parameters(), config.optimizer.max_gradient_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+            done, last = step + 1, step + 1 == config.run.steps
+            totals.add(batch_sums)
+            if done % config.run.log_every == 0 or last:
+                values = {**totals.means(accelerator), "learning_rate": rate, "gradient_norm": float(norm)}
+                if tracker:
+                    tracker.log(done, values)
+                progress.update(task, detail=f"loss {values['loss']:.3f}")
+            progress.update(task, completed=done)
+            if done % config.run.checkpoint_every == 0 or last:
+                save_checkpoint(accelerator, setup.drafter, run, done)
+                evaluate()
+    if tracker:
+        tracker.finish()
+    return run
+
+
+def gradients(
+    accelerator: Accelerator, model: torch.nn.Module, target: Target, layer_ids: tuple[int, ...], batches: list[Batch]
+) -> list[LossSums]:
+    """Leave in the parameters the gradient of the step's mean loss per trained token; return each batch's sums."""
+    own_tokens = torch.stack([batch.loss_mask.sum() for batch in batches]).sum()
+    num_tokens = accelerator.reduce(own_tokens, "sum").clamp(min=1)
+    batch_sums = []
+    for number, batch in enumerate(batches, 1):
+        features = target.features(batch.token_ids, layer_ids)
+        synchronise = contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(model)
+        with synchronise, accelerator.autocast():
+            sums = model(batch, features)
+            # gradients are averaged over ranks: multiply by their number to divide by all tokens just once
+            accelerator.backward(sums["loss"][0] / num_tokens * accelerator.num_processes)
+        batch_sums.append({name: (total.detach(), count) for name, (total, count) in sums.items()})
+    return batch_sums
+
+
+class Totals:
+    """Sums and counts since the last logged step."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, list[Tensor]] = defaultdict(list)
+        self._since = time.perf_counter()
+
+    def add(self, batch_sums: list[LossSums]) -> None:
+        for sums in batch_sums:
+            for name, pair in sums.items():
+                self._pairs[name].append(torch.stack([value.double() for value in pair]))
+
+    def means(self, accelerator: Accelerator) -> dict[str, float]:
+        """Means over everything added on all ranks, and trained tokens per second; begins anew."""
+        reduced = {
+            name: accelerator.reduce(torch.stack(pairs).sum(0), "sum").tolist() for name, pairs in self._pairs.items()
+        }
+        now = time.perf_counter()
+        means = {name: total / max(1, count) for name, (total, count) in reduced.items()}
+        means["tokens_per_second"] = reduced["loss"][1] / (now - self._since)
+        self._pairs.clear()
+        self._since = now
+        return means

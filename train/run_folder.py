@@ -1,0 +1,69 @@
+"""The folder of a run: its config, what it ran on, and the link to its best checkpoint."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from accelerate import Accelerator
+
+from draftsmith.data.samples import data_hash, template_hash
+from draftsmith.inference.evaluation import environment
+from draftsmith.models import Target
+from draftsmith.models.errors import UserError
+from draftsmith.train.checkpoint import checkpoints
+from draftsmith.train.config import TrainConfig, dump
+
+
+def check_run_folder(config: TrainConfig) -> Path:
+    """The run's folder, made if need be; `UserError` where it cannot be written or belongs to another config."""
+    run = Path(config.run.dir)
+    require_writable(run)
+    existing = run / "config.yaml"
+    if existing.is_file() and yaml.safe_load(existing.read_text()) != asdict(config):
+        raise UserError(f"{run} holds a run with other settings: give another run.dir, or remove it to start anew")
+    return run
+
+
+def open_run(config: TrainConfig, target: Target, accelerator: Accelerator) -> Path:
+    """Check the folder and write config.yaml and environment.json into it."""
+    run = check_run_folder(config)
+    if accelerator.is_main_process:
+        (run / "checkpoints").mkdir(exist_ok=True)
+        dump(config, run / "config.yaml")
+        samples = Path(config.data.samples)
+        content = {**environment(target), "template_hash": template_hash(target), "data_hash": data_hash(samples)}
+        (run / "environment.json").write_text(json.dumps(content, indent=2) + "\n")
+    accelerator.wait_for_everyone()
+    return run
+
+
+def link_best(run: Path) -> Path | None:
+    """Point `best` at the checkpoint with the highest measured speedup, by its first evaluated setting."""
+    measured = [checkpoint for checkpoint in checkpoints(run) if (checkpoint / "evaluation.json").is_file()]
+    if not measured:
+        return None
+    best = max(measured, key=lambda checkpoint: first_result(checkpoint)["speedup"])
+    temporary = run / ".best"
+    temporary.unlink(missing_ok=True)
+    os.symlink(best.relative_to(run), temporary)
+    temporary.replace(run / "best")
+    return best
+
+
+def first_result(checkpoint: Path) -> dict[str, Any]:
+    """The first row of a checkpoint's evaluation."""
+    return json.loads((checkpoint / "evaluation.json").read_text())["results"][0]
+
+
+def require_writable(folder: Path) -> None:
+    """Make the folder, or raise `UserError` saying why it cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}") from None

@@ -1,0 +1,44 @@
+"""Where the numbers of a run go: metrics.jsonl, the progress bar, and wandb if asked for."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from draftsmith.train.config import TrainConfig, flatten
+
+
+class Tracker:
+    """Writes one object a logged step. Only the main process makes one."""
+
+    def __init__(self, config: TrainConfig, run: Path, first_step: int) -> None:
+        self._file = run / "metrics.jsonl"
+        self._drop_after(first_step)
+        self._wandb = None
+        if config.run.wandb_project:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=config.run.wandb_project, name=run.name, config=flatten(asdict(config)), dir=run, resume="allow"
+            )
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        with open(self._file, "a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        if self._wandb is not None:
+            self._wandb.log(metrics, step=step)
+
+    def finish(self) -> None:
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def _drop_after(self, step: int) -> None:
+        """Forget what an interrupted run logged beyond the checkpoint that it goes on from."""
+        if self._file.is_file():
+            lines = [line for line in self._file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            self._file.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
