@@ -7,7 +7,7 @@ Hub dataset, written NAME:COLUMN or NAME:COLUMN:SPLIT.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from draftsmith.models.errors import UserError
 from draftsmith.models.target import Target
@@ -78,7 +78,7 @@ def _hub_prompts(source: str) -> list[Prompt]:
 
 
 def encode_prompts(prompts: list[Prompt], target: Target) -> list[list[int]]:
-    """Token ids of each prompt, a chat opened for the target's answer. Raises `UserError` for one that it cannot take."""
+    """Token ids of each prompt, a chat opened for the answer. Raises `UserError` for one that the target cannot take."""
     encoded: list[list[int]] = []
     for number, prompt in enumerate(prompts, 1):
         if prompt.text is not None:
@@ -86,12 +86,11 @@ def encode_prompts(prompts: list[Prompt], target: Target) -> list[list[int]]:
             continue
         tokenizer = target.tokenizer
         assert tokenizer is not None
-        assert prompt.messages is not None
         if not tokenizer.chat_template:
             reason = f"{target.name} has no chat template"
             raise UserError(f'prompt {number} has "messages", but {reason}: give "prompt" texts')
-        opened = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=True)
-        encoded.append(opened["input_ids"])  # type: ignore[call-overload]  # typed for every form of its output
+        template = cast(Any, tokenizer).apply_chat_template  # typed for every form of its output
+        encoded.append(template(prompt.messages, add_generation_prompt=True, return_dict=True)["input_ids"])
     return encoded
 
 

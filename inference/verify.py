@@ -1,7 +1,7 @@
 """Verification rules on chains: how much of a draft the target keeps, and the one token it adds.
 
 Plain PyTorch, vectorised over the batch, with uniforms as arguments: this is the specification that faster forms are
-tested against. Rules: `../docs/verification.md` names them; Leviathan et al. arXiv 2211.17192 proves the last one.
+tested against. Token-wise rejection is Leviathan et al., arXiv 2211.17192, appendix A.1.
 
 Shapes: B rows, N drafted tokens, V vocabulary. Row b of the target's side has N + 1 entries: entry i is what the target
 says after the newest committed token and the first i drafts. A draft of NO_TOKEN (-1) is never accepted.

@@ -66,7 +66,7 @@ def load_drafter(name: str | Path, target: Target) -> Drafter:
             raise UserError(f"drafter {str(name)!r} needs a checkpoint: give the directory of a trained one")
     else:
         directory = _checkpoint_directory(name)
-        config = json.loads((directory / "config.json").read_text())
+        config = _read_config(directory)
         drafter = DRAFTERS[_kind(config)].from_engine(config, _read_tensors(directory), target)
     return drafter.to(target.device, target.dtype).eval()
 
@@ -81,9 +81,17 @@ def _checkpoint_directory(name: str | Path) -> Path:
             raise UserError(
                 f"no drafter at {str(name)!r}: give a checkpoint directory, a Hub name, or one of {', '.join(without)}"
             ) from None
-    if not (directory / "config.json").is_file():
-        raise UserError(f"{directory} holds no config.json: give a checkpoint directory, such as runs/NAME/best")
     return directory
+
+
+def _read_config(directory: Path) -> dict:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise UserError(f"{directory} holds no config.json: give a checkpoint directory, such as runs/NAME/best")
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
 
 
 def _kind(config: dict) -> str:

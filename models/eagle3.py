@@ -7,7 +7,8 @@ x_{t+2}. Drafting goes on from the layer's own output in place of features; trai
 Shapes: B rows, T slots, H hidden width, A layers read, N heads, D head width, V target vocabulary, Vd draft vocabulary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -102,9 +103,10 @@ class Eagle3(Drafter):
 
     def __init__(self, config: Eagle3Config, layer_config: LlamaConfig, target: Target) -> None:
         super().__init__()
-        self.config, self.layer_config, self.target = config, layer_config, target
+        self.layer_config, self.target = layer_config, target
         self.layer_ids = check_layer_ids(config.layer_ids or default_layer_ids(target.num_layers), target)
         width, vocab = layer_config.hidden_size, config.draft_vocab_size or target.vocab_size
+        self.config = replace(config, layer_ids=list(self.layer_ids), draft_vocab_size=vocab)
         if vocab > target.vocab_size:
             raise UserError(f"draft_vocab_size {vocab} exceeds the target's vocabulary of {target.vocab_size}")
         self.fc = nn.Linear(len(self.layer_ids) * target.hidden_size, width, bias=False)
@@ -165,22 +167,13 @@ class Eagle3(Drafter):
         A prediction counts when every token from x_{t+1} to the predicted one was written by the target.
         """
         assert features.layers is not None
-        hidden = self.fc(features.layers)
-        positions = torch.arange(batch.token_ids.shape[1], device=hidden.device)[None]
         counted = shift_left(batch.loss_mask, 1)
-        leading = counted.clone()  # all drafts so far are right
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        total = hidden.new_zeros(())
-        accepted = hidden.new_zeros(())
-        sums: LossSums = {}
         num_roots = counted.sum()
-        for k in range(self.config.unroll_steps):
-            embedded = self.target.embedding(shift_left(batch.token_ids, 1 + k))
-            query, key, value = self.layer.project(embedded, hidden, self.rotary(hidden, positions + k))
-            keys.append(key)
-            values.append(value)
-            hidden = self.layer.finish(hidden, merge_heads(unrolled_attention(query, keys, values)))
+        leading = counted.clone()  # all drafts so far are right
+        total = features.last_hidden.new_zeros((), dtype=torch.float32)
+        accepted = total
+        sums: LossSums = {}
+        for k, hidden in enumerate(self.unroll(batch.token_ids, features.layers)):
             counted = counted & shift_left(batch.loss_mask, 2 + k)
             rows = divergence_over_rows(
                 self.norm(hidden)[counted],
@@ -197,6 +190,23 @@ class Eagle3(Drafter):
         sums["loss"] = (total, batch.loss_mask.sum())
         sums["simulated_acceptance_length"] = (num_roots + accepted, num_roots)
         return sums
+
+    def unroll(self, token_ids: Tensor, layers: Tensor) -> Iterator[Tensor]:
+        """The layer's output [B, T, H] at each unrolled step, from tokens [B, T] and features [B, T, A * H].
+
+        Step k feeds x_{t+1+k} into slot t, at position t + k, with the output of step k - 1 in place of the feature.
+        """
+        hidden = self.fc(layers)
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for k in range(self.config.unroll_steps):
+            embedded = self.target.embedding(shift_left(token_ids, 1 + k))
+            query, key, value = self.layer.project(embedded, hidden, self.rotary(hidden, positions + k))
+            keys.append(key)
+            values.append(value)
+            hidden = self.layer.finish(hidden, merge_heads(unrolled_attention(query, keys, values)))
+            yield hidden
 
     # --- drafting
 

@@ -1,0 +1,184 @@
+"""The decoder as a whole: whatever drafts, the text is the target's."""
+
+import functools
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.models.base import DecodingState, Draft, chain, stack_chain
+from draftsmith.models.errors import UserError
+from draftsmith.models.none import NoDrafter, NoneConfig
+from draftsmith.models.sampling import Sampling
+
+PROMPTS = ["The smith heats the iron", "def strike(iron):", "A draft is cheap, a draft is cheap, a", "x"]
+KINDS = [kind for kind in DRAFTERS if kind != "none"]
+
+
+@functools.lru_cache
+def drafter_of(kind: str, target: Target) -> Drafter:
+    """Untrained: wrong nearly always, which the output must not show."""
+    torch.manual_seed(1)
+    drafter_class = DRAFTERS[kind]
+    return drafter_class.from_target(drafter_class.config_class(kind=kind), target).eval()
+
+
+class Oracle(NoDrafter):
+    """Drafts what the target would say for the first `num_right` tokens, then something else."""
+
+    kind = "oracle"
+    max_draft_length = None
+
+    def __init__(self, answers: list[list[int]], prompt_lengths: list[int], num_right: int) -> None:
+        super().__init__(NoneConfig())
+        self.answers, self.prompt_lengths, self.num_right = answers, prompt_lengths, num_right
+
+    def propose(self, state: DecodingState, draft_length: int) -> Draft:
+        rows = []
+        for answer, prompt_length, length in zip(
+            self.answers, self.prompt_lengths, state.lengths.tolist(), strict=True
+        ):
+            told = length - prompt_length
+            right = (answer + [0] * draft_length)[told : told + draft_length]
+            rows.append([token if i < self.num_right else (token + 1) % 300 for i, token in enumerate(right)])
+        return chain(torch.tensor(rows))
+
+
+def plain(target: Target) -> SpeculativeDecoder:
+    return SpeculativeDecoder(target, load_drafter("none", target))
+
+
+def test_plain_greedy_decoding_is_transformers(tiny_target: Target) -> None:
+    """A ragged batch on the slot cache against one prompt at a time through stock attention and `generate`."""
+    stock = AutoModelForCausalLM.from_pretrained(tiny_target.name, attn_implementation="eager", dtype=torch.float32)
+    found = plain(tiny_target).generate(PROMPTS, max_new_tokens=24).token_ids
+    for prompt, answer in zip(PROMPTS, found, strict=True):
+        ids = torch.tensor([tiny_target.encode(prompt)])
+        expected = stock.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        assert answer == expected[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("draft_length", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_output_is_plain_decoding(kind: str, draft_length: int, tiny_target: Target) -> None:
+    decoder = SpeculativeDecoder(tiny_target, drafter_of(kind, tiny_target))
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        expected = plain(tiny_target).generate(prompts, max_new_tokens=24)
+        found = decoder.generate(prompts, max_new_tokens=24, draft_length=draft_length)
+        assert found.token_ids == expected.token_ids
+        assert found.texts == expected.texts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_hot_sampling_is_plain_sampling_for_a_seed(kind: str, tiny_target: Target) -> None:
+    """Coins are keyed by position, so sample-then-match gives the very tokens of plain sampling."""
+    settings = {"max_new_tokens": 24, "temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 5}
+    expected = plain(tiny_target).generate(PROMPTS, **settings)
+    decoder = SpeculativeDecoder(tiny_target, drafter_of(kind, tiny_target))
+    assert decoder.generate(PROMPTS, verification_mode="one_hot", **settings).token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 3, 4])
+def test_counters_of_a_drafter_that_is_right_so_often(num_right: int, tiny_target: Target) -> None:
+    """Each round accepts exactly `num_right` of four; 1 + 20 tokens take 20 / (num_right + 1) rounds."""
+    answers = plain(tiny_target).generate(PROMPTS, max_new_tokens=40, stop_at_eos=False).token_ids
+    lengths = [len(tiny_target.encode(prompt)) for prompt in PROMPTS]
+    decoder = SpeculativeDecoder(tiny_target, Oracle(answers, lengths, num_right))
+    output = decoder.generate(PROMPTS, max_new_tokens=21, draft_length=4, stop_at_eos=False)
+    assert output.token_ids == [answer[:21] for answer in answers]
+    rounds = 20 // (num_right + 1)
+    for stats in output.stats.requests:
+        assert stats.num_drafts == stats.num_rounds == rounds
+        assert stats.num_accepted_tokens == rounds * num_right
+        assert stats.num_emitted_tokens == 21
+        assert stats.acceptance_histogram[num_right] == rounds
+    assert output.stats.total.mean_acceptance_length == num_right + 1
+    assert output.stats.total.per_position_acceptance_rates == [1.0] * num_right + [0.0] * (4 - num_right)
+
+
+def test_nothing_comes_after_the_end_of_text(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An EOS that is accepted in the middle of a draft ends the text, and drafts behind it do not count."""
+    decoder = plain(tiny_target)
+    answers = decoder.generate(PROMPTS[:1], max_new_tokens=20, stop_at_eos=False).token_ids
+    end = answers[0][6]
+    first = answers[0].index(end)
+    monkeypatch.setattr(Target, "eos_token_ids", [end])
+    oracle = Oracle(answers, [len(tiny_target.encode(PROMPTS[0]))], num_right=4)
+    output = SpeculativeDecoder(tiny_target, oracle).generate(PROMPTS[:1], max_new_tokens=20, draft_length=4)
+    assert output.token_ids[0] == answers[0][: first + 1]
+    assert output.stats.total.num_accepted_tokens <= first
+    assert output.stats.total.num_emitted_tokens == first + 1
+
+
+def test_a_round_is_cut_at_the_limit(tiny_target: Target) -> None:
+    answers = plain(tiny_target).generate(PROMPTS, max_new_tokens=20, stop_at_eos=False).token_ids
+    oracle = Oracle(answers, [len(tiny_target.encode(prompt)) for prompt in PROMPTS], num_right=4)
+    for limit in (1, 2, 5, 8):
+        output = SpeculativeDecoder(tiny_target, oracle).generate(
+            PROMPTS, max_new_tokens=limit, draft_length=4, stop_at_eos=False
+        )
+        assert output.token_ids == [answer[:limit] for answer in answers]
+
+
+class RandomDrafts(NoDrafter):
+    """Draws drafts from a fixed law that has nothing to do with the target."""
+
+    kind = "random"
+    can_sample = True
+    max_draft_length = None
+
+    def propose(self, state: DecodingState, draft_length: int) -> Draft:
+        logits = torch.linspace(-2, 2, 300).expand(len(state.lengths), -1)
+        return stack_chain([state.choose(logits, depth) for depth in range(draft_length)])
+
+
+def test_sampled_text_has_the_law_of_the_target(tiny_target: Target) -> None:
+    """Second and third token of 4000 requests against plain sampling: chi-square over the likely tokens.
+
+    Both samples are random: the statistic sum (a - b)^2 / (a + b) has as many degrees of freedom as bins less one.
+    5 standard deviations above its mean have a chance below 1e-5. Seeds are fixed.
+    """
+    prompts = [tiny_target.encode(PROMPTS[0])] * 4000
+    settings = {"max_new_tokens": 3, "temperature": 0.7, "stop_at_eos": False}
+    expected = plain(tiny_target).generate(prompts, seed=1, **settings).token_ids
+    decoder = SpeculativeDecoder(tiny_target, RandomDrafts(NoneConfig()))
+    output = decoder.generate(prompts, seed=2, draft_length=2, verification_mode="probabilistic", **settings)
+    assert output.stats.total.num_accepted_tokens > 0
+    for position in (1, 2):
+        counts = [torch.bincount(torch.tensor(ids)[:, position], minlength=300) for ids in (expected, output.token_ids)]
+        likely = sum(counts) >= 20
+        rest = [count[~likely].sum()[None] for count in counts]
+        a, b = (torch.cat([count[likely], r]).double() for count, r in zip(counts, rest, strict=True))
+        statistic = ((a - b) ** 2 / (a + b).clamp(min=1)).sum()
+        degrees = len(a) - 1
+        assert statistic < degrees + 5 * (2 * degrees) ** 0.5
+
+
+def test_stream_gives_the_text_of_generate(tiny_target: Target) -> None:
+    decoder = SpeculativeDecoder(tiny_target, drafter_of("ngram", tiny_target))
+    rounds = list(decoder.stream(PROMPTS[2], 40, Sampling(), draft_length=4, seed=0))
+    whole = decoder.generate([PROMPTS[2]], max_new_tokens=40)
+    assert "".join(piece.text for round in rounds for piece in round.pieces) == whole.texts[0]
+    assert sum(round.num_tokens for round in rounds) == len(whole.token_ids[0])
+
+
+def test_settings_that_cannot_be_followed_are_refused(tiny_target: Target) -> None:
+    ngram = SpeculativeDecoder(tiny_target, drafter_of("ngram", tiny_target))
+    medusa = SpeculativeDecoder(tiny_target, drafter_of("medusa", tiny_target))
+    bad = [
+        (ngram, {"prompts": []}),
+        (ngram, {"prompts": [[]]}),
+        (ngram, {"max_new_tokens": 1000}),
+        (ngram, {"temperature": -1.0}),
+        (ngram, {"top_p": 0.5}),
+        (ngram, {"verification_mode": "one_hot"}),
+        (ngram, {"temperature": 1.0, "verification_mode": "probabilistic"}),
+        (ngram, {"temperature": 1.0, "verification_mode": "greedy"}),
+        (ngram, {"draft_length": 0}),
+        (medusa, {"draft_length": 5}),
+    ]
+    for decoder, settings in bad:
+        with pytest.raises(UserError):
+            decoder.generate(**{"prompts": PROMPTS, **settings})
