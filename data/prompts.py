@@ -78,7 +78,7 @@ def _hub_prompts(source: str) -> list[Prompt]:
 
 
 def encode_prompts(prompts: list[Prompt], target: Target) -> list[list[int]]:
-    """Token ids of each prompt, a chat opened for the answer. Raises `UserError` for one that the target cannot take."""
+    """Token ids of each prompt, a chat opened for the answer. Raises `UserError` for one the target cannot take."""
     encoded: list[list[int]] = []
     for number, prompt in enumerate(prompts, 1):
         if prompt.text is not None:

@@ -68,7 +68,9 @@ def load_drafter(name: str | Path, target: Target) -> Drafter:
         directory = _checkpoint_directory(name)
         config = _read_config(directory)
         drafter = DRAFTERS[_kind(config)].from_engine(config, _read_tensors(directory), target)
-    return drafter.to(target.device, target.dtype).eval()
+    for parameter in drafter.parameters():  # not the buffers: rotary frequencies need fp32
+        parameter.data = parameter.data.to(target.dtype)
+    return drafter.to(target.device).eval()
 
 
 def _checkpoint_directory(name: str | Path) -> Path:

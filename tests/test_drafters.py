@@ -108,7 +108,7 @@ def test_another_target_is_refused(kind: str, tiny_target: Target, make_target_d
 
 
 def test_unrolled_training_sees_what_drafting_sees(tiny_target: Target) -> None:
-    """Step k of slot t in training against reading slots 0..t and drafting k tokens on the cache (SpecForge 455, 473)."""
+    """Step k of slot t in training against reading slots 0..t and drafting k tokens on the cache."""
     drafter = build("eagle3", tiny_target)
     assert isinstance(drafter, Eagle3)
     token_ids = random_batch(tiny_target).token_ids

@@ -1,6 +1,7 @@
 """The target's answers: the very tokens it decoded, and the same file after an interruption."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_answers_are_what_the_target_decodes(
 
 
 def test_finish_reason(source: str, tiny_target: Target, samples: list[Sample], tmp_path: Path) -> None:
-    """The tiny target rarely ends a text by itself, so its most frequent token is made to end it, too."""
+    """The tiny target rarely ends a text by itself, so a token that one answer holds in its middle ends it, too."""
     eos = samples[0].token_ids[samples[0].prompt_length + 3]
     generation_config = tiny_target.model.generation_config
     before = generation_config.eos_token_id
@@ -126,7 +127,9 @@ def test_edited_prompts_are_refused(source: str, tiny_target: Target, tmp_path: 
         prepare(tiny_target, str(copy), tmp_path / "out", SETTINGS)
 
 
-def test_samples_of_another_target_are_refused(folder: Path, tiny_target: Target, make_target_dir) -> None:
+def test_samples_of_another_target_are_refused(
+    folder: Path, tiny_target: Target, make_target_dir: Callable[..., Path]
+) -> None:
     """Same shapes and tokenizer, other weights: nothing but the fingerprint tells them apart."""
     check_same_target(folder, tiny_target)
     other = Target.from_pretrained(make_target_dir(initializer_range=0.1), "cpu")

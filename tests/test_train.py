@@ -1,0 +1,288 @@
+"""The training loop: what a run must not depend on, and what it leaves on disk."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftsmith.data.prepare import PrepareSettings, prepare
+from draftsmith.models import DRAFTERS, Target
+from draftsmith.models.errors import UserError
+from draftsmith.recipes.recipes import RECIPES
+from draftsmith.train import TrainConfig, train
+from draftsmith.train.checkpoint import checkpoint_name, checkpoints
+from draftsmith.train.config import resolve
+from draftsmith.train.run_folder import link_best
+from draftsmith.train.tracking import read_metrics
+
+TRAINABLE = [kind for kind in DRAFTERS if kind in RECIPES]  # recipes are named after the kind they train
+every_kind = pytest.mark.parametrize("kind", TRAINABLE)
+EVALUATION_FIELDS = """
+    prompt_set num_prompts temperature top_p verification_mode batch_size draft_length tree_nodes
+    num_drafts num_draft_tokens num_accepted_tokens num_emitted_tokens mean_acceptance_length draft_acceptance_rate
+    per_position_acceptance_rates conditional_acceptance_rates acceptance_histogram
+    baseline_tokens_per_second tokens_per_second speedup speedup_ci95 repeats ttft_ms tpot_ms baseline_tpot_ms
+    milliseconds_per_round step_cost_ratio lossless
+""".split()
+
+
+@pytest.fixture(scope="module")
+def base(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Overrides that every run here shares: target, samples, a device."""
+    folder = tmp_path_factory.mktemp("data")
+    prompts = folder / "prompts.txt"
+    prompts.write_text("".join(f"strike {'the iron ' * (i % 4)}{i}\n" for i in range(48)))
+    prepare(tiny_target, str(prompts), folder / "samples", PrepareSettings(max_new_tokens=24))
+    return {
+        "target": str(tiny_target_dir),
+        "data.samples": str(folder / "samples"),
+        "data.batch_size": 16,
+        "run.device": "cpu",
+        "run.log_every": 1,
+        "optimizer.learning_rate": 3e-3,
+    }
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "held_out.txt"
+    path.write_text("heat the iron\nheats it again, and\nreturn [iron.hit()\n")
+    return path
+
+
+def arguments(base: dict[str, Any], folder: Path, **parts: dict[str, Any]) -> list[str]:
+    """`key=value` arguments; `parts` by section, as in run={"steps": 3}."""
+    changes = {f"{part}.{key}": value for part, values in parts.items() for key, value in values.items()}
+    return [f"{key}={value}" for key, value in {**base, "run.dir": folder, **changes}.items()]
+
+
+def make_config(kind: str, base: dict[str, Any], folder: Path, **parts: dict[str, Any]) -> TrainConfig:
+    recipe = RECIPES[kind]()
+    if kind == "eagle3":
+        recipe.drafter.draft_vocab_size = None  # 32000 in the recipe, more than the tiny target has
+    return resolve(recipe, None, arguments(base, folder, **parts))
+
+
+def final_weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoints(run)[-1] / "model.safetensors")
+
+
+@every_kind
+def test_micro_batches_do_not_change_the_gradient(kind: str, base: dict[str, Any], tmp_path: Path) -> None:
+    """Sums are divided once, by the tokens of the whole step: means of means would weigh short rows more.
+
+    Plain averaging over micro-batches differs by about a percent here, for answers differ in length from prompt to
+    prompt by what is counted. AdamW makes weights of near-zero gradients jump, so the gradient norm is compared, too.
+    """
+    runs = {}
+    for size in (2, 8, 16):
+        config = make_config(kind, base, tmp_path / str(size), data={"micro_batch_size": size}, run={"steps": 4})
+        runs[size] = train(config)
+    expected = read_metrics(runs[16])
+    for size in (2, 8):
+        for name, weight in final_weights(runs[size]).items():
+            torch.testing.assert_close(weight, final_weights(runs[16])[name], atol=1e-5, rtol=1e-5)
+        for line, expected_line in zip(read_metrics(runs[size]), expected, strict=True):
+            for name, value in expected_line.items():
+                if name != "tokens_per_second":
+                    assert line[name] == pytest.approx(value, rel=1e-4), name
+
+
+@every_kind
+def test_loss_decreases_and_only_the_drafter_changes(kind: str, base: dict[str, Any], tmp_path: Path) -> None:
+    target = Target.from_pretrained(base["target"], "cpu")
+    before = target.fingerprint()
+    run = train(make_config(kind, base, tmp_path, run={"steps": 30}))
+    losses = [line["loss"] for line in read_metrics(run)]
+    assert len(losses) == 30
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert Target.from_pretrained(base["target"], "cpu").fingerprint() == before
+
+
+def command(base: dict[str, Any], run: Path) -> list[str]:
+    changes = {"steps": 40, "checkpoint_every": 4, "log_every": 1}
+    return [sys.executable, "-m", "draftsmith.train", "medusa", *arguments(base, run, run=changes)]
+
+
+def test_killed_run_goes_on_bit_for_bit(base: dict[str, Any], tmp_path: Path) -> None:
+    """SIGKILL at any moment: the same command ends with the weights of the uninterrupted run.
+
+    Optimiser, scheduler, data order and random state must all come back, and nothing half written may be read.
+    """
+    config = make_config("medusa", base, tmp_path / "whole", run={"steps": 40, "checkpoint_every": 4})
+    whole = train(config)
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    run = tmp_path / "killed"
+    process = subprocess.Popen(
+        command(base, run), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    first = run / "checkpoints" / checkpoint_name(4)
+    while process.poll() is None and not first.is_dir():
+        time.sleep(0.005)
+    time.sleep(random.SystemRandom().uniform(0, 0.5))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert first.is_dir(), "the run died by itself"
+    num_before = len(checkpoints(run))
+
+    subprocess.run(command(base, run), env=environment, check=True, capture_output=True)
+    assert len(checkpoints(run)) == 10 >= num_before
+    for checkpoint in checkpoints(run):
+        expected = whole / "checkpoints" / checkpoint.name / "model.safetensors"
+        assert (checkpoint / "model.safetensors").read_bytes() == expected.read_bytes(), checkpoint.name
+    assert [line["step"] for line in read_metrics(run)] == list(range(1, 41))
+    assert [line["loss"] for line in read_metrics(run)] == [line["loss"] for line in read_metrics(whole)]
+
+
+def test_changed_config_in_the_same_folder_is_refused(base: dict[str, Any], tmp_path: Path) -> None:
+    """Going on with other settings would leave a config.yaml that tells of a run that never was."""
+    run = train(make_config("medusa", base, tmp_path, run={"steps": 2}))
+    before = (run / "config.yaml").read_text()
+    with pytest.raises(UserError, match="holds a run with other settings"):
+        train(make_config("medusa", base, tmp_path, run={"steps": 3}))
+    assert (run / "config.yaml").read_text() == before
+    assert train(make_config("medusa", base, tmp_path, run={"steps": 2})) == run  # the same one has nothing to do
+    assert [line["step"] for line in read_metrics(run)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"data": {"batch_size": 49}}, "exceeds the 48 samples"),
+        ({"data": {"samples": "nowhere"}}, "holds no prepared samples"),
+        ({"evaluation": {"prompts": "nowhere.txt"}}, "no prompts file"),
+        ({"evaluation": {"baselines": ["eagle3"]}}, "eagle3"),  # needs a checkpoint
+        ({"evaluation": {"draft_length": 5}}, "draft_length"),  # Medusa has four heads
+        ({"evaluation": {"draft_length": 0}}, "draft_length"),
+        ({"evaluation": {"batch_size": 0}}, "batch_size"),
+        ({"evaluation": {"temperatures": [-1]}}, "temperature"),
+        ({"evaluation": {"temperatures": []}}, "temperatures"),
+        ({"evaluation": {"max_new_tokens": 0}}, "max_new_tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_training(
+    parts: dict[str, Any], message: str, base: dict[str, Any], prompts: Path, tmp_path: Path
+) -> None:
+    """A bad setting of the evaluation that shows only after the first checkpoint has cost hours."""
+    parts = {"run": {"steps": 1}, **parts}
+    parts["evaluation"] = {"prompts": prompts, **parts.get("evaluation", {})}
+    with pytest.raises(UserError, match=message):
+        train(make_config("medusa", base, tmp_path / "run", **parts))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def evaluated(base: dict[str, Any], prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two checkpoints, both measured at two temperatures."""
+    torch.manual_seed(0)
+    evaluation = {"prompts": prompts, "max_new_tokens": 16, "repeats": 2, "temperatures": [0.0, 1.0]}
+    run = tmp_path_factory.mktemp("evaluated")
+    return train(make_config("medusa", base, run, run={"steps": 4, "checkpoint_every": 2}, evaluation=evaluation))
+
+
+@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize(("name", "kind"), [("evaluation.json", "medusa"), ("evaluation.ngram.json", "ngram")])
+def test_every_checkpoint_is_measured(name: str, kind: str, step: int, evaluated: Path, prompts: Path) -> None:
+    """The names of the fields are a contract: reports and users' scripts read them."""
+    checkpoint = evaluated / "checkpoints" / checkpoint_name(step)
+    content = json.loads((checkpoint / name).read_text())
+    assert set(content) == {"target", "drafter", "drafter_kind", "environment", "results"}
+    assert content["drafter_kind"] == kind
+    assert content["environment"]["target_fingerprint"]
+    assert [row["temperature"] for row in content["results"]] == [0.0, 1.0]
+    for row in content["results"]:
+        assert set(EVALUATION_FIELDS) <= set(row)
+        assert (row["prompt_set"], row["num_prompts"], row["repeats"]) == ("held_out", 3, 2)
+        assert len(row["acceptance_histogram"]) == row["draft_length"] + 1 == 5
+        assert set(row["ttft_ms"]) == {"p50", "p95", "p99"}
+        assert set(row["milliseconds_per_round"]) == {"draft", "verify", "host"}
+        assert set(row["lossless"]) == {"checked", "identical", "near_tie_divergences", "divergences"}
+        assert row["lossless"]["divergences"] == 0
+        low, high = row["speedup_ci95"]
+        assert 0 < low <= row["speedup"] <= high
+    greedy = content["results"][0]
+    assert greedy["lossless"]["checked"] == 3
+
+
+def test_metrics_hold_training_and_evaluation(evaluated: Path) -> None:
+    lines = read_metrics(evaluated)
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    measured = {line["step"]: line for line in lines if "speedup" in line}
+    assert set(measured) == {2, 4}
+    for step, line in measured.items():
+        row = json.loads((evaluated / "checkpoints" / checkpoint_name(step) / "evaluation.json").read_text())
+        assert line["speedup"] == row["results"][0]["speedup"]
+        assert line["acceptance_length"] == row["results"][0]["mean_acceptance_length"]
+
+
+def test_folder_of_a_run(evaluated: Path) -> None:
+    """DESIGN's layout, whole: nothing half written is left."""
+    names = {path.name for path in evaluated.iterdir()}
+    assert names == {"config.yaml", "environment.json", "metrics.jsonl", "checkpoints", "best"}
+    assert {path.name for path in (evaluated / "checkpoints").iterdir()} == {"step-000002", "step-000004"}
+    environment = json.loads((evaluated / "environment.json").read_text())
+    assert {"versions", "git_commit", "command", "target_fingerprint", "template_hash", "data_hash"} <= set(environment)
+    config = resolve(RECIPES["medusa"](), evaluated / "config.yaml")
+    assert config.run.dir == str(evaluated)
+
+
+@pytest.mark.parametrize("speedups", [[1.1, 1.4, 1.2], [2.0, 1.0, 1.0], [0.5, 0.6, 0.7]])
+def test_best_is_the_fastest(speedups: list[float], tmp_path: Path) -> None:
+    """By the first setting's speed, not the newest and not the longest accepted; relative, so that runs can move."""
+    for number, speedup in enumerate(speedups, 1):
+        checkpoint = tmp_path / "checkpoints" / checkpoint_name(number)
+        checkpoint.mkdir(parents=True)
+        rows = [{"speedup": speedup, "mean_acceptance_length": 5 - speedup}, {"speedup": 9 - speedup}]
+        (checkpoint / "evaluation.json").write_text(json.dumps({"results": rows}))
+        link_best(tmp_path)
+    (tmp_path / "checkpoints" / checkpoint_name(9)).mkdir()  # not measured
+    expected = checkpoint_name(1 + speedups.index(max(speedups)))
+    assert link_best(tmp_path) == tmp_path / "checkpoints" / expected
+    assert os.readlink(tmp_path / "best") == f"checkpoints/{expected}"
+
+
+def test_no_best_without_measurements(tmp_path: Path) -> None:
+    assert link_best(tmp_path) is None
+    assert not (tmp_path / "best").is_symlink()
+
+
+@pytest.mark.parametrize("state", ["measured", "baselines missing", "not logged", "not linked"])
+def test_kill_around_an_evaluation(state: str, base: dict[str, Any], prompts: Path, tmp_path: Path) -> None:
+    """A kill after the last checkpoint leaves some of what its evaluation writes; the same command adds the rest."""
+    evaluation = {"prompts": prompts, "max_new_tokens": 8, "repeats": 1}
+    config = make_config("medusa", base, tmp_path, run={"steps": 2}, evaluation=evaluation)
+    run = train(config)
+    last, metrics = checkpoints(run)[-1], (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert "speedup" in metrics[-1]
+    (run / "best").unlink()
+    if state != "not linked":
+        (run / "metrics.jsonl").write_text("".join(metrics[:-1]))
+    if state in ("measured", "baselines missing"):
+        (last / "evaluation.ngram.json").unlink()
+    if state == "measured":
+        (last / "evaluation.json").unlink()
+
+    train(config)
+    assert (run / "best").resolve() == last.resolve()
+    assert (last / "evaluation.json").is_file()
+    assert (last / "evaluation.ngram.json").is_file()
+    assert [(line["step"], "speedup" in line) for line in read_metrics(run)] == [(1, False), (2, False), (2, True)]
+
+
+def test_wandb_offline(base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = train(make_config("medusa", base, tmp_path, run={"steps": 2, "wandb_project": "test"}))
+    assert list((run / "wandb").glob("offline-run-*/*.wandb"))
+    assert [line["step"] for line in read_metrics(run)] == [1, 2]
