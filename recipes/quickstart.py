@@ -26,7 +26,7 @@ from draftsmith.recipes.export import export_checkpoint
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.recipes.report import build_report, print_summary
 from draftsmith.train import TrainConfig, train
-from draftsmith.train.run_folder import first_result, require_writable
+from draftsmith.train.run_folder import require_writable, worth
 
 EMBEDDED_TARGET = Path(__file__).parent / "tiny_target"
 # Shares of the time; the rest is for loading, the report, and estimates that were too low.
@@ -77,7 +77,7 @@ def run_quickstart(
     for kind in kinds:
         train(quickstart_config(kind, plan, out, held_out, device))
 
-    best = max((out / kind / "best" for kind in kinds), key=lambda run: first_result(run)["speedup"])
+    best = max((out / kind / "best" for kind in kinds), key=worth)
     write_sample_texts(out / "samples.json", target, best.resolve(), held_out)
     console.print(f"\nreport: {build_report(out)}")
     print_summary(out, console)

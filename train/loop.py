@@ -126,6 +126,7 @@ def train(config: TrainConfig) -> Path:
                 save_checkpoint(accelerator, setup.drafter, run, done)
                 evaluate()
     if tracker:
+        link_best(run)
         tracker.finish()
     return run
 

@@ -41,16 +41,25 @@ def open_run(config: TrainConfig, target: Target, accelerator: Accelerator) -> P
 
 
 def link_best(run: Path) -> Path | None:
-    """Point `best` at the checkpoint with the highest measured speedup, by its first evaluated setting."""
+    """Point `best` at the checkpoint with the highest measured speedup, by its first evaluated setting.
+
+    A checkpoint whose output differed from plain decoding comes after all others.
+    """
     measured = [checkpoint for checkpoint in checkpoints(run) if (checkpoint / "evaluation.json").is_file()]
     if not measured:
         return None
-    best = max(measured, key=lambda checkpoint: first_result(checkpoint)["speedup"])
+    best = max(measured, key=worth)
     temporary = run / ".best"
     temporary.unlink(missing_ok=True)
     os.symlink(best.relative_to(run), temporary)
     temporary.replace(run / "best")
     return best
+
+
+def worth(checkpoint: Path) -> tuple[bool, float]:
+    """What checkpoints, of one run or of several, are compared by."""
+    result = first_result(checkpoint)
+    return result["lossless"]["divergences"] == 0, result["speedup"]
 
 
 def first_result(checkpoint: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Where the numbers of a run go: metrics.jsonl, the progress bar, and wandb if asked for."""
 
+import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +20,14 @@ class Tracker:
             import wandb
 
             self._wandb = wandb.init(
-                project=config.run.wandb_project, name=run.name, config=flatten(asdict(config)), dir=run, resume="allow"
+                project=config.run.wandb_project,
+                name=run.name,
+                id=hashlib.sha256(str(run.resolve()).encode()).hexdigest()[
+                    :12
+                ],  # a resumed run goes on in the same one
+                resume="allow",
+                config=flatten(asdict(config)),
+                dir=run,
             )
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
