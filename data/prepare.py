@@ -1,5 +1,6 @@
 """The target answers prompts: text for training that it really writes."""
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
 from draftsmith.data.samples import PREPARED, SAMPLES, Sample, read_prepared, sample_line, template_hash
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, require_at_least
 
 
 @dataclass
@@ -27,6 +28,8 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
     prompts and the settings alone. Raises `UserError` for bad prompts, before anything is written, and for a folder
     that holds the answers of other prompts or settings.
     """
+    require_at_least("batch_size", settings.batch_size)
+    require_at_least("max_new_tokens", settings.max_new_tokens)
     encoded = encode_prompts(read_prompts(source), target)
     check_lengths(encoded, settings.max_new_tokens, target, source)
     prepared = {
@@ -34,6 +37,7 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
         "target_fingerprint": target.fingerprint(),
         "template_hash": template_hash(target),
         "prompts": source,
+        "prompts_hash": hashlib.sha256(json.dumps(encoded).encode()).hexdigest()[:16],
         "num_prompts": len(encoded),
         "settings": json.loads(json.dumps(asdict(settings))),
     }
@@ -65,7 +69,9 @@ def open_folder(out: Path, prepared: dict) -> int:
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}") from None
     if not (out / PREPARED).is_file():
-        (out / PREPARED).write_text(json.dumps(prepared, indent=2) + "\n")
+        temporary = out / f".{PREPARED}"
+        temporary.write_text(json.dumps(prepared, indent=2) + "\n")
+        temporary.replace(out / PREPARED)
     elif read_prepared(out) != prepared:
         raise UserError(f"{out} holds samples of another target, prompts or settings: give another folder or remove it")
     lines = (out / SAMPLES).read_text().splitlines(keepends=True)

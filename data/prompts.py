@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from draftsmith.models.errors import UserError
+from jinja2 import TemplateError
+
+from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.target import Target
 
 
@@ -28,7 +30,7 @@ def read_prompts(source: str) -> list[Prompt]:
         if not path.is_file():
             raise UserError(f"no prompts file {source}")
         try:
-            lines = path.read_text("utf-8").splitlines()
+            lines = path.read_text("utf-8-sig").split("\n")  # JSON text may hold other line separators
         except UnicodeDecodeError as error:
             raise UserError(f"{source} is not UTF-8 text: {error}") from None
         numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -55,9 +57,14 @@ def _from_row(row: Any, where: str) -> Prompt:
     if isinstance(row, dict):
         if isinstance(row.get("prompt"), str) and row["prompt"]:
             return Prompt(text=row["prompt"])
-        if isinstance(row.get("messages"), list) and row["messages"]:
-            return Prompt(messages=row["messages"])
-    raise UserError(f'{where} has neither a "prompt" text nor a "messages" list')
+        messages = row.get("messages")
+        if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+            return Prompt(messages=messages)
+    raise UserError(f'{where} has neither a "prompt" text nor "messages", a list of objects with a "role"')
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str)
 
 
 def _hub_prompts(source: str) -> list[Prompt]:
@@ -90,7 +97,10 @@ def encode_prompts(prompts: list[Prompt], target: Target) -> list[list[int]]:
             reason = f"{target.name} has no chat template"
             raise UserError(f'prompt {number} has "messages", but {reason}: give "prompt" texts')
         template = cast(Any, tokenizer).apply_chat_template  # typed for every form of its output
-        encoded.append(template(prompt.messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+        try:
+            encoded.append(template(prompt.messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+        except TemplateError as error:
+            raise UserError(f"prompt {number}: the chat template refuses it: {first_line(error)}") from None
     return encoded
 
 

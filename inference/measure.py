@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.inference.decoder import Output, SpeculativeDecoder, check_sampling, resolve_mode
+from draftsmith.inference.decoder import Output, SpeculativeDecoder, check_draft_length, check_sampling, resolve_mode
 from draftsmith.inference.lossless import LosslessCheck, compare
 from draftsmith.inference.stats import Stats
 from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, require_at_least
 
 BOOTSTRAP_SAMPLES = 2000
 
@@ -41,6 +41,17 @@ class PromptSet:
     token_ids: list[list[int]]
 
 
+def check_settings(settings: MeasureSettings, drafters: dict[str, Drafter]) -> None:
+    """Refuse settings that cannot be measured with these drafters."""
+    require_at_least("batch_size", settings.batch_size)
+    require_at_least("repeats", settings.repeats)
+    require_at_least("max_new_tokens", settings.max_new_tokens, 2)  # a single one has no time per token
+    check_sampling(settings.temperature, settings.top_p, 0)
+    for drafter in drafters.values():
+        if drafter.max_draft_length != 0:
+            check_draft_length(settings.draft_length, drafter)
+
+
 def measure(
     target: Target,
     drafters: dict[str, Drafter],
@@ -53,9 +64,7 @@ def measure(
     `on_progress` is called after each batch of each repeat. A row's fields are DESIGN's; acceptance is counted over
     all prompts once (it is the same in every repeat), times over all repeats.
     """
-    if settings.repeats < 1:
-        raise UserError(f"repeats {settings.repeats}: give at least 1")
-    check_sampling(settings.temperature, settings.top_p, 0)
+    check_settings(settings, drafters)
     contenders = {"none": load_drafter("none", target), **drafters}
     decoders = {name: SpeculativeDecoder(target, drafter) for name, drafter in contenders.items()}
     ids = prompts.token_ids
@@ -166,7 +175,7 @@ def bootstrap_ratio(
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    return {f"p{q}": float(np.percentile(values, q)) for q in (50, 95, 99)} if values else {}
+    return {f"p{q}": float(np.percentile(values, q)) for q in (50, 95, 99)}
 
 
 def time_per_token(outputs: list[list[Output]]) -> list[float]:
@@ -177,6 +186,8 @@ def time_per_token(outputs: list[list[Output]]) -> list[float]:
             after_first = max(map(len, run.token_ids)) - 1
             if after_first:
                 times.append((run.timing.total - run.timing.to_first_token) * 1000 / after_first)
+    if not times:
+        raise UserError("every output ended with its first token, so there is no decoding to measure: give other prompts")
     return times
 
 

@@ -98,7 +98,10 @@ def _read_config(directory: Path) -> dict:
 
 def _kind(config: dict) -> str:
     if "draftsmith" in config:
-        return config["draftsmith"]["kind"]
+        kind = config["draftsmith"]["kind"]
+        if kind not in DRAFTERS:
+            raise UserError(f"this checkpoint holds a drafter of kind {kind!r}, which this version does not know")
+        return kind
     architectures = config.get("architectures") or ["none named"]
     return ARCHITECTURES.get(architectures[0], "draft_model")
 

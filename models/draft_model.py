@@ -117,6 +117,8 @@ class DraftModel(Drafter):
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "DraftModel":
         own = config.pop("draftsmith", {})
+        if config.get("model_type") not in CONFIG_MAPPING:
+            raise UserError(f"config.json names model_type {config.get('model_type')!r}: give a causal language model")
         model_config = CONFIG_MAPPING[config["model_type"]].from_dict(config)
         model = AutoModelForCausalLM.from_config(model_config, attn_implementation=ATTENTION, dtype=torch.float32)
         drafter = cls(DraftModelConfig(**own), model, target)

@@ -26,7 +26,7 @@ from draftsmith.models.base import (
     load_tensors,
     stack_chain,
 )
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import (
     GatedMLP,
     LlamaRotaryEmbedding,
@@ -103,6 +103,7 @@ class Eagle3(Drafter):
 
     def __init__(self, config: Eagle3Config, layer_config: LlamaConfig, target: Target) -> None:
         super().__init__()
+        require_at_least("drafter.unroll_steps", config.unroll_steps)
         self.layer_config, self.target = layer_config, target
         self.layer_ids = check_layer_ids(config.layer_ids or default_layer_ids(target.num_layers), target)
         width, vocab = layer_config.hidden_size, config.draft_vocab_size or target.vocab_size
@@ -295,7 +296,7 @@ class Eagle3(Drafter):
         own = config.get("draftsmith", {})
         layer_ids = config.get("eagle_aux_hidden_state_layer_ids") or default_layer_ids(target.num_layers)
         drafter_config = Eagle3Config(
-            **{**own, "layer_ids": list(layer_ids), "draft_vocab_size": config["draft_vocab_size"]}
+            **{**own, "layer_ids": list(layer_ids), "draft_vocab_size": config.get("draft_vocab_size")}
         )
         layer_config = LlamaConfig(**{k: v for k, v in config.items() if k not in ("architectures", "draftsmith")})
         drafter = cls(drafter_config, layer_config, target)

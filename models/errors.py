@@ -3,3 +3,14 @@
 
 class UserError(ValueError):
     """What is wrong and what to do, in one line. The command line prints it and exits with 2."""
+
+
+def require_at_least(name: str, value: float, least: float = 1) -> None:
+    """Refuse a setting below `least`."""
+    if not value >= least:
+        raise UserError(f"{name} {value}: give at least {least}")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text that says anything, for a message of one line."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -22,6 +22,7 @@ from draftsmith.models.base import (
     load_tensors,
     stack_chain,
 )
+from draftsmith.models.errors import require_at_least
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses import Divergence, divergence_over_rows
 from draftsmith.models.target import Features, Target
@@ -55,6 +56,8 @@ class Medusa(Drafter):
 
     def __init__(self, config: MedusaConfig, target: Target) -> None:
         super().__init__()
+        require_at_least("drafter.num_heads", config.num_heads)
+        require_at_least("drafter.num_layers", config.num_layers)
         self.config, self.target = config, target
         self.max_draft_length = config.num_heads
         width, heads = target.hidden_size, range(config.num_heads)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.slots import ATTENTION, SlotCache, run_causal, run_on_slots
 
 
@@ -56,16 +57,15 @@ class Target:
         try:
             config = AutoConfig.from_pretrained(name)
         except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise UserError(f"no target at {str(name)!r}: give a Hub name or a model directory ({reason})") from None
         if config.is_encoder_decoder:
             raise UserError(f"target {str(name)!r} is an encoder-decoder; draftsmith drafts for decoder-only models")
         try:
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=ATTENTION)
             tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(f"target {str(name)!r} does not load: {reason}") from None
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
         model.to(device)  # type: ignore[arg-type]  # wrapped by transformers without its types
         return cls(model, tokenizer, str(name))
 
@@ -222,6 +222,8 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         picked = torch.device(device)
     except RuntimeError:
         raise UserError(f"device {str(device)!r} is not a device: give cpu, cuda or cuda:N") from None
+    if picked.type not in ("cpu", "cuda"):
+        raise UserError(f"device {str(device)!r}: draftsmith runs on cpu and cuda")
     if picked.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {str(device)!r} was asked for and there is no GPU: leave it out or give cpu")
     return picked

@@ -91,9 +91,20 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU if there is one")
 
 
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; `key=value` ones may stand before and after options."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and (args.command != "train" or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    args = build_parser().parse_args(argv)
+    args = parse(argv)
     from draftsmith.models.errors import UserError  # torch is slow to import and --help needs none of it
     from draftsmith.recipes import commands
 

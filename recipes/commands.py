@@ -2,11 +2,12 @@
 
 import argparse
 import difflib
+import itertools
 from pathlib import Path
 
 import transformers
+from accelerate import PartialState
 from rich.console import Console
-from rich.text import Text
 
 from draftsmith.data.prepare import PrepareSettings
 from draftsmith.data.prepare import prepare as prepare_samples
@@ -15,9 +16,9 @@ from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoder import check_sampling
 from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
-from draftsmith.inference.measure import MeasureSettings, PromptSet, measure, pick_prompts
+from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure, pick_prompts
 from draftsmith.models import Target, load_drafter
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.recipes.export import export_checkpoint
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
@@ -52,24 +53,28 @@ def train(args: argparse.Namespace) -> None:
         raise UserError(f"unknown recipe {args.recipe!r}; {hint}there are {', '.join(RECIPES)}")
     config = resolve(RECIPES[args.recipe](), args.config, args.overrides)
     run = train_drafter(config)
-    if config.evaluation.prompts:
+    if config.evaluation.prompts and PartialState().is_main_process:
         console.print(f"report: {build_report(run)}")
 
 
 def evaluate(args: argparse.Namespace) -> None:
     target = Target.from_pretrained(args.target, args.device)
     encoded = encode_prompts(read_prompts(args.prompts), target)
-    encoded = pick_prompts(encoded, args.num_prompts or len(encoded))
+    if args.num_prompts is not None:
+        require_at_least("--num-prompts", args.num_prompts)
+        encoded = pick_prompts(encoded, args.num_prompts)
     check_lengths(encoded, args.max_new_tokens, target, args.prompts)
     prompts = PromptSet(Path(args.prompts).stem, encoded)
     drafters = {name: load_drafter(name, target) for name in args.drafter}
-    require_writable(args.out)
     grid = [
         MeasureSettings(temperature, args.top_p, batch_size, length, args.max_new_tokens, args.repeats, args.seed)
         for temperature in args.temperature
         for batch_size in args.batch_size
         for length in args.draft_length
     ]
+    for settings in grid:
+        check_settings(settings, drafters)
+    require_writable(args.out)
     rows: dict[str, list] = {name: [] for name in drafters}
     with progress_bar() as progress:
         total = sum(-(-len(encoded) // settings.batch_size) * settings.repeats for settings in grid)
@@ -101,11 +106,20 @@ def generate(args: argparse.Namespace) -> None:
     sampling = check_sampling(args.temperature, args.top_p, 0)
     target = Target.from_pretrained(args.target, args.device)
     decoder = SpeculativeDecoder(target, load_drafter(args.drafter, target))
-    console.print(Text(args.prompt, style="dim"), end="")
-    for round in decoder.stream(args.prompt, args.max_new_tokens, sampling, args.draft_length, args.seed):
+    rounds = decoder.stream(args.prompt, args.max_new_tokens, sampling, args.draft_length, args.seed)
+    first = next(rounds)  # what is wrong with the settings shows before anything is printed
+    write(args.prompt, "\x1b[2m")
+    for round in itertools.chain([first], rounds):
         for piece in round.pieces:
-            console.print(Text(piece.text, style="green" if piece.drafted else ""), end="")
-    console.print()
+            write(piece.text, "\x1b[32m" if piece.drafted else "")
+    console.file.write("\n")
+
+
+def write(text: str, style: str) -> None:
+    """Text as it is, tabs and long lines included, which rich would change; styled on a terminal only."""
+    styled = style and console.is_terminal and not console.no_color
+    console.file.write(f"{style}{text}\x1b[0m" if styled else text)
+    console.file.flush()
 
 
 def report(args: argparse.Namespace) -> None:

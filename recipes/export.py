@@ -25,6 +25,9 @@ def export_checkpoint(checkpoint: Path, engine: str, target: Target, out: Path, 
     drafter = load_drafter(checkpoint, target)  # also shows that it is whole and fits the target
     if not drafter.trainable():
         raise UserError(f"{checkpoint} is no trained drafter")
+    if out.resolve() == checkpoint.resolve():
+        raise UserError(f"{out} is the checkpoint itself: give another --out")
+    draft_length = min(draft_length, drafter.max_draft_length or draft_length)
     command = serve_command(drafter, engine, target.name, out, draft_length)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ EVALUATION_FIELDS = """
     per_position_acceptance_rates conditional_acceptance_rates acceptance_histogram
     baseline_tokens_per_second tokens_per_second speedup speedup_ci95 repeats ttft_ms tpot_ms baseline_tpot_ms
     milliseconds_per_round step_cost_ratio lossless
-""".split()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def base(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.Te
     """Overrides that every run here shares: target, samples, a device."""
     folder = tmp_path_factory.mktemp("data")
     prompts = folder / "prompts.txt"
-    prompts.write_text("".join(f"strike {'the iron ' * (i % 4)}{i}\n" for i in range(48)))
+    prompts.write_text("".join(f"strike {'the iron ' * (i // 2 % 4)}{i}\n" for i in range(48)))
     prepare(tiny_target, str(prompts), folder / "samples", PrepareSettings(max_new_tokens=24))
     return {
         "target": str(tiny_target_dir),
@@ -80,21 +80,19 @@ def final_weights(run: Path) -> dict[str, torch.Tensor]:
 def test_micro_batches_do_not_change_the_gradient(kind: str, base: dict[str, Any], tmp_path: Path) -> None:
     """Sums are divided once, by the tokens of the whole step: means of means would weigh short rows more.
 
-    Plain averaging over micro-batches differs by about a percent here, for answers differ in length from prompt to
-    prompt by what is counted. AdamW makes weights of near-zero gradients jump, so the gradient norm is compared, too.
+    Cut at 30 tokens, rows hold different numbers of trained tokens; 16 samples make five micro-batches of 3 and a
+    single one. AdamW hides the size of a gradient, so its norm is compared, too.
     """
     runs = {}
-    for size in (2, 8, 16):
-        config = make_config(kind, base, tmp_path / str(size), data={"micro_batch_size": size}, run={"steps": 4})
-        runs[size] = train(config)
-    expected = read_metrics(runs[16])
-    for size in (2, 8):
+    for size in (3, 8, 16):
+        data = {"micro_batch_size": size, "max_length": 30}
+        runs[size] = train(make_config(kind, base, tmp_path / str(size), data=data, run={"steps": 4}))
+    for size in (3, 8):
         for name, weight in final_weights(runs[size]).items():
             torch.testing.assert_close(weight, final_weights(runs[16])[name], atol=1e-5, rtol=1e-5)
-        for line, expected_line in zip(read_metrics(runs[size]), expected, strict=True):
-            for name, value in expected_line.items():
-                if name != "tokens_per_second":
-                    assert line[name] == pytest.approx(value, rel=1e-4), name
+        for line, expected in zip(read_metrics(runs[size]), read_metrics(runs[16]), strict=True):
+            for name in expected.keys() - {"tokens_per_second"}:
+                assert line[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
 @every_kind
@@ -104,7 +102,7 @@ def test_loss_decreases_and_only_the_drafter_changes(kind: str, base: dict[str, 
     run = train(make_config(kind, base, tmp_path, run={"steps": 30}))
     losses = [line["loss"] for line in read_metrics(run)]
     assert len(losses) == 30
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert sum(losses[-3:]) < 0.95 * sum(losses[:3])  # the last epoch and the first
     assert Target.from_pretrained(base["target"], "cpu").fingerprint() == before
 
 
@@ -126,17 +124,17 @@ def test_killed_run_goes_on_bit_for_bit(base: dict[str, Any], tmp_path: Path) ->
     process = subprocess.Popen(
         command(base, run), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    first = run / "checkpoints" / checkpoint_name(4)
-    while process.poll() is None and not first.is_dir():
+    chance = random.SystemRandom()
+    awaited = run / "checkpoints" / checkpoint_name(4 * chance.randint(1, 7))
+    while process.poll() is None and not awaited.is_dir():
         time.sleep(0.005)
-    time.sleep(random.SystemRandom().uniform(0, 0.5))
+    time.sleep(chance.uniform(0, 0.05))
     process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert first.is_dir(), "the run died by itself"
-    num_before = len(checkpoints(run))
+    assert process.wait() == -signal.SIGKILL, "the run ended by itself"
+    assert not (run / "checkpoints" / checkpoint_name(40)).exists()
 
     subprocess.run(command(base, run), env=environment, check=True, capture_output=True)
-    assert len(checkpoints(run)) == 10 >= num_before
+    assert len(checkpoints(run)) == 10
     for checkpoint in checkpoints(run):
         expected = whole / "checkpoints" / checkpoint.name / "model.safetensors"
         assert (checkpoint / "model.safetensors").read_bytes() == expected.read_bytes(), checkpoint.name
@@ -168,6 +166,7 @@ def test_changed_config_in_the_same_folder_is_refused(base: dict[str, Any], tmp_
         ({"evaluation": {"temperatures": [-1]}}, "temperature"),
         ({"evaluation": {"temperatures": []}}, "temperatures"),
         ({"evaluation": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"data": {"max_length": 0}}, "max_length"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_training(
@@ -185,7 +184,7 @@ def test_what_does_not_fit_is_refused_before_training(
 def evaluated(base: dict[str, Any], prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two checkpoints, both measured at two temperatures."""
     torch.manual_seed(0)
-    evaluation = {"prompts": prompts, "max_new_tokens": 16, "repeats": 2, "temperatures": [0.0, 1.0]}
+    evaluation = {"prompts": prompts, "max_new_tokens": 8, "repeats": 2, "temperatures": [0.0, 1.0]}
     run = tmp_path_factory.mktemp("evaluated")
     return train(make_config("medusa", base, run, run={"steps": 4, "checkpoint_every": 2}, evaluation=evaluation))
 
@@ -201,7 +200,7 @@ def test_every_checkpoint_is_measured(name: str, kind: str, step: int, evaluated
     assert content["environment"]["target_fingerprint"]
     assert [row["temperature"] for row in content["results"]] == [0.0, 1.0]
     for row in content["results"]:
-        assert set(EVALUATION_FIELDS) <= set(row)
+        assert set(EVALUATION_FIELDS.split()) <= set(row)
         assert (row["prompt_set"], row["num_prompts"], row["repeats"]) == ("held_out", 3, 2)
         assert len(row["acceptance_histogram"]) == row["draft_length"] + 1 == 5
         assert set(row["ttft_ms"]) == {"p50", "p95", "p99"}
@@ -236,19 +235,26 @@ def test_folder_of_a_run(evaluated: Path) -> None:
     assert config.run.dir == str(evaluated)
 
 
-@pytest.mark.parametrize("speedups", [[1.1, 1.4, 1.2], [2.0, 1.0, 1.0], [0.5, 0.6, 0.7]])
-def test_best_is_the_fastest(speedups: list[float], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("speedups", "divergences", "best"),
+    [
+        ([1.1, 1.4, 1.2], [0, 0, 0], 2),
+        ([2.0, 1.0, 1.0], [0, 0, 0], 1),
+        ([0.5, 0.6, 0.7], [0, 0, 0], 3),
+        ([1.1, 9.0, 1.2], [0, 1, 0], 3),  # fast, but its output is not the target's
+    ],
+)
+def test_best_is_the_fastest(speedups: list[float], divergences: list[int], best: int, tmp_path: Path) -> None:
     """By the first setting's speed, not the newest and not the longest accepted; relative, so that runs can move."""
-    for number, speedup in enumerate(speedups, 1):
+    for number, (speedup, differing) in enumerate(zip(speedups, divergences, strict=True), 1):
         checkpoint = tmp_path / "checkpoints" / checkpoint_name(number)
         checkpoint.mkdir(parents=True)
-        rows = [{"speedup": speedup, "mean_acceptance_length": 5 - speedup}, {"speedup": 9 - speedup}]
-        (checkpoint / "evaluation.json").write_text(json.dumps({"results": rows}))
+        row = {"speedup": speedup, "mean_acceptance_length": 9 - speedup, "lossless": {"divergences": differing}}
+        (checkpoint / "evaluation.json").write_text(json.dumps({"results": [row, {**row, "speedup": 9 - speedup}]}))
         link_best(tmp_path)
     (tmp_path / "checkpoints" / checkpoint_name(9)).mkdir()  # not measured
-    expected = checkpoint_name(1 + speedups.index(max(speedups)))
-    assert link_best(tmp_path) == tmp_path / "checkpoints" / expected
-    assert os.readlink(tmp_path / "best") == f"checkpoints/{expected}"
+    assert link_best(tmp_path) == tmp_path / "checkpoints" / checkpoint_name(best)
+    assert os.readlink(tmp_path / "best") == f"checkpoints/{checkpoint_name(best)}"
 
 
 def test_no_best_without_measurements(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from draftsmith.models import DRAFTERS
 from draftsmith.models.base import DrafterConfig
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, require_at_least
 
 
 @dataclass
@@ -107,15 +107,21 @@ def check(config: TrainConfig) -> None:
     positive = {
         "data.batch_size": config.data.batch_size,
         "data.micro_batch_size": config.data.micro_batch_size,
+        "data.max_length": config.data.max_length,
         "run.steps": config.run.steps,
         "run.checkpoint_every": config.run.checkpoint_every,
         "run.log_every": config.run.log_every,
         "evaluation.num_prompts": config.evaluation.num_prompts,
         "evaluation.repeats": config.evaluation.repeats,
+        "evaluation.batch_size": config.evaluation.batch_size,
+        "evaluation.max_new_tokens": config.evaluation.max_new_tokens,
+        "evaluation.draft_length": config.evaluation.draft_length,
     }
     for key, value in positive.items():
-        if value < 1:
-            raise UserError(f"{key}={value}: give at least 1")
+        require_at_least(key, value)
+    require_at_least("optimizer.learning_rate", config.optimizer.learning_rate, 0)
+    if not config.evaluation.temperatures:
+        raise UserError("evaluation.temperatures is empty: give at least one")
     for name in config.evaluation.baselines:
         if name not in DRAFTERS:
             raise UserError(f"evaluation.baselines: no drafter {name!r}; there are {', '.join(DRAFTERS)}")
@@ -152,6 +158,8 @@ def _file_values(file: Path | None) -> list[tuple[str, Any]]:
         content = yaml.safe_load(file.read_text())
     except OSError as error:
         raise UserError(f"config file {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"config file {file} is not UTF-8 text") from None
     except yaml.YAMLError as error:
         raise UserError(f"config file {file} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):

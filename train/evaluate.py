@@ -3,14 +3,16 @@
 from pathlib import Path
 
 import rich
+from rich.markup import escape
 
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
 from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
-from draftsmith.inference.measure import MeasureSettings, PromptSet, measure, pick_prompts
+from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure, pick_prompts
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.train.checkpoint import checkpoint_step
 from draftsmith.train.config import EvaluationConfig
+from draftsmith.train.run_folder import first_result
 from draftsmith.train.tracking import Tracker
 
 
@@ -23,28 +25,45 @@ def evaluation_prompts(config: EvaluationConfig, target: Target) -> PromptSet | 
     return PromptSet(Path(config.prompts).stem, encoded)
 
 
-def evaluate_checkpoint(
-    checkpoint: Path, target: Target, prompts: PromptSet, config: EvaluationConfig, tracker: Tracker
-) -> None:
+def evaluation_settings(config: EvaluationConfig) -> list[MeasureSettings]:
+    """One setting for each temperature."""
+    return [
+        MeasureSettings(
+            temperature=temperature,
+            batch_size=config.batch_size,
+            draft_length=config.draft_length,
+            max_new_tokens=config.max_new_tokens,
+            repeats=config.repeats,
+        )
+        for temperature in config.temperatures
+    ]
+
+
+def check_evaluation(config: EvaluationConfig, drafter: Drafter, target: Target) -> None:
+    """Refuse, before training, settings that the first checkpoint could not be measured with."""
+    drafters = {drafter.kind: drafter, **{name: load_drafter(name, target) for name in config.baselines}}
+    for settings in evaluation_settings(config):
+        check_settings(settings, drafters)
+
+
+def is_measured(checkpoint: Path, config: EvaluationConfig) -> bool:
+    """Whether everything that an evaluation writes is there."""
+    files = ["evaluation.json", *(f"evaluation.{name}.json" for name in config.baselines)]
+    return all((checkpoint / file).is_file() for file in files)
+
+
+def evaluate_checkpoint(checkpoint: Path, target: Target, prompts: PromptSet, config: EvaluationConfig) -> None:
     """Measure the checkpoint as it lies on disk and write evaluation.json into it.
 
     What the baselines did in the same process goes to evaluation.NAME.json beside it.
     """
-    names = [str(checkpoint), *config.baselines]
-    drafters: dict[str, Drafter] = {name: load_drafter(name, target) for name in names}
-    rows: dict[str, list] = {name: [] for name in names}
+    drafters: dict[str, Drafter] = {name: load_drafter(name, target) for name in [*config.baselines, str(checkpoint)]}
+    rows: dict[str, list] = {name: [] for name in drafters}
     num_batches = -(-len(prompts.token_ids) // config.batch_size)
     with progress_bar() as progress:
         total = num_batches * config.repeats * len(config.temperatures)
         task = progress.add_task(f"evaluating {checkpoint.name}", total=total, detail="")
-        for temperature in config.temperatures:
-            settings = MeasureSettings(
-                temperature=temperature,
-                batch_size=config.batch_size,
-                draft_length=config.draft_length,
-                max_new_tokens=config.max_new_tokens,
-                repeats=config.repeats,
-            )
+        for settings in evaluation_settings(config):
             measured = measure(target, drafters, prompts, settings, lambda: progress.advance(task))
             for name, row in measured.items():
                 rows[name].append(row)
@@ -52,10 +71,14 @@ def evaluate_checkpoint(
     for name, drafter in drafters.items():
         file = "evaluation.json" if name == str(checkpoint) else f"evaluation.{name}.json"
         write_evaluation(checkpoint / file, evaluation(target, name, drafter.kind, rows[name], env))
-    first = rows[str(checkpoint)][0]
+
+
+def log_evaluation(checkpoint: Path, tracker: Tracker) -> None:
+    """Tell the tracker and the console what the checkpoint's first setting gave."""
+    first = first_result(checkpoint)
     metrics = {"acceptance_length": first["mean_acceptance_length"], "speedup": first["speedup"]}
     tracker.log(checkpoint_step(checkpoint), {**metrics, "divergences": first["lossless"]["divergences"]})
     summary = "{}: acceptance length {:.2f}, speedup {:.2f} [{:.2f}, {:.2f}]"
-    rich.print(summary.format(checkpoint.name, *metrics.values(), *first["speedup_ci95"]))
+    rich.print(escape(summary.format(checkpoint.name, *metrics.values(), *first["speedup_ci95"])))
     if first["lossless"]["divergences"]:
         rich.print("[bold red]speculative output differs from plain decoding: see evaluation.json, and report this")

@@ -26,7 +26,13 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.target import default_dtype, pick_device
 from draftsmith.train.checkpoint import checkpoints, resume, save_checkpoint
 from draftsmith.train.config import OptimizerConfig, TrainConfig
-from draftsmith.train.evaluate import evaluate_checkpoint, evaluation_prompts
+from draftsmith.train.evaluate import (
+    check_evaluation,
+    evaluate_checkpoint,
+    evaluation_prompts,
+    is_measured,
+    log_evaluation,
+)
 from draftsmith.train.run_folder import link_best, open_run
 from draftsmith.train.tracking import Tracker
 
@@ -60,6 +66,8 @@ def set_up(config: TrainConfig) -> Setup:
     prompts = evaluation_prompts(config.evaluation, target)
     set_seed(config.run.seed)
     drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, target).to(accelerator.device)
+    if prompts:
+        check_evaluation(config.evaluation, drafter, target)
     drafter.fit_vocabulary(token_counts(samples, target.vocab_size))
     plan = BatchPlan(samples, config.data.batch_size, min(config.data.max_length, target.context), config.run.seed)
     return Setup(accelerator, target, drafter, plan, prompts)
@@ -89,12 +97,15 @@ def train(config: TrainConfig) -> Path:
 
     def evaluate() -> None:
         if tracker and setup.prompts:
-            evaluate_checkpoint(checkpoints(run)[-1], target, setup.prompts, config.evaluation, tracker)
+            newest = checkpoints(run)[-1]
+            if not is_measured(newest, config.evaluation):
+                evaluate_checkpoint(newest, target, setup.prompts, config.evaluation)
+            log_evaluation(newest, tracker)
             link_best(run)
         accelerator.wait_for_everyone()
 
-    if first_step and not (checkpoints(run)[-1] / "evaluation.json").is_file():
-        evaluate()  # killed between a checkpoint and its evaluation
+    if first_step:
+        evaluate()  # a kill between a checkpoint and the end of its evaluation leaves this to do
     totals = Totals()
     model.train()
     with progress_bar(accelerator.is_main_process) as progress:
@@ -126,7 +137,6 @@ def train(config: TrainConfig) -> Path:
                 save_checkpoint(accelerator, setup.drafter, run, done)
                 evaluate()
     if tracker:
-        link_best(run)
         tracker.finish()
     return run
 

@@ -41,10 +41,18 @@ class Tracker:
             self._wandb.finish()
 
     def _drop_after(self, step: int) -> None:
-        """Forget what an interrupted run logged beyond the checkpoint that it goes on from."""
+        """Forget what an interrupted run logged beyond the checkpoint that it goes on from.
+
+        That checkpoint's own evaluation is logged anew.
+        """
         if self._file.is_file():
             lines = [line for line in self._file.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            self._file.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+            kept = [line for line in lines if is_kept(json.loads(line), step)]
+            self._file.write_text("".join(kept))
+
+
+def is_kept(line: dict[str, Any], step: int) -> bool:
+    return line["step"] < step or (line["step"] == step and "speedup" not in line)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
