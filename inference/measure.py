@@ -187,7 +187,7 @@ def time_per_token(outputs: list[list[Output]]) -> list[float]:
             if after_first:
                 times.append((run.timing.total - run.timing.to_first_token) * 1000 / after_first)
     if not times:
-        raise UserError("every output ended with its first token, so there is no decoding to measure: give other prompts")
+        raise UserError("every output ended with its first token, which leaves nothing to measure: give other prompts")
     return times
 
 

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import itertools
+import logging
 from pathlib import Path
 
 import transformers
@@ -29,6 +30,7 @@ from draftsmith.train.run_folder import require_writable
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
+logging.getLogger("accelerate").setLevel(logging.ERROR)  # it tells of tied weights at every checkpoint
 
 console = Console()
 

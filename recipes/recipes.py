@@ -43,15 +43,15 @@ def draft_model() -> TrainConfig:
 def quickstart_eagle3() -> TrainConfig:
     """EAGLE-3 for the embedded target, in a minute or two on a CPU."""
     config = _quickstart(eagle3())
-    config.drafter = Eagle3Config()
-    config.optimizer.learning_rate = 2e-3
+    config.drafter = Eagle3Config(unroll_steps=3)
+    config.optimizer.learning_rate = 4e-3
     return config
 
 
 def quickstart_medusa() -> TrainConfig:
     """Medusa heads for the embedded target, in a minute on a CPU."""
     config = _quickstart(medusa())
-    config.optimizer.learning_rate = 2e-3
+    config.optimizer.learning_rate = 4e-3
     return config
 
 
@@ -65,7 +65,7 @@ def quickstart_draft_model() -> TrainConfig:
 
 def _quickstart(config: TrainConfig) -> TrainConfig:
     """Small batches and short evaluations; steps and prompts are set by the time there is."""
-    config.data.batch_size = config.data.micro_batch_size = 16
+    config.data.batch_size = config.data.micro_batch_size = 8
     config.evaluation.max_new_tokens = 48
     config.evaluation.num_prompts = 8
     return config
