@@ -28,7 +28,7 @@ from draftsmith.recipes.report import build_report, print_summary
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder import require_writable, worth
 
-EMBEDDED_TARGET = Path(__file__).parent / "target"
+EMBEDDED_TARGET = Path(__file__).parent / "tiny_python"
 # Shares of the time; the rest is for loading, the report, and estimates that were too low.
 PREPARE_SHARE, EVALUATION_SHARE = 0.14, 0.32
 TRAINING_SHARES = {"eagle3": 0.24, "medusa": 0.08, "draft_model": 0.10}

@@ -3,7 +3,7 @@
     python -m draftsmith.recipes.tiny_target --out DIR [--steps 2600] [--seed 0]
 
 The same seed on the same kind of machine gives the same weights. The result is what the package ships in
-recipes/target/; its README.md there, written by this command, is the model card.
+recipes/tiny_python/; its README.md there, written by this command, is the model card.
 """
 
 import argparse
@@ -204,9 +204,9 @@ def write_card(
     trained_tokens = config.steps * config.rows_per_step * config.context
     digest = hashlib.sha256("\0".join(functions).encode()).hexdigest()[:16]
     settings = "\n".join(f"| {name} | {value} |" for name, value in asdict(config).items())
-    flags = f"--out recipes/target --steps {config.steps} --seed {config.seed}"
+    flags = f"--out recipes/tiny_python --steps {config.steps} --seed {config.seed}"
     (out / "README.md").write_text(
-        f"""# draftsmith's tiny target
+        f"""# tiny_python
 
 A Llama of {num_parameters / 1e6:.2f} M parameters that writes Python functions, after a fashion. It exists so that
 `draftsmith quickstart` has a real target with nothing to download; it is of no other use.
