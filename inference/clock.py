@@ -1,7 +1,9 @@
 """Time spent in the phases of decoding, by CPU clock or CUDA events, without waiting for the device."""
 
+import contextlib
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 
 import torch
 
@@ -30,6 +32,20 @@ class PhaseClock:
             if phase is not None:
                 totals[phase] += start.elapsed_time(end) if self._on_gpu else (end - start) * 1000  # type: ignore
         return dict(totals)
+
+
+@contextlib.contextmanager
+def cpu_threads(num_threads: int | None) -> Iterator[None]:
+    """Compute with so many CPU threads inside the block; None leaves them as they are.
+
+    The operations of a small target are too short to be worth sharing out: one thread may decode fastest.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def wall_clock(device: torch.device) -> float:

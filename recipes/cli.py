@@ -61,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--draft-length", type=int, nargs="+", default=[4])
     sub.add_argument("--max-new-tokens", type=int, default=64)
     sub.add_argument("--repeats", type=int, default=5)
+    sub.add_argument("--num-threads", type=int, help="CPU threads to compute with (torch's default)")
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--out", type=Path, required=True, help="folder to write")
     _add_device(sub)

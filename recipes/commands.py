@@ -15,6 +15,7 @@ from draftsmith.data.prepare import prepare as prepare_samples
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.decoder import check_sampling
 from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
 from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure, pick_prompts
@@ -76,15 +77,17 @@ def evaluate(args: argparse.Namespace) -> None:
     ]
     for settings in grid:
         check_settings(settings, drafters)
+    if args.num_threads is not None:
+        require_at_least("--num-threads", args.num_threads)
     require_writable(args.out)
     rows: dict[str, list] = {name: [] for name in drafters}
-    with progress_bar() as progress:
+    with progress_bar() as progress, cpu_threads(args.num_threads):
         total = sum(-(-len(encoded) // settings.batch_size) * settings.repeats for settings in grid)
         task = progress.add_task("evaluating", total=total, detail="")
         for settings in grid:
             for name, row in measure(target, drafters, prompts, settings, lambda: progress.advance(task)).items():
                 rows[name].append(row)
-    env = environment(target)
+        env = environment(target)
     contents = [evaluation(target, name, drafter.kind, rows[name], env) for name, drafter in drafters.items()]
     for path, content in zip(evaluation_paths(args.out, list(drafters)), contents, strict=True):
         write_evaluation(path, content)

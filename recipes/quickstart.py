@@ -19,6 +19,7 @@ from draftsmith.data.batches import BatchPlan
 from draftsmith.data.prepare import PrepareSettings, answer_batch, prepare
 from draftsmith.data.stdlib import function_prompt, stdlib_functions
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.clock import cpu_threads
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling import Sampling
@@ -30,12 +31,13 @@ from draftsmith.train.run_folder import require_writable, worth
 
 EMBEDDED_TARGET = Path(__file__).parent / "tiny_python"
 # Shares of the time; the rest is for loading, the report, and estimates that were too low.
-PREPARE_SHARE, EVALUATION_SHARE = 0.14, 0.32
-TRAINING_SHARES = {"eagle3": 0.24, "medusa": 0.08, "draft_model": 0.10}
+PREPARE_SHARE, EVALUATION_SHARE = 0.14, 0.36
+TRAINING_SHARES = {"eagle3": 0.28, "medusa": 0.07, "draft_model": 0.09}
 CHECKPOINTS = 2  # a run
 MAX_NEW_TOKENS = 128  # of training text, a prompt
 NUM_HELD_OUT = 64
 PREPARE_BATCH = 32
+TIMED_PROMPTS = 8
 NUM_SAMPLE_TEXTS = 3
 
 
@@ -47,6 +49,7 @@ class Plan:
     minutes: float
     num_prompts: int  # that the target answers for training
     num_evaluation_prompts: int
+    num_threads: int | None  # of the CPU, that plain decoding is fastest with; None on a GPU
     steps: dict[str, int]  # by drafter
 
 
@@ -131,17 +134,17 @@ def measure_plan(target: Target, prompts: list[str], kinds: list[str], minutes: 
     seconds = minutes * 60
     encoded = [target.encode(prompt) for prompt in prompts[:PREPARE_BATCH]]
     plain = SpeculativeDecoder(target, load_drafter("none", target))
-    settings = PrepareSettings(max_new_tokens=MAX_NEW_TOKENS, batch_size=PREPARE_BATCH)
     plain.generate(encoded[:1], max_new_tokens=4)  # warm-up
 
     start = time.perf_counter()
+    settings = PrepareSettings(max_new_tokens=MAX_NEW_TOKENS, temperatures=(1.0,), batch_size=PREPARE_BATCH)
     samples = answer_batch(plain, encoded, list(range(PREPARE_BATCH)), settings)
     num_batches = max(2, int(seconds * PREPARE_SHARE / (time.perf_counter() - start)))
 
     recipe = RECIPES[f"quickstart_{kinds[0]}"]().evaluation
-    output = plain.generate(encoded[:1], max_new_tokens=recipe.max_new_tokens, stop_at_eos=False)
-    # plain, n-gram and drafted decoding of a prompt, the latter two a little faster
-    per_prompt = 2.4 * output.timing.total * recipe.repeats * CHECKPOINTS * len(kinds)
+    num_threads, per_output = fastest_num_threads(plain, encoded[:TIMED_PROMPTS], recipe.max_new_tokens)
+    # a prompt is decoded plainly, with n-grams and with the drafter, the latter two a little faster
+    per_prompt = 2.6 * per_output * recipe.repeats * CHECKPOINTS * len(kinds)
     num_evaluation_prompts = min(NUM_HELD_OUT, max(4, int(seconds * EVALUATION_SHARE / per_prompt)))
 
     total = sum(TRAINING_SHARES[kind] for kind in kinds)
@@ -152,7 +155,21 @@ def measure_plan(target: Target, prompts: list[str], kinds: list[str], minutes: 
         batches = BatchPlan(samples, config.data.batch_size, target.context, seed=0)
         drafter = DRAFTERS[kind].from_target(config.drafter, target).to(target.device)
         steps[kind] = max(8, int(seconds * TRAINING_SHARES[kind] * scale / seconds_per_step(drafter, target, batches)))
-    return Plan(target.name, minutes, min(len(prompts), num_batches * PREPARE_BATCH), num_evaluation_prompts, steps)
+    return Plan(
+        target.name, minutes, min(len(prompts), num_batches * PREPARE_BATCH), num_evaluation_prompts, num_threads, steps
+    )
+
+
+def fastest_num_threads(plain: SpeculativeDecoder, prompts: list[list[int]], limit: int) -> tuple[int | None, float]:
+    """The number of CPU threads, one or all, that decodes the prompts fastest, and its mean seconds a prompt."""
+    candidates = [None] if plain.target.device.type == "cuda" else [torch.get_num_threads(), 1]
+    times = {}
+    for num_threads in candidates:
+        with cpu_threads(num_threads):
+            outputs = [plain.generate([prompt], max_new_tokens=limit) for prompt in prompts]
+        times[num_threads] = sum(output.timing.total for output in outputs) / len(outputs)
+    fastest = min(times, key=lambda num_threads: times[num_threads])
+    return fastest, times[fastest]
 
 
 def seconds_per_step(drafter: Drafter, target: Target, batches: BatchPlan) -> float:
@@ -176,6 +193,7 @@ def quickstart_config(kind: str, plan: Plan, out: Path, held_out: Path, device: 
     config.data.max_length = 512
     config.evaluation.prompts = str(held_out)
     config.evaluation.num_prompts = plan.num_evaluation_prompts
+    config.evaluation.num_threads = plan.num_threads
     config.run.dir = str(out / kind)
     config.run.steps = plan.steps[kind]
     config.run.checkpoint_every = -(-plan.steps[kind] // CHECKPOINTS)

@@ -46,6 +46,7 @@ class EvaluationConfig:
     batch_size: int = 1
     draft_length: int = 4
     repeats: int = 5
+    num_threads: int | None = None  # of the CPU, while measuring; None: as many as in training
     baselines: list[str] = field(default_factory=lambda: ["ngram"])  # training-free drafters measured beside
 
 
@@ -119,6 +120,8 @@ def check(config: TrainConfig) -> None:
     }
     for key, value in positive.items():
         require_at_least(key, value)
+    if config.evaluation.num_threads is not None:
+        require_at_least("evaluation.num_threads", config.evaluation.num_threads)
     require_at_least("optimizer.learning_rate", config.optimizer.learning_rate, 0)
     if not config.evaluation.temperatures:
         raise UserError("evaluation.temperatures is empty: give at least one")

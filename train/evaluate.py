@@ -7,6 +7,7 @@ from rich.markup import escape
 
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
+from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
 from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure, pick_prompts
 from draftsmith.models import Drafter, Target, load_drafter
@@ -60,14 +61,14 @@ def evaluate_checkpoint(checkpoint: Path, target: Target, prompts: PromptSet, co
     drafters: dict[str, Drafter] = {name: load_drafter(name, target) for name in [*config.baselines, str(checkpoint)]}
     rows: dict[str, list] = {name: [] for name in drafters}
     num_batches = -(-len(prompts.token_ids) // config.batch_size)
-    with progress_bar() as progress:
+    with progress_bar() as progress, cpu_threads(config.num_threads):
         total = num_batches * config.repeats * len(config.temperatures)
         task = progress.add_task(f"evaluating {checkpoint.name}", total=total, detail="")
         for settings in evaluation_settings(config):
             measured = measure(target, drafters, prompts, settings, lambda: progress.advance(task))
             for name, row in measured.items():
                 rows[name].append(row)
-    env = environment(target)
+        env = environment(target)
     for name, drafter in drafters.items():
         file = "evaluation.json" if name == str(checkpoint) else f"evaluation.{name}.json"
         write_evaluation(checkpoint / file, evaluation(target, name, drafter.kind, rows[name], env))
