@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.models.errors import UserError
+from draftsmith.models.losses import LossSums
 from draftsmith.models.sampling import Noise, Sampling, Stream, probabilities, sample
 from draftsmith.models.target import Features, Target
 
 NO_TOKEN = -1  # fills a draft where a row has nothing to propose; matches nothing
-
-LossSums = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), reduced over all ranks before dividing
 
 
 @dataclass

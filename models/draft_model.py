@@ -20,13 +20,12 @@ from draftsmith.models.base import (
     Draft,
     Drafter,
     DrafterConfig,
-    LossSums,
     load_tensors,
     stack_chain,
 )
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import shift_left
-from draftsmith.models.losses import Divergence, divergence_over_rows
+from draftsmith.models.losses import Divergence, LossSums, divergence_over_rows
 from draftsmith.models.slots import ATTENTION, SlotCache, run_causal, run_on_slots
 from draftsmith.models.target import Features, Target
 

@@ -21,7 +21,6 @@ from draftsmith.models.base import (
     Draft,
     Drafter,
     DrafterConfig,
-    LossSums,
     check_same_shape,
     load_tensors,
     stack_chain,
@@ -36,7 +35,7 @@ from draftsmith.models.layers import (
     shift_left,
     split_heads,
 )
-from draftsmith.models.losses import Divergence, divergence_over_rows
+from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
 from draftsmith.models.slots import SlotCache, slot_attention
 from draftsmith.models.target import Features, Target, check_layer_ids
 
@@ -163,19 +162,11 @@ class Eagle3(Drafter):
     # --- training
 
     def loss(self, batch: Batch, features: Features) -> LossSums:
-        """Unrolled divergence from the target, teacher-forced: step k of slot t predicts x_{t+2+k}.
-
-        A prediction counts when every token from x_{t+1} to the predicted one was written by the target.
-        """
+        """Unrolled divergence from the target, teacher-forced: step k of slot t predicts x_{t+2+k}."""
         assert features.layers is not None
-        counted = shift_left(batch.loss_mask, 1)
-        num_roots = counted.sum()
-        leading = counted.clone()  # all drafts so far are right
-        total = features.last_hidden.new_zeros((), dtype=torch.float32)
-        accepted = total
-        sums: LossSums = {}
+        chain_loss = ChainLoss(batch.loss_mask)
         for k, hidden in enumerate(self.unroll(batch.token_ids, features.layers)):
-            counted = counted & shift_left(batch.loss_mask, 2 + k)
+            counted = chain_loss.next_depth()
             rows = divergence_over_rows(
                 self.norm(hidden)[counted],
                 self.lm_head,
@@ -184,13 +175,8 @@ class Eagle3(Drafter):
                 self.config.divergence,
                 self.draft_to_target(),
             )
-            total = total + self.config.step_decay**k * rows.loss
-            leading = leading & torch.zeros_like(leading).masked_scatter(counted, rows.correct)
-            accepted = accepted + leading.sum()
-            sums[f"accuracy_{k}"] = (rows.correct.sum(), counted.sum())
-        sums["loss"] = (total, batch.loss_mask.sum())
-        sums["simulated_acceptance_length"] = (num_roots + accepted, num_roots)
-        return sums
+            chain_loss.add(rows, self.config.step_decay**k)
+        return chain_loss.sums()
 
     def unroll(self, token_ids: Tensor, layers: Tensor) -> Iterator[Tensor]:
         """The layer's output [B, T, H] at each unrolled step, from tokens [B, T] and features [B, T, A * H].

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from draftsmith.models.layers import shift_left
+
 Divergence = Literal["cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "lk_hybrid"]
+
+LossSums = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), reduced over all ranks before dividing
 
 CHUNK_ELEMENTS = 1 << 24  # rows x vocabulary of logits that exist at once: 64 MiB a tensor in fp32
 LK_DECAY = 3.0  # eta of the LK hybrid for EAGLE-3-like drafters (arXiv 2602.23881)
@@ -114,3 +118,43 @@ def divergence_over_rows(
     results = [checkpoint(chunk_losses, *pair, use_reentrant=False) for pair in pairs]
     losses, correct, acceptance = zip(*results, strict=True)
     return RowLosses(torch.stack(losses).sum(), torch.cat(correct), torch.stack(acceptance).sum())
+
+
+class ChainLoss:
+    """Adds up the losses of a chain of predictions: depth i at slot t predicts x_{t+2+i}.
+
+    A prediction counts when every token from x_{t+1} to the predicted one was written by the target, because only then
+    would it be drafted. Call `next_depth`, compute the losses of the slots it marks, `add` them; `sums` at the end.
+    """
+
+    def __init__(self, loss_mask: Tensor) -> None:
+        """loss_mask [B, T]: the tokens that the target wrote"""
+        self.loss_mask = loss_mask
+        self.counted = shift_left(loss_mask, 1)  # [B, T] slots whose newest token the target wrote
+        self._num_roots = self.counted.sum()
+        self._leading = self.counted.clone()  # all predictions so far are right
+        self._accepted = self._num_roots.clone()
+        self._total = torch.zeros((), device=loss_mask.device)
+        self._accuracies: list[tuple[Tensor, Tensor]] = []
+
+    def next_depth(self) -> Tensor:
+        """The slots [B, T] that count at the next depth."""
+        self.counted = self.counted & shift_left(self.loss_mask, 2 + len(self._accuracies))
+        return self.counted
+
+    def add(self, rows: RowLosses, weight: float) -> None:
+        """The losses of the counted slots, in row-major order."""
+        self._total = self._total + weight * rows.loss
+        self._leading = self._leading & torch.zeros_like(self._leading).masked_scatter(self.counted, rows.correct)
+        self._accepted = self._accepted + self._leading.sum()
+        self._accuracies.append((rows.correct.sum(), self.counted.sum()))
+
+    def sums(self) -> LossSums:
+        """The loss over the trained tokens, the accuracy of each depth, and the mean length of the right beginnings
+        with the target's own token, which greedy decoding would accept if all of it followed the training text.
+        """
+        return {
+            "loss": (self._total, self.loss_mask.sum()),
+            "simulated_acceptance_length": (self._accepted, self._num_roots),
+            **{f"accuracy_{depth}": pair for depth, pair in enumerate(self._accuracies)},
+        }

@@ -8,7 +8,6 @@ Shapes: B rows, T tokens, H hidden width, V vocabulary.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from draftsmith.models.base import (
@@ -17,14 +16,13 @@ from draftsmith.models.base import (
     Draft,
     Drafter,
     DrafterConfig,
-    LossSums,
     check_same_shape,
     load_tensors,
     stack_chain,
 )
 from draftsmith.models.errors import require_at_least
 from draftsmith.models.layers import shift_left
-from draftsmith.models.losses import Divergence, divergence_over_rows
+from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
 from draftsmith.models.target import Features, Target
 
 
@@ -75,18 +73,10 @@ class Medusa(Drafter):
         return drafter
 
     def loss(self, batch: Batch, features: Features) -> LossSums:
-        """Divergence of head i at t from the target's distribution of x_{t+2+i}, which the target had at t+1+i.
-
-        A prediction counts when every token from x_{t+1} to the predicted one was written by the target.
-        """
-        counted = shift_left(batch.loss_mask, 1)
-        num_roots = counted.sum()
-        leading = counted.clone()  # all heads so far are right
-        total = features.last_hidden.new_zeros((), dtype=torch.float32)
-        accepted = total
-        sums: LossSums = {}
+        """Divergence of head i at t from the target's distribution of x_{t+2+i}, which the target had at t+1+i."""
+        chain_loss = ChainLoss(batch.loss_mask)
         for i, (block, head) in enumerate(zip(self.blocks, self.lm_heads, strict=True)):
-            counted = counted & shift_left(batch.loss_mask, 2 + i)
+            counted = chain_loss.next_depth()
             rows = divergence_over_rows(
                 block(features.last_hidden[counted]),
                 head,
@@ -94,13 +84,8 @@ class Medusa(Drafter):
                 self.target.logits,
                 self.config.divergence,
             )
-            total = total + self.config.head_decay**i * rows.loss
-            leading = leading & torch.zeros_like(leading).masked_scatter(counted, rows.correct)
-            accepted = accepted + leading.sum()
-            sums[f"accuracy_{i}"] = (rows.correct.sum(), counted.sum())
-        sums["loss"] = (total, batch.loss_mask.sum())
-        sums["simulated_acceptance_length"] = (num_roots + accepted, num_roots)
-        return sums
+            chain_loss.add(rows, self.config.head_decay**i)
+        return chain_loss.sums()
 
     def propose(self, state: DecodingState, draft_length: int) -> Draft:
         """The first `draft_length` heads at the last position that the target read."""

@@ -31,12 +31,12 @@ from draftsmith.train.run_folder import require_writable, worth
 
 EMBEDDED_TARGET = Path(__file__).parent / "tiny_python"
 # Shares of the time; the rest is for loading, the report, and estimates that were too low.
-PREPARE_SHARE, EVALUATION_SHARE = 0.14, 0.36
-TRAINING_SHARES = {"eagle3": 0.28, "medusa": 0.07, "draft_model": 0.09}
+PREPARE_SHARE, EVALUATION_SHARE = 0.12, 0.46
+TRAINING_SHARES = {"eagle3": 0.26, "medusa": 0.06, "draft_model": 0.07}
 CHECKPOINTS = 2  # a run
 MAX_NEW_TOKENS = 128  # of training text, a prompt
 NUM_HELD_OUT = 64
-PREPARE_BATCH = 32
+PREPARE_BATCH = 64
 TIMED_PROMPTS = 8
 NUM_SAMPLE_TEXTS = 3
 

@@ -21,8 +21,9 @@ from draftsmith.data.progress import progress_bar
 from draftsmith.data.samples import check_same_target, read_samples
 from draftsmith.inference.measure import PromptSet
 from draftsmith.models import DRAFTERS, Drafter, Target
-from draftsmith.models.base import Batch, LossSums
+from draftsmith.models.base import Batch
 from draftsmith.models.errors import UserError
+from draftsmith.models.losses import LossSums
 from draftsmith.models.target import default_dtype, pick_device
 from draftsmith.train.checkpoint import checkpoints, resume, save_checkpoint
 from draftsmith.train.config import OptimizerConfig, TrainConfig
