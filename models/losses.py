@@ -135,11 +135,12 @@ class ChainLoss:
         self._leading = self.counted.clone()  # all predictions so far are right
         self._accepted = self._num_roots.clone()
         self._total = torch.zeros((), device=loss_mask.device)
-        self._accuracies: list[tuple[Tensor, Tensor]] = []
+        self._depths: LossSums = {}
+        self._num_depths = 0
 
     def next_depth(self) -> Tensor:
         """The slots [B, T] that count at the next depth."""
-        self.counted = self.counted & shift_left(self.loss_mask, 2 + len(self._accuracies))
+        self.counted = self.counted & shift_left(self.loss_mask, 2 + self._num_depths)
         return self.counted
 
     def add(self, rows: RowLosses, weight: float) -> None:
@@ -147,14 +148,17 @@ class ChainLoss:
         self._total = self._total + weight * rows.loss
         self._leading = self._leading & torch.zeros_like(self._leading).masked_scatter(self.counted, rows.correct)
         self._accepted = self._accepted + self._leading.sum()
-        self._accuracies.append((rows.correct.sum(), self.counted.sum()))
+        num_counted = self.counted.sum()
+        self._depths[f"accuracy_{self._num_depths}"] = (rows.correct.sum(), num_counted)
+        self._depths[f"sampled_acceptance_{self._num_depths}"] = (rows.acceptance, num_counted)
+        self._num_depths += 1
 
     def sums(self) -> LossSums:
-        """The loss over the trained tokens, the accuracy of each depth, and the mean length of the right beginnings
-        with the target's own token, which greedy decoding would accept if all of it followed the training text.
+        """The loss over the trained tokens; of each depth the accuracy and the chance that a sampled draft is accepted;
+        and the acceptance length that greedy decoding would have if all of it followed the training text.
         """
         return {
             "loss": (self._total, self.loss_mask.sum()),
             "simulated_acceptance_length": (self._accepted, self._num_roots),
-            **{f"accuracy_{depth}": pair for depth, pair in enumerate(self._accuracies)},
+            **self._depths,
         }

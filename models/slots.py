@@ -47,10 +47,6 @@ class SlotCache:
         values[self._rows, self.slots] = value.transpose(1, 2)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep only the given rows [B'] of the batch, in that order."""
-        self._layers = {index: (k[rows], v[rows]) for index, (k, v) in self._layers.items()}
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
