@@ -14,6 +14,7 @@ from draftsmith.inference.verify import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling import Sampling
+from draftsmith.models.trees import Chain, DynamicTree, Shape, StaticTree
 
 
 @dataclass
@@ -85,7 +86,7 @@ class SpeculativeDecoder:
         top_p: float = 1.0,
         top_k: int = 0,
         draft_length: int = 4,
-        tree: None = None,
+        tree: StaticTree | DynamicTree | None = None,
         verification_mode: VerificationMode | None = None,
         seed: int = 0,
         stop_at_eos: bool = True,
@@ -95,18 +96,16 @@ class SpeculativeDecoder:
 
         Temperature 0 is greedy. `verification_mode` None takes `greedy` at temperature 0, else `probabilistic` where
         the drafter has probabilities and `one_hot` where it has not. A request's noise is keyed by `seed` and its id
-        (by default its place in `prompts`). Drafts are chains: `tree` must be None.
+        (by default its place in `prompts`). Drafts have the shape of `tree`, or are chains of `draft_length`.
 
         Raises `UserError` for empty prompts, prompts that leave no room in the target's context, and settings that
         the drafter cannot follow.
         """
-        if tree is not None:
-            raise UserError("tree: this version drafts chains only; leave it out and set draft_length")
         sampling = check_sampling(temperature, top_p, top_k)
         mode = resolve_mode(verification_mode, sampling, self.drafter)
-        draft_length = 0 if self.drafter.max_draft_length == 0 else draft_length
-        check_draft_length(draft_length, self.drafter)
-        settings = GenerationSettings(max_new_tokens, sampling, draft_length, mode, seed, stop_at_eos)
+        shape = tree or Chain(0 if self.drafter.max_draft_length == 0 else draft_length)
+        check_shape(shape, self.drafter)
+        settings = GenerationSettings(max_new_tokens, sampling, shape, mode, seed, stop_at_eos)
         token_ids = [self.encode(prompt) for prompt in prompts]
         self.check_prompts(token_ids, max_new_tokens)
 
@@ -131,11 +130,11 @@ class SpeculativeDecoder:
     ) -> Iterator[StreamedRound]:
         """Decode one prompt and yield what reading the prompt, then each round, adds."""
         mode = resolve_mode(None, sampling, self.drafter)
-        draft_length = 0 if self.drafter.max_draft_length == 0 else draft_length
-        check_draft_length(draft_length, self.drafter)
+        shape = Chain(0 if self.drafter.max_draft_length == 0 else draft_length)
+        check_shape(shape, self.drafter)
         token_ids = self.encode(prompt)
         self.check_prompts([token_ids], max_new_tokens)
-        settings = GenerationSettings(max_new_tokens, sampling, draft_length, mode, seed)
+        settings = GenerationSettings(max_new_tokens, sampling, shape, mode, seed)
         generation = Generation(self.target, self.drafter, [token_ids], settings, [0])
         generation.prefill()
         drafted = [False]  # of each new token: the first is the target's own
@@ -219,9 +218,13 @@ def resolve_mode(mode: VerificationMode | None, sampling: Sampling, drafter: Dra
     return mode
 
 
-def check_draft_length(draft_length: int, drafter: Drafter) -> None:
+def check_shape(shape: Shape, drafter: Drafter) -> None:
+    """Refuse drafts that the drafter cannot make."""
+    if not isinstance(shape, Chain) and not drafter.can_branch:
+        raise UserError(f"tree: {drafter.kind} drafts chains only; leave it out and set draft_length")
+    name = "draft_length" if isinstance(shape, Chain) else "tree: depth"
     most = drafter.max_draft_length
-    if draft_length < 0 or (most is not None and draft_length > most):
-        raise UserError(f"draft_length {draft_length}: this {drafter.kind} drafter drafts up to {most} tokens")
-    if draft_length == 0 and most != 0:
-        raise UserError("draft_length 0: give at least 1, or the drafter none")
+    if shape.depth < 0 or (most is not None and shape.depth > most):
+        raise UserError(f"{name} {shape.depth}: this {drafter.kind} drafter drafts up to {most} tokens in a row")
+    if shape.depth == 0 and most != 0:
+        raise UserError(f"{name} 0: give at least 1, or the drafter none")

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.inference.decoder import Output, SpeculativeDecoder, check_draft_length, check_sampling, resolve_mode
+from draftsmith.inference.decoder import Output, SpeculativeDecoder, check_sampling, check_shape, resolve_mode
 from draftsmith.inference.lossless import LosslessCheck, compare
 from draftsmith.inference.stats import Stats
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.trees import Chain
 
 BOOTSTRAP_SAMPLES = 2000
 
@@ -49,7 +50,7 @@ def check_settings(settings: MeasureSettings, drafters: dict[str, Drafter]) -> N
     check_sampling(settings.temperature, settings.top_p, 0)
     for drafter in drafters.values():
         if drafter.max_draft_length != 0:
-            check_draft_length(settings.draft_length, drafter)
+            check_shape(Chain(settings.draft_length), drafter)
 
 
 def measure(

@@ -1,6 +1,6 @@
 """What every drafter is: a config, three methods, a checkpoint. Decoder, loop and files know no more than this.
 
-Shapes: B rows, T tokens, N drafted tokens, V vocabulary of the target.
+Shapes: B rows, T tokens, N drafted tokens (nodes), V vocabulary of the target.
 """
 
 from abc import abstractmethod
@@ -12,24 +12,34 @@ from torch import Tensor, nn
 
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses import LossSums
-from draftsmith.models.sampling import Noise, Sampling, Stream, probabilities, sample
+from draftsmith.models.sampling import Noise, Sampling, Stream, cut, sample
 from draftsmith.models.target import Features, Target
+from draftsmith.models.trees import Shape
 
 NO_TOKEN = -1  # fills a draft where a row has nothing to propose; matches nothing
 
 
 @dataclass
 class Draft:
-    """What a drafter proposes for each row: a chain, or a tree of nodes sorted parent before child."""
+    """What a drafter proposes for each row: a chain, or a tree of nodes sorted parent before child.
+
+    Column 0 of a round's window is the newest committed token, the root of the tree; node i stands in column i + 1.
+    """
 
     tokens: Tensor  # [B, N] int64; NO_TOKEN where there is none
-    parents: Tensor  # [N] int64 index of each node's parent, -1 for the newest committed token
-    probabilities: Tensor | None  # [B, N, V] fp32, what each token was drawn from; None: chosen without chance
+    parents: Tensor  # [B, N] int64 index of each node's parent node, -1 for the root
+    depth: int  # nodes on the longest path; N for a chain
+    logits: Tensor | None = None  # [B, P, V] fp32, cut: what the children of column i were drawn from; None: no chance
+
+    @property
+    def is_chain(self) -> bool:
+        return self.depth == self.tokens.shape[1]
 
 
-def chain(tokens: Tensor, probabilities: Tensor | None = None) -> Draft:
-    """A draft in which every token follows the one before it. tokens [B, N]"""
-    return Draft(tokens, torch.arange(-1, tokens.shape[1] - 1, device=tokens.device), probabilities)
+def chain(tokens: Tensor, logits: Tensor | None = None) -> Draft:
+    """A draft in which every token follows the one before it. tokens [B, N], logits [B, N, V]"""
+    parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
+    return Draft(tokens, parents, tokens.shape[1], logits)
 
 
 @dataclass
@@ -54,15 +64,15 @@ class DecodingState:
         """The draft token at `depth` (from 0) out of target-vocabulary logits [B, V]: ids [B], what they came from."""
         if not self.sample_drafts:
             return logits.argmax(-1), None
-        p = probabilities(logits, self.sampling)
+        logits = cut(logits, self.sampling)
         uniforms = self.noise.uniforms((self.lengths + depth)[:, None], Stream.DRAFT)[:, 0]
-        return sample(p, uniforms), p
+        return sample(logits.softmax(-1), uniforms), logits
 
 
 def stack_chain(chosen: list[tuple[Tensor, Tensor | None]]) -> Draft:
-    """One chain from the (tokens [B], probabilities [B, V] or None) of each depth."""
+    """One chain from the (tokens [B], cut logits [B, V] or None) of each depth."""
     tokens = torch.stack([tokens for tokens, _ in chosen], 1)
-    drawn_from = [p for _, p in chosen if p is not None]
+    drawn_from = [logits for _, logits in chosen if logits is not None]
     return chain(tokens, torch.stack(drawn_from, 1) if drawn_from else None)
 
 
@@ -94,7 +104,8 @@ class Drafter(nn.Module):
     config_class: ClassVar[type[DrafterConfig]]
     layer_ids: tuple[int, ...] = ()  # hidden states of the target that it reads
     can_sample: ClassVar[bool] = True  # has probabilities to draw from
-    max_draft_length: int | None = None
+    can_branch: ClassVar[bool] = False  # drafts trees too
+    max_draft_length: int | None = None  # nodes on a path
 
     config: Any
 
@@ -104,8 +115,8 @@ class Drafter(nn.Module):
         """A new drafter for the target, with starting weights."""
 
     @abstractmethod
-    def propose(self, state: DecodingState, draft_length: int) -> Draft:
-        """Up to `draft_length` tokens to follow each row's newest token."""
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        """Tokens to follow each row's newest one, as many as the shape has nodes or fewer."""
 
     def loss(self, batch: Batch, features: Features) -> LossSums:
         """Sums and counts; "loss" is what training minimises, its count the trained tokens (`loss_mask.sum()`)."""

@@ -26,8 +26,9 @@ from draftsmith.models.base import (
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses import Divergence, LossSums, divergence_over_rows
-from draftsmith.models.slots import ATTENTION, SlotCache, run_causal, run_on_slots
+from draftsmith.models.slots import ATTENTION, SlotCache, chain_window, run_causal, run_on_slots
 from draftsmith.models.target import Features, Target
+from draftsmith.models.trees import Shape
 
 
 @dataclass
@@ -81,26 +82,27 @@ class DraftModel(Drafter):
             "sampled_acceptance_0": (rows.acceptance, counted.sum()),
         }
 
-    def propose(self, state: DecodingState, draft_length: int) -> Draft:
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Read what is new, then draft a chain token by token.
 
         Of the committed tokens the cache lacks the newest, and the one before it when the whole last draft was
         accepted; both are read each round, so that rows need not be told apart.
         """
         if state.memory is None:
-            state.memory = SlotCache(state.token_ids.shape[1] + draft_length)
-            slots = torch.arange(int(state.positions.shape[1]) + 1, device=state.token_ids.device)
-            slots = slots.expand(len(state.token_ids), -1)  # the whole prompts and each row's first token
+            state.memory = SlotCache(state.token_ids.shape[1] + shape.num_nodes)
+            # the whole prompts and each row's first token
+            window = chain_window(torch.zeros_like(state.lengths), state.positions.shape[1] + 1)
         else:
-            slots = state.lengths[:, None] + torch.tensor([-2, -1], device=state.lengths.device)
-        hidden = run_on_slots(self.model, state.token_ids.gather(1, slots), slots, state.memory)
-        newest = state.lengths[:, None] - 1  # [B, 1]
-        column = (newest - slots[:, :1])[..., None].expand(-1, -1, hidden.shape[-1])
+            window = chain_window(state.lengths - 2, 2)
+        hidden = run_on_slots(self.model, state.token_ids.gather(1, window.slots), window, state.memory)
+        newest = state.lengths - 1  # [B]
+        column = (newest - window.prefix)[:, None, None].expand(-1, 1, hidden.shape[-1])
         hidden = hidden.gather(1, column)  # [B, 1, H]
         chosen: list[tuple[Tensor, Tensor | None]] = []
-        for depth in range(draft_length):
+        for depth in range(shape.depth):
             if depth:
-                hidden = run_on_slots(self.model, chosen[-1][0][:, None], newest + depth, state.memory)
+                window = chain_window(newest + depth, 1)
+                hidden = run_on_slots(self.model, chosen[-1][0][:, None], window, state.memory)
             chosen.append(state.choose(self.model.get_output_embeddings()(hidden[:, 0]), depth))
         return stack_chain(chosen)
 

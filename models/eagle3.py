@@ -36,8 +36,9 @@ from draftsmith.models.layers import (
     split_heads,
 )
 from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
-from draftsmith.models.slots import SlotCache, slot_attention
+from draftsmith.models.slots import SlotCache, Window, slot_attention
 from draftsmith.models.target import Features, Target, check_layer_ids
+from draftsmith.models.trees import Shape
 
 
 @dataclass
@@ -197,10 +198,10 @@ class Eagle3(Drafter):
 
     # --- drafting
 
-    def propose(self, state: DecodingState, draft_length: int) -> Draft:
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Read the newest features into the drafter's cache, then draft a chain token by token."""
         if state.memory is None:
-            state.memory = SlotCache(state.token_ids.shape[1] + draft_length)
+            state.memory = SlotCache(state.token_ids.shape[1] + shape.num_nodes)
         assert state.features.layers is not None
         next_ids = state.token_ids.gather(1, (state.positions + 1).clamp(max=state.token_ids.shape[1] - 1))
         hidden = self._decode(next_ids, self.fc(state.features.layers), state.positions, state.memory)
@@ -208,7 +209,7 @@ class Eagle3(Drafter):
         hidden = hidden.gather(1, newest[..., None].expand(-1, -1, hidden.shape[-1]))  # [B, 1, H]
         positions = state.positions.gather(1, newest)  # [B, 1]
         chosen: list[tuple[Tensor, Tensor | None]] = []
-        for depth in range(draft_length):
+        for depth in range(shape.depth):
             if depth:
                 positions = positions + 1
                 hidden = self._decode(chosen[-1][0][:, None], hidden, positions, state.memory)
@@ -221,7 +222,7 @@ class Eagle3(Drafter):
         embedded = self.target.embedding(token_ids)
         query, key, value = self.layer.project(embedded, hidden, self.rotary(hidden, slots))
         key, value = cache.update(key, value, 0)
-        mask = (torch.arange(cache.num_slots, device=slots.device) <= slots[:, :, None])[:, None]
+        mask = Window(slots, slots, slots[:, 0]).mask(cache.num_slots)
         attended, _ = slot_attention(self.layer, query, key, value, mask)
         return self.layer.finish(hidden, attended.flatten(2))
 

@@ -24,6 +24,7 @@ from draftsmith.models.errors import require_at_least
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
 from draftsmith.models.target import Features, Target
+from draftsmith.models.trees import Shape
 
 
 @dataclass
@@ -87,12 +88,12 @@ class Medusa(Drafter):
             chain_loss.add(rows, self.config.head_decay**i)
         return chain_loss.sums()
 
-    def propose(self, state: DecodingState, draft_length: int) -> Draft:
-        """The first `draft_length` heads at the last position that the target read."""
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        """The first heads at the last position that the target read."""
         newest = (state.num_new - 1)[:, None, None].expand(-1, 1, self.target.hidden_size)
         hidden = state.features.last_hidden.gather(1, newest)[:, 0]  # [B, H]
         return stack_chain(
-            [state.choose(self.lm_heads[i](self.blocks[i](hidden)), depth=i) for i in range(draft_length)]
+            [state.choose(self.lm_heads[i](self.blocks[i](hidden)), depth=i) for i in range(shape.depth)]
         )
 
     # --- checkpoints

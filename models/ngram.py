@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftsmith.models.base import NO_TOKEN, DecodingState, Draft, Drafter, DrafterConfig, chain
 from draftsmith.models.target import Target
+from draftsmith.models.trees import Shape
 
 
 @dataclass
@@ -32,10 +33,10 @@ class Ngram(Drafter):
     def from_target(cls, config: NgramConfig, target: Target) -> "Ngram":
         return cls(config)
 
-    def propose(self, state: DecodingState, draft_length: int) -> Draft:
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """The tokens after the latest earlier occurrence of the longest suffix that has one."""
         start = latest_match(state.token_ids, state.lengths, self.config.longest, self.config.shortest)  # [B]
-        index = start[:, None] + torch.arange(draft_length, device=start.device)
+        index = start[:, None] + torch.arange(shape.depth, device=start.device)
         found = (start[:, None] >= 0) & (index < state.lengths[:, None])
         tokens = state.token_ids.gather(1, index.clamp(min=0, max=state.token_ids.shape[1] - 1))
         tokens = tokens.masked_fill(~found, NO_TOKEN)

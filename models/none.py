@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from draftsmith.models.base import DecodingState, Draft, Drafter, DrafterConfig, chain
 from draftsmith.models.target import Target
+from draftsmith.models.trees import Shape
 
 
 @dataclass
@@ -25,5 +26,5 @@ class NoDrafter(Drafter):
     def from_target(cls, config: NoneConfig, target: Target) -> "NoDrafter":
         return cls(config)
 
-    def propose(self, state: DecodingState, draft_length: int) -> Draft:
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
         return chain(state.token_ids[:, :0])

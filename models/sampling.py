@@ -24,23 +24,29 @@ class Sampling:
         return self.temperature == 0
 
 
-def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits [..., V] -> fp32 probabilities [..., V] after temperature, top-k, then top-p.
+def cut(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits [..., V] after temperature, top-k, then top-p: fp32 [..., V], -inf for what is left out.
 
-    Top-p keeps the smallest set of likeliest tokens whose mass reaches top_p; ties at its edge go to the lower id.
+    Their softmax is the distribution that is sampled from; target and drafter pass through here alike. Top-k keeps
+    ties with the k-th token. Top-p keeps the smallest set of likeliest tokens whose mass reaches top_p; ties at its
+    edge go to the lower id.
     """
     assert not sampling.greedy, "greedy decoding takes the argmax"
     scaled = logits.float() / sampling.temperature
     if sampling.top_k:
         kth = scaled.topk(min(sampling.top_k, scaled.shape[-1])).values[..., -1:]
         scaled = scaled.masked_fill(scaled < kth, float("-inf"))
-    p = scaled.softmax(-1)
     if sampling.top_p < 1:
-        ordered, order = p.sort(dim=-1, descending=True, stable=True)
+        ordered, order = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
         mass_before = ordered.double().cumsum(-1) - ordered
-        p = p.masked_fill(torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, mass_before >= sampling.top_p), 0)
-        p = p / p.sum(-1, keepdim=True)
-    return p
+        left_out = torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, order, mass_before >= sampling.top_p)
+        scaled = scaled.masked_fill(left_out, float("-inf"))
+    return scaled
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits [..., V] -> fp32 probabilities [..., V] after temperature, top-k and top-p."""
+    return cut(logits, sampling).softmax(-1)
 
 
 def sample(p: Tensor, uniforms: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """Stock Hugging Face modelling on a cache with one slot per token and one length per row.
 
 `SlotCache` replaces transformers' caches, whose single length for the whole batch rules out ragged rows. A token's
-slot says where its key and value are kept; a boolean mask says which slots a query sees. Chains use slot = position;
-trees will give several nodes of one depth their own slots.
+slot says where its key and value are kept, a `Window` which slots the new tokens see. Committed text has slot =
+position; the nodes of a drafted tree stand behind it, several of one position side by side.
 
-Shapes: B rows, T new tokens a row, M slots, Hq query heads, Hkv key-value heads, D head width.
+Shapes: B rows, T new tokens a row, M slots, W words of 32 columns, Hq query heads, Hkv key-value heads, D head width.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,37 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ATTENTION = "draftsmith"  # the name under which transformers finds `slot_attention`
+
+
+@dataclass
+class Window:
+    """Where the new tokens of one forward pass stand, and what they see.
+
+    All see the slots before `prefix`. Of the columns from there on (column c is slot prefix + c) each sees those whose
+    bits are set in its `ancestors`; without them, the new tokens form chains and each sees every slot up to its own.
+    """
+
+    slots: Tensor  # [B, T] int64
+    positions: Tensor  # [B, T] int64
+    prefix: Tensor  # [B] int64
+    ancestors: Tensor | None = None  # [B, T, W] int32, bit c % 32 of word c // 32
+
+    def mask(self, num_slots: int) -> Tensor:
+        """Which slots each new token sees: bool [B, 1, T, M]."""
+        all_slots = torch.arange(num_slots, device=self.slots.device)
+        if self.ancestors is None:
+            return (all_slots <= self.slots[:, :, None])[:, None]
+        bits = (self.ancestors[..., None] >> torch.arange(32, device=self.slots.device)) & 1
+        bits = bits.flatten(2).bool()  # [B, T, 32 W]
+        columns = (all_slots - self.prefix[:, None])[:, None].expand(-1, bits.shape[1], -1)  # [B, T, M]
+        inside = bits.gather(2, columns.clamp(0, bits.shape[2] - 1)) & (columns < bits.shape[2])
+        return torch.where(columns < 0, True, inside)[:, None]
+
+
+def chain_window(first: Tensor, length: int) -> Window:
+    """`length` new tokens a row from slot `first` [B] on, each seeing all before it."""
+    slots = first[:, None] + torch.arange(length, device=first.device)
+    return Window(slots, slots, first)
 
 
 class SlotCache:
@@ -46,6 +78,22 @@ class SlotCache:
         keys[self._rows, self.slots] = key.transpose(1, 2)
         values[self._rows, self.slots] = value.transpose(1, 2)
         return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each [B, M, Hkv, D]."""
+        return self._layers[layer_idx]
+
+    def keep_path(self, prefix: Tensor, path: Tensor) -> None:
+        """Move what stands in columns `path` [B, D] of the window at `prefix` [B] to its columns 1..D, in every layer.
+
+        Path columns ascend, so that what is kept moves left or not at all.
+        """
+        rows = torch.arange(len(path), device=path.device)[:, None]
+        source = prefix[:, None] + path
+        kept = prefix[:, None] + torch.arange(1, path.shape[1] + 1, device=path.device)
+        for keys, values in self._layers.values():
+            keys[rows, kept] = keys[rows, source]
+            values[rows, kept] = values[rows, source]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -128,23 +176,17 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, slot_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)
 
 
-def run_on_slots(
-    model: PreTrainedModel, token_ids: Tensor, slots: Tensor, cache: SlotCache, mask: Tensor | None = None
-) -> Tensor:
-    """Run the base model on new tokens [B, T] kept at `slots` [B, T]; return its last hidden state [B, T, H].
+def run_on_slots(model: PreTrainedModel, token_ids: Tensor, window: Window, cache: SlotCache) -> Tensor:
+    """Run the base model on the new tokens [B, T] of a window; return its last hidden state [B, T, H].
 
-    Without a mask the new tokens form chains: a token sees every slot up to its own. Positions are clamped to the
-    model's context, so that drafts reaching past it (never kept) stay harmless.
+    Positions are clamped to the model's context, so that drafts reaching past it (never kept) stay harmless.
     """
-    if mask is None:
-        all_slots = torch.arange(cache.num_slots, device=slots.device)
-        mask = (all_slots <= slots[:, :, None])[:, None]  # [B, 1, T, M]
-    cache.write_to(slots)
+    cache.write_to(window.slots)
     context = getattr(model.config, "max_position_embeddings", None) or cache.num_slots
     output = model.base_model(
         input_ids=token_ids,
-        position_ids=slots.clamp(max=context - 1),
-        attention_mask=mask,
+        position_ids=window.positions.clamp(max=context - 1),
+        attention_mask=window.mask(cache.num_slots),
         past_key_values=cache,
         use_cache=True,
     )

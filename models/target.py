@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.slots import ATTENTION, SlotCache, run_causal, run_on_slots
+from draftsmith.models.slots import ATTENTION, SlotCache, Window, chain_window, run_causal, run_on_slots
 
 
 @dataclass
@@ -25,6 +25,15 @@ class Features:
 
     last_hidden: Tensor  # [B, T, H] after the final norm, the input of the target's head
     layers: Tensor | None  # [B, T, A * H] hidden states after the layers asked for, side by side
+
+    def gather(self, path: Tensor) -> "Features":
+        """Of the first position and of those at columns `path` [B, D]: T becomes D + 1."""
+        columns = torch.cat([torch.zeros_like(path[:, :1]), path], 1)[..., None]  # [B, D + 1, 1]
+        picked = [
+            None if x is None else x.gather(1, columns.expand(-1, -1, x.shape[-1]))
+            for x in (self.last_hidden, self.layers)
+        ]
+        return Features(cast(Tensor, picked[0]), picked[1])
 
 
 class Target:
@@ -117,10 +126,10 @@ class Target:
         return logits
 
     @torch.no_grad()
-    def run(self, token_ids: Tensor, slots: Tensor, cache: SlotCache, layer_ids: tuple[int, ...] = ()) -> Features:
-        """Decode new tokens [B, T] at `slots` [B, T] of the cache."""
+    def run(self, token_ids: Tensor, window: Window, cache: SlotCache, layer_ids: tuple[int, ...] = ()) -> Features:
+        """Decode the new tokens [B, T] of a window on the cache."""
         with _Capture(self.decoder_layers, layer_ids) as capture:
-            last_hidden = run_on_slots(self.model, token_ids, slots, cache)
+            last_hidden = run_on_slots(self.model, token_ids, window, cache)
         return Features(last_hidden, capture.side_by_side())
 
     @torch.no_grad()
@@ -185,12 +194,14 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 def _check_served_exactly(target: Target) -> None:
     """Refuse a family whose cached decoding or head differs from its own plain forward pass."""
     token_ids = torch.arange(1, 7, device=target.device)[None] % target.vocab_size
-    slots = torch.arange(6, device=target.device)[None]
     with torch.no_grad():
         expected = target.model(input_ids=token_ids, use_cache=False).logits.float()
     cache = SlotCache(8)
     try:
-        halves = [target.run(token_ids[:, part], slots[:, part], cache) for part in (slice(0, 4), slice(4, 6))]
+        halves = [
+            target.run(token_ids[:, start:end], chain_window(token_ids.new_tensor([start]), end - start), cache)
+            for start, end in ((0, 4), (4, 6))
+        ]
     except (TypeError, AttributeError, RuntimeError) as error:
         raise UserError(f"{type(target.model).__name__} cannot decode on draftsmith's cache: {error}") from None
     found = target.logits(torch.cat([half.last_hidden for half in halves], 1)).float()

@@ -13,7 +13,8 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.medusa import Medusa
 from draftsmith.models.ngram import latest_match
 from draftsmith.models.sampling import Noise, Sampling
-from draftsmith.models.slots import SlotCache
+from draftsmith.models.slots import SlotCache, chain_window
+from draftsmith.models.trees import Chain
 
 TRAINABLE = ["eagle3", "medusa", "draft_model"]
 
@@ -31,13 +32,13 @@ def random_batch(target: Target, rows: int = 3, length: int = 12) -> Batch:
 
 def first_round(drafter: Drafter, target: Target, token_ids: Tensor, sample_drafts: bool = False) -> DecodingState:
     """The state after the target read all but the last of the tokens [B, T]."""
-    positions = torch.arange(token_ids.shape[1] - 1).expand(len(token_ids), -1)
-    features = target.run(token_ids[:, :-1], positions, SlotCache(token_ids.shape[1]), drafter.layer_ids)
+    window = chain_window(torch.zeros(len(token_ids), dtype=torch.int64), token_ids.shape[1] - 1)
+    features = target.run(token_ids[:, :-1], window, SlotCache(token_ids.shape[1]), drafter.layer_ids)
     lengths = torch.full((len(token_ids),), token_ids.shape[1])
     padded = torch.cat([token_ids, torch.zeros(len(token_ids), 8, dtype=torch.int64)], 1)
     sampling = Sampling(1.0 if sample_drafts else 0.0)
     noise = Noise(0, torch.arange(len(token_ids)))
-    return DecodingState(padded, lengths, features, positions, lengths - 1, sampling, noise, sample_drafts)
+    return DecodingState(padded, lengths, features, window.positions, lengths - 1, sampling, noise, sample_drafts)
 
 
 @pytest.mark.parametrize("kind", list(DRAFTERS))
@@ -46,19 +47,21 @@ def test_a_draft_is_a_chain_of_tokens_with_their_probabilities(kind: str, tiny_t
     token_ids = random_batch(tiny_target).token_ids
     for sample_drafts in (False, True) if drafter.can_sample else (False,):
         with torch.no_grad():
-            draft = drafter.propose(first_round(drafter, tiny_target, token_ids, sample_drafts), 3)
+            draft = drafter.propose(first_round(drafter, tiny_target, token_ids, sample_drafts), Chain(3))
         rows, num = draft.tokens.shape
         assert rows == 3
         assert num <= 3
-        assert draft.parents.tolist() == list(range(-1, num - 1))
+        assert draft.depth == num
+        assert draft.parents.tolist() == [list(range(-1, num - 1))] * 3
         assert ((draft.tokens >= 0) | (draft.tokens == NO_TOKEN)).all()
         assert (draft.tokens < tiny_target.vocab_size).all()
         if sample_drafts:
-            assert draft.probabilities is not None
-            torch.testing.assert_close(draft.probabilities.sum(-1), torch.ones(rows, num))
-            assert (draft.probabilities.gather(-1, draft.tokens[..., None]) > 0).all()
+            assert draft.logits is not None
+            assert draft.logits.shape == (rows, num, tiny_target.vocab_size)
+            assert draft.logits.dtype == torch.float32
+            assert (draft.logits.gather(-1, draft.tokens[..., None]) > float("-inf")).all()
         else:
-            assert draft.probabilities is None
+            assert draft.logits is None
 
 
 @pytest.mark.parametrize("kind", TRAINABLE)
@@ -150,7 +153,7 @@ def test_untrained_medusa_heads_repeat_the_target(tiny_target: Target) -> None:
     token_ids = random_batch(tiny_target).token_ids
     state = first_round(drafter, tiny_target, token_ids)
     expected = tiny_target.logits(state.features.last_hidden[:, -1]).argmax(-1)
-    assert drafter.propose(state, 4).tokens.tolist() == [[token] * 4 for token in expected.tolist()]
+    assert drafter.propose(state, Chain(4)).tokens.tolist() == [[token] * 4 for token in expected.tolist()]
 
 
 def test_labels_of_each_head_and_step(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +192,7 @@ def test_reduced_vocabulary_proposes_the_frequent_tokens(tiny_target: Target) ->
     assert torch.equal(ids, frequent.sort().values)
     assert torch.equal(drafter.t2d.nonzero()[:, 0], ids)
     assert torch.equal(drafter.lm_head.weight, tiny_target.head_weight()[ids])
-    draft = drafter.propose(first_round(drafter, tiny_target, random_batch(tiny_target).token_ids), 4)
+    draft = drafter.propose(first_round(drafter, tiny_target, random_batch(tiny_target).token_ids), Chain(4))
     assert torch.isin(draft.tokens, ids).all()
 
 

@@ -72,9 +72,9 @@ def test_exported_drafter_proposes_the_same(
     assert len(found) == len(expected) > 1
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.tokens, theirs.tokens)
-        assert ours.probabilities is not None
-        assert theirs.probabilities is not None
-        assert torch.equal(ours.probabilities, theirs.probabilities)
+        assert ours.logits is not None
+        assert theirs.logits is not None
+        assert torch.equal(ours.logits, theirs.logits)
 
 
 def test_layer_ids_of_both_engines(tiny_target: Target, tmp_path: Path) -> None:

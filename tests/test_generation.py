@@ -7,13 +7,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.generation import Generation, GenerationSettings
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.base import DecodingState, Draft, chain, stack_chain
 from draftsmith.models.errors import UserError
 from draftsmith.models.none import NoDrafter, NoneConfig
 from draftsmith.models.sampling import Sampling
+from draftsmith.models.slots import SlotCache, chain_window
+from draftsmith.models.trees import DynamicTree, Shape, node_depths
 
 PROMPTS = ["The smith heats the iron", "def strike(iron):", "A draft is cheap, a draft is cheap, a", "x"]
+TREE = DynamicTree(num_nodes=12, depth=4, width=3)
 KINDS = [kind for kind in DRAFTERS if kind != "none"]
 
 
@@ -35,15 +39,34 @@ class Oracle(NoDrafter):
         super().__init__(NoneConfig())
         self.answers, self.prompt_lengths, self.num_right = answers, prompt_lengths, num_right
 
-    def propose(self, state: DecodingState, draft_length: int) -> Draft:
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
         rows = []
         for answer, prompt_length, length in zip(
             self.answers, self.prompt_lengths, state.lengths.tolist(), strict=True
         ):
             told = length - prompt_length
-            right = (answer + [0] * draft_length)[told : told + draft_length]
+            right = (answer + [0] * shape.depth)[told : told + shape.depth]
             rows.append([token if i < self.num_right else (token + 1) % 300 for i, token in enumerate(right)])
         return chain(torch.tensor(rows))
+
+
+class RandomTree(Oracle):
+    """A random tree in which a random path is right: other nodes draft wrong tokens, some of them twice."""
+
+    kind = "tree"
+    can_branch = True
+
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        right = super().propose(state, shape).tokens
+        num_nodes = shape.num_nodes
+        generator = torch.Generator().manual_seed(int(state.lengths.sum()))
+        tokens = torch.randint(300, (len(right), num_nodes), generator=generator)
+        parents = (torch.rand(len(right), num_nodes, generator=generator) * (torch.arange(num_nodes) + 1)).long() - 1
+        paths = torch.rand(len(right), num_nodes, generator=generator).topk(shape.depth).indices.sort().values
+        parents.scatter_(1, paths, torch.cat([paths.new_full((len(paths), 1), -1), paths[:, :-1]], 1))
+        parents = torch.where(node_depths(parents, num_nodes)[:, 1:] > shape.depth, -1, parents)
+        tokens.scatter_(1, paths, right)
+        return Draft(tokens, parents, shape.depth)
 
 
 def plain(target: Target) -> SpeculativeDecoder:
@@ -98,6 +121,39 @@ def test_counters_of_a_drafter_that_is_right_so_often(num_right: int, tiny_targe
     assert output.stats.total.per_position_acceptance_rates == [1.0] * num_right + [0.0] * (4 - num_right)
 
 
+@pytest.mark.parametrize("num_right", [0, 2, 4])
+def test_trees_leave_the_output_as_it_is(num_right: int, tiny_target: Target) -> None:
+    """Greedy and sampled, and the cache after each round holds what a fresh reading of the text would."""
+    lengths = [len(tiny_target.encode(prompt)) for prompt in PROMPTS]
+    for settings in ({}, {"temperature": 0.8, "verification_mode": "one_hot"}):
+        mode = settings.pop("verification_mode", None)
+        answers = plain(tiny_target).generate(PROMPTS, max_new_tokens=40, stop_at_eos=False, **settings).token_ids
+        drafter = RandomTree(answers, lengths, num_right)
+        output = SpeculativeDecoder(tiny_target, drafter).generate(
+            PROMPTS, max_new_tokens=21, tree=TREE, stop_at_eos=False, verification_mode=mode, **settings
+        )
+        assert output.token_ids == [answer[:21] for answer in answers]
+        assert output.stats.total.num_accepted_tokens >= num_right * output.stats.total.num_drafts
+
+
+def test_the_cache_after_a_tree_is_that_of_a_fresh_reading(tiny_target: Target) -> None:
+    prompts = [tiny_target.encode(prompt) for prompt in PROMPTS]
+    answers = plain(tiny_target).generate(PROMPTS, max_new_tokens=40, stop_at_eos=False).token_ids
+    drafter = RandomTree(answers, [len(prompt) for prompt in prompts], num_right=3)
+    settings = GenerationSettings(max_new_tokens=20, shape=TREE, stop_at_eos=False)
+    generation = Generation(tiny_target, drafter, prompts, settings, [0, 1, 2, 3])
+    generation.prefill()
+    while generation.running():
+        generation.round()
+        fresh = SlotCache(generation.cache.num_slots)
+        length = int(generation.state.lengths.max())
+        tiny_target.run(generation.token_ids[:, :length], chain_window(torch.zeros(4).long(), length), fresh)
+        for row, num_read in enumerate((generation.state.lengths - 1).tolist()):
+            for layer in range(tiny_target.num_layers):
+                for found, expected in zip(generation.cache.layer(layer), fresh.layer(layer), strict=True):
+                    torch.testing.assert_close(found[row, :num_read], expected[row, :num_read], atol=1e-5, rtol=1e-5)
+
+
 def test_nothing_comes_after_the_end_of_text(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """An EOS that is accepted in the middle of a draft ends the text, and drafts behind it do not count."""
     decoder = plain(tiny_target)
@@ -129,9 +185,9 @@ class RandomDrafts(NoDrafter):
     can_sample = True
     max_draft_length = None
 
-    def propose(self, state: DecodingState, draft_length: int) -> Draft:
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
         logits = torch.linspace(-2, 2, 300).expand(len(state.lengths), -1)
-        return stack_chain([state.choose(logits, depth) for depth in range(draft_length)])
+        return stack_chain([state.choose(logits, depth) for depth in range(shape.depth)])
 
 
 def test_sampled_text_has_the_law_of_the_target(tiny_target: Target) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference import verify
+from draftsmith.models.base import chain
 
 V = 3
 GRID = 24  # coins (i + 0.5) / 24 are exact for probabilities that are multiples of 1 / 24
@@ -25,10 +26,15 @@ def random_law(generator: torch.Generator, *shape: int, denominator: int = 4) ->
     return torch.nn.functional.one_hot(picks, V).sum(-2).float() / denominator
 
 
+def chain_shape(drafts: Tensor) -> tuple[Tensor, Tensor, int]:
+    draft = chain(drafts)
+    return draft.tokens, draft.parents, draft.depth
+
+
 def test_greedy_accepts_the_longest_matching_beginning() -> None:
     logits = torch.nn.functional.one_hot(torch.tensor([[1, 2, 0, 1]] * 4), V).float()
     drafts = torch.tensor([[1, 2, 0], [1, 2, 1], [0, 2, 0], [1, -1, 0]])
-    verified = verify.greedy(logits, drafts)
+    verified = verify.greedy(logits, *chain_shape(drafts))
     assert verified.num_accepted.tolist() == [3, 2, 0, 1]
     assert verified.next_token.tolist() == [1, 0, 1, 2]
 
@@ -37,9 +43,9 @@ def test_no_drafts_is_plain_decoding() -> None:
     p = torch.tensor([[[0.5, 0.25, 0.25]]])
     none = torch.zeros(1, 0, dtype=torch.int64)
     coin = torch.tensor([[0.6]])
-    assert verify.greedy(p, none).next_token.tolist() == [0]
-    assert verify.one_hot(p, none, coin).next_token.tolist() == [1]
-    assert verify.probabilistic(p, p[:, :0], none, coin[:, :0], coin).next_token.tolist() == [1]
+    assert verify.greedy(p, *chain_shape(none)).next_token.tolist() == [0]
+    assert verify.one_hot(p.log(), *chain_shape(none), coin).next_token.tolist() == [1]
+    assert verify.probabilistic(p.log(), p[:, :0], none, coin[:, :0], coin).next_token.tolist() == [1]
 
 
 def first_token_law(rule: str, p: Tensor, q: Tensor) -> Tensor:
@@ -51,9 +57,11 @@ def first_token_law(rule: str, p: Tensor, q: Tensor) -> Tensor:
         drafts = torch.full((num, 1), draft)
         draws = draw[:, None].expand(num, 2)
         if rule == "probabilistic":
-            verified = verify.probabilistic(p.expand(num, 2, V), q.expand(num, 1, V), drafts, accept[:, None], draws)
+            verified = verify.probabilistic(
+                p.log().expand(num, 2, V), q.log().expand(num, 1, V), drafts, accept[:, None], draws
+            )
         else:
-            verified = verify.one_hot(p.expand(num, 2, V), drafts, draws)
+            verified = verify.one_hot(p.log().expand(num, 2, V), *chain_shape(drafts), draws)
         first = torch.where(verified.num_accepted > 0, drafts[:, 0], verified.next_token)
         law += q[draft].double() * torch.bincount(first, minlength=V).double() / num
     return law
@@ -72,20 +80,21 @@ def test_one_draft_leaves_the_law_of_the_target(rule: str, seed: int) -> None:
 
 def residual_of_another_rule(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, draws: Tensor) -> verify.Verified:
     """Accepts by p(x) alone, as if chosen without chance (lossless by itself), but then subtracts q."""
+    p, q = p.exp(), q.exp()
     accepted = accept < p[:, :1].gather(-1, drafts[..., None]).squeeze(-1)
     residual = (p[:, 0] - q[:, 0]).clamp(min=0)
-    return verify.Verified(accepted.long()[:, 0], verify.sample(residual, draws[:, 0]))
+    return verify.Verified(accepted.long()[:, 0], drafts, verify.sample(residual, draws[:, 0]))
 
 
 def no_residual(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, draws: Tensor) -> verify.Verified:
     """After a rejection draws from p itself."""
     verified = probabilistic(p, q, drafts, accept, draws)
-    return verify.Verified(verified.num_accepted, verify.sample(p[:, 0], draws[:, 0]))
+    return verify.Verified(verified.num_accepted, drafts, verify.sample(p[:, 0].exp(), draws[:, 0]))
 
 
 def other_q(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, draws: Tensor) -> verify.Verified:
     """Tests with a q that the draft was not drawn from, as after another temperature."""
-    return probabilistic(p, (q**0.5) / (q**0.5).sum(-1, keepdim=True), drafts, accept, draws)
+    return probabilistic(p, q / 2, drafts, accept, draws)
 
 
 probabilistic = verify.probabilistic
@@ -118,7 +127,7 @@ def test_chains_of_two_have_the_joint_law() -> None:
         p = torch.stack([p0, p1[x], torch.tensor([1.0, 0, 0])]).expand(n, 3, V)
         q = torch.stack([q0, q1[x]]).expand(n, 2, V)
         draws = torch.cat([coins[:, 2:], coins[:, :1]], 1)
-        verified = verify.probabilistic(p, q, torch.tensor([[x, y]]).expand(n, 2), coins[:, :2], draws)
+        verified = verify.probabilistic(p.log(), q.log(), torch.tensor([[x, y]]).expand(n, 2), coins[:, :2], draws)
         first = torch.where(verified.num_accepted > 0, x, verified.next_token)
         for token in range(V):  # the round ended after one token: the next one is a plain draw from the target
             rejected = (verified.num_accepted == 0) & (first == token)
@@ -133,7 +142,7 @@ def test_zero_residual_falls_back_to_the_target() -> None:
     """p = q up to rounding can reject with an empty residual; 0 / 0 must not happen."""
     p = torch.tensor([[[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]])
     verified = verify.probabilistic(
-        p, p[:, :1], torch.tensor([[0]]), torch.tensor([[1.0]]), torch.tensor([[0.75, 0.5]])
+        p.log(), p[:, :1].log(), torch.tensor([[0]]), torch.tensor([[1.0]]), torch.tensor([[0.75, 0.5]])
     )
     assert verified.num_accepted.tolist() == [0]
     assert verified.next_token.tolist() == [1]
@@ -142,6 +151,8 @@ def test_zero_residual_falls_back_to_the_target() -> None:
 def test_zero_coin_does_not_accept_the_impossible() -> None:
     p = torch.tensor([[[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]])
     q = torch.tensor([[[1.0, 0.0, 0.0]]])
-    verified = verify.probabilistic(p, q, torch.tensor([[0]]), torch.tensor([[0.0]]), torch.tensor([[0.5, 0.5]]))
+    verified = verify.probabilistic(
+        p.log(), q.log(), torch.tensor([[0]]), torch.tensor([[0.0]]), torch.tensor([[0.5, 0.5]])
+    )
     assert verified.num_accepted.tolist() == [0]
     assert verified.next_token.tolist() == [1]
