@@ -1,20 +1,23 @@
 """The speculative decoder: texts or token ids in, texts, token ids and counters out."""
 
 import functools
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from draftsmith.inference.clock import wall_clock
-from draftsmith.inference.generation import Generation, GenerationSettings
+from draftsmith.inference.generation import Generation
+from draftsmith.inference.rows import GenerationSettings, Rows
 from draftsmith.inference.stats import Stats
 from draftsmith.inference.verify import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.trees import Chain, DynamicTree, Shape, StaticTree
+
+SLOT_BLOCK = 64  # the number of slots a row is a multiple of it, so that rows fit texts of similar length
 
 
 @dataclass
@@ -32,7 +35,7 @@ class Timing:
 
     total: float
     to_first_token: float
-    phases: dict[str, float]  # draft, verify, host
+    phases: dict[str, float]  # prefill, draft, verify, host
 
 
 @dataclass
@@ -65,6 +68,7 @@ class SpeculativeDecoder:
 
     def __init__(self, target: Target, drafter: Drafter) -> None:
         self.target, self.drafter = target, drafter
+        self._rows: Rows | None = None  # of the last call
 
     @classmethod
     def from_pretrained(
@@ -91,8 +95,9 @@ class SpeculativeDecoder:
         seed: int = 0,
         stop_at_eos: bool = True,
         request_ids: list[int] | None = None,
+        batch_size: int | None = None,
     ) -> Output:
-        """Decode all prompts as one batch.
+        """Decode all prompts, `batch_size` (by default all) at a time: a row that is done takes the next prompt.
 
         Temperature 0 is greedy. `verification_mode` None takes `greedy` at temperature 0, else `probabilistic` where
         the drafter has probabilities and `one_hot` where it has not. A request's noise is keyed by `seed` and its id
@@ -109,21 +114,31 @@ class SpeculativeDecoder:
         token_ids = [self.encode(prompt) for prompt in prompts]
         self.check_prompts(token_ids, max_new_tokens)
 
-        start = wall_clock(self.target.device)
-        generation = Generation(
-            self.target, self.drafter, token_ids, settings, request_ids or list(range(len(token_ids)))
-        )
-        generation.prefill()
-        first = wall_clock(self.target.device)
+        start = time.perf_counter()
+        rows = self.rows_for(settings, min(len(token_ids), batch_size or len(token_ids)), max(map(len, token_ids)))
+        generation = Generation(rows, token_ids, request_ids or list(range(len(token_ids))))
+        generation.step()
+        first = time.perf_counter()
         while generation.running():
-            generation.round()
-        new_ids, stats = generation.outputs()
-        end = wall_clock(self.target.device)
+            generation.step()
+        end = time.perf_counter()
 
-        phases = {"draft": 0.0, "verify": 0.0, **generation.phase_milliseconds()}
-        phases["host"] = max(0.0, (end - first) * 1000 - sum(phases.values()))
+        phases = {"draft": 0.0, "verify": 0.0, **generation.clock.milliseconds()}
+        phases["host"] = max(0.0, (end - start) * 1000 - sum(phases.values()))
         timing = Timing(end - start, first - start, phases)
-        return Output(new_ids, [self.decode(ids) for ids in new_ids], OutputStats(stats), timing)
+        new_ids = [request.token_ids for request in generation.requests]
+        stats = OutputStats([request.stats for request in generation.requests])
+        return Output(new_ids, [self.decode(ids) for ids in new_ids], stats, timing)
+
+    def rows_for(self, settings: GenerationSettings, num_rows: int, longest_prompt: int) -> Rows:
+        """Free rows: those of the last call where they fit, since on a GPU they hold recorded rounds."""
+        needed = longest_prompt + settings.max_new_tokens + settings.shape.num_nodes + 1
+        rows = self._rows
+        if rows is None or rows.settings != settings or rows.num_rows != num_rows or rows.num_slots < needed:
+            num_slots = -(-needed // SLOT_BLOCK) * SLOT_BLOCK
+            rows = self._rows = Rows(self.target, self.drafter, settings, num_rows, num_slots)
+        rows.clear()
+        return rows
 
     def stream(
         self, prompt: str | list[int], max_new_tokens: int, sampling: Sampling, draft_length: int, seed: int
@@ -135,22 +150,18 @@ class SpeculativeDecoder:
         token_ids = self.encode(prompt)
         self.check_prompts([token_ids], max_new_tokens)
         settings = GenerationSettings(max_new_tokens, sampling, shape, mode, seed)
-        generation = Generation(self.target, self.drafter, [token_ids], settings, [0])
-        generation.prefill()
-        drafted = [False]  # of each new token: the first is the target's own
-        num_told = num_written = 0  # tokens in earlier rounds, characters in earlier pieces
-        while True:
-            done = not generation.running()
-            new_ids = generation.outputs()[0][0]
-            pieces = self._pieces(new_ids, drafted, num_told, num_written, done)
-            num_written += sum(len(piece.text) for piece in pieces)
-            yield StreamedRound(pieces, len(new_ids) - num_told, sum(drafted[num_told:]))
-            if done:
-                return
+        generation = Generation(self.rows_for(settings, 1, len(token_ids)), [token_ids], [0], lag=0)
+        new_ids: list[int] = []
+        drafted: list[bool] = []  # of each new token: proposed by the drafter and accepted
+        num_written = 0  # characters in earlier pieces
+        while generation.running():
+            (emission,) = generation.step()
             num_told = len(new_ids)
-            emitted = generation.round()
-            num_emitted, num_accepted = int(emitted.num_emitted[0]), int(emitted.num_accepted[0])
-            drafted += [i < num_accepted for i in range(num_emitted)]
+            new_ids += emission.token_ids
+            drafted += [i < emission.num_accepted for i in range(len(emission.token_ids))]
+            pieces = self._pieces(new_ids, drafted, num_told, num_written, done=not generation.running())
+            num_written += sum(len(piece.text) for piece in pieces)
+            yield StreamedRound(pieces, len(emission.token_ids), emission.num_accepted)
 
     def _pieces(self, ids: list[int], drafted: list[bool], start: int, num_written: int, done: bool) -> list[Piece]:
         """The text of tokens from `start` on in runs of one origin; half a character waits for its other bytes."""

@@ -18,6 +18,7 @@ from draftsmith.models.sampling import sample
 from draftsmith.models.trees import node_depths
 
 VerificationMode = Literal["greedy", "one_hot", "probabilistic"]
+SAMPLED_DRAFTS = ("probabilistic",)  # modes whose drafts are drawn by chance, from the logits that come with them
 
 
 @dataclass
