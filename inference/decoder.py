@@ -107,16 +107,12 @@ class SpeculativeDecoder:
         the drafter cannot follow.
         """
         sampling = check_sampling(temperature, top_p, top_k)
-        mode = resolve_mode(verification_mode, sampling, self.drafter)
-        shape = tree or Chain(0 if self.drafter.max_draft_length == 0 else draft_length)
-        check_shape(shape, self.drafter)
-        settings = GenerationSettings(max_new_tokens, sampling, shape, mode, seed, stop_at_eos)
+        settings = self.settings(sampling, max_new_tokens, tree or draft_length, verification_mode, seed, stop_at_eos)
         token_ids = [self.encode(prompt) for prompt in prompts]
         self.check_prompts(token_ids, max_new_tokens)
 
         start = time.perf_counter()
-        rows = self.rows_for(settings, min(len(token_ids), batch_size or len(token_ids)), max(map(len, token_ids)))
-        generation = Generation(rows, token_ids, request_ids or list(range(len(token_ids))))
+        generation = self.start(token_ids, settings, request_ids, batch_size)
         generation.step()
         first = time.perf_counter()
         while generation.running():
@@ -129,6 +125,35 @@ class SpeculativeDecoder:
         new_ids = [request.token_ids for request in generation.requests]
         stats = OutputStats([request.stats for request in generation.requests])
         return Output(new_ids, [self.decode(ids) for ids in new_ids], stats, timing)
+
+    def settings(
+        self,
+        sampling: Sampling,
+        max_new_tokens: int,
+        draft: int | StaticTree | DynamicTree = 4,
+        verification_mode: VerificationMode | None = None,
+        seed: int = 0,
+        stop_at_eos: bool = True,
+    ) -> GenerationSettings:
+        """What `start` needs; `draft` is the length of a chain, or a tree. `UserError` where the drafter cannot."""
+        mode = resolve_mode(verification_mode, sampling, self.drafter)
+        if isinstance(draft, int):
+            shape: Shape = Chain(0 if self.drafter.max_draft_length == 0 else draft)
+        else:
+            shape = draft
+        check_shape(shape, self.drafter)
+        return GenerationSettings(max_new_tokens, sampling, shape, mode, seed, stop_at_eos)
+
+    def start(
+        self,
+        prompts: list[list[int]],
+        settings: GenerationSettings,
+        request_ids: list[int] | None = None,
+        batch_size: int | None = None,
+    ) -> Generation:
+        """Begin to decode prompts that fit the target's context; the caller steps."""
+        rows = self.rows_for(settings, min(len(prompts), batch_size or len(prompts)), max(map(len, prompts)))
+        return Generation(rows, prompts, request_ids or list(range(len(prompts))))
 
     def rows_for(self, settings: GenerationSettings, num_rows: int, longest_prompt: int) -> Rows:
         """Free rows: those of the last call where they fit, since on a GPU they hold recorded rounds."""
@@ -144,12 +169,9 @@ class SpeculativeDecoder:
         self, prompt: str | list[int], max_new_tokens: int, sampling: Sampling, draft_length: int, seed: int
     ) -> Iterator[StreamedRound]:
         """Decode one prompt and yield what reading the prompt, then each round, adds."""
-        mode = resolve_mode(None, sampling, self.drafter)
-        shape = Chain(0 if self.drafter.max_draft_length == 0 else draft_length)
-        check_shape(shape, self.drafter)
+        settings = self.settings(sampling, max_new_tokens, draft_length, seed=seed)
         token_ids = self.encode(prompt)
         self.check_prompts([token_ids], max_new_tokens)
-        settings = GenerationSettings(max_new_tokens, sampling, shape, mode, seed)
         generation = Generation(self.rows_for(settings, 1, len(token_ids)), [token_ids], [0], lag=0)
         new_ids: list[int] = []
         drafted: list[bool] = []  # of each new token: proposed by the drafter and accepted

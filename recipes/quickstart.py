@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from draftsmith.data.batches import BatchPlan
-from draftsmith.data.prepare import PrepareSettings, answer_batch, prepare
+from draftsmith.data.prepare import PrepareSettings, answers, prepare
 from draftsmith.data.prompts import encode_prompts, read_prompts
 from draftsmith.data.stdlib import function_prompt, stdlib_functions
 from draftsmith.inference import SpeculativeDecoder
@@ -158,7 +158,7 @@ def measure_plan(target: Target, prompts: list[str], kinds: list[str], minutes: 
 
     start = time.perf_counter()
     settings = PrepareSettings(max_new_tokens=MAX_NEW_TOKENS, temperatures=(1.0,), batch_size=PREPARE_BATCH)
-    samples = answer_batch(plain, encoded, list(range(PREPARE_BATCH)), settings)
+    samples = list(answers(plain, encoded, list(range(PREPARE_BATCH)), settings))
     num_batches = max(2, int(seconds * PREPARE_SHARE / (time.perf_counter() - start)))
 
     num_threads, per_token = fastest_num_threads(plain, encoded[:TIMED_PROMPTS])
