@@ -5,13 +5,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from draftsmith.inference.generation import Generation
 from draftsmith.inference.rows import GenerationSettings, Rows
 from draftsmith.inference.stats import Stats
-from draftsmith.inference.verify import VerificationMode
+from draftsmith.inference.verify import SAMPLED_DRAFTS, VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling import Sampling
@@ -136,12 +137,12 @@ class SpeculativeDecoder:
         stop_at_eos: bool = True,
     ) -> GenerationSettings:
         """What `start` needs; `draft` is the length of a chain, or a tree. `UserError` where the drafter cannot."""
-        mode = resolve_mode(verification_mode, sampling, self.drafter)
         if isinstance(draft, int):
             shape: Shape = Chain(0 if self.drafter.max_draft_length == 0 else draft)
         else:
             shape = draft
         check_shape(shape, self.drafter)
+        mode = resolve_mode(verification_mode, sampling, self.drafter, shape)
         return GenerationSettings(max_new_tokens, sampling, shape, mode, seed, stop_at_eos)
 
     def start(
@@ -234,20 +235,25 @@ def check_sampling(temperature: float, top_p: float, top_k: int) -> Sampling:
     return Sampling(temperature, top_p, top_k)
 
 
-def resolve_mode(mode: VerificationMode | None, sampling: Sampling, drafter: Drafter) -> VerificationMode:
+def resolve_mode(
+    mode: VerificationMode | None, sampling: Sampling, drafter: Drafter, shape: Shape
+) -> VerificationMode:
     """The verification mode to use, or `UserError` where the one asked for does not fit."""
-    if sampling.greedy:
-        if mode not in (None, "greedy"):
-            raise UserError(f"verification_mode {mode} needs a temperature above 0")
-        return "greedy"
+    is_chain = isinstance(shape, Chain)
     if mode is None:
-        return "probabilistic" if drafter.can_sample else "one_hot"
-    if mode == "greedy":
-        raise UserError("verification_mode greedy needs temperature 0")
-    if mode == "probabilistic" and not drafter.can_sample:
-        raise UserError(f"verification_mode probabilistic: {drafter.kind} has no probabilities; use one_hot")
-    if mode not in ("one_hot", "probabilistic"):
-        raise UserError(f"verification_mode {mode!r}: give greedy, one_hot or probabilistic")
+        sampled = "probabilistic" if drafter.can_sample and is_chain else "one_hot"
+        return "greedy" if sampling.greedy else sampled  # type: ignore[return-value]
+    if mode not in get_args(VerificationMode):
+        raise UserError(f"verification_mode {mode!r}: give one of {', '.join(get_args(VerificationMode))}")
+    if mode in SAMPLED_DRAFTS and not drafter.can_sample:
+        raise UserError(f"verification_mode {mode}: {drafter.kind} has no probabilities; use one_hot")
+    if mode in ("probabilistic", "block") and not is_chain:
+        raise UserError(f"verification_mode {mode} verifies chains: leave out the tree, or use without_replacement")
+    if mode == "without_replacement" and isinstance(shape, DynamicTree):
+        raise UserError("verification_mode without_replacement: a dynamic tree keeps the likeliest of its nodes, which "
+                        "are no sample; give a static tree, or use one_hot")
+    if mode != "synthetic" and sampling.greedy != (mode == "greedy"):
+        raise UserError(f"verification_mode {mode} needs a temperature {'of 0' if mode == 'greedy' else 'above 0'}")
     return mode
 
 

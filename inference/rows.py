@@ -32,6 +32,7 @@ class GenerationSettings:
     verification_mode: verify.VerificationMode = "greedy"
     seed: int = 0
     stop_at_eos: bool = True
+    synthetic_rates: tuple[float, ...] = ()  # chance of each depth to be accepted, for verification mode synthetic
 
 
 RECORD_HEAD = 4  # emitted, drafted, accepted, finished: then the tokens
@@ -143,15 +144,22 @@ class Rows:
         nodes = draft.tokens, draft.parents, draft.depth
         if mode == "greedy":
             return verify.greedy(logits, *nodes)
+        each_node = torch.arange(draft.tokens.shape[1], device=logits.device)
+        coins = state.noise.uniforms(state.lengths[:, None], Stream.ACCEPT, each_node)
+        if mode == "synthetic":
+            return verify.synthetic(logits, *nodes, self.settings.synthetic_rates, coins[:, : draft.depth])
         logits = cut(logits, self.settings.sampling)
+        if mode == "typical":
+            return verify.typical(logits, *nodes)
         positions = state.lengths[:, None] + torch.arange(draft.depth + 1, device=logits.device)
         uniforms = state.noise.uniforms(positions, Stream.TARGET)
         if mode == "one_hot":
             return verify.one_hot(logits, *nodes, uniforms)
         assert draft.logits is not None
-        nodes_in_order = torch.arange(draft.tokens.shape[1], device=logits.device)
-        coins = state.noise.uniforms(state.lengths[:, None], Stream.ACCEPT, nodes_in_order)
-        return verify.probabilistic(logits, draft.logits, draft.tokens, coins, uniforms)
+        if mode == "without_replacement":
+            return verify.without_replacement(logits, draft.logits, *nodes, coins, uniforms)
+        rule = verify.block if mode == "block" else verify.probabilistic
+        return rule(logits, draft.logits, draft.tokens, coins, uniforms)
 
     def _commit(self, draft: Draft, verified: Verified, features: Features) -> Tensor:
         """Append what was accepted to the rows that are not finished, and keep what the next round reads."""
