@@ -10,6 +10,7 @@ from draftsmith.data.progress import progress_bar
 from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
 from draftsmith.data.samples import PREPARED, SAMPLES, Sample, read_prepared, sample_line, template_hash
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoder import resolve_settings
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.sampling import Sampling
@@ -112,7 +113,7 @@ def answers(
     for remainder in sorted({index % count for index in share}):
         indices = [index for index in share if index % count == remainder]
         temperature = settings.temperatures[remainder]
-        how = decoder.settings(Sampling(temperature), settings.max_new_tokens, seed=settings.seed)
+        how = resolve_settings(decoder.drafter, Sampling(temperature), settings.max_new_tokens, seed=settings.seed)
         generation = decoder.start([encoded[index] for index in indices], how, indices, settings.batch_size)
         while generation.running():
             for emission in generation.step():

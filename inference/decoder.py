@@ -108,12 +108,24 @@ class SpeculativeDecoder:
         the drafter cannot follow.
         """
         sampling = check_sampling(temperature, top_p, top_k)
-        settings = self.settings(sampling, max_new_tokens, tree or draft_length, verification_mode, seed, stop_at_eos)
+        settings = resolve_settings(
+            self.drafter, sampling, max_new_tokens, tree or draft_length, verification_mode, seed, stop_at_eos
+        )
         token_ids = [self.encode(prompt) for prompt in prompts]
         self.check_prompts(token_ids, max_new_tokens)
 
+        return self.decode(token_ids, settings, request_ids, batch_size)
+
+    def decode(
+        self,
+        prompts: list[list[int]],
+        settings: GenerationSettings,
+        request_ids: list[int] | None = None,
+        batch_size: int | None = None,
+    ) -> Output:
+        """`generate` for prompts and settings that are known to fit."""
         start = time.perf_counter()
-        generation = self.start(token_ids, settings, request_ids, batch_size)
+        generation = self.start(prompts, settings, request_ids, batch_size)
         generation.step()
         first = time.perf_counter()
         while generation.running():
@@ -125,25 +137,7 @@ class SpeculativeDecoder:
         timing = Timing(end - start, first - start, phases)
         new_ids = [request.token_ids for request in generation.requests]
         stats = OutputStats([request.stats for request in generation.requests])
-        return Output(new_ids, [self.decode(ids) for ids in new_ids], stats, timing)
-
-    def settings(
-        self,
-        sampling: Sampling,
-        max_new_tokens: int,
-        draft: int | StaticTree | DynamicTree = 4,
-        verification_mode: VerificationMode | None = None,
-        seed: int = 0,
-        stop_at_eos: bool = True,
-    ) -> GenerationSettings:
-        """What `start` needs; `draft` is the length of a chain, or a tree. `UserError` where the drafter cannot."""
-        if isinstance(draft, int):
-            shape: Shape = Chain(0 if self.drafter.max_draft_length == 0 else draft)
-        else:
-            shape = draft
-        check_shape(shape, self.drafter)
-        mode = resolve_mode(verification_mode, sampling, self.drafter, shape)
-        return GenerationSettings(max_new_tokens, sampling, shape, mode, seed, stop_at_eos)
+        return Output(new_ids, [self.text(ids) for ids in new_ids], stats, timing)
 
     def start(
         self,
@@ -170,7 +164,7 @@ class SpeculativeDecoder:
         self, prompt: str | list[int], max_new_tokens: int, sampling: Sampling, draft_length: int, seed: int
     ) -> Iterator[StreamedRound]:
         """Decode one prompt and yield what reading the prompt, then each round, adds."""
-        settings = self.settings(sampling, max_new_tokens, draft_length, seed=seed)
+        settings = resolve_settings(self.drafter, sampling, max_new_tokens, draft_length, seed=seed)
         token_ids = self.encode(prompt)
         self.check_prompts([token_ids], max_new_tokens)
         generation = Generation(self.rows_for(settings, 1, len(token_ids)), [token_ids], [0], lag=0)
@@ -192,7 +186,7 @@ class SpeculativeDecoder:
         for end in range(start + 1, len(ids) + 1):
             if end < len(ids) and drafted[end] == drafted[end - 1]:
                 continue
-            text = self.decode(ids[:end])
+            text = self.text(ids[:end])
             if text.endswith("\N{REPLACEMENT CHARACTER}") and not (done and end == len(ids)):
                 continue
             pieces.append(Piece(text[num_written:], drafted[end - 1]))
@@ -202,7 +196,7 @@ class SpeculativeDecoder:
     def encode(self, prompt: str | list[int]) -> list[int]:
         return self.target.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def decode(self, token_ids: list[int]) -> str:
+    def text(self, token_ids: list[int]) -> str:
         if self.target.tokenizer is None:
             return ""
         return str(self.target.tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -235,9 +229,32 @@ def check_sampling(temperature: float, top_p: float, top_k: int) -> Sampling:
     return Sampling(temperature, top_p, top_k)
 
 
-def resolve_mode(
-    mode: VerificationMode | None, sampling: Sampling, drafter: Drafter, shape: Shape
-) -> VerificationMode:
+def resolve_settings(
+    drafter: Drafter,
+    sampling: Sampling,
+    max_new_tokens: int,
+    draft: int | StaticTree | DynamicTree = 4,
+    verification_mode: VerificationMode | None = None,
+    seed: int = 0,
+    stop_at_eos: bool = True,
+    synthetic_rates: tuple[float, ...] = (),
+) -> GenerationSettings:
+    """What `SpeculativeDecoder.start` needs. `draft` is the length of a chain, or a tree.
+
+    A drafter that proposes nothing decodes plainly, whatever the draft and the mode. Raises `UserError` for what the
+    drafter cannot do.
+    """
+    if drafter.max_draft_length == 0:
+        draft, verification_mode, synthetic_rates = 0, None, ()
+    shape = Chain(draft) if isinstance(draft, int) else draft
+    check_shape(shape, drafter)
+    mode = resolve_mode(verification_mode, sampling, drafter, shape)
+    if bool(synthetic_rates) != (mode == "synthetic"):
+        raise UserError("synthetic acceptance needs both verification_mode synthetic and its rates")
+    return GenerationSettings(max_new_tokens, sampling, shape, mode, seed, stop_at_eos, synthetic_rates)
+
+
+def resolve_mode(mode: VerificationMode | None, sampling: Sampling, drafter: Drafter, shape: Shape) -> VerificationMode:
     """The verification mode to use, or `UserError` where the one asked for does not fit."""
     is_chain = isinstance(shape, Chain)
     if mode is None:
@@ -250,8 +267,10 @@ def resolve_mode(
     if mode in ("probabilistic", "block") and not is_chain:
         raise UserError(f"verification_mode {mode} verifies chains: leave out the tree, or use without_replacement")
     if mode == "without_replacement" and isinstance(shape, DynamicTree):
-        raise UserError("verification_mode without_replacement: a dynamic tree keeps the likeliest of its nodes, which "
-                        "are no sample; give a static tree, or use one_hot")
+        raise UserError(
+            "verification_mode without_replacement: a dynamic tree keeps the likeliest of its nodes, which "
+            "are no sample; give a static tree, or use one_hot"
+        )
     if mode != "synthetic" and sampling.greedy != (mode == "greedy"):
         raise UserError(f"verification_mode {mode} needs a temperature {'of 0' if mode == 'greedy' else 'above 0'}")
     return mode
