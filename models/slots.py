@@ -9,13 +9,16 @@ Shapes: B rows, T new tokens a row, M slots, W words of 32 columns, Hq query hea
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+if TYPE_CHECKING:
+    from draftsmith.models.cache_kernels import MoveTable
 
 ATTENTION = "draftsmith"  # the name under which transformers finds `slot_attention`
 
@@ -34,6 +37,10 @@ class Window:
     ancestors: Tensor | None = None  # [B, T, W] int32, bit c % 32 of word c // 32
 
     def mask(self, num_slots: int) -> Tensor:
+        """What each new token sees, as the attention of its device reads it: packed on a GPU, else bool."""
+        return self.packed_mask() if self.slots.is_cuda else self.bool_mask(num_slots)
+
+    def bool_mask(self, num_slots: int) -> Tensor:
         """Which slots each new token sees: bool [B, 1, T, M]."""
         all_slots = torch.arange(num_slots, device=self.slots.device)
         if self.ancestors is None:
@@ -44,6 +51,14 @@ class Window:
         inside = bits.gather(2, columns.clamp(0, bits.shape[2] - 1)) & (columns < bits.shape[2])
         return torch.where(columns < 0, True, inside)[:, None]
 
+    def packed_mask(self) -> Tensor:
+        """Slot, position, prefix and ancestor words of each new token: int32 [B, 1, T, 3 + W], for chains W = 0.
+
+        With four dimensions like any ready mask, transformers hands it on to the attention as it is.
+        """
+        seen = torch.stack([self.slots, self.positions, self.prefix[:, None].expand_as(self.slots)], -1).int()
+        return (seen if self.ancestors is None else torch.cat([seen, self.ancestors], -1))[:, None]
+
 
 def chain_window(first: Tensor, length: int) -> Window:
     """`length` new tokens a row from slot `first` [B] on, each seeing all before it."""
@@ -52,7 +67,10 @@ def chain_window(first: Tensor, length: int) -> Window:
 
 
 class SlotCache:
-    """Keys and values of `num_slots` tokens a row, for every layer; transformers calls `update` and the getters."""
+    """Keys and values of `num_slots` tokens a row, for every layer; transformers calls `update` and the getters.
+
+    One slot more takes what is written past the end, the padding of rows with fewer new tokens. It is never seen.
+    """
 
     is_compileable = True
 
@@ -61,7 +79,8 @@ class SlotCache:
         self.slots: Tensor | None = None  # [B, T] where the tokens of the running forward pass go
         self._num_rows = num_rows
         self._index: Tensor | None = None  # [b] the rows of a view; None: all
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # K and V of all rows, each [num_rows, M, Hkv, D]
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # K and V of all rows, each [num_rows, M + 1, Hkv, D]
+        self._move_tables: list[MoveTable] | None = None  # for `keep_path` on a GPU
 
     def rows(self, index: Tensor) -> "SlotCache":
         """For passes over some rows [b] only."""
@@ -71,39 +90,52 @@ class SlotCache:
 
     def write_to(self, slots: Tensor) -> None:
         """Set the slots [B, T] of the next forward pass."""
-        self.slots = slots
-        index = self._index
-        self._row = (torch.arange(len(slots), device=slots.device) if index is None else index)[:, None]
+        self.slots = slots.clamp(max=self.num_slots)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store key and value [B, Hkv, T, D] at `slots`; return all slots [B, Hkv, M, D]."""
+        assert self.slots is not None
         if layer_idx not in self._layers:
-            self._layers[layer_idx] = (self._empty(key), self._empty(value))
+            self._layers[layer_idx] = self._allocate(key), self._allocate(value)
+            self._move_tables = None
         keys, values = self._layers[layer_idx]
-        keys[self._row, self.slots] = key.transpose(1, 2)
-        values[self._row, self.slots] = value.transpose(1, 2)
-        if self._index is not None:
+        if self._index is not None:  # prompts, now and then
+            keys[self._index[:, None], self.slots] = key.transpose(1, 2)
+            values[self._index[:, None], self.slots] = value.transpose(1, 2)
             keys, values = keys[self._index], values[self._index]
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        elif key.is_cuda:
+            from draftsmith.models import cache_kernels
 
-    def _empty(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self._num_rows, self.num_slots, like.shape[1], like.shape[3])
+            cache_kernels.write_slots(key, value, self.slots, keys, values)
+        else:
+            write_slots(key, value, self.slots, keys, values)
+        return keys[:, : self.num_slots].transpose(1, 2), values[:, : self.num_slots].transpose(1, 2)
+
+    def _allocate(self, new: Tensor) -> Tensor:
+        _, heads, _, width = new.shape
+        return new.new_zeros(self._num_rows, self.num_slots + 1, heads, width)
 
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, of all rows, each [B, M, Hkv, D]."""
-        return self._layers[layer_idx]
+        keys, values = self._layers[layer_idx]
+        return keys[:, : self.num_slots], values[:, : self.num_slots]
 
     def keep_path(self, prefix: Tensor, path: Tensor) -> None:
         """Move what stands in columns `path` [B, D] of the window at `prefix` [B] to its columns 1..D, in every layer.
 
-        Path columns ascend, so that what is kept moves left or not at all.
+        All is read before anything is written, so that a path may end in any columns where fewer than D nodes are
+        kept: what they bring lands behind the kept ones.
         """
-        rows = torch.arange(len(path), device=path.device)[:, None]
-        source = prefix[:, None] + path
-        kept = prefix[:, None] + torch.arange(1, path.shape[1] + 1, device=path.device)
-        for keys, values in self._layers.values():
-            keys[rows, kept] = keys[rows, source]
-            values[rows, kept] = values[rows, source]
+        stored = [tensor for layer in self._layers.values() for tensor in layer]
+        if not path.is_cuda:
+            move_slots(stored, prefix, path)
+            return
+        from draftsmith.models import cache_kernels
+
+        if self._move_tables is None:
+            self._move_tables = cache_kernels.move_tables(stored)
+        for table in self._move_tables:
+            cache_kernels.move_slots(table, prefix, path)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -119,6 +151,23 @@ class SlotCache:
         return [False] * max(1, len(self._layers))
 
 
+def write_slots(key: Tensor, value: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Store key and value [B, Hkv, T, D] of new tokens in keys and values [B, M + 1, Hkv, D] at `slots` [B, T]."""
+    rows = torch.arange(len(slots), device=slots.device)[:, None]
+    keys[rows, slots] = key.transpose(1, 2)
+    values[rows, slots] = value.transpose(1, 2)
+
+
+def move_slots(stored: list[Tensor], prefix: Tensor, path: Tensor) -> None:
+    """`SlotCache.keep_path` in each of the stored tensors [B, M + 1, Hkv, D]."""
+    rows = torch.arange(len(path), device=path.device)[:, None]
+    source = prefix[:, None] + path
+    kept = prefix[:, None] + torch.arange(1, path.shape[1] + 1, device=path.device)
+    for tensor in stored:
+        last = tensor.shape[1] - 1
+        tensor[rows, kept.clamp(max=last)] = tensor[rows, source.clamp(max=last)]
+
+
 def slot_attention(
     module: nn.Module,
     query: Tensor,
@@ -132,34 +181,41 @@ def slot_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of query [B, Hq, T, D] over key and value [B, Hkv, M, D] where the mask [B, 1, T, M] is True.
+    """Attention of query [B, Hq, T, D] over key and value [B, Hkv, M, D]. Returns [B, T, Hq, D].
 
-    Without a mask it is causal over the T tokens themselves. `softcap` (Gemma-2) and `s_aux`, the attention sinks of
-    gpt-oss, need the scores in the open; everything else goes to torch's fused attention. Returns [B, T, Hq, D].
+    The mask is a window's, packed for the kernel or bool [B, 1, T, M]; without one it is causal over the T tokens
+    themselves. A token sees the last `sliding_window` positions of its path. `softcap` (Gemma-2) and `s_aux`, the
+    attention sinks of gpt-oss, need the scores in the open; everything else goes to torch's fused attention.
     """
     assert attention_mask is not None or query.shape[2] == key.shape[2], "a cache needs a mask"
-    if sliding_window is not None:
-        attention_mask = _within_window(attention_mask, query, sliding_window)
-    if softcap is None and s_aux is None:
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if attention_mask is not None and attention_mask.dtype == torch.int32:
+        from draftsmith.models import attention_kernel
+
+        return attention_kernel.attend(query, key, value, attention_mask, scale, sliding_window, softcap, s_aux), None
+    in_the_open = softcap is not None or s_aux is not None
+    if attention_mask is not None and sliding_window is not None:
+        attention_mask = last_seen(attention_mask, sliding_window)
+    if attention_mask is None and (in_the_open or sliding_window is not None):
+        attention_mask = causal_mask(query, sliding_window)
+    if not in_the_open:
         output = nn.functional.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=attention_mask,
             is_causal=attention_mask is None,
-            scale=scaling,
+            scale=scale,
             enable_gqa=True,
         )
         return output.transpose(1, 2), None
 
+    assert attention_mask is not None
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     scores = query.float() @ key.float().transpose(2, 3) * scale  # [B, Hq, T, M]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if attention_mask is None:
-        attention_mask = causal_mask(query)
     scores = scores.masked_fill(~attention_mask, float("-inf"))
     if s_aux is None:
         weights = scores.softmax(-1)
@@ -169,17 +225,19 @@ def slot_attention(
     return (weights @ value.float()).to(query.dtype).transpose(1, 2), None
 
 
-def causal_mask(query: Tensor) -> Tensor:
+def causal_mask(query: Tensor, sliding_window: int | None) -> Tensor:
+    """Bool [1, 1, T, T]: each token sees the last `sliding_window` up to itself."""
     length = query.shape[2]
-    return torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
+    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    return (seen if sliding_window is None else seen.triu(1 - sliding_window))[None, None]
 
 
-def _within_window(mask: Tensor | None, query: Tensor, window: int) -> Tensor:
-    """Drop what lies more than `window` positions back. On a chain, slot = position = number of visible keys - 1."""
-    mask = causal_mask(query) if mask is None else mask
-    query_positions = mask.sum(-1, keepdim=True) - 1  # [B, 1, T, 1]
-    key_positions = torch.arange(mask.shape[-1], device=mask.device)  # [M]
-    return mask & (query_positions - key_positions < window)
+def last_seen(mask: Tensor, count: int) -> Tensor:
+    """The last `count` slots of those that each token sees, bool [B, 1, T, M].
+
+    These hold the last `count` positions: whatever tree it is a part of, a token sees one path, ancestors first.
+    """
+    return mask & (mask.sum(-1, keepdim=True) - mask.cumsum(-1) < count)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, slot_attention)
