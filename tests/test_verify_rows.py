@@ -241,9 +241,9 @@ def test_no_drafts_without_chance() -> None:
 @pytest.mark.parametrize("rule", SAMPLED)
 def test_a_rejection_without_residual_falls_back_to_the_target(rule: str) -> None:
     """p = q up to rounding can reject and leave nothing to draw from; 0 / 0 must not happen."""
-    p = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
-    verified = on_chains(rule, p, p[:1], [[0]], [1.0], [0.75, 0.5])
-    assert verified.num_accepted.tolist() == [0]
+    p = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
+    verified = on_chains(rule, p, p[:2], [[0, 0]], [0.5, 1.0], [0.25, 0.75, 0.5])
+    assert verified.num_accepted.tolist() == [1]
     assert verified.next_token.tolist() == [1]
 
 
