@@ -50,6 +50,15 @@ def chain_window(first: Tensor, length: int) -> Window:
     return Window(slots, slots, first)
 
 
+@dataclass
+class LayerSlots:
+    """One layer of a cache. Keys and values are views of `flat`, so that one operation writes or moves both."""
+
+    flat: Tensor  # [B * M, 2 * Hkv * D], of each slot its keys, then its values
+    keys: Tensor  # [B, Hkv, M, D]
+    values: Tensor  # [B, Hkv, M, D]
+
+
 class SlotCache:
     """Keys and values of `num_slots` tokens a row, for every layer; transformers calls `update` and the getters."""
 
@@ -57,43 +66,47 @@ class SlotCache:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.slots: Tensor | None = None  # [B, T] where the tokens of the running forward pass go
-        self._rows: Tensor | None = None  # [B, 1]
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # K and V, each [B, M, Hkv, D]
+        self.written: Tensor  # [B * T] rows of `flat` that the running forward pass writes
+        self._layers: dict[int, LayerSlots] = {}
 
     def write_to(self, slots: Tensor) -> None:
         """Set the slots [B, T] of the next forward pass."""
-        self.slots = slots
-        if self._rows is None or self._rows.shape[0] != slots.shape[0]:
-            self._rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+        rows = torch.arange(len(slots), device=slots.device) * self.num_slots
+        self.written = (slots + rows[:, None]).flatten()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store key and value [B, Hkv, T, D] at `slots`; return all slots [B, Hkv, M, D]."""
+        """Store key and value [B, Hkv, T, D] at the slots to write to; return all slots [B, Hkv, M, D]."""
+        self.reserve(layer_idx, len(key), key.shape[1], key.shape[3], like=key)
+        layer = self.layer_slots(layer_idx)
+        new = torch.cat([key.transpose(1, 2), value.transpose(1, 2)], 2)  # [B, T, 2 * Hkv, D]
+        layer.flat.index_copy_(0, self.written, new.flatten(2).flatten(0, 1))
+        return layer.keys, layer.values
+
+    def reserve(self, layer_idx: int, num_rows: int, heads: int, width: int, like: Tensor) -> None:
+        """Make the slots of a layer on its first use."""
         if layer_idx not in self._layers:
-            batch, heads, _, width = key.shape
-            keys = key.new_zeros(batch, self.num_slots, heads, width)
-            values = value.new_zeros(batch, self.num_slots, value.shape[1], value.shape[-1])
-            self._layers[layer_idx] = (keys, values)
-        keys, values = self._layers[layer_idx]
-        keys[self._rows, self.slots] = key.transpose(1, 2)
-        values[self._rows, self.slots] = value.transpose(1, 2)
-        return keys.transpose(1, 2), values.transpose(1, 2)
+            slots = like.new_zeros(num_rows, self.num_slots, 2, heads, width)
+            keys, values = (slots[:, :, part].transpose(1, 2) for part in (0, 1))
+            self._layers[layer_idx] = LayerSlots(slots.view(num_rows * self.num_slots, -1), keys, values)
+
+    def layer_slots(self, layer_idx: int) -> LayerSlots:
+        return self._layers[layer_idx]
 
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each [B, M, Hkv, D]."""
-        return self._layers[layer_idx]
+        layer = self._layers[layer_idx]
+        return layer.keys.transpose(1, 2), layer.values.transpose(1, 2)
 
     def keep_path(self, prefix: Tensor, path: Tensor) -> None:
         """Move what stands in columns `path` [B, D] of the window at `prefix` [B] to its columns 1..D, in every layer.
 
         Path columns ascend, so that what is kept moves left or not at all.
         """
-        rows = torch.arange(len(path), device=path.device)[:, None]
-        source = prefix[:, None] + path
-        kept = prefix[:, None] + torch.arange(1, path.shape[1] + 1, device=path.device)
-        for keys, values in self._layers.values():
-            keys[rows, kept] = keys[rows, source]
-            values[rows, kept] = values[rows, source]
+        start = (torch.arange(len(path), device=path.device) * self.num_slots + prefix)[:, None]
+        source = (start + path).flatten()
+        kept = (start + torch.arange(1, path.shape[1] + 1, device=path.device)).flatten()
+        for layer in self._layers.values():
+            layer.flat.index_copy_(0, kept, layer.flat[source])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -129,7 +142,7 @@ def slot_attention(
     """
     assert attention_mask is not None or query.shape[2] == key.shape[2], "a cache needs a mask"
     if sliding_window is not None:
-        attention_mask = _within_window(attention_mask, query, sliding_window)
+        attention_mask = within_window(causal_mask(query) if attention_mask is None else attention_mask, sliding_window)
     if softcap is None and s_aux is None:
         output = nn.functional.scaled_dot_product_attention(
             query,
@@ -164,9 +177,8 @@ def causal_mask(query: Tensor) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
 
 
-def _within_window(mask: Tensor | None, query: Tensor, window: int) -> Tensor:
+def within_window(mask: Tensor, window: int) -> Tensor:
     """Drop what lies more than `window` positions back. On a chain, slot = position = number of visible keys - 1."""
-    mask = causal_mask(query) if mask is None else mask
     query_positions = mask.sum(-1, keepdim=True) - 1  # [B, 1, T, 1]
     key_positions = torch.arange(mask.shape[-1], device=mask.device)  # [M]
     return mask & (query_positions - key_positions < window)
