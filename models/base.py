@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses import LossSums
 from draftsmith.models.sampling import Noise, Sampling, Stream, cut, sample
+from draftsmith.models.slots import SlotCache, Window
 from draftsmith.models.target import Features, Target
 from draftsmith.models.trees import Shape
 
@@ -48,13 +49,13 @@ class DecodingState:
 
     token_ids: Tensor  # [B, M] int64 committed tokens, then anything
     lengths: Tensor  # [B] number of committed tokens; the target has not read the newest one yet
-    features: Features  # of the positions that the last target pass read, [B, T, ...]
+    features: Features  # of the last positions that the target read, [B, T, ...]
     positions: Tensor  # [B, T] those positions
-    num_new: Tensor  # [B] how many of them, from the left, are committed tokens
+    num_new: Tensor  # [B] how many of them, from the left, are committed tokens that `propose` has not met
     sampling: Sampling
     noise: Noise
     sample_drafts: bool  # draw draft tokens by chance (probabilistic verification) or take the likeliest
-    memory: Any = None  # the drafter's own, kept from round to round
+    memory: SlotCache | None = None  # the drafter's own
 
     def newest(self) -> Tensor:
         """The newest committed token of each row, [B]."""
@@ -65,7 +66,7 @@ class DecodingState:
         if not self.sample_drafts:
             return logits.argmax(-1), None
         logits = cut(logits, self.sampling)
-        uniforms = self.noise.uniforms((self.lengths + depth)[:, None], Stream.DRAFT)[:, 0]
+        uniforms = self.noise.uniforms(self.lengths[:, None], Stream.DRAFT, branch=depth)[:, 0]
         return sample(logits.softmax(-1), uniforms), logits
 
 
@@ -113,6 +114,17 @@ class Drafter(nn.Module):
     @abstractmethod
     def from_target(cls, config: Any, target: Target) -> "Drafter":
         """A new drafter for the target, with starting weights."""
+
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> SlotCache | None:
+        """What it remembers of the rows' texts from round to round; None where it needs nothing."""
+        return None
+
+    def read(self, memory: SlotCache | None, token_ids: Tensor, features: Features, window: Window) -> None:
+        """Take in a part of some prompts [b, P + 1] (one place is free): what the target computed in a window of them.
+
+        The newest token of a prompt comes again in the first round's `propose`, as in each round does what the last
+        one committed. `memory` is a view of the prompts' rows.
+        """
 
     @abstractmethod
     def propose(self, state: DecodingState, shape: Shape) -> Draft:

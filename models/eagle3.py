@@ -198,11 +198,19 @@ class Eagle3(Drafter):
 
     # --- drafting
 
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> SlotCache:
+        return SlotCache(num_rows, num_slots)
+
+    def read(self, memory: SlotCache | None, token_ids: Tensor, features: Features, window: Window) -> None:
+        assert features.layers is not None
+        assert memory is not None
+        next_ids = token_ids.gather(1, window.positions + 1)
+        self._decode(next_ids, self.fc(features.layers), window.slots, memory)
+
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Read the newest features into the drafter's cache, then draft a chain token by token."""
-        if state.memory is None:
-            state.memory = SlotCache(state.token_ids.shape[1] + shape.num_nodes)
         assert state.features.layers is not None
+        assert state.memory is not None
         next_ids = state.token_ids.gather(1, (state.positions + 1).clamp(max=state.token_ids.shape[1] - 1))
         hidden = self._decode(next_ids, self.fc(state.features.layers), state.positions, state.memory)
         newest = (state.num_new - 1)[:, None]  # column of the newest committed slot

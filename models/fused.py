@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.slots import LayerSlots, SlotCache, Window, within_window
+from draftsmith.models.slots import SlotCache, Window, last_seen
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers are what `FusedLayer` computes
 STEADY_ROTARY = ("default", "linear", "llama3", "yarn")  # kinds whose angles do not depend on the text's length
@@ -58,15 +58,15 @@ class FusedDecoder:
         width = self.embedding.shape[1]
         hidden = self.embedding.new_empty(batch, length, width)  # like the cache, it outlives inference mode
         captured = self.embedding.new_empty(batch, length, len(layer_ids), width)
-        for number, layer in enumerate(self.layers):
-            cache.reserve(number, batch, layer.kv_heads, layer.head_dim, like=hidden)
+        for layer in self.layers:
+            cache.reserve(layer.number, layer.kv_heads, layer.head_dim, like=hidden)
         with torch.inference_mode():
             work = Work(self, window, cache)
             x = nn.functional.embedding(token_ids.flatten(), self.embedding)  # [N, H]
-            for number, layer in enumerate(self.layers):
-                layer.run(x, work, cache.layer_slots(number))
-                if number + 1 in layer_ids:
-                    captured[:, :, layer_ids.index(number + 1)] = x.view(batch, length, width)
+            for layer in self.layers:
+                layer.run(x, work, cache)
+                if layer.number + 1 in layer_ids:
+                    captured[:, :, layer_ids.index(layer.number + 1)] = x.view(batch, length, width)
             self.norm(x, out=hidden.view(-1, width))
         return hidden, captured.flatten(2) if layer_ids else None
 
@@ -79,18 +79,16 @@ class Work:
         batch, length = window.slots.shape
         num_tokens, half = batch * length, layer.head_dim // 2
         cache.write_to(window.slots)
-        self.written = cache.written  # [N]
-
         positions = window.positions.clamp(max=decoder.context - 1)
         angles = positions.view(-1, 1, 1, 1) * decoder.rotary.inv_freq  # [N, 1, 1, D / 2]
         self.cos = angles.cos() * decoder.rotary.attention_scaling
         sin = angles.sin() * decoder.rotary.attention_scaling
         self.sin = torch.cat((-sin, sin), 2)  # [N, 1, 2, D / 2]
 
-        seen = window.mask(cache.num_slots)
+        seen = window.bool_mask(cache.num_slots)
         self.masks = {  # by the layer's sliding window: float [B, 1, T, M], added to the scores
             reach: torch.zeros(seen.shape, device=seen.device).masked_fill_(
-                ~(seen if reach is None else within_window(seen, reach)), -math.inf
+                ~(seen if reach is None else last_seen(seen, reach)), -math.inf
             )
             for reach in {layer.sliding_window for layer in decoder.layers}
         }
@@ -110,6 +108,7 @@ class FusedLayer:
 
     def __init__(self, layer: Any) -> None:  # a decoder layer of transformers
         attention, mlp = layer.self_attn, layer.mlp
+        self.number: int = attention.layer_idx  # from 0
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         self.widths = [projection.out_features for projection in projections]  # Hq * D, Hkv * D, Hkv * D
         self.head_dim: int = attention.head_dim
@@ -127,7 +126,7 @@ class FusedLayer:
         self.gate_up, self.gate_up_bias = merge([mlp.gate_proj, mlp.up_proj])  # [H, 2 * I]
         self.mlp_out = mlp.down_proj.weight.t()  # [I, H]
 
-    def run(self, x: Tensor, work: Work, slots: LayerSlots) -> None:
+    def run(self, x: Tensor, work: Work, cache: SlotCache) -> None:
         """Add the layer's output to the residual stream x [N, H] in place."""
         self.attention_norm(x, out=work.normed)
         product(work.normed, self.qkv, self.qkv_bias, out=work.qkv)
@@ -136,11 +135,10 @@ class FusedLayer:
             self.head_norm(heads.flatten(2), out=heads.flatten(2))
         turned = heads.flip(2)
         heads.mul_(work.cos).addcmul_(turned, work.sin)
-        slots.flat.index_copy_(0, work.written, work.stored)
+        cache.flat(self.number).index_copy_(0, cache.written, work.stored)
         mixed = nn.functional.scaled_dot_product_attention(
             work.query,
-            slots.keys,
-            slots.values,
+            *cache.keys_and_values(self.number),
             attn_mask=work.masks[self.sliding_window],
             scale=self.scaling,
             enable_gqa=True,

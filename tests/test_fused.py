@@ -80,7 +80,7 @@ def windows() -> list[tuple[Tensor, Window]]:
 )
 def test_equals_stock_modelling(model_type: str, changes: dict) -> None:
     model = random_model(model_type, **changes)
-    stock_cache, cache = SlotCache(NUM_SLOTS), SlotCache(NUM_SLOTS)
+    stock_cache, cache = SlotCache(3, NUM_SLOTS), SlotCache(3, NUM_SLOTS)
     steps = windows()
     with torch.no_grad():
         expected = [run_on_slots(model, token_ids, window, stock_cache) for token_ids, window in steps]
@@ -89,7 +89,7 @@ def test_equals_stock_modelling(model_type: str, changes: dict) -> None:
     for (token_ids, window), hidden in zip(steps, expected, strict=True):
         torch.testing.assert_close(decoder.run(token_ids, window, cache)[0], hidden, atol=1e-5, rtol=1e-5)
     for layer in range(3):
-        for found, stock in zip(cache.layer(layer), stock_cache.layer(layer), strict=True):
+        for found, stock in zip(cache.keys_and_values(layer), stock_cache.keys_and_values(layer), strict=True):
             torch.testing.assert_close(found, stock, atol=1e-5, rtol=1e-5)
 
 
@@ -133,7 +133,7 @@ def test_target_says_which_path_it_takes(tiny_target: Target, tiny_target_dir) -
     token_ids = torch.randint(1, 256, (2, 9))
     window = chain_window(torch.zeros(2, dtype=torch.int64), 9)
     for layer_ids in ((), (1, 3)):
-        found, expected = (t.run(token_ids, window, SlotCache(9), layer_ids) for t in (tiny_target, stock))
+        found, expected = (t.run(token_ids, window, SlotCache(2, 9), layer_ids) for t in (tiny_target, stock))
         torch.testing.assert_close(found.last_hidden, expected.last_hidden, atol=1e-4, rtol=1e-5)
         torch.testing.assert_close(found.layers, expected.layers, atol=1e-4, rtol=1e-5)
         assert not found.last_hidden.is_inference()  # training may go on from it
