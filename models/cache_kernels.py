@@ -17,8 +17,9 @@ def write_slots(key: Tensor, value: Tensor, slots: Tensor, keys: Tensor, values:
     One launch for both. `slots` are int64, contiguous and none past M.
     """
     batch, heads, length, width = key.shape
-    assert key.shape == value.shape and key.stride(3) == value.stride(3) == 1
-    assert keys.is_contiguous() and values.is_contiguous() and slots.is_contiguous()
+    assert key.shape == value.shape
+    assert key.stride(3) == value.stride(3) == 1
+    assert all(tensor.is_contiguous() for tensor in (slots, keys, values))
     block = min(1024, triton.next_power_of_2(heads * width))
     write_kernel[(triton.cdiv(heads * width, block), length, batch)](
         key,
@@ -79,7 +80,8 @@ def move_tables(stored: list[Tensor]) -> list[MoveTable]:
     groups: dict[tuple[int, int], list[int]] = {}
     for tensor in stored:
         slot_bytes = tensor[0, 0].nbytes
-        assert tensor.is_contiguous() and slot_bytes % 4 == 0
+        assert tensor.is_contiguous()
+        assert slot_bytes % 4 == 0
         groups.setdefault((tensor.shape[1], slot_bytes // 4), []).append(tensor.data_ptr())
     device = stored[0].device
     return [MoveTable(torch.tensor(addresses, device=device), *size) for size, addresses in groups.items()]
@@ -87,7 +89,8 @@ def move_tables(stored: list[Tensor]) -> list[MoveTable]:
 
 def move_slots(table: MoveTable, prefix: Tensor, path: Tensor) -> None:
     """Move columns `path` [B, L] of the window at `prefix` [B] to its columns 1..L, in each tensor of the table."""
-    assert path.is_contiguous() and prefix.is_contiguous()
+    assert path.is_contiguous()
+    assert prefix.is_contiguous()
     batch, depth = path.shape
     padded_depth = triton.next_power_of_2(depth)
     block = max(16, min(4096 // padded_depth, triton.next_power_of_2(table.slot_words)))
