@@ -18,8 +18,10 @@ def write_slots(key: Tensor, value: Tensor, written: Tensor, flat: Tensor) -> No
     One launch for both. `written` is int64 and contiguous.
     """
     batch, heads, length, width = key.shape
-    assert key.shape == value.shape and key.stride(3) == value.stride(3) == 1
-    assert flat.is_contiguous() and written.is_contiguous()
+    assert key.shape == value.shape
+    assert key.stride(3) == value.stride(3) == 1
+    assert flat.is_contiguous()
+    assert written.is_contiguous()
     block = min(1024, triton.next_power_of_2(heads * width))
     write_kernel[(triton.cdiv(heads * width, block), length, batch)](
         key,
@@ -76,7 +78,8 @@ def move_tables(stored: list[Tensor]) -> list[MoveTable]:
     groups: dict[tuple[int, int], list[int]] = {}
     for tensor in stored:
         slot_bytes = tensor[0, 0].nbytes
-        assert tensor.is_contiguous() and slot_bytes % 4 == 0
+        assert tensor.is_contiguous()
+        assert slot_bytes % 4 == 0
         groups.setdefault((tensor.shape[1], slot_bytes // 4), []).append(tensor.data_ptr())
     device = stored[0].device
     return [MoveTable(torch.tensor(addresses, device=device), *size) for size, addresses in groups.items()]
@@ -84,7 +87,8 @@ def move_tables(stored: list[Tensor]) -> list[MoveTable]:
 
 def move_slots(table: MoveTable, prefix: Tensor, path: Tensor) -> None:
     """Move columns `path` [B, L] of the window at `prefix` [B] to its columns 1..L, in each tensor of the table."""
-    assert path.is_contiguous() and prefix.is_contiguous()
+    assert path.is_contiguous()
+    assert prefix.is_contiguous()
     batch, depth = path.shape
     padded_depth = triton.next_power_of_2(depth)
     block = max(16, min(4096 // padded_depth, triton.next_power_of_2(table.slot_words)))
