@@ -96,31 +96,28 @@ def new(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
+def compare(what: str, kernel: float, twin: float, floor: float) -> None:
+    ratios = f"twin/kernel {twin / kernel:6.2f}  floor/kernel {floor / kernel:5.2f}"
+    print(f"{what}  kernel {kernel:9.1f} us  twin {twin:9.1f} us  {ratios}", flush=True)
+
+
 def compare_attention(speed: float) -> None:
-    print(
-        f"{'context':>8} {'T':>3} {'B':>3} {'kernel us':>10} {'twin us':>10} {'twin/kernel':>12} {'floor/kernel':>13} error"
-    )
     for context, columns, batch in itertools.product(CONTEXTS, COLUMNS, BATCHES):
         case = Case(context, columns, batch)
-        kernel, twin, floor = case.kernel(), case.twin(), case.bytes / speed
-        ratios = f"{twin / kernel:12.2f} {floor / kernel:13.2f} {case.error():.1e}"
-        print(f"{context:8} {columns:3} {batch:3} {kernel:10.1f} {twin:10.1f} {ratios}", flush=True)
+        what = f"context {context:5}  T {columns:2}  B {batch:2}  error {case.error():.1e}"
+        compare(what, case.kernel(), case.twin(), case.bytes / speed)
 
 
-def compare_moves(speed: float) -> None:
+def compare_moves(batch: int, speed: float) -> None:
     """The accepted path of 4 nodes in all layers at once, every node moved."""
-    print(
-        f"\nkeep_path, {LAYERS} layers\n{'B':>3} {'kernel us':>10} {'twin us':>10} {'twin/kernel':>12} {'floor/kernel':>13}"
-    )
-    path = torch.tensor([2, 5, 9, 13], device="cuda")
-    for batch in BATCHES:
-        stored = [new(batch, 512, KV_HEADS, WIDTH) for _ in range(2 * LAYERS)]
-        prefix, paths = torch.full((batch,), 400, device="cuda"), path.repeat(batch, 1)
-        (table,) = cache_kernels.move_tables(stored)
-        kernel = microseconds([lambda: cache_kernels.move_slots(table, prefix, paths)])
-        twin = microseconds([lambda: slots.move_slots(stored, prefix, paths)])
-        floor = 2 * paths.numel() * 2 * LAYERS * KV_HEADS * WIDTH * 2 / speed
-        print(f"{batch:3} {kernel:10.1f} {twin:10.1f} {twin / kernel:12.2f} {floor / kernel:13.2f}", flush=True)
+    stored = [new(batch, 512, KV_HEADS, WIDTH) for _ in range(2 * LAYERS)]
+    prefix = torch.full((batch,), 400, device="cuda")
+    path = torch.tensor([2, 5, 9, 13], device="cuda").repeat(batch, 1)
+    (table,) = cache_kernels.move_tables(stored)
+    kernel = microseconds([lambda: cache_kernels.move_slots(table, prefix, path)])
+    twin = microseconds([lambda: slots.move_slots(stored, prefix, path)])
+    moved = 2 * len(stored) * path.numel() * KV_HEADS * WIDTH * 2
+    compare(f"keep_path in {LAYERS} layers  B {batch:2}", kernel, twin, moved / speed)
 
 
 def compare_tiles() -> None:
@@ -152,7 +149,8 @@ def main() -> int:
         compare_tiles()
     else:
         compare_attention(speed)
-        compare_moves(speed)
+        for batch in BATCHES:
+            compare_moves(batch, speed)
     return 0
 
 

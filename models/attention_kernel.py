@@ -35,8 +35,10 @@ def attend(
     """
     batch, heads, length, width = query.shape
     kv_heads, num_slots = key.shape[1], key.shape[2]
-    assert key.shape == value.shape and heads % kv_heads == 0 and query.dtype == key.dtype == value.dtype
-    assert query.stride(3) == key.stride(3) == value.stride(3) == 1 and packed_mask.dtype == torch.int32
+    assert key.shape == value.shape
+    assert query.dtype == key.dtype == value.dtype
+    assert query.stride(3) == key.stride(3) == value.stride(3) == 1
+    assert packed_mask.dtype == torch.int32
     num_words = packed_mask.shape[-1] - PACKED.value
     if sliding_window is not None and sliding_window < num_words * WORD.value:
         packed_mask = last_ancestors(packed_mask, sliding_window)
@@ -176,48 +178,47 @@ def attend_kernel(
     high = tl.minimum(low + share, end)
     middle = low + tl.maximum(tl.minimum(high, clear) - low, 0) // N * N
 
-    x = tl.load(query + b * query_b + head[:, None] * query_h + t[:, None] * query_t + d[None, :], mask=kept, other=0.0)
+    queries = tl.load(
+        query + b * query_b + head[:, None] * query_h + t[:, None] * query_t + d[None, :], mask=kept, other=0.0
+    )
     key += b * key_b + kv_head * key_h
     value += b * value_b + kv_head * value_h
-    most = tl.full((R,), float("-inf"), tl.float32)
+    peak = tl.full((R,), float("-inf"), tl.float32)
     total = tl.zeros((R,), tl.float32)
     mean = tl.zeros((R, PADDED_D), tl.float32)
-    if sinks is not None:
-        if split == 0:  # a sink is one more slot, of value zero
-            most = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E
-            total += 1.0
+    if sinks is not None:  # one more slot, of value zero, in the first split
+        peak = tl.where(split == 0, tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E, peak)
+        total = tl.where(split == 0, 1.0, total)
 
     for start in range(low, middle, N):
         n = start + tl.arange(0, N)
         keys, values = load_slots(key, key_m, value, value_m, n, None, D, PADDED_D)
-        most, total, mean = add_block(most, total, mean, x, keys, values, None, scale, cap)
+        peak, total, mean = add_block(peak, total, mean, queries, keys, values, None, scale, cap)
     for start in range(middle, high, N):
         n = start + tl.arange(0, N)
         keys, values = load_slots(key, key_m, value, value_m, n, high, D, PADDED_D)
-        if TREE:
-            column = n - prefix
-            drafted = (column >= 0) & (column < num_words * WORD) & (n < high)
-            word = tl.load(
-                mask_row[:, None] + PACKED + (column // WORD)[None, :], mask=real[:, None] & drafted, other=0
-            )
-            ancestor = ((word >> (column % WORD)) & 1) != 0
-            seen = (
-                ancestor | (column < 0)
-                if reach is None
-                else ancestor | ((column < 0) & (n > position[:, None] - reach))
-            )
-        else:
-            seen = n <= slot[:, None]
-            if reach is not None:
-                seen = seen & (n > position[:, None] - reach)
-        most, total, mean = add_block(most, total, mean, x, keys, values, seen & (n < high), scale, cap)
+        seen = sees(mask_row, real, slot, position, prefix, n, high, reach, num_words, TREE)
+        peak, total, mean = add_block(peak, total, mean, queries, keys, values, seen, scale, cap)
 
     out_row = ((split * (tl.num_programs(2) // kv_heads) + b) * length + t) * kv_heads * G + head
     if (low < high) | (split == 0):
         mean = mean / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(output + out_row[:, None] * D + d[None, :], mean.to(output.dtype.element_ty), mask=kept)
     if sums is not None:
-        tl.store(sums + out_row, most + tl.log2(total), mask=real)
+        tl.store(sums + out_row, peak + tl.log2(total), mask=real)
+
+
+@triton.jit
+def sees(mask_row, real, slot, position, prefix, n, high, reach, num_words, TREE: tl.constexpr):
+    """Which of the slots n [N] before `high` each row sees: bool [R, N]."""
+    recent = n >= 0 if reach is None else n > position[:, None] - reach
+    if TREE:
+        column = n - prefix
+        drafted = (column >= 0) & (column < num_words * WORD) & (n < high)
+        word = tl.load(mask_row[:, None] + PACKED + column // WORD, mask=real[:, None] & drafted, other=0)
+        ancestor = ((word >> (column & (WORD - 1))) & 1) != 0
+        return (ancestor | ((column < 0) & recent)) & (n < high)
+    return (n <= slot[:, None]) & recent & (n < high)
 
 
 @triton.jit
@@ -231,17 +232,17 @@ def load_slots(key, key_m, value, value_m, n, high, D: tl.constexpr, PADDED_D: t
 
 
 @triton.jit
-def add_block(most, total, mean, x, keys, values, seen, scale, cap):
-    """Online softmax: rows x [R, D] look at N more keys and values where `seen` [R, N], everywhere if that is None."""
-    scores = tl.dot(x, tl.trans(keys), input_precision="ieee") * scale
+def add_block(peak, total, mean, queries, keys, values, seen, scale, cap):
+    """Online softmax: queries [R, D] look at N more keys and values where `seen` [R, N], None for everywhere."""
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     if cap is not None:
         scores = cap * (2 * tl.sigmoid(2 * scores) - 1)  # tanh
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
-    higher = tl.maximum(most, tl.max(scores, 1))
+    higher = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
     weights = tl.exp2(scores - base[:, None])
-    rescale = tl.exp2(most - base)
+    rescale = tl.exp2(peak - base)
     total = total * rescale + tl.sum(weights, 1)
     mean = mean * rescale[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return higher, total, mean

@@ -15,11 +15,13 @@ def test_new_tokens_are_written_where_they_belong(heads: int, width: int, dtype:
     key = torch.randn(2, 4, heads, width, dtype=dtype).transpose(1, 2)
     value = torch.randn(2, heads, 4, width, dtype=dtype)
     where = torch.tensor([[3, 4, 5, 6], [18, 19, 20, 20]])
-    expected = torch.full((2, 2, NUM_SLOTS + 1, heads, width), -7.0, dtype=dtype)
+    written = (where + torch.tensor([[0], [NUM_SLOTS + 1]])).flatten()
+    expected = torch.full((2 * (NUM_SLOTS + 1), 2 * heads * width), -7.0, dtype=dtype)
     found = expected.clone()
-    slots.write_slots(key, value, where, *expected)
-    cache_kernels.write_slots(key, value, where, *found)
-    assert torch.equal(found[:, :, :NUM_SLOTS], expected[:, :, :NUM_SLOTS])
+    slots.write_slots(key, value, written, expected)
+    cache_kernels.write_slots(key, value, written, found)
+    assert torch.equal(found[:-1], expected[:-1])
+    assert torch.equal(found[4], torch.cat([key[0, :, 1], value[0, :, 1]]).flatten())
     assert (expected == -7.0).any()
 
 
@@ -46,7 +48,7 @@ def test_the_kept_path_moves_in_every_layer(path: list[list[int]]) -> None:
     prefix = torch.tensor([0, 7, 15])
     layers = [torch.float32, torch.bfloat16, torch.float16], [16, 32, 80]
     cache = filled_cache(*layers)
-    stored = [tensor for layer in cache._layers.values() for tensor in layer]
+    stored = [layer.kept for layer in cache._layers.values()]
     expected = [tensor.clone() for tensor in stored]
     before = [tensor.clone() for tensor in stored]
     slots.move_slots(expected, prefix, torch.tensor(path))

@@ -83,7 +83,7 @@ def read_tree(model: PreTrainedModel, text: Tensor, drafts: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trees_on_slots_are_their_paths_in_plain_attention(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ragged rows and windows that slide within the tree; so does the kernel, which gets its mask through transformers."""
+    """Ragged rows, windows that slide within the tree; the same with the kernel, whose mask transformers hands on."""
     plain, ours = tiny_models(FAMILIES[family])
     text, drafts = torch.randint(1, 50, (2, 13)), torch.randint(1, 50, (2, TREE.shape[1] + 1))
     found = read_tree(ours, text, drafts)
