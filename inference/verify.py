@@ -23,8 +23,7 @@ not there: NO_TOKEN, a token of q = 0, the twin of a sibling that was tried. Whe
 (p = q up to rounding) they draw from what there was before it.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +35,7 @@ from draftsmith.models.trees import node_depths, parent_columns
 VerificationMode = Literal["greedy", "one_hot", "probabilistic", "block", "without_replacement", "typical"]
 
 
-@dataclass
-class Verified:
+class Verified(NamedTuple):
     num_accepted: Tensor  # [B] int64, 0..D
     path: Tensor  # [B, D] int64 columns of the accepted nodes in order, then anything from 0 to N
     next_token: Tensor  # [B] the token after the accepted ones: bonus, or correction of the first rejected draft
