@@ -4,7 +4,7 @@ What is left to draw from is always (p - lam q)+ up to a factor. Token-wise, lam
 verification leaves (w p - q)+, so lam is 1 / w. Siblings without replacement: let (p - lam q)+ / mass be what was left
 of p, and `left` the sum of q over the tokens not yet tried. A rejection leaves ((p - lam q)+ / mass - q / left)+, which
 is (p - lam' q)+ up to a factor with lam' = lam + mass / left. The tokens tried before it need no care: more of q than
-of p was left of a token that was rejected, so it is 0 from then on.
+of p was left of a token that was rejected, so it is 0 from then on. Where rounding leaves nothing at all, p is meant.
 
 Shapes as in `verify_kernels`. p and q are `Chunked` logits of the target, T a row, and of the drafter, P a row (N of a
 chain). A draft that cannot have been drawn counts as q = 0.
@@ -126,7 +126,7 @@ def block_weights(nodes, p_x, q_x, NODES: tl.constexpr):
     weight = tl.sum(weights, 0)
     for n in range(NODES - 1):
         p_n = tl.sum(tl.where(nodes == n, p_x, 0.0), 0)
-        q_n = tl.sum(tl.where((nodes == n) & (nodes < num_drawn), q_x, 0.0), 0)
+        q_n = tl.sum(tl.where(nodes == n, q_x, 0.0), 0)
         weight = tl.minimum(weight * p_n, q_n) / tl.where(q_n > 0, q_n, 1.0)
         weights = tl.where(nodes == n + 1, weight, weights)
     return num_drawn, weights
@@ -216,7 +216,8 @@ def try_children(
                 waiting = waiting & (columns < 0)
             else:
                 tried += q_x
-                lam, mass, left = _reject(p_law, q_law, lam, mass, left, masses + q_row * CHUNKS, V, CHUNK)
+                lam += mass / left
+                mass, left = _sum_chunks(p_law, q_law, lam, masses + q_row * CHUNKS, V, CHUNK)
                 left -= tried
         child = tl.min(tl.where(waiting, columns, NODES), 0)
     tl.store(children + q_row, accepted)
@@ -224,19 +225,8 @@ def try_children(
 
 
 @triton.jit
-def _reject(p_law, q_law, lam, mass, left, masses, V, CHUNK: tl.constexpr):
-    """lam and mass after a rejection, or as they were if nothing would be left; and the sum of q."""
-    next_lam = lam + mass / left
-    next_mass, q_sum = _sum_chunks(p_law, q_law, next_lam, masses, V, CHUNK)
-    if next_mass == 0:
-        next_lam = lam
-        next_mass, _ = _sum_chunks(p_law, q_law, next_lam, masses, V, CHUNK)
-    return next_lam, next_mass, q_sum
-
-
-@triton.jit
 def _sum_chunks(p_law, q_law, lam, masses, V, CHUNK: tl.constexpr):
-    """The sum of (p - lam q)+, by chunk into `masses` and over all; and that of q."""
+    """The sum of (p - lam q)+, into `masses` by chunk and over all chunks; and that of q."""
     mass, q_sum = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
     chunk = 0
     while chunk * CHUNK < V:

@@ -29,7 +29,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MARGIN = 5e-4
 LIKELY = 4  # tokens that drafts are made of
 KINDS = ("random", "ties", "one_hot", "p is q", "gaps")  # of the rows of a batch, in turn
-SIZES = [(2, 1), (37, 16), (1000, 512)]  # vocabulary and chunk
+SIZES = [(5, 2, 8), (37, 16, 8), (1000, 512, 3)]  # vocabulary, chunk, rows
 
 
 @dataclass
@@ -51,16 +51,14 @@ def random_logits(likely: Tensor, *shape: int) -> Tensor:
     """A third is -inf; the likely tokens have most of the mass."""
     logits = torch.randn(shape)
     logits[torch.rand(shape) < 0.3] = float("-inf")
-    logits[..., likely] = 4 + torch.randn(*shape[:-1], len(likely))
+    logits[..., likely] = 4 + 2 * torch.randn(*shape[:-1], len(likely))
     return logits
 
 
 def random_parents(batch: int, num_nodes: int) -> Tensor:
-    """Trees that are no chains."""
-    rows = [[int(torch.randint(-1, node, ())) for node in range(num_nodes)] for _ in range(batch)]
-    parents = torch.tensor(rows, dtype=torch.int64).view(batch, num_nodes)
-    parents[:, -1:] = -1
-    return parents
+    """Bushy trees: the root and the first nodes have all the children."""
+    rows = [[int(torch.randint(-1, min(node, 2), ())) for node in range(num_nodes)] for _ in range(batch)]
+    return torch.tensor(rows, dtype=torch.int64).view(batch, num_nodes)
 
 
 def make_case(vocabulary: int, batch: int, num_nodes: int, kinds: tuple[str, ...] = KINDS, chain: bool = False) -> Case:
@@ -145,18 +143,18 @@ def _small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(sampling_kernels, "CHUNK", request.getfixturevalue("chunk"))
 
 
-@pytest.mark.parametrize(("vocabulary", "chunk"), SIZES)
+@pytest.mark.parametrize(("vocabulary", "chunk", "batch"), SIZES)
 class TestSame:
-    def test_greedy(self, vocabulary: int, chunk: int) -> None:
-        case = make_case(vocabulary, 5, 6)
+    def test_greedy(self, vocabulary: int, chunk: int, batch: int) -> None:
+        case = make_case(vocabulary, batch, 6)
         assert_same("greedy", case.logits, *case.tree)
 
-    def test_one_hot(self, vocabulary: int, chunk: int) -> None:
-        case = make_case(vocabulary, 5, 5)
-        coins = settled_coins(partial(verify.one_hot, case.logits, *case.tree), (5, case.depth + 1))
+    def test_one_hot(self, vocabulary: int, chunk: int, batch: int) -> None:
+        case = make_case(vocabulary, batch, 6)
+        coins = settled_coins(partial(verify.one_hot, case.logits, *case.tree), (batch, case.depth + 1))
         assert_same("one_hot", case.logits, *case.tree, *coins)
 
-    def test_typical(self, vocabulary: int, chunk: int) -> None:
+    def test_typical(self, vocabulary: int, chunk: int, batch: int) -> None:
         case = make_case(
             vocabulary, 5, 6, ("random", "one_hot", "gaps")
         )  # ties of likelihoods are a matter of rounding
@@ -165,17 +163,17 @@ class TestSame:
         assert_same("typical", case.logits, *case.tree)
 
     @pytest.mark.parametrize("rule", ["probabilistic", "block"])
-    def test_chains(self, rule: str, vocabulary: int, chunk: int) -> None:
-        case = make_case(vocabulary, 5, 3, chain=True)
+    def test_chains(self, rule: str, vocabulary: int, chunk: int, batch: int) -> None:
+        case = make_case(vocabulary, batch, 3, chain=True)
         args = case.logits, case.draft_logits, case.tokens
-        coins = settled_coins(partial(getattr(verify, rule), *args), (5, 3), (5, 4))
+        coins = settled_coins(partial(getattr(verify, rule), *args), (batch, 3), (batch, 4))
         assert_same(rule, *args, *coins)
 
-    def test_without_replacement(self, vocabulary: int, chunk: int) -> None:
-        case = make_case(vocabulary, 5, 5)
+    def test_without_replacement(self, vocabulary: int, chunk: int, batch: int) -> None:
+        case = make_case(vocabulary, batch, 6)
         num_parents = int(case.parents.max()) + 2
         args = case.logits, case.draft_logits[:, :num_parents].contiguous(), *case.tree
-        coins = settled_coins(partial(verify.without_replacement, *args), (5, 5), (5, case.depth + 1))
+        coins = settled_coins(partial(verify.without_replacement, *args), (batch, 6), (batch, case.depth + 1))
         assert_same("without_replacement", *args, *coins)
 
 
@@ -229,7 +227,7 @@ def test_the_impossible_is_never_accepted_or_drawn(rule: str, coin: float) -> No
 
 
 @pytest.mark.parametrize("chunk", [16])
-@pytest.mark.parametrize("coin", [2.0**-53, 1 - 2.0**-53])
+@pytest.mark.parametrize("coin", [0.0, 2.0**-53, 1 - 2.0**-53])
 def test_extreme_coins_draw_the_first_and_the_last_token_that_is_possible(coin: float, chunk: int) -> None:
     logits = torch.randn(3, 40)
     logits[:, [0, 1, 2, 17, 38, 39]] = float("-inf")
