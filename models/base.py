@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.models.errors import UserError
+from draftsmith.models.layers import checkpoint_tensors
 from draftsmith.models.losses import LossSums
 from draftsmith.models.sampling import Noise, Sampling, Stream, cut, sample
 from draftsmith.models.target import Features, Target
@@ -164,10 +165,11 @@ def check_same_shape(what: str, config: dict[str, Any], target: Target) -> None:
 
 def load_tensors(module: nn.Module, tensors: dict[str, Tensor], what: str) -> None:
     """Load all tensors or refuse, naming what is missing, unknown or of another shape."""
-    own = module.state_dict()
+    own = checkpoint_tensors(module)
     wrong = sorted(own.keys() ^ tensors.keys()) + sorted(
         name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape
     )
     if wrong:
         raise UserError(f"{what}: tensors missing, unknown or of another shape: {', '.join(wrong[:6])}")
-    module.load_state_dict(tensors)
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])

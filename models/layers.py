@@ -1,14 +1,11 @@
 """The few blocks that drafters of our own share, in plain PyTorch.
 
-Shapes: B rows, T tokens, H hidden width, N heads, D head width.
+Shapes: B rows, T tokens, H hidden width, N heads, D head width, M positions.
 """
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-
-__all__ = ["GatedMLP", "LlamaRotaryEmbedding", "RMSNorm", "apply_rotary_pos_emb"]
 
 
 class RMSNorm(nn.RMSNorm):
@@ -18,27 +15,55 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(width, eps=eps)
 
 
+class MergedLinear(nn.Linear):
+    """Projections of one input as one matrix product; in a checkpoint the rows of each have a name of their own."""
+
+    def __init__(self, width: int, parts: dict[str, int]) -> None:
+        """`parts`: how many outputs each projection has, in order."""
+        super().__init__(width, sum(parts.values()), bias=False)
+        self.parts = parts
+
+
+def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict with a `MergedLinear` split into its parts, as views: writing into them loads a checkpoint."""
+    tensors = module.state_dict()
+    for path, child in module.named_modules():
+        if isinstance(child, MergedLinear):
+            parent = path.rpartition(".")[0]
+            rows = tensors.pop(f"{path}.weight").split(list(child.parts.values()))
+            tensors.update({f"{parent}.{part}.weight": r for part, r in zip(child.parts, rows, strict=True)})
+    return tensors
+
+
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), the SwiGLU of Llama."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = MergedLinear(width, {"gate_proj": inner, "up_proj": inner})
+        self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(nn.functional.silu(gate) * up)
 
 
-def split_heads(x: Tensor, head_dim: int) -> Tensor:
-    """[B, T, N * D] -> [B, N, T, D]"""
-    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+def rotary_table(rotary: nn.Module, num_positions: int, like: Tensor) -> Tensor:
+    """What `rotate` needs at each position: [M, 2, D] in the dtype and on the device of `like`.
+
+    `rotary` is a Hugging Face rotary embedding, asked once for all positions. The sine of the first half of a head is
+    negated, so that rotating is one shift of halves, two products and a sum.
+    """
+    cos, sin = rotary(like, torch.arange(num_positions, device=like.device)[None])
+    half = sin.shape[-1] // 2
+    sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+    return torch.stack([cos[0], sin[0]], 1)
 
 
-def merge_heads(x: Tensor) -> Tensor:
-    """[B, N, T, D] -> [B, T, N * D]"""
-    return x.transpose(1, 2).flatten(2)
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotary embedding of heads x [B, T, N, D] by rows [B or 1, T, 2, D] of the table."""
+    return x * turns[..., :1, :] + x.roll(x.shape[-1] // 2, -1) * turns[..., 1:, :]
 
 
 def shift_left(x: Tensor, by: int) -> Tensor:

@@ -121,13 +121,15 @@ def test_unrolled_training_sees_what_drafting_sees(tiny_target: Target) -> None:
         steps = list(drafter.unroll(token_ids, layers))
         fused = drafter.fc(layers)
         for t in (0, 3, 6):
-            cache = SlotCache(16)
+            memory = drafter._memory(16)
             slots = torch.arange(t + 1).expand(3, -1)
-            hidden = drafter._decode(token_ids[:, 1 : t + 2], fused[:, : t + 1], slots, cache)[:, -1:]
+            query = drafter._write(token_ids[:, 1 : t + 2], fused[:, : t + 1], slots, memory)
+            hidden = drafter._attend(query, fused[:, : t + 1], slots, memory)[:, -1:]
             for k, step in enumerate(steps):
                 if k:
                     next_ids = token_ids[:, t + 1 + k : t + 2 + k]
-                    hidden = drafter._decode(next_ids, hidden, torch.full((3, 1), t + k), cache)
+                    slots = torch.full((3, 1), t + k)
+                    hidden = drafter._attend(drafter._write(next_ids, hidden, slots, memory), hidden, slots, memory)
                 torch.testing.assert_close(step[:, t], hidden[:, 0], atol=1e-5, rtol=1e-4)
 
 
