@@ -4,7 +4,7 @@ Shapes: B rows, T tokens, N drafted tokens (nodes), V vocabulary of the target.
 """
 
 from abc import abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.layers import checkpoint_tensors
 from draftsmith.models.losses import LossSums
 from draftsmith.models.sampling import Noise, Sampling, Stream, cut, sample
+from draftsmith.models.slots import SlotCache, Window
 from draftsmith.models.target import Features, Target
 from draftsmith.models.trees import Shape
 
@@ -49,13 +50,26 @@ class DecodingState:
 
     token_ids: Tensor  # [B, M] int64 committed tokens, then anything
     lengths: Tensor  # [B] number of committed tokens; the target has not read the newest one yet
-    features: Features  # of the positions that the last target pass read, [B, T, ...]
+    features: Features  # of the last positions that the target read, [B, T, ...]
     positions: Tensor  # [B, T] those positions
-    num_new: Tensor  # [B] how many of them, from the left, are committed tokens
+    num_new: Tensor  # [B] how many of them, from the left, are committed tokens that `propose` has not met
     sampling: Sampling
     noise: Noise
     sample_drafts: bool  # draw draft tokens by chance (probabilistic verification) or take the likeliest
-    memory: Any = None  # the drafter's own, kept from round to round
+    memory: SlotCache | None = None  # the drafter's own
+
+    def rows(self, start: int, end: int) -> "DecodingState":
+        """A view of some rows."""
+        return replace(
+            self,
+            token_ids=self.token_ids[start:end],
+            lengths=self.lengths[start:end],
+            features=self.features.rows(start, end),
+            positions=self.positions[start:end],
+            num_new=self.num_new[start:end],
+            noise=self.noise.rows(start, end),
+            memory=self.memory and self.memory.rows(start, end),
+        )
 
     def newest(self) -> Tensor:
         """The newest committed token of each row, [B]."""
@@ -66,7 +80,7 @@ class DecodingState:
         if not self.sample_drafts:
             return logits.argmax(-1), None
         logits = cut(logits, self.sampling)
-        uniforms = self.noise.uniforms((self.lengths + depth)[:, None], Stream.DRAFT)[:, 0]
+        uniforms = self.noise.uniforms(self.lengths[:, None], Stream.DRAFT, branch=depth)[:, 0]
         return sample(logits.softmax(-1), uniforms), logits
 
 
@@ -114,6 +128,17 @@ class Drafter(nn.Module):
     @abstractmethod
     def from_target(cls, config: Any, target: Target) -> "Drafter":
         """A new drafter for the target, with starting weights."""
+
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> SlotCache | None:
+        """What it remembers of the rows' texts from round to round; None where it needs nothing."""
+        return None
+
+    def read(self, state: DecodingState, features: Features, window: Window) -> None:
+        """Take in a part of the prompts: what the target has computed at the window's positions.
+
+        Of the prompts the newest token comes again in the first round's `propose`, as does in each round what the
+        last one committed.
+        """
 
     @abstractmethod
     def propose(self, state: DecodingState, shape: Shape) -> Draft:

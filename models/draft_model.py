@@ -26,7 +26,7 @@ from draftsmith.models.base import (
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses import Divergence, LossSums, divergence_over_rows
-from draftsmith.models.slots import ATTENTION, SlotCache, chain_window, run_causal, run_on_slots
+from draftsmith.models.slots import ATTENTION, SlotCache, Window, chain_window, run_causal, run_on_slots
 from draftsmith.models.target import Features, Target
 from draftsmith.models.trees import Shape
 
@@ -82,28 +82,29 @@ class DraftModel(Drafter):
             "sampled_acceptance_0": (rows.acceptance, counted.sum()),
         }
 
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> SlotCache:
+        return SlotCache(num_rows, num_slots)
+
+    def read(self, state: DecodingState, features: Features, window: Window) -> None:
+        assert state.memory is not None
+        run_on_slots(self.model, state.token_ids.gather(1, window.slots), window, state.memory)
+
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Read what is new, then draft a chain token by token.
 
         Of the committed tokens the cache lacks the newest, and the one before it when the whole last draft was
         accepted; both are read each round, so that rows need not be told apart.
         """
-        if state.memory is None:
-            state.memory = SlotCache(state.token_ids.shape[1] + shape.num_nodes)
-            # the whole prompts and each row's first token
-            window = chain_window(torch.zeros_like(state.lengths), state.positions.shape[1] + 1)
-        else:
-            window = chain_window(state.lengths - 2, 2)
-        hidden = run_on_slots(self.model, state.token_ids.gather(1, window.slots), window, state.memory)
+        assert state.memory is not None
         newest = state.lengths - 1  # [B]
-        column = (newest - window.prefix)[:, None, None].expand(-1, 1, hidden.shape[-1])
-        hidden = hidden.gather(1, column)  # [B, 1, H]
+        window = chain_window(newest - 1, 2)
+        hidden = run_on_slots(self.model, state.token_ids.gather(1, window.slots), window, state.memory)
         chosen: list[tuple[Tensor, Tensor | None]] = []
         for depth in range(shape.depth):
             if depth:
                 window = chain_window(newest + depth, 1)
                 hidden = run_on_slots(self.model, chosen[-1][0][:, None], window, state.memory)
-            chosen.append(state.choose(self.model.get_output_embeddings()(hidden[:, 0]), depth))
+            chosen.append(state.choose(self.model.get_output_embeddings()(hidden[:, -1]), depth))
         return stack_chain(chosen)
 
     # --- checkpoints

@@ -7,6 +7,7 @@ position; the nodes of a drafted tree stand behind it, several of one position s
 Shapes: B rows, T new tokens a row, M slots, W words of 32 columns, Hq query heads, Hkv key-value heads, D head width.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,33 +56,41 @@ class SlotCache:
 
     is_compileable = True
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_rows: int, num_slots: int) -> None:
         self.num_slots = num_slots
         self.slots: Tensor | None = None  # [B, T] where the tokens of the running forward pass go
-        self._rows: Tensor | None = None  # [B, 1]
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # K and V, each [B, M, Hkv, D]
+        self._num_rows = num_rows
+        self._rows = slice(0, num_rows)
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # K and V of all rows, each [num_rows, M, Hkv, D]
+
+    def rows(self, start: int, end: int) -> "SlotCache":
+        """A view of some rows."""
+        view = copy.copy(self)
+        view._rows = slice(start, end)
+        return view
 
     def write_to(self, slots: Tensor) -> None:
         """Set the slots [B, T] of the next forward pass."""
         self.slots = slots
-        if self._rows is None or self._rows.shape[0] != slots.shape[0]:
-            self._rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+        self._row_index = torch.arange(len(slots), device=slots.device)[:, None]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store key and value [B, Hkv, T, D] at `slots`; return all slots [B, Hkv, M, D]."""
         if layer_idx not in self._layers:
-            batch, heads, _, width = key.shape
-            keys = key.new_zeros(batch, self.num_slots, heads, width)
-            values = value.new_zeros(batch, self.num_slots, value.shape[1], value.shape[-1])
-            self._layers[layer_idx] = (keys, values)
-        keys, values = self._layers[layer_idx]
-        keys[self._rows, self.slots] = key.transpose(1, 2)
-        values[self._rows, self.slots] = value.transpose(1, 2)
+            self._layers[layer_idx] = (self._empty(key), self._empty(value))
+        keys, values = self.layer(layer_idx)
+        assert self.slots is not None
+        keys[self._row_index, self.slots] = key.transpose(1, 2)
+        values[self._row_index, self.slots] = value.transpose(1, 2)
         return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def _empty(self, like: Tensor) -> Tensor:
+        return like.new_zeros(self._num_rows, self.num_slots, like.shape[1], like.shape[3])
 
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each [B, M, Hkv, D]."""
-        return self._layers[layer_idx]
+        keys, values = self._layers[layer_idx]
+        return keys[self._rows], values[self._rows]
 
     def keep_path(self, prefix: Tensor, path: Tensor) -> None:
         """Move what stands in columns `path` [B, D] of the window at `prefix` [B] to its columns 1..D, in every layer.
@@ -91,7 +100,7 @@ class SlotCache:
         rows = torch.arange(len(path), device=path.device)[:, None]
         source = prefix[:, None] + path
         kept = prefix[:, None] + torch.arange(1, path.shape[1] + 1, device=path.device)
-        for keys, values in self._layers.values():
+        for keys, values in map(self.layer, self._layers):
             keys[rows, kept] = keys[rows, source]
             values[rows, kept] = values[rows, source]
 

@@ -26,14 +26,26 @@ class Features:
     last_hidden: Tensor  # [B, T, H] after the final norm, the input of the target's head
     layers: Tensor | None  # [B, T, A * H] hidden states after the layers asked for, side by side
 
-    def gather(self, path: Tensor) -> "Features":
-        """Of the first position and of those at columns `path` [B, D]: T becomes D + 1."""
-        columns = torch.cat([torch.zeros_like(path[:, :1]), path], 1)[..., None]  # [B, D + 1, 1]
-        picked = [
-            None if x is None else x.gather(1, columns.expand(-1, -1, x.shape[-1]))
-            for x in (self.last_hidden, self.layers)
-        ]
-        return Features(cast(Tensor, picked[0]), picked[1])
+    def gather(self, columns: Tensor) -> "Features":
+        """Those at `columns` [B, C] of the T positions."""
+        layers = None if self.layers is None else _gather_columns(self.layers, columns)
+        return Features(_gather_columns(self.last_hidden, columns), layers)
+
+    def rows(self, start: int, end: int) -> "Features":
+        """A view of some rows."""
+        return Features(self.last_hidden[start:end], None if self.layers is None else self.layers[start:end])
+
+    def put(self, newer: "Features", which: Tensor | None = None) -> None:
+        """Write over the first positions, of all rows or of those that `which` [B] marks."""
+        for own, new in ((self.last_hidden, newer.last_hidden), (self.layers, newer.layers)):
+            if own is not None and new is not None:
+                place = own[:, : new.shape[1]]
+                place.copy_(new if which is None else torch.where(which[:, None, None], new, place))
+
+
+def _gather_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """x [B, T, W], columns [B, C] -> [B, C, W]"""
+    return x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1]))
 
 
 class Target:
@@ -196,7 +208,7 @@ def _check_served_exactly(target: Target) -> None:
     token_ids = torch.arange(1, 7, device=target.device)[None] % target.vocab_size
     with torch.no_grad():
         expected = target.model(input_ids=token_ids, use_cache=False).logits.float()
-    cache = SlotCache(8)
+    cache = SlotCache(1, 8)
     try:
         halves = [
             target.run(token_ids[:, start:end], chain_window(token_ids.new_tensor([start]), end - start), cache)

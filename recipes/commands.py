@@ -12,22 +12,19 @@ from rich.console import Console
 
 from draftsmith.data.prepare import PrepareSettings
 from draftsmith.data.prepare import prepare as prepare_samples
-from draftsmith.data.progress import progress_bar
 from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.decoder import check_sampling
-from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
-from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure, pick_prompts
+from draftsmith.inference.measure import MeasureSettings, PromptSet, pick_prompts
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.recipes.comparison import compare
 from draftsmith.recipes.export import export_checkpoint
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.recipes.report import build_report, print_evaluations
 from draftsmith.train import train as train_drafter
 from draftsmith.train.config import resolve
-from draftsmith.train.run_folder import require_writable
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -68,37 +65,13 @@ def evaluate(args: argparse.Namespace) -> None:
         encoded = pick_prompts(encoded, args.num_prompts)
     check_lengths(encoded, args.max_new_tokens, target, args.prompts)
     prompts = PromptSet(Path(args.prompts).stem, encoded)
-    drafters = {name: load_drafter(name, target) for name in args.drafter}
     grid = [
         MeasureSettings(temperature, args.top_p, batch_size, length, args.max_new_tokens, args.repeats, args.seed)
         for temperature in args.temperature
         for batch_size in args.batch_size
         for length in args.draft_length
     ]
-    for settings in grid:
-        check_settings(settings, drafters)
-    if args.num_threads is not None:
-        require_at_least("--num-threads", args.num_threads)
-    require_writable(args.out)
-    rows: dict[str, list] = {name: [] for name in drafters}
-    with progress_bar() as progress, cpu_threads(args.num_threads):
-        total = sum(-(-len(encoded) // settings.batch_size) * settings.repeats for settings in grid)
-        task = progress.add_task("evaluating", total=total, detail="")
-        for settings in grid:
-            for name, row in measure(target, drafters, prompts, settings, lambda: progress.advance(task)).items():
-                rows[name].append(row)
-        env = environment(target)
-    contents = [evaluation(target, name, drafter.kind, rows[name], env) for name, drafter in drafters.items()]
-    for path, content in zip(evaluation_paths(args.out, list(drafters)), contents, strict=True):
-        write_evaluation(path, content)
-    print_evaluations(contents, console)
-
-
-def evaluation_paths(out: Path, names: list[str]) -> list[Path]:
-    """OUT/evaluation.json for one drafter, OUT/NUMBER-NAME/evaluation.json for several."""
-    if len(names) == 1:
-        return [out / "evaluation.json"]
-    return [out / f"{number}-{Path(name).name}" / "evaluation.json" for number, name in enumerate(names, 1)]
+    print_evaluations(compare(target, args.drafter, prompts, grid, args.out, args.num_threads), console)
 
 
 def export(args: argparse.Namespace) -> None:

@@ -1,0 +1,201 @@
+"""The device's side of decoding: a fixed number of rows, each with one request's text, cache and state.
+
+`admit` reads prompts into free rows; `draft` and `verify` make a round: draft -> one pass of the target -> accept ->
+commit. Nothing in a round depends on values that the host would have to wait for: shapes are fixed, ends of texts and
+length limits are decided here, and what happened leaves as one small tensor, a record.
+
+Shapes: B rows, M slots a row, N drafted tokens, D nodes on the longest path of a draft, H hidden width, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference import verify
+from draftsmith.inference.graphs import Replay
+from draftsmith.inference.verify import Verified
+from draftsmith.models.base import NO_TOKEN, DecodingState, Draft, Drafter
+from draftsmith.models.sampling import Noise, Sampling, Stream, cut, sample
+from draftsmith.models.slots import SlotCache, Window, chain_window
+from draftsmith.models.target import Features, Target
+from draftsmith.models.trees import Chain, Shape, ancestor_words, node_depths
+
+PREFILL_CHUNK = 512  # prompt tokens a row that the target reads at once
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    max_new_tokens: int = 128
+    sampling: Sampling = Sampling()
+    shape: Shape = Chain(4)
+    verification_mode: verify.VerificationMode = "greedy"
+    seed: int = 0
+    stop_at_eos: bool = True
+    synthetic_rates: tuple[float, ...] = ()  # chance of each depth to be accepted, for verification mode synthetic
+
+
+RECORD_HEAD = 4  # emitted, drafted, accepted, finished: then the tokens
+
+
+class Rows:
+    """Rows are free until a request is admitted to them, and again when its record says that it is finished."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter, settings: GenerationSettings, num_rows: int, num_slots: int
+    ) -> None:
+        """`num_slots` holds prompt, answer and a whole draft beyond it."""
+        self.target, self.drafter, self.settings = target, drafter, settings
+        self.num_rows, self.num_slots = num_rows, num_slots
+        device, depth = target.device, settings.shape.depth
+        self.cache = SlotCache(num_rows, num_slots)
+        self.eos = torch.tensor(target.eos_token_ids if settings.stop_at_eos else [], device=device)
+        self.limits = torch.full((num_rows,), 2, device=device)  # length at which a row is cut
+        self.finished = torch.ones(num_rows, dtype=torch.bool, device=device)
+        width, num_layers = target.hidden_size, len(drafter.layer_ids)
+        layers = torch.zeros(num_rows, depth + 1, num_layers * width, dtype=target.dtype, device=device)
+        hidden = torch.zeros(num_rows, depth + 1, width, dtype=target.dtype, device=device)
+        self.state = DecodingState(
+            token_ids=torch.zeros(num_rows, num_slots, dtype=torch.int64, device=device),
+            lengths=torch.full((num_rows,), 2, device=device),
+            features=Features(hidden, layers if num_layers else None),
+            positions=torch.arange(depth + 1, device=device).repeat(num_rows, 1),
+            num_new=torch.ones(num_rows, dtype=torch.int64, device=device),
+            sampling=settings.sampling,
+            noise=Noise(settings.seed, torch.zeros(num_rows, dtype=torch.int64, device=device)),
+            sample_drafts=settings.verification_mode in verify.SAMPLED_DRAFTS,
+            memory=drafter.new_memory(num_rows, num_slots, settings.shape),
+        )
+        self._newest_draft: Draft
+        self._propose = Replay(self._draft_all, device)
+        self._verify_and_commit = Replay(self._verify_all, device)
+
+    def clear(self) -> None:
+        """Free all rows."""
+        self.finished.fill_(True)
+
+    @torch.no_grad()
+    def admit(self, first: int, prompts: list[list[int]], request_ids: list[int]) -> Tensor:
+        """Read the prompts into rows from `first` on, and give each its first token. Returns the rows' record."""
+        state = self.state.rows(first, first + len(prompts))
+        longest = max(map(len, prompts))
+        tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        device = state.lengths.device
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        state.token_ids[:, :longest] = tokens.to(device)
+        state.noise.assign(torch.tensor(request_ids, device=device))
+        for start in range(0, longest, PREFILL_CHUNK):
+            self._read_chunk(state, self.cache.rows(first, first + len(prompts)), lengths, start, longest)
+
+        logits = self.target.logits(state.features.last_hidden[:, :1])
+        if self.settings.sampling.greedy:
+            token = logits.argmax(-1)  # [B, 1]
+        else:
+            uniforms = state.noise.uniforms(lengths[:, None], Stream.TARGET)
+            token = sample(cut(logits, self.settings.sampling).softmax(-1), uniforms)
+        state.token_ids.scatter_(1, lengths[:, None], token)
+        state.lengths.copy_(lengths + 1)
+        state.positions.copy_(lengths[:, None] - 1 + torch.arange(state.positions.shape[1], device=device))
+        state.num_new.fill_(1)
+        finished = torch.isin(token[:, 0], self.eos) | (self.settings.max_new_tokens == 1)
+        self.finished[first : first + len(prompts)] = finished
+        self.limits[first : first + len(prompts)] = lengths + self.settings.max_new_tokens
+        head = torch.zeros(len(prompts), RECORD_HEAD, dtype=torch.int64, device=device)
+        head[:, 0], head[:, 3] = 1, finished
+        return torch.cat([head, token], 1)
+
+    def _read_chunk(self, state: DecodingState, cache: SlotCache, lengths: Tensor, start: int, longest: int) -> None:
+        """Target and drafter read the prompts from position `start` on; keep the features of each last token."""
+        width = min(PREFILL_CHUNK, longest - start)
+        window = chain_window(torch.full_like(lengths, start), width)
+        chunk = state.token_ids[:, start : start + width]
+        features = self.target.run(chunk, window, cache, self.drafter.layer_ids)
+        self.drafter.read(state, features, window)
+        column = lengths - 1 - start
+        is_here = (column >= 0) & (column < width)
+        newest = features.gather(column.clamp(0, width - 1)[:, None])
+        state.features.put(newest, is_here)
+
+    def draft(self) -> None:
+        """The first half of a round: every row gets a draft."""
+        self._newest_draft = self._propose()
+
+    def verify(self) -> Tensor:
+        """The second half: read the draft with the target, accept, commit. Returns the record: [B, 5 + D] or less."""
+        return self._verify_and_commit()
+
+    @torch.no_grad()
+    def _draft_all(self) -> Draft:
+        return self.drafter.propose(self.state, self.settings.shape)
+
+    @torch.no_grad()
+    def _verify_all(self) -> Tensor:
+        state, draft = self.state, self._newest_draft
+        tokens = torch.cat([state.newest()[:, None], draft.tokens.clamp(min=0)], 1)  # [B, N + 1]
+        features = self.target.run(tokens, draft_window(state.lengths - 1, draft), self.cache, self.drafter.layer_ids)
+        verified = self._verify(self.target.logits(features.last_hidden), draft)
+        return self._commit(draft, verified, features)
+
+    def _verify(self, logits: Tensor, draft: Draft) -> Verified:
+        """logits [B, N + 1, V] of what follows each column of the window"""
+        mode, state = self.settings.verification_mode, self.state
+        nodes = draft.tokens, draft.parents, draft.depth
+        if mode == "greedy":
+            return verify.greedy(logits, *nodes)
+        each_node = torch.arange(draft.tokens.shape[1], device=logits.device)
+        coins = state.noise.uniforms(state.lengths[:, None], Stream.ACCEPT, each_node)
+        if mode == "synthetic":
+            return verify.synthetic(logits, *nodes, self.settings.synthetic_rates, coins[:, : draft.depth])
+        logits = cut(logits, self.settings.sampling)
+        if mode == "typical":
+            return verify.typical(logits, *nodes)
+        positions = state.lengths[:, None] + torch.arange(draft.depth + 1, device=logits.device)
+        uniforms = state.noise.uniforms(positions, Stream.TARGET)
+        if mode == "one_hot":
+            return verify.one_hot(logits, *nodes, uniforms)
+        assert draft.logits is not None
+        if mode == "without_replacement":
+            return verify.without_replacement(logits, draft.logits, *nodes, coins, uniforms)
+        rule = verify.block if mode == "block" else verify.probabilistic
+        return rule(logits, draft.logits, draft.tokens, coins, uniforms)
+
+    def _commit(self, draft: Draft, verified: Verified, features: Features) -> Tensor:
+        """Append what was accepted to the rows that are not finished, and keep what the next round reads."""
+        state, num_accepted, tokens = self.state, verified.num_accepted, draft.tokens
+        prefix = state.lengths - 1
+        if not draft.is_chain:
+            self.cache.keep_path(prefix, verified.path)
+            features = features.gather(torch.cat([torch.zeros_like(verified.path[:, :1]), verified.path], 1))
+            tokens = tokens.gather(1, (verified.path - 1).clamp(min=0))
+        tokens = torch.cat([tokens, verified.next_token[:, None]], 1)  # [B, D + 1]
+        tokens.scatter_(1, num_accepted[:, None], verified.next_token[:, None])
+        columns = torch.arange(state.positions.shape[1], device=tokens.device)
+        positions = prefix[:, None] + columns
+        columns = columns[: tokens.shape[1]]
+        # what lies past the new length is written over later
+        state.token_ids.scatter_(1, state.lengths[:, None] + columns, tokens)
+
+        ends_text = torch.isin(tokens, self.eos) & (columns <= num_accepted[:, None])
+        until_end = torch.where(ends_text, columns + 1, tokens.shape[1] + 1).amin(1)  # [B] tokens up to an EOS
+        num_emitted = torch.minimum(num_accepted + 1, until_end)
+        num_emitted = torch.minimum(num_emitted, self.limits - state.lengths) * ~self.finished
+        num_drafted = (draft.tokens != NO_TOKEN).sum(1)
+
+        state.lengths += num_emitted
+        self.finished |= ends_text.any(1) | (state.lengths >= self.limits)
+        state.features.put(features)
+        state.positions.copy_(positions)
+        state.num_new.copy_(num_accepted + 1)
+        head = [num_emitted, num_drafted, torch.minimum(num_accepted, until_end), self.finished.long()]
+        return torch.cat([torch.stack(head, 1), tokens], 1)
+
+
+def draft_window(prefix: Tensor, draft: Draft) -> Window:
+    """The newest committed token of each row, at slot `prefix` [B], and the nodes of its draft."""
+    window = chain_window(prefix, draft.tokens.shape[1] + 1)
+    if draft.is_chain:
+        return window
+    positions = prefix[:, None] + node_depths(draft.parents, draft.depth)
+    return Window(window.slots, positions, prefix, ancestor_words(draft.parents, draft.depth))
