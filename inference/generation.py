@@ -15,6 +15,8 @@ from draftsmith.inference.clock import PhaseClock
 from draftsmith.inference.rows import RECORD_HEAD, Rows
 from draftsmith.inference.stats import Stats
 
+ADMIT_SHARE = 8  # new requests wait until an eighth of the rows is free
+
 
 @dataclass
 class Request:
@@ -55,41 +57,43 @@ class Generation:
 
     def step(self) -> list[Emission]:
         """Give free rows to waiting requests, or else run one round; then read what has happened by now."""
-        if self._waiting and None in self._owners:
-            self._admit()
+        if self._waiting and (rows := self._free_rows()):
+            self._admit(rows)
             return self._read(0)
         self.clock.mark(None)
         self.rows.draft()
         self.clock.mark("draft")
         record = self.rows.verify()
         self.clock.mark("verify")
-        self._unread.append(_Unread(record, list(self._owners), 0))
+        self._unread.append(_Unread(record, [(row, row, owner) for row, owner in enumerate(self._owners)]))
         return self._read(self.lag)
 
-    def _admit(self) -> None:
-        """The first free rows that stand side by side take the next requests."""
-        first = self._owners.index(None)
-        end = first
-        while end < len(self._owners) and self._owners[end] is None and end - first < len(self._waiting):
-            end += 1
-        taken = [self._waiting.popleft() for _ in range(first, end)]
-        self._owners[first:end] = taken
+    def _free_rows(self) -> list[int]:
+        """Those to admit to now: all free ones, once they are enough to be worth a pass of the target."""
+        free = [row for row, owner in enumerate(self._owners) if owner is None]
+        enough = min(len(self._waiting), -(-len(self._owners) // ADMIT_SHARE))
+        return free[: len(self._waiting)] if len(free) >= enough else []
+
+    def _admit(self, rows: list[int]) -> None:
+        taken = [self._waiting.popleft() for _ in rows]
         now = time.perf_counter()
-        for request in taken:
+        for row, request in zip(rows, taken, strict=True):
+            self._owners[row] = request
             self.requests[request].admitted = now
         self.clock.mark(None)
-        prompts, request_ids = [self.prompts[i] for i in taken], [self.request_ids[i] for i in taken]
-        self._unread.append(_Unread(self.rows.admit(first, prompts, request_ids), list(taken), first))
+        record = self.rows.admit(rows, [self.prompts[i] for i in taken], [self.request_ids[i] for i in taken])
         self.clock.mark("prefill")
+        self._unread.append(_Unread(record, [(line, row, self._owners[row]) for line, row in enumerate(rows)]))
 
     def _read(self, lag: int) -> list[Emission]:
         """Read all but the newest `lag` records."""
         emissions = []
         while len(self._unread) > lag:
             unread = self._unread.popleft()
-            for row, (owner, line) in enumerate(zip(unread.owners, unread.lines(), strict=True), unread.first_row):
-                if owner is not None and self._owners[row] == owner:
-                    emissions.append(self._book(row, owner, line))
+            lines = unread.lines()
+            for line, row, owner in unread.places:
+                if owner is not None and self._owners[row] == owner:  # and had not finished in a round before
+                    emissions.append(self._book(row, owner, lines[line]))
         return emissions
 
     def _book(self, row: int, owner: int, line: list[int]) -> Emission:
@@ -111,10 +115,10 @@ class Generation:
 class _Unread:
     """A record on its way to the host."""
 
-    def __init__(self, record: Tensor, owners: list[int | None], first_row: int) -> None:
-        self.owners, self.first_row = owners, first_row
+    def __init__(self, record: Tensor, places: list[tuple[int, int, int | None]]) -> None:
+        """`places`: line of the record, row, and the request that was in it."""
+        self.places, self._record = places, record
         self._arrived = None
-        self._record = record
         if record.device.type == "cuda":
             self._record = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
             self._record.copy_(record, non_blocking=True)

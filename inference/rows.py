@@ -75,48 +75,53 @@ class Rows:
         self.finished.fill_(True)
 
     @torch.no_grad()
-    def admit(self, first: int, prompts: list[list[int]], request_ids: list[int]) -> Tensor:
-        """Read the prompts into rows from `first` on, and give each its first token. Returns the rows' record."""
-        state = self.state.rows(first, first + len(prompts))
-        longest = max(map(len, prompts))
-        tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = torch.tensor(prompt)
-        device = state.lengths.device
+    def admit(self, rows: list[int], prompts: list[list[int]], request_ids: list[int]) -> Tensor:
+        """Read the prompts into the given rows, and give each its first token. Returns the record of these rows."""
+        device = self.target.device
+        index = torch.tensor(rows, device=device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        state.token_ids[:, :longest] = tokens.to(device)
-        state.noise.assign(torch.tensor(request_ids, device=device))
-        for start in range(0, longest, PREFILL_CHUNK):
-            self._read_chunk(state, self.cache.rows(first, first + len(prompts)), lengths, start, longest)
+        token_ids = torch.zeros(len(prompts), max(map(len, prompts)) + 1, dtype=torch.int64)
+        for row, prompt in zip(token_ids, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        token_ids = token_ids.to(device)
+        newest = self._read_prompts(index, token_ids, lengths)
+        self.state.noise.assign(index, torch.tensor(request_ids, device=device))
 
-        logits = self.target.logits(state.features.last_hidden[:, :1])
+        logits = self.target.logits(newest.last_hidden)
         if self.settings.sampling.greedy:
-            token = logits.argmax(-1)  # [B, 1]
+            first = logits.argmax(-1)  # [b, 1]
         else:
-            uniforms = state.noise.uniforms(lengths[:, None], Stream.TARGET)
-            token = sample(cut(logits, self.settings.sampling).softmax(-1), uniforms)
-        state.token_ids.scatter_(1, lengths[:, None], token)
-        state.lengths.copy_(lengths + 1)
-        state.positions.copy_(lengths[:, None] - 1 + torch.arange(state.positions.shape[1], device=device))
-        state.num_new.fill_(1)
-        finished = torch.isin(token[:, 0], self.eos) | (self.settings.max_new_tokens == 1)
-        self.finished[first : first + len(prompts)] = finished
-        self.limits[first : first + len(prompts)] = lengths + self.settings.max_new_tokens
+            uniforms = self.state.noise.uniforms(lengths[:, None], Stream.TARGET, rows=index)
+            first = sample(cut(logits, self.settings.sampling).softmax(-1), uniforms)
+        token_ids.scatter_(1, lengths[:, None], first)
+        finished = torch.isin(first[:, 0], self.eos) | (self.settings.max_new_tokens == 1)
+
+        state = self.state
+        state.token_ids[index, : token_ids.shape[1]] = token_ids
+        state.lengths[index] = lengths + 1
+        state.positions[index] = lengths[:, None] - 1 + torch.arange(state.positions.shape[1], device=device)
+        state.num_new[index] = 1
+        state.features.put(newest, index)
+        self.finished[index] = finished
+        self.limits[index] = lengths + self.settings.max_new_tokens
         head = torch.zeros(len(prompts), RECORD_HEAD, dtype=torch.int64, device=device)
         head[:, 0], head[:, 3] = 1, finished
-        return torch.cat([head, token], 1)
+        return torch.cat([head, first], 1)
 
-    def _read_chunk(self, state: DecodingState, cache: SlotCache, lengths: Tensor, start: int, longest: int) -> None:
-        """Target and drafter read the prompts from position `start` on; keep the features of each last token."""
-        width = min(PREFILL_CHUNK, longest - start)
-        window = chain_window(torch.full_like(lengths, start), width)
-        chunk = state.token_ids[:, start : start + width]
-        features = self.target.run(chunk, window, cache, self.drafter.layer_ids)
-        self.drafter.read(state, features, window)
-        column = lengths - 1 - start
-        is_here = (column >= 0) & (column < width)
-        newest = features.gather(column.clamp(0, width - 1)[:, None])
-        state.features.put(newest, is_here)
+    def _read_prompts(self, index: Tensor, token_ids: Tensor, lengths: Tensor) -> Features:
+        """Target and drafter read prompts [b, P + 1] chunk by chunk; returns the features of each newest token."""
+        cache, memory = self.cache.rows(index), self.state.memory and self.state.memory.rows(index)
+        found: Features | None = None
+        for start in range(0, token_ids.shape[1] - 1, PREFILL_CHUNK):
+            end = min(start + PREFILL_CHUNK, token_ids.shape[1] - 1)
+            window = chain_window(torch.full_like(lengths, start), end - start)
+            features = self.target.run(token_ids[:, start:end], window, cache, self.drafter.layer_ids)
+            self.drafter.read(memory, token_ids, features, window)
+            column = lengths - 1 - start
+            here = features.gather(column.clamp(0, end - start - 1)[:, None])
+            found = here if found is None else here.where(column >= 0, found)
+        assert found is not None
+        return found
 
     def draft(self) -> None:
         """The first half of a round: every row gets a draft."""

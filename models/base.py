@@ -4,7 +4,7 @@ Shapes: B rows, T tokens, N drafted tokens (nodes), V vocabulary of the target.
 """
 
 from abc import abstractmethod
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -57,19 +57,6 @@ class DecodingState:
     noise: Noise
     sample_drafts: bool  # draw draft tokens by chance (probabilistic verification) or take the likeliest
     memory: SlotCache | None = None  # the drafter's own
-
-    def rows(self, start: int, end: int) -> "DecodingState":
-        """A view of some rows."""
-        return replace(
-            self,
-            token_ids=self.token_ids[start:end],
-            lengths=self.lengths[start:end],
-            features=self.features.rows(start, end),
-            positions=self.positions[start:end],
-            num_new=self.num_new[start:end],
-            noise=self.noise.rows(start, end),
-            memory=self.memory and self.memory.rows(start, end),
-        )
 
     def newest(self) -> Tensor:
         """The newest committed token of each row, [B]."""
@@ -133,11 +120,11 @@ class Drafter(nn.Module):
         """What it remembers of the rows' texts from round to round; None where it needs nothing."""
         return None
 
-    def read(self, state: DecodingState, features: Features, window: Window) -> None:
-        """Take in a part of the prompts: what the target has computed at the window's positions.
+    def read(self, memory: SlotCache | None, token_ids: Tensor, features: Features, window: Window) -> None:
+        """Take in a part of some prompts [b, P + 1] (one place is free): what the target computed in a window of them.
 
-        Of the prompts the newest token comes again in the first round's `propose`, as does in each round what the
-        last one committed.
+        The newest token of a prompt comes again in the first round's `propose`, as in each round does what the last
+        one committed. `memory` is a view of the prompts' rows.
         """
 
     @abstractmethod

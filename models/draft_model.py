@@ -85,9 +85,9 @@ class DraftModel(Drafter):
     def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> SlotCache:
         return SlotCache(num_rows, num_slots)
 
-    def read(self, state: DecodingState, features: Features, window: Window) -> None:
-        assert state.memory is not None
-        run_on_slots(self.model, state.token_ids.gather(1, window.slots), window, state.memory)
+    def read(self, memory: SlotCache | None, token_ids: Tensor, features: Features, window: Window) -> None:
+        assert memory is not None
+        run_on_slots(self.model, token_ids.gather(1, window.slots), window, memory)
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Read what is new, then draft a chain token by token.

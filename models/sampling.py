@@ -4,7 +4,6 @@ One set of functions serves the target, the drafters and the tests: accept, resi
 distribution that the draft was drawn from. All arithmetic is in fp32, cumulative sums in fp64.
 """
 
-import copy
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -82,24 +81,20 @@ class Noise:
         self._seed = _mix(torch.full((1,), seed, device=requests.device))
         self._keys = _mix(self._seed + requests)  # [B]
 
-    def rows(self, start: int, end: int) -> "Noise":
-        """A view of some rows."""
-        view = copy.copy(self)
-        view._keys = self._keys[start:end]
-        return view
+    def assign(self, rows: Tensor, requests: Tensor) -> None:
+        """Give rows [b] to other requests [b]."""
+        self._keys[rows] = _mix(self._seed + requests)
 
-    def assign(self, requests: Tensor) -> None:
-        """Give the rows to other requests [B]."""
-        self._keys.copy_(_mix(self._seed + requests))
-
-    def uniforms(self, positions: Tensor, stream: Stream, branch: Tensor | int = 0) -> Tensor:
-        """positions [B, T] -> fp64 uniforms [B, T] in (0, 1).
+    def uniforms(
+        self, positions: Tensor, stream: Stream, branch: Tensor | int = 0, rows: Tensor | slice = slice(None)
+    ) -> Tensor:
+        """positions [b, T] of some rows [b] or of all -> fp64 uniforms [b, T] in (0, 1).
 
         The target's token has the position that it will stand at. Coins and drafts of a round have the position of
         its first draft and a branch [T] each: a later round never meets them again, even where it drafts for the same
         position (block verification looks at coins beyond the tokens that it accepts).
         """
-        bits = _mix(_mix(self._keys[:, None] + positions) + (branch * len(Stream) + int(stream)))
+        bits = _mix(_mix(self._keys[rows, None] + positions) + (branch * len(Stream) + int(stream)))
         return ((bits & ((1 << 52) - 1)).double() + 0.5) / (1 << 52)
 
 

@@ -60,37 +60,38 @@ class SlotCache:
         self.num_slots = num_slots
         self.slots: Tensor | None = None  # [B, T] where the tokens of the running forward pass go
         self._num_rows = num_rows
-        self._rows = slice(0, num_rows)
+        self._index: Tensor | None = None  # [b] the rows of a view; None: all
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # K and V of all rows, each [num_rows, M, Hkv, D]
 
-    def rows(self, start: int, end: int) -> "SlotCache":
-        """A view of some rows."""
+    def rows(self, index: Tensor) -> "SlotCache":
+        """For passes over some rows [b] only."""
         view = copy.copy(self)
-        view._rows = slice(start, end)
+        view._index = index
         return view
 
     def write_to(self, slots: Tensor) -> None:
         """Set the slots [B, T] of the next forward pass."""
         self.slots = slots
-        self._row_index = torch.arange(len(slots), device=slots.device)[:, None]
+        index = self._index
+        self._row = (torch.arange(len(slots), device=slots.device) if index is None else index)[:, None]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store key and value [B, Hkv, T, D] at `slots`; return all slots [B, Hkv, M, D]."""
         if layer_idx not in self._layers:
             self._layers[layer_idx] = (self._empty(key), self._empty(value))
-        keys, values = self.layer(layer_idx)
-        assert self.slots is not None
-        keys[self._row_index, self.slots] = key.transpose(1, 2)
-        values[self._row_index, self.slots] = value.transpose(1, 2)
+        keys, values = self._layers[layer_idx]
+        keys[self._row, self.slots] = key.transpose(1, 2)
+        values[self._row, self.slots] = value.transpose(1, 2)
+        if self._index is not None:
+            keys, values = keys[self._index], values[self._index]
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def _empty(self, like: Tensor) -> Tensor:
         return like.new_zeros(self._num_rows, self.num_slots, like.shape[1], like.shape[3])
 
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each [B, M, Hkv, D]."""
-        keys, values = self._layers[layer_idx]
-        return keys[self._rows], values[self._rows]
+        """Keys and values of a layer, of all rows, each [B, M, Hkv, D]."""
+        return self._layers[layer_idx]
 
     def keep_path(self, prefix: Tensor, path: Tensor) -> None:
         """Move what stands in columns `path` [B, D] of the window at `prefix` [B] to its columns 1..D, in every layer.
@@ -100,7 +101,7 @@ class SlotCache:
         rows = torch.arange(len(path), device=path.device)[:, None]
         source = prefix[:, None] + path
         kept = prefix[:, None] + torch.arange(1, path.shape[1] + 1, device=path.device)
-        for keys, values in map(self.layer, self._layers):
+        for keys, values in self._layers.values():
             keys[rows, kept] = keys[rows, source]
             values[rows, kept] = values[rows, source]
 

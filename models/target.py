@@ -31,16 +31,17 @@ class Features:
         layers = None if self.layers is None else _gather_columns(self.layers, columns)
         return Features(_gather_columns(self.last_hidden, columns), layers)
 
-    def rows(self, start: int, end: int) -> "Features":
-        """A view of some rows."""
-        return Features(self.last_hidden[start:end], None if self.layers is None else self.layers[start:end])
+    def where(self, which: Tensor, other: "Features") -> "Features":
+        """These in the rows that `which` [B] marks, the other ones elsewhere."""
+        mark = which[:, None, None]
+        layers = None if other.layers is None else torch.where(mark, cast(Tensor, self.layers), other.layers)
+        return Features(torch.where(mark, self.last_hidden, other.last_hidden), layers)
 
-    def put(self, newer: "Features", which: Tensor | None = None) -> None:
-        """Write over the first positions, of all rows or of those that `which` [B] marks."""
+    def put(self, newer: "Features", rows: Tensor | slice = slice(None)) -> None:
+        """Write over the first positions of some rows [b] or of all."""
         for own, new in ((self.last_hidden, newer.last_hidden), (self.layers, newer.layers)):
             if own is not None and new is not None:
-                place = own[:, : new.shape[1]]
-                place.copy_(new if which is None else torch.where(which[:, None, None], new, place))
+                own[rows, : new.shape[1]] = new
 
 
 def _gather_columns(x: Tensor, columns: Tensor) -> Tensor:

@@ -39,11 +39,10 @@ def first_round(drafter: Drafter, target: Target, token_ids: Tensor, sample_draf
     sampling = Sampling(1.0 if sample_drafts else 0.0)
     noise = Noise(0, torch.arange(len(token_ids)))
     memory = drafter.new_memory(*padded.shape, Chain(4))
-    state = DecodingState(
+    drafter.read(memory, token_ids, features, window)
+    return DecodingState(
         padded, lengths, features, window.positions, lengths - 1, sampling, noise, sample_drafts, memory
     )
-    drafter.read(state, features, window)
-    return state
 
 
 @pytest.mark.parametrize("kind", list(DRAFTERS))
