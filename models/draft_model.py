@@ -21,14 +21,14 @@ from draftsmith.models.base import (
     Drafter,
     DrafterConfig,
     load_tensors,
-    stack_chain,
 )
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses import Divergence, LossSums, divergence_over_rows
-from draftsmith.models.slots import ATTENTION, SlotCache, Window, chain_window, run_causal, run_on_slots
+from draftsmith.models.slots import ATTENTION, Window, chain_window, run_causal, run_on_slots
 from draftsmith.models.target import Features, Target
-from draftsmith.models.trees import Shape
+from draftsmith.models.tree_drafting import LevelWindows, Memory, grow, take
+from draftsmith.models.trees import Chain, Shape
 
 
 @dataclass
@@ -41,6 +41,7 @@ class DraftModelConfig(DrafterConfig):
 class DraftModel(Drafter):
     kind = "draft_model"
     config_class = DraftModelConfig
+    can_branch = True
 
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel, target: Target) -> None:
         super().__init__()
@@ -82,30 +83,33 @@ class DraftModel(Drafter):
             "sampled_acceptance_0": (rows.acceptance, counted.sum()),
         }
 
-    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> SlotCache:
-        return SlotCache(num_rows, num_slots)
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Memory:
+        return Memory(num_rows, num_slots, shape, self.model.device)
 
-    def read(self, memory: SlotCache | None, token_ids: Tensor, features: Features, window: Window) -> None:
-        assert memory is not None
-        run_on_slots(self.model, token_ids.gather(1, window.slots), window, memory)
+    def read(self, memory: Memory, token_ids: Tensor, features: Features, window: Window) -> None:
+        run_on_slots(self.model, token_ids.gather(1, window.slots), window, memory.cache)
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
-        """Read what is new, then draft a chain token by token.
+        """Read what is new, then draft level by level.
 
-        Of the committed tokens the cache lacks the newest, and the one before it when the whole last draft was
-        accepted; both are read each round, so that rows need not be told apart.
+        After a chain the cache lacks the newest committed token, and the one before it when the whole draft was
+        accepted; both are read each round, so that rows need not be told apart. After a tree, whose nodes do not stand
+        where their text went, everything is read that the last round committed.
         """
-        assert state.memory is not None
+        cache, head = state.memory.cache, self.model.get_output_embeddings()
         newest = state.lengths - 1  # [B]
-        window = chain_window(newest - 1, 2)
-        hidden = run_on_slots(self.model, state.token_ids.gather(1, window.slots), window, state.memory)
-        chosen: list[tuple[Tensor, Tensor | None]] = []
-        for depth in range(shape.depth):
-            if depth:
-                window = chain_window(newest + depth, 1)
-                hidden = run_on_slots(self.model, chosen[-1][0][:, None], window, state.memory)
-            chosen.append(state.choose(self.model.get_output_embeddings()(hidden[:, -1]), depth))
-        return stack_chain(chosen)
+        if isinstance(shape, Chain):
+            window = chain_window(newest - 1, 2)
+        else:
+            window = chain_window(state.positions[:, 0] + 1, state.positions.shape[1])
+        hidden = run_on_slots(self.model, state.token_ids.gather(1, window.slots), window, cache)
+        hidden = take(hidden, (newest - window.prefix)[:, None])  # [B, 1, H]
+        windows = LevelWindows(state.lengths, shape.num_read)
+
+        def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
+            return head(run_on_slots(self.model, tokens, windows.next(tokens.shape[1], parents), cache))
+
+        return grow(shape, state.memory.plan, head(hidden), read, state)
 
     # --- checkpoints
 

@@ -24,9 +24,8 @@ from draftsmith.models.base import (
     DrafterConfig,
     check_same_shape,
     load_tensors,
-    stack_chain,
 )
-from draftsmith.models.eagle3_steps import Memory, Steps
+from draftsmith.models.eagle3_drafting import Drafting, Memory
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import (
     GatedMLP,
@@ -38,7 +37,9 @@ from draftsmith.models.layers import (
     shift_left,
 )
 from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
+from draftsmith.models.slots import Window
 from draftsmith.models.target import Features, Target, check_layer_ids
+from draftsmith.models.tree_drafting import grow
 from draftsmith.models.trees import Shape
 
 
@@ -69,12 +70,12 @@ class Attention(nn.Module):
         self.qkv_proj = MergedLinear(2 * config.hidden_size, {"q_proj": query, "k_proj": key, "v_proj": key})
         self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
 
-    def project(self, x: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, 2H], rows of the rotary table -> rotated query, rotated key, value, each [B, N, T, D]"""
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, N + 2 Nkv, D]
-        rotated = rotate(heads[:, :, : -self.num_kv_heads], turns).transpose(1, 2)
-        value = heads[:, :, -self.num_kv_heads :].transpose(1, 2)
-        return rotated[:, : self.num_heads], rotated[:, self.num_heads :], value
+    def project(self, x: Tensor, rotary: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, 2H] at positions [B or 1, T] -> rotated query, rotated key, value, each [B, N, T, D]"""
+        heads = self.qkv_proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # [B, N + 2 Nkv, T, D]
+        turning, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
+        query, key = rotate(turning, rotary, positions).split([self.num_heads, self.num_kv_heads], 1)
+        return query, key, value
 
 
 class Layer(nn.Module):
@@ -88,8 +89,11 @@ class Layer(nn.Module):
         self.self_attn = Attention(config)
         self.mlp = GatedMLP(config)
 
-    def project(self, embedded: Tensor, hidden: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn.project(torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1), turns)
+    def project(
+        self, embedded: Tensor, hidden: Tensor, rotary: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)
+        return self.self_attn.project(x, rotary, positions)
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """hidden [B, T, H] and attended [B, T, N, D] -> the layer's output, before the final norm [B, T, H]"""
@@ -100,6 +104,7 @@ class Layer(nn.Module):
 class Eagle3(Drafter):
     kind = "eagle3"
     config_class = Eagle3Config
+    can_branch = True
     d2t: Tensor  # [Vd] int64, target id - draft id; only with a reduced vocabulary, for engines reject it otherwise
     t2d: Tensor  # [V] bool, in the draft vocabulary?
 
@@ -187,13 +192,13 @@ class Eagle3(Drafter):
         Step k feeds x_{t+1+k} into slot t, at position t + k, with the output of step k - 1 in place of the feature.
         """
         hidden = self.fc(layers)
-        length = token_ids.shape[1]
-        turns = rotary_table(self.rotary, length + self.config.unroll_steps, hidden)
+        positions = torch.arange(token_ids.shape[1], device=hidden.device)[None]
+        rotary = rotary_table(self.rotary, token_ids.shape[1] + self.config.unroll_steps, hidden)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for k in range(self.config.unroll_steps):
             embedded = self.target.embedding(shift_left(token_ids, 1 + k))
-            query, key, value = self.layer.project(embedded, hidden, turns[k : k + length])
+            query, key, value = self.layer.project(embedded, hidden, rotary, positions + k)
             keys.append(key)
             values.append(value)
             hidden = self.layer.finish(hidden, unrolled_attention(query, keys, values).transpose(1, 2))
@@ -201,18 +206,20 @@ class Eagle3(Drafter):
 
     # --- drafting
 
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Memory:
+        return Memory(self, num_rows, num_slots, shape)
+
+    @torch.inference_mode()
+    def read(self, memory: Memory, token_ids: Tensor, features: Features, window: Window) -> None:
+        assert features.layers is not None
+        memory.write(token_ids.gather(1, window.positions + 1), self.fc(features.layers), window)
+
+    @torch.inference_mode()
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
-        """Read the newest features into the drafter's cache, then draft a chain token by token."""
+        """Read the newest features into the drafter's cache, then draft level by level."""
         assert state.features.layers is not None
-        if state.memory is None:
-            state.memory = Memory(self, len(state.lengths), state.token_ids.shape[1] + shape.num_nodes)
-        steps = Steps(state.memory, state, self.fc(state.features.layers), shape.depth)
-        chosen: list[tuple[Tensor, Tensor | None]] = []
-        for depth in range(shape.depth):
-            if depth:
-                steps.follow(chosen[-1][0][:, None])
-            chosen.append(state.choose(steps.logits()[:, 0], depth))
-        draft, ids = stack_chain(chosen), state.memory.ids
+        drafting = Drafting(state, self.fc(state.features.layers), shape)
+        draft, ids = grow(shape, state.memory.plan, drafting.root, drafting, state), state.memory.ids
         return draft if ids is None else in_target_vocabulary(draft, ids, self.target.vocab_size)
 
     # --- checkpoints
