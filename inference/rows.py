@@ -110,7 +110,9 @@ class Rows:
 
     def _read_prompts(self, index: Tensor, token_ids: Tensor, lengths: Tensor) -> Features:
         """Target and drafter read prompts [b, P + 1] chunk by chunk; returns the features of each newest token."""
-        cache, memory = self.cache.rows(index), self.state.memory and self.state.memory.rows(index)
+        cache, memory = self.cache, self.state.memory
+        if len(index) < self.num_rows:
+            cache, memory = cache.rows(index), memory and memory.rows(index)
         found: Features | None = None
         for start in range(0, token_ids.shape[1] - 1, PREFILL_CHUNK):
             end = min(start + PREFILL_CHUNK, token_ids.shape[1] - 1)

@@ -14,9 +14,10 @@ typical              any tree, chosen anyhow     -             -                
 synthetic            any tree, chosen anyhow     -             [B, D]                    LOSSY: for timing only
 
 Shapes: B rows, N drafted tokens (nodes), T = N + 1 columns of the window (column 0 is the newest committed token, node
-i stands in column i + 1), D nodes on the longest path (N for a chain), V vocabulary, P columns up to the last that has
-children. Logits come from `sampling.cut`, at least one of a row finite; the target's at column c say what follows it,
-and p is their softmax; the drafter's at column c say what the children of column c were drawn from, and q is theirs.
+i stands in column i + 1), D at least the nodes on any path (N says that all rows are chains), V vocabulary, P columns,
+the last that has children among them. Logits come from `sampling.cut`, at least one of a row finite. The target's at
+column c say what follows it, and p is their softmax; the drafter's at column c say what the children of column c were
+drawn from, and q is theirs. Uniforms are in (0, 1), and the drafts owe nothing to them.
 
 In every rule a node of NO_TOKEN (-1) is never accepted, N = 0 is plain decoding, and a zero coin accepts nothing that
 the target holds impossible. The three rules that test q pass over a node that cannot have been drawn, as if it were

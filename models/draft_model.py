@@ -23,6 +23,7 @@ from draftsmith.models.base import (
     load_tensors,
 )
 from draftsmith.models.errors import UserError
+from draftsmith.models.fused import FusedDecoder, fuse
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses import Divergence, LossSums, divergence_over_rows
 from draftsmith.models.slots import ATTENTION, Window, chain_window, run_causal, run_on_slots
@@ -83,11 +84,19 @@ class DraftModel(Drafter):
             "sampled_acceptance_0": (rows.acceptance, counted.sum()),
         }
 
-    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Memory:
-        return Memory(num_rows, num_slots, shape, self.model.device)
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> "DraftModelMemory":
+        memory = DraftModelMemory(num_rows, num_slots, shape, self.model.device)
+        memory.fused_decoder = fuse(self.model)
+        return memory
 
-    def read(self, memory: Memory, token_ids: Tensor, features: Features, window: Window) -> None:
-        run_on_slots(self.model, token_ids.gather(1, window.slots), window, memory.cache)
+    def read(self, memory: "DraftModelMemory", token_ids: Tensor, features: Features, window: Window) -> None:
+        self._run(token_ids.gather(1, window.slots), window, memory)
+
+    def _run(self, token_ids: Tensor, window: Window, memory: "DraftModelMemory") -> Tensor:
+        """Decode the new tokens [B, T] of a window; the last hidden state [B, T, H]."""
+        if memory.fused_decoder is not None:
+            return memory.fused_decoder.run(token_ids, window, memory.cache)[0]
+        return run_on_slots(self.model, token_ids, window, memory.cache)
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Read what is new, then draft level by level.
@@ -96,20 +105,20 @@ class DraftModel(Drafter):
         accepted; both are read each round, so that rows need not be told apart. After a tree, whose nodes do not stand
         where their text went, everything is read that the last round committed.
         """
-        cache, head = state.memory.cache, self.model.get_output_embeddings()
+        memory, head = state.memory, self.model.get_output_embeddings()
         newest = state.lengths - 1  # [B]
         if isinstance(shape, Chain):
             window = chain_window(newest - 1, 2)
         else:
             window = chain_window(state.positions[:, 0] + 1, state.positions.shape[1])
-        hidden = run_on_slots(self.model, state.token_ids.gather(1, window.slots), window, cache)
+        hidden = self._run(state.token_ids.gather(1, window.slots), window, memory)
         hidden = take(hidden, (newest - window.prefix)[:, None])  # [B, 1, H]
         windows = LevelWindows(state.lengths, shape.num_read)
 
         def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
-            return head(run_on_slots(self.model, tokens, windows.next(tokens.shape[1], parents), cache))
+            return head(self._run(tokens, windows.next(tokens.shape[1], parents), memory))
 
-        return grow(shape, state.memory.plan, head(hidden), read, state)
+        return grow(shape, memory.plan, head(hidden), read, state)
 
     # --- checkpoints
 
@@ -132,6 +141,10 @@ class DraftModel(Drafter):
         load_tensors(model, {**tied, **tensors}, "this draft model")
         model.tie_weights()
         return drafter
+
+
+class DraftModelMemory(Memory):
+    fused_decoder: FusedDecoder | None  # where the model has the shape for it
 
 
 def untied(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -32,17 +32,17 @@ class Memory(tree_drafting.Memory):
         self.rotary = rotary_table(drafter.rotary, self.cache.num_slots, drafter.fc.weight)
         self.ids = drafter.draft_to_target()  # [Vd] or None
         self.embedding, self.layer, self.attention = drafter.target.embedding, layer, attention
-        self.norm = DecodingNorm(drafter.norm.weight.shape[0], drafter.layer_config.rms_norm_eps, drafter.fc.weight)
-        self.input_norms = layer.input_layernorm.weight, layer.hidden_norm.weight
+        eps = drafter.layer_config.rms_norm_eps
+        self.input_norm = DecodingNorm(torch.stack([layer.input_layernorm.weight, layer.hidden_norm.weight]), eps)
         self.output = attention.o_proj.weight
-        self.mlp_norm = layer.post_attention_layernorm.weight
+        self.mlp_norm = DecodingNorm(layer.post_attention_layernorm.weight, eps)
         self.gate_up, self.down = mlp.gate_up_proj.weight, mlp.down_proj.weight
-        self.final_norm, self.head = drafter.norm.weight, drafter.lm_head.weight
+        self.final_norm, self.head = DecodingNorm(drafter.norm.weight, eps), drafter.lm_head.weight
 
     def write(self, token_ids: Tensor, hidden: Tensor, window: Window) -> Tensor:
         """Store keys and values of tokens [B, T] with their features [B, T, H]; return the query [B, Nq, T, D]."""
         both = torch.stack([self.embedding(token_ids), hidden], 2)  # [B, T, 2, H]
-        x = self.norm(both, torch.stack(self.input_norms)).flatten(2)
+        x = self.input_norm(both).flatten(2)
         query, key, value = self.attention.project(x, self.rotary, window.positions)
         self.cache.write_to(window.slots)
         self.keys, self.values = self.cache.update(key, value, 0)
@@ -53,12 +53,12 @@ class Memory(tree_drafting.Memory):
         mask = window.mask(self.cache.num_slots)
         attended, _ = slot_attention(self.layer, query, self.keys, self.values, mask)
         hidden = hidden + linear(attended.flatten(2), self.output)
-        gate, up = linear(self.norm(hidden, self.mlp_norm), self.gate_up).chunk(2, -1)
+        gate, up = linear(self.mlp_norm(hidden), self.gate_up).chunk(2, -1)
         return hidden + linear(silu(gate, inplace=True).mul_(up), self.down)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[B, T, H] -> [B, T, Vd]"""
-        return linear(self.norm(hidden, self.final_norm), self.head)
+        return linear(self.final_norm(hidden), self.head)
 
 
 class Drafting:

@@ -24,7 +24,7 @@ from draftsmith.models.layers import shift_left
 from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
 from draftsmith.models.target import Features, Target
 from draftsmith.models.tree_drafting import Plan, grow, plan_of, take
-from draftsmith.models.trees import Shape, StaticTree
+from draftsmith.models.trees import Shape
 
 
 @dataclass

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.fused import fuse
 from draftsmith.models.slots import ATTENTION, SlotCache, Window, chain_window, run_causal, run_on_slots
 
 
@@ -56,7 +57,9 @@ class Target:
     states are wanted (N means after N layers, Hugging Face's `hidden_states[N]`).
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, fuse_layers: bool = True
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
@@ -64,11 +67,16 @@ class Target:
         self.head_module: nn.Module = model.get_output_embeddings()
         self.embedding: nn.Module = model.get_input_embeddings()
         self.decoder_layers = _decoder_layers(model)
+        self._fused_decoder = fuse(model) if fuse_layers else None
         _check_served_exactly(self)
 
     @classmethod
     def from_pretrained(
-        cls, name: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+        cls,
+        name: str | Path,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        fuse_layers: bool = True,
     ) -> "Target":
         """Load from a Hub name or a directory. By default: the GPU in bfloat16 if there is one, else the CPU in fp32.
 
@@ -89,7 +97,12 @@ class Target:
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
         model.to(device)  # type: ignore[arg-type]  # wrapped by transformers without its types
-        return cls(model, tokenizer, str(name))
+        return cls(model, tokenizer, str(name), fuse_layers)
+
+    @property
+    def fused(self) -> bool:
+        """Whether `run` goes through fused layers rather than stock modelling."""
+        return self._fused_decoder is not None
 
     @property
     def device(self) -> torch.device:
@@ -141,6 +154,8 @@ class Target:
     @torch.no_grad()
     def run(self, token_ids: Tensor, window: Window, cache: SlotCache, layer_ids: tuple[int, ...] = ()) -> Features:
         """Decode the new tokens [B, T] of a window on the cache."""
+        if self._fused_decoder is not None:
+            return Features(*self._fused_decoder.run(token_ids, window, cache, layer_ids))
         with _Capture(self.decoder_layers, layer_ids) as capture:
             last_hidden = run_on_slots(self.model, token_ids, window, cache)
         return Features(last_hidden, capture.side_by_side())

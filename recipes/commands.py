@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import itertools
+import json
 import logging
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoder import check_sampling
 from draftsmith.inference.measure import MeasureSettings, PromptSet, pick_prompts
 from draftsmith.models import Target, load_drafter
-from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.errors import UserError, first_line, require_at_least
+from draftsmith.models.trees import DynamicTree, StaticTree
 from draftsmith.recipes.comparison import compare
 from draftsmith.recipes.export import export_checkpoint
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
-from draftsmith.recipes.report import build_report, print_evaluations
+from draftsmith.recipes.report import build_report, certificate_text, print_evaluations
 from draftsmith.train import train as train_drafter
 from draftsmith.train.config import resolve
 
@@ -65,13 +67,43 @@ def evaluate(args: argparse.Namespace) -> None:
         encoded = pick_prompts(encoded, args.num_prompts)
     check_lengths(encoded, args.max_new_tokens, target, args.prompts)
     prompts = PromptSet(Path(args.prompts).stem, encoded)
+    lengths = args.draft_length or ([] if args.tree else [4])
     grid = [
-        MeasureSettings(temperature, args.top_p, batch_size, length, args.max_new_tokens, args.repeats, args.seed)
+        MeasureSettings(
+            temperature,
+            args.top_p,
+            batch_size,
+            draft,
+            args.max_new_tokens,
+            args.repeats,
+            args.seed,
+            "synthetic" if args.synthetic_acceptance else args.verification_mode,
+            tuple(args.synthetic_acceptance),
+        )
         for temperature in args.temperature
         for batch_size in args.batch_size
-        for length in args.draft_length
+        for draft in [*lengths, *map(parse_tree, args.tree)]
     ]
-    print_evaluations(compare(target, args.drafter, prompts, grid, args.out, args.num_threads), console)
+    if args.synthetic_acceptance and args.verification_mode:
+        raise UserError("--synthetic-acceptance is a verification mode of its own: leave out --verification-mode")
+    contents = compare(target, args.drafter, prompts, grid, args.out, args.num_threads, args.certify)
+    print_evaluations(contents, console)
+    for content in contents if args.certify else []:
+        console.print(certificate_text(content))
+
+
+def parse_tree(text: str) -> StaticTree | DynamicTree:
+    """NODES,DEPTH,WIDTH, or the path of a JSON list of choices such as [[0], [1], [0, 0]]."""
+    if text.endswith(".json"):
+        try:
+            return StaticTree(tuple(map(tuple, json.loads(Path(text).read_text()))))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"--tree {text}: {first_line(error)}") from None
+    try:
+        num_nodes, depth, width = map(int, text.split(","))
+    except ValueError:
+        raise UserError(f"--tree {text}: give NODES,DEPTH,WIDTH or the path of a .json list of choices") from None
+    return DynamicTree(num_nodes, depth, width)
 
 
 def export(args: argparse.Namespace) -> None:

@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+from rich.progress import Progress
+
 from draftsmith.data.progress import progress_bar
+from draftsmith.inference.certify import CertifySettings, certify, num_checks
 from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
 from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure
-from draftsmith.models import Target, load_drafter
+from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import require_at_least
 from draftsmith.train.run_folder import require_writable
 
@@ -19,6 +22,7 @@ def compare(
     grid: list[MeasureSettings],
     out: Path,
     num_threads: int | None = None,
+    with_certificate: bool = False,
 ) -> list[dict[str, Any]]:
     """Measure drafters (checkpoints, Hub names, `ngram`, `none`) at each setting; returns and writes what was found.
 
@@ -38,10 +42,25 @@ def compare(
             for name, row in measure(target, drafters, prompts, settings, lambda: progress.advance(task)).items():
                 rows[name].append(row)
         env = environment(target)
-    contents = [evaluation(target, name, drafter.kind, rows[name], env) for name, drafter in drafters.items()]
+        contents = [evaluation(target, name, drafter.kind, rows[name], env) for name, drafter in drafters.items()]
+        if with_certificate:
+            add_certificates(contents, list(drafters.values()), target, prompts, progress)
     for path, content in zip(evaluation_paths(out, list(drafters)), contents, strict=True):
         write_evaluation(path, content)
     return contents
+
+
+def add_certificates(
+    contents: list[dict[str, Any]], drafters: list[Drafter], target: Target, prompts: PromptSet, progress: Progress
+) -> None:
+    """Put `certificate` into the content of every drafter that drafts."""
+    certified = [(one, drafter) for one, drafter in zip(contents, drafters, strict=True) if drafter.kind != "none"]
+    task = progress.add_task("certifying", total=sum(num_checks(drafter) for _, drafter in certified), detail="")
+    for content, drafter in certified:
+        settings = CertifySettings()
+        content["certificate"] = certify(
+            target, drafter, prompts.token_ids, settings, on_progress=lambda: progress.advance(task)
+        )
 
 
 def evaluation_paths(out: Path, names: list[str]) -> list[Path]:

@@ -175,6 +175,19 @@ def lossless_text(result: Result) -> str:
     return text
 
 
+def certificate_text(content: dict[str, Any]) -> str:
+    """What a certificate says, in a line."""
+    if "certificate" not in content:
+        return f"{content['drafter']}: nothing to certify, it drafts nothing"
+    certificate = content["certificate"]
+    sampled = ", ".join(f"{mode} p = {test['p_value']:.2g}" for mode, test in certificate["sampled"].items())
+    verdict = "output is the target's" if certificate["passed"] else "OUTPUT IS NOT THE TARGET'S"
+    control = "" if certificate["control_found"] else "; too few tokens to find lossy output"
+    checks = certificate["greedy"].items()
+    greedy = "; ".join(f"{size.replace('_', ' ')}: {lossless_text({'lossless': check})}" for size, check in checks)
+    return f"{content['drafter']}: {verdict} (greedy {greedy}; sampled {sampled}{control})"
+
+
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 

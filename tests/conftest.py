@@ -1,5 +1,9 @@
 """Fixtures of all tests: one thread, one seed, and a tiny random target with a tokenizer of its own."""
 
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
