@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.slots import SlotCache, Window, last_seen
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers are what `FusedLayer` computes
@@ -44,7 +45,7 @@ class FusedDecoder:
         self.embedding: Tensor = base.embed_tokens.weight  # [V, H]
         self.rotary: Any = base.rotary_emb
         self.layers = [FusedLayer(layer) for layer in base.layers]
-        self.norm = RMSNorm(base.norm.weight, base.norm.variance_epsilon)
+        self.norm = DecodingNorm(base.norm.weight, base.norm.variance_epsilon)
 
     @torch.no_grad()
     def run(
@@ -117,12 +118,12 @@ class FusedLayer:
         owner = attention if hasattr(attention, "sliding_window") else attention.config
         self.sliding_window: int | None = getattr(owner, "sliding_window", None)
 
-        self.attention_norm = RMSNorm(layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
+        self.attention_norm = DecodingNorm(layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
         self.qkv, self.qkv_bias = merge(projections)  # [H, (Hq + 2 * Hkv) * D]
         self.head_norm = _head_norm(attention, *self.widths[:2]) if hasattr(attention, "q_norm") else None
         self.attention_out, _ = merge([attention.o_proj])  # [Hq * D, H]
         norm = layer.post_attention_layernorm
-        self.mlp_norm = RMSNorm(norm.weight, norm.variance_epsilon)
+        self.mlp_norm = DecodingNorm(norm.weight, norm.variance_epsilon)
         self.gate_up, self.gate_up_bias = merge([mlp.gate_proj, mlp.up_proj])  # [H, 2 * I]
         self.mlp_out, _ = merge([mlp.down_proj])  # [I, H]
 
@@ -151,27 +152,11 @@ class FusedLayer:
         x.addmm_(work.gate, self.mlp_out)
 
 
-class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, as x * (weight * r) / sqrt(|x|^2 + r^2 eps)
-
-    with r^2 the dimension: four operations.
-    """
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        width = weight.shape[-1]
-        self.weight = weight * math.sqrt(width)
-        self.floor = torch.tensor(math.sqrt(width * eps), device=weight.device)
-
-    def __call__(self, x: Tensor, out: Tensor) -> None:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        torch.mul(x, self.weight, out=out).div_(torch.hypot(length, self.floor))
-
-
-def _head_norm(attention: Any, query: int, keys: int) -> RMSNorm:
+def _head_norm(attention: Any, query: int, keys: int) -> DecodingNorm:
     """The norms of q and k heads (Qwen3) as one, with a weight for each head, [Hq + Hkv, D]."""
     norms = (attention.q_norm, query), (attention.k_norm, keys)
     weights = [norm.weight.expand(width // attention.head_dim, -1) for norm, width in norms]
-    return RMSNorm(torch.cat(weights), attention.q_norm.variance_epsilon)
+    return DecodingNorm(torch.cat(weights), attention.q_norm.variance_epsilon)
 
 
 def merge(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
