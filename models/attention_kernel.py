@@ -1,0 +1,262 @@
+"""Attention of a window's tokens over the slot cache, in Triton; `slots.masked_attention` is its plain twin.
+
+All heads that share a key-value head are packed into the rows of one tile, so that keys and values are read once, and
+the slots are split over programs (flash-decoding), so that a short batch fills the GPU too. What a row sees comes as a
+packed mask (`Window.packed_mask`); nothing as long as the cache is ever built.
+
+Shapes: B rows, T new tokens a row, M slots, W words of 32 columns, Hq query heads, Hkv key-value heads, G = Hq / Hkv,
+D head width, S splits. A tile has R <= 64 rows (t, g), t the slower, and reads N slots at a time.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+PACKED = tl.constexpr(3)  # slot, position and prefix, then the ancestor words
+WORD = tl.constexpr(32)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed_mask: Tensor,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """Query [B, Hq, T, D] over key and value [B, Hkv, M, D] where packed_mask int32 [B, 1, T, 3 + W] allows it.
+
+    All in one dtype, fp32, fp16 or bf16, and dense along D; sinks [Hq] are in any. Returns [B, T, Hq, D].
+    """
+    batch, heads, length, width = query.shape
+    kv_heads, num_slots = key.shape[1], key.shape[2]
+    assert key.shape == value.shape
+    assert query.dtype == key.dtype == value.dtype
+    assert query.stride(3) == key.stride(3) == value.stride(3) == 1
+    assert packed_mask.dtype == torch.int32
+    num_words = packed_mask.shape[-1] - PACKED.value
+    if sliding_window is not None and sliding_window < num_words * WORD.value:
+        packed_mask = last_ancestors(packed_mask, sliding_window)
+    packed_mask = packed_mask.contiguous()
+    groups = heads // kv_heads
+    rows, block, warps, stages = tile(length * groups, width, query.dtype)
+    tiles = triton.cdiv(length * groups, rows)
+    if splits is None:
+        splits = num_splits(batch * kv_heads * tiles, num_slots, block, query.device)
+
+    output = query.new_empty(batch, length, heads, width)
+    parts, sums = output, None
+    if splits > 1:
+        parts = query.new_empty(splits, batch, length, heads, width, dtype=torch.float32)
+        sums = query.new_empty(splits, batch, length, heads, dtype=torch.float32)
+    padded_width = max(16, triton.next_power_of_2(width))
+    attend_kernel[(tiles, splits, batch * kv_heads)](
+        query,
+        key,
+        value,
+        packed_mask,
+        sinks,
+        parts,
+        sums,
+        scaling * LOG2_E.value if softcap is None else scaling / softcap,
+        None if softcap is None else softcap * LOG2_E.value,
+        sliding_window,
+        length,
+        num_slots,
+        kv_heads,
+        num_words,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        G=groups,
+        D=width,
+        PADDED_D=padded_width,
+        R=rows,
+        N=block,
+        TREE=num_words > 0,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    if splits > 1:
+        num_rows = batch * length * heads
+        combine_kernel[(num_rows,)](
+            parts, sums, output, num_rows, splits, width, S=triton.next_power_of_2(splits), PADDED_D=padded_width
+        )
+    return output
+
+
+def tile(num_rows: int, width: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Rows R and slots N of a tile, warps, pipeline stages: no spills on sm_90, and room for two programs at a time."""
+    if dtype == torch.float32:  # no tensor cores
+        return 16, 32, 8, 2
+    rows = max(16, triton.next_power_of_2(num_rows))
+    if width > 128:
+        return min(32, rows), 32, 8, 2
+    return min(64, rows), 32 if rows > 32 else 64, 4, 3
+
+
+def num_splits(programs: int, num_slots: int, block: int, device: torch.device) -> int:
+    """How many programs share the slots of one tile: two for each multiprocessor in all, with a block of slots each.
+
+    More where a cache is long, for in a batch of ragged rows all would wait for the longest.
+    """
+    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // programs
+    return max(1, num_slots // 4096, min(wanted, triton.cdiv(num_slots, block)))
+
+
+def last_ancestors(packed_mask: Tensor, count: int) -> Tensor:
+    """The packed mask with only the last `count` ancestors of each token: those at the last `count` positions."""
+    bits = torch.arange(WORD.value, dtype=torch.int32, device=packed_mask.device)
+    words = packed_mask[..., PACKED.value :]
+    seen = (words[..., None] >> bits & 1).flatten(3)  # [B, 1, T, 32 W]
+    seen = seen * (seen.flip(3).cumsum(3).flip(3) <= count)
+    words = (seen.unflatten(3, (-1, WORD.value)) << bits).sum(-1, dtype=torch.int32)  # bit 31 is the sign
+    return torch.cat([packed_mask[..., : PACKED.value], words], 3)
+
+
+@triton.jit
+def attend_kernel(
+    query,
+    key,
+    value,
+    packed_mask,
+    sinks,  # [Hq] or None
+    output,  # [S, B, T, Hq, D] weighted means over the slots of each split
+    sums,  # [S, B, T, Hq] log2 of the sum of their weights; None for one split
+    scale,
+    cap,  # softcap or None; scores are powers of two, so that exp2 serves: LOG2_E is in `cap`, else in `scale`
+    reach,  # sliding window or None
+    length,
+    num_slots,
+    kv_heads,
+    num_words,
+    query_b,
+    query_h,
+    query_t,
+    key_b,
+    key_h,
+    key_m,
+    value_b,
+    value_h,
+    value_m,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    R: tl.constexpr,
+    N: tl.constexpr,
+    TREE: tl.constexpr,
+):
+    """Online softmax of one tile of query rows over one split of the slots that any of them sees."""
+    split = tl.program_id(1)
+    b = (tl.program_id(2) // kv_heads).to(tl.int64)
+    kv_head = tl.program_id(2) % kv_heads
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    t = row // G
+    head = kv_head * G + row % G
+    real = t < length
+    d = tl.arange(0, PADDED_D)
+    kept = real[:, None] & (d < D)[None, :]
+
+    mask_row = packed_mask + (b * length + t) * (PACKED + num_words)
+    slot = tl.load(mask_row, mask=real, other=-1)
+    position = tl.load(mask_row + 1, mask=real, other=2147483647)
+    prefix = tl.load(packed_mask + b * length * (PACKED + num_words) + 2)
+    end = tl.minimum(tl.max(slot, 0) + 1, num_slots)
+    if reach is None:
+        first = 0
+        clear = prefix if TREE else tl.min(tl.where(real, slot, num_slots), 0) + 1  # all rows see all slots before
+    else:
+        first = tl.maximum(tl.min(position, 0) - reach + 1, 0)
+        clear = 0
+    share = tl.cdiv(tl.cdiv(end - first, tl.num_programs(1)), N) * N
+    low = first + split * share
+    high = tl.minimum(low + share, end)
+    middle = low + tl.maximum(tl.minimum(high, clear) - low, 0) // N * N
+
+    queries = tl.load(
+        query + b * query_b + head[:, None] * query_h + t[:, None] * query_t + d[None, :], mask=kept, other=0.0
+    )
+    key += b * key_b + kv_head * key_h
+    value += b * value_b + kv_head * value_h
+    peak = tl.full((R,), float("-inf"), tl.float32)
+    total = tl.zeros((R,), tl.float32)
+    mean = tl.zeros((R, PADDED_D), tl.float32)
+    if sinks is not None:  # one more slot, of value zero, in the first split
+        peak = tl.where(split == 0, tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E, peak)
+        total = tl.where(split == 0, 1.0, total)
+
+    for start in range(low, middle, N):
+        n = start + tl.arange(0, N)
+        keys, values = load_slots(key, key_m, value, value_m, n, None, D, PADDED_D)
+        peak, total, mean = add_block(peak, total, mean, queries, keys, values, None, scale, cap)
+    for start in range(middle, high, N):
+        n = start + tl.arange(0, N)
+        keys, values = load_slots(key, key_m, value, value_m, n, high, D, PADDED_D)
+        seen = sees(mask_row, real, slot, position, prefix, n, reach, num_words, TREE)
+        peak, total, mean = add_block(peak, total, mean, queries, keys, values, seen, scale, cap)
+
+    out_row = ((split * (tl.num_programs(2) // kv_heads) + b) * length + t) * kv_heads * G + head
+    if (low < high) | (split == 0):
+        mean = mean / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(output + out_row[:, None] * D + d[None, :], mean.to(output.dtype.element_ty), mask=kept)
+    if sums is not None:
+        tl.store(sums + out_row, peak + tl.log2(total), mask=real)
+
+
+@triton.jit
+def sees(mask_row, real, slot, position, prefix, n, reach, num_words, TREE: tl.constexpr):
+    """Which of the slots n [N] each row sees: bool [R, N]."""
+    recent = n >= 0 if reach is None else n > position[:, None] - reach
+    if TREE:
+        column = n - prefix
+        drafted = (column >= 0) & (column < num_words * WORD)
+        word = tl.load(mask_row[:, None] + PACKED + column // WORD, mask=real[:, None] & drafted, other=0)
+        ancestor = ((word >> (column & (WORD - 1))) & 1) != 0
+        return ancestor | ((column < 0) & recent)
+    return (n <= slot[:, None]) & recent
+
+
+@triton.jit
+def load_slots(key, key_m, value, value_m, n, high, D: tl.constexpr, PADDED_D: tl.constexpr):
+    """Keys and values of slots n [N], each [N, PADDED_D]: zeros past D and, if given, from slot `high` on."""
+    d = tl.arange(0, PADDED_D)
+    mask = (d < D)[None, :] if high is None else (d < D)[None, :] & (n < high)[:, None]
+    keys = tl.load(key + n[:, None] * key_m + d[None, :], mask=mask, other=0.0)
+    values = tl.load(value + n[:, None] * value_m + d[None, :], mask=mask, other=0.0)
+    return keys, values
+
+
+@triton.jit
+def add_block(peak, total, mean, queries, keys, values, seen, scale, cap):
+    """Online softmax: queries [R, D] look at N more keys and values where `seen` [R, N], None for everywhere."""
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+    if cap is not None:
+        scores = cap * (2 * tl.sigmoid(2 * scores) - 1)  # tanh
+    if seen is not None:
+        scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
+    weights = tl.exp2(scores - base[:, None])
+    rescale = tl.exp2(peak - base)
+    total = total * rescale + tl.sum(weights, 1)
+    mean = mean * rescale[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return higher, total, mean
+
+
+@triton.jit
+def combine_kernel(parts, sums, output, num_rows, splits, D, S: tl.constexpr, PADDED_D: tl.constexpr):
+    """The mean of each (b, t, head) from the means over its splits, weighted by their sums."""
+    row = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, S)
+    d = tl.arange(0, PADDED_D)
+    sums = tl.load(sums + s * num_rows + row, mask=s < splits, other=float("-inf"))
+    weights = tl.exp2(sums - tl.max(sums, 0))
+    held = (weights > 0)[:, None] & (d < D)[None, :]  # a split that saw nothing stored nothing
+    means = tl.load(parts + (s * num_rows + row)[:, None] * D + d[None, :], mask=held, other=0.0)
+    mean = tl.sum(means * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(output + row * D + d, mean.to(output.dtype.element_ty), mask=d < D)
