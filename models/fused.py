@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models import llama_steps
-from draftsmith.models.llama_steps import Norm
+from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.slots import SlotCache, Window
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers are what `FusedLayer` computes
@@ -59,7 +59,7 @@ class FusedDecoder:
         self.embedding: Tensor = base.embed_tokens.weight  # [V, H]
         self.rotary: Any = base.rotary_emb
         self.layers = [FusedLayer(layer) for layer in base.layers]
-        self.norm = Norm(base.norm.weight, base.norm.variance_epsilon)
+        self.norm = DecodingNorm(base.norm.weight, base.norm.variance_epsilon)
 
     @torch.no_grad()
     def run(
@@ -125,14 +125,14 @@ class FusedLayer:
         owner = attention if hasattr(attention, "sliding_window") else attention.config
         self.sliding_window: int | None = getattr(owner, "sliding_window", None)
 
-        self.attention_norm = Norm(layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
+        self.attention_norm = DecodingNorm(layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
         self.qkv, self.qkv_bias = merge(projections)  # [H, (Hq + 2 * Hkv) * D]
         self.head_norm = _head_norm(attention, *self.widths[:2]) if hasattr(attention, "q_norm") else None
-        self.attention_out = attention.o_proj.weight.t()  # [Hq * D, H]
+        self.attention_out, _ = merge([attention.o_proj])  # [Hq * D, H]
         norm = layer.post_attention_layernorm
-        self.mlp_norm = Norm(norm.weight, norm.variance_epsilon)
+        self.mlp_norm = DecodingNorm(norm.weight, norm.variance_epsilon)
         self.gate_up, self.gate_up_bias = merge([mlp.gate_proj, mlp.up_proj])  # [H, 2 * I]
-        self.mlp_out = mlp.down_proj.weight.t()  # [I, H]
+        self.mlp_out, _ = merge([mlp.down_proj])  # [I, H]
 
     def run(self, x: Tensor, steps: ModuleType, work: Work, cache: SlotCache) -> None:
         """Add the layer's output to the residual stream x [N, H] in place."""
@@ -150,24 +150,30 @@ class FusedLayer:
         x.addmm_(steps.silu_mul_(work.gate, work.up), self.mlp_out)
 
 
-def _head_norm(attention: Any, query: int, keys: int) -> Norm:
+def _head_norm(attention: Any, query: int, keys: int) -> DecodingNorm:
     """The norms of q and k heads (Qwen3) as one, with a weight for each head, [Hq + Hkv, D]."""
     norms = (attention.q_norm, query), (attention.k_norm, keys)
     weights = [norm.weight.expand(width // attention.head_dim, -1) for norm, width in norms]
-    return Norm(torch.cat(weights), attention.q_norm.variance_epsilon)
+    return DecodingNorm(torch.cat(weights), attention.q_norm.variance_epsilon)
 
 
 def merge(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Several products of one input as one: weight [in, all out] and bias. The linears' parameters become its views."""
-    weight, bias = torch.cat([linear.weight for linear in linears]), None
+    """Several products of one input as one: weight [in, all out] and bias. The linears' parameters become its views.
+
+    On a CPU a row of the weight holds what one input adds to all outputs: for a few tokens that is faster than the
+    order of a Linear.
+    """
+    weight, bias = torch.cat([linear.weight for linear in linears]).t(), None
+    if weight.device.type == "cpu":
+        weight = weight.contiguous()
     sizes = [linear.out_features for linear in linears]
-    for linear, part in zip(linears, weight.split(sizes), strict=True):
+    for linear, part in zip(linears, weight.t().split(sizes), strict=True):
         linear.weight.data = part
     if linears[0].bias is not None:
         bias = torch.cat([linear.bias for linear in linears])
         for linear, part in zip(linears, bias.split(sizes), strict=True):
             linear.bias.data = part
-    return weight.t(), bias
+    return weight, bias
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -9,13 +9,13 @@ import triton.language as tl
 from torch import Tensor
 
 from draftsmith.models.attention_kernel import attend as attend_slots
-from draftsmith.models.llama_steps import Norm
+from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.slots import Window
 
 HEADS = tl.constexpr(4)  # heads that a program rotates
 
 
-def rms_norm(x: Tensor, norm: Norm, out: Tensor) -> None:
+def rms_norm(x: Tensor, norm: DecodingNorm, out: Tensor) -> None:
     assert x.ndim == 2
     assert x.stride(1) == out.stride(1) == norm.weight.stride(0) == 1
     num_tokens, width = x.shape
@@ -42,7 +42,7 @@ def norm_kernel(x, weight, out, eps, x_n, out_n, W: tl.constexpr, BLOCK: tl.cons
 
 
 def rotate_and_store(
-    heads: Tensor, stored: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None, written: Tensor, flat: Tensor
+    heads: Tensor, stored: Tensor, cos: Tensor, sin: Tensor, norm: DecodingNorm | None, written: Tensor, flat: Tensor
 ) -> None:
     num_tokens, num_rotated, _, half = heads.shape
     num_stored = stored.shape[1] // (2 * half)  # 2 * Hkv

@@ -9,28 +9,17 @@ import math
 import torch
 from torch import Tensor, nn
 
+from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.slots import Window, last_seen
 
 
-class Norm:
-    """A weight [..., W] and the eps of x / sqrt(mean(x^2) + eps) * weight, over the last dimension in fp32."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps = weight, eps
-        # the same as x * scaled / sqrt(|x|^2 + floor^2), which is four operations
-        width = weight.shape[-1]
-        self.scaled = weight * math.sqrt(width)
-        self.floor = torch.tensor(math.sqrt(width * eps), device=weight.device)
-
-
-def rms_norm(x: Tensor, norm: Norm, out: Tensor) -> None:
-    """x [..., W] and out of its shape, which may be x itself."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    torch.mul(x, norm.scaled, out=out).div_(torch.hypot(length, norm.floor))
+def rms_norm(x: Tensor, norm: DecodingNorm, out: Tensor) -> None:
+    """x [N, H] and out of its shape."""
+    norm(x, out=out)
 
 
 def rotate_and_store(
-    heads: Tensor, stored: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None, written: Tensor, flat: Tensor
+    heads: Tensor, stored: Tensor, cos: Tensor, sin: Tensor, norm: DecodingNorm | None, written: Tensor, flat: Tensor
 ) -> None:
     """Norm and rotate the heads of q and k, then store keys and values in rows `written` of a layer of the cache.
 
@@ -39,7 +28,7 @@ def rotate_and_store(
     first halves; norm of weight [Hq + Hkv, D]; written [N] int64; flat [R, 2 * Hkv * D].
     """
     if norm is not None:
-        rms_norm(heads.flatten(2), norm, out=heads.flatten(2))
+        norm(heads.flatten(2), out=heads.flatten(2))
     swapped = heads.flip(2)
     heads.mul_(cos).addcmul_(swapped, sin)
     flat.index_copy_(0, written, stored)

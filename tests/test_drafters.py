@@ -125,13 +125,15 @@ def test_unrolled_training_sees_what_drafting_sees(tiny_target: Target) -> None:
         steps = list(drafter.unroll(token_ids, layers))
         fused = drafter.fc(layers)
         for t in (0, 3, 6):
-            cache = SlotCache(3, 16)
-            slots = torch.arange(t + 1).expand(3, -1)
-            hidden = drafter._decode(token_ids[:, 1 : t + 2], fused[:, : t + 1], slots, cache)[:, -1:]
+            memory = drafter.new_memory(3, 16, Chain(4))
+            window = chain_window(torch.zeros(3, dtype=torch.int64), t + 1)
+            query = memory.write(token_ids[:, 1 : t + 2], fused[:, : t + 1], window)
+            hidden = memory.finish(query, fused[:, : t + 1], window)[:, -1:]
             for k, step in enumerate(steps):
                 if k:
                     next_ids = token_ids[:, t + 1 + k : t + 2 + k]
-                    hidden = drafter._decode(next_ids, hidden, torch.full((3, 1), t + k), cache)
+                    window = chain_window(torch.full((3,), t + k), 1)
+                    hidden = memory.finish(memory.write(next_ids, hidden, window), hidden, window)
                 torch.testing.assert_close(step[:, t], hidden[:, 0], atol=1e-5, rtol=1e-4)
 
 

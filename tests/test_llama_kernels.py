@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from draftsmith.models import llama_kernels, llama_steps
-from draftsmith.models.llama_steps import Norm
+from draftsmith.models.layers import DecodingNorm
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 HALF_PRECISION = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -32,10 +32,10 @@ def test_rms_norm(width: int, dtype: torch.dtype, device: str) -> None:
     x = x.to(device)
     weight = rounded(width, dtype=dtype, device=device)
     expected = torch.empty(5, width, device=device)
-    llama_steps.rms_norm(x, Norm(weight, 1e-5), out=expected)
+    llama_steps.rms_norm(x, DecodingNorm(weight, 1e-5), out=expected)
     torch.testing.assert_close(expected, torch.nn.functional.rms_norm(x, (width,), weight, 1e-5), atol=1e-5, rtol=1e-5)
     found = torch.full((5, width), float("nan"), dtype=dtype, device=device)
-    llama_kernels.rms_norm(x.to(dtype), Norm(weight.to(dtype), 1e-5), out=found)
+    llama_kernels.rms_norm(x.to(dtype), DecodingNorm(weight.to(dtype), 1e-5), out=found)
     torch.testing.assert_close(found.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert not found[1].any()
 
@@ -58,7 +58,7 @@ def test_rotate_and_store(
         own = qkv.to(kind, copy=True)
         heads, stored = own[:, : num_rotated * width].view(num_tokens, -1, 2, half), own[:, queries * width :]
         flat = torch.full((12, 2 * kv_heads * width), -7.0, dtype=kind, device=device)
-        norm = Norm(weight.to(kind), 1e-6) if normed else None
+        norm = DecodingNorm(weight.to(kind), 1e-6) if normed else None
         steps.rotate_and_store(heads, stored, cos, sin, norm, written, flat)
         results.append((own[:, : queries * width].float(), flat.float()))
     for expected, found in zip(*results, strict=True):
