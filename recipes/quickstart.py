@@ -72,22 +72,25 @@ def run_quickstart(
     target = Target.from_pretrained(name, device)
     require_writable(out)
 
-    train_prompts = write_prompts(out / "prompts", target)
+    train_prompts, held_out = (prompts_for(target, is_held_out) for is_held_out in (False, True))
     plan = load_plan(out / "plan.yaml", name, minutes) or measure_plan(target, train_prompts, kinds, minutes, console)
     (out / "plan.yaml").write_text(yaml.safe_dump(asdict(plan), sort_keys=False))
     missing = [kind for kind in kinds if kind not in plan.steps]
     if missing:
         raise UserError(f"{out} was begun without {', '.join(missing)}: give another --out")
 
-    chosen = out / "prompts" / "training.jsonl"
-    write_jsonl(chosen, train_prompts[: plan.num_prompts])
-    samples = out / "samples"
-    prepare(target, str(chosen), samples, PrepareSettings(max_new_tokens=MAX_NEW_TOKENS, batch_size=PREPARE_BATCH))
+    prompts = out / "prompts"
+    prompts.mkdir(exist_ok=True)
+    write_jsonl(prompts / "training.jsonl", train_prompts[: plan.num_prompts])
+    write_jsonl(prompts / "comparison.jsonl", held_out[: plan.num_comparison_prompts])
+    write_jsonl(prompts / "checkpoints.jsonl", held_out[NUM_HELD_OUT : 2 * NUM_HELD_OUT])
+    settings = PrepareSettings(max_new_tokens=MAX_NEW_TOKENS, batch_size=PREPARE_BATCH)
+    prepare(target, str(prompts / "training.jsonl"), out / "samples", settings)
     for kind in kinds:
         train(quickstart_config(kind, plan, out, device))
 
     best = compare_best([best_checkpoint(out / kind) for kind in kinds], target, plan, out)
-    write_sample_texts(out / "samples.json", target, best, out / "prompts" / "comparison.jsonl")
+    write_sample_texts(out / "samples.json", target, best, prompts / "comparison.jsonl")
     console.print(f"\nreport: {build_report(out)}")
     print_summary(out, console)
     command = export_checkpoint(best, "vllm", target, out / "export")
@@ -100,7 +103,7 @@ def compare_best(checkpoints: list[Path], target: Target, plan: Plan, out: Path)
     source = str(out / "prompts" / "comparison.jsonl")
     paths = evaluation_paths(out / "comparison", names)
     if not all(path.is_file() for path in paths):
-        prompts = PromptSet("comparison", encode_prompts(read_prompts(source), target)[: plan.num_comparison_prompts])
+        prompts = PromptSet("comparison", encode_prompts(read_prompts(source), target))
         compare(target, names, prompts, [COMPARISON], out / "comparison", plan.num_threads)
     results = [json.loads(path.read_text())["results"][0] for path in paths[: len(checkpoints)]]
     return max(zip(results, checkpoints, strict=True), key=lambda pair: worth(pair[0]))[1]
@@ -109,20 +112,10 @@ def compare_best(checkpoints: list[Path], target: Target, plan: Plan, out: Path)
 # --- prompts
 
 
-def write_prompts(folder: Path, target: Target) -> list[str]:
-    """Training prompts in random order that fit the target's context; writes the held-out ones.
-
-    checkpoints.jsonl is for measuring checkpoints, comparison.jsonl for comparing the best ones.
-    """
-    folder.mkdir(exist_ok=True)
-    room = target.context - MAX_NEW_TOKENS
-    training, held_out = (
-        [prompt for prompt in shuffled_prompts(is_held_out) if len(target.encode(prompt)) <= min(room, 128)]
-        for is_held_out in (False, True)
-    )
-    write_jsonl(folder / "comparison.jsonl", held_out[:NUM_HELD_OUT])
-    write_jsonl(folder / "checkpoints.jsonl", held_out[NUM_HELD_OUT : 2 * NUM_HELD_OUT])
-    return training
+def prompts_for(target: Target, held_out: bool) -> list[str]:
+    """Prompts in random order that fit the target's context."""
+    longest = min(target.context - MAX_NEW_TOKENS, 128)
+    return [prompt for prompt in shuffled_prompts(held_out) if len(target.encode(prompt)) <= longest]
 
 
 def shuffled_prompts(held_out: bool) -> list[str]:
