@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftsmith.models.sampling import Stream
+
 CHUNK = 4096  # logits that one program reads: 32 programs for a vocabulary of 128k
 NUM_WARPS = 8
 
@@ -70,12 +72,15 @@ def sample_columns(logits: Tensor, parents: Tensor, depth: int, uniforms: Tensor
     return drawn
 
 
-def uniforms(keys: Tensor, positions: Tensor, stream: int) -> Tensor:
-    """`Noise.uniforms`, bit for bit, in one launch. keys [B] and positions [B, T] int64 -> fp64 [B, T]."""
-    out = torch.empty(positions.shape, dtype=torch.float64, device=positions.device)
+def uniforms(keys: Tensor, positions: Tensor, stream: Stream, branch: Tensor | int = 0) -> Tensor:
+    """`Noise.uniforms` of rows with `keys` [B], bit for bit, in one launch: positions [B, T] -> fp64 [B, T]."""
+    shape = torch.broadcast_shapes(positions.shape, branch.shape if isinstance(branch, Tensor) else ())
+    out = torch.empty(shape, dtype=torch.float64, device=positions.device)
+    branches, salt = (branch, int(stream)) if isinstance(branch, Tensor) else (None, branch * len(Stream) + stream)
     block = 128
-    grid = (triton.cdiv(out.numel(), block),)
-    _uniforms[grid](keys, positions.contiguous(), out, stream, positions.shape[1], out.numel(), BLOCK=block)
+    _uniforms[(triton.cdiv(shape[1], block), shape[0])](
+        keys, positions.contiguous(), branches, salt, out, positions.shape[1], shape[1], len(Stream), BLOCK=block
+    )
     return out
 
 
@@ -164,13 +169,16 @@ def _sample_columns(
     tl.store(drawn + row, chunk * CHUNK + lane)
 
 
-@triton.jit(do_not_specialize=["stream", "T", "size"])
-def _uniforms(keys, positions, out, stream, T, size, BLOCK: tl.constexpr):
-    lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = lanes < size
-    x = tl.load(keys + lanes // T, mask=inside, other=0) + tl.load(positions + lanes, mask=inside, other=0)
-    bits = _mix(_mix(x.to(tl.uint64, bitcast=True)) + stream)
-    tl.store(out + lanes, ((bits & ((1 << 52) - 1)).to(tl.float64) + 0.5) / (1 << 52), mask=inside)
+@triton.jit(do_not_specialize=["salt", "num_positions", "T", "num_streams"])
+def _uniforms(keys, positions, branches, salt, out, num_positions, T, num_streams, BLOCK: tl.constexpr):
+    columns, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
+    inside = columns < T
+    position = tl.load(positions + row * num_positions + columns % num_positions, mask=inside, other=0)
+    bits = _mix((tl.load(keys + row) + position).to(tl.uint64, bitcast=True)) + salt
+    if branches is not None:
+        bits += (tl.load(branches + columns, mask=inside, other=0) * num_streams).to(tl.uint64, bitcast=True)
+    uniform = ((_mix(bits) & ((1 << 52) - 1)).to(tl.float64) + 0.5) / (1 << 52)
+    tl.store(out + row * T + columns, uniform, mask=inside)
 
 
 @triton.jit

@@ -35,6 +35,7 @@ def launches() -> dict[str, Callable[[], object]]:
 def verification() -> dict[str, Callable[[], object]]:
     from draftsmith.inference import verify_kernels
     from draftsmith.models import sampling_kernels
+    from draftsmith.models.sampling import Stream
 
     def call(
         rule: str, batch: int, nodes: int, depth: int, vocabulary: int, dtype: torch.dtype = torch.float32
@@ -64,7 +65,7 @@ def verification() -> dict[str, Callable[[], object]]:
         calls[f"{rule} no drafts"] = rule, 4, 0, 0, 128256
     calls["block long chain"] = "block", 8, 15, 15, 151936
     calls["probabilistic odd vocabulary"] = "probabilistic", 8, 4, 4, 50257
-    noise = meta(8, dtype=torch.int64), meta(8, 5, dtype=torch.int64), 1
+    noise = meta(8, dtype=torch.int64), meta(8, 1, dtype=torch.int64), Stream.DRAFT, meta(5, dtype=torch.int64)
     return {name: lambda args=args: call(*args) for name, args in calls.items()} | {
         "uniforms": lambda: sampling_kernels.uniforms(*noise)
     }

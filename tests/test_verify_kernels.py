@@ -5,10 +5,12 @@ round differently, by about 1e-6 of a probability. So coins are chosen that lie 
 are compared with, and rounding decides nothing.
 """
 
+import runpy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,9 +192,12 @@ def test_many_siblings_are_rejected() -> None:
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
 def test_chains_that_end_early(rule: str) -> None:
-    case = make_case(12, 16, 2, ("gaps",), chain=True)
-    args = case.logits, case.draft_logits, case.tokens
-    coins = settled_coins(partial(getattr(verify, rule), *args), (16, 2), (16, 3))
+    """Two drafts, then none or one that cannot have been drawn; flat laws, of which much is left after a rejection."""
+    logits, draft_logits, tokens = torch.randn(32, 4, 12), torch.randn(32, 3, 12), torch.randint(0, 12, (32, 3))
+    draft_logits[::2, 2] = draft_logits[::2, 2].scatter(1, tokens[::2, 2:], float("-inf"))
+    tokens[1::2, 2] = -1
+    args = logits, draft_logits, tokens
+    coins = settled_coins(partial(getattr(verify, rule), *args), (32, 3), (32, 4))
     assert_same(rule, *args, *coins)
 
 
@@ -304,19 +309,33 @@ def test_one_row_of_parents_may_serve_the_batch() -> None:
 
 
 @pytest.mark.parametrize("chunk", [16])
-def test_sampling(chunk: int) -> None:
-    logits = torch.randn(4, 3, 50) * 3
-    p = logits.softmax(-1)
-    coins = torch.rand(4, 3, dtype=torch.float64)
+def test_a_token_after_every_column_of_a_tree(chunk: int) -> None:
+    """Columns of one depth share a coin."""
+    logits, parents = torch.randn(3, 7, 50) * 3, random_parents(3, 6)
+    uniforms, p = torch.rand(3, 7, dtype=torch.float64), logits.softmax(-1)
+    coins = uniforms.gather(1, node_depths(parents, 6))
     settled = sampling.sample(p, coins - MARGIN) == sampling.sample(p, coins + MARGIN)
     assert settled.float().mean() > 0.8
-    drawn = run(sampling_kernels.sample, logits, coins)
+    drawn = run(sampling_kernels.sample_columns, logits, parents, 6, uniforms)
     assert torch.equal(drawn[settled], sampling.sample(p, coins)[settled])
 
 
 @pytest.mark.parametrize("stream", list(Stream))
-def test_noise_is_the_same_bit_for_bit(stream: Stream) -> None:
+@pytest.mark.parametrize("branch", [0, 2**20, torch.randint(0, 2**20, (150,))])
+@pytest.mark.parametrize("num_positions", [1, 150])
+def test_noise_is_the_same_bit_for_bit(stream: Stream, branch: Tensor | int, num_positions: int) -> None:
     noise = Noise(-7, torch.tensor([0, 1, -1, 2**62, 123456789]))
-    positions = torch.randint(0, 2**40, (5, 31))
-    expected = noise.uniforms(positions, stream)
-    assert torch.equal(run(sampling_kernels.uniforms, noise._keys, positions, stream), expected)
+    positions = torch.randint(0, 2**40, (5, num_positions))
+    expected = noise.uniforms(positions, stream, branch)
+    assert torch.equal(run(sampling_kernels.uniforms, noise._keys, positions, stream, branch), expected)
+
+
+def test_benchmark() -> None:
+    """It needs a GPU and says so; its calls are tried here, on little."""
+    path = Path(__file__).parents[1] / "benchmarks/verify_kernels.py"
+    benchmark = runpy.run_path(str(path))
+    for case in benchmark["cases"](1, 40, str(DEVICE)):
+        assert case.num_bytes > 0
+        assert type(case.kernel()) is type(case.twin())
+    if not torch.cuda.is_available():
+        assert benchmark["main"]() == 2
