@@ -46,10 +46,3 @@ def cpu_threads(num_threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def wall_clock(device: torch.device) -> float:
-    """Seconds on a monotonic clock, after everything launched on the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

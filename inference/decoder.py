@@ -1,20 +1,24 @@
 """The speculative decoder: texts or token ids in, texts, token ids and counters out."""
 
 import functools
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
 
-from draftsmith.inference.clock import wall_clock
-from draftsmith.inference.generation import Generation, GenerationSettings
+from draftsmith.inference.generation import Generation
+from draftsmith.inference.rows import GenerationSettings, Rows
 from draftsmith.inference.stats import Stats
-from draftsmith.inference.verify import VerificationMode
+from draftsmith.inference.verify import SAMPLED_DRAFTS, VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.trees import Chain, DynamicTree, Shape, StaticTree
+
+SLOT_BLOCK = 64  # the number of slots a row is a multiple of it, so that rows fit texts of similar length
 
 
 @dataclass
@@ -32,7 +36,7 @@ class Timing:
 
     total: float
     to_first_token: float
-    phases: dict[str, float]  # draft, verify, host
+    phases: dict[str, float]  # prefill, draft, verify, host
 
 
 @dataclass
@@ -65,6 +69,7 @@ class SpeculativeDecoder:
 
     def __init__(self, target: Target, drafter: Drafter) -> None:
         self.target, self.drafter = target, drafter
+        self._rows: Rows | None = None  # of the last call
 
     @classmethod
     def from_pretrained(
@@ -91,8 +96,9 @@ class SpeculativeDecoder:
         seed: int = 0,
         stop_at_eos: bool = True,
         request_ids: list[int] | None = None,
+        batch_size: int | None = None,
     ) -> Output:
-        """Decode all prompts as one batch.
+        """Decode all prompts, `batch_size` (by default all) at a time: a row that is done takes the next prompt.
 
         Temperature 0 is greedy. `verification_mode` None takes `greedy` at temperature 0, else `probabilistic` where
         the drafter has probabilities and `one_hot` where it has not. A request's noise is keyed by `seed` and its id
@@ -102,55 +108,77 @@ class SpeculativeDecoder:
         the drafter cannot follow.
         """
         sampling = check_sampling(temperature, top_p, top_k)
-        mode = resolve_mode(verification_mode, sampling, self.drafter)
-        shape = tree or Chain(0 if self.drafter.max_draft_length == 0 else draft_length)
-        check_shape(shape, self.drafter)
-        settings = GenerationSettings(max_new_tokens, sampling, shape, mode, seed, stop_at_eos)
+        settings = resolve_settings(
+            self.drafter, sampling, max_new_tokens, tree or draft_length, verification_mode, seed, stop_at_eos
+        )
         token_ids = [self.encode(prompt) for prompt in prompts]
         self.check_prompts(token_ids, max_new_tokens)
 
-        start = wall_clock(self.target.device)
-        generation = Generation(
-            self.target, self.drafter, token_ids, settings, request_ids or list(range(len(token_ids)))
-        )
-        generation.prefill()
-        first = wall_clock(self.target.device)
-        while generation.running():
-            generation.round()
-        new_ids, stats = generation.outputs()
-        end = wall_clock(self.target.device)
+        return self.decode(token_ids, settings, request_ids, batch_size)
 
-        phases = {"draft": 0.0, "verify": 0.0, **generation.phase_milliseconds()}
-        phases["host"] = max(0.0, (end - first) * 1000 - sum(phases.values()))
+    def decode(
+        self,
+        prompts: list[list[int]],
+        settings: GenerationSettings,
+        request_ids: list[int] | None = None,
+        batch_size: int | None = None,
+    ) -> Output:
+        """`generate` for prompts and settings that are known to fit."""
+        start = time.perf_counter()
+        generation = self.start(prompts, settings, request_ids, batch_size)
+        generation.step()
+        first = time.perf_counter()
+        while generation.running():
+            generation.step()
+        end = time.perf_counter()
+
+        phases = {"draft": 0.0, "verify": 0.0, **generation.clock.milliseconds()}
+        phases["host"] = max(0.0, (end - start) * 1000 - sum(phases.values()))
         timing = Timing(end - start, first - start, phases)
-        return Output(new_ids, [self.decode(ids) for ids in new_ids], OutputStats(stats), timing)
+        new_ids = [request.token_ids for request in generation.requests]
+        stats = OutputStats([request.stats for request in generation.requests])
+        return Output(new_ids, [self.text(ids) for ids in new_ids], stats, timing)
+
+    def start(
+        self,
+        prompts: list[list[int]],
+        settings: GenerationSettings,
+        request_ids: list[int] | None = None,
+        batch_size: int | None = None,
+    ) -> Generation:
+        """Begin to decode prompts that fit the target's context; the caller steps."""
+        rows = self.rows_for(settings, min(len(prompts), batch_size or len(prompts)), max(map(len, prompts)))
+        return Generation(rows, prompts, request_ids or list(range(len(prompts))))
+
+    def rows_for(self, settings: GenerationSettings, num_rows: int, longest_prompt: int) -> Rows:
+        """Free rows: those of the last call where they fit, since on a GPU they hold recorded rounds."""
+        needed = longest_prompt + settings.max_new_tokens + settings.shape.num_nodes + 1
+        rows = self._rows
+        if rows is None or rows.settings != settings or rows.num_rows != num_rows or rows.num_slots < needed:
+            num_slots = -(-needed // SLOT_BLOCK) * SLOT_BLOCK
+            rows = self._rows = Rows(self.target, self.drafter, settings, num_rows, num_slots)
+        rows.clear()
+        return rows
 
     def stream(
         self, prompt: str | list[int], max_new_tokens: int, sampling: Sampling, draft_length: int, seed: int
     ) -> Iterator[StreamedRound]:
         """Decode one prompt and yield what reading the prompt, then each round, adds."""
-        mode = resolve_mode(None, sampling, self.drafter)
-        shape = Chain(0 if self.drafter.max_draft_length == 0 else draft_length)
-        check_shape(shape, self.drafter)
+        settings = resolve_settings(self.drafter, sampling, max_new_tokens, draft_length, seed=seed)
         token_ids = self.encode(prompt)
         self.check_prompts([token_ids], max_new_tokens)
-        settings = GenerationSettings(max_new_tokens, sampling, shape, mode, seed)
-        generation = Generation(self.target, self.drafter, [token_ids], settings, [0])
-        generation.prefill()
-        drafted = [False]  # of each new token: the first is the target's own
-        num_told = num_written = 0  # tokens in earlier rounds, characters in earlier pieces
-        while True:
-            done = not generation.running()
-            new_ids = generation.outputs()[0][0]
-            pieces = self._pieces(new_ids, drafted, num_told, num_written, done)
-            num_written += sum(len(piece.text) for piece in pieces)
-            yield StreamedRound(pieces, len(new_ids) - num_told, sum(drafted[num_told:]))
-            if done:
-                return
+        generation = Generation(self.rows_for(settings, 1, len(token_ids)), [token_ids], [0], lag=0)
+        new_ids: list[int] = []
+        drafted: list[bool] = []  # of each new token: proposed by the drafter and accepted
+        num_written = 0  # characters in earlier pieces
+        while generation.running():
+            (emission,) = generation.step()
             num_told = len(new_ids)
-            emitted = generation.round()
-            num_emitted, num_accepted = int(emitted.num_emitted[0]), int(emitted.num_accepted[0])
-            drafted += [i < num_accepted for i in range(num_emitted)]
+            new_ids += emission.token_ids
+            drafted += [i < emission.num_accepted for i in range(len(emission.token_ids))]
+            pieces = self._pieces(new_ids, drafted, num_told, num_written, done=not generation.running())
+            num_written += sum(len(piece.text) for piece in pieces)
+            yield StreamedRound(pieces, len(emission.token_ids), emission.num_accepted)
 
     def _pieces(self, ids: list[int], drafted: list[bool], start: int, num_written: int, done: bool) -> list[Piece]:
         """The text of tokens from `start` on in runs of one origin; half a character waits for its other bytes."""
@@ -158,7 +186,7 @@ class SpeculativeDecoder:
         for end in range(start + 1, len(ids) + 1):
             if end < len(ids) and drafted[end] == drafted[end - 1]:
                 continue
-            text = self.decode(ids[:end])
+            text = self.text(ids[:end])
             if text.endswith("\N{REPLACEMENT CHARACTER}") and not (done and end == len(ids)):
                 continue
             pieces.append(Piece(text[num_written:], drafted[end - 1]))
@@ -168,7 +196,7 @@ class SpeculativeDecoder:
     def encode(self, prompt: str | list[int]) -> list[int]:
         return self.target.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def decode(self, token_ids: list[int]) -> str:
+    def text(self, token_ids: list[int]) -> str:
         if self.target.tokenizer is None:
             return ""
         return str(self.target.tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -201,20 +229,50 @@ def check_sampling(temperature: float, top_p: float, top_k: int) -> Sampling:
     return Sampling(temperature, top_p, top_k)
 
 
-def resolve_mode(mode: VerificationMode | None, sampling: Sampling, drafter: Drafter) -> VerificationMode:
+def resolve_settings(
+    drafter: Drafter,
+    sampling: Sampling,
+    max_new_tokens: int,
+    draft: int | StaticTree | DynamicTree = 4,
+    verification_mode: VerificationMode | None = None,
+    seed: int = 0,
+    stop_at_eos: bool = True,
+    synthetic_rates: tuple[float, ...] = (),
+) -> GenerationSettings:
+    """What `SpeculativeDecoder.start` needs. `draft` is the length of a chain, or a tree.
+
+    A drafter that proposes nothing decodes plainly, whatever the draft and the mode. Raises `UserError` for what the
+    drafter cannot do.
+    """
+    if drafter.max_draft_length == 0:
+        draft, verification_mode, synthetic_rates = 0, None, ()
+    shape = Chain(draft) if isinstance(draft, int) else draft
+    check_shape(shape, drafter)
+    mode = resolve_mode(verification_mode, sampling, drafter, shape)
+    if bool(synthetic_rates) != (mode == "synthetic"):
+        raise UserError("synthetic acceptance needs both verification_mode synthetic and its rates")
+    return GenerationSettings(max_new_tokens, sampling, shape, mode, seed, stop_at_eos, synthetic_rates)
+
+
+def resolve_mode(mode: VerificationMode | None, sampling: Sampling, drafter: Drafter, shape: Shape) -> VerificationMode:
     """The verification mode to use, or `UserError` where the one asked for does not fit."""
-    if sampling.greedy:
-        if mode not in (None, "greedy"):
-            raise UserError(f"verification_mode {mode} needs a temperature above 0")
-        return "greedy"
+    is_chain = isinstance(shape, Chain)
     if mode is None:
-        return "probabilistic" if drafter.can_sample else "one_hot"
-    if mode == "greedy":
-        raise UserError("verification_mode greedy needs temperature 0")
-    if mode == "probabilistic" and not drafter.can_sample:
-        raise UserError(f"verification_mode probabilistic: {drafter.kind} has no probabilities; use one_hot")
-    if mode not in ("one_hot", "probabilistic"):
-        raise UserError(f"verification_mode {mode!r}: give greedy, one_hot or probabilistic")
+        sampled = "probabilistic" if drafter.can_sample and is_chain else "one_hot"
+        return "greedy" if sampling.greedy else sampled  # type: ignore[return-value]
+    if mode not in get_args(VerificationMode):
+        raise UserError(f"verification_mode {mode!r}: give one of {', '.join(get_args(VerificationMode))}")
+    if mode in SAMPLED_DRAFTS and not drafter.can_sample:
+        raise UserError(f"verification_mode {mode}: {drafter.kind} has no probabilities; use one_hot")
+    if mode in ("probabilistic", "block") and not is_chain:
+        raise UserError(f"verification_mode {mode} verifies chains: leave out the tree, or use without_replacement")
+    if mode == "without_replacement" and isinstance(shape, DynamicTree):
+        raise UserError(
+            "verification_mode without_replacement: a dynamic tree keeps the likeliest of its nodes, which "
+            "are no sample; give a static tree, or use one_hot"
+        )
+    if mode != "synthetic" and sampling.greedy != (mode == "greedy"):
+        raise UserError(f"verification_mode {mode} needs a temperature {'of 0' if mode == 'greedy' else 'above 0'}")
     return mode
 
 

@@ -1,170 +1,131 @@
-"""One batch being decoded: read the prompts, then rounds of draft -> verify -> commit until every row is done.
+"""The host's side of decoding: a queue of requests goes through a fixed number of rows.
 
-Shapes: B rows, P longest prompt, M slots a row, N drafted tokens, D nodes on the longest path of a draft, V vocabulary.
+A row that is done takes the next request, so that a list of texts of very different lengths keeps the batch full. On a
+GPU the host runs one round ahead: it reads what happened in a round while the next one is computed.
 """
 
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections import deque
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from draftsmith.inference import verify
 from draftsmith.inference.clock import PhaseClock
-from draftsmith.inference.stats import RoundCounters, Stats
-from draftsmith.inference.verify import Verified
-from draftsmith.models.base import NO_TOKEN, DecodingState, Draft, Drafter
-from draftsmith.models.sampling import Noise, Sampling, Stream, cut, sample
-from draftsmith.models.slots import SlotCache, Window, chain_window
-from draftsmith.models.target import Features, Target
-from draftsmith.models.trees import Chain, Shape, ancestor_words, node_depths
+from draftsmith.inference.rows import RECORD_HEAD, Rows
+from draftsmith.inference.stats import Stats
 
-
-@dataclass(frozen=True)
-class GenerationSettings:
-    max_new_tokens: int = 128
-    sampling: Sampling = Sampling()
-    shape: Shape = Chain(4)
-    verification_mode: verify.VerificationMode = "greedy"
-    seed: int = 0
-    stop_at_eos: bool = True
+ADMIT_SHARE = 8  # new requests wait until an eighth of the rows is free
 
 
 @dataclass
-class Round:
-    """What one round added to each row, on the device."""
+class Request:
+    """What was generated for one prompt."""
 
-    tokens: Tensor  # [B, D + 1] accepted drafts, then the target's token, then anything
-    num_accepted: Tensor  # [B]
-    num_emitted: Tensor  # [B] of these tokens, how many were kept; 0 for rows that were done before
+    stats: Stats
+    token_ids: list[int] = field(default_factory=list)
+    admitted: float = 0.0  # seconds on the monotonic clock
+    first_token: float = 0.0
+    finished: float = 0.0
+
+
+@dataclass
+class Emission:
+    """What one round, or reading the prompt, added to one request."""
+
+    request: int  # place among the prompts
+    token_ids: list[int]
+    num_accepted: int  # of these tokens, from the left, those that the drafter had proposed
 
 
 class Generation:
-    """Decodes one batch of prompts. Call `prefill` once, then `round` while `running`."""
+    """Decodes a list of prompts. Call `step` while `running`."""
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        prompts: list[list[int]],
-        settings: GenerationSettings,
-        request_ids: list[int],
-    ) -> None:
-        self.target, self.drafter, self.settings = target, drafter, settings
-        self.prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
-        self.limits = self.prompt_lengths + settings.max_new_tokens  # [B] length at which a row is cut
-        longest = max(map(len, prompts))
-        num_slots = longest + settings.max_new_tokens + settings.shape.num_nodes + 1  # a full round may pass the limit
-        rows = torch.zeros(len(prompts), num_slots, dtype=torch.int64)
-        for row, prompt in zip(rows, prompts, strict=True):
-            row[: len(prompt)] = torch.tensor(prompt)
-        self.token_ids = rows.to(target.device)
-        self.longest_prompt = longest
-        self.cache = SlotCache(num_slots)
-        self.noise = Noise(settings.seed, torch.tensor(request_ids, device=target.device))
-        self.eos = torch.tensor(target.eos_token_ids if settings.stop_at_eos else [], device=target.device)
-        self.counters = RoundCounters(settings.shape.depth)
-        self.clock = PhaseClock(target.device)
-        self.finished = torch.zeros(len(prompts), dtype=torch.bool, device=target.device)
-        self.state: DecodingState
-
-    @torch.no_grad()
-    def prefill(self) -> None:
-        """Read the prompts and add each row's first token."""
-        prompt_ids = self.token_ids[:, : self.longest_prompt]
-        window = chain_window(torch.zeros_like(self.prompt_lengths), self.longest_prompt)
-        features = self.target.run(prompt_ids, window, self.cache, self.drafter.layer_ids)
-        newest = (self.prompt_lengths - 1)[:, None, None].expand(-1, 1, features.last_hidden.shape[-1])
-        logits = self.target.logits(features.last_hidden.gather(1, newest))  # [B, 1, V]
-        first = self._draw(logits, self.prompt_lengths[:, None])
-        self.token_ids.scatter_(1, self.prompt_lengths[:, None], first)
-        self.finished = torch.isin(first[:, 0], self.eos) | (self.settings.max_new_tokens == 1)
-        self.state = DecodingState(
-            token_ids=self.token_ids,
-            lengths=self.prompt_lengths + 1,
-            features=features,
-            positions=window.positions,
-            num_new=self.prompt_lengths,
-            sampling=self.settings.sampling,
-            noise=self.noise,
-            sample_drafts=self.settings.verification_mode == "probabilistic",
-        )
+    def __init__(self, rows: Rows, prompts: list[list[int]], request_ids: list[int], lag: int | None = None) -> None:
+        """`lag`: rounds that the host is ahead of what it has read; by default 1 on a GPU and 0 on a CPU."""
+        self.rows, self.prompts, self.request_ids = rows, prompts, request_ids
+        on_gpu = rows.target.device.type == "cuda"
+        self.lag = int(on_gpu) if lag is None else lag
+        self.requests = [Request(Stats(rows.settings.shape.depth)) for _ in prompts]
+        self.clock = PhaseClock(rows.target.device)
+        self._waiting = deque(range(len(prompts)))
+        self._owners: list[int | None] = [None] * rows.num_rows  # the request in each row
+        self._unread: deque[_Unread] = deque()
 
     def running(self) -> bool:
-        return not bool(self.finished.all())
+        return bool(self._waiting) or any(owner is not None for owner in self._owners)
 
-    @torch.no_grad()
-    def round(self) -> Round:
-        """Draft, read the draft with the target, accept, commit."""
-        state = self.state
+    def step(self) -> list[Emission]:
+        """Give free rows to waiting requests, or else run one round; then read what has happened by now."""
+        if self._waiting and (rows := self._free_rows()):
+            self._admit(rows)
+            return self._read(0)
         self.clock.mark(None)
-        draft = self.drafter.propose(state, self.settings.shape)
+        self.rows.draft()
         self.clock.mark("draft")
-        tokens = torch.cat([state.newest()[:, None], draft.tokens.clamp(min=0)], 1)  # [B, N + 1]
-        features = self.target.run(tokens, draft_window(state.lengths - 1, draft), self.cache, self.drafter.layer_ids)
-        verified = self._verify(self.target.logits(features.last_hidden), draft)
+        record = self.rows.verify()
         self.clock.mark("verify")
-        return self._commit(draft, verified, features)
+        self._unread.append(_Unread(record, [(row, row, owner) for row, owner in enumerate(self._owners)]))
+        return self._read(self.lag)
 
-    def _draw(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """The target's own tokens [B, T] for `positions` [B, T] from logits [B, T, V]."""
-        if self.settings.sampling.greedy:
-            return logits.argmax(-1)
-        uniforms = self.noise.uniforms(positions, Stream.TARGET)
-        return sample(cut(logits, self.settings.sampling).softmax(-1), uniforms)
+    def _free_rows(self) -> list[int]:
+        """Those to admit to now: all free ones, once they are enough to be worth a pass of the target."""
+        free = [row for row, owner in enumerate(self._owners) if owner is None]
+        enough = min(len(self._waiting), -(-len(self._owners) // ADMIT_SHARE))
+        return free[: len(self._waiting)] if len(free) >= enough else []
 
-    def _verify(self, logits: Tensor, draft: Draft) -> Verified:
-        """logits [B, N + 1, V] of what follows each column of the window"""
-        shape = draft.tokens, draft.parents, draft.depth
-        if self.settings.verification_mode == "greedy":
-            return verify.greedy(logits, *shape)
-        logits = cut(logits, self.settings.sampling)
-        positions = self.state.lengths[:, None] + torch.arange(draft.depth + 1, device=logits.device)
-        target_uniforms = self.noise.uniforms(positions, Stream.TARGET)
-        if draft.logits is None:
-            return verify.one_hot(logits, *shape, target_uniforms)
-        accept_uniforms = self.noise.uniforms(positions[:, :-1], Stream.ACCEPT)
-        return verify.probabilistic(logits, draft.logits, draft.tokens, accept_uniforms, target_uniforms)
+    def _admit(self, rows: list[int]) -> None:
+        taken = [self._waiting.popleft() for _ in rows]
+        now = time.perf_counter()
+        for row, request in zip(rows, taken, strict=True):
+            self._owners[row] = request
+            self.requests[request].admitted = now
+        self.clock.mark(None)
+        record = self.rows.admit(rows, [self.prompts[i] for i in taken], [self.request_ids[i] for i in taken])
+        self.clock.mark("prefill")
+        self._unread.append(_Unread(record, [(line, row, self._owners[row]) for line, row in enumerate(rows)]))
 
-    def _commit(self, draft: Draft, verified: Verified, features: Features) -> Round:
-        state, active = self.state, ~self.finished
-        num_accepted, tokens = verified.num_accepted, draft.tokens
-        prefix = state.lengths - 1
-        if not draft.is_chain:
-            self.cache.keep_path(prefix, verified.path)
-            features = features.gather(verified.path)
-            tokens = tokens.gather(1, (verified.path - 1).clamp(min=0))
-        tokens = torch.cat([tokens, verified.next_token[:, None]], 1)  # [B, D + 1]
-        tokens.scatter_(1, num_accepted[:, None], verified.next_token[:, None])
-        positions = prefix[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        self.token_ids.scatter_(1, positions + 1, tokens)  # what lies past the new length is written over later
+    def _read(self, lag: int) -> list[Emission]:
+        """Read all but the newest `lag` records."""
+        emissions = []
+        while len(self._unread) > lag:
+            unread = self._unread.popleft()
+            lines = unread.lines()
+            for line, row, owner in unread.places:
+                if owner is not None and self._owners[row] == owner:  # and had not finished in a round before
+                    emissions.append(self._book(row, owner, lines[line]))
+        return emissions
 
-        columns = torch.arange(tokens.shape[1], device=tokens.device)
-        ends_text = torch.isin(tokens, self.eos) & (columns <= num_accepted[:, None])
-        until_end = torch.where(ends_text, columns + 1, tokens.shape[1] + 1).amin(1)  # [B] tokens up to an EOS
-        num_emitted = torch.minimum(num_accepted + 1, until_end)
-        num_emitted = torch.minimum(num_emitted, self.limits - state.lengths) * active
-        self.counters.add((draft.tokens != NO_TOKEN).sum(1), torch.minimum(num_accepted, until_end), active)
-
-        state.lengths = state.lengths + num_emitted
-        state.features, state.positions, state.num_new = features, positions, num_accepted + 1
-        self.finished = self.finished | ends_text.any(1) | (state.lengths >= self.limits)
-        return Round(tokens, num_accepted, num_emitted)
-
-    def outputs(self) -> tuple[list[list[int]], list[Stats]]:
-        """New token ids of each row, and its counters."""
-        rows, starts, ends = (x.tolist() for x in (self.token_ids, self.prompt_lengths, self.state.lengths))
-        new = [row[start:end] for row, start, end in zip(rows, starts, ends, strict=True)]
-        return new, self.counters.per_request([len(ids) for ids in new])
-
-    def phase_milliseconds(self) -> dict[str, Any]:
-        return self.clock.milliseconds()
+    def _book(self, row: int, owner: int, line: list[int]) -> Emission:
+        num_emitted, num_drafted, num_accepted, finished = line[:RECORD_HEAD]
+        request, now = self.requests[owner], time.perf_counter()
+        if request.token_ids:
+            request.stats.count_round(num_drafted, num_accepted)
+        else:
+            request.first_token = now
+        token_ids = line[RECORD_HEAD : RECORD_HEAD + num_emitted]
+        request.token_ids += token_ids
+        request.stats.num_emitted_tokens += num_emitted
+        if finished:
+            request.finished = now
+            self._owners[row] = None
+        return Emission(owner, token_ids, min(num_accepted, num_emitted))
 
 
-def draft_window(prefix: Tensor, draft: Draft) -> Window:
-    """The newest committed token of each row, at slot `prefix` [B], and the nodes of its draft."""
-    window = chain_window(prefix, draft.tokens.shape[1] + 1)
-    if draft.is_chain:
-        return window
-    positions = prefix[:, None] + node_depths(draft.parents, draft.depth)
-    return Window(window.slots, positions, prefix, ancestor_words(draft.parents, draft.depth))
+class _Unread:
+    """A record on its way to the host."""
+
+    def __init__(self, record: Tensor, places: list[tuple[int, int, int | None]]) -> None:
+        """`places`: line of the record, row, and the request that was in it."""
+        self.places, self._record = places, record
+        self._arrived = None
+        if record.device.type == "cuda":
+            self._record = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
+            self._record.copy_(record, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def lines(self) -> list[list[int]]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._record.tolist()

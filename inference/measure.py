@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.inference.decoder import Output, SpeculativeDecoder, check_sampling, check_shape, resolve_mode
+from draftsmith.inference.decoder import Output, SpeculativeDecoder, check_sampling, resolve_settings
 from draftsmith.inference.lossless import LosslessCheck, compare
+from draftsmith.inference.rows import GenerationSettings
 from draftsmith.inference.stats import Stats
+from draftsmith.inference.verify import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
-from draftsmith.models.trees import Chain
+from draftsmith.models.trees import DynamicTree, StaticTree
 
 BOOTSTRAP_SAMPLES = 2000
 
@@ -30,10 +32,29 @@ class MeasureSettings:
     temperature: float = 0.0
     top_p: float = 1.0
     batch_size: int = 1
-    draft_length: int = 4
+    draft: int | StaticTree | DynamicTree = 4  # length of a chain, or a tree
     max_new_tokens: int = 64
     repeats: int = 5
     seed: int = 0
+    verification_mode: VerificationMode | None = None  # None: the usual one for temperature and drafter
+    synthetic_rates: tuple[float, ...] = ()
+
+    @property
+    def draft_length(self) -> int:
+        """Tokens on the longest path of a draft."""
+        return self.draft if isinstance(self.draft, int) else self.draft.depth
+
+    def resolve(self, drafter: Drafter) -> GenerationSettings:
+        """For one drafter; `UserError` for what it cannot do."""
+        return resolve_settings(
+            drafter,
+            check_sampling(self.temperature, self.top_p, 0),
+            self.max_new_tokens,
+            self.draft,
+            self.verification_mode,
+            self.seed,
+            synthetic_rates=self.synthetic_rates,
+        )
 
 
 @dataclass
@@ -47,10 +68,8 @@ def check_settings(settings: MeasureSettings, drafters: dict[str, Drafter]) -> N
     require_at_least("batch_size", settings.batch_size)
     require_at_least("repeats", settings.repeats)
     require_at_least("max_new_tokens", settings.max_new_tokens, 2)  # a single one has no time per token
-    check_sampling(settings.temperature, settings.top_p, 0)
     for drafter in drafters.values():
-        if drafter.max_draft_length != 0:
-            check_shape(Chain(settings.draft_length), drafter)
+        settings.resolve(drafter)
 
 
 def measure(
@@ -68,19 +87,12 @@ def measure(
     check_settings(settings, drafters)
     contenders = {"none": load_drafter("none", target), **drafters}
     decoders = {name: SpeculativeDecoder(target, drafter) for name, drafter in contenders.items()}
+    how = {name: settings.resolve(drafter) for name, drafter in contenders.items()}
     ids = prompts.token_ids
     batches = [list(range(i, min(i + settings.batch_size, len(ids)))) for i in range(0, len(ids), settings.batch_size)]
 
     def decode(name: str, batch: list[int]) -> Output:
-        return decoders[name].generate(
-            [ids[i] for i in batch],
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            draft_length=settings.draft_length,
-            seed=settings.seed,
-            request_ids=batch,
-        )
+        return decoders[name].decode([ids[i] for i in batch], how[name], batch)
 
     for name in contenders:  # warm-up, not counted
         decode(name, batches[0])
@@ -92,19 +104,12 @@ def measure(
             for name in order:
                 outputs[name][number].append(decode(name, batch))
             on_progress()
-    return {
-        name: result_row(target, name_of_mode(settings, drafter), prompts, settings, outputs[name], outputs["none"])
-        for name, drafter in drafters.items()
-    }
-
-
-def name_of_mode(settings: MeasureSettings, drafter: Drafter) -> str:
-    return resolve_mode(None, check_sampling(settings.temperature, settings.top_p, 0), drafter)
+    return {name: result_row(target, how[name], prompts, settings, outputs[name], outputs["none"]) for name in drafters}
 
 
 def result_row(
     target: Target,
-    mode: str,
+    how: GenerationSettings,
     prompts: PromptSet,
     settings: MeasureSettings,
     outputs: list[list[Output]],
@@ -123,10 +128,10 @@ def result_row(
         "num_prompts": len(prompts.token_ids),
         "temperature": settings.temperature,
         "top_p": settings.top_p,
-        "verification_mode": mode,
+        "verification_mode": how.verification_mode,
         "batch_size": settings.batch_size,
         "draft_length": settings.draft_length,
-        "tree_nodes": None,
+        "tree_nodes": None if isinstance(settings.draft, int) else settings.draft.num_nodes,
         "max_new_tokens": settings.max_new_tokens,
         **acceptance_fields(total),
         "baseline_tokens_per_second": plain_speed,
@@ -139,7 +144,7 @@ def result_row(
         "baseline_tpot_ms": percentiles(time_per_token(plain)),
         "milliseconds_per_round": milliseconds_per_round(outputs),
         "step_cost_ratio": total.mean_acceptance_length / speedup,
-        "lossless": lossless(target, mode, prompts, settings, outputs, plain).as_dict(),
+        "lossless": lossless(target, how.verification_mode, prompts, outputs, plain).as_dict(),
     }
 
 
@@ -205,12 +210,11 @@ def lossless(
     target: Target,
     mode: str,
     prompts: PromptSet,
-    settings: MeasureSettings,
     outputs: list[list[Output]],
     plain: list[list[Output]],
 ) -> LosslessCheck:
     """Output equality where the law of the mode demands it: greedy, and one-hot on the same noise."""
-    if mode == "probabilistic":  # the same distribution, but not the same tokens
+    if mode not in ("greedy", "one_hot"):  # at best the same distribution, but not the same tokens
         return LosslessCheck()
     found = [ids for batch in outputs for ids in batch[0].token_ids]
     expected = [ids for batch in plain for ids in batch[0].token_ids]

@@ -11,6 +11,7 @@ block                chain drawn from q          [B, N, V]     [B, N] and [B, N 
 without_replacement  tree, siblings drawn from   [B, P, V]     [B, N] and [B, D + 1]     exact
                      q without replacement
 typical              any tree, chosen anyhow     -             -                         LOSSY
+synthetic            any tree, chosen anyhow     -             [B, D]                    LOSSY: for timing only
 
 Shapes: B rows, N drafted tokens (nodes), T = N + 1 columns of the window (column 0 is the newest committed token, node
 i stands in column i + 1), D at least the nodes on any path (N says that all rows are chains), V vocabulary, P columns,
@@ -24,6 +25,7 @@ not there: NO_TOKEN, a token of q = 0, the twin of a sibling that was tried. Whe
 (p = q up to rounding) they draw from what there was before it.
 """
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -33,7 +35,9 @@ from torch.nn import functional as F
 from draftsmith.models.sampling import sample
 from draftsmith.models.trees import node_depths, parent_columns
 
-VerificationMode = Literal["greedy", "one_hot", "probabilistic", "block", "without_replacement", "typical"]
+VerificationMode = Literal["greedy", "one_hot", "probabilistic", "block", "without_replacement", "typical", "synthetic"]
+SAMPLED_DRAFTS = ("probabilistic", "block", "without_replacement")  # modes whose drafts are drawn from draft logits
+LOSSY = ("typical", "synthetic")  # modes whose output has not the target's law
 
 
 class Verified(NamedTuple):
@@ -183,6 +187,33 @@ def typical(
     from_leaf = num_accepted[:, None] - 1 - torch.arange(depth, device=tokens.device)  # [B, D]
     path = lines[rows, :, best].gather(1, from_leaf.clamp(min=0))
     return Verified(num_accepted, path, logits[rows, best].argmax(-1))
+
+
+def synthetic(
+    logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, rates: Sequence[float], uniforms: Tensor
+) -> Verified:
+    """LOSSY: accepts at given rates whatever is drafted, to time decoding at an acceptance that no drafter has yet.
+
+    Each of the first children is accepted with the conditional chance rates[d] at depth d, by coins [B, D]; a missing
+    rate is 0. The next token is the target's likeliest. logits [B, T, V], tokens and parents [B, N].
+    """
+    batch, num_nodes = tokens.shape
+    first_child = torch.zeros(batch, num_nodes + 1, dtype=torch.int64, device=tokens.device)
+    for node in range(num_nodes - 1, -1, -1):  # the first writes last; 0 where a column has no child
+        first_child.scatter_(1, parents[:, node, None] + 1, node + 1)
+    given = torch.tensor([*rates, *[0.0] * depth][:depth], device=tokens.device)
+    heads = (uniforms < given).long().cumprod(1).bool()  # [B, D]
+    column = torch.zeros(batch, 1, dtype=torch.int64, device=tokens.device)
+    num_accepted = torch.zeros_like(column)
+    columns = []
+    for accepted in heads.split(1, 1):
+        child = first_child.gather(1, column)
+        accepted = accepted & (child > 0)
+        column = torch.where(accepted, child, column)
+        num_accepted = num_accepted + accepted
+        columns.append(column)
+    path = torch.cat(columns, 1) if columns else tokens[:, :0]
+    return Verified(num_accepted[:, 0], path, logits.argmax(-1).gather(1, column)[:, 0])
 
 
 def walk(targets: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Verified:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.models.errors import UserError
+from draftsmith.models.layers import checkpoint_tensors
 from draftsmith.models.losses import LossSums
 from draftsmith.models.sampling import Noise, Sampling, Stream, cut, sample
+from draftsmith.models.slots import Window
 from draftsmith.models.target import Features, Target
 from draftsmith.models.trees import Shape
 
@@ -48,13 +50,13 @@ class DecodingState:
 
     token_ids: Tensor  # [B, M] int64 committed tokens, then anything
     lengths: Tensor  # [B] number of committed tokens; the target has not read the newest one yet
-    features: Features  # of the positions that the last target pass read, [B, T, ...]
+    features: Features  # of the last positions that the target read, [B, T, ...]
     positions: Tensor  # [B, T] those positions
-    num_new: Tensor  # [B] how many of them, from the left, are committed tokens
+    num_new: Tensor  # [B] how many of them, from the left, are committed tokens that `propose` has not met
     sampling: Sampling
     noise: Noise
     sample_drafts: bool  # draw draft tokens by chance (probabilistic verification) or take the likeliest
-    memory: Any = None  # the drafter's own, kept from round to round
+    memory: Any = None  # the drafter's own, of `new_memory`
 
     def newest(self) -> Tensor:
         """The newest committed token of each row, [B]."""
@@ -65,8 +67,23 @@ class DecodingState:
         if not self.sample_drafts:
             return logits.argmax(-1), None
         logits = cut(logits, self.sampling)
-        uniforms = self.noise.uniforms((self.lengths + depth)[:, None], Stream.DRAFT)[:, 0]
+        uniforms = self.noise.uniforms(self.lengths[:, None], Stream.DRAFT, branch=depth)[:, 0]
         return sample(logits.softmax(-1), uniforms), logits
+
+    def choose_children(self, logits: Tensor, depth: int, most: int) -> tuple[Tensor, Tensor | None]:
+        """`most` distinct draft tokens out of each logits [B, W, V] at `depth`: ids [B, W, most], what they came from.
+
+        The likeliest, or drawn one by one without replacement: the order of logits + Gumbel noise is one of drawing
+        (arXiv 1903.06059, section 3). NO_TOKEN when there are no more. All W share their noise. A walk down the tree
+        meets one of them at most, and which one hangs on other noise.
+        """
+        if not self.sample_drafts:
+            return logits.topk(most).indices, None
+        logits = cut(logits, self.sampling)
+        branch = depth * logits.shape[-1] + torch.arange(logits.shape[-1], device=logits.device)
+        uniforms = self.noise.uniforms(self.lengths[:, None], Stream.DRAFT, branch)  # [B, V]
+        scores, tokens = (logits - (-uniforms.log()).log().float()[:, None]).topk(most)
+        return tokens.masked_fill(scores == float("-inf"), NO_TOKEN), logits
 
 
 def stack_chain(chosen: list[tuple[Tensor, Tensor | None]]) -> Draft:
@@ -113,6 +130,20 @@ class Drafter(nn.Module):
     @abstractmethod
     def from_target(cls, config: Any, target: Target) -> "Drafter":
         """A new drafter for the target, with starting weights."""
+
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Any:
+        """What it remembers of the rows' texts from round to round, for drafts of the shape; None where that is nothing.
+
+        `rows(index)` of it is a view of some rows. It is made for the weights as they are.
+        """
+        return None
+
+    def read(self, memory: Any, token_ids: Tensor, features: Features, window: Window) -> None:
+        """Take in a part of some prompts [b, P + 1] (one place is free): what the target computed in a window of them.
+
+        The newest token of a prompt comes again in the first round's `propose`, as in each round does what the last
+        one committed. `memory` is a view of the prompts' rows.
+        """
 
     @abstractmethod
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
@@ -164,10 +195,11 @@ def check_same_shape(what: str, config: dict[str, Any], target: Target) -> None:
 
 def load_tensors(module: nn.Module, tensors: dict[str, Tensor], what: str) -> None:
     """Load all tensors or refuse, naming what is missing, unknown or of another shape."""
-    own = module.state_dict()
+    own = checkpoint_tensors(module)
     wrong = sorted(own.keys() ^ tensors.keys()) + sorted(
         name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape
     )
     if wrong:
         raise UserError(f"{what}: tensors missing, unknown or of another shape: {', '.join(wrong[:6])}")
-    module.load_state_dict(tensors)
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])

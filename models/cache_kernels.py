@@ -1,6 +1,7 @@
 """Writing and moving keys and values in a slot cache, in Triton; the twins of the same names stand in `slots`.
 
-Shapes: B rows, T new tokens, M slots and one for padding, Hkv key-value heads, D head width, L nodes on a path.
+Shapes: B rows, T new tokens, M slots and one for padding, R = B * (M + 1), Hkv key-value heads, D head width, L nodes
+on a path.
 """
 
 from dataclasses import dataclass
@@ -11,23 +12,22 @@ import triton.language as tl
 from torch import Tensor
 
 
-def write_slots(key: Tensor, value: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Store key and value [B, Hkv, T, D] of new tokens in keys and values [B, M + 1, Hkv, D] at `slots` [B, T].
+def write_slots(key: Tensor, value: Tensor, written: Tensor, flat: Tensor) -> None:
+    """Store key and value [B, Hkv, T, D] of new tokens in rows `written` [B * T] of flat [R, 2 * Hkv * D].
 
-    One launch for both. `slots` are int64, contiguous and none past M.
+    One launch for both. `written` is int64 and contiguous.
     """
     batch, heads, length, width = key.shape
     assert key.shape == value.shape
     assert key.stride(3) == value.stride(3) == 1
-    assert all(tensor.is_contiguous() for tensor in (slots, keys, values))
+    assert flat.is_contiguous()
+    assert written.is_contiguous()
     block = min(1024, triton.next_power_of_2(heads * width))
     write_kernel[(triton.cdiv(heads * width, block), length, batch)](
         key,
         value,
-        slots,
-        keys,
-        values,
-        keys.shape[1],
+        written,
+        flat,
         *key.stride()[:3],
         *value.stride()[:3],
         HEADS=heads,
@@ -40,10 +40,8 @@ def write_slots(key: Tensor, value: Tensor, slots: Tensor, keys: Tensor, values:
 def write_kernel(
     key,
     value,
-    slots,
-    keys,
-    values,
-    num_slots,
+    written,
+    flat,
     key_b,
     key_h,
     key_t,
@@ -60,10 +58,10 @@ def write_kernel(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < HEADS * D
     head, d = i // D, i % D
-    slot = tl.load(slots + b * tl.num_programs(1) + t)
-    kept = (b * num_slots + slot) * HEADS * D + i
-    tl.store(keys + kept, tl.load(key + b * key_b + head * key_h + t * key_t + d, mask=inside), mask=inside)
-    tl.store(values + kept, tl.load(value + b * value_b + head * value_h + t * value_t + d, mask=inside), mask=inside)
+    kept = flat + tl.load(written + b * tl.num_programs(1) + t) * (2 * HEADS * D) + i
+    tl.store(kept, tl.load(key + b * key_b + head * key_h + t * key_t + d, mask=inside), mask=inside)
+    kept += HEADS * D
+    tl.store(kept, tl.load(value + b * value_b + head * value_h + t * value_t + d, mask=inside), mask=inside)
 
 
 @dataclass
@@ -76,7 +74,7 @@ class MoveTable:
 
 
 def move_tables(stored: list[Tensor]) -> list[MoveTable]:
-    """Tables over tensors [B, M + 1, Hkv, D], one for most models. They hold addresses, not the tensors."""
+    """Tables over tensors [B, M + 1, ...], one for most models. They hold addresses, not the tensors."""
     groups: dict[tuple[int, int], list[int]] = {}
     for tensor in stored:
         slot_bytes = tensor[0, 0].nbytes

@@ -21,14 +21,15 @@ from draftsmith.models.base import (
     Drafter,
     DrafterConfig,
     load_tensors,
-    stack_chain,
 )
 from draftsmith.models.errors import UserError
+from draftsmith.models.fused import FusedDecoder, fuse
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses import Divergence, LossSums, divergence_over_rows
-from draftsmith.models.slots import ATTENTION, SlotCache, chain_window, run_causal, run_on_slots
+from draftsmith.models.slots import ATTENTION, Window, chain_window, run_causal, run_on_slots
 from draftsmith.models.target import Features, Target
-from draftsmith.models.trees import Shape
+from draftsmith.models.tree_drafting import LevelWindows, Memory, grow, take
+from draftsmith.models.trees import Chain, Shape
 
 
 @dataclass
@@ -41,6 +42,7 @@ class DraftModelConfig(DrafterConfig):
 class DraftModel(Drafter):
     kind = "draft_model"
     config_class = DraftModelConfig
+    can_branch = True
 
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel, target: Target) -> None:
         super().__init__()
@@ -82,29 +84,41 @@ class DraftModel(Drafter):
             "sampled_acceptance_0": (rows.acceptance, counted.sum()),
         }
 
-    def propose(self, state: DecodingState, shape: Shape) -> Draft:
-        """Read what is new, then draft a chain token by token.
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> "DraftModelMemory":
+        memory = DraftModelMemory(num_rows, num_slots, shape, self.model.device)
+        memory.fused_decoder = fuse(self.model)
+        return memory
 
-        Of the committed tokens the cache lacks the newest, and the one before it when the whole last draft was
-        accepted; both are read each round, so that rows need not be told apart.
+    def read(self, memory: "DraftModelMemory", token_ids: Tensor, features: Features, window: Window) -> None:
+        self._run(token_ids.gather(1, window.slots), window, memory)
+
+    def _run(self, token_ids: Tensor, window: Window, memory: "DraftModelMemory") -> Tensor:
+        """Decode the new tokens [B, T] of a window; the last hidden state [B, T, H]."""
+        if memory.fused_decoder is not None:
+            return memory.fused_decoder.run(token_ids, window, memory.cache)[0]
+        return run_on_slots(self.model, token_ids, window, memory.cache)
+
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        """Read what is new, then draft level by level.
+
+        After a chain the cache lacks the newest committed token, and the one before it when the whole draft was
+        accepted; both are read each round, so that rows need not be told apart. After a tree, whose nodes do not stand
+        where their text went, everything is read that the last round committed.
         """
-        if state.memory is None:
-            state.memory = SlotCache(state.token_ids.shape[1] + shape.num_nodes)
-            # the whole prompts and each row's first token
-            window = chain_window(torch.zeros_like(state.lengths), state.positions.shape[1] + 1)
-        else:
-            window = chain_window(state.lengths - 2, 2)
-        hidden = run_on_slots(self.model, state.token_ids.gather(1, window.slots), window, state.memory)
+        memory, head = state.memory, self.model.get_output_embeddings()
         newest = state.lengths - 1  # [B]
-        column = (newest - window.prefix)[:, None, None].expand(-1, 1, hidden.shape[-1])
-        hidden = hidden.gather(1, column)  # [B, 1, H]
-        chosen: list[tuple[Tensor, Tensor | None]] = []
-        for depth in range(shape.depth):
-            if depth:
-                window = chain_window(newest + depth, 1)
-                hidden = run_on_slots(self.model, chosen[-1][0][:, None], window, state.memory)
-            chosen.append(state.choose(self.model.get_output_embeddings()(hidden[:, 0]), depth))
-        return stack_chain(chosen)
+        if isinstance(shape, Chain):
+            window = chain_window(newest - 1, 2)
+        else:
+            window = chain_window(state.positions[:, 0] + 1, state.positions.shape[1])
+        hidden = self._run(state.token_ids.gather(1, window.slots), window, memory)
+        hidden = take(hidden, (newest - window.prefix)[:, None])  # [B, 1, H]
+        windows = LevelWindows(state.lengths, shape.num_read)
+
+        def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
+            return head(self._run(tokens, windows.next(tokens.shape[1], parents), memory))
+
+        return grow(shape, memory.plan, head(hidden), read, state)
 
     # --- checkpoints
 
@@ -127,6 +141,10 @@ class DraftModel(Drafter):
         load_tensors(model, {**tied, **tensors}, "this draft model")
         model.tie_weights()
         return drafter
+
+
+class DraftModelMemory(Memory):
+    fused_decoder: FusedDecoder | None  # where the model has the shape for it
 
 
 def untied(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.base import (
     Batch,
@@ -23,21 +24,22 @@ from draftsmith.models.base import (
     DrafterConfig,
     check_same_shape,
     load_tensors,
-    stack_chain,
 )
+from draftsmith.models.eagle3_drafting import Drafting, Memory
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import (
     GatedMLP,
-    LlamaRotaryEmbedding,
+    MergedLinear,
     RMSNorm,
-    apply_rotary_pos_emb,
-    merge_heads,
+    checkpoint_tensors,
+    rotary_table,
+    rotate,
     shift_left,
-    split_heads,
 )
 from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
-from draftsmith.models.slots import SlotCache, Window, slot_attention
+from draftsmith.models.slots import Window
 from draftsmith.models.target import Features, Target, check_layer_ids
+from draftsmith.models.tree_drafting import grow
 from draftsmith.models.trees import Shape
 
 
@@ -52,9 +54,6 @@ class Eagle3Config(DrafterConfig):
     divergence: Divergence = "forward_kl"
 
 
-Rotary = tuple[Tensor, Tensor]  # cos, sin, each [B, T, D]
-
-
 class Attention(nn.Module):
     """Projections of the layer's attention; queries, keys and values read embedding and feature side by side."""
 
@@ -62,16 +61,20 @@ class Attention(nn.Module):
         super().__init__()
         assert config.head_dim is not None
         assert config.num_key_value_heads is not None
-        width, self.head_dim = config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(2 * width, config.num_attention_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * width, config.num_key_value_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * width, config.num_key_value_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, width, bias=False)
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv_proj = MergedLinear(2 * config.hidden_size, {"q_proj": query, "k_proj": key, "v_proj": key})
+        self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
 
-    def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, 2H] -> rotated query, rotated key, value, each [B, N, T, D]"""
-        query, key, value = (split_heads(proj(x), self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        query, key = apply_rotary_pos_emb(query, key, *rotary)
+    def project(self, x: Tensor, rotary: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, 2H] at positions [B or 1, T] -> rotated query, rotated key, value, each [B, N, T, D]"""
+        heads = self.qkv_proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # [B, N + 2 Nkv, T, D]
+        turning, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
+        query, key = rotate(turning, rotary, positions).split([self.num_heads, self.num_kv_heads], 1)
         return query, key, value
 
 
@@ -86,18 +89,22 @@ class Layer(nn.Module):
         self.self_attn = Attention(config)
         self.mlp = GatedMLP(config)
 
-    def project(self, embedded: Tensor, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn.project(torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1), rotary)
+    def project(
+        self, embedded: Tensor, hidden: Tensor, rotary: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)
+        return self.self_attn.project(x, rotary, positions)
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """hidden [B, T, H] and attended [B, T, N * D] -> the layer's output, before the final norm [B, T, H]"""
-        hidden = hidden + self.self_attn.o_proj(attended)
+        """hidden [B, T, H] and attended [B, T, N, D] -> the layer's output, before the final norm [B, T, H]"""
+        hidden = hidden + self.self_attn.o_proj(attended.flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3(Drafter):
     kind = "eagle3"
     config_class = Eagle3Config
+    can_branch = True
     d2t: Tensor  # [Vd] int64, target id - draft id; only with a reduced vocabulary, for engines reject it otherwise
     t2d: Tensor  # [V] bool, in the draft vocabulary?
 
@@ -185,54 +192,35 @@ class Eagle3(Drafter):
         Step k feeds x_{t+1+k} into slot t, at position t + k, with the output of step k - 1 in place of the feature.
         """
         hidden = self.fc(layers)
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
+        positions = torch.arange(token_ids.shape[1], device=hidden.device)[None]
+        rotary = rotary_table(self.rotary, token_ids.shape[1] + self.config.unroll_steps, hidden)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for k in range(self.config.unroll_steps):
             embedded = self.target.embedding(shift_left(token_ids, 1 + k))
-            query, key, value = self.layer.project(embedded, hidden, self.rotary(hidden, positions + k))
+            query, key, value = self.layer.project(embedded, hidden, rotary, positions + k)
             keys.append(key)
             values.append(value)
-            hidden = self.layer.finish(hidden, merge_heads(unrolled_attention(query, keys, values)))
+            hidden = self.layer.finish(hidden, unrolled_attention(query, keys, values).transpose(1, 2))
             yield hidden
 
     # --- drafting
 
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Memory:
+        return Memory(self, num_rows, num_slots, shape)
+
+    @torch.inference_mode()
+    def read(self, memory: Memory, token_ids: Tensor, features: Features, window: Window) -> None:
+        assert features.layers is not None
+        memory.write(token_ids.gather(1, window.positions + 1), self.fc(features.layers), window)
+
+    @torch.inference_mode()
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
-        """Read the newest features into the drafter's cache, then draft a chain token by token."""
-        if state.memory is None:
-            state.memory = SlotCache(state.token_ids.shape[1] + shape.num_nodes)
+        """Read the newest features into the drafter's cache, then draft level by level."""
         assert state.features.layers is not None
-        next_ids = state.token_ids.gather(1, (state.positions + 1).clamp(max=state.token_ids.shape[1] - 1))
-        hidden = self._decode(next_ids, self.fc(state.features.layers), state.positions, state.memory)
-        newest = (state.num_new - 1)[:, None]  # column of the newest committed slot
-        hidden = hidden.gather(1, newest[..., None].expand(-1, -1, hidden.shape[-1]))  # [B, 1, H]
-        positions = state.positions.gather(1, newest)  # [B, 1]
-        chosen: list[tuple[Tensor, Tensor | None]] = []
-        for depth in range(shape.depth):
-            if depth:
-                positions = positions + 1
-                hidden = self._decode(chosen[-1][0][:, None], hidden, positions, state.memory)
-            chosen.append(state.choose(self._target_logits(hidden[:, 0]), depth))
-        return stack_chain(chosen)
-
-    def _decode(self, token_ids: Tensor, hidden: Tensor, slots: Tensor, cache: SlotCache) -> Tensor:
-        """One pass over slots [B, T] on the cache: embeddings of token_ids and hidden [B, T, H] -> [B, T, H]"""
-        cache.write_to(slots)
-        embedded = self.target.embedding(token_ids)
-        query, key, value = self.layer.project(embedded, hidden, self.rotary(hidden, slots))
-        key, value = cache.update(key, value, 0)
-        mask = Window(slots, slots, slots[:, 0]).mask(cache.num_slots)
-        attended, _ = slot_attention(self.layer, query, key, value, mask)
-        return self.layer.finish(hidden, attended.flatten(2))
-
-    def _target_logits(self, hidden: Tensor) -> Tensor:
-        """[B, H] -> logits over the target's vocabulary [B, V], -inf outside the draft vocabulary"""
-        logits = self.lm_head(self.norm(hidden))
-        ids = self.draft_to_target()
-        if ids is None:
-            return logits
-        return logits.new_full((len(logits), self.target.vocab_size), float("-inf")).index_copy(1, ids, logits)
+        drafting = Drafting(state, self.fc(state.features.layers), shape)
+        draft, ids = grow(shape, state.memory.plan, drafting.root, drafting, state), state.memory.ids
+        return draft if ids is None else in_target_vocabulary(draft, ids, self.target.vocab_size)
 
     # --- checkpoints
 
@@ -272,7 +260,7 @@ class Eagle3(Drafter):
         }
 
     def engine_tensors(self) -> dict[str, Tensor]:
-        return self.state_dict()
+        return checkpoint_tensors(self)
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Eagle3":
@@ -292,6 +280,16 @@ class Eagle3(Drafter):
         }
         load_tensors(drafter, tensors, "this EAGLE-3 drafter")
         return drafter
+
+
+def in_target_vocabulary(draft: Draft, ids: Tensor, vocab_size: int) -> Draft:
+    """A draft in a vocabulary of its own, whose target ids are `ids` [Vd], in that of the target."""
+    tokens = torch.where(draft.tokens < 0, draft.tokens, ids[draft.tokens])  # NO_TOKEN stays
+    logits = draft.logits
+    if logits is not None:
+        whole = logits.new_full((*logits.shape[:2], vocab_size), float("-inf"))
+        logits = whole.index_copy(2, ids, logits)
+    return replace(draft, tokens=tokens, logits=logits)
 
 
 def default_layer_ids(num_layers: int) -> list[int]:

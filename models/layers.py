@@ -1,14 +1,13 @@
 """The few blocks that drafters of our own share, in plain PyTorch.
 
-Shapes: B rows, T tokens, H hidden width, N heads, D head width.
+Shapes: B rows, T tokens, H hidden width, N heads, D head width, M positions.
 """
+
+import math
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-
-__all__ = ["GatedMLP", "LlamaRotaryEmbedding", "RMSNorm", "apply_rotary_pos_emb"]
 
 
 class RMSNorm(nn.RMSNorm):
@@ -18,27 +17,78 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(width, eps=eps)
 
 
+class DecodingNorm:
+    """What `RMSNorm` computes, for decoding with weights that stay as they are.
+
+    In fp32 as x * (weight * r) / sqrt(|x|^2 + r^2 eps) with r^2 the width: four operators, where torch's own is nine
+    on a CPU.
+    """
+
+    @torch.no_grad()
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        """weight [H], or one for each of several things side by side, [..., H]."""
+        width = weight.shape[-1]
+        self.weight, self.eps = weight, eps
+        self.scaled_weight = weight * math.sqrt(width)
+        self.floor = torch.tensor(math.sqrt(width * eps), device=weight.device)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [..., H]; `out` in fp32 only."""
+        if x.dtype != torch.float32:
+            return nn.functional.rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return torch.mul(x, self.scaled_weight, out=out).div_(length.hypot_(self.floor))
+
+
+class MergedLinear(nn.Linear):
+    """Projections of one input as one matrix product; in a checkpoint the rows of each have a name of their own."""
+
+    def __init__(self, width: int, parts: dict[str, int]) -> None:
+        """`parts`: how many outputs each projection has, in order."""
+        super().__init__(width, sum(parts.values()), bias=False)
+        self.parts = parts
+
+
+def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict with a `MergedLinear` split into its parts, as views: writing into them loads a checkpoint."""
+    tensors = module.state_dict()
+    for path, child in module.named_modules():
+        if isinstance(child, MergedLinear):
+            parent = path.rpartition(".")[0]
+            rows = tensors.pop(f"{path}.weight").split(list(child.parts.values()))
+            tensors.update({f"{parent}.{part}.weight": r for part, r in zip(child.parts, rows, strict=True)})
+    return tensors
+
+
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), the SwiGLU of Llama."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = MergedLinear(width, {"gate_proj": inner, "up_proj": inner})
+        self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(nn.functional.silu(gate) * up)
 
 
-def split_heads(x: Tensor, head_dim: int) -> Tensor:
-    """[B, T, N * D] -> [B, N, T, D]"""
-    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+def rotary_table(rotary: nn.Module, num_positions: int, like: Tensor) -> Tensor:
+    """What `rotate` needs at each position, [M, 2, D] in the dtype and on the device of `like`: cosine and sine.
+
+    `rotary` is a Hugging Face rotary embedding. The sine of the first half of a head is negated, which makes rotating a
+    shift of the halves, two products and a sum.
+    """
+    cos, sin = rotary(like, torch.arange(num_positions, device=like.device)[None])
+    half = sin.shape[-1] // 2
+    return torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)], 1)
 
 
-def merge_heads(x: Tensor) -> Tensor:
-    """[B, N, T, D] -> [B, T, N * D]"""
-    return x.transpose(1, 2).flatten(2)
+def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """Rotary embedding of heads x [B, N, T, D] at positions [B or 1, T]."""
+    cos, sin = table[positions].unsqueeze(1).unbind(3)  # each [B, 1, T, D]
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def shift_left(x: Tensor, by: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Divergences between the target's distribution p and the drafter's q, and their sum over many rows at little memory.
 
-Each divergence takes fp32 logits of the drafter and of the target [R, V] and returns one value a row [R]. No gradient
-flows into the target's side.
+Each divergence takes fp32 log-probabilities of the drafter and of the target [R, V] and returns one value a row [R]. No
+gradient flows into the target's side.
 """
 
 import math
@@ -20,47 +20,44 @@ Divergence = Literal["cross_entropy", "forward_kl", "reverse_kl", "jensen_shanno
 LossSums = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), reduced over all ranks before dividing
 
 CHUNK_ELEMENTS = 1 << 24  # rows x vocabulary of logits that exist at once: 64 MiB a tensor in fp32
+LOWEST = torch.finfo(torch.float32).min  # for the log of a chance of 0, which times 0 is then 0
 LK_DECAY = 3.0  # eta of the LK hybrid for EAGLE-3-like drafters (arXiv 2602.23881)
 
 
-def forward_kl(drafter_logits: Tensor, target_logits: Tensor) -> Tensor:
+def forward_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
     """sum p log(p / q)"""
-    log_p, log_q = target_logits.log_softmax(-1), drafter_logits.log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).nan_to_num(0).sum(-1)
+    return (log_p.exp() * (log_p.clamp(min=LOWEST) - log_q)).sum(-1)
 
 
-def reverse_kl(drafter_logits: Tensor, target_logits: Tensor) -> Tensor:
+def reverse_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
     """sum q log(q / p)"""
-    log_p, log_q = target_logits.log_softmax(-1), drafter_logits.log_softmax(-1)
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
-def jensen_shannon(drafter_logits: Tensor, target_logits: Tensor) -> Tensor:
+def jensen_shannon(log_q: Tensor, log_p: Tensor) -> Tensor:
     """Half KL(p | m) plus half KL(q | m), m the mean of p and q"""
-    log_p, log_q = target_logits.log_softmax(-1), drafter_logits.log_softmax(-1)
     log_m = torch.logaddexp(log_p, log_q) - math.log(2)
     return 0.5 * ((log_p.exp() * (log_p - log_m)) + log_q.exp() * (log_q - log_m)).sum(-1)
 
 
-def total_variation(drafter_logits: Tensor, target_logits: Tensor) -> Tensor:
+def total_variation(log_q: Tensor, log_p: Tensor) -> Tensor:
     """1 - sum min(p, q): exactly the rejection rate of one token (DistillSpec, arXiv 2310.08461)"""
-    p, q = target_logits.softmax(-1), drafter_logits.softmax(-1)
-    return 1 - torch.minimum(p, q).sum(-1)
+    return 1 - torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
 
 
-def cross_entropy(drafter_logits: Tensor, target_logits: Tensor) -> Tensor:
+def cross_entropy(log_q: Tensor, log_p: Tensor) -> Tensor:
     """-log q of the target's likeliest token"""
-    return torch.nn.functional.cross_entropy(drafter_logits, target_logits.argmax(-1), reduction="none")
+    return -log_q.gather(-1, log_p.argmax(-1, keepdim=True))[..., 0]
 
 
-def lk_hybrid(drafter_logits: Tensor, target_logits: Tensor) -> Tensor:
+def lk_hybrid(log_q: Tensor, log_p: Tensor) -> Tensor:
     """w KL + (1 - w) TV with w = exp(-eta * acceptance) a row, no gradient through w (arXiv 2602.23881).
 
     KL leads while little is accepted, where the gradient of TV vanishes; TV takes over as acceptance grows.
     """
-    rejection = total_variation(drafter_logits, target_logits)
+    rejection = total_variation(log_q, log_p)
     weight = torch.exp(-LK_DECAY * (1 - rejection.detach()))
-    return weight * forward_kl(drafter_logits, target_logits) + (1 - weight) * rejection
+    return weight * forward_kl(log_q, log_p) + (1 - weight) * rejection
 
 
 DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -99,16 +96,18 @@ def divergence_over_rows(
     measure = DIVERGENCES[divergence]
 
     def chunk_losses(drafter_rows: Tensor, target_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q_logits = drafter_head(drafter_rows).float()
+        log_q = drafter_head(drafter_rows).float().log_softmax(-1)
         with torch.no_grad():
-            full_logits = target_head(target_rows).float()
-            p_logits = full_logits if draft_to_target is None else full_logits[:, draft_to_target]
-            choice = q_logits.argmax(-1)
-            choice = choice if draft_to_target is None else draft_to_target[choice]
-            correct = choice == full_logits.argmax(-1)
-            inside = torch.exp(p_logits - full_logits.logsumexp(-1, keepdim=True))
-            acceptance = torch.minimum(inside, q_logits.softmax(-1)).sum()
-        return measure(q_logits, p_logits).sum(), correct, acceptance
+            log_p = full = target_head(target_rows).float().log_softmax(-1)
+            choice = log_q.argmax(-1)
+            if draft_to_target is not None:
+                choice, inside = draft_to_target[choice], full[:, draft_to_target]
+                log_p = inside.log_softmax(-1)
+            else:
+                inside = full
+            correct = choice == full.argmax(-1)
+            acceptance = torch.minimum(inside, log_q).exp().sum()
+        return measure(log_q, log_p).sum(), correct, acceptance
 
     vocabulary = target_head(target_hidden[:1]).shape[-1] if len(target_hidden) else 1
     rows_per_chunk = max(1, CHUNK_ELEMENTS // vocabulary)

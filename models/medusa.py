@@ -18,12 +18,12 @@ from draftsmith.models.base import (
     DrafterConfig,
     check_same_shape,
     load_tensors,
-    stack_chain,
 )
 from draftsmith.models.errors import require_at_least
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
 from draftsmith.models.target import Features, Target
+from draftsmith.models.tree_drafting import Plan, grow, plan_of, take
 from draftsmith.models.trees import Shape
 
 
@@ -52,6 +52,7 @@ class ResidualBlocks(nn.Module):
 class Medusa(Drafter):
     kind = "medusa"
     config_class = MedusaConfig
+    can_branch = True
 
     def __init__(self, config: MedusaConfig, target: Target) -> None:
         super().__init__()
@@ -88,13 +89,19 @@ class Medusa(Drafter):
             chain_loss.add(rows, self.config.head_decay**i)
         return chain_loss.sums()
 
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Plan | None:
+        return plan_of(shape, self.target.device)
+
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """The first heads at the last position that the target read."""
-        newest = (state.num_new - 1)[:, None, None].expand(-1, 1, self.target.hidden_size)
-        hidden = state.features.last_hidden.gather(1, newest)[:, 0]  # [B, H]
-        return stack_chain(
-            [state.choose(self.lm_heads[i](self.blocks[i](hidden)), depth=i) for i in range(shape.depth)]
-        )
+        hidden = take(state.features.last_hidden, (state.num_new - 1)[:, None])  # [B, 1, H]
+        heads = zip(self.blocks, self.lm_heads, strict=True)
+
+        def next_head(*_: Tensor | None) -> Tensor:
+            block, head = next(heads)
+            return head(block(hidden))  # [B, 1, V], whatever the heads before it proposed
+
+        return grow(shape, state.memory, next_head(), next_head, state)
 
     # --- checkpoints
 

@@ -40,7 +40,9 @@ class Ngram(Drafter):
         found = (start[:, None] >= 0) & (index < state.lengths[:, None])
         tokens = state.token_ids.gather(1, index.clamp(min=0, max=state.token_ids.shape[1] - 1))
         tokens = tokens.masked_fill(~found, NO_TOKEN)
-        return chain(tokens[:, : int(found.any(0).sum())])
+        if tokens.device.type == "cpu":  # a shorter window is cheaper to verify; on a GPU all rounds have one shape
+            tokens = tokens[:, : int(found.any(0).sum())]
+        return chain(tokens)
 
 
 def latest_match(token_ids: Tensor, lengths: Tensor, longest: int, shortest: int) -> Tensor:

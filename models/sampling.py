@@ -70,19 +70,31 @@ class Stream(IntEnum):
 
 
 class Noise:
-    """Uniforms keyed by (seed, request, position, stream), not by the order of drawing.
+    """Uniforms keyed by (seed, request, position, stream, branch), not by the order of drawing.
 
-    A request's noise does not depend on its neighbours in the batch or on what was drafted before, so plain and
-    speculative sampling can meet the same coins.
+    A request's noise does not depend on its neighbours in the batch, and the target's not on what was drafted, so
+    that plain and speculative sampling meet the same coins.
     """
 
     def __init__(self, seed: int, requests: Tensor) -> None:
         """`requests` [B]: one id a row, int64, on the device where uniforms are wanted."""
-        self._keys = _mix(_mix(torch.full_like(requests, seed)) + requests)  # [B]
+        self._seed = _mix(torch.full((1,), seed, device=requests.device))
+        self._keys = _mix(self._seed + requests)  # [B]
 
-    def uniforms(self, positions: Tensor, stream: Stream) -> Tensor:
-        """positions [B, T] (of the token drawn, from the start of the text) -> fp64 uniforms [B, T] in (0, 1)."""
-        bits = _mix(_mix(self._keys[:, None] + positions) + int(stream))
+    def assign(self, rows: Tensor, requests: Tensor) -> None:
+        """Give rows [b] to other requests [b]."""
+        self._keys[rows] = _mix(self._seed + requests)
+
+    def uniforms(
+        self, positions: Tensor, stream: Stream, branch: Tensor | int = 0, rows: Tensor | slice = slice(None)
+    ) -> Tensor:
+        """positions [b, T] of some rows [b] or of all -> fp64 uniforms [b, T] in (0, 1).
+
+        The target's token has the position that it will stand at. Coins and drafts of a round have the position of
+        its first draft and a branch [T] each: a later round never meets them again, even where it drafts for the same
+        position (block verification looks at coins beyond the tokens that it accepts).
+        """
+        bits = _mix(_mix(self._keys[rows, None] + positions) + (branch * len(Stream) + int(stream)))
         return ((bits & ((1 << 52) - 1)).double() + 0.5) / (1 << 52)
 
 

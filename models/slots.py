@@ -7,6 +7,7 @@ position; the nodes of a drafted tree stand behind it, several of one position s
 Shapes: B rows, T new tokens a row, M slots, W words of 32 columns, Hq query heads, Hkv key-value heads, D head width.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,48 +66,72 @@ def chain_window(first: Tensor, length: int) -> Window:
     return Window(slots, slots, first)
 
 
-class SlotCache:
-    """Keys and values of `num_slots` tokens a row, for every layer; transformers calls `update` and the getters.
+@dataclass
+class LayerSlots:
+    """One layer of a cache, of all rows. All are views of one tensor, in which a slot's keys stand before its values.
 
-    One slot more takes what is written past the end, the padding of rows with fewer new tokens. It is never seen.
+    One slot more a row takes what is written past the end, the padding of rows with fewer new tokens. It is never seen.
     """
+
+    kept: Tensor  # [num_rows, M + 1, 2, Hkv, D]
+    flat: Tensor  # [num_rows * (M + 1), 2 * Hkv * D]
+    keys: Tensor  # [num_rows, Hkv, M, D]
+    values: Tensor  # [num_rows, Hkv, M, D]
+
+
+class SlotCache:
+    """Keys and values of `num_slots` tokens a row, for every layer; transformers calls `update` and the getters."""
 
     is_compileable = True
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_rows: int, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.slots: Tensor | None = None  # [B, T] where the tokens of the running forward pass go
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # K and V, each [B, M + 1, Hkv, D]
+        self.written: Tensor  # [B * T] int64, where in `flat` the running forward pass stores its tokens
+        self._num_rows = num_rows
+        self._index: Tensor | None = None  # [b] the rows of a view; None: all
+        self._layers: dict[int, LayerSlots] = {}
         self._move_tables: list[MoveTable] | None = None  # for `keep_path` on a GPU
+
+    def rows(self, index: Tensor) -> "SlotCache":
+        """For passes over some rows [b] only."""
+        view = copy.copy(self)
+        view._index = index
+        return view
 
     def write_to(self, slots: Tensor) -> None:
         """Set the slots [B, T] of the next forward pass."""
-        self.slots = slots.clamp(max=self.num_slots)
+        rows = torch.arange(len(slots), device=slots.device) if self._index is None else self._index
+        self.written = (rows[:, None] * (self.num_slots + 1) + slots.clamp(max=self.num_slots)).flatten()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store key and value [B, Hkv, T, D] at `slots`; return all slots [B, Hkv, M, D]."""
-        assert self.slots is not None
-        if layer_idx not in self._layers:
-            self._layers[layer_idx] = self._allocate(key), self._allocate(value)
-            self._move_tables = None
-        keys, values = self._layers[layer_idx]
+        """Store key and value [B, Hkv, T, D] at the slots set before; return all slots, each [B, Hkv, M, D]."""
+        self.reserve(layer_idx, key.shape[1], key.shape[3], like=key)
         if key.is_cuda:
             from draftsmith.models import cache_kernels
 
-            cache_kernels.write_slots(key, value, self.slots, keys, values)
+            cache_kernels.write_slots(key, value, self.written, self.flat(layer_idx))
         else:
-            write_slots(key, value, self.slots, keys, values)
-        keys, values = self.layer(layer_idx)
-        return keys.transpose(1, 2), values.transpose(1, 2)
+            write_slots(key, value, self.written, self.flat(layer_idx))
+        return self.keys_and_values(layer_idx)
 
-    def _allocate(self, new: Tensor) -> Tensor:
-        batch, heads, _, width = new.shape
-        return new.new_zeros(batch, self.num_slots + 1, heads, width)
+    def reserve(self, layer_idx: int, heads: int, width: int, like: Tensor) -> None:
+        """Make a layer's slots, empty, unless they exist."""
+        if layer_idx not in self._layers:
+            kept = like.new_zeros(self._num_rows, self.num_slots + 1, 2, heads, width)
+            keys, values = (kept[:, : self.num_slots, part].transpose(1, 2) for part in (0, 1))
+            self._layers[layer_idx] = LayerSlots(kept, kept.view(-1, 2 * heads * width), keys, values)
+            self._move_tables = None
 
-    def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each [B, M, Hkv, D]."""
-        keys, values = self._layers[layer_idx]
-        return keys[:, : self.num_slots], values[:, : self.num_slots]
+    def flat(self, layer_idx: int) -> Tensor:
+        """A layer's slots of all rows, for writing: [num_rows * (M + 1), 2 * Hkv * D], keys before values."""
+        return self._layers[layer_idx].flat
+
+    def keys_and_values(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """What a layer of these rows holds, for reading: each [B, Hkv, M, D]."""
+        layer = self._layers[layer_idx]
+        if self._index is None:
+            return layer.keys, layer.values
+        return layer.keys[self._index], layer.values[self._index]  # copied, for prompts now and then
 
     def keep_path(self, prefix: Tensor, path: Tensor) -> None:
         """Move what stands in columns `path` [B, D] of the window at `prefix` [B] to its columns 1..D, in every layer.
@@ -114,7 +139,7 @@ class SlotCache:
         All is read before anything is written, so that a path may end in any columns where fewer than D nodes are
         kept: what they bring lands behind the kept ones.
         """
-        stored = [tensor for layer in self._layers.values() for tensor in layer]
+        stored = [layer.kept for layer in self._layers.values()]
         if not path.is_cuda:
             move_slots(stored, prefix, path)
             return
@@ -139,21 +164,20 @@ class SlotCache:
         return [False] * max(1, len(self._layers))
 
 
-def write_slots(key: Tensor, value: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Store key and value [B, Hkv, T, D] of new tokens in keys and values [B, M + 1, Hkv, D] at `slots` [B, T]."""
-    rows = torch.arange(len(slots), device=slots.device)[:, None]
-    keys[rows, slots] = key.transpose(1, 2)
-    values[rows, slots] = value.transpose(1, 2)
+def write_slots(key: Tensor, value: Tensor, written: Tensor, flat: Tensor) -> None:
+    """Store key and value [B, Hkv, T, D] of new tokens in rows `written` [B * T] of flat [R, 2 * Hkv * D]."""
+    new = torch.cat([key.transpose(1, 2), value.transpose(1, 2)], 2)  # [B, T, 2 * Hkv, D]
+    flat.index_copy_(0, written, new.flatten(0, 1).flatten(1))
 
 
 def move_slots(stored: list[Tensor], prefix: Tensor, path: Tensor) -> None:
-    """`SlotCache.keep_path` in each of the stored tensors [B, M + 1, Hkv, D]."""
+    """`SlotCache.keep_path` in each of the stored tensors [B, M + 1, ...]."""
     rows = torch.arange(len(path), device=path.device)[:, None]
-    source = prefix[:, None] + path
-    kept = prefix[:, None] + torch.arange(1, path.shape[1] + 1, device=path.device)
+    last = stored[0].shape[1] - 1
+    source = (prefix[:, None] + path).clamp(max=last)
+    kept = (prefix[:, None] + torch.arange(1, path.shape[1] + 1, device=path.device)).clamp(max=last)
     for tensor in stored:
-        last = tensor.shape[1] - 1
-        tensor[rows, kept.clamp(max=last)] = tensor[rows, source.clamp(max=last)]
+        tensor[rows, kept] = tensor[rows, source]
 
 
 def slot_attention(

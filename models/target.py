@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.fused import fuse
 from draftsmith.models.slots import ATTENTION, SlotCache, Window, chain_window, run_causal, run_on_slots
 
 
@@ -26,14 +27,27 @@ class Features:
     last_hidden: Tensor  # [B, T, H] after the final norm, the input of the target's head
     layers: Tensor | None  # [B, T, A * H] hidden states after the layers asked for, side by side
 
-    def gather(self, path: Tensor) -> "Features":
-        """Of the first position and of those at columns `path` [B, D]: T becomes D + 1."""
-        columns = torch.cat([torch.zeros_like(path[:, :1]), path], 1)[..., None]  # [B, D + 1, 1]
-        picked = [
-            None if x is None else x.gather(1, columns.expand(-1, -1, x.shape[-1]))
-            for x in (self.last_hidden, self.layers)
-        ]
-        return Features(cast(Tensor, picked[0]), picked[1])
+    def gather(self, columns: Tensor) -> "Features":
+        """Those at `columns` [B, C] of the T positions."""
+        layers = None if self.layers is None else _gather_columns(self.layers, columns)
+        return Features(_gather_columns(self.last_hidden, columns), layers)
+
+    def where(self, which: Tensor, other: "Features") -> "Features":
+        """These in the rows that `which` [B] marks, the other ones elsewhere."""
+        mark = which[:, None, None]
+        layers = None if other.layers is None else torch.where(mark, cast(Tensor, self.layers), other.layers)
+        return Features(torch.where(mark, self.last_hidden, other.last_hidden), layers)
+
+    def put(self, newer: "Features", rows: Tensor | slice = slice(None)) -> None:
+        """Write over the first positions of some rows [b] or of all."""
+        for own, new in ((self.last_hidden, newer.last_hidden), (self.layers, newer.layers)):
+            if own is not None and new is not None:
+                own[rows, : new.shape[1]] = new
+
+
+def _gather_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """x [B, T, W], columns [B, C] -> [B, C, W]"""
+    return x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1]))
 
 
 class Target:
@@ -43,7 +57,9 @@ class Target:
     states are wanted (N means after N layers, Hugging Face's `hidden_states[N]`).
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, fuse_layers: bool = True
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
@@ -51,11 +67,16 @@ class Target:
         self.head_module: nn.Module = model.get_output_embeddings()
         self.embedding: nn.Module = model.get_input_embeddings()
         self.decoder_layers = _decoder_layers(model)
+        self._fused_decoder = fuse(model) if fuse_layers else None
         _check_served_exactly(self)
 
     @classmethod
     def from_pretrained(
-        cls, name: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+        cls,
+        name: str | Path,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        fuse_layers: bool = True,
     ) -> "Target":
         """Load from a Hub name or a directory. By default: the GPU in bfloat16 if there is one, else the CPU in fp32.
 
@@ -76,7 +97,12 @@ class Target:
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
         model.to(device)  # type: ignore[arg-type]  # wrapped by transformers without its types
-        return cls(model, tokenizer, str(name))
+        return cls(model, tokenizer, str(name), fuse_layers)
+
+    @property
+    def fused(self) -> bool:
+        """Whether `run` goes through fused layers rather than stock modelling."""
+        return self._fused_decoder is not None
 
     @property
     def device(self) -> torch.device:
@@ -128,6 +154,8 @@ class Target:
     @torch.no_grad()
     def run(self, token_ids: Tensor, window: Window, cache: SlotCache, layer_ids: tuple[int, ...] = ()) -> Features:
         """Decode the new tokens [B, T] of a window on the cache."""
+        if self._fused_decoder is not None:
+            return Features(*self._fused_decoder.run(token_ids, window, cache, layer_ids))
         with _Capture(self.decoder_layers, layer_ids) as capture:
             last_hidden = run_on_slots(self.model, token_ids, window, cache)
         return Features(last_hidden, capture.side_by_side())
@@ -196,7 +224,7 @@ def _check_served_exactly(target: Target) -> None:
     token_ids = torch.arange(1, 7, device=target.device)[None] % target.vocab_size
     with torch.no_grad():
         expected = target.model(input_ids=token_ids, use_cache=False).logits.float()
-    cache = SlotCache(8)
+    cache = SlotCache(1, 8)
     try:
         halves = [
             target.run(token_ids[:, start:end], chain_window(token_ids.new_tensor([start]), end - start), cache)

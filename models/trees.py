@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftsmith.models.errors import UserError
+
 WORD = 32  # columns in a word of the ancestor mask
 
 
@@ -21,12 +23,32 @@ class Chain:
     def num_nodes(self) -> int:
         return self.depth
 
+    @property
+    def num_read(self) -> int:
+        """Drafted tokens that the drafter reads, to draft what follows them."""
+        return max(0, self.depth - 1)
+
 
 @dataclass(frozen=True)
 class StaticTree:
-    """The same tree each round: a node is the path of choices to it, 0 for the likeliest token of its parent."""
+    """The same tree each round: a node is the path of choices to it, 0 for the likeliest token of its parent.
+
+    Nodes are put in order: level by level, siblings by their choice. Raises `UserError` for a node whose parent or
+    whose next better sibling is not in the tree: siblings are tried in order, and what was drawn second is a draw from
+    what the first has left.
+    """
 
     choices: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        nodes = {tuple(path) for path in self.choices} - {()}
+        if not nodes:
+            raise UserError("tree: give at least one node, such as [0] for the likeliest first token")
+        for path in nodes:
+            before = (*path[:-1], path[-1] - 1) if path[-1] else path[:-1]
+            if before and before not in nodes:
+                raise UserError(f"tree: node {list(path)} needs node {list(before)} in the tree")
+        object.__setattr__(self, "choices", tuple(sorted(nodes, key=lambda path: (len(path), path))))
 
     @property
     def num_nodes(self) -> int:
@@ -34,7 +56,11 @@ class StaticTree:
 
     @property
     def depth(self) -> int:
-        return max(map(len, self.choices))
+        return len(self.choices[-1])
+
+    @property
+    def num_read(self) -> int:
+        return len({path[:-1] for path in self.choices}) - 1
 
 
 @dataclass(frozen=True)
@@ -44,6 +70,20 @@ class DynamicTree:
     num_nodes: int
     depth: int
     width: int
+
+    def __post_init__(self) -> None:
+        if self.width < 2 or self.depth < 1:
+            raise UserError(f"tree of width {self.width} and depth {self.depth}: give a width of 2 or more, or a chain")
+        most = self.width + (self.depth - 1) * self.width**2
+        if not self.depth < self.num_nodes <= most:
+            raise UserError(
+                f"tree of {self.num_nodes} nodes: depth {self.depth} and width {self.width} "
+                f"make {self.depth + 1} to {most}"
+            )
+
+    @property
+    def num_read(self) -> int:
+        return (self.depth - 1) * self.width
 
 
 Shape = Chain | StaticTree | DynamicTree
@@ -70,9 +110,14 @@ def ancestor_words(parents: Tensor, depth: int) -> Tensor:
     for _ in range(depth + 1):
         seen.scatter_(2, ancestor[..., None], 1)
         ancestor = columns.gather(1, ancestor)
-    powers = torch.arange(WORD, device=parents.device)
-    words = (seen.unflatten(2, (num_words, WORD)) << powers).sum(-1)
-    return torch.where(words >= 1 << (WORD - 1), words - (1 << WORD), words).int()  # bit 31 is the sign
+    return pack(seen)
+
+
+def pack(seen: Tensor) -> Tensor:
+    """Bits of words [..., W] from numbers 0 and 1, [..., 32 W] int64: int32, bit 31 is the sign."""
+    powers = torch.arange(WORD, device=seen.device)
+    words = (seen.unflatten(-1, (-1, WORD)) << powers).sum(-1)
+    return torch.where(words >= 1 << (WORD - 1), words - (1 << WORD), words).int()
 
 
 def parent_columns(parents: Tensor) -> Tensor:

@@ -58,7 +58,13 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     sub.add_argument("--top-p", type=float, default=1.0)
     sub.add_argument("--batch-size", type=int, nargs="+", default=[1])
-    sub.add_argument("--draft-length", type=int, nargs="+", default=[4])
+    sub.add_argument("--draft-length", type=int, nargs="+", help="of chains (4, or none where there is a --tree)")
+    sub.add_argument("--tree", nargs="+", default=[], help="NODES,DEPTH,WIDTH (EAGLE-2), or a .json list of choices")
+    sub.add_argument("--verification-mode", help="by default greedy, else probabilistic or one_hot, by the drafter")
+    sub.add_argument(
+        "--synthetic-acceptance", type=float, nargs="+", default=[], metavar="RATE", help="accept at these chances"
+    )
+    sub.add_argument("--certify", action="store_true", help="test that the output is the target's; takes a minute")
     sub.add_argument("--max-new-tokens", type=int, default=64)
     sub.add_argument("--repeats", type=int, default=5)
     sub.add_argument("--num-threads", type=int, help="CPU threads to compute with (torch's default)")

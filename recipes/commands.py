@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import itertools
+import json
 import logging
 from pathlib import Path
 
@@ -12,22 +13,20 @@ from rich.console import Console
 
 from draftsmith.data.prepare import PrepareSettings
 from draftsmith.data.prepare import prepare as prepare_samples
-from draftsmith.data.progress import progress_bar
 from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.decoder import check_sampling
-from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
-from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure, pick_prompts
+from draftsmith.inference.measure import MeasureSettings, PromptSet, pick_prompts
 from draftsmith.models import Target, load_drafter
-from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.errors import UserError, first_line, require_at_least
+from draftsmith.models.trees import DynamicTree, StaticTree
+from draftsmith.recipes.comparison import compare
 from draftsmith.recipes.export import export_checkpoint
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
-from draftsmith.recipes.report import build_report, print_evaluations
+from draftsmith.recipes.report import build_report, certificate_text, print_evaluations
 from draftsmith.train import train as train_drafter
 from draftsmith.train.config import resolve
-from draftsmith.train.run_folder import require_writable
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -68,37 +67,43 @@ def evaluate(args: argparse.Namespace) -> None:
         encoded = pick_prompts(encoded, args.num_prompts)
     check_lengths(encoded, args.max_new_tokens, target, args.prompts)
     prompts = PromptSet(Path(args.prompts).stem, encoded)
-    drafters = {name: load_drafter(name, target) for name in args.drafter}
+    lengths = args.draft_length or ([] if args.tree else [4])
     grid = [
-        MeasureSettings(temperature, args.top_p, batch_size, length, args.max_new_tokens, args.repeats, args.seed)
+        MeasureSettings(
+            temperature,
+            args.top_p,
+            batch_size,
+            draft,
+            args.max_new_tokens,
+            args.repeats,
+            args.seed,
+            "synthetic" if args.synthetic_acceptance else args.verification_mode,
+            tuple(args.synthetic_acceptance),
+        )
         for temperature in args.temperature
         for batch_size in args.batch_size
-        for length in args.draft_length
+        for draft in [*lengths, *map(parse_tree, args.tree)]
     ]
-    for settings in grid:
-        check_settings(settings, drafters)
-    if args.num_threads is not None:
-        require_at_least("--num-threads", args.num_threads)
-    require_writable(args.out)
-    rows: dict[str, list] = {name: [] for name in drafters}
-    with progress_bar() as progress, cpu_threads(args.num_threads):
-        total = sum(-(-len(encoded) // settings.batch_size) * settings.repeats for settings in grid)
-        task = progress.add_task("evaluating", total=total, detail="")
-        for settings in grid:
-            for name, row in measure(target, drafters, prompts, settings, lambda: progress.advance(task)).items():
-                rows[name].append(row)
-        env = environment(target)
-    contents = [evaluation(target, name, drafter.kind, rows[name], env) for name, drafter in drafters.items()]
-    for path, content in zip(evaluation_paths(args.out, list(drafters)), contents, strict=True):
-        write_evaluation(path, content)
+    if args.synthetic_acceptance and args.verification_mode:
+        raise UserError("--synthetic-acceptance is a verification mode of its own: leave out --verification-mode")
+    contents = compare(target, args.drafter, prompts, grid, args.out, args.num_threads, args.certify)
     print_evaluations(contents, console)
+    for content in contents if args.certify else []:
+        console.print(certificate_text(content))
 
 
-def evaluation_paths(out: Path, names: list[str]) -> list[Path]:
-    """OUT/evaluation.json for one drafter, OUT/NUMBER-NAME/evaluation.json for several."""
-    if len(names) == 1:
-        return [out / "evaluation.json"]
-    return [out / f"{number}-{Path(name).name}" / "evaluation.json" for number, name in enumerate(names, 1)]
+def parse_tree(text: str) -> StaticTree | DynamicTree:
+    """NODES,DEPTH,WIDTH, or the path of a JSON list of choices such as [[0], [1], [0, 0]]."""
+    if text.endswith(".json"):
+        try:
+            return StaticTree(tuple(map(tuple, json.loads(Path(text).read_text()))))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"--tree {text}: {first_line(error)}") from None
+    try:
+        num_nodes, depth, width = map(int, text.split(","))
+    except ValueError:
+        raise UserError(f"--tree {text}: give NODES,DEPTH,WIDTH or the path of a .json list of choices") from None
+    return DynamicTree(num_nodes, depth, width)
 
 
 def export(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The figures of a report. All show the first measured setting; runs come fastest first and keep their colour."""
+"""The figures of a report. All show the first measured setting; a run keeps its colour throughout."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from draftsmith.recipes.results import Result, Run
+from draftsmith.recipes.results import Contender, Result, Run
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 BASELINE_COLOUR = "#6B7280"
@@ -16,13 +16,13 @@ PHASE_COLOURS = {"draft": "#E69F00", "verify": "#0072B2", "host": "#B8BEC8"}
 WHITE_GROUND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
 
 
-def draw_figures(runs: list[Run], folder: Path) -> list[tuple[Path, str]]:
+def draw_figures(runs: list[Run], contenders: list[Contender], folder: Path) -> list[tuple[Path, str]]:
     """Write every figure into the folder; returns paths and captions."""
     folder.mkdir(exist_ok=True)
     drawn = []
     for name, (draw, caption) in FIGURES.items():
         figure = Figure(figsize=(7.2, 4.0), dpi=150, layout="constrained")
-        draw(figure, runs)
+        draw(figure, runs, contenders)
         for axes in figure.axes:
             axes.grid(alpha=0.25, linewidth=0.6)
             axes.set_axisbelow(True)
@@ -37,7 +37,7 @@ def colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def speedup_by_checkpoint(figure: Figure, runs: list[Run]) -> None:
+def speedup_by_checkpoint(figure: Figure, runs: list[Run], contenders: list[Contender]) -> None:
     axes = figure.subplots()
     for index, run in enumerate(runs):
         results = [checkpoint.results[0] for checkpoint in run.checkpoints]
@@ -56,7 +56,7 @@ def speedup_by_checkpoint(figure: Figure, runs: list[Run]) -> None:
     axes.legend(fontsize=8)
 
 
-def acceptance_by_checkpoint(figure: Figure, runs: list[Run]) -> None:
+def acceptance_by_checkpoint(figure: Figure, runs: list[Run], contenders: list[Contender]) -> None:
     axes = figure.subplots()
     for index, run in enumerate(runs):
         steps = [checkpoint.step for checkpoint in run.checkpoints]
@@ -71,14 +71,14 @@ def acceptance_by_checkpoint(figure: Figure, runs: list[Run]) -> None:
     axes.legend(fontsize=8)
 
 
-def acceptance_by_position(figure: Figure, runs: list[Run]) -> None:
+def acceptance_by_position(figure: Figure, runs: list[Run], contenders: list[Contender]) -> None:
     panels = figure.subplots(1, 2, sharey=True)
     fields = {
         "per_position_acceptance_rates": "Unconditional",
         "conditional_acceptance_rates": "Given that all before were accepted",
     }
     for axes, (field, title) in zip(panels, fields.items(), strict=True):
-        for name, result, line_colour, style in best_results(runs):
+        for name, result, line_colour, style in first_results(runs, contenders):
             rates = [math.nan if rate is None else rate for rate in result[field]]
             axes.plot(range(1, len(rates) + 1), rates, style, marker="o", color=line_colour, label=name)
         label(axes, title, "position in the draft", "")
@@ -88,7 +88,7 @@ def acceptance_by_position(figure: Figure, runs: list[Run]) -> None:
     panels[0].legend(fontsize=8)
 
 
-def training(figure: Figure, runs: list[Run]) -> None:
+def training(figure: Figure, runs: list[Run], contenders: list[Contender]) -> None:
     losses, lengths = figure.subplots(1, 2)
     for index, run in enumerate(runs):
         losses.plot(*series(run, "loss"), color=colour(index), label=run.name)
@@ -108,11 +108,11 @@ def training(figure: Figure, runs: list[Run]) -> None:
         step_axis(axes, runs)
 
 
-def round_time(figure: Figure, runs: list[Run]) -> None:
+def round_time(figure: Figure, runs: list[Run], contenders: list[Contender]) -> None:
     axes = figure.subplots()
-    contenders = [(name, result) for name, result, _, _ in best_results(runs)]
-    plain_step = runs[0].first_result["baseline_tpot_ms"]["p50"]
-    for place, (_, result) in enumerate(contenders):
+    plain_step = contenders[0].results[0]["baseline_tpot_ms"]["p50"]
+    for place, contender in enumerate(contenders):
+        result = contender.results[0]
         left = 0.0
         for phase, phase_colour in PHASE_COLOURS.items():
             width = result["milliseconds_per_round"][phase]
@@ -125,18 +125,17 @@ def round_time(figure: Figure, runs: list[Run]) -> None:
         )
     axes.barh(len(contenders), plain_step, 0.6, color="#374151", label="plain step (median)")
     axes.axvline(plain_step, color="#374151", linestyle="--", linewidth=1)
-    axes.set_yticks(range(len(contenders) + 1), [name for name, _ in contenders] + ["plain decoding"])
+    axes.set_yticks(range(len(contenders) + 1), [one.name for one in contenders] + ["plain decoding"])
     axes.invert_yaxis()
     axes.set_xmargin(0.2)
     label(axes, "Time of a round beside a step of plain decoding", "milliseconds", "")
     figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
 
 
-def acceptance_histogram(figure: Figure, runs: list[Run]) -> None:
+def acceptance_histogram(figure: Figure, runs: list[Run], contenders: list[Contender]) -> None:
     axes = figure.subplots()
-    contenders = best_results(runs)
     width = 0.8 / len(contenders)
-    for place, (name, result, bar_colour, _) in enumerate(contenders):
+    for place, (name, result, bar_colour, _) in enumerate(first_results(runs, contenders)):
         histogram = result["acceptance_histogram"]
         shares = [rounds / max(1, sum(histogram)) for rounds in histogram]
         positions = [accepted - 0.4 + width * (place + 0.5) for accepted in range(len(histogram))]
@@ -146,7 +145,7 @@ def acceptance_histogram(figure: Figure, runs: list[Run]) -> None:
     axes.legend(fontsize=8)
 
 
-FIGURES: dict[str, tuple[Callable[[Figure, list[Run]], None], str]] = {
+FIGURES: dict[str, tuple[Callable[[Figure, list[Run], list[Contender]], None], str]] = {
     "speedup_by_checkpoint": (
         speedup_by_checkpoint,
         "What counts: tokens per second over those of plain decoding, measured in turns with it.",
@@ -172,11 +171,13 @@ FIGURES: dict[str, tuple[Callable[[Figure, list[Run]], None], str]] = {
 }
 
 
-def best_results(runs: list[Run]) -> list[tuple[str, Result, str, str]]:
-    """Name, result, colour and line style of each run's best checkpoint, and of the baselines beside the best run."""
-    drafters = [(run.name, run.first_result, colour(index), "-") for index, run in enumerate(runs)]
-    baselines = runs[0].best.baselines.items()
-    return drafters + [(name, results[0], BASELINE_COLOUR, "--") for name, results in baselines]
+def first_results(runs: list[Run], contenders: list[Contender]) -> list[tuple[str, Result, str, str]]:
+    """Name, result at the first setting, colour and line style of each contender."""
+    colours = {run.name: colour(index) for index, run in enumerate(runs)}
+    return [
+        (one.name, one.results[0], colours.get(one.name, BASELINE_COLOUR), "-" if one.trained else "--")
+        for one in contenders
+    ]
 
 
 def series(run: Run, metric: str) -> tuple[list[int], list[float]]:

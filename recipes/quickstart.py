@@ -1,8 +1,9 @@
 """`draftsmith quickstart`: from nothing to measured drafters, in a given time.
 
-The target writes training text, each drafter is trained on it and measured after every checkpoint, and the best one is
-exported. What the time allows (prompts, steps) is measured first and kept in plan.yaml, so that an interrupted run
-goes on with the same plan.
+The target writes training text, each drafter is trained on it and measured briefly after every checkpoint. Then the
+best checkpoints are compared in one process, on prompts that did not choose them, and the fastest is exported. What
+the time allows (prompts, steps) is measured first and kept in plan.yaml, so that an interrupted run goes on with the
+same plan.
 """
 
 import json
@@ -16,26 +17,30 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from draftsmith.data.batches import BatchPlan
-from draftsmith.data.prepare import PrepareSettings, answer_batch, prepare
+from draftsmith.data.prepare import PrepareSettings, answers, prepare
+from draftsmith.data.prompts import encode_prompts, read_prompts
 from draftsmith.data.stdlib import function_prompt, stdlib_functions
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.clock import cpu_threads
+from draftsmith.inference.measure import MeasureSettings, PromptSet
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling import Sampling
+from draftsmith.recipes.comparison import compare, evaluation_paths
 from draftsmith.recipes.export import export_checkpoint
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.recipes.report import build_report, print_summary
 from draftsmith.train import TrainConfig, train
-from draftsmith.train.run_folder import require_writable, worth
+from draftsmith.train.run_folder import best_checkpoint, require_writable, worth
 
 EMBEDDED_TARGET = Path(__file__).parent / "tiny_python"
 # Shares of the time; the rest is for loading, the report, and estimates that were too low.
-PREPARE_SHARE, EVALUATION_SHARE = 0.12, 0.46
-TRAINING_SHARES = {"eagle3": 0.26, "medusa": 0.06, "draft_model": 0.07}
+PREPARE_SHARE, CHECKPOINT_SHARE, COMPARISON_SHARE = 0.12, 0.06, 0.28
+TRAINING_SHARES = {"eagle3": 0.26, "medusa": 0.19, "draft_model": 0.06}
 CHECKPOINTS = 2  # a run
 MAX_NEW_TOKENS = 128  # of training text, a prompt
-NUM_HELD_OUT = 64
+NUM_HELD_OUT = 64  # prompts for the comparison, and again as many for checkpoints
+COMPARISON = MeasureSettings(max_new_tokens=96, repeats=5)
 PREPARE_BATCH = 64
 TIMED_PROMPTS = 8
 NUM_SAMPLE_TEXTS = 3
@@ -48,7 +53,8 @@ class Plan:
     target: str
     minutes: float
     num_prompts: int  # that the target answers for training
-    num_evaluation_prompts: int
+    num_checkpoint_prompts: int  # that a checkpoint is measured on
+    num_comparison_prompts: int
     num_threads: int | None  # of the CPU, that plain decoding is fastest with; None on a GPU
     steps: dict[str, int]  # by drafter
 
@@ -66,43 +72,57 @@ def run_quickstart(
     target = Target.from_pretrained(name, device)
     require_writable(out)
 
-    train_prompts, held_out = write_prompts(out / "prompts", target)
+    train_prompts = write_prompts(out / "prompts", target)
     plan = load_plan(out / "plan.yaml", name, minutes) or measure_plan(target, train_prompts, kinds, minutes, console)
     (out / "plan.yaml").write_text(yaml.safe_dump(asdict(plan), sort_keys=False))
     missing = [kind for kind in kinds if kind not in plan.steps]
     if missing:
         raise UserError(f"{out} was begun without {', '.join(missing)}: give another --out")
 
-    chosen = out / "prompts" / "chosen.jsonl"
+    chosen = out / "prompts" / "training.jsonl"
     write_jsonl(chosen, train_prompts[: plan.num_prompts])
     samples = out / "samples"
     prepare(target, str(chosen), samples, PrepareSettings(max_new_tokens=MAX_NEW_TOKENS, batch_size=PREPARE_BATCH))
     for kind in kinds:
-        train(quickstart_config(kind, plan, out, held_out, device))
+        train(quickstart_config(kind, plan, out, device))
 
-    best = max((out / kind / "best" for kind in kinds), key=worth)
-    write_sample_texts(out / "samples.json", target, best.resolve(), held_out)
+    best = compare_best([best_checkpoint(out / kind) for kind in kinds], target, plan, out)
+    write_sample_texts(out / "samples.json", target, best, out / "prompts" / "comparison.jsonl")
     console.print(f"\nreport: {build_report(out)}")
     print_summary(out, console)
-    command = export_checkpoint(best.resolve(), "vllm", target, out / "export")
-    console.print(
-        f"best drafter: {best.resolve()}\nexported to {out / 'export'}; serve it with:\n  {command}", soft_wrap=True
-    )
+    command = export_checkpoint(best, "vllm", target, out / "export")
+    console.print(f"best drafter: {best}\nexported to {out / 'export'}; serve it with:\n  {command}", soft_wrap=True)
+
+
+def compare_best(checkpoints: list[Path], target: Target, plan: Plan, out: Path) -> Path:
+    """Compare the best checkpoints of all runs with each other and with n-grams; return the fastest checkpoint."""
+    names = [*map(str, checkpoints), "ngram"]
+    source = str(out / "prompts" / "comparison.jsonl")
+    paths = evaluation_paths(out / "comparison", names)
+    if not all(path.is_file() for path in paths):
+        prompts = PromptSet("comparison", encode_prompts(read_prompts(source), target)[: plan.num_comparison_prompts])
+        compare(target, names, prompts, [COMPARISON], out / "comparison", plan.num_threads)
+    results = [json.loads(path.read_text())["results"][0] for path in paths[: len(checkpoints)]]
+    return max(zip(results, checkpoints, strict=True), key=lambda pair: worth(pair[0]))[1]
 
 
 # --- prompts
 
 
-def write_prompts(folder: Path, target: Target) -> tuple[list[str], Path]:
-    """Training prompts in random order, and the file of held-out ones, that fit the target's context."""
+def write_prompts(folder: Path, target: Target) -> list[str]:
+    """Training prompts in random order that fit the target's context; writes the held-out ones.
+
+    checkpoints.jsonl is for measuring checkpoints, comparison.jsonl for comparing the best ones.
+    """
     folder.mkdir(exist_ok=True)
     room = target.context - MAX_NEW_TOKENS
     training, held_out = (
         [prompt for prompt in shuffled_prompts(is_held_out) if len(target.encode(prompt)) <= min(room, 128)]
         for is_held_out in (False, True)
     )
-    write_jsonl(folder / "held_out.jsonl", held_out[:NUM_HELD_OUT])
-    return training, folder / "held_out.jsonl"
+    write_jsonl(folder / "comparison.jsonl", held_out[:NUM_HELD_OUT])
+    write_jsonl(folder / "checkpoints.jsonl", held_out[NUM_HELD_OUT : 2 * NUM_HELD_OUT])
+    return training
 
 
 def shuffled_prompts(held_out: bool) -> list[str]:
@@ -138,14 +158,14 @@ def measure_plan(target: Target, prompts: list[str], kinds: list[str], minutes: 
 
     start = time.perf_counter()
     settings = PrepareSettings(max_new_tokens=MAX_NEW_TOKENS, temperatures=(1.0,), batch_size=PREPARE_BATCH)
-    samples = answer_batch(plain, encoded, list(range(PREPARE_BATCH)), settings)
+    samples = list(answers(plain, encoded, list(range(PREPARE_BATCH)), settings))
     num_batches = max(2, int(seconds * PREPARE_SHARE / (time.perf_counter() - start)))
 
-    recipe = RECIPES[f"quickstart_{kinds[0]}"]().evaluation
-    num_threads, per_output = fastest_num_threads(plain, encoded[:TIMED_PROMPTS], recipe.max_new_tokens)
-    # a prompt is decoded plainly, with n-grams and with the drafter, the latter two a little faster
-    per_prompt = 2.6 * per_output * recipe.repeats * CHECKPOINTS * len(kinds)
-    num_evaluation_prompts = min(NUM_HELD_OUT, max(4, int(seconds * EVALUATION_SHARE / per_prompt)))
+    num_threads, per_token = fastest_num_threads(plain, encoded[:TIMED_PROMPTS])
+    brief = RECIPES[f"quickstart_{kinds[0]}"]().evaluation
+    # a prompt is decoded plainly and with each contender, which take about as long
+    checkpoint_prompt = 3 * per_token * brief.max_new_tokens * brief.repeats * CHECKPOINTS * len(kinds)
+    comparison_prompt = (len(kinds) + 2) * per_token * COMPARISON.max_new_tokens * COMPARISON.repeats
 
     total = sum(TRAINING_SHARES[kind] for kind in kinds)
     scale = sum(TRAINING_SHARES.values()) / total
@@ -156,18 +176,25 @@ def measure_plan(target: Target, prompts: list[str], kinds: list[str], minutes: 
         drafter = DRAFTERS[kind].from_target(config.drafter, target).to(target.device)
         steps[kind] = max(8, int(seconds * TRAINING_SHARES[kind] * scale / seconds_per_step(drafter, target, batches)))
     return Plan(
-        target.name, minutes, min(len(prompts), num_batches * PREPARE_BATCH), num_evaluation_prompts, num_threads, steps
+        target=target.name,
+        minutes=minutes,
+        num_prompts=min(len(prompts), num_batches * PREPARE_BATCH),
+        num_checkpoint_prompts=min(NUM_HELD_OUT, max(2, int(seconds * CHECKPOINT_SHARE / checkpoint_prompt))),
+        num_comparison_prompts=min(NUM_HELD_OUT, max(4, int(seconds * COMPARISON_SHARE / comparison_prompt))),
+        num_threads=num_threads,
+        steps=steps,
     )
 
 
-def fastest_num_threads(plain: SpeculativeDecoder, prompts: list[list[int]], limit: int) -> tuple[int | None, float]:
-    """The number of CPU threads, one or all, that decodes the prompts fastest, and its mean seconds a prompt."""
+def fastest_num_threads(plain: SpeculativeDecoder, prompts: list[list[int]]) -> tuple[int | None, float]:
+    """The number of CPU threads, one or all, that decodes the prompts fastest, and its seconds a token."""
     candidates = [None] if plain.target.device.type == "cuda" else [torch.get_num_threads(), 1]
     times = {}
     for num_threads in candidates:
         with cpu_threads(num_threads):
-            outputs = [plain.generate([prompt], max_new_tokens=limit) for prompt in prompts]
-        times[num_threads] = sum(output.timing.total for output in outputs) / len(outputs)
+            outputs = [plain.generate([prompt], COMPARISON.max_new_tokens) for prompt in prompts]
+        num_tokens = sum(len(output.token_ids[0]) for output in outputs)
+        times[num_threads] = sum(output.timing.total for output in outputs) / num_tokens
     fastest = min(times, key=lambda num_threads: times[num_threads])
     return fastest, times[fastest]
 
@@ -185,14 +212,14 @@ def seconds_per_step(drafter: Drafter, target: Target, batches: BatchPlan) -> fl
     return sum(times[1:]) / len(times[1:])
 
 
-def quickstart_config(kind: str, plan: Plan, out: Path, held_out: Path, device: str | None) -> TrainConfig:
+def quickstart_config(kind: str, plan: Plan, out: Path, device: str | None) -> TrainConfig:
     """The quickstart recipe of a drafter, cut to the plan."""
     config = RECIPES[f"quickstart_{kind}"]()
     config.target = plan.target
     config.data.samples = str(out / "samples")
     config.data.max_length = 512
-    config.evaluation.prompts = str(held_out)
-    config.evaluation.num_prompts = plan.num_evaluation_prompts
+    config.evaluation.prompts = str(out / "prompts" / "checkpoints.jsonl")
+    config.evaluation.num_prompts = plan.num_checkpoint_prompts
     config.evaluation.num_threads = plan.num_threads
     config.run.dir = str(out / kind)
     config.run.steps = plan.steps[kind]
@@ -205,10 +232,10 @@ def quickstart_config(kind: str, plan: Plan, out: Path, held_out: Path, device: 
 # --- sample texts
 
 
-def write_sample_texts(path: Path, target: Target, drafter: Path, held_out: Path) -> None:
+def write_sample_texts(path: Path, target: Target, drafter: Path, source: Path) -> None:
     """A few streamed completions for the report: what was drafted and accepted, round by round."""
     decoder = SpeculativeDecoder(target, load_drafter(drafter, target))
-    prompts = [json.loads(line)["prompt"] for line in held_out.read_text().splitlines()[:NUM_SAMPLE_TEXTS]]
+    prompts = [json.loads(line)["prompt"] for line in source.read_text().splitlines()[:NUM_SAMPLE_TEXTS]]
     texts = [
         {
             "prompt": prompt,

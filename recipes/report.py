@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.recipes.figures import draw_figures
-from draftsmith.recipes.results import Result, Run, read_runs
-from draftsmith.train.checkpoint import checkpoint_step
+from draftsmith.recipes.results import Contender, Result, Run, checkpoint_names, read_contenders, read_runs
 from draftsmith.train.run_folder import require_writable
 
 PLAIN = "none"  # the name of plain decoding among drafters
@@ -50,13 +49,14 @@ def build_report(folder: Path) -> Path:
     """
     runs = read_runs(folder)
     require_writable(folder)
-    figures = draw_figures(runs, folder / "figures")
-    rows = compare_runs(runs)
+    contenders = read_contenders(folder, runs)
+    figures = draw_figures(runs, contenders, folder / "figures")
+    rows = summary_rows(contenders)
     samples = folder / "samples.json"
     content = {
         "folder": folder.resolve().name,
         "runs": runs,
-        "headline": headline(rows, runs),
+        "headline": headline(rows, runs[0]),
         "caveats": caveats(rows),
         "divergences": divergences(runs),
         "blocks": by_setting(rows),
@@ -72,14 +72,9 @@ def build_report(folder: Path) -> Path:
     return path
 
 
-def summary_rows(folder: Path) -> list[SummaryRow]:
-    """The best checkpoint of each run, the baselines and plain decoding, setting by setting, fastest drafter first."""
-    return compare_runs(read_runs(folder))
-
-
 def print_summary(folder: Path, console: Console) -> None:
-    """Print `summary_rows` as tables, one a setting."""
-    print_rows(summary_rows(folder), console)
+    """Print the comparison of a run, or of several runs, as tables, one a setting."""
+    print_rows(summary_rows(read_contenders(folder, read_runs(folder))), console)
 
 
 def print_evaluations(contents: list[dict[str, Any]], console: Console) -> None:
@@ -98,26 +93,19 @@ def print_evaluations(contents: list[dict[str, Any]], console: Console) -> None:
 # --- the comparison
 
 
-def compare_runs(runs: list[Run]) -> list[SummaryRow]:
-    """Rows of all settings. Baselines are measured anew beside each checkpoint; those of the fastest one are shown."""
+def summary_rows(contenders: list[Contender]) -> list[SummaryRow]:
+    """The contenders and plain decoding at each setting; a setting's trained drafters first, the fastest on top."""
     rows = []
-    for setting in dict.fromkeys(setting_name(result) for run in runs for result in run.best.results):
-        trained = [
-            SummaryRow(setting, run.name, f"step {run.best.step}", True, result)
-            for run in runs
-            for result in run.best.results
+    for setting in dict.fromkeys(setting_name(result) for one in contenders for result in one.results):
+        block = [
+            SummaryRow(setting, one.name, one.note, one.trained, result)
+            for one in contenders
+            for result in one.results
             if setting_name(result) == setting
         ]
-        trained.sort(key=lambda row: row.result["speedup"], reverse=True)
-        beside = next(run for run in runs if run.name == trained[0].drafter)
-        note = f"measured beside {beside.name}, step {beside.best.step}"
-        baselines = [
-            SummaryRow(setting, name, note, False, result)
-            for name, results in beside.best.baselines.items()
-            for result in results
-            if setting_name(result) == setting
-        ]
-        rows += [*trained, *baselines, plain_row(setting, trained[0], note)]
+        block.sort(key=lambda row: (not row.trained, -row.result["speedup"]))
+        note = "" if block[-1].trained else block[-1].note
+        rows += [*block, plain_row(setting, block[0], note)]
     return rows
 
 
@@ -187,6 +175,19 @@ def lossless_text(result: Result) -> str:
     return text
 
 
+def certificate_text(content: dict[str, Any]) -> str:
+    """What a certificate says, in a line."""
+    if "certificate" not in content:
+        return f"{content['drafter']}: nothing to certify, it drafts nothing"
+    certificate = content["certificate"]
+    sampled = ", ".join(f"{mode} p = {test['p_value']:.2g}" for mode, test in certificate["sampled"].items())
+    verdict = "output is the target's" if certificate["passed"] else "OUTPUT IS NOT THE TARGET'S"
+    control = "" if certificate["control_found"] else "; too few tokens to find lossy output"
+    checks = certificate["greedy"].items()
+    greedy = "; ".join(f"{size.replace('_', ' ')}: {lossless_text({'lossless': check})}" for size, check in checks)
+    return f"{content['drafter']}: {verdict} (greedy {greedy}; sampled {sampled}{control})"
+
+
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
@@ -219,17 +220,17 @@ def print_rows(rows: list[SummaryRow], console: Console) -> None:
 # --- the page
 
 
-def headline(rows: list[SummaryRow], runs: list[Run]) -> str:
-    """What the best drafter reaches at the first setting, and on what."""
+def headline(rows: list[SummaryRow], run: Run) -> str:
+    """What the best drafter reaches at the first setting, and on what; target and machine are those of any run."""
     trained = [row for row in rows if row.trained and row.setting == rows[0].setting]
     best = next((row for row in trained if not row.diverged), None)
     if best is None:
         return "No drafter leaves the output of plain decoding as it is: there is no speedup to report."
-    run = next(run for run in runs if run.name == best.drafter)
     low, high = best.result["speedup_ci95"]
     environment = run.environment
     return (
-        f"{best.drafter} ({best.note}) decodes {best.result['speedup']:.2f}× as fast as plain decoding "
+        f"{best.drafter}{best.note and f' ({best.note})'} decodes {best.result['speedup']:.2f}× as fast as plain "
+        "decoding "
         f"(95 % interval {low:.2f} to {high:.2f}) with an acceptance length of "
         f"{best.result['mean_acceptance_length']:.2f} at draft length {best.result['draft_length']}, "
         f"temperature {best.result['temperature']:g} and batch size {best.result['batch_size']}, for the target "
@@ -275,10 +276,7 @@ def inline_image(path: Path) -> str:
 
 def sample_source(sample: dict[str, Any]) -> str:
     """Short name of what drafted a sample: run and step, where it was a checkpoint of a run."""
-    path = Path(sample["drafter"])
-    if path.parent.name == "checkpoints":
-        return f"{path.parent.parent.name}, step {checkpoint_step(path)}"
-    return path.name
+    return ", ".join(filter(None, checkpoint_names(Path(sample["drafter"]))))
 
 
 def page_template() -> Template:

@@ -46,6 +46,46 @@ class Run:
         return self.best.results[0]
 
 
+@dataclass
+class Contender:
+    """A drafter as it stands in the comparison."""
+
+    name: str
+    note: str  # which checkpoint, or beside which it was measured
+    trained: bool
+    results: list[Result]
+
+
+def read_contenders(folder: Path, runs: list[Run]) -> list[Contender]:
+    """What stands side by side, trained drafters first, the fastest of them on top.
+
+    These are the drafters that were compared in one process, where the folder holds such a `comparison/`; else the best
+    checkpoint of each run and the baselines that were measured beside the fastest.
+    """
+    compared = sorted((folder / "comparison").glob("*/evaluation.json"))
+    if compared:
+        found = [_compared(json.loads(path.read_text())) for path in compared]
+    else:
+        beside = f"measured beside {runs[0].name}, step {runs[0].best.step}"
+        found = [Contender(run.name, f"step {run.best.step}", True, run.best.results) for run in runs]
+        found += [Contender(name, beside, False, results) for name, results in runs[0].best.baselines.items()]
+    return sorted(found, key=lambda one: (not one.trained, -one.results[0]["speedup"]))
+
+
+def _compared(content: dict[str, Any]) -> Contender:
+    if content["drafter"] == content["drafter_kind"]:
+        return Contender(content["drafter"], "", False, content["results"])
+    name, note = checkpoint_names(Path(content["drafter"]))
+    return Contender(name, note, True, content["results"])
+
+
+def checkpoint_names(path: Path) -> tuple[str, str]:
+    """Name of the run and "step N" where the path is that of a run's checkpoint; else its last part and nothing."""
+    if path.parent.name == "checkpoints":
+        return path.parent.parent.name, f"step {checkpoint_step(path)}"
+    return path.name, ""
+
+
 def read_runs(folder: Path) -> list[Run]:
     """The evaluated runs in a folder that is one run or holds several, the fastest first.
 

@@ -33,12 +33,16 @@ def random_batch(target: Target, rows: int = 3, length: int = 12) -> Batch:
 def first_round(drafter: Drafter, target: Target, token_ids: Tensor, sample_drafts: bool = False) -> DecodingState:
     """The state after the target read all but the last of the tokens [B, T]."""
     window = chain_window(torch.zeros(len(token_ids), dtype=torch.int64), token_ids.shape[1] - 1)
-    features = target.run(token_ids[:, :-1], window, SlotCache(token_ids.shape[1]), drafter.layer_ids)
+    features = target.run(token_ids[:, :-1], window, SlotCache(*token_ids.shape), drafter.layer_ids)
     lengths = torch.full((len(token_ids),), token_ids.shape[1])
     padded = torch.cat([token_ids, torch.zeros(len(token_ids), 8, dtype=torch.int64)], 1)
     sampling = Sampling(1.0 if sample_drafts else 0.0)
     noise = Noise(0, torch.arange(len(token_ids)))
-    return DecodingState(padded, lengths, features, window.positions, lengths - 1, sampling, noise, sample_drafts)
+    memory = drafter.new_memory(*padded.shape, Chain(4))
+    drafter.read(memory, token_ids, features, window)
+    return DecodingState(
+        padded, lengths, features, window.positions, lengths - 1, sampling, noise, sample_drafts, memory
+    )
 
 
 @pytest.mark.parametrize("kind", list(DRAFTERS))
@@ -121,13 +125,15 @@ def test_unrolled_training_sees_what_drafting_sees(tiny_target: Target) -> None:
         steps = list(drafter.unroll(token_ids, layers))
         fused = drafter.fc(layers)
         for t in (0, 3, 6):
-            cache = SlotCache(16)
-            slots = torch.arange(t + 1).expand(3, -1)
-            hidden = drafter._decode(token_ids[:, 1 : t + 2], fused[:, : t + 1], slots, cache)[:, -1:]
+            memory = drafter.new_memory(3, 16, Chain(4))
+            window = chain_window(torch.zeros(3, dtype=torch.int64), t + 1)
+            query = memory.write(token_ids[:, 1 : t + 2], fused[:, : t + 1], window)
+            hidden = memory.finish(query, fused[:, : t + 1], window)[:, -1:]
             for k, step in enumerate(steps):
                 if k:
                     next_ids = token_ids[:, t + 1 + k : t + 2 + k]
-                    hidden = drafter._decode(next_ids, hidden, torch.full((3, 1), t + k), cache)
+                    window = chain_window(torch.full((3,), t + k), 1)
+                    hidden = memory.finish(memory.write(next_ids, hidden, window), hidden, window)
                 torch.testing.assert_close(step[:, t], hidden[:, 0], atol=1e-5, rtol=1e-4)
 
 

@@ -4,17 +4,22 @@ import functools
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.generation import Generation, GenerationSettings
+from draftsmith.inference import rows as rows_module
+from draftsmith.inference.decoder import resolve_settings
+from draftsmith.inference.generation import Generation
+from draftsmith.inference.rows import GenerationSettings, Rows
+from draftsmith.inference.verify import VerificationMode
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.base import DecodingState, Draft, chain, stack_chain
 from draftsmith.models.errors import UserError
 from draftsmith.models.none import NoDrafter, NoneConfig
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.slots import SlotCache, chain_window
-from draftsmith.models.trees import DynamicTree, Shape, node_depths
+from draftsmith.models.trees import Chain, DynamicTree, Shape, node_depths
 
 PROMPTS = ["The smith heats the iron", "def strike(iron):", "A draft is cheap, a draft is cheap, a", "x"]
 TREE = DynamicTree(num_nodes=12, depth=4, width=3)
@@ -27,6 +32,9 @@ def drafter_of(kind: str, target: Target) -> Drafter:
     torch.manual_seed(1)
     drafter_class = DRAFTERS[kind]
     return drafter_class.from_target(drafter_class.config_class(kind=kind), target).eval()
+
+
+CONTEXT = 128  # of the tiny target
 
 
 class Oracle(NoDrafter):
@@ -141,17 +149,73 @@ def test_the_cache_after_a_tree_is_that_of_a_fresh_reading(tiny_target: Target) 
     answers = plain(tiny_target).generate(PROMPTS, max_new_tokens=40, stop_at_eos=False).token_ids
     drafter = RandomTree(answers, [len(prompt) for prompt in prompts], num_right=3)
     settings = GenerationSettings(max_new_tokens=20, shape=TREE, stop_at_eos=False)
-    generation = Generation(tiny_target, drafter, prompts, settings, [0, 1, 2, 3])
-    generation.prefill()
+    rows = Rows(tiny_target, drafter, settings, num_rows=4, num_slots=CONTEXT)
+    generation = Generation(rows, prompts, [0, 1, 2, 3])
     while generation.running():
-        generation.round()
-        fresh = SlotCache(generation.cache.num_slots)
-        length = int(generation.state.lengths.max())
-        tiny_target.run(generation.token_ids[:, :length], chain_window(torch.zeros(4).long(), length), fresh)
-        for row, num_read in enumerate((generation.state.lengths - 1).tolist()):
+        generation.step()
+        fresh = SlotCache(4, CONTEXT)
+        length = int(rows.state.lengths.max())
+        tiny_target.run(rows.state.token_ids[:, :length], chain_window(torch.zeros(4).long(), length), fresh)
+        for row, num_read in enumerate((rows.state.lengths - 1).tolist()):
             for layer in range(tiny_target.num_layers):
-                for found, expected in zip(generation.cache.layer(layer), fresh.layer(layer), strict=True):
-                    torch.testing.assert_close(found[row, :num_read], expected[row, :num_read], atol=1e-5, rtol=1e-5)
+                caches = rows.cache.keys_and_values(layer), fresh.keys_and_values(layer)
+                for found, expected in zip(*caches, strict=True):
+                    found, expected = found[row, :, :num_read], expected[row, :, :num_read]
+                    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["none", *KINDS])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_queue_through_few_rows_gives_what_each_prompt_gives(
+    kind: str, lag: int, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows change hands at any time, prompts are read in chunks, and the host may be a round late: nothing shows."""
+    monkeypatch.setattr(rows_module, "PREFILL_CHUNK", 7)
+    prompts = [tiny_target.encode(prompt * (1 + i % 3)) for i, prompt in enumerate(PROMPTS * 3)]
+    drafter = drafter_of(kind, tiny_target)
+    shape = Chain(0 if kind == "none" else 3)
+    eos = plain(tiny_target).generate([prompts[4]], max_new_tokens=12, stop_at_eos=False).token_ids[0][5]
+    monkeypatch.setattr(Target, "eos_token_ids", [eos])
+    expected = [plain(tiny_target).generate([prompt], max_new_tokens=12).token_ids[0] for prompt in prompts]
+    assert {len(answer) for answer in expected} > {12}  # some end early
+    rows = Rows(tiny_target, drafter, GenerationSettings(max_new_tokens=12, shape=shape), 3, CONTEXT)
+    generation = Generation(rows, prompts, list(range(len(prompts))), lag=lag)
+    told: list[list[int]] = [[] for _ in prompts]
+    while generation.running():
+        for emission in generation.step():
+            told[emission.request] += emission.token_ids
+    assert told == expected
+    for request, answer in zip(generation.requests, expected, strict=True):
+        assert request.token_ids == answer
+        assert request.admitted <= request.first_token <= request.finished
+        assert request.stats.num_emitted_tokens == len(answer)
+        assert request.stats.num_accepted_tokens + request.stats.num_rounds + 1 >= len(answer)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "one_hot", "probabilistic", "block", "typical"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ngram"])  # it trims its drafts on a CPU
+def test_a_round_does_not_wait_for_the_device(kind: str, mode: VerificationMode, tiny_target: Target) -> None:
+    """Draft, verification, commit on tensors without data: whatever asks for a value raises."""
+    sampling = Sampling(
+        0.0 if mode == "greedy" else 0.8, 1.0 if mode == "greedy" else 0.9, 0 if mode == "greedy" else 20
+    )
+    drafter = drafter_of(kind, tiny_target)
+    rows = Rows(tiny_target, drafter, resolve_settings(drafter, sampling, 12, 3, mode), 2, CONTEXT)
+    rows.admit([0, 1], [[5, 6, 7], [8, 9]], [0, 1])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        rows.draft()
+        record = rows.verify()
+        assert record.shape == (2, 4 + 3 + 1)
+        with pytest.raises(DataDependentOutputException):
+            record[0, 0].item()
+
+
+def test_sampled_answers_do_not_depend_on_the_batch(tiny_target: Target) -> None:
+    """One request at a time and all through three rows: a request's noise is its own."""
+    decoder = plain(tiny_target)
+    settings = {"max_new_tokens": 12, "temperature": 0.9, "seed": 3}
+    expected = [decoder.generate([p], request_ids=[i], **settings).token_ids[0] for i, p in enumerate(PROMPTS)]
+    assert decoder.generate(PROMPTS, batch_size=3, **settings).token_ids == expected
 
 
 def test_nothing_comes_after_the_end_of_text(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

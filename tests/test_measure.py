@@ -20,7 +20,7 @@ DESIGN_FIELDS = {
 
 def test_rates_are_vllms() -> None:
     """Ten drafts of up to three tokens: 4 accepted nothing, 3 one, 2 two, 1 three."""
-    stats = Stats(3, num_drafts=10, num_draft_tokens=30, num_accepted_tokens=10, acceptance_histogram=(4, 3, 2, 1))
+    stats = Stats(3, num_drafts=10, num_draft_tokens=30, num_accepted_tokens=10, acceptance_histogram=[4, 3, 2, 1])
     assert stats.mean_acceptance_length == 2.0
     assert stats.draft_acceptance_rate == pytest.approx(1 / 3)
     assert stats.per_position_acceptance_rates == [0.6, 0.3, 0.1]
@@ -32,7 +32,7 @@ def test_rates_are_vllms() -> None:
 def test_a_row_has_every_field_and_agrees_with_itself(temperature: float, mode: str, tiny_target: Target) -> None:
     prompts = PromptSet("some", [tiny_target.encode(text) for text in ("a b a b a b", "def f(", "iron")])
     drafters = {name: load_drafter(name, tiny_target) for name in ("ngram", "none")}
-    settings = MeasureSettings(temperature, batch_size=2, draft_length=3, max_new_tokens=12, repeats=2)
+    settings = MeasureSettings(temperature, batch_size=2, draft=3, max_new_tokens=12, repeats=2)
     calls: list[int] = []
     rows = measure(tiny_target, drafters, prompts, settings, lambda: calls.append(1))
     assert len(calls) == 2 * 2  # two batches, two repeats

@@ -1,11 +1,12 @@
 """The target's answers: the very tokens it decoded, and the same file after an interruption."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from draftsmith.data import prepare as prepare_module
 from draftsmith.data.prepare import PrepareSettings, prepare
 from draftsmith.data.prompts import encode_prompts, read_prompts
 from draftsmith.data.samples import SAMPLES, Sample, check_same_target, read_samples
@@ -13,8 +14,15 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError
 
-SETTINGS = PrepareSettings(max_new_tokens=12, temperatures=(0.0, 1.5), batch_size=4)
-NUM_PROMPTS = 10  # two whole batches and a short one; the middle one holds both temperatures
+SETTINGS = PrepareSettings(max_new_tokens=12, temperatures=(0.0, 1.5), batch_size=2)
+NUM_PROMPTS = 10  # two whole shares of 4 and a short one; the middle one holds both temperatures
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shares_of_two_batches() -> Iterator[None]:
+    before, prepare_module.BATCHES_A_SHARE = prepare_module.BATCHES_A_SHARE, 2
+    yield
+    prepare_module.BATCHES_A_SHARE = before
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +99,7 @@ def test_finish_reason(source: str, tiny_target: Target, samples: list[Sample], 
 def test_interrupted_anywhere_the_file_is_the_same(
     kept: float, folder: Path, source: str, tiny_target: Target, tmp_path: Path
 ) -> None:
-    """A kill leaves part of a line and part of a batch. Both are answered again, whole batches are not."""
+    """A kill leaves part of a line and part of a share. Both are answered again, whole shares are not."""
     whole = (folder / SAMPLES).read_bytes()
     (tmp_path / "prepared.json").write_bytes((folder / "prepared.json").read_bytes())
     (tmp_path / SAMPLES).write_bytes(whole[: int(len(whole) * kept)])
@@ -102,9 +110,9 @@ def test_interrupted_anywhere_the_file_is_the_same(
 @pytest.mark.parametrize(
     "settings",
     [
-        PrepareSettings(max_new_tokens=13, temperatures=(0.0, 1.5), batch_size=4),
-        PrepareSettings(max_new_tokens=12, temperatures=(0.0,), batch_size=4),
-        PrepareSettings(max_new_tokens=12, temperatures=(0.0, 1.5), batch_size=4, seed=1),
+        PrepareSettings(max_new_tokens=13, temperatures=(0.0, 1.5), batch_size=2),
+        PrepareSettings(max_new_tokens=12, temperatures=(0.0,), batch_size=2),
+        PrepareSettings(max_new_tokens=12, temperatures=(0.0, 1.5), batch_size=2, seed=1),
     ],
 )
 def test_folder_of_other_settings_is_refused(

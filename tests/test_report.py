@@ -13,6 +13,7 @@ from rich.console import Console
 from draftsmith.models.errors import UserError
 from draftsmith.recipes import report
 from draftsmith.recipes.report import build_report, print_evaluations, print_summary, summary_rows
+from draftsmith.recipes.results import read_contenders, read_runs
 
 PLAIN_MILLISECONDS = 10.0
 TEMPERATURES = (0.0, 1.0)
@@ -60,8 +61,8 @@ def result(keep: float, draft_ms: float, temperature: float = 0.0, divergences: 
     }  # fmt: skip
 
 
-def write_results(path: Path, results: list[dict[str, Any]]) -> None:
-    content = {"target": "t", "drafter": "d", "drafter_kind": "k", "environment": ENVIRONMENT, "results": results}
+def write_results(path: Path, results: list[dict[str, Any]], drafter: str = "d", kind: str = "k") -> None:
+    content = {"target": "t", "drafter": drafter, "drafter_kind": kind, "environment": ENVIRONMENT, "results": results}
     path.write_text(json.dumps(content))
 
 
@@ -141,7 +142,7 @@ def test_headline_and_numbers(page: str) -> None:
 @pytest.fixture
 def _no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take two seconds."""
-    monkeypatch.setattr(report, "draw_figures", lambda runs, folder: [])
+    monkeypatch.setattr(report, "draw_figures", lambda runs, contenders, folder: [])
 
 
 @pytest.mark.usefixtures("_no_figures")
@@ -171,15 +172,35 @@ def test_sample_text_is_escaped_and_coloured(page: str) -> None:
 def test_best_checkpoint_is_the_fastest(tmp_path: Path) -> None:
     run = write_run(tmp_path / "eagle3", keep=0.75, draft_ms=4.0)
     write_results(run / "checkpoints/step-000200/evaluation.json", [result(0.95, 4.0)])
-    assert summary_rows(run)[0].note == "step 200"
+    assert read_contenders(run, read_runs(run))[0].note == "step 200"
 
 
 def test_summary_rows(runs: Path) -> None:
-    rows = summary_rows(runs)
+    rows = summary_rows(read_contenders(runs, read_runs(runs)))
     names = ["eagle3", "medusa", "draft_model", "ngram", "none"]
     assert [row.drafter for row in rows] == 2 * names  # one block a temperature
     plain = rows[4].result
     assert (plain["mean_acceptance_length"], plain["speedup"], plain["tokens_per_second"]) == (1.0, 1.0, 100.0)
+
+
+def test_a_comparison_takes_the_place_of_single_evaluations(tmp_path: Path) -> None:
+    """Measured in one process on other prompts, it may turn the order of the runs around."""
+    for kind in ("eagle3", "medusa"):
+        write_run(tmp_path / kind, keep=0.75, draft_ms=4.0)
+    measured = {"eagle3": result(0.3, 4.0), "medusa": result(0.7, 1.0), "ngram": result(0.2, 0.3)}
+    for number, (kind, row) in enumerate(measured.items(), 1):
+        name = kind if kind == "ngram" else str(tmp_path / kind / "checkpoints/step-000200")
+        folder = tmp_path / f"comparison/{number}-{Path(name).name}"
+        folder.mkdir(parents=True)
+        write_results(folder / "evaluation.json", [row], name, kind)
+    rows = summary_rows(read_contenders(tmp_path, read_runs(tmp_path)))
+    assert [(row.drafter, row.note) for row in rows[:3]] == [
+        ("medusa", "step 200"),
+        ("eagle3", "step 200"),
+        ("ngram", ""),
+    ]
+    page = build_report(tmp_path).read_text()
+    assert f"medusa (step 200) decodes {measured['medusa']['speedup']:.2f}×" in page
 
 
 def test_tables_in_the_terminal(runs: Path) -> None:

@@ -27,9 +27,9 @@ from draftsmith.models import sampling_kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MARGIN = 5e-4
-LIKELY = 4  # tokens that drafts are made of
+LIKELY = 6  # tokens that drafts are made of
 KINDS = ("random", "ties", "one_hot", "p is q", "gaps")  # of the rows of a batch, in turn
-SIZES = [(5, 2, 8), (37, 16, 8), (1000, 512, 3)]  # vocabulary, chunk, rows
+SIZES = [(12, 16, 10), (37, 16, 5), (1000, 512, 3)]  # vocabulary, chunk, rows
 
 
 @dataclass
@@ -51,7 +51,7 @@ def random_logits(likely: Tensor, *shape: int) -> Tensor:
     """A third is -inf; the likely tokens have most of the mass."""
     logits = torch.randn(shape)
     logits[torch.rand(shape) < 0.3] = float("-inf")
-    logits[..., likely] = 4 + 2 * torch.randn(*shape[:-1], len(likely))
+    logits[..., likely] = 4 + 1.5 * torch.randn(*shape[:-1], len(likely))
     return logits
 
 
@@ -66,6 +66,9 @@ def make_case(vocabulary: int, batch: int, num_nodes: int, kinds: tuple[str, ...
     logits = random_logits(likely, batch, num_nodes + 1, vocabulary)
     draft_logits = random_logits(likely, batch, num_nodes, vocabulary)
     tokens = likely[torch.randint(len(likely), (batch, num_nodes))]  # twins among siblings too
+    parents = random_parents(batch, num_nodes)
+    if chain:
+        parents = torch.arange(-1, num_nodes - 1).expand(batch, -1)
     for row in range(batch):
         match kinds[row % len(kinds)]:
             case "ties":
@@ -76,13 +79,12 @@ def make_case(vocabulary: int, batch: int, num_nodes: int, kinds: tuple[str, ...
                 logits[row] = torch.full_like(logits[row], float("-inf")).scatter(-1, winners, 0.0)
             case "p is q":
                 draft_logits[row] = logits[row, :-1]
-            case "gaps":
-                tokens[row, torch.rand(num_nodes) < 0.3] = -1
-                draft_logits[row, torch.rand(num_nodes) < 0.5, likely[0]] = float("-inf")
-    if chain:
-        return Case(logits, draft_logits, tokens, torch.arange(-1, num_nodes - 1).expand_as(tokens), num_nodes)
-    parents = random_parents(batch, num_nodes)
-    return Case(logits, draft_logits, tokens, parents, int(node_depths(parents, num_nodes).max()) if num_nodes else 0)
+            case "gaps":  # nothing was proposed, or what cannot have been drawn
+                impossible, missing = (torch.rand(num_nodes) < 0.25 for _ in range(2))
+                draft_logits[row, parents[row, impossible] + 1, tokens[row, impossible]] = float("-inf")
+                tokens[row, missing] = -1
+    depth = int(node_depths(parents, num_nodes).max()) if num_nodes else 0
+    return Case(logits, draft_logits, tokens, parents, depth)
 
 
 def agree(one: Verified, other: Verified) -> Tensor:
@@ -175,6 +177,29 @@ class TestSame:
         args = case.logits, case.draft_logits[:, :num_parents].contiguous(), *case.tree
         coins = settled_coins(partial(verify.without_replacement, *args), (batch, 6), (batch, case.depth + 1))
         assert_same("without_replacement", *args, *coins)
+
+
+def test_many_siblings_are_rejected() -> None:
+    """Children of the root that the drafter likes more than the target: what is left changes with each, but no twin."""
+    logits, draft_logits = torch.randn(24, 6, 12), torch.randn(24, 1, 12)
+    tokens = (draft_logits - logits[:, :1])[:, 0].topk(3).indices[:, [0, 0, 1, 2, 1]]
+    args = logits, draft_logits, tokens, torch.full_like(tokens, -1), 1
+    coins = settled_coins(partial(verify.without_replacement, *args), (24, 5), (24, 2))
+    assert_same("without_replacement", *args, *coins)
+
+
+@pytest.mark.parametrize("rule", ["probabilistic", "block"])
+def test_chains_that_end_early(rule: str) -> None:
+    case = make_case(12, 16, 2, ("gaps",), chain=True)
+    args = case.logits, case.draft_logits, case.tokens
+    coins = settled_coins(partial(getattr(verify, rule), *args), (16, 2), (16, 3))
+    assert_same(rule, *args, *coins)
+
+
+def test_of_deep_nodes_the_likeliest_path_wins() -> None:
+    """All tokens are plausible, so four paths compete."""
+    tokens, parents = torch.randint(0, 5, (16, 6)), torch.tensor([[-1, -1, 0, 0, 1, 1]]).expand(16, -1)
+    assert (assert_same("typical", 0.3 * torch.randn(16, 7, 5), tokens, parents, 2).num_accepted == 2).all()
 
 
 RULES = ["greedy", "one_hot", "typical", "probabilistic", "block", "without_replacement"]

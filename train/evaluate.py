@@ -32,7 +32,7 @@ def evaluation_settings(config: EvaluationConfig) -> list[MeasureSettings]:
         MeasureSettings(
             temperature=temperature,
             batch_size=config.batch_size,
-            draft_length=config.draft_length,
+            draft=config.draft_length,
             max_new_tokens=config.max_new_tokens,
             repeats=config.repeats,
         )

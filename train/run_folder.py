@@ -48,7 +48,7 @@ def link_best(run: Path) -> Path | None:
     measured = [checkpoint for checkpoint in checkpoints(run) if (checkpoint / "evaluation.json").is_file()]
     if not measured:
         return None
-    best = max(measured, key=worth)
+    best = max(measured, key=lambda checkpoint: worth(first_result(checkpoint)))
     temporary = run / ".best"
     temporary.unlink(missing_ok=True)
     os.symlink(best.relative_to(run), temporary)
@@ -56,9 +56,13 @@ def link_best(run: Path) -> Path | None:
     return best
 
 
-def worth(checkpoint: Path) -> tuple[bool, float]:
+def best_checkpoint(run: Path) -> Path:
+    """The checkpoint that `best` points at, by its own path."""
+    return run / (run / "best").readlink()
+
+
+def worth(result: dict[str, Any]) -> tuple[bool, float]:
     """What checkpoints, of one run or of several, are compared by."""
-    result = first_result(checkpoint)
     return result["lossless"]["divergences"] == 0, result["speedup"]
 
 

@@ -1,0 +1,136 @@
+"""CPU decoding beside transformers', in one process: the goals of the decoder as ratios.
+
+    python benchmarks/decoding_cpu.py [--drafter CHECKPOINT] [--prompts N] [--max-new-tokens N] [--repeats N]
+
+1. greedy, batch 1, draft length 4: ours against transformers' assisted generation with the same target and draft model
+2. what a round costs beyond the forward passes of target and draft model
+3. batch 8 against batch 1 eight times
+4. plain decoding against `model.generate`
+
+Without `--drafter` an untrained draft model of one of the target's layers serves: ratios at equal acceptance.
+"""
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from draftsmith.data.stdlib import function_prompt, stdlib_functions
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.evaluation import git_commit
+from draftsmith.models import DRAFTERS, Target, load_drafter
+from draftsmith.models.draft_model import DraftModel, DraftModelConfig
+from draftsmith.recipes.quickstart import EMBEDDED_TARGET
+
+DRAFT_LENGTH = 4
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def interleaved(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each, taken in turns, after one warm-up each."""
+    for run in runs.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            times[name].append(seconds(run))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def generate(
+    model: PreTrainedModel, prompt: list[int], limit: int, assistant: PreTrainedModel | None = None
+) -> list[int]:
+    """transformers' greedy generation, with the same limit and stop rule."""
+    ids = torch.tensor([prompt])
+    settings = {"max_new_tokens": limit, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    if assistant is not None:
+        settings["assistant_model"] = assistant
+    return model.generate(ids, **settings)[0, len(prompt) :].tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--drafter", type=Path, help="checkpoint of a draft model")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--num-threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.num_threads)
+    torch.manual_seed(0)
+
+    target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
+    if args.drafter:
+        drafter = load_drafter(args.drafter, target)
+    else:
+        drafter = DRAFTERS["draft_model"].from_target(DraftModelConfig(num_layers=1), target).eval()
+    assert isinstance(drafter, DraftModel)
+    stock = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype=torch.float32).eval()
+    assistant = AutoModelForCausalLM.from_config(drafter.model.config, attn_implementation="sdpa").eval()
+    assistant.load_state_dict(drafter.model.state_dict())
+    assistant.generation_config.eos_token_id = stock.generation_config.eos_token_id
+    assistant.generation_config.num_assistant_tokens = DRAFT_LENGTH
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0  # always drafts its full length, as ours does
+
+    prompts = [target.encode(function_prompt(function)) for function in stdlib_functions(held_out=True)]
+    prompts = [prompt for prompt in prompts if len(prompt) < 128][:: max(1, 200 // args.prompts)][: args.prompts]
+    limit = args.max_new_tokens
+    plain = SpeculativeDecoder(target, load_drafter("none", target))
+    ours = SpeculativeDecoder(target, drafter)
+
+    for prompt in prompts[:2]:  # the same texts
+        expected = generate(stock, prompt, limit)
+        assert generate(stock, prompt, limit, assistant) == expected
+        assert ours.generate([prompt], limit, draft_length=DRAFT_LENGTH).token_ids[0] == expected
+
+    def one_by_one(decoder: SpeculativeDecoder) -> None:
+        for prompt in prompts:
+            decoder.generate([prompt], limit, draft_length=DRAFT_LENGTH)
+
+    times = interleaved(
+        {
+            "ours plain": lambda: one_by_one(plain),
+            "ours speculative": lambda: one_by_one(ours),
+            "transformers generate": lambda: [generate(stock, prompt, limit) for prompt in prompts],
+            "transformers assisted": lambda: [generate(stock, prompt, limit, assistant) for prompt in prompts],
+            "ours plain, one batch": lambda: plain.generate(prompts, limit),
+            "ours speculative, one batch": lambda: ours.generate(prompts, limit, draft_length=DRAFT_LENGTH),
+        },
+        args.repeats,
+    )
+    outputs = [ours.generate([prompt], limit, draft_length=DRAFT_LENGTH) for prompt in prompts]
+    num_tokens = sum(len(output.token_ids[0]) for output in outputs)
+    total = outputs[0].stats.total
+    for output in outputs[1:]:
+        total = total + output.stats.total
+    host = sum(output.timing.phases["host"] for output in outputs) / total.num_rounds
+
+    def ratio(name: str, other: str) -> str:
+        return f"{times[other] / times[name]:.2f} times as fast as {other}"
+
+    machine = platform.processor() or platform.machine()
+    print(f"{machine}, {args.num_threads} thread(s), torch {torch.__version__}, commit {git_commit()}")
+    print(f"{len(prompts)} prompts, up to {limit} new tokens, acceptance length {total.mean_acceptance_length:.2f}\n")
+    for name, time_taken in times.items():
+        print(f"{name:30} {num_tokens / time_taken:8.1f} tokens/s")
+    print()
+    print(f"ours speculative: {ratio('ours speculative', 'transformers assisted')} (goal 2)")
+    print(f"ours plain: {ratio('ours plain', 'transformers generate')} (goal 1)")
+    print(f"a batch of {len(prompts)}: {ratio('ours plain, one batch', 'ours plain')} (goal 2)")
+    print(f"a batch of {len(prompts)}: {ratio('ours speculative, one batch', 'ours speculative')} (goal 2)")
+    print(f"host time a round, outside draft and verification: {host:.2f} ms (goal 1)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Every kernel compiles for sm_90 (H100, H200), GPU or no GPU: what Triton's interpreter does not check.
+
+Kernels are compiled as they are launched: an entry of `launches` is a call on tensors of the meta device, of which only
+dtype and shape exist, and every launch ends after compilation. So the call waits for no result either: it could not.
+`python tests/test_compiled_kernels.py` prints what each kernel takes. To have more kernels compiled, add a call.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+SHARED_MEMORY = 227 * 1024  # bytes that one program may have on sm_90
+COLUMNS = ("launch", "kernel", "grid", "warps", "registers", "stack", "shared")
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launches() -> dict[str, Callable[[], object]]:
+    """By a name with the shape bucket and, where there are several, the dtype."""
+    return verification()
+
+
+def verification() -> dict[str, Callable[[], object]]:
+    from draftsmith.inference import verify_kernels
+    from draftsmith.models import sampling_kernels
+
+    def call(
+        rule: str, batch: int, nodes: int, depth: int, vocabulary: int, dtype: torch.dtype = torch.float32
+    ) -> object:
+        logits = meta(batch, nodes + 1, vocabulary, dtype=dtype)
+        draft_logits = meta(batch, nodes, vocabulary, dtype=torch.float32)
+        tokens = meta(batch, nodes, dtype=torch.int64)
+        accept, draws = meta(batch, nodes), meta(batch, depth + 1)
+        match rule:
+            case "greedy" | "typical":
+                return getattr(verify_kernels, rule)(logits, tokens, tokens, depth)
+            case "one_hot":
+                return verify_kernels.one_hot(logits, tokens, tokens, depth, draws)
+            case "without_replacement":
+                return verify_kernels.without_replacement(logits, draft_logits, tokens, tokens, depth, accept, draws)
+            case _:
+                return getattr(verify_kernels, rule)(logits, draft_logits, tokens, accept, draws)
+
+    calls: dict[str, tuple[Any, ...]] = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        calls[f"greedy chain {str(dtype).removeprefix('torch.')}"] = "greedy", 1, 4, 4, 128256, dtype
+    for rule in ("one_hot", "typical", "probabilistic", "block", "without_replacement"):
+        calls[f"{rule} chain"] = rule, 1, 4, 4, 128256
+    for rule in ("greedy", "one_hot", "typical", "without_replacement"):
+        calls[f"{rule} tree"] = rule, 8, 63, 6, 151936
+    for rule in ("one_hot", "typical"):
+        calls[f"{rule} no drafts"] = rule, 4, 0, 0, 128256
+    calls["block long chain"] = "block", 8, 15, 15, 151936
+    calls["probabilistic odd vocabulary"] = "probabilistic", 8, 4, 4, 50257
+    noise = meta(8, dtype=torch.int64), meta(8, 5, dtype=torch.int64), 1
+    return {name: lambda args=args: call(*args) for name, args in calls.items()} | {
+        "uniforms": lambda: sampling_kernels.uniforms(*noise)
+    }
+
+
+class Sm90:
+    """What Triton asks a driver for before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def compile_all() -> Iterator[dict[str, Any]]:
+    """What each launch of each call takes, by COLUMNS."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    compiled: list[tuple[Any, tuple[int, ...]]] = []
+    launch = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
+        compiled.append((launch(kernel, *args, grid=grid, warmup=True, **kwargs), grid))
+
+    driver.set_active(Sm90())
+    JITFunction.run = compile_only
+    for name, call in launches().items():
+        compiled.clear()
+        call()
+        for kernel, grid in compiled:
+            usage = resource_usage(kernel.asm["cubin"])
+            metadata = kernel.metadata
+            row = name, metadata.name, list(grid), metadata.num_warps, usage["REG"], usage["STACK"], metadata.shared
+            yield dict(zip(COLUMNS, row, strict=True))
+
+
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    """REG: registers a thread; STACK: bytes a thread that did not fit into them; ..."""
+    import triton
+
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        output = subprocess.check_output([cuobjdump, "--dump-resource-usage", file.name], text=True)
+    return {key: int(value) for key, value in (word.split(":") for word in output.splitlines()[-1].split())}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> list[dict[str, Any]]:
+    """From a process of its own: here, kernels may be defined for the interpreter."""
+    pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_registers_hold_everything(kernels: list[dict[str, Any]]) -> None:
+    assert kernels
+    assert not [kernel for kernel in kernels if kernel["stack"]]
+
+
+def test_shared_memory_suffices(kernels: list[dict[str, Any]]) -> None:
+    assert not [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY]
+
+
+def test_a_rule_takes_four_launches_at_most(kernels: list[dict[str, Any]]) -> None:
+    counts = Counter(kernel["launch"] for kernel in kernels)
+    assert not {launch: count for launch, count in counts.items() if launch in verification() and count > 4}
+
+
+if __name__ == "__main__":
+    for row in compile_all():
+        if sys.argv[1:] == ["--json"]:
+            print(json.dumps(row), flush=True)
+        else:
+            print("{launch:30} {kernel:18} {grid!s:15} {warps:3} {registers:4} {stack:4} {shared:6}".format(**row))
