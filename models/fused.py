@@ -1,23 +1,25 @@
 """Llama-shaped decoders in few operations: what `slots.run_on_slots` computes, without a module for every step.
 
 A small target is bound by the number of its operations, not by their size, and stock modelling takes about seventy a
-layer. Here q, k and v are one product, gate and up another, and the product that ends a block adds the residual;
-masks, rotary angles and the buffers between the steps are made once a pass and serve every layer. The model's own
-parameters become views of the merged matrices: names, values and memory stay as they were.
+layer. Here q, k and v are one product, gate and up another, and the product that ends a block adds the residual; the
+steps in between are those of `llama_steps` or, on a GPU, of `llama_kernels`. Masks, rotary angles and the buffers
+between steps are made once a pass and serve every layer. The model's own parameters become views of the merged
+matrices: names, values and memory stay as they were.
 
-Shapes: B rows, T new tokens a row, N = B * T, H hidden width, Hq query heads, Hkv key-value heads, D head width,
-I width inside the MLP, M slots, A number of layers asked for.
+Shapes: B rows, T new tokens a row, N = B * T, V vocabulary, H hidden width, Hq query heads, Hkv key-value heads,
+D head width, I width inside the MLP, A number of layers asked for.
 """
 
-import math
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.models import llama_steps
 from draftsmith.models.layers import DecodingNorm
-from draftsmith.models.slots import SlotCache, Window, last_seen
+from draftsmith.models.slots import SlotCache, Window
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers are what `FusedLayer` computes
 STEADY_ROTARY = ("default", "linear", "llama3", "yarn")  # kinds whose angles do not depend on the text's length
@@ -27,12 +29,23 @@ def fuse(model: PreTrainedModel) -> "FusedDecoder | None":
     """A fused decoder over the weights of a model that stays where it is; None for a model of another shape."""
     config = model.config
     base: Any = model.base_model
-    if config.model_type not in FAMILIES or config.hidden_act != "silu" or model.dtype != torch.float32:
+    if config.model_type not in FAMILIES or config.hidden_act != "silu":
         return None
     if config.rope_parameters["rope_type"] not in STEADY_ROTARY:
         return None
+    if model.device.type == "cpu" and model.dtype != torch.float32:
+        return None
     ends = [end for layer in base.layers for end in (layer.self_attn.o_proj, layer.mlp.down_proj)]
     return FusedDecoder(model) if all(end.bias is None for end in ends) else None
+
+
+def steps_on(device: torch.device) -> ModuleType:
+    """The steps between the products, for a device."""
+    if device.type == "cpu":
+        return llama_steps
+    from draftsmith.models import llama_kernels
+
+    return llama_kernels
 
 
 class FusedDecoder:
@@ -41,6 +54,7 @@ class FusedDecoder:
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel) -> None:
         base: Any = model.base_model
+        self.steps = steps_on(model.device)
         self.context: int = model.config.max_position_embeddings
         self.embedding: Tensor = base.embed_tokens.weight  # [V, H]
         self.rotary: Any = base.rotary_emb
@@ -65,39 +79,32 @@ class FusedDecoder:
             work = Work(self, window, cache)
             x = nn.functional.embedding(token_ids.flatten(), self.embedding)  # [N, H]
             for layer in self.layers:
-                layer.run(x, work, cache)
+                layer.run(x, self.steps, work, cache)
                 if layer.number + 1 in layer_ids:
                     captured[:, :, layer_ids.index(layer.number + 1)] = x.view(batch, length, width)
-            self.norm(x, out=hidden.view(-1, width))
+            self.steps.rms_norm(x, self.norm, out=hidden.view(-1, width))
         return hidden, captured.flatten(2) if layer_ids else None
 
 
 class Work:
-    """What the layers of one pass share: rotary angles, masks, and the buffers between their steps."""
+    """What the layers of one pass share: masks, rotary angles, and the buffers between their steps."""
 
     def __init__(self, decoder: FusedDecoder, window: Window, cache: SlotCache) -> None:
         layer, like = decoder.layers[0], decoder.embedding
         batch, length = window.slots.shape
         num_tokens, half = batch * length, layer.head_dim // 2
         cache.write_to(window.slots)
+        self.mask = decoder.steps.mask(window, cache.num_slots, {layer.sliding_window for layer in decoder.layers})
         positions = window.positions.clamp(max=decoder.context - 1)
         angles = positions.view(-1, 1, 1, 1) * decoder.rotary.inv_freq  # [N, 1, 1, D / 2]
         self.cos = angles.cos() * decoder.rotary.attention_scaling
         sin = angles.sin() * decoder.rotary.attention_scaling
         self.sin = torch.cat((-sin, sin), 2)  # [N, 1, 2, D / 2]
 
-        seen = window.bool_mask(cache.num_slots)
-        self.masks = {  # by the layer's sliding window: float [B, 1, T, M], added to the scores
-            reach: torch.zeros(seen.shape, device=seen.device).masked_fill_(
-                ~(seen if reach is None else last_seen(seen, reach)), -math.inf
-            )
-            for reach in {layer.sliding_window for layer in decoder.layers}
-        }
-
         query, keys, values = layer.widths
         self.normed = like.new_empty(num_tokens, like.shape[1])
         self.qkv = like.new_empty(num_tokens, query + keys + values)
-        self.rotated = self.qkv[:, : query + keys].view(num_tokens, -1, 2, half)  # heads of q and k in halves
+        self.heads = self.qkv[:, : query + keys].view(num_tokens, -1, 2, half)  # of q and k, in halves
         self.query = self.qkv[:, :query].view(batch, length, -1, layer.head_dim).transpose(1, 2)  # [B, Hq, T, D]
         self.stored = self.qkv[:, query:]  # [N, 2 * Hkv * D]
         self.gate_up = like.new_empty(num_tokens, layer.gate_up.shape[1])
@@ -127,29 +134,20 @@ class FusedLayer:
         self.gate_up, self.gate_up_bias = merge([mlp.gate_proj, mlp.up_proj])  # [H, 2 * I]
         self.mlp_out, _ = merge([mlp.down_proj])  # [I, H]
 
-    def run(self, x: Tensor, work: Work, cache: SlotCache) -> None:
+    def run(self, x: Tensor, steps: ModuleType, work: Work, cache: SlotCache) -> None:
         """Add the layer's output to the residual stream x [N, H] in place."""
-        self.attention_norm(x, out=work.normed)
+        steps.rms_norm(x, self.attention_norm, out=work.normed)
         product(work.normed, self.qkv, self.qkv_bias, out=work.qkv)
-        heads = work.rotated
-        if self.head_norm is not None:
-            self.head_norm(heads.flatten(2), out=heads.flatten(2))
-        turned = heads.flip(2)
-        heads.mul_(work.cos).addcmul_(turned, work.sin)
-        cache.flat(self.number).index_copy_(0, cache.written, work.stored)
-        mixed = nn.functional.scaled_dot_product_attention(
-            work.query,
-            *cache.keys_and_values(self.number),
-            attn_mask=work.masks[self.sliding_window],
-            scale=self.scaling,
-            enable_gqa=True,
+        steps.rotate_and_store(
+            work.heads, work.stored, work.cos, work.sin, self.head_norm, cache.written, cache.flat(self.number)
         )
-        x.addmm_(mixed.transpose(1, 2).reshape(len(x), -1), self.attention_out)
+        keys, values = cache.keys_and_values(self.number)
+        mixed = steps.attend(work.query, keys, values, work.mask, self.scaling, self.sliding_window)
+        x.addmm_(mixed.reshape(len(x), -1), self.attention_out)
 
-        self.mlp_norm(x, out=work.normed)
+        steps.rms_norm(x, self.mlp_norm, out=work.normed)
         product(work.normed, self.gate_up, self.gate_up_bias, out=work.gate_up)
-        nn.functional.silu(work.gate, inplace=True).mul_(work.up)
-        x.addmm_(work.gate, self.mlp_out)
+        x.addmm_(steps.silu_mul_(work.gate, work.up), self.mlp_out)
 
 
 def _head_norm(attention: Any, query: int, keys: int) -> DecodingNorm:
@@ -162,10 +160,12 @@ def _head_norm(attention: Any, query: int, keys: int) -> DecodingNorm:
 def merge(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Several products of one input as one: weight [in, all out] and bias. The linears' parameters become its views.
 
-    A row of the weight holds what one input adds to all outputs: for a few tokens that is faster on a CPU than the
+    On a CPU a row of the weight holds what one input adds to all outputs: for a few tokens that is faster than the
     order of a Linear.
     """
-    weight, bias = torch.cat([linear.weight for linear in linears]).t().contiguous(), None
+    weight, bias = torch.cat([linear.weight for linear in linears]).t(), None
+    if weight.device.type == "cpu":
+        weight = weight.contiguous()
     sizes = [linear.out_features for linear in linears]
     for linear, part in zip(linears, weight.t().split(sizes), strict=True):
         linear.weight.data = part

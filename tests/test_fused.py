@@ -1,5 +1,6 @@
 """Fused layers compute what stock modelling computes, on the model's own weights."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.models import Target
+from draftsmith.models import Target, attention_kernel, llama_kernels, llama_steps
 from draftsmith.models.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.fused import fuse
 from draftsmith.models.slots import ATTENTION, SlotCache, Window, chain_window, run_on_slots
@@ -81,16 +82,37 @@ def windows() -> list[tuple[Tensor, Window]]:
 def test_equals_stock_modelling(model_type: str, changes: dict) -> None:
     model = random_model(model_type, **changes)
     stock_cache, cache = SlotCache(3, NUM_SLOTS), SlotCache(3, NUM_SLOTS)
-    steps = windows()
+    passes = windows()
     with torch.no_grad():
-        expected = [run_on_slots(model, token_ids, window, stock_cache) for token_ids, window in steps]
+        expected = [run_on_slots(model, token_ids, window, stock_cache) for token_ids, window in passes]
     decoder = fuse(model)
     assert decoder is not None
-    for (token_ids, window), hidden in zip(steps, expected, strict=True):
+    for (token_ids, window), hidden in zip(passes, expected, strict=True):
         torch.testing.assert_close(decoder.run(token_ids, window, cache)[0], hidden, atol=1e-5, rtol=1e-5)
     for layer in range(3):
         for found, stock in zip(cache.keys_and_values(layer), stock_cache.keys_and_values(layer), strict=True):
             torch.testing.assert_close(found, stock, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("model_type", "changes"), [("qwen3", {}), ("mistral", {"sliding_window": 3})])
+def test_kernels_serve_a_pass_as_their_twins_do(
+    model_type: str, changes: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter: a chain and a tree over a text that the plain steps have read."""
+    decoder = fuse(random_model(model_type, num_hidden_layers=2, **changes))
+    assert decoder is not None
+    monkeypatch.setattr(attention_kernel, "num_splits", lambda *_: 1)
+    caches = SlotCache(3, NUM_SLOTS), SlotCache(3, NUM_SLOTS)
+    prompts, chain, tree = windows()
+    for cache in caches:
+        decoder.run(*prompts, cache)
+    for token_ids, window in (chain, tree):
+        decoder.steps = llama_steps
+        expected, expected_layers = decoder.run(token_ids, window, caches[0], (1,))
+        decoder.steps = llama_kernels
+        found, found_layers = decoder.run(token_ids, window, caches[1], (1,))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found_layers, expected_layers, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
@@ -124,7 +146,7 @@ def test_other_shapes_stay_with_stock_modelling(model_type: str, changes: dict) 
     assert fuse(random_model(model_type, **changes)) is None
 
 
-def test_target_says_which_path_it_takes(tiny_target: Target, tiny_target_dir) -> None:
+def test_target_says_which_path_it_takes(tiny_target: Target, tiny_target_dir: Path) -> None:
     """Both give the same features, those of layers asked for among them, and the same fingerprint."""
     stock = Target.from_pretrained(tiny_target_dir, "cpu", torch.float32, fuse_layers=False)
     assert tiny_target.fused
