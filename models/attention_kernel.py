@@ -97,7 +97,7 @@ def tile(num_rows: int, width: int, dtype: torch.dtype) -> tuple[int, int, int, 
     rows = max(16, triton.next_power_of_2(num_rows))
     if width > 128:
         return min(32, rows), 32, 8, 2
-    return min(64, rows), 32 if rows > 32 else 64, 4, 3
+    return min(64, rows), 32 if rows > 16 else 64, 4, 3
 
 
 def num_splits(programs: int, num_slots: int, block: int, device: torch.device) -> int:
