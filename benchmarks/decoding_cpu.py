@@ -116,24 +116,20 @@ def main() -> None:
         total = total + output.stats.total
     host = sum(output.timing.phases["host"] for output in outputs) / total.num_rounds
 
-    print(
-        f"{platform.processor() or platform.machine()}, {args.num_threads} thread(s), torch {torch.__version__}, {git_commit()}"
-    )
+    def ratio(name: str, other: str) -> str:
+        return f"{times[other] / times[name]:.2f} times as fast as {other}"
+
+    machine = platform.processor() or platform.machine()
+    print(f"{machine}, {args.num_threads} thread(s), torch {torch.__version__}, commit {git_commit()}")
     print(f"{len(prompts)} prompts, up to {limit} new tokens, acceptance length {total.mean_acceptance_length:.2f}\n")
     for name, time_taken in times.items():
         print(f"{name:30} {num_tokens / time_taken:8.1f} tokens/s")
     print()
-    print(
-        f"speculative: ours / transformers  {times['transformers assisted'] / times['ours speculative']:.2f} (goal 2)"
-    )
-    print(f"plain: ours / transformers        {times['transformers generate'] / times['ours plain']:.2f} (goal 1)")
-    print(
-        f"plain: one batch of {len(prompts)} / one by one   {times['ours plain'] / times['ours plain, one batch']:.2f} (goal 2)"
-    )
-    print(
-        f"speculative: one batch / one by one  {times['ours speculative'] / times['ours speculative, one batch']:.2f} (goal 2)"
-    )
-    print(f"host time a round outside draft and verification: {host:.2f} ms (goal 1)")
+    print(f"ours speculative: {ratio('ours speculative', 'transformers assisted')} (goal 2)")
+    print(f"ours plain: {ratio('ours plain', 'transformers generate')} (goal 1)")
+    print(f"a batch of {len(prompts)}: {ratio('ours plain, one batch', 'ours plain')} (goal 2)")
+    print(f"a batch of {len(prompts)}: {ratio('ours speculative, one batch', 'ours speculative')} (goal 2)")
+    print(f"host time a round, outside draft and verification: {host:.2f} ms (goal 1)")
 
 
 if __name__ == "__main__":

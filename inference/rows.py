@@ -8,6 +8,7 @@ Shapes: B rows, M slots a row, N drafted tokens, D nodes on the longest path of 
 """
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ class Rows:
         """`num_slots` holds prompt, answer and a whole draft beyond it."""
         self.target, self.drafter, self.settings = target, drafter, settings
         self.num_rows, self.num_slots = num_rows, num_slots
+        self.rules = rules_on(target.device)
         device, depth = target.device, settings.shape.depth
         self.cache = SlotCache(num_rows, num_slots)
         self.eos = torch.tensor(target.eos_token_ids if settings.stop_at_eos else [], device=device)
@@ -147,25 +149,25 @@ class Rows:
 
     def _verify(self, logits: Tensor, draft: Draft) -> Verified:
         """logits [B, N + 1, V] of what follows each column of the window"""
-        mode, state = self.settings.verification_mode, self.state
+        mode, state, rules = self.settings.verification_mode, self.state, self.rules
         nodes = draft.tokens, draft.parents, draft.depth
         if mode == "greedy":
-            return verify.greedy(logits, *nodes)
+            return rules.greedy(logits, *nodes)
         each_node = torch.arange(draft.tokens.shape[1], device=logits.device)
         coins = state.noise.uniforms(state.lengths[:, None], Stream.ACCEPT, each_node)
         if mode == "synthetic":
             return verify.synthetic(logits, *nodes, self.settings.synthetic_rates, coins[:, : draft.depth])
         logits = cut(logits, self.settings.sampling)
         if mode == "typical":
-            return verify.typical(logits, *nodes)
+            return rules.typical(logits, *nodes)
         positions = state.lengths[:, None] + torch.arange(draft.depth + 1, device=logits.device)
         uniforms = state.noise.uniforms(positions, Stream.TARGET)
         if mode == "one_hot":
-            return verify.one_hot(logits, *nodes, uniforms)
+            return rules.one_hot(logits, *nodes, uniforms)
         assert draft.logits is not None
         if mode == "without_replacement":
-            return verify.without_replacement(logits, draft.logits, *nodes, coins, uniforms)
-        rule = verify.block if mode == "block" else verify.probabilistic
+            return rules.without_replacement(logits, draft.logits, *nodes, coins, uniforms)
+        rule = rules.block if mode == "block" else rules.probabilistic
         return rule(logits, draft.logits, draft.tokens, coins, uniforms)
 
     def _commit(self, draft: Draft, verified: Verified, features: Features) -> Tensor:
@@ -197,6 +199,15 @@ class Rows:
         state.num_new.copy_(num_accepted + 1)
         head = [num_emitted, num_drafted, torch.minimum(num_accepted, until_end), self.finished.long()]
         return torch.cat([torch.stack(head, 1), tokens], 1)
+
+
+def rules_on(device: torch.device) -> ModuleType:
+    """The verification rules: on a GPU the kernels, else their specification."""
+    if device.type != "cuda":
+        return verify
+    from draftsmith.inference import verify_kernels  # needs triton
+
+    return verify_kernels
 
 
 def draft_window(prefix: Tensor, draft: Draft) -> Window:

@@ -26,8 +26,7 @@ not there: NO_TOKEN, a token of q = 0, the twin of a sibling that was tried. Whe
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +40,7 @@ SAMPLED_DRAFTS = ("probabilistic", "block", "without_replacement")  # modes whos
 LOSSY = ("typical", "synthetic")  # modes whose output has not the target's law
 
 
-@dataclass
-class Verified:
+class Verified(NamedTuple):
     num_accepted: Tensor  # [B] int64, 0..D
     path: Tensor  # [B, D] int64 columns of the accepted nodes in order, then anything from 0 to N
     next_token: Tensor  # [B] the token after the accepted ones: bonus, or correction of the first rejected draft

@@ -197,7 +197,7 @@ def attend_kernel(
     for start in range(middle, high, N):
         n = start + tl.arange(0, N)
         keys, values = load_slots(key, key_m, value, value_m, n, high, D, PADDED_D)
-        seen = sees(mask_row, real, slot, position, prefix, n, high, reach, num_words, TREE)
+        seen = sees(mask_row, real, slot, position, prefix, n, reach, num_words, TREE)
         peak, total, mean = add_block(peak, total, mean, queries, keys, values, seen, scale, cap)
 
     out_row = ((split * (tl.num_programs(2) // kv_heads) + b) * length + t) * kv_heads * G + head
@@ -209,16 +209,16 @@ def attend_kernel(
 
 
 @triton.jit
-def sees(mask_row, real, slot, position, prefix, n, high, reach, num_words, TREE: tl.constexpr):
-    """Which of the slots n [N] before `high` each row sees: bool [R, N]."""
+def sees(mask_row, real, slot, position, prefix, n, reach, num_words, TREE: tl.constexpr):
+    """Which of the slots n [N] each row sees: bool [R, N]."""
     recent = n >= 0 if reach is None else n > position[:, None] - reach
     if TREE:
         column = n - prefix
-        drafted = (column >= 0) & (column < num_words * WORD) & (n < high)
+        drafted = (column >= 0) & (column < num_words * WORD)
         word = tl.load(mask_row[:, None] + PACKED + column // WORD, mask=real[:, None] & drafted, other=0)
         ancestor = ((word >> (column & (WORD - 1))) & 1) != 0
-        return (ancestor | ((column < 0) & recent)) & (n < high)
-    return (n <= slot[:, None]) & recent & (n < high)
+        return ancestor | ((column < 0) & recent)
+    return (n <= slot[:, None]) & recent
 
 
 @triton.jit

@@ -132,7 +132,7 @@ class Drafter(nn.Module):
         """A new drafter for the target, with starting weights."""
 
     def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Any:
-        """What it remembers of the rows' texts from round to round, for drafts of the shape, or None.
+        """What it keeps of the rows' texts from round to round, for drafts of the shape; None where that is nothing.
 
         `rows(index)` of it is a view of some rows. It may hold copies of the weights as they are now.
         """

@@ -112,7 +112,8 @@ class DraftModel(Drafter):
         else:
             window = chain_window(state.positions[:, 0] + 1, state.positions.shape[1])
         hidden = self._run(state.token_ids.gather(1, window.slots), window, memory)
-        hidden = take(hidden, (newest - window.prefix)[:, None])  # [B, 1, H]
+        column = (newest - window.prefix).clamp(min=0)  # a finished row committed nothing
+        hidden = take(hidden, column[:, None])  # [B, 1, H]
         windows = LevelWindows(state.lengths, shape.num_read)
 
         def read(tokens: Tensor, parents: Tensor | None) -> Tensor:

@@ -121,11 +121,11 @@ class FusedLayer:
         self.attention_norm = DecodingNorm(layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
         self.qkv, self.qkv_bias = merge(projections)  # [H, (Hq + 2 * Hkv) * D]
         self.head_norm = _head_norm(attention, *self.widths[:2]) if hasattr(attention, "q_norm") else None
-        self.attention_out = attention.o_proj.weight.t()  # [Hq * D, H]
+        self.attention_out, _ = merge([attention.o_proj])  # [Hq * D, H]
         norm = layer.post_attention_layernorm
         self.mlp_norm = DecodingNorm(norm.weight, norm.variance_epsilon)
         self.gate_up, self.gate_up_bias = merge([mlp.gate_proj, mlp.up_proj])  # [H, 2 * I]
-        self.mlp_out = mlp.down_proj.weight.t()  # [I, H]
+        self.mlp_out, _ = merge([mlp.down_proj])  # [I, H]
 
     def run(self, x: Tensor, work: Work, cache: SlotCache) -> None:
         """Add the layer's output to the residual stream x [N, H] in place."""
@@ -160,16 +160,20 @@ def _head_norm(attention: Any, query: int, keys: int) -> DecodingNorm:
 
 
 def merge(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Several products of one input as one: weight [in, all out] and bias. The linears' parameters become its views."""
-    weight, bias = torch.cat([linear.weight for linear in linears]), None
+    """Several products of one input as one: weight [in, all out] and bias. The linears' parameters become its views.
+
+    A row of the weight holds what one input adds to all outputs: for a few tokens that is faster on a CPU than the
+    order of a Linear.
+    """
+    weight, bias = torch.cat([linear.weight for linear in linears]).t().contiguous(), None
     sizes = [linear.out_features for linear in linears]
-    for linear, part in zip(linears, weight.split(sizes), strict=True):
+    for linear, part in zip(linears, weight.t().split(sizes), strict=True):
         linear.weight.data = part
     if linears[0].bias is not None:
         bias = torch.cat([linear.bias for linear in linears])
         for linear, part in zip(linears, bias.split(sizes), strict=True):
             linear.bias.data = part
-    return weight.t(), bias
+    return weight, bias
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -42,13 +42,11 @@ class MedusaConfig(DrafterConfig):
 
 
 MC_SIM_7B_63 = StaticTree(
-    tuple(
-        tuple(map(int, node))  # a digit for each choice
-        for node in (
-            "0 1 2 3 4 5 6 7 8 9 "
-            "00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 20 21 22 30 31 40 50 60 70 80 90 "
-            "000 001 002 003 004 005 006 007 008 009 010 011 012 020 021 030 040 050 060 070 100 101 200 0000 0001"
-        ).split()
+    (
+        *[(i,) for i in range(10)],
+        *[(i, j) for i, children in enumerate((10, 7, 3, 2, 1, 1, 1, 1, 1, 1)) for j in range(children)],
+        *[(0, j, k) for j, children in enumerate((10, 3, 2, 1, 1, 1, 1, 1)) for k in range(children)],
+        *[(1, 0, 0), (1, 0, 1), (2, 0, 0), (0, 0, 0, 0), (0, 0, 0, 1)],
     )
 )
 """The tree that the paper's code uses by default, made for Vicuna-7B: 63 nodes, 4 heads."""
@@ -61,7 +59,9 @@ def likeliest_tree(accuracies: Sequence[Sequence[float]], num_nodes: int) -> Sta
     `Medusa.rank_accuracies` measures it. A node is right as often as all choices on its path are; the likeliest nodes
     are added one by one (arXiv 2401.10774, section 2.3.3). Raises `UserError` for more nodes than there can be.
     """
-    frontier = [(-accuracies[0][0], (0,))]  # the next sibling of every node in the tree, and its first child
+    frontier: list[tuple[float, tuple[int, ...]]] = [
+        (-accuracies[0][0], (0,))
+    ]  # the next sibling of every node in the tree, and its first child
     nodes: list[tuple[int, ...]] = []
     while len(nodes) < num_nodes:
         if not frontier:

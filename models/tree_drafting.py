@@ -132,7 +132,9 @@ def grow_dynamic(shape: DynamicTree, logits: Tensor, read: Read) -> Draft:
     """
     width = shape.width
     batch = len(logits)
-    tokens, parents, values = [], [], []  # of the candidates of each level, [B, W * width]
+    tokens: list[Tensor] = []  # of the candidates of each level, [B, W * width], as their parents and values
+    parents: list[Tensor] = []
+    values: list[Tensor] = []
     index = torch.full((batch, 1), -1, device=logits.device)  # which candidates are read, the root at first
     value = torch.zeros(batch, 1, device=logits.device)
     for depth in range(shape.depth):
@@ -154,7 +156,7 @@ def grow_dynamic(shape: DynamicTree, logits: Tensor, read: Read) -> Draft:
 
 def best(values: Tensor, count: int) -> Tensor:
     """Indices of the `count` highest values of each row [B, count], best first; of equal ones the first."""
-    return values.sort(1, descending=True, stable=True).indices[:, :count]
+    return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
 # --- the drafter's cache

@@ -35,8 +35,8 @@ from draftsmith.train.run_folder import best_checkpoint, require_writable, worth
 
 EMBEDDED_TARGET = Path(__file__).parent / "tiny_python"
 # Shares of the time; the rest is for loading, the report, and estimates that were too low.
-PREPARE_SHARE, CHECKPOINT_SHARE, COMPARISON_SHARE = 0.12, 0.10, 0.32
-TRAINING_SHARES = {"eagle3": 0.26, "medusa": 0.06, "draft_model": 0.07}
+PREPARE_SHARE, CHECKPOINT_SHARE, COMPARISON_SHARE = 0.12, 0.06, 0.28
+TRAINING_SHARES = {"eagle3": 0.26, "medusa": 0.19, "draft_model": 0.06}
 CHECKPOINTS = 2  # a run
 MAX_NEW_TOKENS = 128  # of training text, a prompt
 NUM_HELD_OUT = 64  # prompts for the comparison, and again as many for checkpoints

@@ -1,15 +1,20 @@
-"""Fixtures of all tests: one thread, one seed, and a tiny random target with a tokenizer of its own."""
+"""Fixtures of all tests: one thread, one seed, and a tiny random target with a tokenizer of its own.
+
+Without a GPU kernels run in Triton's interpreter. Triton asks for it when a kernel is defined, its own among them, so
+the variable is set before transformers imports triton.
+"""
 
 import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
