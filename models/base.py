@@ -134,7 +134,7 @@ class Drafter(nn.Module):
     def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Any:
         """What it keeps of the rows' texts from round to round, for drafts of the shape; None where that is nothing.
 
-        `rows(index)` of it is a view of some rows. It is made for the weights as they are.
+        `rows(index)` of it is a view of some rows. It may hold copies of the weights as they are now.
         """
         return None
 

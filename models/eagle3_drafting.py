@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn import functional as F
 
 from draftsmith.models import tree_drafting
 from draftsmith.models.base import DecodingState
-from draftsmith.models.layers import DecodingNorm, rotary_table
+from draftsmith.models.layers import DecodingNorm, rotary_table, store_by_columns
 from draftsmith.models.slots import Window, slot_attention
 from draftsmith.models.tree_drafting import LevelWindows, take
 from draftsmith.models.trees import Shape
@@ -32,6 +32,9 @@ class Memory(tree_drafting.Memory):
         self.rotary = rotary_table(drafter.rotary, self.cache.num_slots, drafter.fc.weight)
         self.ids = drafter.draft_to_target()  # [Vd] or None
         self.embedding, self.layer, self.attention = drafter.target.embedding, layer, attention
+        if drafter.fc.weight.device.type == "cpu":
+            for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj, drafter.lm_head):
+                store_by_columns(linear)
         eps = drafter.layer_config.rms_norm_eps
         self.input_norm = DecodingNorm(torch.stack([layer.input_layernorm.weight, layer.hidden_norm.weight]), eps)
         self.output = attention.o_proj.weight
@@ -52,13 +55,13 @@ class Memory(tree_drafting.Memory):
         """The rest of the layer, from query [B, Nq, T, D] and the features [B, T, H] to its output [B, T, H]."""
         mask = window.mask(self.cache.num_slots)
         attended, _ = slot_attention(self.layer, query, self.keys, self.values, mask)
-        hidden = hidden + linear(attended.flatten(2), self.output)
-        gate, up = linear(self.mlp_norm(hidden), self.gate_up).chunk(2, -1)
-        return hidden + linear(silu(gate, inplace=True).mul_(up), self.down)
+        hidden = hidden + F.linear(attended.flatten(2), self.output)
+        gate, up = F.linear(self.mlp_norm(hidden), self.gate_up).chunk(2, -1)
+        return hidden + F.linear(F.silu(gate, inplace=True).mul_(up), self.down)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[B, T, H] -> [B, T, Vd]"""
-        return linear(self.final_norm(hidden), self.head)
+        return F.linear(self.final_norm(hidden), self.head)
 
 
 class Drafting:

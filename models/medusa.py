@@ -5,9 +5,14 @@ The target's own head gives x_{t+1}. All heads run at once, each blind to what t
 Shapes: B rows, T tokens, H hidden width, V vocabulary.
 """
 
+import heapq
+import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from draftsmith.models.base import (
@@ -19,12 +24,12 @@ from draftsmith.models.base import (
     check_same_shape,
     load_tensors,
 )
-from draftsmith.models.errors import require_at_least
+from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
 from draftsmith.models.target import Features, Target
 from draftsmith.models.tree_drafting import Plan, grow, plan_of, take
-from draftsmith.models.trees import Shape
+from draftsmith.models.trees import Shape, StaticTree
 
 
 @dataclass
@@ -34,6 +39,39 @@ class MedusaConfig(DrafterConfig):
     num_layers: int = 1  # residual blocks a head
     head_decay: float = 0.8  # weight of head i is head_decay ** i
     divergence: Divergence = "forward_kl"
+
+
+MC_SIM_7B_63 = StaticTree(
+    (
+        *[(i,) for i in range(10)],
+        *[(i, j) for i, children in enumerate((10, 7, 3, 2, 1, 1, 1, 1, 1, 1)) for j in range(children)],
+        *[(0, j, k) for j, children in enumerate((10, 3, 2, 1, 1, 1, 1, 1)) for k in range(children)],
+        *[(1, 0, 0), (1, 0, 1), (2, 0, 0), (0, 0, 0, 0), (0, 0, 0, 1)],
+    )
+)
+"""The tree that the paper's code uses by default, made for Vicuna-7B: 63 nodes, 4 heads."""
+
+
+def likeliest_tree(accuracies: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:
+    """The tree of `num_nodes` whose expected number of accepted nodes is highest, for heads that err independently.
+
+    `accuracies[i][r]`: how often the token that head i ranks r-th (from 0) is right, falling with r, as
+    `Medusa.rank_accuracies` measures it. A node is right as often as all choices on its path are; the likeliest nodes
+    are added one by one (arXiv 2401.10774, section 2.3.3). Raises `UserError` for more nodes than there can be.
+    """
+    frontier: list[tuple[float, tuple[int, ...]]] = [
+        (-accuracies[0][0], (0,))
+    ]  # the next sibling of every node in the tree, and its first child
+    nodes: list[tuple[int, ...]] = []
+    while len(nodes) < num_nodes:
+        if not frontier:
+            raise UserError(f"tree of {num_nodes} nodes: these accuracies allow {len(nodes)} at most")
+        _, path = heapq.heappop(frontier)
+        nodes.append(path)
+        for new in ((*path[:-1], path[-1] + 1), (*path, 0)):
+            if len(new) <= len(accuracies) and new[-1] < len(accuracies[len(new) - 1]):
+                heapq.heappush(frontier, (-math.prod(map(operator.getitem, accuracies, new)), new))
+    return StaticTree(tuple(nodes))
 
 
 class ResidualBlocks(nn.Module):
@@ -88,6 +126,17 @@ class Medusa(Drafter):
             )
             chain_loss.add(rows, self.config.head_decay**i)
         return chain_loss.sums()
+
+    @torch.no_grad()
+    def rank_accuracies(self, batch: Batch, features: Features, num_ranks: int = 10) -> Tensor:
+        """How often the token that head i ranks r-th is what the target wrote: [heads, num_ranks], for a tree."""
+        counted = ChainLoss(batch.loss_mask)
+        hits = []
+        for i, (block, head) in enumerate(zip(self.blocks, self.lm_heads, strict=True)):
+            slots = counted.next_depth()
+            ranked = head(block(features.last_hidden[slots])).topk(num_ranks).indices  # [slots, num_ranks]
+            hits.append((ranked == shift_left(batch.token_ids, 2 + i)[slots][:, None]).double().mean(0))
+        return torch.stack(hits)
 
     def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Plan | None:
         return plan_of(shape, self.target.device)
