@@ -56,7 +56,7 @@ def build_report(folder: Path) -> Path:
     content = {
         "folder": folder.resolve().name,
         "runs": runs,
-        "headline": headline(rows, runs[0]),
+        "headline": headline(rows, runs[0].target, contenders[0].environment),
         "caveats": caveats(rows),
         "divergences": divergences(runs),
         "blocks": by_setting(rows),
@@ -220,21 +220,20 @@ def print_rows(rows: list[SummaryRow], console: Console) -> None:
 # --- the page
 
 
-def headline(rows: list[SummaryRow], run: Run) -> str:
-    """What the best drafter reaches at the first setting, and on what; target and machine are those of any run."""
+def headline(rows: list[SummaryRow], target: str, environment: dict[str, Any]) -> str:
+    """What the best drafter reaches at the first setting, for what target and on what machine."""
     trained = [row for row in rows if row.trained and row.setting == rows[0].setting]
     best = next((row for row in trained if not row.diverged), None)
     if best is None:
         return "No drafter leaves the output of plain decoding as it is: there is no speedup to report."
     low, high = best.result["speedup_ci95"]
-    environment = run.environment
     return (
         f"{best.drafter}{best.note and f' ({best.note})'} decodes {best.result['speedup']:.2f}× as fast as plain "
         "decoding "
         f"(95 % interval {low:.2f} to {high:.2f}) with an acceptance length of "
         f"{best.result['mean_acceptance_length']:.2f} at draft length {best.result['draft_length']}, "
         f"temperature {best.result['temperature']:g} and batch size {best.result['batch_size']}, for the target "
-        f"{Path(run.target).name} on {environment['device']} "
+        f"{Path(target).name} on {environment['device']} "
         f"({environment['dtype']}, {environment['num_threads']} CPU threads)."
     )
 

@@ -54,6 +54,7 @@ class Contender:
     note: str  # which checkpoint, or beside which it was measured
     trained: bool
     results: list[Result]
+    environment: dict[str, Any]  # that it was measured in
 
 
 def read_contenders(folder: Path, runs: list[Run]) -> list[Contender]:
@@ -67,16 +68,19 @@ def read_contenders(folder: Path, runs: list[Run]) -> list[Contender]:
         found = [_compared(json.loads(path.read_text())) for path in compared]
     else:
         beside = f"measured beside {runs[0].name}, step {runs[0].best.step}"
-        found = [Contender(run.name, f"step {run.best.step}", True, run.best.results) for run in runs]
-        found += [Contender(name, beside, False, results) for name, results in runs[0].best.baselines.items()]
+        found = [Contender(run.name, f"step {run.best.step}", True, run.best.results, run.environment) for run in runs]
+        found += [
+            Contender(name, beside, False, results, runs[0].environment)
+            for name, results in runs[0].best.baselines.items()
+        ]
     return sorted(found, key=lambda one: (not one.trained, -one.results[0]["speedup"]))
 
 
 def _compared(content: dict[str, Any]) -> Contender:
     if content["drafter"] == content["drafter_kind"]:
-        return Contender(content["drafter"], "", False, content["results"])
+        return Contender(content["drafter"], "", False, content["results"], content["environment"])
     name, note = checkpoint_names(Path(content["drafter"]))
-    return Contender(name, note, True, content["results"])
+    return Contender(name, note, True, content["results"], content["environment"])
 
 
 def checkpoint_names(path: Path) -> tuple[str, str]:
