@@ -31,7 +31,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MARGIN = 5e-4
 LIKELY = 6  # tokens that drafts are made of
 KINDS = ("random", "ties", "one_hot", "p is q", "gaps")  # of the rows of a batch, in turn
-SIZES = [(12, 16, 10), (37, 16, 5), (1000, 512, 3)]  # vocabulary, chunk, rows
+SIZES = [(12, 16, 5), (37, 16, 5), (1000, 512, 3)]  # vocabulary, chunk, rows
 
 
 @dataclass
