@@ -1,10 +1,14 @@
-"""Writing and moving what a cache holds: kernels against their plain twins, in Triton's interpreter."""
+"""Writing and moving what a cache holds: kernels against their plain twins."""
 
 import pytest
 import torch
 
-from draftsmith.models import cache_kernels, slots
+from draftsmith.models import slots
 
+pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
+from draftsmith.models import cache_kernels
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # there the interpreter runs them (conftest.py)
 NUM_SLOTS = 20
 
 
@@ -14,9 +18,10 @@ def test_new_tokens_are_written_where_they_belong(heads: int, width: int, dtype:
     """From tensors as projections leave them and as rotary embeddings do; padding goes to the slot past the end."""
     key = torch.randn(2, 4, heads, width, dtype=dtype).transpose(1, 2)
     value = torch.randn(2, heads, 4, width, dtype=dtype)
-    where = torch.tensor([[3, 4, 5, 6], [18, 19, 20, 20]])
-    written = (where + torch.tensor([[0], [NUM_SLOTS + 1]])).flatten()
-    expected = torch.full((2 * (NUM_SLOTS + 1), 2 * heads * width), -7.0, dtype=dtype)
+    key, value = key.to(DEVICE), value.to(DEVICE)
+    where = torch.tensor([[3, 4, 5, 6], [18, 19, 20, 20]], device=DEVICE)
+    written = (where + torch.tensor([[0], [NUM_SLOTS + 1]], device=DEVICE)).flatten()
+    expected = torch.full((2 * (NUM_SLOTS + 1), 2 * heads * width), -7.0, dtype=dtype, device=DEVICE)
     found = expected.clone()
     slots.write_slots(key, value, written, expected)
     cache_kernels.write_slots(key, value, written, found)
@@ -28,9 +33,9 @@ def test_new_tokens_are_written_where_they_belong(heads: int, width: int, dtype:
 def filled_cache(dtypes: list[torch.dtype], widths: list[int]) -> slots.SlotCache:
     """A layer for each width; no two slots hold the same."""
     cache = slots.SlotCache(3, NUM_SLOTS)
-    cache.write_to(torch.arange(NUM_SLOTS + 1).expand(3, -1))
+    cache.write_to(torch.arange(NUM_SLOTS + 1, device=DEVICE).expand(3, -1))
     for layer, (dtype, width) in enumerate(zip(dtypes, widths, strict=True)):
-        key, value = torch.randn(2, 3, 2, NUM_SLOTS + 1, width).to(dtype)
+        key, value = torch.randn(2, 3, 2, NUM_SLOTS + 1, width).to(DEVICE, dtype)
         cache.update(key, value, layer)
     return cache
 
@@ -44,18 +49,18 @@ PATHS = {
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 def test_the_kept_path_moves_in_every_layer(path: list[list[int]]) -> None:
-    """Layers of two sizes, three launches' worth of shapes in two tables; the third row reaches past the end."""
-    prefix = torch.tensor([0, 7, 15])
+    """Layers of two sizes in bytes, a table for each; the third row reaches past the end."""
+    prefix, paths = torch.tensor([0, 7, 17], device=DEVICE), torch.tensor(path, device=DEVICE)
     layers = [torch.float32, torch.bfloat16, torch.float16], [16, 32, 80]
     cache = filled_cache(*layers)
     stored = [layer.kept for layer in cache._layers.values()]
     expected = [tensor.clone() for tensor in stored]
     before = [tensor.clone() for tensor in stored]
-    slots.move_slots(expected, prefix, torch.tensor(path))
+    slots.move_slots(expected, prefix, paths)
     tables = cache_kernels.move_tables(stored)
     assert len(tables) == 2
     for table in tables:
-        cache_kernels.move_slots(table, prefix, torch.tensor(path))
+        cache_kernels.move_slots(table, prefix, paths)
     for found, twin, old in zip(stored, expected, before, strict=True):
         assert torch.equal(found[:, :NUM_SLOTS], twin[:, :NUM_SLOTS])
         for row, columns in enumerate(path):

@@ -5,8 +5,10 @@ dtype and shape exist, and every launch ends after compilation. So the call wait
 `python tests/test_compiled_kernels.py` prints what each kernel takes. To have more kernels compiled, add a call.
 """
 
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,7 +31,49 @@ def meta(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def launches() -> dict[str, Callable[[], object]]:
     """By a name with the shape bucket and, where there are several, the dtype."""
-    return verification()
+    return verification() | attention() | cache()
+
+
+def attention() -> dict[str, Callable[[], object]]:
+    """Every dtype and width in the tiles that 4, 32 and 64 query rows give; chains and trees, with and without all."""
+    from draftsmith.models import attention_kernel
+
+    def call(length: int, width: int, dtype: torch.dtype, num_words: int, everything: bool, splits: int) -> object:
+        query, cached = meta(2, 32, length, width, dtype=dtype), meta(2, 8, 4096, width, dtype=dtype)
+        mask = meta(2, 1, length, 3 + num_words, dtype=torch.int32)
+        extras = (1024, 30.0, meta(32, dtype=dtype)) if everything else ()
+        return attention_kernel.attend(query, cached, cached, mask, 0.1, *extras, splits=splits)
+
+    calls: dict[str, tuple[Any, ...]] = {}
+    for length in (1, 8, 64):
+        for width in (64, 128, 256):
+            calls[f"bfloat16 {length} {width}"] = length, width, torch.bfloat16, 2, False, 8
+            calls[f"float16 {length} {width}"] = length, width, torch.float16, 0, True, 8
+    for width in (64, 128, 256):  # all lengths take the same tile
+        calls[f"float32 {width}"] = 8, width, torch.float32, 2, True, 8
+    calls["odd width"] = 8, 80, torch.bfloat16, 2, False, 8
+    calls["everything tree"] = 8, 128, torch.bfloat16, 2, True, 8
+    calls["prompt"] = 512, 128, torch.bfloat16, 0, False, 1
+    return {f"attention {name}": lambda args=args: call(*args) for name, args in calls.items()}
+
+
+def cache() -> dict[str, Callable[[], object]]:
+    from draftsmith.models import cache_kernels
+
+    def write(length: int, width: int, dtype: torch.dtype) -> None:
+        new, slots = meta(2, 8, length, width, dtype=dtype), meta(2 * length, dtype=torch.int64)
+        cache_kernels.write_slots(new, new, slots, meta(8192, 16 * width, dtype=dtype))
+
+    def move(depth: int) -> None:
+        (table,) = cache_kernels.move_tables([meta(2, 4096, 2, 8, 128, dtype=torch.bfloat16)] * 32)
+        indices = meta(2, 1 + depth, dtype=torch.int64)
+        cache_kernels.move_slots(table, indices[:, 0].contiguous(), indices[:, 1:].contiguous())
+
+    writes = {f"write {dtype}": dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+    moves = {f"move {depth}": depth for depth in (1, 4, 16)}
+    return {name: lambda dtype=dtype: write(5, 80, dtype) for name, dtype in writes.items()} | {
+        name: lambda depth=depth: move(depth) for name, depth in moves.items()
+    }
 
 
 def verification() -> dict[str, Callable[[], object]]:
@@ -106,7 +150,14 @@ def compile_all() -> Iterator[dict[str, Any]]:
             usage = resource_usage(kernel.asm["cubin"])
             metadata = kernel.metadata
             row = name, metadata.name, list(grid), metadata.num_warps, usage["REG"], usage["STACK"], metadata.shared
-            yield dict(zip(COLUMNS, row, strict=True))
+            yield dict(zip(COLUMNS, row, strict=True)) | {"memory": memory_order(kernel.asm["ptx"])}
+
+
+def memory_order(ptx: str) -> str:
+    """What the program does one after the other: L loads from global memory, S stores there, B waits at a barrier."""
+    letters = {"ld.global": "L", "st.global": "S", "bar.sync": "B"}
+    steps = re.findall("|".join(map(re.escape, letters)), ptx)
+    return "".join(letters[step] for step, _ in itertools.groupby(steps))
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:
@@ -139,6 +190,12 @@ def test_registers_hold_everything(kernels: list[dict[str, Any]]) -> None:
 
 def test_shared_memory_suffices(kernels: list[dict[str, Any]]) -> None:
     assert not [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY]
+
+
+def test_a_move_reads_everything_before_it_writes(kernels: list[dict[str, Any]]) -> None:
+    """One thread's source is another's destination; the interpreter, which has one thread, cannot show that race."""
+    moves = {kernel["launch"]: kernel["memory"] for kernel in kernels if kernel["kernel"] == "move_kernel"}
+    assert set(moves.values()) == {"LBS"}
 
 
 def test_a_rule_takes_four_launches_at_most(kernels: list[dict[str, Any]]) -> None:

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from draftsmith.models import Target, attention_kernel
+from draftsmith.models import Target
 from draftsmith.models.slots import ATTENTION, SlotCache, Window, chain_window, last_seen, run_on_slots
 from draftsmith.models.trees import ancestor_words, node_depths
 
@@ -50,6 +50,18 @@ def test_a_sliding_window_counts_positions_along_the_path(reach: int) -> None:
             assert found[row, column].nonzero()[:, 0].tolist() == path[-reach:]
 
 
+def test_padding_is_written_nowhere() -> None:
+    """Rows with fewer new tokens than others are padded, and the padding may reach past the last slot."""
+    cache = SlotCache(num_rows=3, num_slots=4)
+    cache.write_to(torch.tensor([[0, 1, 2], [2, 3, 4], [3, 4, 5]]))
+    key, value = torch.randn(2, 3, 2, 3, 8)
+    shown = cache.update(key, value, 0)
+    expected = torch.zeros(2, 3, 2, 4, 8)
+    for found, new, rows in zip(shown, (key, value), expected, strict=True):
+        rows[0, :, 0:3], rows[1, :, 2:4], rows[2, :, 3:4] = new[0], new[1, :, :2], new[2, :, :1]
+        assert torch.equal(found, rows)
+
+
 FAMILIES: dict[str, PretrainedConfig] = {
     "sliding": MistralConfig(sliding_window=4),
     "softcap and sliding": Gemma2Config(sliding_window=4, query_pre_attn_scalar=16, attn_logit_softcapping=1.0),
@@ -73,17 +85,18 @@ def tiny_models(config: PretrainedConfig) -> tuple[PreTrainedModel, PreTrainedMo
     return models[0], models[1]
 
 
+@torch.no_grad()
 def read_tree(model: PreTrainedModel, text: Tensor, drafts: Tensor) -> Tensor:
     """Hidden states [B, N + 1, H] of a tree over the first PREFIX tokens of text [B, P], on slots."""
     cache = SlotCache(len(text), 24)
-    with torch.no_grad():
-        run_on_slots(model, text, chain_window(torch.zeros_like(PREFIX), text.shape[1]), cache)
-        return run_on_slots(model, drafts, tree_window(PREFIX, TREE), cache)
+    text, drafts, prefix, tree = (x.to(model.device) for x in (text, drafts, PREFIX, TREE))
+    run_on_slots(model, text, chain_window(torch.zeros_like(prefix), text.shape[1]), cache)
+    return run_on_slots(model, drafts, tree_window(prefix, tree), cache).cpu()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_trees_on_slots_are_their_paths_in_plain_attention(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ragged rows, windows that slide within the tree; the same with the kernel, whose mask transformers hands on."""
+def test_trees_on_slots_are_their_paths_in_plain_attention(family: str) -> None:
+    """Ragged rows, and windows that slide within the tree."""
     plain, ours = tiny_models(FAMILIES[family])
     text, drafts = torch.randint(1, 50, (2, 13)), torch.randint(1, 50, (2, TREE.shape[1] + 1))
     found = read_tree(ours, text, drafts)
@@ -94,9 +107,18 @@ def test_trees_on_slots_are_their_paths_in_plain_attention(family: str, monkeypa
                 expected = plain.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, -1]
             torch.testing.assert_close(found[row, column], expected, atol=1e-5, rtol=1e-5)
 
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_kernel_gets_its_mask_through_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed, it is no mask that transformers knows, and must reach the attention as it is."""
+    attention_kernel = pytest.importorskip("draftsmith.models.attention_kernel", reason="triton is for Linux only")
+    model = tiny_models(FAMILIES[family])[1]
+    text, drafts = torch.randint(1, 50, (2, 13)), torch.randint(1, 50, (2, TREE.shape[1] + 1))
+    expected = read_tree(model, text, drafts)
     monkeypatch.setattr(Window, "mask", lambda window, num_slots: window.packed_mask())
     monkeypatch.setattr(attention_kernel, "num_splits", lambda *_: 1)
-    torch.testing.assert_close(read_tree(ours, text, drafts), found, atol=1e-5, rtol=1e-5)
+    found = read_tree(model.cuda() if torch.cuda.is_available() else model, text, drafts)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def run_on_fakes(step: Callable[[Tensor], Tensor], token_ids: Tensor) -> None:
