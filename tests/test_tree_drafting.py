@@ -27,13 +27,13 @@ from draftsmith.models.trees import WORD, Chain, DynamicTree, Shape, StaticTree,
 PROMPTS = ["The smith heats the iron", "def strike(iron):", "A draft is cheap, a draft is cheap, a", "x"]
 STATIC = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)))
 DYNAMIC = DynamicTree(num_nodes=9, depth=3, width=3)
-BUSHY = StaticTree(tuple(path for depth in (1, 2, 3, 4) for path in itertools.product((0, 1), repeat=depth)))
+BUSHY = StaticTree(tuple(path for depth in range(1, 5) for path in itertools.product((0, 1), repeat=depth)))
 BRANCHING = [kind for kind in DRAFTERS if DRAFTERS[kind].can_branch]
 GREEDY = Sampling()
 Path = tuple[int, ...]  # drafted tokens from the root on
 
 
-# What grows, on a made-up language model -------------------------------------------------------------------------------
+# What grows, on a made-up language model ------------------------------------------------------------------------------
 
 
 class Paths:
