@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import checkpoint_tensors
 from draftsmith.models.losses import LossSums
@@ -94,17 +95,6 @@ def stack_chain(chosen: list[tuple[Tensor, Tensor | None]]) -> Draft:
 
 
 @dataclass
-class Batch:
-    """Right-padded rows of training text."""
-
-    token_ids: Tensor  # [B, T] int64
-    loss_mask: Tensor  # [B, T] bool, True on the tokens that the target wrote
-
-    def to(self, device: torch.device) -> "Batch":
-        return Batch(self.token_ids.to(device), self.loss_mask.to(device))
-
-
-@dataclass
 class DrafterConfig:
     """Fields of a family's own config come in a subclass beside its module."""
 
@@ -152,6 +142,14 @@ class Drafter(nn.Module):
     def loss(self, batch: Batch, features: Features) -> LossSums:
         """Sums and counts; "loss" is what training minimises, its count the trained tokens (`loss_mask.sum()`)."""
         raise TypeError(f"{self.kind} has nothing to train")
+
+    def as_target(self) -> Target | None:
+        """Itself as a model that writes text, with the weights as they are at each moment; None: it only drafts."""
+        return None
+
+    def draft_to_target(self) -> Tensor | None:
+        """Target ids of a reduced draft vocabulary [Vd]; None where it can propose every token."""
+        return None
 
     def forward(self, batch: Batch, features: Features) -> LossSums:
         """The loss, under the name that wrappers for several devices call."""
