@@ -42,8 +42,8 @@ def check_bos(token_ids: list[int], target: Target, where: str) -> None:
     bos = target.tokenizer.bos_token_id if target.tokenizer else None
     if bos is not None and token_ids[:2] == [bos, bos]:
         raise UserError(
-            f"{where} begins with the beginning-of-text token twice: take it out of the text, for the tokenizer puts it "
-            "there"
+            f"{where} begins with the beginning-of-text token twice: take it out of the text, the tokenizer puts "
+            "it there"
         )
 
 
