@@ -5,10 +5,10 @@ Each is one function, called at one place; docs/data.md lists them.
 
 import torch
 from rich.text import Text
-from torch import Tensor
 
 from draftsmith.data.progress import notice
 from draftsmith.data.rows import Prompt
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.target import Target
 
@@ -135,15 +135,15 @@ def _shortened(text: str, limit: int) -> str:
 
 
 @torch.no_grad()
-def check_capture(target: Target, layer_ids: tuple[int, ...], token_ids: Tensor) -> None:
-    """Refuse features [1, T] that are not what a plain forward of transformers calls `hidden_states[N]`.
+def check_capture(target: Target, layer_ids: tuple[int, ...], token_ids: list[int]) -> None:
+    """Refuse a target whose captured features are not what a plain forward of transformers calls `hidden_states[N]`.
 
-    Layers and the last hidden state are compared, then the target's head on it with the model's own logits. Only the
-    first row and its first tokens are read.
+    Layers and the last hidden state are compared on the first of the tokens, then the target's head on the last hidden
+    state with the model's own logits.
     """
-    token_ids = token_ids[:1, :CAPTURE_TOKENS].to(target.device)
-    features = target.features(token_ids, layer_ids)
-    plain = target.model(input_ids=token_ids, output_hidden_states=True, use_cache=False)
+    row = torch.tensor([token_ids[:CAPTURE_TOKENS]], device=target.device)
+    features = target.features(Batch(row, torch.ones_like(row, dtype=torch.bool)), layer_ids)
+    plain = target.model(input_ids=row, output_hidden_states=True, use_cache=False)
     found = {"the last hidden state": (features.last_hidden, plain.hidden_states[-1])}
     if features.layers is not None:
         captured = features.layers.split(target.hidden_size, dim=-1)

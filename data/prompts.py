@@ -8,6 +8,7 @@ from draftsmith.data.conversations import opened_chat
 from draftsmith.data.mixtures import read_mixture
 from draftsmith.data.rows import Prompt
 from draftsmith.data.sources import read_source
+from draftsmith.inference.measure import PromptSet, pick_prompts
 from draftsmith.models.errors import UserError
 from draftsmith.models.target import Target
 
@@ -38,13 +39,27 @@ def encode_prompts(prompts: list[Prompt], target: Target) -> list[list[int]]:
     return encoded
 
 
-def check_lengths(encoded: list[list[int]], max_new_tokens: int, target: Target, source: str) -> None:
+def read_prompt_set(source: str, target: Target, num_prompts: int | None, max_new_tokens: int) -> PromptSet:
+    """Prompts to decode, all or `num_prompts` of them, encoded and with their domains.
+
+    Raises `UserError`, naming file and line, for one that does not fit the target.
+    """
+    prompts = read_prompts(source)
+    if num_prompts is not None:
+        prompts = pick_prompts(prompts, num_prompts)
+    encoded = encode_prompts(prompts, target)
+    check_lengths(prompts, encoded, max_new_tokens, target)
+    return PromptSet(Path(source.partition(":")[0]).stem, encoded, [prompt.domain for prompt in prompts])
+
+
+def check_lengths(prompts: list[Prompt], encoded: list[list[int]], max_new_tokens: int, target: Target) -> None:
     """Refuse prompts that are empty or leave no room for `max_new_tokens` in the target's context."""
-    for number, ids in enumerate(encoded, 1):
+    for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True), 1):
+        where = prompt.where or f"prompt {number}"
         if not ids:
-            raise UserError(f"{source}: prompt {number} is empty after tokenisation")
+            raise UserError(f"{where} is empty after tokenisation")
         if len(ids) + max_new_tokens > target.context:
             raise UserError(
-                f"{source}: prompt {number} has {len(ids)} tokens, which with {max_new_tokens} new ones exceeds the "
+                f"{where} has {len(ids)} tokens, which with {max_new_tokens} new ones exceeds the "
                 f"target's context of {target.context}: shorten it or lower max_new_tokens"
             )
