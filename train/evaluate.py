@@ -6,10 +6,10 @@ import rich
 from rich.markup import escape
 
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
+from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
-from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure, pick_prompts
+from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure
 from draftsmith.models import CHANGED_TARGET, Drafter, Target, load_drafter
 from draftsmith.train.checkpoint import checkpoint_step, checkpoints
 from draftsmith.train.config import EvaluationConfig
@@ -21,9 +21,7 @@ def evaluation_prompts(config: EvaluationConfig, target: Target) -> PromptSet | 
     """The prompts to evaluate on, encoded; `UserError` where one of them does not fit the target."""
     if config.prompts is None:
         return None
-    encoded = pick_prompts(encode_prompts(read_prompts(config.prompts), target), config.num_prompts)
-    check_lengths(encoded, config.max_new_tokens, target, config.prompts)
-    return PromptSet(Path(config.prompts).stem, encoded)
+    return read_prompt_set(config.prompts, target, config.num_prompts, config.max_new_tokens)
 
 
 def evaluation_settings(config: EvaluationConfig) -> list[MeasureSettings]:
