@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.models.base import (
     DecodingState,
@@ -27,7 +27,7 @@ from draftsmith.models.fused import FusedDecoder, fuse
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses import Divergence, LossSums, divergence_over_rows
 from draftsmith.models.slots import ATTENTION, Window, chain_window, run_causal, run_on_slots
-from draftsmith.models.target import Features, Target
+from draftsmith.models.target import Features, Target, drop_layers
 from draftsmith.models.tree_drafting import LevelWindows, Memory, grow, take
 from draftsmith.models.trees import Chain, Shape
 
@@ -60,10 +60,12 @@ class DraftModel(Drafter):
         """The target with all but `num_layers` of its layers left out, trainable."""
         if not 1 <= config.num_layers < target.num_layers:
             raise UserError(f"num_layers {config.num_layers}: give 1 to {target.num_layers - 1}, the target has more")
+        if not target.has_layers:
+            raise UserError("a draft model starts from the target's layers: train it with data.features=online")
         kept = [round(i * (target.num_layers - 1) / max(1, config.num_layers - 1)) for i in range(config.num_layers)]
-        model = AutoModelForCausalLM.from_config(
-            shallower(target.text_config, kept), attn_implementation=ATTENTION, dtype=torch.float32
-        )
+        model_config = copy.deepcopy(target.text_config)
+        drop_layers(model_config, kept)
+        model = AutoModelForCausalLM.from_config(model_config, attn_implementation=ATTENTION, dtype=torch.float32)
         model.load_state_dict(layers_of(target.model.state_dict(), kept))
         return cls(config, model, target)
 
@@ -157,15 +159,6 @@ def untied(model: PreTrainedModel) -> dict[str, Tensor]:
             tensors[name] = tensor
             seen.add(tensor.data_ptr())
     return tensors
-
-
-def shallower(config: PretrainedConfig, kept: list[int]) -> PretrainedConfig:
-    """The config of a model of only the kept layers."""
-    config = copy.deepcopy(config)
-    config.num_hidden_layers = len(kept)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[layer] for layer in kept]
-    return config
 
 
 def layers_of(tensors: dict[str, Tensor], kept: list[int]) -> dict[str, Tensor]:
