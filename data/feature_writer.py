@@ -11,8 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
+import rich
 import torch
-from rich import print as say
+from rich.markup import escape
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -33,17 +34,22 @@ def check_disk(store: StoredFeatures) -> str:
     folder = store.folder.absolute()
     existing = next(path for path in [folder, *folder.parents] if path.exists())
     free = shutil.disk_usage(existing).free
-    amount = f"{num_tokens} tokens x {store.contents.bytes_per_token} bytes = {gigabytes(needed)}"
+    amount = f"{num_tokens} tokens x {store.contents.bytes_per_token} bytes = {size_text(needed)}"
     if needed > free:
         raise UserError(
-            f"stored features need {amount}, but {existing} has {gigabytes(free)} free: give data.features_dir on a "
+            f"stored features need {amount}, but {existing} has {size_text(free)} free: give data.features_dir on a "
             "larger disk, data.features_dtype=float8_e4m3fn, a smaller data.max_length, or data.features=online"
         )
-    return f"{amount} of {gigabytes(free)} free"
+    return f"{amount} of {size_text(free)} free"
 
 
-def gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.3g} GB"
+def size_text(num_bytes: float) -> str:
+    """As disks are sold: 1 kB is 1000 bytes."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
 
 
 def write_shards(store: StoredFeatures, target: Target, rank: int, num_ranks: int) -> None:
@@ -55,7 +61,7 @@ def write_shards(store: StoredFeatures, target: Target, rank: int, num_ranks: in
     num_tokens = sum(shard.num_tokens for shard in own)
     if rank == 0:
         minutes = num_tokens / tokens_per_second(store, own[0], target) / 60
-        say(f"storing features in {store.folder}: {check_disk(store)}, about {minutes:.1f} minutes")
+        rich.print(escape(f"storing features in {store.folder}: {check_disk(store)}, about {minutes:.1f} minutes"))
     store.folder.mkdir(parents=True, exist_ok=True)
     with progress_bar(rank == 0) as progress:
         task = progress.add_task("storing the target's features", total=num_tokens, detail="tokens")

@@ -178,9 +178,10 @@ def samples_hash(plan: BatchPlan) -> str:
 
 
 def checksum(tensors: dict[str, Tensor]) -> str:
-    """sha256 of the tensors' bytes, in order of their names."""
+    """sha256 of the tensors' names, kinds, shapes and bytes."""
     digest = hashlib.sha256()
-    for _, tensor in sorted(tensors.items()):
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
