@@ -126,6 +126,8 @@ class Drafter(nn.Module):
     max_draft_length: int | None = None  # nodes on a path
 
     config: Any
+    target: Target  # of drafters that are trained
+    trained_for: dict[str, Any] | None = None  # that target's identity (identity.py), as the checkpoint has it
 
     @classmethod
     @abstractmethod
