@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftsmith.models.base import Drafter, drafter_entry
 from draftsmith.models.draft_model import DraftModel
+from draftsmith.models.eagle import Eagle
 from draftsmith.models.eagle3 import Eagle3
 from draftsmith.models.errors import UserError
 from draftsmith.models.medusa import Medusa
@@ -25,6 +26,7 @@ from draftsmith.models.target import Target
 __all__ = ["DRAFTERS", "Drafter", "Target", "UserError", "load_drafter", "save_drafter"]
 
 DRAFTERS: dict[str, type[Drafter]] = {
+    "eagle": Eagle,
     "eagle3": Eagle3,
     "medusa": Medusa,
     "draft_model": DraftModel,
@@ -33,7 +35,13 @@ DRAFTERS: dict[str, type[Drafter]] = {
 }
 
 # How checkpoints that draftsmith did not write tell their family; any other causal language model is a draft model.
-ARCHITECTURES = {"LlamaForCausalLMEagle3": "eagle3", "Eagle3LlamaForCausalLM": "eagle3", "MedusaModel": "medusa"}
+ARCHITECTURES = {
+    "LlamaForCausalLMEagle": "eagle",
+    "EagleLlamaForCausalLM": "eagle",
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "MedusaModel": "medusa",
+}
 
 
 def save_drafter(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.float32) -> None:

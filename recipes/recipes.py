@@ -7,10 +7,20 @@ on the user (target, samples, folder, prompts) is left empty and asked for.
 from collections.abc import Callable
 
 from draftsmith.models.draft_model import DraftModelConfig
+from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.medusa import MedusaConfig
 from draftsmith.train import TrainConfig
 from draftsmith.train.config import DataConfig
+
+
+def eagle() -> TrainConfig:
+    """EAGLE-1 as its paper trains it; serve it with the dynamic trees of EAGLE-2."""
+    config = TrainConfig(target="", drafter=EagleConfig(), data=DataConfig(""))
+    config.optimizer.learning_rate = 3e-5
+    config.run.steps = 40000
+    config.run.checkpoint_every = 4000
+    return config
 
 
 def eagle3() -> TrainConfig:
@@ -37,6 +47,13 @@ def draft_model() -> TrainConfig:
     config.optimizer.learning_rate = 3e-4
     config.run.steps = 20000
     config.run.checkpoint_every = 2000
+    return config
+
+
+def quickstart_eagle() -> TrainConfig:
+    """EAGLE-1 for the embedded target, in a minute or two on a CPU."""
+    config = _quickstart(eagle())
+    config.optimizer.learning_rate = 4e-3
     return config
 
 
@@ -73,9 +90,11 @@ def _quickstart(config: TrainConfig) -> TrainConfig:
 
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
+    "eagle": eagle,
     "eagle3": eagle3,
     "medusa": medusa,
     "draft_model": draft_model,
+    "quickstart_eagle": quickstart_eagle,
     "quickstart_eagle3": quickstart_eagle3,
     "quickstart_medusa": quickstart_medusa,
     "quickstart_draft_model": quickstart_draft_model,
