@@ -5,7 +5,7 @@ Hub dataset, written NAME:COLUMN or NAME:COLUMN:SPLIT.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,10 +17,13 @@ from draftsmith.models.target import Target
 
 @dataclass
 class Prompt:
-    """One of `text` (used as it is) and `messages` (put through the target's chat template)."""
+    """One of `text` and `messages`."""
 
-    text: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    text: str | None = None  # used as it is
+    messages: list[dict[str, Any]] | None = None  # put through the target's chat template; answers are written anew
+    tools: list[dict[str, Any]] | None = None  # offered to the template beside the messages
+    domain: str = ""  # kind of traffic, carried to samples and reports
+    where: str = field(default="", compare=False)  # file and line, for messages to the user
 
 
 def read_prompts(source: str) -> list[Prompt]:
@@ -35,7 +38,7 @@ def read_prompts(source: str) -> list[Prompt]:
             raise UserError(f"{source} is not UTF-8 text: {error}") from None
         numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
         if path.suffix == ".txt":
-            prompts = [Prompt(text=line) for _, line in numbered]
+            prompts = [Prompt(text=line, where=f"{source} line {number}") for number, line in numbered]
         else:
             prompts = [_parse_line(line, f"{source} line {number}") for number, line in numbered]
     else:
@@ -56,10 +59,10 @@ def _parse_line(line: str, where: str) -> Prompt:
 def _from_row(row: Any, where: str) -> Prompt:
     if isinstance(row, dict):
         if isinstance(row.get("prompt"), str) and row["prompt"]:
-            return Prompt(text=row["prompt"])
+            return Prompt(text=row["prompt"], where=where)
         messages = row.get("messages")
         if isinstance(messages, list) and messages and all(map(_is_message, messages)):
-            return Prompt(messages=messages)
+            return Prompt(messages=messages, where=where)
     raise UserError(f'{where} has neither a "prompt" text nor "messages", a list of objects with a "role"')
 
 

@@ -27,6 +27,7 @@ from draftsmith.recipes.recipes import RECIPES
 from draftsmith.recipes.report import build_report, certificate_text, print_evaluations
 from draftsmith.train import train as train_drafter
 from draftsmith.train.config import resolve
+from draftsmith.train.overfit import overfit
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -54,6 +55,9 @@ def train(args: argparse.Namespace) -> None:
         hint = f"nearest: {', '.join(near)}; " if near else ""
         raise UserError(f"unknown recipe {args.recipe!r}; {hint}there are {', '.join(RECIPES)}")
     config = resolve(RECIPES[args.recipe](), args.config, args.overrides)
+    if args.overfit is not None:
+        overfit(config, args.overfit)
+        return
     run = train_drafter(config)
     if config.evaluation.prompts and PartialState().is_main_process:
         console.print(f"report: {build_report(run)}")
