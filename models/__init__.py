@@ -18,9 +18,12 @@ from draftsmith.models.draft_model import DraftModel
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.eagle3 import Eagle3
 from draftsmith.models.errors import UserError
+from draftsmith.models.hydra import Hydra
 from draftsmith.models.medusa import Medusa
+from draftsmith.models.mlp_speculator import MLPSpeculator
 from draftsmith.models.ngram import Ngram
 from draftsmith.models.none import NoDrafter
+from draftsmith.models.p_eagle import PEagle
 from draftsmith.models.target import Target
 
 __all__ = ["DRAFTERS", "Drafter", "Target", "UserError", "load_drafter", "save_drafter"]
@@ -28,7 +31,10 @@ __all__ = ["DRAFTERS", "Drafter", "Target", "UserError", "load_drafter", "save_d
 DRAFTERS: dict[str, type[Drafter]] = {
     "eagle": Eagle,
     "eagle3": Eagle3,
+    "p_eagle": PEagle,
     "medusa": Medusa,
+    "hydra": Hydra,
+    "mlp_speculator": MLPSpeculator,
     "draft_model": DraftModel,
     "ngram": Ngram,
     "none": NoDrafter,
@@ -41,6 +47,8 @@ ARCHITECTURES = {
     "LlamaForCausalLMEagle3": "eagle3",
     "Eagle3LlamaForCausalLM": "eagle3",
     "MedusaModel": "medusa",
+    "MLPSpeculatorPreTrainedModel": "mlp_speculator",
+    "PeagleLlamaForCausalLM": "p_eagle",
 }
 
 

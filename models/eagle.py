@@ -35,7 +35,7 @@ from draftsmith.models.trees import Shape
 class EagleConfig(DrafterConfig):
     kind: str = "eagle"
     intermediate_size: int | None = None  # None: the target's
-    unroll_steps: int = 1  # 1: as in the paper; more: also from its own guesses, as HASS (arXiv 2408.15766) trains
+    unroll_steps: int = 3  # trained also on its own guesses, as HASS (arXiv 2408.15766) does; 1: as in the paper
     step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k
     regression_weight: float = 1.0  # of the smooth L1 distance between guess and feature, mean over H
     divergence_weight: float = 0.1
