@@ -40,6 +40,8 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "none": NoDrafter,
 }
 
+CHANGED_TARGET = "target"  # folder of a checkpoint with the target that its drafter was trained along with
+
 # How checkpoints that draftsmith did not write tell their family; any other causal language model is a draft model.
 ARCHITECTURES = {
     "LlamaForCausalLMEagle": "eagle",
@@ -67,6 +69,8 @@ def save_drafter(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.f
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if drafter.changes_target():
+        drafter.write_changed_target(directory / CHANGED_TARGET)
 
 
 def load_drafter(name: str | Path, target: Target) -> Drafter:

@@ -17,10 +17,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from draftsmith.models.base import DecodingState, Draft, Drafter, DrafterConfig, load_tensors
+from draftsmith.models.base import (
+    DecodingState,
+    Draft,
+    Drafter,
+    DrafterConfig,
+    in_target_vocabulary,
+    load_tensors,
+)
 from draftsmith.models.batch import Batch
 from draftsmith.models.decoder_layer import DecoderLayer
-from draftsmith.models.eagle3 import Eagle3, Eagle3Config, in_target_vocabulary
+from draftsmith.models.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import RMSNorm, checkpoint_tensors, rotary_table, shift_left
 from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows

@@ -53,6 +53,13 @@ def medusa() -> TrainConfig:
     return config
 
 
+def medusa_2() -> TrainConfig:
+    """Medusa heads and low-rank corrections to the target, trained together. The target is no longer the same model."""
+    config = medusa()
+    config.drafter = MedusaConfig(adapt_target="low_rank")
+    return config
+
+
 def hydra() -> TrainConfig:
     """Four Hydra heads with an output matrix each."""
     config = medusa()
@@ -148,6 +155,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "eagle3": eagle3,
     "p_eagle": p_eagle,
     "medusa": medusa,
+    "medusa_2": medusa_2,
     "hydra": hydra,
     "mlp_speculator": mlp_speculator,
     "draft_model": draft_model,

@@ -22,7 +22,7 @@ from draftsmith.data.batches import BatchPlan, token_counts
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.samples import check_same_target, read_samples
 from draftsmith.inference.measure import PromptSet
-from draftsmith.models import DRAFTERS, Drafter, Target
+from draftsmith.models import CHANGED_TARGET, DRAFTERS, Drafter, Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses import LossSums
@@ -96,6 +96,10 @@ def train(config: TrainConfig) -> Path:
     setup = set_up(config)
     accelerator, target = setup.accelerator, setup.target
     run = open_run(config, target, accelerator)
+    if setup.drafter.changes_target() and accelerator.is_main_process:
+        rich.print(
+            f"[bold]this changes the target[/]: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with"
+        )
     trainable = [parameter for parameter in setup.drafter.parameters() if parameter.requires_grad]
     betas = (config.optimizer.beta1, config.optimizer.beta2)
     optimizer = torch.optim.AdamW(trainable, betas=betas, weight_decay=config.optimizer.weight_decay)
