@@ -15,19 +15,27 @@ from torch import Tensor
 
 from draftsmith.models.base import Drafter, drafter_entry
 from draftsmith.models.draft_model import DraftModel
+from draftsmith.models.eagle import Eagle
 from draftsmith.models.eagle3 import Eagle3
 from draftsmith.models.errors import UserError
+from draftsmith.models.hydra import Hydra
 from draftsmith.models.identity import check_identity, identity
 from draftsmith.models.medusa import Medusa
+from draftsmith.models.mlp_speculator import MLPSpeculator
 from draftsmith.models.ngram import Ngram
 from draftsmith.models.none import NoDrafter
+from draftsmith.models.p_eagle import PEagle
 from draftsmith.models.target import Target
 
 __all__ = ["DRAFTERS", "Drafter", "Target", "UserError", "load_drafter", "save_drafter"]
 
 DRAFTERS: dict[str, type[Drafter]] = {
+    "eagle": Eagle,
     "eagle3": Eagle3,
+    "p_eagle": PEagle,
     "medusa": Medusa,
+    "hydra": Hydra,
+    "mlp_speculator": MLPSpeculator,
     "draft_model": DraftModel,
     "ngram": Ngram,
     "none": NoDrafter,
@@ -36,7 +44,15 @@ DRAFTERS: dict[str, type[Drafter]] = {
 CHANGED_TARGET = "target"  # folder of a checkpoint with the target that its drafter was trained along with
 
 # How checkpoints that draftsmith did not write tell their family; any other causal language model is a draft model.
-ARCHITECTURES = {"LlamaForCausalLMEagle3": "eagle3", "Eagle3LlamaForCausalLM": "eagle3", "MedusaModel": "medusa"}
+ARCHITECTURES = {
+    "LlamaForCausalLMEagle": "eagle",
+    "EagleLlamaForCausalLM": "eagle",
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "MedusaModel": "medusa",
+    "MLPSpeculatorPreTrainedModel": "mlp_speculator",
+    "PeagleLlamaForCausalLM": "p_eagle",
+}
 
 
 def save_drafter(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.float32) -> None:
