@@ -24,6 +24,7 @@ from draftsmith.recipes.comparison import compare
 from draftsmith.recipes.export import export_checkpoint
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
+from draftsmith.recipes.targets import TARGET_RECIPES
 from draftsmith.recipes.report import build_report, certificate_text, print_evaluations
 from draftsmith.train import train as train_drafter
 from draftsmith.train.config import resolve
@@ -53,7 +54,8 @@ def train(args: argparse.Namespace) -> None:
     if args.recipe not in RECIPES:
         near = difflib.get_close_matches(args.recipe, RECIPES, n=2, cutoff=0.4)
         hint = f"nearest: {', '.join(near)}; " if near else ""
-        raise UserError(f"unknown recipe {args.recipe!r}; {hint}there are {', '.join(RECIPES)}")
+        general = ", ".join(name for name in RECIPES if name not in TARGET_RECIPES)
+        raise UserError(f"unknown recipe {args.recipe!r}; {hint}there are {general}, and those of docs/recipes.md")
     config = resolve(RECIPES[args.recipe](), args.config, args.overrides)
     if args.overfit is not None:
         overfit(config, args.overfit)
