@@ -8,11 +8,12 @@ from pathlib import Path
 
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
-from draftsmith.data.samples import PREPARED, SAMPLES, Sample, read_prepared, sample_line, template_hash
+from draftsmith.data.samples import PREPARED, SAMPLES, Sample, read_prepared, sample_line
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoder import resolve_settings
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.identity import identity
 from draftsmith.models.sampling import Sampling
 
 BATCHES_A_SHARE = 8  # more keep the batch full for longer, fewer lose less to an interruption
@@ -45,8 +46,7 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
     check_lengths(prompts, encoded, settings.max_new_tokens, target)
     prepared = {
         "target": target.name,
-        "target_fingerprint": target.fingerprint(),
-        "template_hash": template_hash(target),
+        **identity(target),
         "prompts": source,
         "prompts_hash": hashlib.sha256(json.dumps(encoded).encode()).hexdigest()[:16],
         "num_prompts": len(encoded),

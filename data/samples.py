@@ -54,9 +54,3 @@ def check_same_target(folder: Path, target: Target) -> None:
 def data_hash(folder: Path) -> str:
     """16 hex digits of the samples file."""
     return hashlib.sha256((folder / SAMPLES).read_bytes()).hexdigest()[:16]
-
-
-def template_hash(target: Target) -> str | None:
-    """16 hex digits of the chat template; None where there is none."""
-    template = target.tokenizer.chat_template if target.tokenizer else None
-    return hashlib.sha256(str(template).encode()).hexdigest()[:16] if template else None

@@ -19,6 +19,14 @@ from rich.markup import escape
 from torch import Tensor
 
 from draftsmith.data.batches import BatchPlan, token_counts
+from draftsmith.data.checks import (
+    check_capture,
+    check_prepared,
+    check_samples,
+    notice_padding,
+    notice_seen_prompts,
+    shown_sample,
+)
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.samples import check_same_target, read_samples
 from draftsmith.inference.measure import PromptSet
@@ -63,6 +71,9 @@ def set_up(config: TrainConfig) -> Setup:
     folder = Path(config.data.samples)
     samples = read_samples(folder)
     check_same_target(folder, target)
+    check_prepared(folder, target)
+    max_length = min(config.data.max_length, target.context)
+    check_samples(samples, target, max_length, str(folder))
     if len(samples) < config.data.batch_size:
         raise UserError(f"data.batch_size={config.data.batch_size} exceeds the {len(samples)} samples in {folder}")
     if config.data.batch_size % accelerator.num_processes:
@@ -72,13 +83,23 @@ def set_up(config: TrainConfig) -> Setup:
     prompts = evaluation_prompts(config.evaluation, target)
     set_seed(config.run.seed)
     drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, target).to(accelerator.device)
+    check_capture(target, drafter.layer_ids, samples[0].token_ids)
     if prompts:
         check_evaluation(config.evaluation, drafter, target)
     drafter.fit_vocabulary(token_counts(samples, target.vocab_size))
-    plan = BatchPlan(samples, config.data.batch_size, min(config.data.max_length, target.context), config.run.seed)
+    plan = BatchPlan(samples, config.data.batch_size, max_length, config.run.seed)
     shares = config.data.on_policy_share
     on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if shares else None
     return Setup(accelerator, target, drafter, plan, prompts, on_policy)
+
+
+def show_data(setup: Setup) -> None:
+    """Tell the user what is trained on: a sample with its mask, and what is odd about the data."""
+    samples = setup.plan.samples
+    notice_padding(setup.target)
+    if setup.prompts:
+        notice_seen_prompts(setup.prompts.token_ids, samples)
+    rich.print(shown_sample(samples[0], setup.target))
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
@@ -96,6 +117,8 @@ def train(config: TrainConfig) -> Path:
     setup = set_up(config)
     accelerator, target = setup.accelerator, setup.target
     run = open_run(config, target, accelerator)
+    if accelerator.is_main_process:
+        show_data(setup)
     if setup.drafter.changes_target() and accelerator.is_main_process:
         rich.print(
             f"[bold]this changes the target[/]: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with"
