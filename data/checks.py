@@ -108,10 +108,7 @@ def spans_of(sample: Sample) -> Spans:
 
 
 def check_mask(spans: list[Spans], lengths: list[int], max_length: int, where: str) -> None:
-    """Refuse samples of which no token is trained on after the cut at `max_length`, or every one.
-
-    Says how many of them the cut leaves without an answer.
-    """
+    """Refuse samples of which no token is trained on after the cut at `max_length`, or every one."""
     trained = [sum(max(0, min(end, max_length) - start) for start, end in one) for one in spans]
     if not any(trained):
         if any(start < end for one in spans for start, end in one):
@@ -119,8 +116,6 @@ def check_mask(spans: list[Spans], lengths: list[int], max_length: int, where: s
         raise UserError(f"no token in {where} is trained on, its samples hold no answers: prepare them again")
     if sum(trained) == sum(min(length, max_length) for length in lengths):
         raise UserError(f"every token in {where} is trained on, the prompts too: its spans are wrong, prepare it again")
-    if without := trained.count(0):
-        notice(f"{without} of {len(trained)} samples in {where} have no answer within data.max_length={max_length}")
 
 
 def notice_seen_prompts(evaluated: list[list[int]], samples: list[Sample]) -> None:

@@ -90,7 +90,7 @@ def evaluate(args: argparse.Namespace) -> None:
     contents = compare(target, args.drafter, prompts, grid, args.out, args.num_threads, args.certify)
     print_evaluations(contents, console)
     for content in contents if args.certify else []:
-        console.print(certificate_text(content))
+        console.print(certificate_text(content["drafter"], content.get("certificate")))
 
 
 def parse_tree(text: str) -> StaticTree | DynamicTree:

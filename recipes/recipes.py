@@ -76,7 +76,7 @@ def quickstart_draft_model() -> TrainConfig:
 
 def _quickstart(config: TrainConfig) -> TrainConfig:
     """Small batches and short evaluations; steps and prompts are set by the time there is."""
-    config.data.batch_size = config.data.micro_batch_size = 8
+    config.data.batch_size = 8
     config.evaluation.max_new_tokens = 48
     config.evaluation.num_prompts = 8
     config.evaluation.repeats = 3
