@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.data.samples import Sample
+from draftsmith.data.samples import Sample, loss_mask
 from draftsmith.models.base import Batch
 
 LENGTH_GROUPS = 8  # batches are drawn from groups of so many batches sorted by length, to pad less
@@ -51,15 +51,15 @@ class BatchPlan:
         chosen = [self.samples[index] for index in indices]
         length = min(self.max_length, max(len(sample.token_ids) for sample in chosen))
         token_ids = torch.zeros(len(chosen), length, dtype=torch.int64)
-        loss_mask = torch.zeros(len(chosen), length, dtype=torch.bool)
+        mask = torch.zeros(len(chosen), length, dtype=torch.bool)
         for row, sample in enumerate(chosen):
             ids = torch.tensor(sample.token_ids[:length])
             token_ids[row, : len(ids)] = ids
-            loss_mask[row, sample.prompt_length : len(ids)] = True
-        return Batch(token_ids, loss_mask)
+            mask[row, : len(ids)] = loss_mask(sample)[:length]
+        return Batch(token_ids, mask)
 
 
 def token_counts(samples: list[Sample], vocab_size: int) -> torch.Tensor:
     """How often the target wrote each token, [V]."""
-    written = [token for sample in samples for token in sample.token_ids[sample.prompt_length :]]
+    written = [token for sample in samples for token in sample.generated()]
     return torch.bincount(torch.tensor(written), minlength=vocab_size)

@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens, H hidden width, V vocabulary, A number of layers asked for.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable
@@ -13,7 +14,14 @@ from typing import cast
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.fused import fuse
@@ -68,7 +76,8 @@ class Target:
         self.embedding: nn.Module = model.get_input_embeddings()
         self.decoder_layers = _decoder_layers(model)
         self._fused_decoder = fuse(model) if fuse_layers else None
-        _check_served_exactly(self)
+        if model.device.type != "meta":
+            _check_served_exactly(self)
 
     @classmethod
     def from_pretrained(
@@ -98,6 +107,20 @@ class Target:
             raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
         model.to(device)  # type: ignore[arg-type]  # wrapped by transformers without its types
         return cls(model, tokenizer, str(name), fuse_layers)
+
+    @classmethod
+    def without_weights(cls, name: str | Path) -> "Target":
+        """Config and tokenizer only, the model on the `meta` device: where a server runs the target."""
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            reason = first_line(error)
+            raise UserError(f"no target at {str(name)!r}: give a Hub name or a model directory ({reason})") from None
+        with contextlib.suppress(OSError):  # a model may have none
+            model.generation_config = GenerationConfig.from_pretrained(name)
+        return cls(model, tokenizer, str(name), fuse_layers=False)
 
     @property
     def fused(self) -> bool:

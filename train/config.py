@@ -24,6 +24,7 @@ class DataConfig:
     batch_size: int = 32  # samples an optimiser step, over all ranks
     micro_batch_size: int = 8  # samples a forward pass on one rank
     max_length: int = 2048  # tokens; longer samples are cut
+    drop_cut: bool = False  # leave out samples whose answer the length limit of `prepare` cut
 
 
 @dataclass

@@ -56,7 +56,7 @@ def set_up(config: TrainConfig) -> Setup:
     accelerator = Accelerator(mixed_precision=mixed_precision, cpu=device.type == "cpu")
     target = Target.from_pretrained(config.target, accelerator.device)
     folder = Path(config.data.samples)
-    samples = read_samples(folder)
+    samples = read_samples(folder, config.data.drop_cut)
     check_same_target(folder, target)
     if len(samples) < config.data.batch_size:
         raise UserError(f"data.batch_size={config.data.batch_size} exceeds the {len(samples)} samples in {folder}")
