@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import checkpoint_tensors
 from draftsmith.models.losses import LossSums
@@ -91,17 +92,6 @@ def stack_chain(chosen: list[tuple[Tensor, Tensor | None]]) -> Draft:
     tokens = torch.stack([tokens for tokens, _ in chosen], 1)
     drawn_from = [logits for _, logits in chosen if logits is not None]
     return chain(tokens, torch.stack(drawn_from, 1) if drawn_from else None)
-
-
-@dataclass
-class Batch:
-    """Right-padded rows of training text."""
-
-    token_ids: Tensor  # [B, T] int64
-    loss_mask: Tensor  # [B, T] bool, True on the tokens that the target wrote
-
-    def to(self, device: torch.device) -> "Batch":
-        return Batch(self.token_ids.to(device), self.loss_mask.to(device))
 
 
 @dataclass

@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from draftsmith.models.base import (
-    Batch,
     DecodingState,
     Draft,
     Drafter,
     DrafterConfig,
     load_tensors,
 )
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.fused import FusedDecoder, fuse
 from draftsmith.models.layers import shift_left
@@ -70,7 +70,7 @@ class DraftModel(Drafter):
     def loss(self, batch: Batch, features: Features) -> LossSums:
         """Divergence from the target at every token that the target wrote."""
         counted = shift_left(batch.loss_mask, 1)
-        hidden = run_causal(self.model, batch.token_ids)
+        hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask())
         rows = divergence_over_rows(
             hidden[counted],
             self.model.get_output_embeddings(),

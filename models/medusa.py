@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.models.base import (
-    Batch,
     DecodingState,
     Draft,
     Drafter,
@@ -24,6 +23,7 @@ from draftsmith.models.base import (
     check_same_shape,
     load_tensors,
 )
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.fused import fuse
 from draftsmith.models.slots import ATTENTION, SlotCache, Window, chain_window, run_causal, run_on_slots
@@ -184,10 +185,10 @@ class Target:
         return Features(last_hidden, capture.side_by_side())
 
     @torch.no_grad()
-    def features(self, token_ids: Tensor, layer_ids: tuple[int, ...] = ()) -> Features:
-        """Read whole right-padded rows [B, T] at once."""
+    def features(self, batch: Batch, layer_ids: tuple[int, ...] = ()) -> Features:
+        """Read whole rows of text at once."""
         with _Capture(self.decoder_layers, layer_ids) as capture:
-            last_hidden = run_causal(self.model, token_ids)
+            last_hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask())
         return Features(last_hidden, capture.side_by_side())
 
     def head_weight(self) -> Tensor:

@@ -203,7 +203,7 @@ def seconds_per_step(drafter: Drafter, target: Target, batches: BatchPlan) -> fl
     for step in range(1 + batches.steps_per_epoch):
         start = time.perf_counter()
         batch = batches.micro_batches(step, 0, 1, batches.batch_size)[0].to(target.device)
-        total, count = drafter(batch, target.features(batch.token_ids, drafter.layer_ids))["loss"]
+        total, count = drafter(batch, target.features(batch, drafter.layer_ids))["loss"]
         (total / count).backward()
         total.item()  # waits for a GPU
         times.append(time.perf_counter() - start)

@@ -21,7 +21,7 @@ from draftsmith.data.progress import progress_bar
 from draftsmith.data.samples import check_same_target, read_samples
 from draftsmith.inference.measure import PromptSet
 from draftsmith.models import DRAFTERS, Drafter, Target
-from draftsmith.models.base import Batch
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses import LossSums
 from draftsmith.models.target import default_dtype, pick_device
@@ -150,7 +150,7 @@ def gradients(
     num_tokens = accelerator.reduce(own_tokens, "sum").clamp(min=1)
     batch_sums = []
     for number, batch in enumerate(batches, 1):
-        features = target.features(batch.token_ids, layer_ids)
+        features = target.features(batch, layer_ids)
         synchronise = contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(model)
         with synchronise, accelerator.autocast():
             sums = model(batch, features)
