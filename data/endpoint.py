@@ -1,7 +1,8 @@
 """A server that runs the target answers prompts: vLLM by /v1/completions, SGLang by its own /generate.
 
 Token ids go out and token ids come back; no text is tokenised again, and a server that cannot do that is refused.
-Requests that fail for a while (too many, overload, time-outs, a lost connection) are sent again after waits that double.
+What fails for a while (too many requests, overload, time-outs, a lost connection) is asked again after waits that
+double.
 """
 
 import hashlib
@@ -25,7 +26,9 @@ ATTEMPTS = 8
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds before an attempt, doubling, times a random factor of 0.5 to 1
 TIMEOUT, TIMEOUT_A_TOKEN = 120.0, 0.25  # seconds for an answer to begin, and for each token that it may have
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # HTTP states that may be gone at the next attempt
-TOKENIZER_CHECK = 'def f(x):\n\treturn {"\u00e9": 3.14, "\u6f22\u5b57": [1234567]}  # \U0001f642 \u00dcml\u00e4ut\n\n   end'
+TOKENIZER_CHECK = (
+    'def f(x):\n\treturn {"\u00e9": 3.14, "\u6f22\u5b57": [1234567]}  # \U0001f642 \u00dcml\u00e4ut\n\n   end'
+)
 
 
 class PassingError(Exception):
@@ -55,7 +58,7 @@ class Endpoint:
         self._is_sglang = not self._returns_token_ids()
 
     def answers(self, dialogues: Iterator[Dialogue], most_at_a_time: int) -> Iterator[Dialogue]:
-        """Answer all turns of the dialogues, so many requests at a time; they come back as they are finished. Call once."""
+        """Answer all turns of the dialogues, so many requests at a time, once; they come as they finish."""
         lock = threading.Lock()  # tokenizers are not made for threads
         results: queue.Queue[Dialogue | Exception | None] = queue.Queue()
 
@@ -104,20 +107,13 @@ class Endpoint:
             "skip_special_tokens": False,
             "stop_token_ids": self.target.eos_token_ids,
         }
+        limit = self.max_new_tokens
+        body: dict[str, Any]
         if self._is_sglang:
-            path, body = "/generate", {
-                "input_ids": prompt,
-                "sampling_params": {"max_new_tokens": self.max_new_tokens, **how},
-            }
+            path, body = "/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": limit, **how}}
         else:
-            path, body = "/v1/completions", {
-                "model": self.model,
-                "prompt": prompt,
-                "max_tokens": self.max_new_tokens,
-                "seed": seed,
-                "return_token_ids": True,
-                **how,
-            }
+            path, body = "/v1/completions", {"model": self.model, "prompt": prompt, "max_tokens": limit, **how}
+            body |= {"seed": seed, "return_token_ids": True}
         return self._ask(path, body, lambda answer: self._read(answer, prompt))
 
     def _read(self, answer: Any, prompt: list[int]) -> list[int]:
@@ -177,9 +173,9 @@ class Endpoint:
         in_completions = seen is not None
         if not in_completions:
             sampling = {"max_new_tokens": 1, "temperature": 0.0}
-            body = {"text": TOKENIZER_CHECK, "sampling_params": sampling, "return_logprob": True}
+            asked = {"sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
             try:
-                answer = self._ask("/generate", {**body, "logprob_start_len": 0}, lambda answer: answer)
+                answer = self._ask("/generate", {"text": TOKENIZER_CHECK, **asked}, lambda answer: answer)
                 seen = answer["output_ids"] and [token[1] for token in answer["meta_info"]["input_token_logprobs"]]
             except (UserError, KeyError, TypeError, IndexError):
                 raise UserError(

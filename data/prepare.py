@@ -119,7 +119,7 @@ class Work:
             raise UserError(
                 f"{source}: prompt {long[0] + 1} has {self.lengths[long[0]]} tokens, which with "
                 f"{self.settings.max_new_tokens} new ones exceeds the target's context of {self.context} (so do "
-                f"{len(long)} of {len(self.lengths)}): shorten it, lower max_new_tokens, or leave such out with --skip-long"
+                f"{len(long)} of {len(self.lengths)}): shorten it, lower max_new_tokens, or give --skip-long"
             )
         return [index for index, length in enumerate(self.lengths) if length <= limit]
 
@@ -205,7 +205,7 @@ def process() -> tuple[int, int]:
 
 
 def wait_for_answers(out: Path, count: int) -> None:
-    """Until all processes have written theirs. No process group: nothing times out, and the launcher ends all on a crash."""
+    """Until all processes have written theirs: there is no process group to time out; launchers end all on a crash."""
     while True:
         start = time.perf_counter()
         if len(written_lines(out)) == count:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.target import Target
 
@@ -36,11 +37,11 @@ class Sample:
 
     token_ids: list[int]
     spans: list[Span]  # ascending, without overlap
-    finish_reason: str  # "eos"; "length" where the last answer was cut; "given" where the target did not write it
-    temperature: float
-    top_p: float
-    top_k: int
-    prompt_index: int  # place among the prompts
+    finish_reason: str = "length"  # the last answer was cut; or "eos", or "given" where the target did not write it
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    prompt_index: int = 0  # place among the prompts
     domain: str = ""  # kind of traffic, as the prompt has it
 
     def generated(self) -> list[int]:
@@ -105,9 +106,9 @@ def agreement(target: Target, samples: list[Sample]) -> float:
     greedy = [sample for sample in samples if sample.temperature == 0][:CHECKED_SAMPLES]
     found = [torch.ones(1)]
     for sample in greedy:
-        token_ids = torch.tensor([sample.token_ids], device=target.device)
-        likeliest = target.logits(target.features(token_ids).last_hidden[0, :-1]).argmax(-1)  # [T - 1]
-        found.append((likeliest == token_ids[0, 1:])[loss_mask(sample)[1:].to(target.device)].float().cpu())
+        row = Batch(torch.tensor([sample.token_ids]), loss_mask(sample)[None]).to(target.device)
+        likeliest = target.logits(target.features(row).last_hidden[0, :-1]).argmax(-1)  # [T - 1]
+        found.append((likeliest == row.token_ids[0, 1:])[row.loss_mask[0, 1:]].float().cpu())
     return float(torch.cat(found[1:] or found).mean())
 
 

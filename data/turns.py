@@ -158,7 +158,8 @@ class Dialogue:
             self.finished = True
             return
 
-        assert answered is not None and self.target.tokenizer is not None
+        assert answered is not None
+        assert self.target.tokenizer is not None
         text = str(self.target.tokenizer.decode(new_ids[:-1], skip_special_tokens=False))
         self._history.append(answered.given or {"role": "assistant", "content": text})
         written = self._rendered + text

@@ -143,6 +143,14 @@ class Drafter(nn.Module):
         """Sums and counts; "loss" is what training minimises, its count the trained tokens (`loss_mask.sum()`)."""
         raise TypeError(f"{self.kind} has nothing to train")
 
+    def as_target(self) -> Target | None:
+        """Itself as a model that writes text, with the weights as they are at each moment; None: it only drafts."""
+        return None
+
+    def draft_to_target(self) -> Tensor | None:
+        """Target ids of a reduced draft vocabulary [Vd]; None where it can propose every token."""
+        return None
+
     def forward(self, batch: Batch, features: Features) -> LossSums:
         """The loss, under the name that wrappers for several devices call."""
         return self.loss(batch, features)

@@ -69,7 +69,7 @@ class Target:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, fuse_layers: bool = True
     ) -> None:
-        self.model = model.eval().requires_grad_(False)
+        self.model = model
         self.tokenizer = tokenizer
         self.name = name
         self.text_config = model.config.get_text_config()
@@ -107,7 +107,7 @@ class Target:
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
         model.to(device)  # type: ignore[arg-type]  # wrapped by transformers without its types
-        return cls(model, tokenizer, str(name), fuse_layers)
+        return cls(model.eval().requires_grad_(False), tokenizer, str(name), fuse_layers)
 
     @classmethod
     def without_weights(cls, name: str | Path) -> "Target":

@@ -37,15 +37,28 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--target", required=True, help="Hub name or directory")
     sub.add_argument("--prompts", required=True, help=".jsonl, .txt, or a Hub dataset as NAME:COLUMN[:SPLIT]")
     sub.add_argument("--out", type=Path, required=True, help="folder to write")
-    sub.add_argument("--max-new-tokens", type=int, default=256)
+    sub.add_argument("--max-new-tokens", type=int, default=256, help="of an answer (%(default)s)")
     sub.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="taken in turn (%(default)s)")
-    sub.add_argument("--batch-size", type=int, default=32)
+    sub.add_argument("--top-p", type=float, nargs="+", default=[1.0], help="one a temperature, or one for all above 0")
+    sub.add_argument("--top-k", type=int, nargs="+", default=[0], help="likewise; 0 is off (%(default)s)")
+    sub.add_argument("--batch-size", type=int, default=32, help="prompts answered at a time (%(default)s)")
+    sub.add_argument("--drafter", help="that speeds the target up: ngram, a checkpoint, or none (the default)")
+    sub.add_argument("--draft-length", type=int, help="of its chains (4)")
+    sub.add_argument("--endpoint", metavar="URL", help="a vLLM or SGLang server that runs the target and answers")
+    sub.add_argument("--skip-long", action="store_true", help="leave out prompts that exceed the target's context")
+    sub.add_argument("--dry-run", action="store_true", help="measure on some prompts what all will take; write nothing")
     sub.add_argument("--seed", type=int, default=0)
     _add_device(sub)
 
     sub = command("train", "train a drafter by a recipe; the same command resumes an interrupted run")
     sub.add_argument("recipe", metavar="RECIPE", help="eagle3, medusa, draft_model, ...")
     sub.add_argument("--config", type=Path, help="YAML over the recipe, such as the config.yaml of a run")
+    sub.add_argument(
+        "--overfit",
+        type=int,
+        metavar="N",
+        help="only learn N sequences by heart, to see that drafter and decoder agree",
+    )
     sub.add_argument("overrides", nargs="*", metavar="key=value", help="over both, by dotted name")
 
     sub = command("evaluate", "measure acceptance and speed of drafters beside plain decoding")

@@ -32,11 +32,15 @@ def medusa() -> TrainConfig:
 
 
 def draft_model() -> TrainConfig:
-    """A standalone draft model of two of the target's layers."""
+    """A standalone draft model of two of the target's layers; `drafter.model=NAME` starts from a small model.
+
+    What it accepts before training is measured, too.
+    """
     config = TrainConfig(target="", drafter=DraftModelConfig(), data=DataConfig(""))
     config.optimizer.learning_rate = 3e-4
     config.run.steps = 20000
     config.run.checkpoint_every = 2000
+    config.evaluation.untrained = True
     return config
 
 

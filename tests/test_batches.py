@@ -4,12 +4,20 @@ import pytest
 import torch
 
 from draftsmith.data.batches import BatchPlan, token_counts
-from draftsmith.data.samples import Sample
+from draftsmith.data.samples import Sample, Span
 
 
 def make_samples(count: int) -> list[Sample]:
-    """Sample i is i + 1 written three times or more, so that a row tells where it came from."""
-    return [Sample([i + 1] * (3 + 7 * i % 11), 1 + i % 2, "length", 0.0, i) for i in range(count)]
+    """Sample i is i + 1 written three times or more, so that a row tells where it came from; some have two turns."""
+    return [make_sample([i + 1] * (3 + 7 * i % 11), 1 + i % 2) for i in range(count)]
+
+
+def make_sample(token_ids: list[int], prompt_length: int) -> Sample:
+    """Of texts longer than six tokens, the last but one was the user's."""
+    end = len(token_ids)
+    if end <= 6:
+        return Sample(token_ids, [Span(prompt_length, end)])
+    return Sample(token_ids, [Span(prompt_length, end - 2), Span(end - 1, end)])
 
 
 def make_plan(num_samples: int = 70, batch_size: int = 4, max_length: int = 100, seed: int = 0) -> BatchPlan:
@@ -58,17 +66,18 @@ def test_mask_covers_exactly_what_the_target_wrote(max_length: int) -> None:
         for row, mask, sample in zip(batch.token_ids, batch.loss_mask, chosen, strict=True):
             kept = sample.token_ids[:max_length]
             assert row[: len(kept)].tolist() == kept
-            assert mask.nonzero()[:, 0].tolist() == list(range(sample.prompt_length, len(kept)))
+            written = {place for span in sample.spans for place in range(span.start, span.end)}
+            assert set(mask.nonzero()[:, 0].tolist()) == {place for place in written if place < len(kept)}
 
 
 def test_batches_pad_little() -> None:
     """Samples of like length share a batch: with lengths 1 to 64 in groups of 8 batches, far less than at random."""
-    samples = [Sample([1] * (1 + i), 0, "length", 0.0, i) for i in range(64)]
+    samples = [Sample([1] * (1 + i), []) for i in range(64)]
     plan = BatchPlan(samples, batch_size=8, max_length=64, seed=0)
     batches = [plan.micro_batches(step, 0, 1, 8)[0] for step in range(plan.steps_per_epoch)]
     assert sum(batch.token_ids.numel() for batch in batches) == 8 * sum(range(8, 65, 8))  # sorted, all in one group
 
 
 def test_token_counts_leave_prompts_out() -> None:
-    samples = [Sample([5, 5, 1, 2], 2, "eos", 0.0, 0), Sample([5, 2, 2], 1, "eos", 0.0, 1)]
-    assert torch.equal(token_counts(samples, 6), torch.tensor([0, 1, 3, 0, 0, 0]))
+    samples = [make_sample([5, 5, 1, 2], 2), make_sample([5, 2, 2, 5, 5, 5, 2], 1)]
+    assert torch.equal(token_counts(samples, 6), torch.tensor([0, 1, 4, 0, 0, 2]))

@@ -11,9 +11,9 @@ from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
 from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure, pick_prompts
 from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.train.checkpoint import checkpoint_step
+from draftsmith.train.checkpoint import checkpoint_step, checkpoints
 from draftsmith.train.config import EvaluationConfig
-from draftsmith.train.run_folder import first_result
+from draftsmith.train.run_folder import first_result, worth
 from draftsmith.train.tracking import Tracker
 
 
@@ -72,6 +72,19 @@ def evaluate_checkpoint(checkpoint: Path, target: Target, prompts: PromptSet, co
     for name, drafter in drafters.items():
         file = "evaluation.json" if name == str(checkpoint) else f"evaluation.{name}.json"
         write_evaluation(checkpoint / file, evaluation(target, name, drafter.kind, rows[name], env))
+
+
+def what_training_brought(run: Path) -> str:
+    """The best trained checkpoint beside the drafter as it was before its first step, on the same prompts."""
+    untrained, *trained = [first_result(checkpoint) for checkpoint in checkpoints(run)]
+    best = max(trained, key=worth)
+    before, after = untrained["mean_acceptance_length"], best["mean_acceptance_length"]
+    change = (
+        f"acceptance length {before:.2f} -> {after:.2f}, speedup {untrained['speedup']:.2f} -> {best['speedup']:.2f}"
+    )
+    if after <= before:
+        return f"training brought nothing: {change}"
+    return f"what training brought: {change}"
 
 
 def log_evaluation(checkpoint: Path, tracker: Tracker) -> None:

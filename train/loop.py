@@ -11,9 +11,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+import rich
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from rich.markup import escape
 from torch import Tensor
 
 from draftsmith.data.batches import BatchPlan, token_counts
@@ -33,7 +35,9 @@ from draftsmith.train.evaluate import (
     evaluation_prompts,
     is_measured,
     log_evaluation,
+    what_training_brought,
 )
+from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.run_folder import link_best, open_run
 from draftsmith.train.tracking import Tracker
 
@@ -47,6 +51,7 @@ class Setup:
     drafter: Drafter
     plan: BatchPlan
     prompts: PromptSet | None
+    on_policy: OnPolicy | None
 
 
 def set_up(config: TrainConfig) -> Setup:
@@ -71,7 +76,9 @@ def set_up(config: TrainConfig) -> Setup:
         check_evaluation(config.evaluation, drafter, target)
     drafter.fit_vocabulary(token_counts(samples, target.vocab_size))
     plan = BatchPlan(samples, config.data.batch_size, min(config.data.max_length, target.context), config.run.seed)
-    return Setup(accelerator, target, drafter, plan, prompts)
+    shares = config.data.on_policy_share
+    on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if shares else None
+    return Setup(accelerator, target, drafter, plan, prompts, on_policy)
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
@@ -105,8 +112,10 @@ def train(config: TrainConfig) -> Path:
             link_best(run)
         accelerator.wait_for_everyone()
 
-    if first_step:
-        evaluate()  # a kill between a checkpoint and the end of its evaluation leaves this to do
+    if config.evaluation.untrained and setup.prompts and not checkpoints(run):
+        save_checkpoint(accelerator, setup.drafter, run, 0)
+    if checkpoints(run):
+        evaluate()  # a kill between a checkpoint and the end of its evaluation leaves this to do, too
     totals = Totals()
     model.train()
     with progress_bar(accelerator.is_main_process) as progress:
@@ -121,6 +130,8 @@ def train(config: TrainConfig) -> Path:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             batches = [batch.to(accelerator.device) for batch in batches]
+            if setup.on_policy and setup.on_policy.is_due(step):
+                batches = [setup.on_policy.rewrite(batch, step) for batch in batches]
             batch_sums = gradients(accelerator, model, target, setup.drafter.layer_ids, batches)
             norm = accelerator.clip_grad_norm_(model.parameters(), config.optimizer.max_gradient_norm)
             optimizer.step()
@@ -139,6 +150,8 @@ def train(config: TrainConfig) -> Path:
                 evaluate()
     if tracker:
         tracker.finish()
+        if config.evaluation.untrained and setup.prompts:
+            rich.print(escape(what_training_brought(run)))
     return run
 
 
