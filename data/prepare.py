@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from draftsmith.data.endpoint import Endpoint
 from draftsmith.data.journal import Journal, merge_journals, remove_journals, written_lines
 from draftsmith.data.progress import progress_bar
@@ -75,9 +77,11 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
             journal.append(dialogue.index, dialogue.samples)
             num_written += 1
             rate = num_tokens / (time.perf_counter() - start)
-            disk = journal.num_bytes / 1e6
-            detail = f"{num_tokens} tokens  {rate:.0f} tokens/s  {disk:.1f} MB of about "
-            progress.update(task, advance=1, detail=f"{detail}{disk * total / max(1, len(done) + num_written):.1f}")
+            disk = journal.num_bytes * total / (len(done) + num_written)
+            detail = (
+                f"{num_tokens} tokens  {rate:.0f} tokens/s  {decimal(journal.num_bytes)} of about {decimal(int(disk))}"
+            )
+            progress.update(task, advance=1, detail=detail)
     journal.close()
     if rank == 0:
         wait_for_answers(out, len(work.kept))

@@ -32,9 +32,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    vllm = Path(os.environ["DRAFTSMITH_VLLM"]) / "bin" / "vllm"
-    command = [vllm, "serve", EMBEDDED_TARGET, "--dtype", "float32", "--enforce-eager", "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--max-model-len", "512", "--max-num-seqs", "8"]
+    python = Path(os.environ["DRAFTSMITH_VLLM"]) / "bin" / "python"  # `vllm serve` asks for metadata CPU wheels lack
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", EMBEDDED_TARGET, "--dtype", "float32"]
+    command += ["--enforce-eager", "--host", "127.0.0.1", "--port", port, "--max-model-len", "512"]
+    command += ["--max-num-seqs", "8"]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     log = tmp_path_factory.mktemp("vllm") / "log.txt"
