@@ -61,9 +61,8 @@ def main() -> None:
         indices = [sample.prompt_index for sample in read_samples(folder / "killed")]
     assert indices == list(range(args.prompts)), "an answer is missing or there twice"
     print(f"\ncommit {git_commit()}: {args.prompts} prompts, killed {kills} times; uninterrupted run: {whole:.0f} s")
-    print(
-        f"samples.jsonl: {digests[0]} uninterrupted, {digests[1]} killed: {'the same' if len(set(digests)) == 1 else 'DIFFERENT'}"
-    )
+    same = "the same" if digests[0] == digests[1] else "DIFFERENT"
+    print(f"samples.jsonl: {digests[0]} uninterrupted, {digests[1]} killed: {same}")
 
 
 if __name__ == "__main__":

@@ -11,10 +11,12 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
+from draftsmith.data.checks import check_bos, check_not_rendered, check_token_ids, notice_raw_texts
 from draftsmith.data.endpoint import Endpoint
 from draftsmith.data.journal import Journal, merge_journals, remove_journals, written_lines
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.prompts import Prompt, read_prompts
+from draftsmith.data.prompts import read_prompts
+from draftsmith.data.rows import Prompt
 from draftsmith.data.samples import PREPARED, SAMPLES, read_prepared, template_hash
 from draftsmith.data.turns import Dialogue, Markers
 from draftsmith.inference import SpeculativeDecoder
@@ -101,29 +103,36 @@ class Work:
             self.context = self.server.context
         self.prompts: list[Prompt] = read_prompts(source)
         self._markers = Markers.of(target)
+        notice_raw_texts(self.prompts, target)
         digest, self.lengths = hashlib.sha256(), []
         for index, prompt in enumerate(self.prompts):  # token ids of all prompts at once may not fit in memory
+            check_not_rendered(prompt, target)
             context = self.dialogue(index).context
+            check_bos(context, target, self.where(index))
+            check_token_ids(context, target, self.where(index))
             self.lengths.append(len(context))
             digest.update(json.dumps([context, prompt.messages, prompt.tools, prompt.domain]).encode())
         self.hash = digest.hexdigest()[:16]
-        self.kept = self._check_lengths(source)
+        self.kept = self._check_lengths()
 
     def dialogue(self, index: int) -> Dialogue:
         sampling = self.settings.samplings[index % len(self.settings.samplings)]
         return Dialogue(self.prompts[index], index, sampling, self.target, self._markers)
 
-    def _check_lengths(self, source: str) -> list[int]:
+    def where(self, index: int) -> str:
+        return self.prompts[index].where or f"prompt {index + 1}"
+
+    def _check_lengths(self) -> list[int]:
         """The prompts that leave room for an answer."""
         limit = self.context - self.settings.max_new_tokens
         long = [index for index, length in enumerate(self.lengths) if length > limit]
         if 0 in self.lengths:
-            raise UserError(f"{source}: prompt {self.lengths.index(0) + 1} is empty after tokenisation")
+            raise UserError(f"{self.where(self.lengths.index(0))} is empty after tokenisation")
         if long and (not self.settings.skip_long or len(long) == len(self.lengths)):
             raise UserError(
-                f"{source}: prompt {long[0] + 1} has {self.lengths[long[0]]} tokens, which with "
-                f"{self.settings.max_new_tokens} new ones exceeds the target's context of {self.context} (so do "
-                f"{len(long)} of {len(self.lengths)}): shorten it, lower max_new_tokens, or give --skip-long"
+                f"{self.where(long[0])} has {self.lengths[long[0]]} tokens, which with {self.settings.max_new_tokens} "
+                f"new ones exceeds the target's context of {self.context}, as {len(long)} of {len(self.lengths)} do: "
+                "shorten it, lower max_new_tokens, or leave long prompts out with --skip-long"
             )
         return [index for index, length in enumerate(self.lengths) if length <= limit]
 

@@ -7,14 +7,13 @@ sample ends, and the turn begins a new one with what the target sees.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from jinja2 import TemplateError
-
-from draftsmith.data.prompts import Prompt
+from draftsmith.data.conversations import Chat
+from draftsmith.data.rows import Prompt
 from draftsmith.data.samples import Sample, Span
-from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.errors import UserError
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import Target
 
@@ -104,18 +103,6 @@ def split_turns(messages: list[Message]) -> list[Turn]:
     return turns
 
 
-def render(target: Target, messages: list[Message], tools: list[dict[str, Any]] | None, where: str) -> str:
-    """The chat template's text of the messages, opened for the answer."""
-    assert target.tokenizer is not None
-    if not target.tokenizer.chat_template:
-        raise UserError(f'{where} has "messages", but {target.name} has no chat template: give "prompt" texts')
-    apply = cast(Any, target.tokenizer).apply_chat_template  # typed for every form of its output
-    try:
-        return apply(messages, tools=tools, add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
-        raise UserError(f"{where}: the chat template refuses it: {first_line(error)}") from None
-
-
 class Dialogue:
     """One prompt: `context` is what the target answers next, until `finished`; then `samples` is complete."""
 
@@ -177,7 +164,8 @@ class Dialogue:
 
     def _open_turn(self) -> None:
         self._history += self._turns[0].said
-        self._rendered = render(self.target, self._history, self.prompt.tools, self.where)
+        seen = replace(self.prompt, messages=self._history, where=self.where)
+        self._rendered = Chat(seen, self.target).text(len(self._history), opened=True)
 
     def _encode(self, text: str) -> list[int]:
         assert self.target.tokenizer is not None

@@ -17,10 +17,10 @@ from rich.console import Console
 from draftsmith.data.estimate import estimate
 from draftsmith.data.prepare import PrepareSettings, Work
 from draftsmith.data.prepare import prepare as prepare_samples
-from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
+from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoder import check_sampling
-from draftsmith.inference.measure import MeasureSettings, PromptSet, pick_prompts
+from draftsmith.inference.measure import MeasureSettings
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, first_line, require_at_least
 from draftsmith.models.sampling import Sampling
@@ -107,12 +107,9 @@ def train(args: argparse.Namespace) -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     target = Target.from_pretrained(args.target, args.device)
-    encoded = encode_prompts(read_prompts(args.prompts), target)
     if args.num_prompts is not None:
         require_at_least("--num-prompts", args.num_prompts)
-        encoded = pick_prompts(encoded, args.num_prompts)
-    check_lengths(encoded, args.max_new_tokens, target, args.prompts)
-    prompts = PromptSet(Path(args.prompts).stem, encoded)
+    prompts = read_prompt_set(args.prompts, target, args.num_prompts, args.max_new_tokens)
     lengths = args.draft_length or ([] if args.tree else [4])
     grid = [
         MeasureSettings(
@@ -135,7 +132,7 @@ def evaluate(args: argparse.Namespace) -> None:
     contents = compare(target, args.drafter, prompts, grid, args.out, args.num_threads, args.certify)
     print_evaluations(contents, console)
     for content in contents if args.certify else []:
-        console.print(certificate_text(content))
+        console.print(certificate_text(content["drafter"], content.get("certificate")))
 
 
 def parse_tree(text: str) -> StaticTree | DynamicTree:

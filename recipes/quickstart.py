@@ -18,7 +18,8 @@ from rich.console import Console
 
 from draftsmith.data.batches import BatchPlan
 from draftsmith.data.prepare import PrepareSettings, decode_answers, prepare
-from draftsmith.data.prompts import Prompt, encode_prompts, read_prompts
+from draftsmith.data.prompts import encode_prompts, read_prompts
+from draftsmith.data.rows import Prompt
 from draftsmith.data.stdlib import function_prompt, stdlib_functions
 from draftsmith.data.turns import Dialogue, Markers
 from draftsmith.inference import SpeculativeDecoder
@@ -170,7 +171,8 @@ def measure_plan(target: Target, prompts: list[str], kinds: list[str], minutes: 
     steps = {}
     for kind in kinds:
         config = RECIPES[f"quickstart_{kind}"]()
-        batches = BatchPlan(samples, config.data.batch_size, target.context, seed=0)
+        tokens = config.data.batch_size * target.context
+        batches = BatchPlan(samples, config.data.batch_size, target.context, tokens, seed=0)
         drafter = DRAFTERS[kind].from_target(config.drafter, target).to(target.device)
         steps[kind] = max(8, int(seconds * TRAINING_SHARES[kind] * scale / seconds_per_step(drafter, target, batches)))
     return Plan(
@@ -202,7 +204,7 @@ def seconds_per_step(drafter: Drafter, target: Target, batches: BatchPlan) -> fl
     times = []
     for step in range(1 + batches.steps_per_epoch):
         start = time.perf_counter()
-        batch = batches.micro_batches(step, 0, 1, batches.batch_size)[0].to(target.device)
+        batch = batches.collate(batches.micro_batches(step, 0, 1)[0]).to(target.device)
         total, count = drafter(batch, target.features(batch, drafter.layer_ids))["loss"]
         (total / count).backward()
         total.item()  # waits for a GPU

@@ -31,6 +31,13 @@ def medusa() -> TrainConfig:
     return config
 
 
+def medusa_2() -> TrainConfig:
+    """Medusa heads and low-rank corrections to the target, trained together. The target is no longer the same model."""
+    config = medusa()
+    config.drafter = MedusaConfig(adapt_target="low_rank")
+    return config
+
+
 def draft_model() -> TrainConfig:
     """A standalone draft model of two of the target's layers; `drafter.model=NAME` starts from a small model.
 
@@ -69,7 +76,7 @@ def quickstart_draft_model() -> TrainConfig:
 
 def _quickstart(config: TrainConfig) -> TrainConfig:
     """Small batches and short evaluations; steps and prompts are set by the time there is."""
-    config.data.batch_size = config.data.micro_batch_size = 8
+    config.data.batch_size = 8
     config.evaluation.max_new_tokens = 48
     config.evaluation.num_prompts = 8
     config.evaluation.repeats = 3
@@ -79,6 +86,7 @@ def _quickstart(config: TrainConfig) -> TrainConfig:
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "eagle3": eagle3,
     "medusa": medusa,
+    "medusa_2": medusa_2,
     "draft_model": draft_model,
     "quickstart_eagle3": quickstart_eagle3,
     "quickstart_medusa": quickstart_medusa,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from draftsmith.data.prepare import PrepareSettings, decode_answers
-from draftsmith.data.prompts import Prompt
+from draftsmith.data.rows import Prompt
 from draftsmith.data.samples import Sample, loss_mask
 from draftsmith.data.turns import Dialogue, Markers, split_turns
 from draftsmith.inference import SpeculativeDecoder

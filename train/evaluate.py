@@ -6,11 +6,11 @@ import rich
 from rich.markup import escape
 
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
+from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
-from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure, pick_prompts
-from draftsmith.models import Drafter, Target, load_drafter
+from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure
+from draftsmith.models import CHANGED_TARGET, Drafter, Target, load_drafter
 from draftsmith.train.checkpoint import checkpoint_step, checkpoints
 from draftsmith.train.config import EvaluationConfig
 from draftsmith.train.run_folder import first_result, worth
@@ -21,9 +21,7 @@ def evaluation_prompts(config: EvaluationConfig, target: Target) -> PromptSet | 
     """The prompts to evaluate on, encoded; `UserError` where one of them does not fit the target."""
     if config.prompts is None:
         return None
-    encoded = pick_prompts(encode_prompts(read_prompts(config.prompts), target), config.num_prompts)
-    check_lengths(encoded, config.max_new_tokens, target, config.prompts)
-    return PromptSet(Path(config.prompts).stem, encoded)
+    return read_prompt_set(config.prompts, target, config.num_prompts, config.max_new_tokens)
 
 
 def evaluation_settings(config: EvaluationConfig) -> list[MeasureSettings]:
@@ -56,8 +54,11 @@ def is_measured(checkpoint: Path, config: EvaluationConfig) -> bool:
 def evaluate_checkpoint(checkpoint: Path, target: Target, prompts: PromptSet, config: EvaluationConfig) -> None:
     """Measure the checkpoint as it lies on disk and write evaluation.json into it.
 
-    What the baselines did in the same process goes to evaluation.NAME.json beside it.
+    What the baselines did in the same process goes to evaluation.NAME.json beside it. A target that was trained along
+    is measured as it is now, plainly and with all drafters.
     """
+    if (checkpoint / CHANGED_TARGET).is_dir():
+        target = Target.from_pretrained(checkpoint / CHANGED_TARGET, target.device, target.dtype)
     drafters: dict[str, Drafter] = {name: load_drafter(name, target) for name in [*config.baselines, str(checkpoint)]}
     rows: dict[str, list] = {name: [] for name in drafters}
     num_batches = -(-len(prompts.token_ids) // config.batch_size)
