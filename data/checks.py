@@ -104,7 +104,7 @@ def check_samples(samples: list[Sample], target: Target, max_length: int, where:
 
 
 def spans_of(sample: Sample) -> Spans:
-    return [(sample.prompt_length, len(sample.token_ids))]
+    return [(span.start, span.end) for span in sample.spans]
 
 
 def check_mask(spans: list[Spans], lengths: list[int], max_length: int, where: str) -> None:

@@ -19,7 +19,7 @@ from draftsmith.data.checks import (
     notice_seen_prompts,
     shown_sample,
 )
-from draftsmith.data.samples import Sample
+from draftsmith.data.samples import Sample, Span
 from draftsmith.models import Target, load_drafter, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.identity import identity
@@ -29,7 +29,7 @@ LLAMA3, CHATML = FAMILIES["llama3"], FAMILIES["chatml"]
 
 
 def sample(token_ids: list[int], start: int = 1, index: int = 0) -> Sample:
-    return Sample(token_ids, start, "eos", 0.0, index)
+    return Sample(token_ids, [Span(start, len(token_ids))], "eos", 0.0, 1.0, 0, index)
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
@@ -182,7 +182,7 @@ def test_a_sample_is_shown_with_its_mask() -> None:
     """By colour on a terminal, by brackets in a log."""
     target = chat_target(CHATML)
     ids = target.encode("<|im_start|>user\nhot?<|im_end|>\n<|im_start|>assistant\nRed.<|im_end|>")
-    text = shown_sample(Sample(ids, len(ids) - 5, "eos", 0.0, 0), target)
+    text = shown_sample(sample(ids, len(ids) - 5), target)
     assert text.plain.endswith("<|im_start|>assistant\n⟦Red.<|im_end|>⟧")
     assert f"5 of its {len(ids)} tokens" in text.plain
     console = Console(force_terminal=True, color_system="standard", width=200)
@@ -193,5 +193,5 @@ def test_a_sample_is_shown_with_its_mask() -> None:
 
 def test_long_samples_are_shortened() -> None:
     target = chat_target(CHATML)
-    text = shown_sample(Sample(target.encode("a" * 4000), 2000, "eos", 0.0, 0), target)
+    text = shown_sample(sample(target.encode("a" * 4000), 2000), target)
     assert len(text.plain) < 1000

@@ -20,7 +20,7 @@ def open_store(config: TrainConfig, drafter: Drafter, target: Target, plan: Batc
     if config.data.features == "online":
         return None
     contents = Contents(
-        target_fingerprint=read_prepared(Path(config.data.samples))["target_fingerprint"],
+        target_fingerprint=read_prepared(Path(config.data.samples))["target_fingerprint"] or "unknown",
         ends_fingerprint=target.ends_fingerprint(),
         layer_ids=drafter.layer_ids,
         hidden_size=target.hidden_size,

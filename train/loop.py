@@ -74,7 +74,7 @@ def set_up(config: TrainConfig) -> Setup:
     load_target = Target.from_pretrained if online else Target.ends_from_pretrained
     target = load_target(config.target, accelerator.device)
     folder = Path(config.data.samples)
-    samples = read_samples(folder)
+    samples = read_samples(folder, config.data.drop_cut)
     if online:
         check_same_target(folder, target)
     check_prepared(folder, target)
