@@ -131,6 +131,8 @@ MISTAKES = {
     "batch size 0": (EVALUATE + "{good} --batch-size 0", "atch.size"),
     "batch size 0, preparing": (PREPARE + "{good} --batch-size 0", "atch.size"),
     "no new tokens": (EVALUATE + "{good} --max-new-tokens 0", "max.new.tokens"),
+    "settings of answers that are given": (PREPARE + "{good} --as-given --max-new-tokens 8", "--as-given"),
+    "all held out": (PREPARE + "{good} --held-out-share 1", "held_out_share"),
     "no new tokens, preparing": (PREPARE + "{good} --max-new-tokens 0", "max.new.tokens"),
     "repeats 0": (EVALUATE + "{good} --repeats 0", "repeats"),
     "fewer than no prompts": (EVALUATE + "{good} --num-prompts -1", "num.prompts"),
