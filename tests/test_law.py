@@ -42,7 +42,9 @@ def small_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
         max_position_embeddings=32,
         initializer_range=0.4,
     )
-    return Target(LlamaForCausalLM(config), None, str(Path(tmp_path_factory.mktemp("target"))))
+    return Target(
+        LlamaForCausalLM(config).eval().requires_grad_(False), None, str(Path(tmp_path_factory.mktemp("target")))
+    )
 
 
 @pytest.fixture(scope="module")
