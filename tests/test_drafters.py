@@ -6,16 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
+from draftsmith.models import DRAFTERS, Drafter, Target, eagle3, load_drafter, losses, save_drafter
 from draftsmith.models.base import NO_TOKEN, DecodingState
 from draftsmith.models.batch import Batch
-from draftsmith.models.eagle3 import Eagle3, Eagle3Config, unrolled_attention
+from draftsmith.models.eagle3 import Eagle3, Eagle3Config
+from draftsmith.models.eagle3_training import unroll
 from draftsmith.models.errors import UserError
 from draftsmith.models.medusa import Medusa
 from draftsmith.models.ngram import latest_match
 from draftsmith.models.sampling import Noise, Sampling
 from draftsmith.models.slots import SlotCache, chain_window
 from draftsmith.models.trees import Chain
+from draftsmith.models.unrolled_attention import DraftingSlots
 
 TRAINABLE = ["eagle3", "medusa", "draft_model"]
 
@@ -147,8 +149,9 @@ def test_unrolled_training_sees_what_drafting_sees(tiny_target: Target) -> None:
     batch = random_batch(tiny_target)
     token_ids, layers = batch.token_ids, tiny_target.features(batch, drafter.layer_ids).layers
     assert layers is not None
+    everything = DraftingSlots.of(torch.ones_like(batch.loss_mask), batch.positions)
     with torch.no_grad():
-        steps = list(drafter.unroll(batch, layers))
+        steps = [step.view(3, 12, -1) for step in unroll(drafter, batch, layers, everything)]
         fused = drafter.fc(layers)
         for t in (0, 3, 6):
             memory = drafter.new_memory(3, 16, Chain(4))
@@ -163,19 +166,56 @@ def test_unrolled_training_sees_what_drafting_sees(tiny_target: Target) -> None:
                 torch.testing.assert_close(step[:, t], hidden[:, 0], atol=1e-5, rtol=1e-4)
 
 
-def test_unrolled_attention_is_attention_with_the_mask_written_out() -> None:
-    generator = torch.Generator().manual_seed(0)
-    steps, length = 3, 5
-    keys = [torch.randn(2, 2, length, 8, generator=generator) for _ in range(steps)]
-    values = [torch.randn(2, 2, length, 8, generator=generator) for _ in range(steps)]
-    query = torch.randn(2, 4, length, 8, generator=generator)
-    own = torch.eye(length, dtype=torch.bool)
-    for k in range(1, steps + 1):
-        mask = torch.cat([torch.ones(length, length, dtype=torch.bool).tril(), *[own] * (k - 1)], 1)
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            query, torch.cat(keys[:k], 2), torch.cat(values[:k], 2), attn_mask=mask, enable_gqa=True
-        )
-        torch.testing.assert_close(unrolled_attention(query, keys[:k], values[:k]), expected)
+def test_recomputed_steps_have_the_same_gradient(tiny_target: Target) -> None:
+    drafter = build("eagle3", tiny_target)
+    batch = random_batch(tiny_target)
+    features = tiny_target.features(batch, drafter.layer_ids)
+    gradients = []
+    for recompute in (False, True):
+        drafter.config.recompute = recompute
+        drafter.zero_grad()
+        drafter.loss(batch, features)["loss"][0].backward()
+        gradients.append([parameter.grad for parameter in drafter.parameters()])
+    for kept, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(recomputed, kept)
+
+
+def test_a_detached_step_teaches_those_before_it_nothing(tiny_target: Target) -> None:
+    """A loss of the last step alone reaches `fc` through keys and values of the text, and not otherwise."""
+    drafter = build("eagle3", tiny_target)
+    assert isinstance(drafter, Eagle3)
+    batch = random_batch(tiny_target)
+    layers = tiny_target.features(batch, drafter.layer_ids).layers
+    assert layers is not None
+    slots = DraftingSlots.of(batch.loss_mask, batch.positions)
+    for detach in (False, True):
+        drafter.config.detach = detach
+        first, *_, last = unroll(drafter, batch, layers, slots)
+        (gradient,) = torch.autograd.grad(last.sum(), first, allow_unused=True)
+        assert (gradient is None) == detach
+
+
+def test_lk_after_kl(tiny_target: Target) -> None:
+    """The divergence changes when its share of the training is over."""
+    drafter, batch = build("eagle3", tiny_target), random_batch(tiny_target)
+    features = tiny_target.features(batch, drafter.layer_ids)
+
+    def loss(divergence: str, kl_share: float, progress: float) -> Tensor:
+        drafter.config.divergence, drafter.config.kl_share, drafter.progress = divergence, kl_share, progress
+        return drafter.loss(batch, features)["loss"][0]
+
+    assert torch.equal(loss("lk_hybrid", 0.5, 0.49), loss("forward_kl", 0.0, 0.0))
+    assert torch.equal(loss("lk_hybrid", 0.5, 0.5), loss("lk_hybrid", 0.0, 0.0))
+    assert not torch.equal(loss("lk_hybrid", 0.5, 0.5), loss("forward_kl", 0.0, 0.0))
+
+
+@pytest.mark.parametrize("kind", TRAINABLE)
+def test_a_batch_that_teaches_nothing_still_has_gradients(kind: str, tiny_target: Target) -> None:
+    """Zeros for all that trains: wrappers for several devices wait for every parameter."""
+    drafter, batch = build(kind, tiny_target), random_batch(tiny_target)
+    batch.loss_mask[:] = False
+    drafter.loss(batch, tiny_target.features(batch, drafter.layer_ids))["loss"][0].backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in drafter.parameters())
 
 
 def test_untrained_medusa_heads_repeat_the_target(tiny_target: Target) -> None:
@@ -197,14 +237,14 @@ def test_labels_of_each_head_and_step(tiny_target: Target, monkeypatch: pytest.M
     marked = torch.arange(length, dtype=torch.float32)[None, :, None].expand(1, length, 32)  # says its position
     seen: list[list[int]] = []
 
-    def record(drafter_hidden, drafter_head, target_hidden, *rest):
-        seen.append(target_hidden[:, 0].int().tolist())
-        return original(drafter_hidden, drafter_head, target_hidden, *rest)
+    def record(depths, target_hidden, *rest):
+        seen.extend(target_hidden[depth.teachers, 0].int().tolist() for depth in depths)
+        return original(depths, target_hidden, *rest)
 
+    original = losses.divergence_over_depths
+    monkeypatch.setattr(losses, "divergence_over_depths", record)
+    monkeypatch.setattr(eagle3, "divergence_over_depths", record)
     for kind in ("eagle3", "medusa"):
-        module = __import__(f"draftsmith.models.{kind}", fromlist=["divergence_over_rows"])
-        original = module.divergence_over_rows
-        monkeypatch.setattr(module, "divergence_over_rows", record)
         drafter = build(kind, tiny_target)
         features.layers = torch.zeros(1, length, 32 * len(drafter.layer_ids))
         features.last_hidden = marked

@@ -115,6 +115,7 @@ def train(config: TrainConfig) -> Path:
         )
         for step in range(first_step, config.run.steps):
             rate = learning_rate(step, config.run.steps, config.optimizer)
+            setup.drafter.progress = step / config.run.steps
             batches = setup.plan.micro_batches(
                 step, accelerator.process_index, accelerator.num_processes, config.data.micro_batch_size
             )
