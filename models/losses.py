@@ -283,25 +283,34 @@ class ChainLoss:
         """loss_mask [B, T]: the tokens that the target wrote"""
         self.loss_mask = loss_mask
         self._roots = shift_left(loss_mask, 1)  # [B, T] slots whose newest token the target wrote
-        self._counted: list[Tensor] = []
+        self._marked: list[
+            tuple[Tensor, float]
+        ] = []  # of each depth the slots that count, and the share of what there is
         self._leading = self._roots  # all predictions so far are right
         self._accepted = self._roots.sum()
         self._total = torch.zeros((), device=loss_mask.device)
         self._depths: LossSums = {}
         self._num_added = 0
 
-    def next_depth(self) -> Tensor:
-        """The slots [B, T] that count at the next depth."""
-        before = self._counted[-1] if self._counted else self._roots
-        self._counted.append(before & shift_left(self.loss_mask, 2 + len(self._counted)))
-        return self._counted[-1]
+    def next_depth(self, kept: Tensor | None = None, share: float = 1.0) -> Tensor:
+        """The slots [B, T] that count at the next depth.
+
+        A family that trains a depth on some slots only names those that are kept, among what counted at the depth
+        before, and how likely a slot was to be kept: what is left out then counts by what is kept.
+        """
+        before = self._marked[-1][0] if self._marked else self._roots
+        counted = before & shift_left(self.loss_mask, 2 + len(self._marked))
+        if kept is not None:
+            counted = counted & kept
+        self._marked.append((counted, share))
+        return counted
 
     def add(self, rows: RowLosses, weight: float) -> None:
-        """The losses of the slots that count at the first depth that has none yet, in row-major order."""
-        depth, counted = self._num_added, self._counted[self._num_added]
-        self._total = self._total + weight * rows.loss
+        """The losses, in row-major order, of the slots that count at the first depth that has none yet."""
+        depth, (counted, share) = self._num_added, self._marked[self._num_added]
+        self._total = self._total + weight / share * rows.loss
         self._leading = self._leading & torch.zeros_like(counted).masked_scatter(counted, rows.correct)
-        self._accepted = self._accepted + self._leading.sum()
+        self._accepted = self._accepted + self._leading.sum() / share
         self._depths[f"accuracy_{depth}"] = (rows.correct.sum(), counted.sum())
         self._depths[f"sampled_acceptance_{depth}"] = (rows.acceptance, counted.sum())
         self._num_added += 1
