@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens, H hidden width, V vocabulary, A number of layers asked for.
 """
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterable
@@ -13,8 +14,16 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.fused import fuse
 from draftsmith.models.served import check_decodes_exactly, check_served_family
@@ -55,21 +64,30 @@ class Target:
     """A frozen decoder with its tokenizer, on one device.
 
     `run` decodes on a `SlotCache`, `features` reads whole rows for training; both take the layer ids whose hidden
-    states are wanted (N means after N layers, Hugging Face's `hidden_states[N]`).
+    states are wanted (N means after N layers, Hugging Face's `hidden_states[N]`). One loaded by `ends_from_pretrained`
+    has neither.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, fuse_layers: bool = True
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        name: str,
+        fuse_layers: bool = True,
+        whole_config: PretrainedConfig | None = None,
     ) -> None:
-        self.model = model.eval().requires_grad_(False)
+        """`whole_config`: of the whole target, where `model` is one without its layers."""
+        self.model = model
         self.tokenizer = tokenizer
         self.name = name
-        self.text_config = model.config.get_text_config()
+        self.text_config = (whole_config or model.config).get_text_config()
         self.head_module: nn.Module = model.get_output_embeddings()
         self.embedding: nn.Module = model.get_input_embeddings()
-        self.decoder_layers = _decoder_layers(model)
-        self.fused_decoder = fuse(model) if fuse_layers else None  # what `run` goes through instead of stock modelling
-        check_decodes_exactly(self)
+        self.has_layers = whole_config is None
+        if self.has_layers:
+            self.decoder_layers = _decoder_layers(model)
+            self.fused_decoder = fuse(model) if fuse_layers else None  # what `run` takes instead of stock modelling
+            check_decodes_exactly(self)
 
     @classmethod
     def from_pretrained(
@@ -84,20 +102,24 @@ class Target:
         Raises `UserError` where there is no such target or device, or the model is of a kind that cannot be served.
         """
         device = pick_device(device)
-        dtype = dtype or default_dtype(device)
-        try:
-            config = AutoConfig.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            reason = first_line(error)
-            raise UserError(f"no target at {str(name)!r}: give a Hub name or a model directory ({reason})") from None
-        check_served_family(config, str(name))
-        model = _load_model(str(name), dtype)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
-        model.to(device)  # type: ignore[arg-type]  # wrapped by transformers without its types
+        config = _read_config(name)
+        model, tokenizer = _load(name, config, device, dtype or default_dtype(device))
         return cls(model, tokenizer, str(name), fuse_layers)
+
+    @classmethod
+    def ends_from_pretrained(
+        cls, name: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> "Target":
+        """Embedding, head and sizes of a target, its layers never read: what a drafter trains on stored features with.
+
+        Defaults and errors as those of `from_pretrained`.
+        """
+        device = pick_device(device)
+        config = _read_config(name)
+        without_layers = copy.deepcopy(config)
+        drop_layers(without_layers.get_text_config(), kept=[])
+        model, tokenizer = _load(name, without_layers, device, dtype or default_dtype(device))
+        return cls(model, tokenizer, str(name), whole_config=config)
 
     @property
     def fused(self) -> bool:
@@ -161,10 +183,10 @@ class Target:
         return Features(last_hidden, capture.side_by_side())
 
     @torch.no_grad()
-    def features(self, token_ids: Tensor, layer_ids: tuple[int, ...] = ()) -> Features:
-        """Read whole right-padded rows [B, T] at once."""
+    def features(self, batch: Batch, layer_ids: tuple[int, ...] = ()) -> Features:
+        """Read whole rows of text at once."""
         with _Capture(self.decoder_layers, layer_ids) as capture:
-            last_hidden = run_causal(self.model, token_ids)
+            last_hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask())
         return Features(last_hidden, capture.side_by_side())
 
     def head_weight(self) -> Tensor:
@@ -178,12 +200,61 @@ class Target:
 
     def fingerprint(self) -> str:
         """16 hex digits over the config and a sample of every weight: the same target gives the same digits."""
+        assert self.has_layers
+        return self._digest(self.model.named_parameters())
+
+    def ends_fingerprint(self) -> str:
+        """The same over config, embedding and head alone, which a target without its layers gives too."""
+        return self._digest([("embedding", cast(Tensor, self.embedding.weight)), ("head", self.head_weight())])
+
+    def _digest(self, parameters: Iterable[tuple[str, Tensor]]) -> str:
         digest = hashlib.sha256(json.dumps(self.text_config.to_diff_dict(), sort_keys=True, default=str).encode())
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in parameters:
             flat = parameter.detach().flatten()
             sample = flat[:: max(1, flat.numel() // 256)].float().cpu()
             digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
         return digest.hexdigest()[:16]
+
+
+def _read_config(name: str | Path) -> PretrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = first_line(error)
+        raise UserError(f"no target at {str(name)!r}: give a Hub name or a model directory ({reason})") from None
+    check_served_family(config, str(name))
+    return config
+
+
+def _load(
+    name: str | Path, config: PretrainedConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """All weights of a model of this config (transformers would make up missing ones), and the tokenizer."""
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(
+            f"target {str(name)!r} lacks {len(missing)} of its weights, {missing[0]} among them: "
+            "give a whole causal language model"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
+    model.to(device)  # type: ignore[arg-type]  # wrapped by transformers without its types
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def drop_layers(text_config: PretrainedConfig, kept: list[int]) -> None:
+    """Make it the config of a model of only the kept layers."""
+    text_config.num_hidden_layers = len(kept)
+    if getattr(text_config, "layer_types", None):
+        text_config.layer_types = [text_config.layer_types[layer] for layer in kept]
 
 
 class _Capture:
@@ -208,23 +279,6 @@ class _Capture:
     def side_by_side(self) -> Tensor | None:
         """[B, T, A * H] in ascending layer order, the order of execution; None where nothing was asked for."""
         return torch.cat(self._outputs, -1) if self._outputs else None
-
-
-def _load_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with all of its weights: transformers would fill in missing ones at random."""
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"target {name!r} does not load: {first_line(error)}") from None
-    model, report = loaded
-    if missing := sorted(report["missing_keys"]):
-        raise UserError(
-            f"target {name!r} lacks {len(missing)} of its weights, {missing[0]} among them: give a whole causal "
-            "language model"
-        )
-    return model
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -165,7 +165,8 @@ def measure_plan(target: Target, prompts: list[str], kinds: list[str], minutes: 
     steps = {}
     for kind in kinds:
         config = RECIPES[f"quickstart_{kind}"]()
-        batches = BatchPlan(samples, config.data.batch_size, target.context, seed=0)
+        tokens = config.data.batch_size * target.context
+        batches = BatchPlan(samples, config.data.batch_size, target.context, tokens, seed=0)
         drafter = DRAFTERS[kind].from_target(config.drafter, target).to(target.device)
         steps[kind] = max(8, int(seconds * TRAINING_SHARES[kind] * scale / seconds_per_step(drafter, target, batches)))
     return Plan(
@@ -197,8 +198,8 @@ def seconds_per_step(drafter: Drafter, target: Target, batches: BatchPlan) -> fl
     times = []
     for step in range(1 + batches.steps_per_epoch):
         start = time.perf_counter()
-        batch = batches.micro_batches(step, 0, 1, batches.batch_size)[0].to(target.device)
-        total, count = drafter(batch, target.features(batch.token_ids, drafter.layer_ids))["loss"]
+        batch = batches.collate(batches.micro_batches(step, 0, 1)[0]).to(target.device)
+        total, count = drafter(batch, target.features(batch, drafter.layer_ids))["loss"]
         (total / count).backward()
         total.item()  # waits for a GPU
         times.append(time.perf_counter() - start)

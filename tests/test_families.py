@@ -182,7 +182,7 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
 def target_like(plain: PreTrainedModel, config: PretrainedConfig) -> Target:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
     model.load_state_dict(plain.state_dict())
-    return Target(model, None, config.model_type)
+    return Target(model.eval().requires_grad_(False), None, config.model_type)
 
 
 def branch(parents: list[int], column: int) -> list[int]:

@@ -11,17 +11,20 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+import rich
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from rich.markup import escape
 from torch import Tensor
 
-from draftsmith.data.batches import BatchPlan, token_counts
+from draftsmith.data.batches import BatchPlan, Rows, token_counts
+from draftsmith.data.features import FeatureSource, StoredFeatures
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.samples import check_same_target, read_samples
+from draftsmith.data.samples import Sample, check_same_target, read_samples
 from draftsmith.inference.measure import PromptSet
-from draftsmith.models import DRAFTERS, Drafter, Target
-from draftsmith.models.base import Batch
+from draftsmith.models import CHANGED_TARGET, DRAFTERS, Drafter, Target
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses import LossSums
 from draftsmith.models.target import default_dtype, pick_device
@@ -33,7 +36,10 @@ from draftsmith.train.evaluate import (
     evaluation_prompts,
     is_measured,
     log_evaluation,
+    what_training_brought,
 )
+from draftsmith.train.features import feature_source, open_store, whole_target
+from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.run_folder import link_best, open_run
 from draftsmith.train.tracking import Tracker
 
@@ -43,10 +49,12 @@ class Setup:
     """Everything a run needs, checked and loaded before anything is written."""
 
     accelerator: Accelerator
-    target: Target
+    target: Target  # without its layers where features are stored
     drafter: Drafter
     plan: BatchPlan
+    store: StoredFeatures | None
     prompts: PromptSet | None
+    on_policy: OnPolicy | None
 
 
 def set_up(config: TrainConfig) -> Setup:
@@ -54,24 +62,39 @@ def set_up(config: TrainConfig) -> Setup:
     device = pick_device(config.run.device)
     mixed_precision = "bf16" if default_dtype(device) == torch.bfloat16 else "no"
     accelerator = Accelerator(mixed_precision=mixed_precision, cpu=device.type == "cpu")
-    target = Target.from_pretrained(config.target, accelerator.device)
+    online = config.data.features == "online"
+    load_target = Target.from_pretrained if online else Target.ends_from_pretrained
+    target = load_target(config.target, accelerator.device)
     folder = Path(config.data.samples)
     samples = read_samples(folder)
-    check_same_target(folder, target)
-    if len(samples) < config.data.batch_size:
-        raise UserError(f"data.batch_size={config.data.batch_size} exceeds the {len(samples)} samples in {folder}")
-    if config.data.batch_size % accelerator.num_processes:
-        raise UserError(
-            f"data.batch_size={config.data.batch_size}: give a multiple of {accelerator.num_processes} processes"
-        )
+    if online:
+        check_same_target(folder, target)
+    plan = plan_batches(config, samples, target, accelerator.num_processes)
     prompts = evaluation_prompts(config.evaluation, target)
     set_seed(config.run.seed)
     drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, target).to(accelerator.device)
     if prompts:
         check_evaluation(config.evaluation, drafter, target)
     drafter.fit_vocabulary(token_counts(samples, target.vocab_size))
-    plan = BatchPlan(samples, config.data.batch_size, min(config.data.max_length, target.context), config.run.seed)
-    return Setup(accelerator, target, drafter, plan, prompts)
+    store = open_store(config, drafter, target, plan)
+    share = config.data.on_policy_share
+    on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if share else None
+    return Setup(accelerator, target, drafter, plan, store, prompts, on_policy)
+
+
+def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num_ranks: int) -> BatchPlan:
+    """The plan of the config's batches; `UserError` where they cannot be made."""
+    data = config.data
+    if data.batch_size % num_ranks:
+        raise UserError(f"data.batch_size={data.batch_size}: give a multiple of {num_ranks} processes")
+    length = min(data.max_length, target.context)
+    plan = BatchPlan(samples, data.batch_size, length, data.tokens_per_micro_batch, config.run.seed, data.packing)
+    if len(plan.trained) < data.batch_size:
+        raise UserError(
+            f"data.batch_size={data.batch_size} exceeds the {len(plan.trained)} samples in {data.samples} that have "
+            f"something to train on within data.max_length={length}"
+        )
+    return plan
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
@@ -89,6 +112,13 @@ def train(config: TrainConfig) -> Path:
     setup = set_up(config)
     accelerator, target = setup.accelerator, setup.target
     run = open_run(config, target, accelerator)
+    source = feature_source(config, setup.store, setup.drafter, target, accelerator)
+    if accelerator.is_main_process and setup.plan.cut():
+        rich.print(setup.plan.cut())
+    if accelerator.is_main_process and setup.drafter.changes_target():
+        rich.print(
+            f"[bold]this changes the target[/]: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with"
+        )
     trainable = [parameter for parameter in setup.drafter.parameters() if parameter.requires_grad]
     betas = (config.optimizer.beta1, config.optimizer.beta2)
     optimizer = torch.optim.AdamW(trainable, betas=betas, weight_decay=config.optimizer.weight_decay)
@@ -100,13 +130,15 @@ def train(config: TrainConfig) -> Path:
         if tracker and setup.prompts:
             newest = checkpoints(run)[-1]
             if not is_measured(newest, config.evaluation):
-                evaluate_checkpoint(newest, target, setup.prompts, config.evaluation)
+                evaluate_checkpoint(newest, whole_target(config, target), setup.prompts, config.evaluation)
             log_evaluation(newest, tracker)
             link_best(run)
         accelerator.wait_for_everyone()
 
-    if first_step:
-        evaluate()  # a kill between a checkpoint and the end of its evaluation leaves this to do
+    if config.evaluation.untrained and setup.prompts and not checkpoints(run):
+        save_checkpoint(accelerator, setup.drafter, run, 0)
+    if checkpoints(run):
+        evaluate()  # a kill between a checkpoint and the end of its evaluation leaves this to do, too
     totals = Totals()
     model.train()
     with progress_bar(accelerator.is_main_process) as progress:
@@ -115,13 +147,14 @@ def train(config: TrainConfig) -> Path:
         )
         for step in range(first_step, config.run.steps):
             rate = learning_rate(step, config.run.steps, config.optimizer)
-            batches = setup.plan.micro_batches(
-                step, accelerator.process_index, accelerator.num_processes, config.data.micro_batch_size
-            )
+            micro_batches = setup.plan.micro_batches(step, accelerator.process_index, accelerator.num_processes)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            batches = [batch.to(accelerator.device) for batch in batches]
-            batch_sums = gradients(accelerator, model, target, setup.drafter.layer_ids, batches)
+            batches = [setup.plan.collate(rows).to(accelerator.device) for rows in micro_batches]
+            if setup.on_policy and setup.on_policy.is_due(step):
+                batches = [setup.on_policy.rewrite(batch, step) for batch in batches]
+            with_rows = list(zip(micro_batches, batches, strict=True))
+            batch_sums = gradients(accelerator, model, with_rows, source)
             norm = accelerator.clip_grad_norm_(model.parameters(), config.optimizer.max_gradient_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -139,18 +172,20 @@ def train(config: TrainConfig) -> Path:
                 evaluate()
     if tracker:
         tracker.finish()
+        if config.evaluation.untrained and setup.prompts:
+            rich.print(escape(what_training_brought(run)))
     return run
 
 
 def gradients(
-    accelerator: Accelerator, model: torch.nn.Module, target: Target, layer_ids: tuple[int, ...], batches: list[Batch]
+    accelerator: Accelerator, model: torch.nn.Module, batches: list[tuple[Rows, Batch]], source: FeatureSource
 ) -> list[LossSums]:
     """Leave in the parameters the gradient of the step's mean loss per trained token; return each batch's sums."""
-    own_tokens = torch.stack([batch.loss_mask.sum() for batch in batches]).sum()
+    own_tokens = torch.stack([batch.loss_mask.sum() for _, batch in batches]).sum()
     num_tokens = accelerator.reduce(own_tokens, "sum").clamp(min=1)
     batch_sums = []
-    for number, batch in enumerate(batches, 1):
-        features = target.features(batch.token_ids, layer_ids)
+    for number, (rows, batch) in enumerate(batches, 1):
+        features = source(rows, batch)
         synchronise = contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(model)
         with synchronise, accelerator.autocast():
             sums = model(batch, features)
