@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens, H hidden width, V vocabulary, A number of layers asked for.
 """
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -18,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -87,7 +89,8 @@ class Target:
         if self.has_layers:
             self.decoder_layers = _decoder_layers(model)
             self.fused_decoder = fuse(model) if fuse_layers else None  # what `run` takes instead of stock modelling
-            check_decodes_exactly(self)
+            if model.device.type != "meta":
+                check_decodes_exactly(self)
 
     @classmethod
     def from_pretrained(
@@ -103,6 +106,7 @@ class Target:
         """
         device = pick_device(device)
         config = _read_config(name)
+        check_served_family(config, str(name))
         model, tokenizer = _load(name, config, device, dtype or default_dtype(device))
         return cls(model, tokenizer, str(name), fuse_layers)
 
@@ -116,10 +120,25 @@ class Target:
         """
         device = pick_device(device)
         config = _read_config(name)
+        check_served_family(config, str(name))
         without_layers = copy.deepcopy(config)
         drop_layers(without_layers.get_text_config(), kept=[])
         model, tokenizer = _load(name, without_layers, device, dtype or default_dtype(device))
         return cls(model, tokenizer, str(name), whole_config=config)
+
+    @classmethod
+    def without_weights(cls, name: str | Path) -> "Target":
+        """Config and tokenizer only, the model on the `meta` device: of a target that a server runs."""
+        config = _read_config(name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        with contextlib.suppress(OSError):  # a model may have none
+            model.generation_config = GenerationConfig.from_pretrained(name)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise UserError(f"the tokenizer of {str(name)!r} does not load: {first_line(error)}") from None
+        return cls(model, tokenizer, str(name), fuse_layers=False)
 
     @property
     def fused(self) -> bool:
@@ -222,7 +241,8 @@ def _read_config(name: str | Path) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         reason = first_line(error)
         raise UserError(f"no target at {str(name)!r}: give a Hub name or a model directory ({reason})") from None
-    check_served_family(config, str(name))
+    if config.is_encoder_decoder:
+        raise UserError(f"target {str(name)!r} is an encoder-decoder; draftsmith drafts for decoder-only models")
     return config
 
 
