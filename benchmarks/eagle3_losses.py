@@ -1,6 +1,6 @@
 """EAGLE-3 trained with forward KL, with the LK hybrid, and with LK after a start with KL: acceptance in the decoder.
 
-    python benchmarks/eagle3_losses.py --samples DIR [--steps N] [--prompts N] [--target T]
+    python benchmarks/eagle3_losses.py --samples DIR [--steps N] [--prompts N] [--variants NAME ...]
 
 The same samples, order, steps and seed each; then the decoder drafts chains of 4 on held-out prompts.
 """
@@ -25,7 +25,7 @@ from draftsmith.train.loop import learning_rate
 VARIANTS = {
     "forward_kl": {},
     "lk_hybrid": {"divergence": "lk_hybrid"},
-    "lk_hybrid after half of forward_kl": {"divergence": "lk_hybrid", "kl_share": 0.5},
+    "forward_kl_then_lk_hybrid": {"divergence": "lk_hybrid", "kl_share": 0.5},
 }
 
 
@@ -52,8 +52,9 @@ def trained(target: Target, plan: BatchPlan, settings: dict, steps: int) -> Eagl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--target", default=str(EMBEDDED_TARGET))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -68,9 +69,9 @@ def main() -> None:
         f"{len(samples)} samples, {arguments.steps} steps of {batch_size}, {len(prompts)} prompts, 64 tokens",
         flush=True,
     )
-    for name, settings in VARIANTS.items():
+    for name in arguments.variants:
         start = time.perf_counter()
-        drafter = trained(target, plan, settings, arguments.steps).eval()
+        drafter = trained(target, plan, VARIANTS[name], arguments.steps).eval()
         seconds = time.perf_counter() - start
         decoder = SpeculativeDecoder(target, drafter)
         lengths = []
