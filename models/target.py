@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens, H hidden width, V vocabulary, A number of layers asked for.
 """
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -18,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -86,7 +88,8 @@ class Target:
         if self.has_layers:
             self.decoder_layers = _decoder_layers(model)
             self._fused_decoder = fuse(model) if fuse_layers else None
-            _check_served_exactly(self)
+            if model.device.type != "meta":
+                _check_served_exactly(self)
 
     @classmethod
     def from_pretrained(
@@ -119,6 +122,20 @@ class Target:
         drop_layers(without_layers.get_text_config(), kept=[])
         model, tokenizer = _load(name, without_layers, device, dtype or default_dtype(device))
         return cls(model, tokenizer, str(name), whole_config=config)
+
+    @classmethod
+    def without_weights(cls, name: str | Path) -> "Target":
+        """Config and tokenizer only, the model on the `meta` device: of a target that a server runs."""
+        config = _read_config(name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        with contextlib.suppress(OSError):  # a model may have none
+            model.generation_config = GenerationConfig.from_pretrained(name)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise UserError(f"the tokenizer of {str(name)!r} does not load: {first_line(error)}") from None
+        return cls(model, tokenizer, str(name), fuse_layers=False)
 
     @property
     def fused(self) -> bool:
