@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from draftsmith.data.samples import Sample
-from draftsmith.models.base import Batch
+from draftsmith.models.batch import Batch
 
 LENGTH_GROUPS = 8  # batches are drawn from groups of so many batches sorted by length, to pad less
 

@@ -19,7 +19,19 @@ from draftsmith.models.ngram import Ngram
 from draftsmith.models.none import NoDrafter
 from draftsmith.models.target import Target
 
-__all__ = ["DRAFTERS", "Drafter", "Target", "UserError", "load_drafter", "save_drafter"]
+__all__ = [
+    "CHANGED_TARGET",
+    "DRAFTERS",
+    "Checkpoint",
+    "Drafter",
+    "Target",
+    "UserError",
+    "build_drafter",
+    "checkpoint_of",
+    "load_drafter",
+    "read_checkpoint",
+    "save_drafter",
+]
 
 DRAFTERS: dict[str, type[Drafter]] = {
     "eagle3": Eagle3,
@@ -29,6 +41,8 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "none": NoDrafter,
 }
 
+CHANGED_TARGET = "target"  # folder of a checkpoint with the target that its drafter was trained along with
+
 
 def save_drafter(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write config.json and model.safetensors, laid out as the serving engines load them."""
@@ -36,6 +50,8 @@ def save_drafter(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.f
     directory.mkdir(parents=True, exist_ok=True)
     save_file(checkpoint.tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(checkpoint.config, indent=2) + "\n")
+    if drafter.changes_target():
+        drafter.write_changed_target(directory / CHANGED_TARGET)
 
 
 def checkpoint_of(drafter: Drafter, dtype: torch.dtype) -> Checkpoint:
@@ -74,5 +90,7 @@ def load_drafter(name: str | Path, target: Target) -> Drafter:
 def build_drafter(checkpoint: Checkpoint, target: Target) -> Drafter:
     """The drafter of a checkpoint, in fp32. Raises `UserError` where it is unknown or was made for another target."""
     if checkpoint.kind not in DRAFTERS:
-        raise UserError(f"this checkpoint holds a drafter of kind {checkpoint.kind!r}, which this version does not know")
+        raise UserError(
+            f"this checkpoint holds a drafter of kind {checkpoint.kind!r}, which this version does not know"
+        )
     return DRAFTERS[checkpoint.kind].from_engine(checkpoint.config, checkpoint.tensors, target)

@@ -17,14 +17,15 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.base import (
-    Batch,
     DecodingState,
     Draft,
     Drafter,
     DrafterConfig,
     check_same_shape,
+    in_target_vocabulary,
     load_tensors,
 )
+from draftsmith.models.batch import Batch
 from draftsmith.models.eagle3_drafting import Drafting, Memory
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import (
@@ -173,7 +174,7 @@ class Eagle3(Drafter):
         """Unrolled divergence from the target, teacher-forced: step k of slot t predicts x_{t+2+k}."""
         assert features.layers is not None
         chain_loss = ChainLoss(batch.loss_mask)
-        for k, hidden in enumerate(self.unroll(batch.token_ids, features.layers)):
+        for k, hidden in enumerate(self.unroll(batch, features.layers)):
             counted = chain_loss.next_depth()
             rows = divergence_over_rows(
                 self.norm(hidden)[counted],
@@ -186,22 +187,23 @@ class Eagle3(Drafter):
             chain_loss.add(rows, self.config.step_decay**k)
         return chain_loss.sums()
 
-    def unroll(self, token_ids: Tensor, layers: Tensor) -> Iterator[Tensor]:
-        """The layer's output [B, T, H] at each unrolled step, from tokens [B, T] and features [B, T, A * H].
+    def unroll(self, batch: Batch, layers: Tensor) -> Iterator[Tensor]:
+        """The layer's output [B, T, H] at each unrolled step, from features [B, T, A * H].
 
         Step k feeds x_{t+1+k} into slot t, at position t + k, with the output of step k - 1 in place of the feature.
+        Where that reaches into the next packed document nothing is counted, and no other slot sees it.
         """
         hidden = self.fc(layers)
-        positions = torch.arange(token_ids.shape[1], device=hidden.device)[None]
-        rotary = rotary_table(self.rotary, token_ids.shape[1] + self.config.unroll_steps, hidden)
+        mask, positions = batch.attention_mask(), batch.positions
+        rotary = rotary_table(self.rotary, batch.token_ids.shape[1] + self.config.unroll_steps, hidden)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for k in range(self.config.unroll_steps):
-            embedded = self.target.embedding(shift_left(token_ids, 1 + k))
+            embedded = self.target.embedding(shift_left(batch.token_ids, 1 + k))
             query, key, value = self.layer.project(embedded, hidden, rotary, positions + k)
             keys.append(key)
             values.append(value)
-            hidden = self.layer.finish(hidden, unrolled_attention(query, keys, values).transpose(1, 2))
+            hidden = self.layer.finish(hidden, unrolled_attention(query, keys, values, mask).transpose(1, 2))
             yield hidden
 
     # --- drafting
@@ -282,16 +284,6 @@ class Eagle3(Drafter):
         return drafter
 
 
-def in_target_vocabulary(draft: Draft, ids: Tensor, vocab_size: int) -> Draft:
-    """A draft in a vocabulary of its own, whose target ids are `ids` [Vd], in that of the target."""
-    tokens = torch.where(draft.tokens < 0, draft.tokens, ids[draft.tokens])  # NO_TOKEN stays
-    logits = draft.logits
-    if logits is not None:
-        whole = logits.new_full((*logits.shape[:2], vocab_size), float("-inf"))
-        logits = whole.index_copy(2, ids, logits)
-    return replace(draft, tokens=tokens, logits=logits)
-
-
 def default_layer_ids(num_layers: int) -> list[int]:
     """The reference's low, middle and high layer; for shallow targets, where those collide, spread out."""
     ids = [2, num_layers // 2, num_layers - 3]
@@ -319,21 +311,23 @@ def layer_config_for(config: Eagle3Config, target: Target) -> LlamaConfig:
     )
 
 
-def unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+def unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor | None = None) -> Tensor:
     """Attention of unrolled step k = len(keys) - 1: query [B, N, T, D] over the keys and values of steps 0..k.
 
-    Slot t sees the slots up to t of step 0, the committed text, and of each later step only its own entry, the
-    chain it drafted itself. Memory T x (T + k) a head. Returns [B, N, T, D].
+    Slot t sees the slots up to t of step 0, the committed text, or those that `mask` [B, 1, T, T] shows it, and of each
+    later step only its own entry, the chain it drafted itself. Memory T x (T + k) a head. Returns [B, N, T, D].
     """
     groups = query.shape[1] // keys[0].shape[1]
     if len(keys) == 1:
-        return nn.functional.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True, enable_gqa=True)
+        return nn.functional.scaled_dot_product_attention(
+            query, keys[0], values[0], attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
     keys = [key.repeat_interleave(groups, 1) for key in keys]
     values = [value.repeat_interleave(groups, 1) for value in values]
     query = query * query.shape[-1] ** -0.5
     length = query.shape[2]
-    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    text_scores = (query @ keys[0].transpose(2, 3)).masked_fill(future, float("-inf"))  # [B, N, T, T]
+    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
+    text_scores = (query @ keys[0].transpose(2, 3)).masked_fill(~seen, float("-inf"))  # [B, N, T, T]
     own_scores = [(query * key).sum(-1, keepdim=True) for key in keys[1:]]  # each [B, N, T, 1]
     weights = torch.cat([text_scores, *own_scores], -1).float().softmax(-1).to(query.dtype)
     output = weights[..., :length] @ values[0]

@@ -1,10 +1,10 @@
-"""Checkpoints on disk, those of other projects too: read and brought into the layout of serving engines.
+"""Checkpoints on disk, those of other projects too: read and brought into the engines' layout.
 
 | layout | how it is told | what differs from the engines' layout |
 |---|---|---|
 | engines (vLLM, SGLang), ours | `architectures` | nothing |
-| SafeAILab EAGLE-1, EAGLE-3 | `fc.weight` beside a plain Llama config | `midlayer.*` for the layer, often pytorch_model.bin |
-| SpecForge, Model-Optimizer EAGLE-3 | nested layer ids only | count output layers: one lower than ours |
+| SafeAILab EAGLE-1, EAGLE-3 | `fc.weight` beside a plain Llama config | layer named `midlayer`, pytorch_model.bin |
+| SpecForge, ModelOpt EAGLE-3 | nested layer ids only | count output layers: one lower than ours |
 | speculators | `speculators_model_type` | layer config nested; copies of the target's norm and head |
 | FasterDecoding Medusa | `medusa_num_heads` | `HEAD.LAYER.linear.*`, medusa_lm_head.pt, no sizes in config.json |
 
@@ -16,7 +16,7 @@ import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -123,7 +123,7 @@ def without_shared_embedding(tensors: dict[str, Tensor], target: Target) -> dict
     own = tensors.get("embed_tokens.weight")
     if own is None:
         return tensors
-    shared = target.embedding.weight.detach().to(own)
+    shared = cast(Tensor, target.embedding.weight).detach().to(own)
     if own.shape != shared.shape or not torch.allclose(own, shared, rtol=0.01, atol=1e-6):  # one of them in bf16
         raise UserError(
             "this drafter's embed_tokens.weight is not the target's embedding: give the target that it was trained on "
@@ -132,9 +132,7 @@ def without_shared_embedding(tensors: dict[str, Tensor], target: Target) -> dict
     return {name: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"}
 
 
-def from_speculators(
-    config: dict[str, Any], tensors: dict[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def from_speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Flatten the nested config; leave out the copies of the verifier's (the target's) norm and head."""
     if config["speculators_model_type"] != "eagle3":
         raise UserError(f"speculators checkpoint of type {config['speculators_model_type']!r}: only eagle3 is read")
@@ -167,14 +165,12 @@ def medusa_config(config: dict[str, Any], tensors: dict[str, Tensor], target: Ta
 
 def complete_medusa(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
     """vLLM's names; a bias for every block and a head for every block, where a layout leaves them out."""
-    if "token_map" in tensors:
-        raise UserError("these Medusa heads have a truncated vocabulary (token_map), which draftsmith does not know")
-    num_layers = config["num_hidden_layers"]
     renamed = {medusa_name(name): tensor for name, tensor in tensors.items()}
     shared = renamed.pop("lm_head.weight", target.head_weight().cpu())
-    for head in range(config["num_heads"]):
+    for head in range(1 if config.get("original_lm_head") else config["num_heads"]):
         renamed.setdefault(f"lm_heads.{head}.weight", shared)
-        for layer in range(num_layers):
+    for head in range(config["num_heads"]):
+        for layer in range(config["num_hidden_layers"]):
             weight = renamed.get(f"blocks.{head}.layers.{layer}.weight")
             if weight is not None and not config.get("medusa_fc_bias", False):
                 renamed.setdefault(f"blocks.{head}.layers.{layer}.bias", torch.zeros_like(weight[0]))

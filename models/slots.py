@@ -273,9 +273,13 @@ def run_on_slots(model: PreTrainedModel, token_ids: Tensor, window: Window, cach
     return output.last_hidden_state
 
 
-def run_causal(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+def run_causal(
+    model: PreTrainedModel, token_ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
     """Run the base model on whole right-padded rows [B, T], without a cache; return its last hidden state [B, T, H].
 
-    Padding at the end needs no mask: no real token looks to its right.
+    Padding at the end needs no mask: no real token looks to its right. Packed rows need their positions [B, T] and a
+    mask of what each token sees, bool [B, 1, T, T].
     """
-    return model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+    output = model.base_model(input_ids=token_ids, position_ids=positions, attention_mask=mask, use_cache=False)
+    return output.last_hidden_state

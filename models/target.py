@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.fused import fuse
 from draftsmith.models.slots import ATTENTION, SlotCache, Window, chain_window, run_causal, run_on_slots
@@ -60,7 +61,7 @@ class Target:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, fuse_layers: bool = True
     ) -> None:
-        self.model = model.eval().requires_grad_(False)
+        self.model = model
         self.tokenizer = tokenizer
         self.name = name
         self.text_config = model.config.get_text_config()
@@ -97,7 +98,7 @@ class Target:
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
         model.to(device)  # type: ignore[arg-type]  # wrapped by transformers without its types
-        return cls(model, tokenizer, str(name), fuse_layers)
+        return cls(model.eval().requires_grad_(False), tokenizer, str(name), fuse_layers)
 
     @property
     def fused(self) -> bool:
@@ -161,10 +162,10 @@ class Target:
         return Features(last_hidden, capture.side_by_side())
 
     @torch.no_grad()
-    def features(self, token_ids: Tensor, layer_ids: tuple[int, ...] = ()) -> Features:
-        """Read whole right-padded rows [B, T] at once."""
+    def features(self, batch: Batch, layer_ids: tuple[int, ...] = ()) -> Features:
+        """Read whole rows of text at once."""
         with _Capture(self.decoder_layers, layer_ids) as capture:
-            last_hidden = run_causal(self.model, token_ids)
+            last_hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask())
         return Features(last_hidden, capture.side_by_side())
 
     def head_weight(self) -> Tensor:

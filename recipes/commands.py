@@ -9,24 +9,27 @@ from pathlib import Path
 
 import transformers
 from accelerate import PartialState
+from huggingface_hub import HfApi
 from rich.console import Console
 
 from draftsmith.data.prepare import PrepareSettings
 from draftsmith.data.prepare import prepare as prepare_samples
-from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
+from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoder import check_sampling
-from draftsmith.inference.measure import MeasureSettings, PromptSet, pick_prompts
+from draftsmith.inference.measure import MeasureSettings
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, first_line, require_at_least
 from draftsmith.models.trees import DynamicTree, StaticTree
 from draftsmith.recipes.comparison import compare
-from draftsmith.recipes.export import export_checkpoint
+from draftsmith.recipes.deliver import DeliverySettings, deliver
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.recipes.report import build_report, certificate_text, print_evaluations
+from draftsmith.recipes.watch import watch as watch_server
 from draftsmith.train import train as train_drafter
 from draftsmith.train.config import resolve
+from draftsmith.train.overfit import overfit
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -54,6 +57,9 @@ def train(args: argparse.Namespace) -> None:
         hint = f"nearest: {', '.join(near)}; " if near else ""
         raise UserError(f"unknown recipe {args.recipe!r}; {hint}there are {', '.join(RECIPES)}")
     config = resolve(RECIPES[args.recipe](), args.config, args.overrides)
+    if args.overfit is not None:
+        overfit(config, args.overfit)
+        return
     run = train_drafter(config)
     if config.evaluation.prompts and PartialState().is_main_process:
         console.print(f"report: {build_report(run)}")
@@ -61,12 +67,9 @@ def train(args: argparse.Namespace) -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     target = Target.from_pretrained(args.target, args.device)
-    encoded = encode_prompts(read_prompts(args.prompts), target)
     if args.num_prompts is not None:
         require_at_least("--num-prompts", args.num_prompts)
-        encoded = pick_prompts(encoded, args.num_prompts)
-    check_lengths(encoded, args.max_new_tokens, target, args.prompts)
-    prompts = PromptSet(Path(args.prompts).stem, encoded)
+    prompts = read_prompt_set(args.prompts, target, args.num_prompts, args.max_new_tokens)
     lengths = args.draft_length or ([] if args.tree else [4])
     grid = [
         MeasureSettings(
@@ -107,9 +110,27 @@ def parse_tree(text: str) -> StaticTree | DynamicTree:
 
 
 def export(args: argparse.Namespace) -> None:
-    target = Target.from_pretrained(args.target, "cpu")
-    command = export_checkpoint(args.checkpoint, args.engine, target, args.out)
-    console.print(f"wrote {args.out}; serve it with:\n{command}", soft_wrap=True, highlight=False)
+    require_at_least("--max-new-tokens", args.max_new_tokens, 2)
+    for name, values in (("--draft-length", args.draft_length), ("--batch-size", args.batch_size)):
+        for value in values:
+            require_at_least(name, value)
+    settings = DeliverySettings(
+        args.prompts,
+        args.num_prompts,
+        args.draft_length,
+        args.batch_size,
+        args.max_new_tokens,
+        args.repeats,
+        args.check,
+        args.push,
+    )
+    target = Target.from_pretrained(args.target, args.device or "cpu")
+    deliver(args.checkpoint, args.engine, target, args.out, settings, HfApi() if args.push else None, console)
+
+
+def watch(args: argparse.Namespace) -> None:
+    require_at_least("--interval", args.interval, 0.1)
+    watch_server(args.url, args.against, args.interval, args.readings, console)
 
 
 def generate(args: argparse.Namespace) -> None:

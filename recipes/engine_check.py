@@ -86,7 +86,12 @@ class EngineReport:
 
 
 def check_engine(
-    engine: str, settings: dict[str, Any], drafter: Drafter, target: Target, prompts: list[list[int]], max_new_tokens: int
+    engine: str,
+    settings: dict[str, Any],
+    drafter: Drafter,
+    target: Target,
+    prompts: list[list[int]],
+    max_new_tokens: int,
 ) -> EngineReport:
     """Decode the prompts greedily with the engine and ourselves.
 

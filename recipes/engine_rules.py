@@ -63,7 +63,9 @@ class Rules:
     method: str  # what the serving command must name
     architecture: str | None  # what config.json must name; None: any causal language model
     tensors: dict[str, str]  # name -> shape; empty: what transformers makes of config.json
-    required: dict[str, type]  # keys of config.json, and what they hold: with none, each engine has a default of its own
+    required: dict[
+        str, type
+    ]  # keys of config.json, and what they hold: with none, each engine has a default of its own
     fixed: dict[str, Any]  # keys with the one value that this engine and our training agree on
     missing: str  # what becomes of a tensor that is not there
     unexpected: str  # what becomes of one that the engine does not know
@@ -104,9 +106,10 @@ MEDUSA_KEYS: dict[str, type] = {
     "vocab_size": int,  # default 32001
     "num_heads": int,  # default 5
     "num_hidden_layers": int,  # default 1
-    "truncated_vocab_size": int,  # default vocab_size; smaller needs a token_map
+    "truncated_vocab_size": int,  # default vocab_size
+    "original_lm_head": bool,  # one output matrix for all heads; default: one for each
 }
-MEDUSA_FIXED = {"model_type": "medusa", "original_lm_head": False, "medusa_fc_bias": True}  # default: no biases
+MEDUSA_FIXED = {"model_type": "medusa", "medusa_fc_bias": True}  # default: no biases
 RANDOM = "would stay random, without a word"
 DROPPED = "would be dropped without a word"
 REFUSED = "would be refused"
@@ -124,9 +127,7 @@ RULES = {
     ("sglang", "eagle"): Rules(
         SGLANG, "EAGLE", "LlamaForCausalLMEagle", EAGLE, EAGLE_KEYS, EAGLE_FIXED, RANDOM, DROPPED, ("lm_head.*",)
     ),
-    ("vllm", "medusa"): Rules(
-        VLLM, "medusa", "MedusaModel", {}, MEDUSA_KEYS, MEDUSA_FIXED, RANDOM, DROPPED
-    ),
+    ("vllm", "medusa"): Rules(VLLM, "medusa", "MedusaModel", {}, MEDUSA_KEYS, MEDUSA_FIXED, REFUSED, DROPPED),
     ("vllm", "draft_model"): Rules(VLLM, "draft_model", None, {}, {"vocab_size": int}, {}, REFUSED, REFUSED),
     ("sglang", "draft_model"): Rules(SGLANG, "STANDALONE", None, {}, {"vocab_size": int}, {}, RANDOM, DROPPED),
 }
@@ -146,9 +147,7 @@ def rules_for(engine: str, kind: str) -> Rules:
     return rules
 
 
-def check_directory(
-    engine: str, kind: str, config: dict[str, Any], tensors: dict[str, Tensor], target: Target
-) -> None:
+def check_directory(engine: str, kind: str, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> None:
     """Refuse what the engine would not load, or would load as something else than what was trained."""
     rules = rules_for(engine, kind)
     found = [
@@ -207,7 +206,10 @@ def medusa_problems(config: dict[str, Any]) -> list[str]:
         taken = [key for key in config if "num" in key and word in key and key != meant]
         found += [f"config.json has {key}, which vLLM would take for {meant}" for key in taken]
     if config.get("truncated_vocab_size") != config.get("vocab_size"):
-        found.append("truncated_vocab_size differs from vocab_size, which needs a token_map")
+        found.append(
+            "the heads have a reduced vocabulary, whose token_map vLLM 0.32.0 fails to load "
+            '("weights were not initialized from checkpoint"): train with the whole one'
+        )
     return found
 
 
@@ -222,7 +224,7 @@ def expected_shapes(rules: Rules, config: dict[str, Any], target: Target) -> dic
         heads, layers = range(config.get("num_heads") or 0), range(config.get("num_hidden_layers") or 0)
         blocks = {"weight": "H H", "bias": "H"}
         shapes = {f"blocks.{h}.layers.{i}.{part}": text for h in heads for i in layers for part, text in blocks.items()}
-        shapes.update({f"lm_heads.{h}.weight": "V H" for h in heads})
+        shapes.update({f"lm_heads.{h}.weight": "V H" for h in (heads[:1] if config.get("original_lm_head") else heads)})
     elif shapes and sizes["R"] < sizes["V"]:
         shapes.update(TABLES)
     return {name: shape_of(text, sizes) for name, text in shapes.items()}

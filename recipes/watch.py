@@ -77,7 +77,9 @@ def parse_metrics(page: str) -> Counters:
         elif name == "accepted_tokens_per_pos" and (place := POSITION.search(labels or "")):
             positions[int(place[1])] = positions.get(int(place[1]), 0) + int(float(value))
     if not found:
-        raise UserError("the server counts no drafts: start it with --speculative-config, and without --disable-log-stats")
+        raise UserError(
+            "the server counts no drafts: start it with --speculative-config, and without --disable-log-stats"
+        )
     per_position = tuple(positions.get(i, 0) for i in range(max(positions, default=-1) + 1))
     return Counters(totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"], per_position)
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
-from draftsmith.models.base import NO_TOKEN, Batch, DecodingState
+from draftsmith.models.base import NO_TOKEN, DecodingState
+from draftsmith.models.batch import Batch
 from draftsmith.models.eagle3 import Eagle3, Eagle3Config, unrolled_attention
 from draftsmith.models.errors import UserError
 from draftsmith.models.medusa import Medusa
@@ -77,7 +78,7 @@ def test_a_checkpoint_gives_the_same_drafter(kind: str, tiny_target: Target, tmp
     loaded = load_drafter(tmp_path, tiny_target)
     assert loaded.config == drafter.config
     batch = random_batch(tiny_target)
-    features = tiny_target.features(batch.token_ids, drafter.layer_ids)
+    features = tiny_target.features(batch, drafter.layer_ids)
     assert torch.equal(loaded.loss(batch, features)["loss"][0], drafter.loss(batch, features)["loss"][0])
 
 
@@ -85,7 +86,7 @@ def test_a_checkpoint_gives_the_same_drafter(kind: str, tiny_target: Target, tmp
 def test_training_touches_the_drafter_alone(kind: str, tiny_target: Target) -> None:
     drafter = build(kind, tiny_target)
     batch = random_batch(tiny_target)
-    total, count = drafter.loss(batch, tiny_target.features(batch.token_ids, drafter.layer_ids))["loss"]
+    total, count = drafter.loss(batch, tiny_target.features(batch, drafter.layer_ids))["loss"]
     assert count == batch.loss_mask.sum()
     total.backward()
     assert all(parameter.grad is not None for parameter in drafter.parameters())
@@ -99,11 +100,36 @@ def test_padding_changes_nothing(kind: str, tiny_target: Target) -> None:
     padding = torch.zeros(3, 4, dtype=torch.int64)
     padded = Batch(torch.cat([batch.token_ids, padding], 1), torch.cat([batch.loss_mask, padding.bool()], 1))
     with torch.no_grad():
-        expected = drafter.loss(batch, tiny_target.features(batch.token_ids, drafter.layer_ids))
-        found = drafter.loss(padded, tiny_target.features(padded.token_ids, drafter.layer_ids))
+        expected = drafter.loss(batch, tiny_target.features(batch, drafter.layer_ids))
+        found = drafter.loss(padded, tiny_target.features(padded, drafter.layer_ids))
     for name, (total, count) in expected.items():
         torch.testing.assert_close(found[name][0], total)
         assert found[name][1] == count
+
+
+@pytest.mark.parametrize("kind", TRAINABLE)
+def test_packing_changes_nothing(kind: str, tiny_target: Target) -> None:
+    """Documents of 7, 12 and 9 tokens side by side, and each in a row of its own."""
+    drafter = build(kind, tiny_target)
+    batch = random_batch(tiny_target)
+    lengths = (7, 12, 9)
+    apart = [
+        Batch(batch.token_ids[i : i + 1, :length], batch.loss_mask[i : i + 1, :length])
+        for i, length in enumerate(lengths)
+    ]
+    documents = torch.tensor([i for i, length in enumerate(lengths) for _ in range(length)] + [-1] * 3)[None]
+    pad = torch.zeros(1, 3, dtype=torch.int64)
+    packed = Batch(
+        torch.cat([*(one.token_ids for one in apart), pad], 1),
+        torch.cat([*(one.loss_mask for one in apart), pad.bool()], 1),
+        documents,
+    )
+    with torch.no_grad():
+        found = drafter.loss(packed, tiny_target.features(packed, drafter.layer_ids))
+        parts = [drafter.loss(one, tiny_target.features(one, drafter.layer_ids)) for one in apart]
+    for name, (total, count) in found.items():
+        torch.testing.assert_close(total, sum(part[name][0] for part in parts))
+        assert count == sum(part[name][1] for part in parts)
 
 
 @pytest.mark.parametrize("kind", TRAINABLE)
@@ -118,11 +144,11 @@ def test_unrolled_training_sees_what_drafting_sees(tiny_target: Target) -> None:
     """Step k of slot t in training against reading slots 0..t and drafting k tokens on the cache."""
     drafter = build("eagle3", tiny_target)
     assert isinstance(drafter, Eagle3)
-    token_ids = random_batch(tiny_target).token_ids
-    layers = tiny_target.features(token_ids, drafter.layer_ids).layers
+    batch = random_batch(tiny_target)
+    token_ids, layers = batch.token_ids, tiny_target.features(batch, drafter.layer_ids).layers
     assert layers is not None
     with torch.no_grad():
-        steps = list(drafter.unroll(token_ids, layers))
+        steps = list(drafter.unroll(batch, layers))
         fused = drafter.fc(layers)
         for t in (0, 3, 6):
             memory = drafter.new_memory(3, 16, Chain(4))
@@ -165,7 +191,9 @@ def test_untrained_medusa_heads_repeat_the_target(tiny_target: Target) -> None:
 def test_labels_of_each_head_and_step(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step or head i at t is compared with the target at t + 1 + i: the off-by-one that loss curves do not show."""
     length = 12
-    features = tiny_target.features(torch.arange(1, length + 1)[None])
+    mask = torch.arange(length)[None] >= 4
+    batch = Batch(torch.arange(1, length + 1)[None], mask)
+    features = tiny_target.features(batch)
     marked = torch.arange(length, dtype=torch.float32)[None, :, None].expand(1, length, 32)  # says its position
     seen: list[list[int]] = []
 
@@ -173,7 +201,6 @@ def test_labels_of_each_head_and_step(tiny_target: Target, monkeypatch: pytest.M
         seen.append(target_hidden[:, 0].int().tolist())
         return original(drafter_hidden, drafter_head, target_hidden, *rest)
 
-    mask = torch.arange(length)[None] >= 4
     for kind in ("eagle3", "medusa"):
         module = __import__(f"draftsmith.models.{kind}", fromlist=["divergence_over_rows"])
         original = module.divergence_over_rows
@@ -182,7 +209,7 @@ def test_labels_of_each_head_and_step(tiny_target: Target, monkeypatch: pytest.M
         features.layers = torch.zeros(1, length, 32 * len(drafter.layer_ids))
         features.last_hidden = marked
         seen.clear()
-        drafter.loss(Batch(torch.arange(1, length + 1)[None], mask), features)
+        drafter.loss(batch, features)
         # x_4..x_11 are the target's; roots are t = 3..; the last prediction is x_11, which the target gave at 10
         assert seen == [list(range(4 + i, 11)) for i in range(4)]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from laws import Rows, siblings
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -19,10 +20,14 @@ from draftsmith.inference.verify import VerificationMode, Verified
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.sampling import Noise, Sampling, Stream, probabilities
+from draftsmith.models.trees import DynamicTree, StaticTree
 
 V, LENGTH, BATCH = 16, 3, 10_000
 PROMPT = [3, 1, 4]
 SAMPLING = Sampling(0.9)
+SIBLINGS = StaticTree(((0,), (1,), (2,)))
+STATIC = StaticTree((*SIBLINGS.choices, (0, 0), (0, 1), (1, 0), (1, 1)))
+DYNAMIC = DynamicTree(num_nodes=7, depth=2, width=3)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,9 @@ def small_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
         max_position_embeddings=32,
         initializer_range=0.4,
     )
-    return Target(LlamaForCausalLM(config), None, str(Path(tmp_path_factory.mktemp("target"))))
+    return Target(
+        LlamaForCausalLM(config).eval().requires_grad_(False), None, str(Path(tmp_path_factory.mktemp("target")))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +64,15 @@ def law(small_target: Target) -> Tensor:
     return probabilities(logits, SAMPLING).double().gather(2, texts[..., None])[..., 0].prod(1)
 
 
-def p_value(decoder: SpeculativeDecoder, mode: VerificationMode, law: Tensor, num_texts: int = 30_000) -> float:
+def p_value(
+    decoder: SpeculativeDecoder,
+    mode: VerificationMode,
+    law: Tensor,
+    num_texts: int = 30_000,
+    draft: int | StaticTree | DynamicTree = LENGTH - 1,
+) -> float:
     """Chi-square of the texts against their law; rare ones share a bin."""
-    how = resolve_settings(decoder.drafter, SAMPLING, LENGTH, LENGTH - 1, mode, seed=7, stop_at_eos=False)
+    how = resolve_settings(decoder.drafter, SAMPLING, LENGTH, draft, mode, seed=7, stop_at_eos=False)
     places = torch.tensor([V ** (LENGTH - 1 - i) for i in range(LENGTH)])
     counts = torch.zeros(V**LENGTH, dtype=torch.float64)
     for start in range(0, num_texts, BATCH):
@@ -72,11 +85,25 @@ def p_value(decoder: SpeculativeDecoder, mode: VerificationMode, law: Tensor, nu
     return chi_square(counts, expected)[1]
 
 
-@pytest.mark.parametrize("mode", ["one_hot", "probabilistic", "block"])
+@pytest.mark.parametrize(
+    ("mode", "draft"),
+    [
+        ("one_hot", LENGTH - 1),
+        ("probabilistic", LENGTH - 1),
+        ("block", LENGTH - 1),
+        ("without_replacement", STATIC),
+        ("one_hot", STATIC),
+        ("one_hot", DYNAMIC),
+    ],
+)
 def test_texts_have_the_law_of_the_target(
-    mode: VerificationMode, small_target: Target, drafter: Drafter, law: Tensor
+    mode: VerificationMode,
+    draft: int | StaticTree | DynamicTree,
+    small_target: Target,
+    drafter: Drafter,
+    law: Tensor,
 ) -> None:
-    assert p_value(SpeculativeDecoder(small_target, drafter), mode, law, num_texts=100_000) > ALPHA
+    assert p_value(SpeculativeDecoder(small_target, drafter), mode, law, 100_000, draft) > ALPHA
 
 
 def test_lossy_output_is_found(small_target: Target, drafter: Drafter, law: Tensor) -> None:
@@ -97,6 +124,25 @@ def test_a_wrong_rule_is_found(
 
     monkeypatch.setattr(rows_module.verify, "probabilistic", no_residual)
     assert p_value(SpeculativeDecoder(small_target, drafter), "probabilistic", law) < ALPHA
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_siblings_tested_against_a_wrong_q_are_found(
+    renormalise: bool, small_target: Target, drafter: Drafter, law: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn without replacement; after a rejection the drafter's law loses the token, and is not normalised again.
+
+    With that, the same code passes.
+    """
+
+    def rule(
+        logits: Tensor, q: Tensor, tokens: Tensor, parents: Tensor, depth: int, accept: Tensor, draw: Tensor
+    ) -> Verified:
+        return siblings(Rows(logits, q, tokens, parents, depth, accept, draw), remove=True, renormalise=renormalise)
+
+    monkeypatch.setattr(rows_module.verify, "without_replacement", rule)
+    found = p_value(SpeculativeDecoder(small_target, drafter), "without_replacement", law, draft=SIBLINGS)
+    assert (found > ALPHA) is renormalise
 
 
 def test_shared_noise_is_found(

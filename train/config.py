@@ -24,6 +24,8 @@ class DataConfig:
     batch_size: int = 32  # samples an optimiser step, over all ranks
     micro_batch_size: int = 8  # samples a forward pass on one rank
     max_length: int = 2048  # tokens; longer samples are cut
+    on_policy_share: float = 0.0  # of the steps that train on text which the drafter writes itself, for draft models
+    on_policy_rise: float = 0.0  # share of all steps over which that rises from nothing
 
 
 @dataclass
@@ -47,6 +49,7 @@ class EvaluationConfig:
     draft_length: int = 4
     repeats: int = 5
     num_threads: int | None = None  # of the CPU, while measuring; None: as many as in training
+    untrained: bool = False  # measure the drafter before its first step, too
     baselines: list[str] = field(default_factory=lambda: ["ngram"])  # training-free drafters measured beside
 
 
@@ -77,16 +80,16 @@ def resolve(recipe: TrainConfig, file: Path | None = None, overrides: Iterable[s
     Raises `UserError` for unknown keys, values of the wrong type, and a file that is not such a config.
     """
     values = flatten(asdict(recipe))
-    for key, value in [*_file_values(file), *map(_parse_override, overrides)]:
+    changes = [*_file_values(file), *map(_parse_override, overrides)]
+    kind = dict(changes).get("drafter.kind", recipe.drafter.kind)
+    if kind != recipe.drafter.kind:
+        raise UserError(f"drafter.kind {kind!r} needs its own recipe, this is one for {recipe.drafter.kind}")
+    for key, value in changes:
         if key not in values:
             near = difflib.get_close_matches(key, values, n=3, cutoff=0.4)
             near += [known for known in values if known.endswith("." + key.rpartition(".")[2]) and known not in near]
             raise UserError(f"unknown key {key!r}; nearest: {', '.join(near[:4]) or ', '.join(values)}")
         values[key] = value
-    if values["drafter.kind"] != recipe.drafter.kind:
-        raise UserError(
-            f"drafter.kind {values['drafter.kind']!r} needs its own recipe, this is one for {recipe.drafter.kind}"
-        )
     return from_dict(unflatten(values))
 
 
@@ -122,6 +125,14 @@ def check(config: TrainConfig) -> None:
         require_at_least(key, value)
     if config.evaluation.num_threads is not None:
         require_at_least("evaluation.num_threads", config.evaluation.num_threads)
+    for key, share in {
+        "on_policy_share": config.data.on_policy_share,
+        "on_policy_rise": config.data.on_policy_rise,
+    }.items():
+        if not 0 <= share <= 1:
+            raise UserError(f"data.{key}={share}: give a share from 0 to 1")
+    if config.data.on_policy_rise and not config.data.on_policy_share:
+        raise UserError("data.on_policy_rise has no effect without data.on_policy_share: set it, or leave both out")
     require_at_least("optimizer.learning_rate", config.optimizer.learning_rate, 0)
     if not config.evaluation.temperatures:
         raise UserError("evaluation.temperatures is empty: give at least one")

@@ -11,17 +11,19 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+import rich
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from rich.markup import escape
 from torch import Tensor
 
 from draftsmith.data.batches import BatchPlan, token_counts
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.samples import check_same_target, read_samples
 from draftsmith.inference.measure import PromptSet
-from draftsmith.models import DRAFTERS, Drafter, Target
-from draftsmith.models.base import Batch
+from draftsmith.models import CHANGED_TARGET, DRAFTERS, Drafter, Target
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses import LossSums
 from draftsmith.models.target import default_dtype, pick_device
@@ -33,7 +35,9 @@ from draftsmith.train.evaluate import (
     evaluation_prompts,
     is_measured,
     log_evaluation,
+    what_training_brought,
 )
+from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.run_folder import link_best, open_run
 from draftsmith.train.tracking import Tracker
 
@@ -47,6 +51,7 @@ class Setup:
     drafter: Drafter
     plan: BatchPlan
     prompts: PromptSet | None
+    on_policy: OnPolicy | None
 
 
 def set_up(config: TrainConfig) -> Setup:
@@ -71,7 +76,9 @@ def set_up(config: TrainConfig) -> Setup:
         check_evaluation(config.evaluation, drafter, target)
     drafter.fit_vocabulary(token_counts(samples, target.vocab_size))
     plan = BatchPlan(samples, config.data.batch_size, min(config.data.max_length, target.context), config.run.seed)
-    return Setup(accelerator, target, drafter, plan, prompts)
+    shares = config.data.on_policy_share
+    on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if shares else None
+    return Setup(accelerator, target, drafter, plan, prompts, on_policy)
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
@@ -89,6 +96,10 @@ def train(config: TrainConfig) -> Path:
     setup = set_up(config)
     accelerator, target = setup.accelerator, setup.target
     run = open_run(config, target, accelerator)
+    if setup.drafter.changes_target() and accelerator.is_main_process:
+        rich.print(
+            f"[bold]this changes the target[/]: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with"
+        )
     trainable = [parameter for parameter in setup.drafter.parameters() if parameter.requires_grad]
     betas = (config.optimizer.beta1, config.optimizer.beta2)
     optimizer = torch.optim.AdamW(trainable, betas=betas, weight_decay=config.optimizer.weight_decay)
@@ -105,8 +116,10 @@ def train(config: TrainConfig) -> Path:
             link_best(run)
         accelerator.wait_for_everyone()
 
-    if first_step:
-        evaluate()  # a kill between a checkpoint and the end of its evaluation leaves this to do
+    if config.evaluation.untrained and setup.prompts and not checkpoints(run):
+        save_checkpoint(accelerator, setup.drafter, run, 0)
+    if checkpoints(run):
+        evaluate()  # a kill between a checkpoint and the end of its evaluation leaves this to do, too
     totals = Totals()
     model.train()
     with progress_bar(accelerator.is_main_process) as progress:
@@ -121,6 +134,8 @@ def train(config: TrainConfig) -> Path:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             batches = [batch.to(accelerator.device) for batch in batches]
+            if setup.on_policy and setup.on_policy.is_due(step):
+                batches = [setup.on_policy.rewrite(batch, step) for batch in batches]
             batch_sums = gradients(accelerator, model, target, setup.drafter.layer_ids, batches)
             norm = accelerator.clip_grad_norm_(model.parameters(), config.optimizer.max_gradient_norm)
             optimizer.step()
@@ -139,6 +154,8 @@ def train(config: TrainConfig) -> Path:
                 evaluate()
     if tracker:
         tracker.finish()
+        if config.evaluation.untrained and setup.prompts:
+            rich.print(escape(what_training_brought(run)))
     return run
 
 
@@ -150,7 +167,7 @@ def gradients(
     num_tokens = accelerator.reduce(own_tokens, "sum").clamp(min=1)
     batch_sums = []
     for number, batch in enumerate(batches, 1):
-        features = target.features(batch.token_ids, layer_ids)
+        features = target.features(batch, layer_ids)
         synchronise = contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(model)
         with synchronise, accelerator.autocast():
             sums = model(batch, features)

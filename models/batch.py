@@ -1,0 +1,39 @@
+"""Training text in rows, one document a row or several packed side by side.
+
+Shapes: B rows, T tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Batch:
+    """Right-padded rows of training text."""
+
+    token_ids: Tensor  # [B, T] int64
+    loss_mask: Tensor  # [B, T] bool, True on the tokens that the target wrote; never on a document's first
+    documents: Tensor | None = None  # [B, T] int64: the document of its row that a token is of, padding -1; None: one
+
+    def to(self, device: torch.device) -> "Batch":
+        documents = None if self.documents is None else self.documents.to(device)
+        return Batch(self.token_ids.to(device), self.loss_mask.to(device), documents)
+
+    @property
+    def positions(self) -> Tensor:
+        """Place of each token in its document, [B or 1, T]."""
+        columns = torch.arange(self.token_ids.shape[1], device=self.token_ids.device)[None]
+        if self.documents is None:
+            return columns
+        starts = torch.ones_like(self.documents, dtype=torch.bool)
+        starts[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
+        return columns - torch.where(starts, columns, 0).cummax(1).values
+
+    def attention_mask(self) -> Tensor | None:
+        """What each token sees: those up to itself in its own document, bool [B, 1, T, T]; None: all up to itself."""
+        if self.documents is None:
+            return None
+        same = self.documents[:, :, None] == self.documents[:, None, :]
+        return same.tril()[:, None]
