@@ -70,7 +70,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def samples(folder: Path, target: Target) -> Path:
     """The target's own answers to a few prompts, to train on."""
-    write_jsonl(folder / "training.jsonl", prompts_for(target, is_held_out=False)[:64])
+    write_jsonl(folder / "training.jsonl", prompts_for(target, held_out=False)[:64])
     settings = PrepareSettings(max_new_tokens=64, temperatures=(0.0,), batch_size=64)
     prepare(target, str(folder / "training.jsonl"), folder / "samples", settings)
     return folder / "samples"
@@ -78,7 +78,7 @@ def samples(folder: Path, target: Target) -> Path:
 
 @pytest.fixture(scope="module")
 def held_out(target: Target) -> list[list[int]]:
-    return [target.encode(prompt) for prompt in prompts_for(target, is_held_out=True)[:NUM_PROMPTS]]
+    return [target.encode(prompt) for prompt in prompts_for(target, held_out=True)[:NUM_PROMPTS]]
 
 
 def train_briefly(kind: str, target: Target, samples: Path, run: Path, **fields: Any) -> Path:
@@ -279,7 +279,7 @@ def test_watching_a_running_server(
             thread.start()
             watch(url, None, 1.0, 2, Console(width=120))
             thread.join()
-            assert_agreement(report[0])
+                assert_agreement(report[0])
             assert read_counters(url) == report[0].engine.counters
         finally:
             server.terminate()
