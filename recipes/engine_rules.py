@@ -49,7 +49,7 @@ EAGLE3 = {
     "lm_head.weight": "R H",
 }
 TABLES = {"d2t": "R", "t2d": "V"}  # of a reduced draft vocabulary, and only of one
-DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
+DTYPES = {"d2t": torch.int64, "t2d": torch.bool, "token_map": torch.int64}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftsmith.models import CHANGED_TARGET, Checkpoint, Target, build_drafter, checkpoint_of, read_checkpoint
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.engine_rules import RULES, check_directory, check_name, rules_for
+from draftsmith.recipes.engine_rules import DTYPES, RULES, check_directory, check_name, rules_for
 
 ENGINES = ("vllm", "sglang", "speculators", "safeailab", "fasterdecoding")
 WEIGHT_FILES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}  # else model.safetensors
@@ -76,9 +76,11 @@ def export_checkpoint(checkpoint: str | Path, engine: str, target: Target, out: 
 
 
 def dtype_of(tensors: dict[str, Tensor]) -> torch.dtype:
-    """The widest floating-point type among them, in which all of them are exact."""
-    found = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
-    return max(found, key=lambda dtype: torch.finfo(dtype).bits)
+    """The floating-point type of the weights, fp32 where they have several: all of them are exact in it."""
+    found = {tensor.dtype for name, tensor in tensors.items() if name not in DTYPES}
+    if not found <= {torch.float32, torch.bfloat16, torch.float16}:
+        raise UserError("the checkpoint's weights are not plain floating-point ones: export it before quantising it")
+    return found.pop() if len(found) == 1 else torch.float32
 
 
 def write(files: Checkpoint, engine: str, out: Path, target: Target) -> None:
