@@ -24,7 +24,19 @@ from draftsmith.models.none import NoDrafter
 from draftsmith.models.p_eagle import PEagle
 from draftsmith.models.target import Target
 
-__all__ = ["DRAFTERS", "Drafter", "Target", "UserError", "load_drafter", "save_drafter"]
+__all__ = [
+    "CHANGED_TARGET",
+    "DRAFTERS",
+    "Checkpoint",
+    "Drafter",
+    "Target",
+    "UserError",
+    "build_drafter",
+    "checkpoint_of",
+    "load_drafter",
+    "read_checkpoint",
+    "save_drafter",
+]
 
 DRAFTERS: dict[str, type[Drafter]] = {
     "eagle": Eagle,
