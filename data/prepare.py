@@ -9,20 +9,29 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import rich
 from rich.filesize import decimal
 
-from draftsmith.data.checks import check_bos, check_not_rendered, check_token_ids, notice_raw_texts
+from draftsmith.data.checks import (
+    check_bos,
+    check_not_rendered,
+    check_samples,
+    check_token_ids,
+    notice_raw_texts,
+    shown_sample,
+)
 from draftsmith.data.endpoint import Endpoint
 from draftsmith.data.journal import Journal, merge_journals, remove_journals, written_lines
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.prompts import read_prompts
-from draftsmith.data.rows import Prompt
-from draftsmith.data.samples import PREPARED, SAMPLES, read_prepared, template_hash
+from draftsmith.data.prompts import read_split
+from draftsmith.data.samples import PREPARED, SAMPLES, read_prepared, read_samples
+from draftsmith.data.splits import HELD_OUT, write_prompts
 from draftsmith.data.turns import Dialogue, Markers
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoder import resolve_settings
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.identity import template_hash, tokenizer_fingerprint
 from draftsmith.models.sampling import Sampling
 
 BATCHES_A_SHARE = 8  # more keep the batch full for longer, fewer lose less to an interruption
@@ -38,6 +47,7 @@ class PrepareSettings:
     draft_length: int = 4
     endpoint: str | None = None  # URL of a server that answers instead of the decoder
     skip_long: bool = False  # leave out prompts that the context has no room for, rather than refuse them
+    held_out_share: float = 0.0  # of the prompts, never answered and kept in held_out.jsonl to evaluate on
 
     @property
     def share(self) -> int:
@@ -60,6 +70,8 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
     work = Work(target, source, settings)
     rank, num_ranks = process()
     open_folder(out, work.prepared(source), rank)
+    if rank == 0 and work.held_out:
+        write_prompts(out / HELD_OUT, work.held_out)
     if (out / SAMPLES).is_file():
         if rank == 0:
             remove_journals(out)  # of a kill between the file's last rename and this
@@ -88,6 +100,14 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
     if rank == 0:
         wait_for_answers(out, len(work.kept))
         merge_journals(out)
+        show_written(out, target)
+
+
+def show_written(out: Path, target: Target) -> None:
+    """Check what a folder holds now, and show a sample of it; `UserError` where it is not fit to train on."""
+    samples = read_samples(out)
+    check_samples(samples, target, max(len(sample.token_ids) for sample in samples), str(out))
+    rich.print(shown_sample(samples[0], target))
 
 
 class Work:
@@ -101,7 +121,8 @@ class Work:
         if settings.endpoint:
             self.server = Endpoint(settings.endpoint, target, settings.max_new_tokens, settings.seed)
             self.context = self.server.context
-        self.prompts: list[Prompt] = read_prompts(source)
+        split = read_split(source, settings.held_out_share)
+        self.prompts, self.held_out = split.train, split.held_out
         self._markers = Markers.of(target)
         notice_raw_texts(self.prompts, target)
         digest, self.lengths = hashlib.sha256(), []
@@ -138,16 +159,21 @@ class Work:
 
     def prepared(self, source: str) -> dict:
         """What prepared.json says: all that the answers depend on."""
-        settings = {key: getattr(self.settings, key) for key in ("max_new_tokens", "seed", "skip_long")}
+        settings = {
+            key: getattr(self.settings, key) for key in ("max_new_tokens", "seed", "skip_long", "held_out_share")
+        }
         served = self.target.device.type == "meta"
         return {
             "target": self.target.name,
             "target_fingerprint": None if served else self.target.fingerprint(),
+            "tokenizer_fingerprint": tokenizer_fingerprint(self.target),
             "template_hash": template_hash(self.target),
+            "on_policy": True,
             "written_by": "endpoint" if self.server else "decoder",
             "prompts": source,
             "prompts_hash": self.hash,
             "num_prompts": len(self.kept),
+            "num_held_out": len(self.held_out),
             "num_skipped": len(self.prompts) - len(self.kept),
             "settings": {**settings, "samplings": [asdict(sampling) for sampling in self.settings.samplings]},
         }

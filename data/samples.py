@@ -115,9 +115,3 @@ def agreement(target: Target, samples: list[Sample]) -> float:
 def data_hash(folder: Path) -> str:
     """16 hex digits of the samples file."""
     return hashlib.sha256((folder / SAMPLES).read_bytes()).hexdigest()[:16]
-
-
-def template_hash(target: Target) -> str | None:
-    """16 hex digits of the chat template; None where there is none."""
-    template = target.tokenizer.chat_template if target.tokenizer else None
-    return hashlib.sha256(str(template).encode()).hexdigest()[:16] if template else None

@@ -15,6 +15,7 @@ from accelerate import PartialState
 from rich.console import Console
 
 from draftsmith.data.estimate import estimate
+from draftsmith.data.given import store_given
 from draftsmith.data.prepare import PrepareSettings, Work
 from draftsmith.data.prepare import prepare as prepare_samples
 from draftsmith.data.prompts import read_prompt_set
@@ -29,6 +30,7 @@ from draftsmith.recipes.comparison import compare
 from draftsmith.recipes.export import export_checkpoint
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
+from draftsmith.recipes.targets import TARGET_RECIPES
 from draftsmith.recipes.report import build_report, certificate_text, print_evaluations
 from draftsmith.train import train as train_drafter
 from draftsmith.train.config import resolve
@@ -56,7 +58,14 @@ def prepare(args: argparse.Namespace) -> None:
         args.draft_length or 4,
         args.endpoint,
         args.skip_long,
+        args.held_out_share,
     )
+    if args.as_given:
+        if args.dry_run or settings != PrepareSettings(held_out_share=args.held_out_share):
+            raise UserError("--as-given asks the target for no answers: leave out the settings of answers")
+        target = Target.from_pretrained(args.target, args.device or device_of_process())
+        store_given(target, args.prompts, args.out, args.held_out_share)
+        return
     if args.endpoint and (args.drafter or args.draft_length or args.device):
         raise UserError("--drafter, --draft-length and --device have no effect behind an --endpoint: leave them out")
     if args.draft_length and settings.drafter == "none":
@@ -95,7 +104,8 @@ def train(args: argparse.Namespace) -> None:
     if args.recipe not in RECIPES:
         near = difflib.get_close_matches(args.recipe, RECIPES, n=2, cutoff=0.4)
         hint = f"nearest: {', '.join(near)}; " if near else ""
-        raise UserError(f"unknown recipe {args.recipe!r}; {hint}there are {', '.join(RECIPES)}")
+        general = ", ".join(name for name in RECIPES if name not in TARGET_RECIPES)
+        raise UserError(f"unknown recipe {args.recipe!r}; {hint}there are {general}, and those of docs/recipes.md")
     config = resolve(RECIPES[args.recipe](), args.config, args.overrides)
     if args.overfit is not None:
         overfit(config, args.overfit)

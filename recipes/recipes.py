@@ -13,6 +13,7 @@ from draftsmith.models.hydra import HydraConfig
 from draftsmith.models.medusa import MedusaConfig
 from draftsmith.models.mlp_speculator import MLPSpeculatorConfig
 from draftsmith.models.p_eagle import PEagleConfig
+from draftsmith.recipes.targets import TARGET_RECIPES
 from draftsmith.train import TrainConfig
 from draftsmith.train.config import DataConfig
 
@@ -92,6 +93,7 @@ def draft_model() -> TrainConfig:
 def quickstart_eagle() -> TrainConfig:
     """EAGLE-1 for the embedded target, in a minute or two on a CPU."""
     config = _quickstart(eagle())
+    config.drafter = EagleConfig(divergence_weight=1.0)  # features alone lead to its acceptance, but slowly
     config.optimizer.learning_rate = 4e-3
     return config
 
@@ -122,14 +124,14 @@ def quickstart_medusa() -> TrainConfig:
 def quickstart_hydra() -> TrainConfig:
     """Hydra heads for the embedded target, in a minute on a CPU."""
     config = _quickstart(hydra())
-    config.optimizer.learning_rate = 4e-3
+    config.optimizer.learning_rate = 1e-2
     return config
 
 
 def quickstart_mlp_speculator() -> TrainConfig:
     """An MLP speculator for the embedded target, in a minute on a CPU."""
     config = _quickstart(mlp_speculator())
-    config.optimizer.learning_rate = 4e-3
+    config.optimizer.learning_rate = 1e-2
     return config
 
 
@@ -166,4 +168,5 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "quickstart_hydra": quickstart_hydra,
     "quickstart_mlp_speculator": quickstart_mlp_speculator,
     "quickstart_draft_model": quickstart_draft_model,
+    **TARGET_RECIPES,
 }
