@@ -1,4 +1,4 @@
-"""Whether a prompt's answer depends on the batch it is decoded in: alone, in a batch of 32, and drafted for in one of 16.
+"""Whether an answer depends on its batch: decoded alone, in a batch of 32, and drafted for in one of 16.
 
     python benchmarks/prepare_batches.py
 
