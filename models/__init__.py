@@ -11,12 +11,17 @@ from safetensors.torch import save_file
 
 from draftsmith.models.base import Drafter, drafter_entry
 from draftsmith.models.draft_model import DraftModel
+from draftsmith.models.eagle import Eagle
 from draftsmith.models.eagle3 import Eagle3
 from draftsmith.models.errors import UserError
+from draftsmith.models.hydra import Hydra
+from draftsmith.models.identity import check_identity, identity
 from draftsmith.models.layouts import Checkpoint, read_checkpoint
 from draftsmith.models.medusa import Medusa
+from draftsmith.models.mlp_speculator import MLPSpeculator
 from draftsmith.models.ngram import Ngram
 from draftsmith.models.none import NoDrafter
+from draftsmith.models.p_eagle import PEagle
 from draftsmith.models.target import Target
 
 __all__ = [
@@ -34,8 +39,12 @@ __all__ = [
 ]
 
 DRAFTERS: dict[str, type[Drafter]] = {
+    "eagle": Eagle,
     "eagle3": Eagle3,
+    "p_eagle": PEagle,
     "medusa": Medusa,
+    "hydra": Hydra,
+    "mlp_speculator": MLPSpeculator,
     "draft_model": DraftModel,
     "ngram": Ngram,
     "none": NoDrafter,
@@ -64,7 +73,7 @@ def checkpoint_of(drafter: Drafter, dtype: torch.dtype) -> Checkpoint:
         **drafter.engine_config(),
         "dtype": str(dtype).removeprefix("torch."),
         "torch_dtype": str(dtype).removeprefix("torch."),  # the older name, which engines still read
-        "draftsmith": drafter_entry(drafter),
+        "draftsmith": {**drafter_entry(drafter), "trained_for": identity(drafter.target)},
     }
     return Checkpoint(drafter.kind, config, tensors)
 
@@ -82,6 +91,9 @@ def load_drafter(name: str | Path, target: Target) -> Drafter:
             raise UserError(f"drafter {str(name)!r} needs a checkpoint: give the directory of a trained one")
     else:
         drafter = build_drafter(read_checkpoint(name, target), target)
+        mend = "measure and serve it with the tokenizer and template that it was trained with, or train it again"
+        parts = ("tokenizer_fingerprint", "template_hash")
+        check_identity(f"drafter {name}", drafter.trained_for or {}, target, parts, mend)
     for parameter in drafter.parameters():  # not the buffers: rotary frequencies need fp32
         parameter.data = parameter.data.to(target.dtype)
     return drafter.to(target.device).eval()
@@ -93,4 +105,9 @@ def build_drafter(checkpoint: Checkpoint, target: Target) -> Drafter:
         raise UserError(
             f"this checkpoint holds a drafter of kind {checkpoint.kind!r}, which this version does not know"
         )
-    return DRAFTERS[checkpoint.kind].from_engine(checkpoint.config, checkpoint.tensors, target)
+    own = dict(checkpoint.config.get("draftsmith", {}))
+    trained_for = own.pop("trained_for", {})
+    config = {**checkpoint.config, **({"draftsmith": own} if own else {})}
+    drafter = DRAFTERS[checkpoint.kind].from_engine(config, checkpoint.tensors, target)
+    drafter.trained_for = trained_for
+    return drafter

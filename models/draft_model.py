@@ -29,7 +29,7 @@ from draftsmith.models.fused import FusedDecoder, fuse
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses import Divergence, LossSums, divergence_over_rows
 from draftsmith.models.slots import ATTENTION, Window, chain_window, run_causal, run_on_slots
-from draftsmith.models.target import Features, Target
+from draftsmith.models.target import Features, Target, drop_layers
 from draftsmith.models.tree_drafting import LevelWindows, Memory, grow, take
 from draftsmith.models.trees import Chain, Shape
 
@@ -75,8 +75,11 @@ class DraftModel(Drafter):
         num_layers = config.num_layers or 2
         if not 1 <= num_layers < target.num_layers:
             raise UserError(f"num_layers {num_layers}: give 1 to {target.num_layers - 1}, the target has more")
+        if not target.has_layers:
+            raise UserError("a draft model starts from the target's layers: train it with data.features=online")
         kept = [round(i * (target.num_layers - 1) / max(1, num_layers - 1)) for i in range(num_layers)]
-        model_config = shallower(target.text_config, kept)
+        model_config = copy.deepcopy(target.text_config)
+        drop_layers(model_config, kept)
         if config.hidden_size in (None, target.hidden_size):
             model = new_model(model_config)
             model.load_state_dict(layers_of(target.model.state_dict(), kept))
@@ -233,15 +236,6 @@ def project_vocabulary(target: Target, model: PreTrainedModel) -> None:
     head.copy_(target.head_weight().float() @ directions)
     own.copy_(embedding @ directions)  # after the head, which may be the same
     model.tie_weights()
-
-
-def shallower(config: PretrainedConfig, kept: list[int]) -> PretrainedConfig:
-    """The config of a model of only the kept layers."""
-    config = copy.deepcopy(config)
-    config.num_hidden_layers = len(kept)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[layer] for layer in kept]
-    return config
 
 
 def layers_of(tensors: dict[str, Tensor], kept: list[int]) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ x_{t+2}. Drafting goes on from the layer's own output in place of features; trai
 Shapes: B rows, T slots, H hidden width, A layers read, N heads, D head width, V target vocabulary, Vd draft vocabulary.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -26,22 +25,17 @@ from draftsmith.models.base import (
     load_tensors,
 )
 from draftsmith.models.batch import Batch
-from draftsmith.models.eagle3_drafting import Drafting, Memory
+from draftsmith.models.decoder_layer import DecoderLayer, engine_layer_config, layer_config_for, layer_config_of
+from draftsmith.models.eagle3_training import unroll
+from draftsmith.models.eagle_drafting import Drafting, Eagle3Memory
 from draftsmith.models.errors import UserError, require_at_least
-from draftsmith.models.layers import (
-    GatedMLP,
-    MergedLinear,
-    RMSNorm,
-    checkpoint_tensors,
-    rotary_table,
-    rotate,
-    shift_left,
-)
-from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
+from draftsmith.models.layers import RMSNorm, checkpoint_tensors
+from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums, divergence_over_depths
 from draftsmith.models.slots import Window
 from draftsmith.models.target import Features, Target, check_layer_ids
 from draftsmith.models.tree_drafting import grow
 from draftsmith.models.trees import Shape
+from draftsmith.models.unrolled_attention import DraftingSlots
 
 
 @dataclass
@@ -53,53 +47,24 @@ class Eagle3Config(DrafterConfig):
     unroll_steps: int = 4  # length of the training-time test
     step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k
     divergence: Divergence = "forward_kl"
+    kl_share: float = 0.0  # share of training that starts with forward_kl, before `divergence`
+    detach: bool = False  # no gradient from one unrolled step into the one before
+    recompute: bool = False  # unrolled steps are computed again in the backward pass: less memory, more time
 
 
-class Attention(nn.Module):
-    """Projections of the layer's attention; queries, keys and values read embedding and feature side by side."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        assert config.head_dim is not None
-        assert config.num_key_value_heads is not None
-        self.num_heads, self.num_kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.qkv_proj = MergedLinear(2 * config.hidden_size, {"q_proj": query, "k_proj": key, "v_proj": key})
-        self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
-
-    def project(self, x: Tensor, rotary: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, 2H] at positions [B or 1, T] -> rotated query, rotated key, value, each [B, N, T, D]"""
-        heads = self.qkv_proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # [B, N + 2 Nkv, T, D]
-        turning, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
-        query, key = rotate(turning, rotary, positions).split([self.num_heads, self.num_kv_heads], 1)
-        return query, key, value
-
-
-class Layer(nn.Module):
-    """The one decoder layer. Its residual stream is the un-normed feature."""
+class Layer(DecoderLayer):
+    """The one decoder layer. It reads embedding and feature side by side; its residual is the un-normed feature."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
+        super().__init__(config, 2 * config.hidden_size)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
-        self.mlp = GatedMLP(config)
 
     def project(
         self, embedded: Tensor, hidden: Tensor, rotary: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)
         return self.self_attn.project(x, rotary, positions)
-
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """hidden [B, T, H] and attended [B, T, N, D] -> the layer's output, before the final norm [B, T, H]"""
-        hidden = hidden + self.self_attn.o_proj(attended.flatten(2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3(Drafter):
@@ -112,6 +77,8 @@ class Eagle3(Drafter):
     def __init__(self, config: Eagle3Config, layer_config: LlamaConfig, target: Target) -> None:
         super().__init__()
         require_at_least("drafter.unroll_steps", config.unroll_steps)
+        if not 0 <= config.kl_share < 1:
+            raise UserError(f"drafter.kl_share={config.kl_share}: give a share of the training from 0 to below 1")
         self.layer_config, self.target = layer_config, target
         self.layer_ids = check_layer_ids(config.layer_ids or default_layer_ids(target.num_layers), target)
         width, vocab = layer_config.hidden_size, config.draft_vocab_size or target.vocab_size
@@ -139,7 +106,7 @@ class Eagle3(Drafter):
 
         The embedding is the target's own, frozen and not stored.
         """
-        drafter = cls(config, layer_config_for(config, target), target)
+        drafter = cls(config, layer_config_for(config.intermediate_size, target), target)
         for module in drafter.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -173,46 +140,29 @@ class Eagle3(Drafter):
     def loss(self, batch: Batch, features: Features) -> LossSums:
         """Unrolled divergence from the target, teacher-forced: step k of slot t predicts x_{t+2+k}."""
         assert features.layers is not None
-        chain_loss = ChainLoss(batch.loss_mask)
-        for k, hidden in enumerate(self.unroll(batch, features.layers)):
-            counted = chain_loss.next_depth()
-            rows = divergence_over_rows(
-                self.norm(hidden)[counted],
-                self.lm_head,
-                shift_left(features.last_hidden, 1 + k)[counted],
-                self.target.logits,
-                self.config.divergence,
-                self.draft_to_target(),
-            )
-            chain_loss.add(rows, self.config.step_decay**k)
-        return chain_loss.sums()
-
-    def unroll(self, batch: Batch, layers: Tensor) -> Iterator[Tensor]:
-        """The layer's output [B, T, H] at each unrolled step, from features [B, T, A * H].
-
-        Step k feeds x_{t+1+k} into slot t, at position t + k, with the output of step k - 1 in place of the feature.
-        Where that reaches into the next packed document nothing is counted, and no other slot sees it.
-        """
-        hidden = self.fc(layers)
-        mask, positions = batch.attention_mask(), batch.positions
-        rotary = rotary_table(self.rotary, batch.token_ids.shape[1] + self.config.unroll_steps, hidden)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        for k in range(self.config.unroll_steps):
-            embedded = self.target.embedding(shift_left(batch.token_ids, 1 + k))
-            query, key, value = self.layer.project(embedded, hidden, rotary, positions + k)
-            keys.append(key)
-            values.append(value)
-            hidden = self.layer.finish(hidden, unrolled_attention(query, keys, values, mask).transpose(1, 2))
-            yield hidden
+        config, chain_loss = self.config, ChainLoss(batch.loss_mask)
+        counted = [chain_loss.next_depth().flatten() for _ in range(config.unroll_steps)]
+        slots = DraftingSlots.of(counted[0].view_as(batch.token_ids), batch.positions)
+        depths = []
+        for k, hidden in enumerate(unroll(self, batch, features.layers, slots)):
+            rows = counted[k][slots.index].nonzero()[:, 0]
+            teachers = slots.index[rows] + 1 + k
+            depths.append(Depth(self.norm(hidden[rows]), self.lm_head, teachers, config.step_decay**k))
+        divergence: Divergence = config.divergence if self.progress >= config.kl_share else "forward_kl"
+        total, losses = divergence_over_depths(
+            depths, features.last_hidden.flatten(0, 1), self.target.logits, divergence, self.draft_to_target()
+        )
+        for rows_of_depth in losses:
+            chain_loss.add(rows_of_depth, 1)
+        return {**chain_loss.sums(), "loss": (total, batch.loss_mask.sum())}
 
     # --- drafting
 
-    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Memory:
-        return Memory(self, num_rows, num_slots, shape)
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Eagle3Memory:
+        return Eagle3Memory(self, num_rows, num_slots, shape)
 
     @torch.inference_mode()
-    def read(self, memory: Memory, token_ids: Tensor, features: Features, window: Window) -> None:
+    def read(self, memory: Eagle3Memory, token_ids: Tensor, features: Features, window: Window) -> None:
         assert features.layers is not None
         memory.write(token_ids.gather(1, window.positions + 1), self.fc(features.layers), window)
 
@@ -228,30 +178,11 @@ class Eagle3(Drafter):
 
     def engine_config(self) -> dict[str, Any]:
         """The one config.json that vLLM and SGLang both read right (their layer ids differ by one)."""
-        config = self.layer_config
-        rope = dict(config.rope_parameters or {})
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "hidden_size": config.hidden_size,
+            **engine_layer_config(self.layer_config, self.target),
             "target_hidden_size": self.target.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "num_hidden_layers": 1,
-            "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": config.num_key_value_heads,
-            "head_dim": config.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": config.rms_norm_eps,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": False,
-            "vocab_size": self.target.vocab_size,
             "draft_vocab_size": self.lm_head.out_features,
-            "max_position_embeddings": self.target.context,
-            "rope_theta": rope.get("rope_theta"),
-            "rope_scaling": None if rope.get("rope_type") == "default" else rope,
-            "rope_parameters": rope,
-            "use_cache": True,
             "norm_before_residual": False,
             "num_aux_hidden_states": len(self.layer_ids),
             "eagle_aux_hidden_state_layer_ids": list(self.layer_ids),
@@ -275,8 +206,7 @@ class Eagle3(Drafter):
         drafter_config = Eagle3Config(
             **{**own, "layer_ids": list(layer_ids), "draft_vocab_size": config.get("draft_vocab_size")}
         )
-        layer_config = LlamaConfig(**{k: v for k, v in config.items() if k not in ("architectures", "draftsmith")})
-        drafter = cls(drafter_config, layer_config, target)
+        drafter = cls(drafter_config, layer_config_of(config), target)
         tensors = {
             name.replace("midlayer.", "layers.0."): t for name, t in tensors.items() if name != "embed_tokens.weight"
         }
@@ -288,49 +218,3 @@ def default_layer_ids(num_layers: int) -> list[int]:
     """The reference's low, middle and high layer; for shallow targets, where those collide, spread out."""
     ids = [2, num_layers // 2, num_layers - 3]
     return ids if ids == sorted(set(ids)) else sorted({1, max(1, num_layers // 2), max(1, num_layers - 1)})
-
-
-def layer_config_for(config: Eagle3Config, target: Target) -> LlamaConfig:
-    """A one-layer Llama of the target's width, heads and rotary embedding."""
-    text = target.text_config
-    rope = dict(getattr(text, "rope_parameters", None) or {})
-    if "rope_theta" not in rope:  # learned positions, or one rotary embedding for each type of layer
-        rope = {"rope_type": "default", "rope_theta": 10000.0}
-    rope.pop("partial_rotary_factor", None)
-    return LlamaConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=config.intermediate_size or int(getattr(text, "intermediate_size", 4 * target.hidden_size)),
-        num_hidden_layers=1,
-        num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        head_dim=getattr(text, "head_dim", None) or target.hidden_size // text.num_attention_heads,
-        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
-        max_position_embeddings=target.context,
-        rope_parameters=rope,
-    )
-
-
-def unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor | None = None) -> Tensor:
-    """Attention of unrolled step k = len(keys) - 1: query [B, N, T, D] over the keys and values of steps 0..k.
-
-    Slot t sees the slots up to t of step 0, the committed text, or those that `mask` [B, 1, T, T] shows it, and of each
-    later step only its own entry, the chain it drafted itself. Memory T x (T + k) a head. Returns [B, N, T, D].
-    """
-    groups = query.shape[1] // keys[0].shape[1]
-    if len(keys) == 1:
-        return nn.functional.scaled_dot_product_attention(
-            query, keys[0], values[0], attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
-    keys = [key.repeat_interleave(groups, 1) for key in keys]
-    values = [value.repeat_interleave(groups, 1) for value in values]
-    query = query * query.shape[-1] ** -0.5
-    length = query.shape[2]
-    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
-    text_scores = (query @ keys[0].transpose(2, 3)).masked_fill(~seen, float("-inf"))  # [B, N, T, T]
-    own_scores = [(query * key).sum(-1, keepdim=True) for key in keys[1:]]  # each [B, N, T, 1]
-    weights = torch.cat([text_scores, *own_scores], -1).float().softmax(-1).to(query.dtype)
-    output = weights[..., :length] @ values[0]
-    for step, value in enumerate(values[1:]):
-        output = output + weights[..., length + step, None] * value
-    return output

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from draftsmith.models.errors import UserError
@@ -10,20 +10,15 @@ from draftsmith.models.target import Target
 
 # Encoded beside the vocabulary, it shows merges, normalisation and the special tokens put before a text.
 PROBE = "The smith's  iron:\n\tdef f(x): return 3.14159 # ünï 漢字 🔨 <|im_start|>"
-NAMES = {
-    "target_fingerprint": "weights or config",
-    "tokenizer_fingerprint": "tokenizer",
-    "template_hash": "chat template",
-}
 
 
 def identity(target: Target) -> dict[str, str | None]:
-    """What tells one target from another, as it is kept in prepared.json and in a drafter's config.json."""
-    return {
-        "target_fingerprint": target.fingerprint(),
-        "tokenizer_fingerprint": tokenizer_fingerprint(target),
-        "template_hash": template_hash(target),
-    }
+    """What tells one target from another, as it is kept in prepared.json and in a drafter's config.json.
+
+    Of a target without its layers, not its weights.
+    """
+    known = [key for key in PARTS if target.has_layers or key != "target_fingerprint"]
+    return {key: PARTS[key][1](target) for key in known}
 
 
 def tokenizer_fingerprint(target: Target) -> str | None:
@@ -43,14 +38,19 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_identity(
-    what: str, recorded: Mapping[str, Any], target: Target, mend: str, keys: Collection[str] = tuple(NAMES)
-) -> None:
-    """Refuse `what` where it was made with another target; keys that it did not record are passed over."""
-    own = identity(target)
+# Key on disk -> what a difference is called, and how it is found.
+PARTS: dict[str, tuple[str, Callable[[Target], str | None]]] = {
+    "target_fingerprint": ("other weights or another config", Target.fingerprint),
+    "tokenizer_fingerprint": ("another tokenizer", tokenizer_fingerprint),
+    "template_hash": ("another chat template", template_hash),
+}
+
+
+def check_identity(what: str, recorded: Mapping[str, Any], target: Target, keys: Collection[str], mend: str) -> None:
+    """Refuse `what` where it was made with another target, by some of the keys; those not recorded are passed over."""
     for key in keys:
-        if key in recorded and recorded[key] != own[key]:
+        name, fingerprint = PARTS[key]
+        if key in recorded and recorded[key] != (own := fingerprint(target)):
             raise UserError(
-                f"{what} came of another {NAMES[key]} than that of {target.name} "
-                f"({key} {recorded[key]}, not {own[key]}): {mend}"
+                f"{what} was made with {name} than {target.name} has ({key} {recorded[key]}, not {own}): {mend}"
             )

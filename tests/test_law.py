@@ -37,9 +37,8 @@ def small_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
         vocab_size=V,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_hidden_layers=2,
+        num_attention_heads=1,
         max_position_embeddings=32,
         initializer_range=0.4,
     )
@@ -50,8 +49,8 @@ def small_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 @pytest.fixture(scope="module")
 def drafter(small_target: Target) -> Drafter:
-    """Two of the target's three layers: right now and then."""
-    return DraftModel.from_target(DraftModelConfig(num_layers=2), small_target).eval()
+    """The first of the target's two layers: right now and then."""
+    return DraftModel.from_target(DraftModelConfig(num_layers=1), small_target).eval()
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +77,7 @@ def p_value(
     for start in range(0, num_texts, BATCH):
         output = decoder.decode([PROMPT] * BATCH, how, request_ids=list(range(start, start + BATCH)))
         counts += torch.bincount((torch.tensor(output.token_ids) * places).sum(1), minlength=V**LENGTH)
-    assert output.stats.total.draft_acceptance_rate > 0.1
+    assert output.stats.total.mean_acceptance_length > 1.1
     expected = law * num_texts
     rare = expected < 10
     counts, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (counts, expected))
@@ -86,24 +85,24 @@ def p_value(
 
 
 @pytest.mark.parametrize(
-    ("mode", "draft"),
+    ("mode", "draft", "num_texts"),
     [
-        ("one_hot", LENGTH - 1),
-        ("probabilistic", LENGTH - 1),
-        ("block", LENGTH - 1),
-        ("without_replacement", STATIC),
-        ("one_hot", STATIC),
-        ("one_hot", DYNAMIC),
+        ("one_hot", LENGTH - 1, 100_000),
+        ("probabilistic", LENGTH - 1, 100_000),
+        ("block", LENGTH - 1, 100_000),
+        ("without_replacement", STATIC, 100_000),
+        ("one_hot", DYNAMIC, 30_000),  # fewer: token for token plain sampling, as test_tree_drafting.py shows
     ],
 )
 def test_texts_have_the_law_of_the_target(
     mode: VerificationMode,
     draft: int | StaticTree | DynamicTree,
+    num_texts: int,
     small_target: Target,
     drafter: Drafter,
     law: Tensor,
 ) -> None:
-    assert p_value(SpeculativeDecoder(small_target, drafter), mode, law, 100_000, draft) > ALPHA
+    assert p_value(SpeculativeDecoder(small_target, drafter), mode, law, num_texts, draft) > ALPHA
 
 
 def test_lossy_output_is_found(small_target: Target, drafter: Drafter, law: Tensor) -> None:
@@ -126,23 +125,19 @@ def test_a_wrong_rule_is_found(
     assert p_value(SpeculativeDecoder(small_target, drafter), "probabilistic", law) < ALPHA
 
 
-@pytest.mark.parametrize("renormalise", [True, False])
 def test_siblings_tested_against_a_wrong_q_are_found(
-    renormalise: bool, small_target: Target, drafter: Drafter, law: Tensor, monkeypatch: pytest.MonkeyPatch
+    small_target: Target, drafter: Drafter, law: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drawn without replacement; after a rejection the drafter's law loses the token, and is not normalised again.
-
-    With that, the same code passes.
-    """
+    """After a rejection the drafter's law loses the token, and is not normalised again."""
 
     def rule(
         logits: Tensor, q: Tensor, tokens: Tensor, parents: Tensor, depth: int, accept: Tensor, draw: Tensor
     ) -> Verified:
-        return siblings(Rows(logits, q, tokens, parents, depth, accept, draw), remove=True, renormalise=renormalise)
+        return siblings(Rows(logits, q, tokens, parents, depth, accept, draw), remove=True)
 
     monkeypatch.setattr(rows_module.verify, "without_replacement", rule)
-    found = p_value(SpeculativeDecoder(small_target, drafter), "without_replacement", law, draft=SIBLINGS)
-    assert (found > ALPHA) is renormalise
+    decoder = SpeculativeDecoder(small_target, drafter)
+    assert p_value(decoder, "without_replacement", law, draft=SIBLINGS) < ALPHA
 
 
 def test_shared_noise_is_found(
@@ -177,6 +172,7 @@ def test_the_certificate(tiny_target: Target, medusa: Drafter) -> None:
         "identical": 4,
         "near_tie_divergences": 0,
         "divergences": 0,
+        "first_differences": [],
     }
 
 

@@ -8,11 +8,12 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from draftsmith.data.features import StoredDtype
 from draftsmith.models import DRAFTERS
 from draftsmith.models.base import DrafterConfig
 from draftsmith.models.errors import UserError, require_at_least
@@ -22,10 +23,15 @@ from draftsmith.models.errors import UserError, require_at_least
 class DataConfig:
     samples: str  # folder that `draftsmith prepare` wrote
     batch_size: int = 32  # samples an optimiser step, over all ranks
-    micro_batch_size: int = 8  # samples a forward pass on one rank
-    max_length: int = 2048  # tokens; longer samples are cut
+    max_length: int = 2048  # tokens of a row; longer samples are cut
+    drop_cut: bool = False  # leave out samples whose answer the length limit of `prepare` cut
+    tokens_per_micro_batch: int = 16384  # of a forward pass on one rank: rows x longest row, padding included
+    packing: bool = False  # several samples a row, as many as fit max_length
     on_policy_share: float = 0.0  # of the steps that train on text which the drafter writes itself, for draft models
     on_policy_rise: float = 0.0  # share of all steps over which that rises from nothing
+    features: Literal["online", "stored"] = "online"  # computed by the target beside the drafter, or once and read
+    features_dtype: StoredDtype = "bfloat16"  # of stored features
+    features_dir: str | None = None  # where they are stored; None: in the folder of the samples
 
 
 @dataclass
@@ -110,7 +116,6 @@ def check(config: TrainConfig) -> None:
             raise UserError(f"{key} is not set: give {key}=...")
     positive = {
         "data.batch_size": config.data.batch_size,
-        "data.micro_batch_size": config.data.micro_batch_size,
         "data.max_length": config.data.max_length,
         "run.steps": config.run.steps,
         "run.checkpoint_every": config.run.checkpoint_every,
@@ -123,6 +128,15 @@ def check(config: TrainConfig) -> None:
     }
     for key, value in positive.items():
         require_at_least(key, value)
+    if config.data.tokens_per_micro_batch < config.data.max_length:
+        raise UserError(
+            f"data.tokens_per_micro_batch={config.data.tokens_per_micro_batch} holds no row of "
+            f"data.max_length={config.data.max_length}: raise it or lower data.max_length"
+        )
+    for key in ("features_dtype", "features_dir"):
+        value = getattr(config.data, key)
+        if config.data.features == "online" and value != getattr(DataConfig, key):
+            raise UserError(f"data.{key}={value} is of stored features: give data.features=stored, too")
     if config.evaluation.num_threads is not None:
         require_at_least("evaluation.num_threads", config.evaluation.num_threads)
     for key, share in {
@@ -131,6 +145,10 @@ def check(config: TrainConfig) -> None:
     }.items():
         if not 0 <= share <= 1:
             raise UserError(f"data.{key}={share}: give a share from 0 to 1")
+    if config.data.on_policy_share and config.data.features == "stored":
+        raise UserError(
+            "data.on_policy_share: the drafter's own text has no stored features; give data.features=online"
+        )
     if config.data.on_policy_rise and not config.data.on_policy_share:
         raise UserError("data.on_policy_rise has no effect without data.on_policy_share: set it, or leave both out")
     require_at_least("optimizer.learning_rate", config.optimizer.learning_rate, 0)

@@ -18,9 +18,18 @@ from accelerate.utils import set_seed
 from rich.markup import escape
 from torch import Tensor
 
-from draftsmith.data.batches import BatchPlan, token_counts
+from draftsmith.data.batches import BatchPlan, Rows, token_counts
+from draftsmith.data.checks import (
+    check_capture,
+    check_prepared,
+    check_samples,
+    notice_padding,
+    notice_seen_prompts,
+    shown_sample,
+)
+from draftsmith.data.features import FeatureSource, StoredFeatures
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.samples import check_same_target, read_samples
+from draftsmith.data.samples import Sample, check_same_target, read_samples
 from draftsmith.inference.measure import PromptSet
 from draftsmith.models import CHANGED_TARGET, DRAFTERS, Drafter, Target
 from draftsmith.models.batch import Batch
@@ -37,6 +46,7 @@ from draftsmith.train.evaluate import (
     log_evaluation,
     what_training_brought,
 )
+from draftsmith.train.features import feature_source, open_store, whole_target
 from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.run_folder import link_best, open_run
 from draftsmith.train.tracking import Tracker
@@ -47,9 +57,10 @@ class Setup:
     """Everything a run needs, checked and loaded before anything is written."""
 
     accelerator: Accelerator
-    target: Target
+    target: Target  # without its layers where features are stored
     drafter: Drafter
     plan: BatchPlan
+    store: StoredFeatures | None
     prompts: PromptSet | None
     on_policy: OnPolicy | None
 
@@ -59,26 +70,54 @@ def set_up(config: TrainConfig) -> Setup:
     device = pick_device(config.run.device)
     mixed_precision = "bf16" if default_dtype(device) == torch.bfloat16 else "no"
     accelerator = Accelerator(mixed_precision=mixed_precision, cpu=device.type == "cpu")
-    target = Target.from_pretrained(config.target, accelerator.device)
+    online = config.data.features == "online"
+    load_target = Target.from_pretrained if online else Target.ends_from_pretrained
+    target = load_target(config.target, accelerator.device)
     folder = Path(config.data.samples)
-    samples = read_samples(folder)
-    check_same_target(folder, target)
-    if len(samples) < config.data.batch_size:
-        raise UserError(f"data.batch_size={config.data.batch_size} exceeds the {len(samples)} samples in {folder}")
-    if config.data.batch_size % accelerator.num_processes:
-        raise UserError(
-            f"data.batch_size={config.data.batch_size}: give a multiple of {accelerator.num_processes} processes"
-        )
+    samples = read_samples(folder, config.data.drop_cut)
+    if online:
+        check_same_target(folder, target)
+    check_prepared(folder, target)
+    check_samples(samples, target, min(config.data.max_length, target.context), str(folder))
+    plan = plan_batches(config, samples, target, accelerator.num_processes)
     prompts = evaluation_prompts(config.evaluation, target)
     set_seed(config.run.seed)
     drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, target).to(accelerator.device)
+    if online:
+        check_capture(target, drafter.layer_ids, samples[0].token_ids)
     if prompts:
         check_evaluation(config.evaluation, drafter, target)
     drafter.fit_vocabulary(token_counts(samples, target.vocab_size))
-    plan = BatchPlan(samples, config.data.batch_size, min(config.data.max_length, target.context), config.run.seed)
-    shares = config.data.on_policy_share
-    on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if shares else None
-    return Setup(accelerator, target, drafter, plan, prompts, on_policy)
+    store = open_store(config, drafter, target, plan)
+    share = config.data.on_policy_share
+    on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if share else None
+    return Setup(accelerator, target, drafter, plan, store, prompts, on_policy)
+
+
+def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num_ranks: int) -> BatchPlan:
+    """The plan of the config's batches; `UserError` where they cannot be made."""
+    data = config.data
+    if data.batch_size % num_ranks:
+        raise UserError(f"data.batch_size={data.batch_size}: give a multiple of {num_ranks} processes")
+    length = min(data.max_length, target.context)
+    plan = BatchPlan(samples, data.batch_size, length, data.tokens_per_micro_batch, config.run.seed, data.packing)
+    if len(plan.trained) < data.batch_size:
+        raise UserError(
+            f"data.batch_size={data.batch_size} exceeds the {len(plan.trained)} samples in {data.samples} that have "
+            f"something to train on within data.max_length={length}"
+        )
+    return plan
+
+
+def show_data(setup: Setup) -> None:
+    """Tell the user what is trained on: a sample with its mask, and what is odd about the data."""
+    plan = setup.plan
+    if plan.cut():
+        rich.print(plan.cut())
+    notice_padding(setup.target)
+    if setup.prompts:
+        notice_seen_prompts(setup.prompts.token_ids, plan.samples)
+    rich.print(shown_sample(plan.samples[plan.trained[0]], setup.target))
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
@@ -96,7 +135,10 @@ def train(config: TrainConfig) -> Path:
     setup = set_up(config)
     accelerator, target = setup.accelerator, setup.target
     run = open_run(config, target, accelerator)
-    if setup.drafter.changes_target() and accelerator.is_main_process:
+    source = feature_source(config, setup.store, setup.drafter, target, accelerator)
+    if accelerator.is_main_process:
+        show_data(setup)
+    if accelerator.is_main_process and setup.drafter.changes_target():
         rich.print(
             f"[bold]this changes the target[/]: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with"
         )
@@ -111,7 +153,7 @@ def train(config: TrainConfig) -> Path:
         if tracker and setup.prompts:
             newest = checkpoints(run)[-1]
             if not is_measured(newest, config.evaluation):
-                evaluate_checkpoint(newest, target, setup.prompts, config.evaluation)
+                evaluate_checkpoint(newest, whole_target(config, target), setup.prompts, config.evaluation)
             log_evaluation(newest, tracker)
             link_best(run)
         accelerator.wait_for_everyone()
@@ -128,15 +170,15 @@ def train(config: TrainConfig) -> Path:
         )
         for step in range(first_step, config.run.steps):
             rate = learning_rate(step, config.run.steps, config.optimizer)
-            batches = setup.plan.micro_batches(
-                step, accelerator.process_index, accelerator.num_processes, config.data.micro_batch_size
-            )
+            setup.drafter.progress = step / config.run.steps
+            micro_batches = setup.plan.micro_batches(step, accelerator.process_index, accelerator.num_processes)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            batches = [batch.to(accelerator.device) for batch in batches]
+            batches = [setup.plan.collate(rows).to(accelerator.device) for rows in micro_batches]
             if setup.on_policy and setup.on_policy.is_due(step):
                 batches = [setup.on_policy.rewrite(batch, step) for batch in batches]
-            batch_sums = gradients(accelerator, model, target, setup.drafter.layer_ids, batches)
+            with_rows = list(zip(micro_batches, batches, strict=True))
+            batch_sums = gradients(accelerator, model, with_rows, source)
             norm = accelerator.clip_grad_norm_(model.parameters(), config.optimizer.max_gradient_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -160,14 +202,14 @@ def train(config: TrainConfig) -> Path:
 
 
 def gradients(
-    accelerator: Accelerator, model: torch.nn.Module, target: Target, layer_ids: tuple[int, ...], batches: list[Batch]
+    accelerator: Accelerator, model: torch.nn.Module, batches: list[tuple[Rows, Batch]], source: FeatureSource
 ) -> list[LossSums]:
     """Leave in the parameters the gradient of the step's mean loss per trained token; return each batch's sums."""
-    own_tokens = torch.stack([batch.loss_mask.sum() for batch in batches]).sum()
+    own_tokens = torch.stack([batch.loss_mask.sum() for _, batch in batches]).sum()
     num_tokens = accelerator.reduce(own_tokens, "sum").clamp(min=1)
     batch_sums = []
-    for number, batch in enumerate(batches, 1):
-        features = target.features(batch, layer_ids)
+    for number, (rows, batch) in enumerate(batches, 1):
+        features = source(rows, batch)
         synchronise = contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(model)
         with synchronise, accelerator.autocast():
             sums = model(batch, features)

@@ -11,11 +11,13 @@ import torch
 
 from draftsmith.data.batches import BatchPlan
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.samples import Sample
+from draftsmith.data.samples import Sample, Span
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import load_drafter
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.losses import LossSums
+from draftsmith.models.target import Features
 from draftsmith.train.config import EvaluationConfig, TrainConfig
 from draftsmith.train.loop import Setup, gradients, learning_rate, set_up
 
@@ -76,10 +78,12 @@ def overfit(config: TrainConfig, num_sequences: int) -> Overfit:
     cause where it does not.
     """
     require_at_least("--overfit", num_sequences)
+    if config.data.features == "stored":
+        raise UserError("--overfit reads the target's features as it goes: give data.features=online")
     if config.data.on_policy_share:
         raise UserError("--overfit learns the target's text by heart: leave out data.on_policy_share")
     setup = set_up(config)
-    target, drafter, steps = setup.target, setup.drafter, config.run.steps
+    drafter, steps = setup.drafter, config.run.steps
     gate = Gate(setup, num_sequences, config.evaluation)
     model, optimizer = setup.accelerator.prepare(
         drafter, torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], weight_decay=0.0)
@@ -89,7 +93,7 @@ def overfit(config: TrainConfig, num_sequences: int) -> Overfit:
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, steps, config.optimizer)
-            (sums,) = gradients(setup.accelerator, model, target, drafter.layer_ids, [gate.batch])
+            (sums,) = gradients(setup.accelerator, model, [([], gate.batch)], gate.features)
             setup.accelerator.clip_grad_norm_(model.parameters(), config.optimizer.max_gradient_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -112,18 +116,21 @@ class Gate:
         self.target, self.drafter = setup.target, setup.drafter
         self.draft_length = min(config.draft_length, self.drafter.max_draft_length or config.draft_length)
         longest_first = sorted(setup.plan.samples, key=lambda sample: -len(sample.token_ids))
-        self.prompts = [sample.token_ids[: sample.prompt_length] for sample in longest_first[:num_sequences]]
+        self.prompts = [sample.token_ids[: sample.spans[0].start] for sample in longest_first[:num_sequences]]
         # a draft reaches beyond the last token that is asked for: learn that far
         room = self.target.context - max(map(len, self.prompts)) - self.draft_length
         self.num_tokens = min(config.max_new_tokens, room)
         plain = SpeculativeDecoder(self.target, load_drafter("none", self.target))
         self.answers = plain.generate(self.prompts, self.num_tokens + self.draft_length).token_ids
         samples = [
-            Sample(prompt + answer, len(prompt), "length", 0.0, i)
-            for i, (prompt, answer) in enumerate(zip(self.prompts, self.answers, strict=True))
+            Sample(prompt + answer, [Span(len(prompt), len(prompt) + len(answer))])
+            for prompt, answer in zip(self.prompts, self.answers, strict=True)
         ]
-        plan = BatchPlan(samples, len(samples), self.target.context, 0)
-        self.batch = plan.micro_batches(0, 0, 1, len(samples))[0].to(self.target.device)
+        plan = BatchPlan(samples, len(samples), self.target.context, len(samples) * self.target.context, seed=0)
+        self.batch = plan.collate([[index] for index in range(len(samples))]).to(self.target.device)
+
+    def features(self, _: object, batch: Batch) -> Features:
+        return self.target.features(batch, self.drafter.layer_ids)
 
     def judge(self, sums: LossSums, step: int) -> Overfit:
         """Decode the prompts with the drafter as it is now; `sums` are those of its last training step."""

@@ -1,0 +1,140 @@
+"""Writing stored features: what it takes is said first, and an interruption costs a shard at most.
+
+Shapes: B rows, T tokens, H hidden width, A number of layers asked for.
+"""
+
+import json
+import os
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import cast
+
+import rich
+import torch
+from rich.markup import escape
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftsmith.data.batches import Rows, group_rows
+from draftsmith.data.features import HEADER, INDEX, Shard, StoredFeatures, checksum, encode
+from draftsmith.data.progress import progress_bar
+from draftsmith.models import Target
+from draftsmith.models.errors import UserError
+
+TIMED_SECONDS = 2.0  # of computing that is measured before the first byte is written
+
+
+def check_disk(store: StoredFeatures) -> str:
+    """What storing the missing shards takes, in words; `UserError` where the disk has less room."""
+    num_tokens = sum(shard.num_tokens for shard in store.missing())
+    needed = num_tokens * store.contents.bytes_per_token
+    folder = store.folder.absolute()
+    existing = next(path for path in [folder, *folder.parents] if path.exists())
+    free = shutil.disk_usage(existing).free
+    amount = f"{num_tokens} tokens x {store.contents.bytes_per_token} bytes = {size_text(needed)}"
+    if needed > free:
+        raise UserError(
+            f"stored features need {amount}, but {existing} has {size_text(free)} free: give data.features_dir on a "
+            "larger disk, data.features_dtype=float8_e4m3fn, a smaller data.max_length, or data.features=online"
+        )
+    return f"{amount} of {size_text(free)} free"
+
+
+def size_text(num_bytes: float) -> str:
+    """As disks are sold: 1 kB is 1000 bytes."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def write_shards(store: StoredFeatures, target: Target, rank: int, num_ranks: int) -> None:
+    """Compute and write this rank's share of the missing shards, each whole or not at all."""
+    missing = {shard.number for shard in store.missing()}
+    own = [shard for shard in store.shards[rank::num_ranks] if shard.number in missing]
+    if not own:
+        return
+    num_tokens = sum(shard.num_tokens for shard in own)
+    if rank == 0:
+        minutes = num_tokens / tokens_per_second(store, own[0], target) / 60
+        rich.print(escape(f"storing features in {store.folder}: {check_disk(store)}, about {minutes:.1f} minutes"))
+    store.folder.mkdir(parents=True, exist_ok=True)
+    with progress_bar(rank == 0) as progress:
+        task = progress.add_task("storing the target's features", total=num_tokens, detail="tokens")
+        for shard in own:
+            tensors: dict[str, Tensor] = {}
+            for rows in batches_of(store, shard):
+                for name, encoded in compute(store, rows, target).items():
+                    room = torch.empty(shard.num_tokens, *encoded.shape[2:], dtype=encoded.dtype)
+                    whole = tensors.setdefault(name, room)
+                    for number, (index,) in enumerate(rows):
+                        whole[store.places[index][1]] = encoded[number, : store.plan.lengths[index]]
+                progress.update(task, advance=sum(store.plan.lengths[index] for (index,) in rows))
+            save_shard(store, shard, tensors)
+
+
+def batches_of(store: StoredFeatures, shard: Shard) -> list[Rows]:
+    """The samples of a shard, one a row, in batches of similar length."""
+    rows = [[shard.first + i] for i, length in enumerate(shard.lengths) if length]
+    return group_rows(rows, store.plan.lengths, store.plan.tokens_per_micro_batch)
+
+
+def compute(store: StoredFeatures, rows: Rows, target: Target) -> dict[str, Tensor]:
+    """The encoded hidden states of some rows [B, T, A + 1, ...]. Raises `UserError` where one is not finite."""
+    features = target.features(store.plan.collate(rows).to(target.device), store.contents.layer_ids)
+    states = features.last_hidden[:, :, None]
+    if features.layers is not None:
+        states = torch.cat([features.layers.unflatten(2, (-1, target.hidden_size)), states], 2)
+    finite = states.isfinite().flatten(1).all(1)
+    if not finite.all():
+        index = rows[int((~finite).nonzero()[0])][0]
+        raise UserError(f"{target.name} computes hidden states that are not finite on sample {index}: look at its text")
+    return {name: tensor.cpu() for name, tensor in encode(states, store.contents.torch_dtype).items()}
+
+
+def tokens_per_second(store: StoredFeatures, shard: Shard, target: Target) -> float:
+    """Speed of the first batches after one to warm up."""
+    batches = batches_of(store, shard)
+    compute(store, batches[0], target)
+    num_tokens, start = 0, time.perf_counter()
+    for rows in batches:
+        compute(store, rows, target)
+        num_tokens += sum(store.plan.lengths[index] for (index,) in rows)
+        if time.perf_counter() - start > TIMED_SECONDS:
+            break
+    return num_tokens / (time.perf_counter() - start)
+
+
+def save_shard(store: StoredFeatures, shard: Shard, tensors: dict[str, Tensor]) -> None:
+    """Write under a hidden name and rename it when all of it is on disk."""
+    header = {**store.header(shard), "checksum": checksum(tensors)}
+    partial, final = store.folder / f".{shard.file}", store.folder / shard.file
+    save_file(tensors, partial, metadata={HEADER: json.dumps(header)})
+    with open(partial, "rb") as file:
+        os.fsync(file.fileno())
+    partial.rename(final)
+
+
+def write_index(store: StoredFeatures) -> None:
+    """index.json: what is stored, and where each sample is. For readers of the folder; training checks the shards."""
+    shards = [
+        {
+            "file": shard.file,
+            "first_sample": shard.first,
+            "lengths": shard.lengths,
+            "checksum": json.loads(read_header(store.folder / shard.file))["checksum"],
+        }
+        for shard in store.shards
+    ]
+    partial = store.folder / f".{INDEX}"
+    partial.write_text(json.dumps({**asdict(store.contents), "shards": shards}) + "\n")
+    partial.rename(store.folder / INDEX)
+
+
+def read_header(path: Path) -> str:
+    with safe_open(path, "pt") as file:
+        return cast(dict[str, str], file.metadata())[HEADER]
