@@ -40,8 +40,9 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
     """
     require_at_least("batch_size", settings.batch_size)
     require_at_least("max_new_tokens", settings.max_new_tokens)
-    encoded = encode_prompts(read_prompts(source), target)
-    check_lengths(encoded, settings.max_new_tokens, target, source)
+    prompts = read_prompts(source)
+    encoded = encode_prompts(prompts, target)
+    check_lengths(prompts, encoded, settings.max_new_tokens, target)
     prepared = {
         "target": target.name,
         "target_fingerprint": target.fingerprint(),

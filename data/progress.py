@@ -1,5 +1,6 @@
-"""The one progress bar: what, how far, how fast, how long still."""
+"""What a user sees of the work: the one progress bar, and notices."""
 
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,3 +23,8 @@ def progress_bar(visible: bool = True) -> Progress:
         TextColumn("{task.fields[detail]}"),
         disable=not visible,
     )
+
+
+def notice(text: str) -> None:
+    """A line, on the error output, that a user should know of and that stops nothing."""
+    Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)

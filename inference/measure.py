@@ -8,8 +8,8 @@ touches one repeat of one contender; the interval is a paired bootstrap over bat
 import random
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.trees import DynamicTree, StaticTree
 
 BOOTSTRAP_SAMPLES = 2000
+P = TypeVar("P")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,15 @@ class MeasureSettings:
 class PromptSet:
     name: str
     token_ids: list[list[int]]
+    domains: list[str] = field(default_factory=list)  # of each prompt; empty where they were not told apart
+
+    @property
+    def by_domain(self) -> dict[str, list[int]]:
+        """The prompts of each domain, by their index."""
+        found: dict[str, list[int]] = {}
+        for index, domain in enumerate(self.domains):
+            found.setdefault(domain, []).append(index)
+        return found
 
 
 def check_settings(settings: MeasureSettings, drafters: dict[str, Drafter]) -> None:
@@ -145,7 +155,31 @@ def result_row(
         "milliseconds_per_round": milliseconds_per_round(outputs),
         "step_cost_ratio": total.mean_acceptance_length / speedup,
         "lossless": lossless(target, how.verification_mode, prompts, outputs, plain).as_dict(),
+        **({"domains": domain_fields(prompts, stats, outputs, plain)} if any(prompts.domains) else {}),
     }
+
+
+def domain_fields(
+    prompts: PromptSet, stats: list[Stats], outputs: list[list[Output]], plain: list[list[Output]]
+) -> dict[str, dict[str, Any]]:
+    """Acceptance by domain, and the speedup where every batch is a single prompt; `stats` by prompt."""
+    fields: dict[str, dict[str, Any]] = {}
+    for domain, indices in prompts.by_domain.items():
+        total = sum((stats[i] for i in indices[1:]), stats[indices[0]])
+        fields[domain] = {
+            "num_prompts": len(indices),
+            "num_drafts": total.num_drafts,
+            "num_emitted_tokens": total.num_emitted_tokens,
+            "mean_acceptance_length": total.mean_acceptance_length,
+            "draft_acceptance_rate": total.draft_acceptance_rate,
+        }
+        if len(outputs) == len(prompts.token_ids):
+            tokens, seconds = batch_totals([outputs[i] for i in indices])
+            plain_tokens, plain_seconds = batch_totals([plain[i] for i in indices])
+            speedup = sum(tokens) / sum(seconds) * sum(plain_seconds) / sum(plain_tokens)
+            fields[domain]["speedup"] = speedup
+            fields[domain]["speedup_ci95"] = list(bootstrap_ratio(tokens, seconds, plain_tokens, plain_seconds))
+    return fields
 
 
 def acceptance_fields(total: Stats) -> dict[str, Any]:
@@ -224,9 +258,9 @@ def lossless(
     return LosslessCheck(len(found), identical, 0, len(found) - identical)
 
 
-def pick_prompts(token_ids: list[list[int]], count: int, seed: int = 0) -> list[list[int]]:
+def pick_prompts(prompts: list[P], count: int, seed: int = 0) -> list[P]:
     """`count` of the prompts, the same ones each time, in their order."""
-    if count >= len(token_ids):
-        return token_ids
-    picked = sorted(random.Random(seed).sample(range(len(token_ids)), count))
-    return [token_ids[i] for i in picked]
+    if count >= len(prompts):
+        return prompts
+    picked = sorted(random.Random(seed).sample(range(len(prompts)), count))
+    return [prompts[i] for i in picked]

@@ -17,6 +17,7 @@ from draftsmith.models.base import Drafter, drafter_entry
 from draftsmith.models.draft_model import DraftModel
 from draftsmith.models.eagle3 import Eagle3
 from draftsmith.models.errors import UserError
+from draftsmith.models.identity import check_identity, identity
 from draftsmith.models.medusa import Medusa
 from draftsmith.models.ngram import Ngram
 from draftsmith.models.none import NoDrafter
@@ -31,6 +32,8 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "ngram": Ngram,
     "none": NoDrafter,
 }
+
+CHANGED_TARGET = "target"  # folder of a checkpoint with the target that its drafter was trained along with
 
 # How checkpoints that draftsmith did not write tell their family; any other causal language model is a draft model.
 ARCHITECTURES = {"LlamaForCausalLMEagle3": "eagle3", "Eagle3LlamaForCausalLM": "eagle3", "MedusaModel": "medusa"}
@@ -47,10 +50,12 @@ def save_drafter(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.f
         **drafter.engine_config(),
         "dtype": str(dtype).removeprefix("torch."),
         "torch_dtype": str(dtype).removeprefix("torch."),  # the older name, which engines still read
-        "draftsmith": drafter_entry(drafter),
+        "draftsmith": {**drafter_entry(drafter), "trained_for": identity(drafter.target)},
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if drafter.changes_target():
+        drafter.write_changed_target(directory / CHANGED_TARGET)
 
 
 def load_drafter(name: str | Path, target: Target) -> Drafter:
@@ -67,7 +72,11 @@ def load_drafter(name: str | Path, target: Target) -> Drafter:
     else:
         directory = _checkpoint_directory(name)
         config = _read_config(directory)
+        trained_for = config.get("draftsmith", {}).pop("trained_for", {})
+        mend = "measure and serve it with the tokenizer and template that it was trained with, or train it again"
+        check_identity(f"drafter {name}", trained_for, target, ("tokenizer_fingerprint", "template_hash"), mend)
         drafter = DRAFTERS[_kind(config)].from_engine(config, _read_tensors(directory), target)
+        drafter.trained_for = trained_for
     for parameter in drafter.parameters():  # not the buffers: rotary frequencies need fp32
         parameter.data = parameter.data.to(target.dtype)
     return drafter.to(target.device).eval()

@@ -4,7 +4,8 @@ Shapes: B rows, T tokens, N drafted tokens (nodes), V vocabulary of the target.
 """
 
 from abc import abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -43,6 +44,16 @@ def chain(tokens: Tensor, logits: Tensor | None = None) -> Draft:
     """A draft in which every token follows the one before it. tokens [B, N], logits [B, N, V]"""
     parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
     return Draft(tokens, parents, tokens.shape[1], logits)
+
+
+def in_target_vocabulary(draft: Draft, ids: Tensor, vocab_size: int) -> Draft:
+    """A draft in a vocabulary of its own, whose target ids are `ids` [Vd], in that of the target."""
+    tokens = torch.where(draft.tokens < 0, draft.tokens, ids[draft.tokens])  # NO_TOKEN stays
+    logits = draft.logits
+    if logits is not None:
+        whole = logits.new_full((*logits.shape[:2], vocab_size), float("-inf"))
+        logits = whole.index_copy(2, ids, logits)
+    return replace(draft, tokens=tokens, logits=logits)
 
 
 @dataclass
@@ -115,6 +126,8 @@ class Drafter(nn.Module):
     max_draft_length: int | None = None  # nodes on a path
 
     config: Any
+    target: Target  # of drafters that are trained
+    trained_for: dict[str, Any] | None = None  # that target's identity (identity.py), as the checkpoint has it
 
     @classmethod
     @abstractmethod
@@ -143,6 +156,14 @@ class Drafter(nn.Module):
         """Sums and counts; "loss" is what training minimises, its count the trained tokens (`loss_mask.sum()`)."""
         raise TypeError(f"{self.kind} has nothing to train")
 
+    def as_target(self) -> Target | None:
+        """Itself as a model that writes text, with the weights as they are at each moment; None: it only drafts."""
+        return None
+
+    def draft_to_target(self) -> Tensor | None:
+        """Target ids of a reduced draft vocabulary [Vd]; None where it can propose every token."""
+        return None
+
     def forward(self, batch: Batch, features: Features) -> LossSums:
         """The loss, under the name that wrappers for several devices call."""
         return self.loss(batch, features)
@@ -162,6 +183,14 @@ class Drafter(nn.Module):
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Drafter":
         """The inverse of the two above."""
         raise TypeError(f"{cls.kind} has no checkpoint")
+
+    def changes_target(self) -> bool:
+        """Whether the target is trained along, so that a checkpoint holds a target of its own in `target/`."""
+        return False
+
+    def write_changed_target(self, directory: Path) -> None:
+        """That target, as an ordinary Hugging Face directory."""
+        raise TypeError(f"{self.kind} does not change the target")
 
     def trainable(self) -> bool:
         return any(p.requires_grad for p in self.parameters())

@@ -7,12 +7,14 @@ Shapes: B rows, T tokens, H hidden width, V vocabulary.
 """
 
 import copy
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from draftsmith.models.base import (
     DecodingState,
@@ -22,7 +24,7 @@ from draftsmith.models.base import (
     load_tensors,
 )
 from draftsmith.models.batch import Batch
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.fused import FusedDecoder, fuse
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses import Divergence, LossSums, divergence_over_rows
@@ -35,8 +37,18 @@ from draftsmith.models.trees import Chain, Shape
 @dataclass
 class DraftModelConfig(DrafterConfig):
     kind: str = "draft_model"
-    num_layers: int = 2  # evenly spaced layers of the target to start from
+    model: str | None = (
+        None  # Hub name or directory of a causal language model to start from; None: parts of the target
+    )
+    num_layers: int | None = None  # evenly spaced layers of the target to start from; None: 2
+    hidden_size: int | None = None  # of a narrower model, whose layers start at random; None: the target's
     divergence: Divergence = "forward_kl"
+
+    def __post_init__(self) -> None:
+        if self.model is not None and (self.num_layers, self.hidden_size) != (None, None):
+            raise UserError(
+                "drafter.model brings its own num_layers and hidden_size: leave them out, or leave out model"
+            )
 
 
 class DraftModel(Drafter):
@@ -57,16 +69,23 @@ class DraftModel(Drafter):
 
     @classmethod
     def from_target(cls, config: DraftModelConfig, target: Target) -> "DraftModel":
-        """The target with all but `num_layers` of its layers left out, trainable."""
-        if not 1 <= config.num_layers < target.num_layers:
-            raise UserError(f"num_layers {config.num_layers}: give 1 to {target.num_layers - 1}, the target has more")
+        """An existing model, or the target with all but a few of its layers left out, or a narrower one like it."""
+        if config.model is not None:
+            return cls(config, existing_model(config.model, target), target)
+        num_layers = config.num_layers or 2
+        if not 1 <= num_layers < target.num_layers:
+            raise UserError(f"num_layers {num_layers}: give 1 to {target.num_layers - 1}, the target has more")
         if not target.has_layers:
             raise UserError("a draft model starts from the target's layers: train it with data.features=online")
-        kept = [round(i * (target.num_layers - 1) / max(1, config.num_layers - 1)) for i in range(config.num_layers)]
+        kept = [round(i * (target.num_layers - 1) / max(1, num_layers - 1)) for i in range(num_layers)]
         model_config = copy.deepcopy(target.text_config)
         drop_layers(model_config, kept)
-        model = AutoModelForCausalLM.from_config(model_config, attn_implementation=ATTENTION, dtype=torch.float32)
-        model.load_state_dict(layers_of(target.model.state_dict(), kept))
+        if config.hidden_size in (None, target.hidden_size):
+            model = new_model(model_config)
+            model.load_state_dict(layers_of(target.model.state_dict(), kept))
+        else:
+            model = new_model(narrower(model_config, config.hidden_size))
+            project_vocabulary(target, model)
         return cls(config, model, target)
 
     def loss(self, batch: Batch, features: Features) -> LossSums:
@@ -85,6 +104,9 @@ class DraftModel(Drafter):
             "accuracy_0": (rows.correct.sum(), counted.sum()),
             "sampled_acceptance_0": (rows.acceptance, counted.sum()),
         }
+
+    def as_target(self) -> Target:
+        return Target(self.model, self.target.tokenizer, "the draft model", fuse_layers=False)
 
     def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> "DraftModelMemory":
         memory = DraftModelMemory(num_rows, num_slots, shape, self.model.device)
@@ -138,7 +160,7 @@ class DraftModel(Drafter):
         if config.get("model_type") not in CONFIG_MAPPING:
             raise UserError(f"config.json names model_type {config.get('model_type')!r}: give a causal language model")
         model_config = CONFIG_MAPPING[config["model_type"]].from_dict(config)
-        model = AutoModelForCausalLM.from_config(model_config, attn_implementation=ATTENTION, dtype=torch.float32)
+        model = new_model(model_config)
         drafter = cls(DraftModelConfig(**own), model, target)
         tied = {name: tensor for name, tensor in model.state_dict().items() if name not in untied(model)}
         load_tensors(model, {**tied, **tensors}, "this draft model")
@@ -159,6 +181,61 @@ def untied(model: PreTrainedModel) -> dict[str, Tensor]:
             tensors[name] = tensor
             seen.add(tensor.data_ptr())
     return tensors
+
+
+def new_model(config: PretrainedConfig) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+
+
+def existing_model(name: str, target: Target) -> PreTrainedModel:
+    """A causal language model of the target's vocabulary. Raises `UserError` where it has another one.
+
+    Families pad the vocabulary to different sizes at different widths. Engines want equal sizes: the padding is cut or
+    filled up to the target's.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=ATTENTION, dtype=torch.float32)
+        vocabulary = AutoTokenizer.from_pretrained(name).get_vocab()
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"drafter.model {name!r} does not load: {first_line(error)}") from None
+    if target.tokenizer is not None and vocabulary != target.tokenizer.get_vocab():
+        raise UserError(
+            f"drafter.model {name!r} has another tokenizer than {target.name}: give a model of the target's own family"
+        )
+    if model.get_input_embeddings().num_embeddings != target.vocab_size:
+        model.resize_token_embeddings(target.vocab_size, mean_resizing=False)
+    return model
+
+
+def narrower(config: PretrainedConfig, width: int) -> PretrainedConfig:
+    """The config of a model of another width with heads as wide as they were and the rest in proportion."""
+    if not hasattr(config, "num_key_value_heads") or not hasattr(config, "intermediate_size"):
+        raise UserError(f"drafter.hidden_size: {config.model_type} has no width to scale; give drafter.model instead")
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not 0 < width < config.hidden_size or width % head_width:
+        raise UserError(
+            f"drafter.hidden_size {width}: give a multiple of the target's head width {head_width} "
+            f"below its hidden_size {config.hidden_size}"
+        )
+    heads = width // head_width
+    key_value_heads = math.gcd(heads, config.num_key_value_heads)
+    share = width / config.hidden_size
+    config = copy.deepcopy(config)
+    config.intermediate_size = max(1, round(config.intermediate_size * share))
+    config.hidden_size, config.num_attention_heads, config.head_dim = width, heads, head_width
+    config.num_key_value_heads = key_value_heads
+    return config
+
+
+@torch.no_grad()
+def project_vocabulary(target: Target, model: PreTrainedModel) -> None:
+    """Start embedding and head of a narrower model as the target's, on the main directions of its embedding."""
+    embedding = cast(Tensor, target.embedding.weight).float()  # [V, H]
+    own, head = cast(Tensor, model.get_input_embeddings().weight), cast(Tensor, model.get_output_embeddings().weight)
+    directions = torch.linalg.eigh(embedding.T @ embedding).eigenvectors[:, -own.shape[1] :]  # [H, width]
+    head.copy_(target.head_weight().float() @ directions)
+    own.copy_(embedding @ directions)  # after the head, which may be the same
+    model.tie_weights()
 
 
 def layers_of(tensors: dict[str, Tensor], kept: list[int]) -> dict[str, Tensor]:

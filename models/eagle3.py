@@ -22,6 +22,7 @@ from draftsmith.models.base import (
     Drafter,
     DrafterConfig,
     check_same_shape,
+    in_target_vocabulary,
     load_tensors,
 )
 from draftsmith.models.batch import Batch
@@ -281,16 +282,6 @@ class Eagle3(Drafter):
         }
         load_tensors(drafter, tensors, "this EAGLE-3 drafter")
         return drafter
-
-
-def in_target_vocabulary(draft: Draft, ids: Tensor, vocab_size: int) -> Draft:
-    """A draft in a vocabulary of its own, whose target ids are `ids` [Vd], in that of the target."""
-    tokens = torch.where(draft.tokens < 0, draft.tokens, ids[draft.tokens])  # NO_TOKEN stays
-    logits = draft.logits
-    if logits is not None:
-        whole = logits.new_full((*logits.shape[:2], vocab_size), float("-inf"))
-        logits = whole.index_copy(2, ids, logits)
-    return replace(draft, tokens=tokens, logits=logits)
 
 
 def default_layer_ids(num_layers: int) -> list[int]:

@@ -76,7 +76,7 @@ class Target:
         whole_config: PretrainedConfig | None = None,
     ) -> None:
         """`whole_config`: of the whole target, where `model` is one without its layers."""
-        self.model = model.eval().requires_grad_(False)
+        self.model = model
         self.tokenizer = tokenizer
         self.name = name
         self.text_config = (whole_config or model.config).get_text_config()
@@ -236,7 +236,7 @@ def _load(
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
     model.to(device)  # type: ignore[arg-type]  # wrapped by transformers without its types
-    return model, tokenizer
+    return model.eval().requires_grad_(False), tokenizer
 
 
 def drop_layers(text_config: PretrainedConfig, kept: list[int]) -> None:

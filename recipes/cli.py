@@ -46,6 +46,12 @@ def build_parser() -> argparse.ArgumentParser:
     sub = command("train", "train a drafter by a recipe; the same command resumes an interrupted run")
     sub.add_argument("recipe", metavar="RECIPE", help="eagle3, medusa, draft_model, ...")
     sub.add_argument("--config", type=Path, help="YAML over the recipe, such as the config.yaml of a run")
+    sub.add_argument(
+        "--overfit",
+        type=int,
+        metavar="N",
+        help="only learn N sequences by heart, to see that drafter and decoder agree",
+    )
     sub.add_argument("overrides", nargs="*", metavar="key=value", help="over both, by dotted name")
 
     sub = command("evaluate", "measure acceptance and speed of drafters beside plain decoding")

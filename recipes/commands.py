@@ -13,10 +13,10 @@ from rich.console import Console
 
 from draftsmith.data.prepare import PrepareSettings
 from draftsmith.data.prepare import prepare as prepare_samples
-from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
+from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoder import check_sampling
-from draftsmith.inference.measure import MeasureSettings, PromptSet, pick_prompts
+from draftsmith.inference.measure import MeasureSettings
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, first_line, require_at_least
 from draftsmith.models.trees import DynamicTree, StaticTree
@@ -27,6 +27,7 @@ from draftsmith.recipes.recipes import RECIPES
 from draftsmith.recipes.report import build_report, certificate_text, print_evaluations
 from draftsmith.train import train as train_drafter
 from draftsmith.train.config import resolve
+from draftsmith.train.overfit import overfit
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -54,6 +55,9 @@ def train(args: argparse.Namespace) -> None:
         hint = f"nearest: {', '.join(near)}; " if near else ""
         raise UserError(f"unknown recipe {args.recipe!r}; {hint}there are {', '.join(RECIPES)}")
     config = resolve(RECIPES[args.recipe](), args.config, args.overrides)
+    if args.overfit is not None:
+        overfit(config, args.overfit)
+        return
     run = train_drafter(config)
     if config.evaluation.prompts and PartialState().is_main_process:
         console.print(f"report: {build_report(run)}")
@@ -61,12 +65,9 @@ def train(args: argparse.Namespace) -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     target = Target.from_pretrained(args.target, args.device)
-    encoded = encode_prompts(read_prompts(args.prompts), target)
     if args.num_prompts is not None:
         require_at_least("--num-prompts", args.num_prompts)
-        encoded = pick_prompts(encoded, args.num_prompts)
-    check_lengths(encoded, args.max_new_tokens, target, args.prompts)
-    prompts = PromptSet(Path(args.prompts).stem, encoded)
+    prompts = read_prompt_set(args.prompts, target, args.num_prompts, args.max_new_tokens)
     lengths = args.draft_length or ([] if args.tree else [4])
     grid = [
         MeasureSettings(
@@ -89,7 +90,7 @@ def evaluate(args: argparse.Namespace) -> None:
     contents = compare(target, args.drafter, prompts, grid, args.out, args.num_threads, args.certify)
     print_evaluations(contents, console)
     for content in contents if args.certify else []:
-        console.print(certificate_text(content))
+        console.print(certificate_text(content["drafter"], content.get("certificate")))
 
 
 def parse_tree(text: str) -> StaticTree | DynamicTree:

@@ -31,12 +31,23 @@ def medusa() -> TrainConfig:
     return config
 
 
+def medusa_2() -> TrainConfig:
+    """Medusa heads and low-rank corrections to the target, trained together. The target is no longer the same model."""
+    config = medusa()
+    config.drafter = MedusaConfig(adapt_target="low_rank")
+    return config
+
+
 def draft_model() -> TrainConfig:
-    """A standalone draft model of two of the target's layers."""
+    """A standalone draft model of two of the target's layers; `drafter.model=NAME` starts from a small model.
+
+    What it accepts before training is measured, too.
+    """
     config = TrainConfig(target="", drafter=DraftModelConfig(), data=DataConfig(""))
     config.optimizer.learning_rate = 3e-4
     config.run.steps = 20000
     config.run.checkpoint_every = 2000
+    config.evaluation.untrained = True
     return config
 
 
@@ -75,6 +86,7 @@ def _quickstart(config: TrainConfig) -> TrainConfig:
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "eagle3": eagle3,
     "medusa": medusa,
+    "medusa_2": medusa_2,
     "draft_model": draft_model,
     "quickstart_eagle3": quickstart_eagle3,
     "quickstart_medusa": quickstart_medusa,

@@ -14,6 +14,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from draftsmith.inference.verify import LOSSY
 from draftsmith.recipes.figures import draw_figures
 from draftsmith.recipes.results import Contender, Result, Run, checkpoint_names, read_contenders, read_runs
 from draftsmith.train.run_folder import require_writable
@@ -36,10 +37,15 @@ class SummaryRow:
         return self.result["lossless"]["divergences"] > 0
 
     @property
+    def lossy(self) -> bool:
+        """Measured in a mode that does not keep the target's law."""
+        return self.result["verification_mode"] in LOSSY
+
+    @property
     def verdict(self) -> str:
-        """`faster` or `slower` than plain decoding where the interval leaves no doubt; wrong output is never faster."""
+        """`faster` or `slower` than plain decoding where the interval leaves no doubt; other output is never faster."""
         low, high = self.result["speedup_ci95"]
-        return "slower" if high < 1 else "faster" if low > 1 and not self.diverged else ""
+        return "slower" if high < 1 else "faster" if low > 1 and not self.diverged and not self.lossy else ""
 
 
 def build_report(folder: Path) -> Path:
@@ -59,6 +65,8 @@ def build_report(folder: Path) -> Path:
         "headline": headline(rows, runs[0].target, contenders[0].environment),
         "caveats": caveats(rows),
         "divergences": divergences(runs),
+        "first_differences": first_differences(contenders),
+        "certificates": [certificate_text(one.name, one.certificate) for one in contenders if one.certificate],
         "blocks": by_setting(rows),
         "headings": list(cells(rows[0])),
         "cells": cells,
@@ -130,7 +138,11 @@ def plain_row(setting: str, beside: SummaryRow, note: str) -> SummaryRow:
         "speedup_ci95": [1.0, 1.0],
         "milliseconds_per_round": None,
         "step_cost_ratio": 1.0,
-        "lossless": {"checked": 0, "identical": 0, "near_tie_divergences": 0, "divergences": 0},
+        "verification_mode": "greedy",
+        "lossless": {
+            **{"checked": 0, "identical": 0, "near_tie_divergences": 0, "divergences": 0},
+            "first_differences": [],
+        },
     }
     return SummaryRow(setting, PLAIN, f"plain decoding{note and ', ' + note}", False, result)
 
@@ -163,8 +175,14 @@ def cells(row: SummaryRow) -> dict[str, str]:
 
 
 def lossless_text(result: Result) -> str:
-    """How many outputs equal those of plain decoding."""
-    check = result["lossless"]
+    """How many outputs equal those of plain decoding; a lossy mode is named."""
+    if result["verification_mode"] in LOSSY:
+        return f"LOSSY ({result['verification_mode']})"
+    return check_text(result["lossless"])
+
+
+def check_text(check: dict[str, Any]) -> str:
+    """The counts of one comparison with plain decoding."""
     if not check["checked"]:
         return "not compared"
     text = f"{check['identical']}/{check['checked']}"
@@ -175,17 +193,19 @@ def lossless_text(result: Result) -> str:
     return text
 
 
-def certificate_text(content: dict[str, Any]) -> str:
+def certificate_text(drafter: str, certificate: dict[str, Any] | None) -> str:
     """What a certificate says, in a line."""
-    if "certificate" not in content:
-        return f"{content['drafter']}: nothing to certify, it drafts nothing"
-    certificate = content["certificate"]
-    sampled = ", ".join(f"{mode} p = {test['p_value']:.2g}" for mode, test in certificate["sampled"].items())
+    if certificate is None:
+        return f"{drafter}: nothing to certify, it drafts nothing"
+    sampled = ", ".join(
+        f"{mode}{' (lossy, the control)' if mode in LOSSY else ''} p = {test['p_value']:.2g}"
+        for mode, test in certificate["sampled"].items()
+    )
     verdict = "output is the target's" if certificate["passed"] else "OUTPUT IS NOT THE TARGET'S"
     control = "" if certificate["control_found"] else "; too few tokens to find lossy output"
     checks = certificate["greedy"].items()
-    greedy = "; ".join(f"{size.replace('_', ' ')}: {lossless_text({'lossless': check})}" for size, check in checks)
-    return f"{content['drafter']}: {verdict} (greedy {greedy}; sampled {sampled}{control})"
+    greedy = "; ".join(f"{size.replace('_', ' ')}: {check_text(check)}" for size, check in checks)
+    return f"{drafter}: {verdict} (greedy {greedy}; sampled {sampled}{control})"
 
 
 def count(number: int, noun: str) -> str:
@@ -223,7 +243,7 @@ def print_rows(rows: list[SummaryRow], console: Console) -> None:
 def headline(rows: list[SummaryRow], target: str, environment: dict[str, Any]) -> str:
     """What the best drafter reaches at the first setting, for what target and on what machine."""
     trained = [row for row in rows if row.trained and row.setting == rows[0].setting]
-    best = next((row for row in trained if not row.diverged), None)
+    best = next((row for row in trained if not row.diverged and not row.lossy), None)
     if best is None:
         return "No drafter leaves the output of plain decoding as it is: there is no speedup to report."
     low, high = best.result["speedup_ci95"]
@@ -246,7 +266,9 @@ def caveats(rows: list[SummaryRow]) -> list[str]:
             "No trained drafter is measurably faster than plain decoding here: no 95 % interval lies above 1.0."
         )
     for setting, block in by_setting(rows).items():
-        fastest = max((row for row in block if not row.diverged), key=lambda row: row.result["speedup"])
+        fastest = max(
+            (row for row in block if not row.diverged and not row.lossy), key=lambda row: row.result["speedup"]
+        )
         if not fastest.trained:
             name = "plain decoding" if fastest.drafter == PLAIN else f"{fastest.drafter}, which needs no training"
             found.append(f"At {setting}, no trained drafter beats {name} ({fastest.result['speedup']:.2f}×).")
@@ -266,6 +288,28 @@ def divergences(runs: list[Run]) -> list[str]:
         f"{name}, {setting_name(result)}: {lossless_text(result)}"
         for name, result in measured
         if result["lossless"]["divergences"]
+    ]
+
+
+def first_differences(contenders: list[Contender]) -> list[dict[str, str]]:
+    """Of every output in the comparison that differs from plain decoding: where, and what the target holds there."""
+    return [
+        {
+            "drafter": one.name,
+            "setting": setting_name(result),
+            "prompt": str(found["request"] + 1),
+            "token": str(found["position"] + 1),
+            "plain → speculative": " → ".join(
+                "end" if found[which] is None else str(found[which]) for which in ("plain_token", "speculative_token")
+            ),
+            "top-2 gap": f"{found['top_two_gap']:.2g}",
+            "top-2 gap in fp32": f"{found['top_two_gap_fp32']:.2g}",
+            "near tie up to": f"{found['near_tie_gap']:.2g}",
+            "verdict": "near tie" if found["near_tie"] else "DIVERGED",
+        }
+        for one in contenders
+        for result in one.results
+        for found in result["lossless"]["first_differences"]
     ]
 
 

@@ -21,6 +21,7 @@ class Checkpoint:
     step: int
     results: list[Result]
     baselines: dict[str, list[Result]]  # training-free drafters, measured in the same process
+    certificate: dict[str, Any] | None  # of losslessness, where one was asked for
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Contender:
     trained: bool
     results: list[Result]
     environment: dict[str, Any]  # that it was measured in
+    certificate: dict[str, Any] | None = None
 
 
 def read_contenders(folder: Path, runs: list[Run]) -> list[Contender]:
@@ -68,7 +70,10 @@ def read_contenders(folder: Path, runs: list[Run]) -> list[Contender]:
         found = [_compared(json.loads(path.read_text())) for path in compared]
     else:
         beside = f"measured beside {runs[0].name}, step {runs[0].best.step}"
-        found = [Contender(run.name, f"step {run.best.step}", True, run.best.results, run.environment) for run in runs]
+        found = [
+            Contender(run.name, f"step {run.best.step}", True, run.best.results, run.environment, run.best.certificate)
+            for run in runs
+        ]
         found += [
             Contender(name, beside, False, results, runs[0].environment)
             for name, results in runs[0].best.baselines.items()
@@ -77,10 +82,9 @@ def read_contenders(folder: Path, runs: list[Run]) -> list[Contender]:
 
 
 def _compared(content: dict[str, Any]) -> Contender:
-    if content["drafter"] == content["drafter_kind"]:
-        return Contender(content["drafter"], "", False, content["results"], content["environment"])
-    name, note = checkpoint_names(Path(content["drafter"]))
-    return Contender(name, note, True, content["results"], content["environment"])
+    trained = content["drafter"] != content["drafter_kind"]
+    name, note = checkpoint_names(Path(content["drafter"])) if trained else (content["drafter"], "")
+    return Contender(name, note, trained, content["results"], content["environment"], content.get("certificate"))
 
 
 def checkpoint_names(path: Path) -> tuple[str, str]:
@@ -122,11 +126,8 @@ def _read_run(folder: Path) -> Run:
 
 def _read_checkpoint(folder: Path) -> Checkpoint:
     baselines = {
-        path.name.removeprefix("evaluation.").removesuffix(".json"): _read_results(path)
+        path.name.removeprefix("evaluation.").removesuffix(".json"): json.loads(path.read_text())["results"]
         for path in sorted(folder.glob("evaluation.*.json"))
     }
-    return Checkpoint(checkpoint_step(folder), _read_results(folder / "evaluation.json"), baselines)
-
-
-def _read_results(path: Path) -> list[Result]:
-    return json.loads(path.read_text())["results"]
+    content = json.loads((folder / "evaluation.json").read_text())
+    return Checkpoint(checkpoint_step(folder), content["results"], baselines, content.get("certificate"))

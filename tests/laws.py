@@ -24,7 +24,7 @@ from torch.nn.functional import one_hot
 from draftsmith.inference import verify
 from draftsmith.inference.verify import Verified
 from draftsmith.models.base import NO_TOKEN
-from draftsmith.models.sampling import Sampling, cut
+from draftsmith.models.sampling import Sampling, cut, sample
 
 EXACT = 1e-9
 Label = tuple[int, ...]
@@ -165,6 +165,26 @@ RULES: dict[str, Rule] = {
     ),
     "typical": lambda r: verify.typical(r.logits, r.tokens, r.parents, r.depth),
 }
+
+
+def siblings(r: Rows, remove: bool = False, renormalise: bool = False) -> Verified:
+    """A plain rule to make wrong ones of: the nodes of a tree one level deep, one after the other. As it stands,
+    recursive rejection of independent drafts (SpecInfer, arXiv 2305.09781); with both options, of drafts without
+    replacement."""
+    p, q = r.logits.softmax(-1), r.draft_logits.softmax(-1)
+    left, rest, column = p[:, 0], q[:, 0], torch.zeros_like(r.tokens[:, 0])
+    for node in range(r.tokens.shape[1]):
+        token = r.tokens[:, node, None].clamp(min=0)
+        tried = (r.tokens[:, node] >= 0) & (column == 0)
+        passes = (r.accept[:, node, None] * rest.gather(1, token) < left.gather(1, token))[:, 0]
+        column = torch.where(tried & passes, node + 1, column)
+        residual = (left - rest).clamp(min=0)
+        left = torch.where((tried & ~passes)[:, None], residual / residual.sum(1, keepdim=True), left)
+        rest = torch.where(tried[:, None], rest.scatter(1, token, 0), rest) if remove else rest
+        rest = rest / rest.sum(1, keepdim=True) if renormalise else rest
+    rows = torch.arange(len(p))
+    law = torch.where(column[:, None] > 0, p[rows, column], left)
+    return Verified((column > 0).long(), column[:, None], sample(law, r.draw[rows, (column > 0).long()]))
 
 
 @dataclass

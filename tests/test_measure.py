@@ -1,12 +1,17 @@
 """What an evaluation says: its fields, its ratio and interval, its check of the output."""
 
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 
-from draftsmith.inference.lossless import LosslessCheck, compare
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.lossless import LosslessCheck, compare, in_fp32, next_logits
 from draftsmith.inference.measure import MeasureSettings, PromptSet, bootstrap_ratio, measure, pick_prompts
 from draftsmith.inference.stats import Stats
-from draftsmith.models import Target, load_drafter
+from draftsmith.models import DRAFTERS, Target, load_drafter
 
 DESIGN_FIELDS = {
     *("prompt_set", "num_prompts", "temperature", "top_p", "verification_mode", "batch_size", "draft_length"),
@@ -39,7 +44,10 @@ def test_a_row_has_every_field_and_agrees_with_itself(temperature: float, mode: 
     row = rows["ngram"]
     assert set(row) >= DESIGN_FIELDS
     assert row["verification_mode"] == mode
-    assert row["lossless"] == {"checked": 3, "identical": 3, "near_tie_divergences": 0, "divergences": 0}
+    assert row["lossless"] == {
+        **{"checked": 3, "identical": 3, "near_tie_divergences": 0, "divergences": 0},
+        "first_differences": [],
+    }
     assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["baseline_tokens_per_second"])
     assert row["step_cost_ratio"] == pytest.approx(row["mean_acceptance_length"] / row["speedup"])
     assert sum(row["acceptance_histogram"]) == row["num_drafts"]
@@ -62,6 +70,10 @@ def test_the_interval_is_paired() -> None:
     assert high > 1
 
 
+def counts(check: LosslessCheck) -> tuple[int, int, int, int]:
+    return check.checked, check.identical, check.near_tie_divergences, check.divergences
+
+
 def test_differences_are_told_apart(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = tiny_target.encode("The smith")
     gap = {"size": 0.0}
@@ -73,11 +85,61 @@ def test_differences_are_told_apart(tiny_target: Target, monkeypatch: pytest.Mon
         return values
 
     monkeypatch.setattr(Target, "logits", logits)
-    assert compare(tiny_target, [prompt], [[1, 7]], [[1, 7]]) == LosslessCheck(1, 1, 0, 0)
-    assert compare(tiny_target, [prompt], [[1, 7]], [[1, 8]]) == LosslessCheck(1, 0, 1, 0)
+    assert counts(compare(tiny_target, [prompt], [[1, 7]], [[1, 7]])) == (1, 1, 0, 0)
+    assert counts(compare(tiny_target, [prompt], [[1, 7]], [[1, 8]])) == (1, 0, 1, 0)
     gap["size"] = 0.01
-    assert compare(tiny_target, [prompt], [[1, 7]], [[1, 8]]) == LosslessCheck(1, 0, 0, 1)
-    assert compare(tiny_target, [prompt], [[1, 7]], [[1]]) == LosslessCheck(1, 0, 0, 1)  # stopped too early
+    check = compare(tiny_target, [prompt, prompt], [[1, 7], [1, 7]], [[1, 7], [1, 8]])
+    assert counts(check) == (2, 1, 0, 1)
+    (found,) = check.first_differences
+    assert (found.request, found.position, found.plain_token, found.speculative_token) == (1, 1, 7, 8)
+    assert found.top_two_gap == found.token_gap_fp32 == pytest.approx(0.01, rel=1e-3)
+    check = compare(tiny_target, [prompt], [[1, 7]], [[1]])  # stopped too early
+    assert counts(check) == (1, 0, 0, 1)
+    assert check.first_differences[0].speculative_token is None
+
+
+@pytest.fixture(scope="module")
+def bf16_target(make_target_dir: Callable[..., Path]) -> Target:
+    """Wide enough for matrix products of other shapes to round otherwise."""
+    folder = make_target_dir(hidden_size=256, intermediate_size=512, initializer_range=0.05)
+    return Target.from_pretrained(folder, "cpu", torch.bfloat16)
+
+
+def test_bf16_diverges_at_near_ties_only(bf16_target: Target) -> None:
+    """Single prompts decoded plainly against drafts in a batch of eight; what fp32 tells apart is no near tie."""
+    prompts = [bf16_target.encode(text) for text in ("The smith", "def f(", "x", "iron", "a b", "return", "hit", ".")]
+    torch.manual_seed(1)
+    medusa = DRAFTERS["medusa"].from_target(DRAFTERS["medusa"].config_class(kind="medusa"), bf16_target)
+    drafting = SpeculativeDecoder(bf16_target, medusa.to(torch.bfloat16).eval())
+    plain = SpeculativeDecoder(bf16_target, load_drafter("none", bf16_target))
+    expected = [plain.generate([prompt], 48, stop_at_eos=False).token_ids[0] for prompt in prompts]
+    found = drafting.generate(prompts, 48, stop_at_eos=False).token_ids
+    check = compare(bf16_target, prompts, expected, found)
+    assert check.near_tie_divergences > 0
+    assert check.divergences == 0
+    for difference in check.first_differences:
+        before = expected[difference.request][: difference.position]
+        assert before == found[difference.request][: difference.position]
+        assert difference.plain_token != difference.speculative_token
+        assert difference.top_two_gap_fp32 <= difference.near_tie_gap < 1
+
+    text = prompts[0] + expected[0][:-1]
+    ranking = bf16_target.model(torch.tensor([text])).logits[0, -1].float().argsort(descending=True)
+    wrong = [*expected[0][:-1], int(ranking[40])]
+    assert counts(compare(bf16_target, prompts[:1], [expected[0]], [wrong])) == (1, 0, 0, 1)
+
+
+def test_scores_in_fp32_without_a_copy(bf16_target: Target) -> None:
+    """The same as a widened copy gives, and every weight is afterwards where it was."""
+    text = torch.tensor([bf16_target.encode("The smith heats the iron")])
+    before = {name: parameter.data_ptr() for name, parameter in bf16_target.model.named_parameters()}
+    with in_fp32(bf16_target.model):
+        found = next_logits(bf16_target, text)
+    assert before == {name: parameter.data_ptr() for name, parameter in bf16_target.model.named_parameters()}
+    assert bf16_target.dtype == torch.bfloat16
+    widened = Target(copy.deepcopy(bf16_target.model).float(), None, "widened", fuse_layers=False)
+    torch.testing.assert_close(found, next_logits(widened, text), atol=0, rtol=0)
+    assert not torch.equal(found, next_logits(bf16_target, text))
 
 
 def test_the_same_prompts_are_picked_each_time() -> None:

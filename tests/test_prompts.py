@@ -1,19 +1,19 @@
 """Prompts from files: what is read, and what is refused with the line that is wrong."""
 
 import json
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from chats import FAMILIES, chat_target
 
-from draftsmith.data.prompts import Prompt, check_lengths, encode_prompts, read_prompts
+from draftsmith.data.conversations import opened_chat
+from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompt_set, read_prompts
+from draftsmith.data.rows import Prompt
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 
-TEMPLATE = (
-    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
+CHATS = {name: chat_target(family) for name, family in FAMILIES.items()}
 MESSAGES = [{"role": "user", "content": "heat the iron"}]
 
 
@@ -100,35 +100,88 @@ def test_chats_need_a_chat_template(tiny_target: Target) -> None:
         encode_prompts([Prompt("x"), Prompt(messages=MESSAGES)], tiny_target)
 
 
-@pytest.fixture
-def chat_target(tiny_target: Target) -> Iterator[Target]:
-    """The tiny target with a chat template; taken away again, for it is shared."""
-    assert tiny_target.tokenizer is not None
-    tiny_target.tokenizer.chat_template = TEMPLATE
-    yield tiny_target
-    tiny_target.tokenizer.chat_template = None
-
-
-def test_chat_is_opened_for_the_answer(chat_target: Target) -> None:
+def test_chat_is_opened_for_the_answer() -> None:
     """Without the opened turn the target would continue the user's. Byte-level tokens decode to the exact text."""
-    ids = encode_prompts([Prompt(messages=MESSAGES)], chat_target)[0]
-    assert chat_target.tokenizer is not None
-    assert chat_target.tokenizer.decode(ids).replace("<|endoftext|>", "") == "[user]heat the iron[assistant]"
+    target = CHATS["chatml"]
+    assert target.tokenizer is not None
+    [ids] = encode_prompts([Prompt(messages=MESSAGES)], target)
+    opened = "<|im_start|>user\nheat the iron<|im_end|>\n<|im_start|>assistant\n"
+    assert target.tokenizer.decode(ids) == opened
 
 
-def test_chat_that_the_template_refuses_is_named(chat_target: Target) -> None:
+def test_chat_that_the_template_refuses_is_named() -> None:
     """Templates raise on roles that do not alternate, for one; that is no traceback out of jinja."""
-    assert chat_target.tokenizer is not None
-    chat_target.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    refusing = replace(FAMILIES["chatml"], template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UserError, match="prompt 2.*roles must alternate"):
-        encode_prompts([Prompt("x"), Prompt(messages=MESSAGES)], chat_target)
+        encode_prompts([Prompt("x"), Prompt(messages=MESSAGES)], chat_target(refusing))
 
 
 def test_lengths_are_checked_to_the_token(tiny_target: Target) -> None:
     """A prompt and its answer may fill the context and no more."""
     room = tiny_target.context - 8
-    check_lengths([[1], [1] * room], 8, tiny_target, "p.txt")
-    with pytest.raises(UserError, match=f"p.txt: prompt 2 has {room + 1} tokens.*context of {tiny_target.context}"):
-        check_lengths([[1], [1] * (room + 1)], 8, tiny_target, "p.txt")
+    two = [Prompt("x"), Prompt("y", where="p.txt line 3")]
+    check_lengths(two, [[1], [1] * room], 8, tiny_target)
+    with pytest.raises(UserError, match=f"p.txt line 3 has {room + 1} tokens.*context of {tiny_target.context}"):
+        check_lengths(two, [[1], [1] * (room + 1)], 8, tiny_target)
     with pytest.raises(UserError, match="prompt 1 is empty"):
-        check_lengths([[]], 8, tiny_target, "p.txt")
+        check_lengths(two[:1], [[]], 8, tiny_target)
+
+
+def test_a_prompt_set_keeps_the_domains_of_the_prompts_it_picks(tiny_target: Target, tmp_path: Path) -> None:
+    """Parallel lists that drift apart would report one domain's acceptance as another's."""
+    lines = [{"prompt": text, "domain": text[0]} for text in ("aa", "bb", "cc", "dd", "ee")]
+    source = write(tmp_path / "p.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    prompts = read_prompt_set(source, tiny_target, 3, 8)
+    assert prompts.name == "p"
+    assert len(prompts.token_ids) == 3
+    assert prompts.domains == [tiny_target.tokenizer.decode(ids[-1:]) for ids in prompts.token_ids]
+
+
+def test_a_mixture_stands_for_a_source(tiny_target: Target, tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "aa\nbb\n")
+    mixture = write(tmp_path / "mix.yaml", f"sources:\n  - source: {tmp_path}/a.txt\n")
+    assert read_prompts(mixture) == [Prompt("aa", domain="a"), Prompt("bb", domain="a")]
+
+
+@pytest.mark.parametrize("text", ["hot?", "<|begin_of_text|>hot?"])
+def test_a_doubled_beginning_of_text_is_refused(text: str) -> None:
+    """The text had been rendered with its BOS, and the tokenizer put another one before it."""
+    prompts = [Prompt(text, where="p.txt line 3")]
+    if text == "hot?":
+        assert encode_prompts(prompts, CHATS["llama3"])
+        return
+    with pytest.raises(UserError, match="p.txt line 3 begins with the beginning-of-text token twice"):
+        encode_prompts(prompts, CHATS["llama3"])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_chat_that_was_rendered_before_is_refused(name: str) -> None:
+    target = CHATS[name]
+    assert target.tokenizer is not None
+    rendered = str(target.tokenizer.decode(opened_chat(Prompt(messages=MESSAGES), target)))
+    twice = Prompt(messages=[{"role": "user", "content": rendered}], where="p.jsonl line 3")
+    with pytest.raises(UserError, match="p.jsonl line 3: message 1 begins with .* rendered before"):
+        encode_prompts([twice], target)
+
+
+def test_an_answer_may_begin_with_a_thought() -> None:
+    """Its markers are tokens of their own, and no sign of a chat that was rendered twice."""
+    messages = [*MESSAGES, {"role": "assistant", "content": "<think>\n\n</think>\n\nYes."}, *MESSAGES]
+    assert encode_prompts([Prompt(messages=messages)], CHATS["qwen3"])
+
+
+def test_bare_texts_for_a_target_that_chats_are_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
+    encode_prompts([Prompt("hot?"), Prompt(messages=MESSAGES)], CHATS["chatml"])
+    assert "1 of 2 prompts are bare texts" in capsys.readouterr().err
+    encode_prompts([Prompt(messages=MESSAGES)], CHATS["chatml"])
+    assert not capsys.readouterr().err
+
+
+def test_tokens_beyond_the_vocabulary_are_refused() -> None:
+    """A tokenizer that was given tokens after the target's embedding was made."""
+    target = chat_target(FAMILIES["chatml"])
+    assert target.tokenizer is not None
+    target.tokenizer.add_tokens(["<|new|>"])
+    assert encode_prompts([Prompt("hot?")], target)
+    with pytest.raises(UserError, match="p.txt line 3 holds token id 260.*ends at 259"):
+        encode_prompts([Prompt("<|new|>", where="p.txt line 3")], target)

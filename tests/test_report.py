@@ -57,6 +57,12 @@ def result(keep: float, draft_ms: float, temperature: float = 0.0, divergences: 
         "lossless": {
             "checked": checked, "identical": max(0, checked - 1 - divergences),
             "near_tie_divergences": min(1, checked), "divergences": min(divergences, checked),
+            "first_differences": [
+                {
+                    "request": 2, "position": 16, "plain_token": 71, "speculative_token": 61, "top_two_gap": 0.0,
+                    "top_two_gap_fp32": 0.0069, "token_gap_fp32": 0.0069, "near_tie_gap": 0.28, "near_tie": True,
+                }
+            ][:checked],
         },
     }  # fmt: skip
 
@@ -132,6 +138,8 @@ def test_headline_and_numbers(page: str) -> None:
     assert f"<td>{best['mean_acceptance_length']:.2f}</td>" in page
     assert "4.00 / 10.00 / 1.00" in page
     assert "15/16, 1 near tie" in page
+    difference = ["3", "17", "71 → 61", "0", "0.0069", "0.28", "near tie"]
+    assert "".join(f"<td>{text}</td>" for text in difference) in page
     assert "<td>not compared<small>probabilistic</small></td>" in page
     assert "measured beside eagle3, step 400" in page
     assert "abc1234" in page
@@ -161,6 +169,40 @@ def test_divergence_stands_out_and_is_no_headline(tmp_path: Path) -> None:
     assert '<td class="diverged">12/16, 1 near tie, 3 DIVERGED<small>greedy</small></td>' in page
     assert '<p class="headline">medusa' in page
     assert "there is no speedup to report" in build_report(tmp_path / "eagle3").read_text()
+
+
+def write_comparison(folder: Path, number: int, **changes: Any) -> None:
+    path = folder / f"comparison/{number}-some/evaluation.json"
+    path.parent.mkdir(parents=True)
+    name = str(folder / "eagle3/checkpoints/step-000200")
+    write_results(path, [{**result(0.9, 1.0), **changes.pop("result", {})}], name, "eagle3")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_a_lossy_mode_is_labelled_and_no_headline(tmp_path: Path) -> None:
+    write_run(tmp_path / "eagle3", keep=0.9, draft_ms=1.0)
+    check = {"checked": 0, "identical": 0, "near_tie_divergences": 0, "divergences": 0, "first_differences": []}
+    write_comparison(tmp_path, 1, result={"verification_mode": "typical", "lossless": check})
+    page = build_report(tmp_path).read_text()
+    assert '<td class="diverged">LOSSY (typical)<small>' in page
+    assert '<td class="faster">' not in page
+    assert "there is no speedup to report" in page
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_summary(tmp_path, console)
+    assert "LOSSY" in console.export_text()
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_a_certificate_is_shown(tmp_path: Path) -> None:
+    write_run(tmp_path / "eagle3", keep=0.9, draft_ms=1.0)
+    check = {"checked": 4, "identical": 4, "near_tie_divergences": 0, "divergences": 0, "first_differences": []}
+    sampled = {"block": {"p_value": 0.31}, "typical": {"p_value": 1e-9}}
+    certificate = {"greedy": {"batch_size_8": check}, "sampled": sampled, "passed": True, "control_found": True}
+    write_comparison(tmp_path, 1, certificate=certificate)
+    page = build_report(tmp_path).read_text()
+    expected = "(greedy batch size 8: 4/4; sampled block p = 0.31, typical (lossy, the control) p = 1e-09)"
+    assert f"Certificate of losslessness, eagle3: output is the target&#39;s {expected}" in page
 
 
 def test_sample_text_is_escaped_and_coloured(page: str) -> None:

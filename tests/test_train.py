@@ -219,7 +219,9 @@ def test_every_checkpoint_is_measured(name: str, kind: str, step: int, evaluated
         assert len(row["acceptance_histogram"]) == row["draft_length"] + 1 == 5
         assert set(row["ttft_ms"]) == {"p50", "p95", "p99"}
         assert set(row["milliseconds_per_round"]) == {"draft", "verify", "host"}
-        assert set(row["lossless"]) == {"checked", "identical", "near_tie_divergences", "divergences"}
+        assert set(row["lossless"]) == {
+            *("checked", "identical", "near_tie_divergences", "divergences", "first_differences")
+        }
         assert row["lossless"]["divergences"] == 0
         low, high = row["speedup_ci95"]
         assert 0 < low <= row["speedup"] <= high

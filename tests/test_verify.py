@@ -26,6 +26,7 @@ from laws import (
     one_by_one,
     outcomes,
     random_world,
+    siblings,
 )
 from torch import Tensor
 
@@ -144,25 +145,6 @@ def test_the_example_of_the_block_verification_paper() -> None:
 # Wrong rules, known from published code, must fail --------------------------------------------------------------------
 
 
-def siblings(r: Rows, remove: bool = False, renormalise: bool = False) -> Verified:
-    """The nodes of a tree one level deep, one after the other. As it stands: recursive rejection of independent
-    drafts (SpecInfer, arXiv 2305.09781); with both options: of drafts without replacement."""
-    p, q = r.logits.softmax(-1), r.draft_logits.softmax(-1)
-    left, rest, column = p[:, 0], q[:, 0], torch.zeros_like(r.tokens[:, 0])
-    for node in range(r.tokens.shape[1]):
-        token = r.tokens[:, node, None].clamp(min=0)
-        tried = (r.tokens[:, node] >= 0) & (column == 0)
-        passes = (r.accept[:, node, None] * rest.gather(1, token) < left.gather(1, token))[:, 0]
-        column = torch.where(tried & passes, node + 1, column)
-        residual = (left - rest).clamp(min=0)
-        left = torch.where((tried & ~passes)[:, None], residual / residual.sum(1, keepdim=True), left)
-        rest = torch.where(tried[:, None], rest.scatter(1, token, 0), rest) if remove else rest
-        rest = rest / rest.sum(1, keepdim=True) if renormalise else rest
-    rows = torch.arange(len(p))
-    law = torch.where(column[:, None] > 0, p[rows, column], left)
-    return Verified((column > 0).long(), column[:, None], sample(law, r.draw[rows, (column > 0).long()]))
-
-
 def shared_noise(r: Rows) -> Verified:
     """The drafts are drawn with the uniforms that the target draws with."""
     r.tokens = sample(r.draft_logits.softmax(-1)[:, : r.depth], r.draw[:, : r.depth])
@@ -217,7 +199,7 @@ def worst(rule: Rule, parents: list[int], draw: Callable = one_by_one, edit: Cal
 
 
 def test_independent_drafts_with_their_twins_are_lossless() -> None:
-    """The right forms of rules that fail below, from code of this file: the proof does not fail everything."""
+    """The right forms of rules that fail below, from the code of the wrong ones: the proof does not fail everything."""
     assert worst(siblings, [-1, -1, -1], independent) < EXACT
     assert worst(lambda r: siblings(r, remove=True, renormalise=True), [-1, -1]) < EXACT
 

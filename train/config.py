@@ -26,6 +26,8 @@ class DataConfig:
     max_length: int = 2048  # tokens of a row; longer samples are cut
     tokens_per_micro_batch: int = 16384  # of a forward pass on one rank: rows x longest row, padding included
     packing: bool = False  # several samples a row, as many as fit max_length
+    on_policy_share: float = 0.0  # of the steps that train on text which the drafter writes itself, for draft models
+    on_policy_rise: float = 0.0  # share of all steps over which that rises from nothing
     features: Literal["online", "stored"] = "online"  # computed by the target beside the drafter, or once and read
     features_dtype: StoredDtype = "bfloat16"  # of stored features
     features_dir: str | None = None  # where they are stored; None: in the folder of the samples
@@ -52,6 +54,7 @@ class EvaluationConfig:
     draft_length: int = 4
     repeats: int = 5
     num_threads: int | None = None  # of the CPU, while measuring; None: as many as in training
+    untrained: bool = False  # measure the drafter before its first step, too
     baselines: list[str] = field(default_factory=lambda: ["ngram"])  # training-free drafters measured beside
 
 
@@ -82,16 +85,16 @@ def resolve(recipe: TrainConfig, file: Path | None = None, overrides: Iterable[s
     Raises `UserError` for unknown keys, values of the wrong type, and a file that is not such a config.
     """
     values = flatten(asdict(recipe))
-    for key, value in [*_file_values(file), *map(_parse_override, overrides)]:
+    changes = [*_file_values(file), *map(_parse_override, overrides)]
+    kind = dict(changes).get("drafter.kind", recipe.drafter.kind)
+    if kind != recipe.drafter.kind:
+        raise UserError(f"drafter.kind {kind!r} needs its own recipe, this is one for {recipe.drafter.kind}")
+    for key, value in changes:
         if key not in values:
             near = difflib.get_close_matches(key, values, n=3, cutoff=0.4)
             near += [known for known in values if known.endswith("." + key.rpartition(".")[2]) and known not in near]
             raise UserError(f"unknown key {key!r}; nearest: {', '.join(near[:4]) or ', '.join(values)}")
         values[key] = value
-    if values["drafter.kind"] != recipe.drafter.kind:
-        raise UserError(
-            f"drafter.kind {values['drafter.kind']!r} needs its own recipe, this is one for {recipe.drafter.kind}"
-        )
     return from_dict(unflatten(values))
 
 
@@ -135,6 +138,18 @@ def check(config: TrainConfig) -> None:
             raise UserError(f"data.{key}={value} is of stored features: give data.features=stored, too")
     if config.evaluation.num_threads is not None:
         require_at_least("evaluation.num_threads", config.evaluation.num_threads)
+    for key, share in {
+        "on_policy_share": config.data.on_policy_share,
+        "on_policy_rise": config.data.on_policy_rise,
+    }.items():
+        if not 0 <= share <= 1:
+            raise UserError(f"data.{key}={share}: give a share from 0 to 1")
+    if config.data.on_policy_share and config.data.features == "stored":
+        raise UserError(
+            "data.on_policy_share: the drafter's own text has no stored features; give data.features=online"
+        )
+    if config.data.on_policy_rise and not config.data.on_policy_share:
+        raise UserError("data.on_policy_rise has no effect without data.on_policy_share: set it, or leave both out")
     require_at_least("optimizer.learning_rate", config.optimizer.learning_rate, 0)
     if not config.evaluation.temperatures:
         raise UserError("evaluation.temperatures is empty: give at least one")

@@ -6,14 +6,14 @@ import rich
 from rich.markup import escape
 
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
+from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
-from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure, pick_prompts
-from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.train.checkpoint import checkpoint_step
+from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure
+from draftsmith.models import CHANGED_TARGET, Drafter, Target, load_drafter
+from draftsmith.train.checkpoint import checkpoint_step, checkpoints
 from draftsmith.train.config import EvaluationConfig
-from draftsmith.train.run_folder import first_result
+from draftsmith.train.run_folder import first_result, worth
 from draftsmith.train.tracking import Tracker
 
 
@@ -21,9 +21,7 @@ def evaluation_prompts(config: EvaluationConfig, target: Target) -> PromptSet | 
     """The prompts to evaluate on, encoded; `UserError` where one of them does not fit the target."""
     if config.prompts is None:
         return None
-    encoded = pick_prompts(encode_prompts(read_prompts(config.prompts), target), config.num_prompts)
-    check_lengths(encoded, config.max_new_tokens, target, config.prompts)
-    return PromptSet(Path(config.prompts).stem, encoded)
+    return read_prompt_set(config.prompts, target, config.num_prompts, config.max_new_tokens)
 
 
 def evaluation_settings(config: EvaluationConfig) -> list[MeasureSettings]:
@@ -56,8 +54,11 @@ def is_measured(checkpoint: Path, config: EvaluationConfig) -> bool:
 def evaluate_checkpoint(checkpoint: Path, target: Target, prompts: PromptSet, config: EvaluationConfig) -> None:
     """Measure the checkpoint as it lies on disk and write evaluation.json into it.
 
-    What the baselines did in the same process goes to evaluation.NAME.json beside it.
+    What the baselines did in the same process goes to evaluation.NAME.json beside it. A target that was trained along
+    is measured as it is now, plainly and with all drafters.
     """
+    if (checkpoint / CHANGED_TARGET).is_dir():
+        target = Target.from_pretrained(checkpoint / CHANGED_TARGET, target.device, target.dtype)
     drafters: dict[str, Drafter] = {name: load_drafter(name, target) for name in [*config.baselines, str(checkpoint)]}
     rows: dict[str, list] = {name: [] for name in drafters}
     num_batches = -(-len(prompts.token_ids) // config.batch_size)
@@ -72,6 +73,19 @@ def evaluate_checkpoint(checkpoint: Path, target: Target, prompts: PromptSet, co
     for name, drafter in drafters.items():
         file = "evaluation.json" if name == str(checkpoint) else f"evaluation.{name}.json"
         write_evaluation(checkpoint / file, evaluation(target, name, drafter.kind, rows[name], env))
+
+
+def what_training_brought(run: Path) -> str:
+    """The best trained checkpoint beside the drafter as it was before its first step, on the same prompts."""
+    untrained, *trained = [first_result(checkpoint) for checkpoint in checkpoints(run)]
+    best = max(trained, key=worth)
+    before, after = untrained["mean_acceptance_length"], best["mean_acceptance_length"]
+    change = (
+        f"acceptance length {before:.2f} -> {after:.2f}, speedup {untrained['speedup']:.2f} -> {best['speedup']:.2f}"
+    )
+    if after <= before:
+        return f"training brought nothing: {change}"
+    return f"what training brought: {change}"
 
 
 def log_evaluation(checkpoint: Path, tracker: Tracker) -> None:

@@ -15,6 +15,7 @@ import rich
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from rich.markup import escape
 from torch import Tensor
 
 from draftsmith.data.batches import BatchPlan, Rows, token_counts
@@ -22,7 +23,8 @@ from draftsmith.data.features import FeatureSource, StoredFeatures
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.samples import Sample, check_same_target, read_samples
 from draftsmith.inference.measure import PromptSet
-from draftsmith.models import DRAFTERS, Drafter, Target
+from draftsmith.models import CHANGED_TARGET, DRAFTERS, Drafter, Target
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses import LossSums
 from draftsmith.models.target import default_dtype, pick_device
@@ -34,8 +36,10 @@ from draftsmith.train.evaluate import (
     evaluation_prompts,
     is_measured,
     log_evaluation,
+    what_training_brought,
 )
 from draftsmith.train.features import feature_source, open_store, whole_target
+from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.run_folder import link_best, open_run
 from draftsmith.train.tracking import Tracker
 
@@ -50,6 +54,7 @@ class Setup:
     plan: BatchPlan
     store: StoredFeatures | None
     prompts: PromptSet | None
+    on_policy: OnPolicy | None
 
 
 def set_up(config: TrainConfig) -> Setup:
@@ -72,7 +77,9 @@ def set_up(config: TrainConfig) -> Setup:
         check_evaluation(config.evaluation, drafter, target)
     drafter.fit_vocabulary(token_counts(samples, target.vocab_size))
     store = open_store(config, drafter, target, plan)
-    return Setup(accelerator, target, drafter, plan, store, prompts)
+    share = config.data.on_policy_share
+    on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if share else None
+    return Setup(accelerator, target, drafter, plan, store, prompts, on_policy)
 
 
 def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num_ranks: int) -> BatchPlan:
@@ -108,6 +115,10 @@ def train(config: TrainConfig) -> Path:
     source = feature_source(config, setup.store, setup.drafter, target, accelerator)
     if accelerator.is_main_process and setup.plan.cut():
         rich.print(setup.plan.cut())
+    if accelerator.is_main_process and setup.drafter.changes_target():
+        rich.print(
+            f"[bold]this changes the target[/]: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with"
+        )
     trainable = [parameter for parameter in setup.drafter.parameters() if parameter.requires_grad]
     betas = (config.optimizer.beta1, config.optimizer.beta2)
     optimizer = torch.optim.AdamW(trainable, betas=betas, weight_decay=config.optimizer.weight_decay)
@@ -124,8 +135,10 @@ def train(config: TrainConfig) -> Path:
             link_best(run)
         accelerator.wait_for_everyone()
 
-    if first_step:
-        evaluate()  # a kill between a checkpoint and the end of its evaluation leaves this to do
+    if config.evaluation.untrained and setup.prompts and not checkpoints(run):
+        save_checkpoint(accelerator, setup.drafter, run, 0)
+    if checkpoints(run):
+        evaluate()  # a kill between a checkpoint and the end of its evaluation leaves this to do, too
     totals = Totals()
     model.train()
     with progress_bar(accelerator.is_main_process) as progress:
@@ -137,7 +150,11 @@ def train(config: TrainConfig) -> Path:
             micro_batches = setup.plan.micro_batches(step, accelerator.process_index, accelerator.num_processes)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            batch_sums = gradients(accelerator, model, setup.plan, micro_batches, source)
+            batches = [setup.plan.collate(rows).to(accelerator.device) for rows in micro_batches]
+            if setup.on_policy and setup.on_policy.is_due(step):
+                batches = [setup.on_policy.rewrite(batch, step) for batch in batches]
+            with_rows = list(zip(micro_batches, batches, strict=True))
+            batch_sums = gradients(accelerator, model, with_rows, source)
             norm = accelerator.clip_grad_norm_(model.parameters(), config.optimizer.max_gradient_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -155,18 +172,19 @@ def train(config: TrainConfig) -> Path:
                 evaluate()
     if tracker:
         tracker.finish()
+        if config.evaluation.untrained and setup.prompts:
+            rich.print(escape(what_training_brought(run)))
     return run
 
 
 def gradients(
-    accelerator: Accelerator, model: torch.nn.Module, plan: BatchPlan, micro_batches: list[Rows], source: FeatureSource
+    accelerator: Accelerator, model: torch.nn.Module, batches: list[tuple[Rows, Batch]], source: FeatureSource
 ) -> list[LossSums]:
     """Leave in the parameters the gradient of the step's mean loss per trained token; return each batch's sums."""
-    batches = [plan.collate(rows).to(accelerator.device) for rows in micro_batches]
-    own_tokens = torch.stack([batch.loss_mask.sum() for batch in batches]).sum()
+    own_tokens = torch.stack([batch.loss_mask.sum() for _, batch in batches]).sum()
     num_tokens = accelerator.reduce(own_tokens, "sum").clamp(min=1)
     batch_sums = []
-    for number, (rows, batch) in enumerate(zip(micro_batches, batches, strict=True), 1):
+    for number, (rows, batch) in enumerate(batches, 1):
         features = source(rows, batch)
         synchronise = contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(model)
         with synchronise, accelerator.autocast():

@@ -1,0 +1,132 @@
+"""A row of a data set, in any of the forms that the field writes prompts in, becomes a `Prompt`.
+
+    {"prompt": text}                                    used as it is
+    {"prompt": [...]}, {"messages": [...]}              objects with "role" and "content", as OpenAI's
+    {"conversations": [...]}                            ShareGPT's "from" and "value", or "role" and "content"
+    {"custom_id": ..., "body": {"messages": [...]}}     a line of an OpenAI batch
+
+Beside these a row may hold "tools", offered to the chat template, and "domain".
+"""
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from draftsmith.models.errors import UserError
+
+FIELDS = ("prompt", "messages", "conversations", "body")
+# ShareGPT's names of the roles; others stand for themselves.
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant"), "assistant"),
+    **dict.fromkeys(("observation", "tool"), "tool"),
+    "system": "system",
+}
+
+
+@dataclass
+class Prompt:
+    """One of `text` and `messages`."""
+
+    text: str | None = None  # used as it is
+    messages: list[dict[str, Any]] | None = None  # put through the target's chat template; answers are written anew
+    tools: list[dict[str, Any]] | None = None  # offered to the template beside the messages
+    domain: str = ""  # kind of traffic, carried to samples and reports
+    where: str = field(default="", compare=False)  # file and line, for messages to the user
+
+
+def to_prompt(row: Any, where: str, column: str = "", domain_column: str = "domain") -> Prompt | None:
+    """The prompt of a row, by one of the known fields or from a named column.
+
+    None for a ShareGPT conversation in which no user speaks; the files that are passed around hold some. Raises
+    `UserError` for a row without a prompt, or with two of them.
+    """
+    name = column or _field(row, where)
+    value = _value(row, name, where)
+    if name == "body" and isinstance(value, dict):
+        prompt = to_prompt(value, where)
+    elif isinstance(value, str) and (column or name == "prompt"):
+        if not value.strip():
+            raise UserError(f"{where}: {name!r} is empty")
+        prompt = Prompt(text=value)
+    else:
+        messages = to_messages(value, f"{where}: {name!r}")
+        prompt = Prompt(messages=messages, tools=_tools(row.get("tools"), where)) if messages else None
+    if prompt is None:
+        return None
+    domain = row.get("domain") if domain_column == "domain" else _value(row, domain_column, where)
+    return replace(prompt, where=where, domain="" if domain is None else str(domain))
+
+
+def _field(row: Any, where: str) -> str:
+    """The one known field that a row holds its prompt in."""
+    found = [name for name in FIELDS if isinstance(row, dict) and row.get(name) is not None]
+    if len(found) > 1:
+        names = " and ".join(map(repr, found))
+        raise UserError(f"{where} has {names}: name the column to read, as in SOURCE:{found[1]}")
+    if not found:
+        raise UserError(
+            f'{where} has no "prompt" text, and neither "messages" nor "conversations", a list of objects with a '
+            '"role": give one of them, or name a column as in SOURCE:COLUMN'
+        )
+    return found[0]
+
+
+def _value(row: Any, name: str, where: str) -> Any:
+    if not isinstance(row, dict) or row.get(name) is None:
+        columns = f"its columns are {', '.join(map(str, row))}" if isinstance(row, dict) else "it is no object"
+        raise UserError(f"{where} has nothing in a column {name!r}; {columns}")
+    return row[name]
+
+
+def to_messages(value: Any, where: str) -> list[dict[str, Any]] | None:
+    """Messages with "role" and "content" from a list in either form; None where it is ShareGPT's and no user speaks.
+
+    ShareGPT conversations that begin with an answer, cut from longer ones, begin with the user here.
+    """
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise UserError(f'{where} is not a list of objects with a "role"')
+    if where.endswith("'conversations'") or any("from" in message for message in value):
+        messages = [_from_sharegpt(message, where) for message in value]
+        spoken = [number for number, message in enumerate(messages) if message["role"] == "user"]
+        system = [message for message in messages[:1] if message["role"] == "system"]
+        return [*system, *messages[spoken[0] :]] if spoken else None
+    if not value or not all(isinstance(message.get("role"), str) for message in value):
+        raise UserError(f'{where} is not a list of objects with a "role"')
+    return [_plain_content(message, where) for message in value]
+
+
+def _from_sharegpt(message: dict[str, Any], where: str) -> dict[str, Any]:
+    if "role" in message:
+        return _plain_content({**message, "role": ROLES.get(message["role"], message["role"])}, where)
+    role, text = message.get("from"), message.get("value")
+    if role not in ROLES or not isinstance(text, str):
+        raise UserError(
+            f'{where} has a turn with "from" {role!r} and a "value" of type {type(text).__name__}: '
+            f"known are texts from {', '.join(ROLES)}"
+        )
+    return {"role": ROLES[role], "content": text}
+
+
+def _plain_content(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """The message with its content as one text; parts of text are joined by line breaks, as vLLM does."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{where} has a message whose content is not text: draftsmith trains on text only")
+    return {**message, "content": "\n".join(map(str, texts))}
+
+
+def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    """Tools as a list; data sets with columns of one type keep them as JSON text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except json.JSONDecodeError:
+            raise UserError(f'{where}: "tools" is neither a list nor the JSON text of one') from None
+    if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
+        raise UserError(f'{where}: "tools" is not a list of objects')
+    return value or None

@@ -1,0 +1,156 @@
+"""The overfit gate: a drafter that cannot learn a handful of sequences by heart will not learn anything.
+
+It is trained on N answers of the target until the decoder, on the same prompts, accepts nearly every drafted token. A
+drafter that fails here is wired wrongly, whatever its loss says, and an hour of training would not tell.
+"""
+
+from dataclasses import dataclass
+
+import rich
+import torch
+
+from draftsmith.data.batches import BatchPlan
+from draftsmith.data.progress import progress_bar
+from draftsmith.data.samples import Sample
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.models import load_drafter
+from draftsmith.models.batch import Batch
+from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.losses import LossSums
+from draftsmith.models.target import Features
+from draftsmith.train.config import EvaluationConfig, TrainConfig
+from draftsmith.train.loop import Setup, gradients, learning_rate, set_up
+
+GOAL = 0.9  # of the longest possible acceptance length, K + 1
+CHECKS = 8  # the decoder is asked so many times, evenly over the steps
+LEARNT = 0.9  # an accuracy that counts as learnt by heart
+
+
+@dataclass
+class Overfit:
+    """How far a drafter got."""
+
+    acceptance_length: float  # of the decoder
+    goal: float
+    steps: int
+    accuracies: list[float]  # of each depth, on the true tokens, in training
+    rates: list[float | None]  # of each position, given those before it, in the decoder
+    outside_vocabulary: float  # share of the answers' tokens that the drafter cannot propose
+
+    @property
+    def passed(self) -> bool:
+        return self.acceptance_length >= self.goal
+
+    def cause(self) -> str:
+        """Which of the known causes the figures point to."""
+        if self.outside_vocabulary > 1 - LEARNT:
+            return (
+                f"{self.outside_vocabulary:.0%} of the answers' tokens are not in the draft vocabulary: raise "
+                "drafter.draft_vocab_size"
+            )
+        if self.accuracies[0] < LEARNT:
+            return (
+                f"not even the first drafted token was learnt (accuracy {self.accuracies[0]:.2f} in training): raise "
+                "run.steps or optimizer.learning_rate, or look for wrong layers, labels or a dead gradient"
+            )
+        weak = next((i for i, accuracy in enumerate(self.accuracies) if accuracy < LEARNT), None)
+        if weak is not None:
+            return (
+                f"depth {weak} was not learnt (accuracy {self.accuracies[weak]:.2f}), depth 0 was: raise run.steps, or "
+                "the weight of later depths"
+            )
+        if self.rates[0] is not None and self.rates[0] < LEARNT:
+            return (
+                f"the decoder accepts {self.rates[0]:.2f} of the first tokens, of which training gets "
+                f"{self.accuracies[0]:.2f} right: training and drafting see different features, tokens or positions"
+            )
+        return (
+            f"the decoder accepts {', '.join('-' if r is None else f'{r:.2f}' for r in self.rates)} by position where "
+            "training is right at every depth that it covers: train as many depths as are drafted "
+            "(drafter.unroll_steps), or drafting feeds itself something else than training does"
+        )
+
+
+def overfit(config: TrainConfig, num_sequences: int) -> Overfit:
+    """Train on the target's own greedy answers to the prompts of `num_sequences` samples; nothing is written.
+
+    Stops as soon as the decoder reaches the goal, after `run.steps` at the latest. Raises `UserError` with the likely
+    cause where it does not.
+    """
+    require_at_least("--overfit", num_sequences)
+    if config.data.features == "stored":
+        raise UserError("--overfit reads the target's features as it goes: give data.features=online")
+    if config.data.on_policy_share:
+        raise UserError("--overfit learns the target's text by heart: leave out data.on_policy_share")
+    setup = set_up(config)
+    drafter, steps = setup.drafter, config.run.steps
+    gate = Gate(setup, num_sequences, config.evaluation)
+    model, optimizer = setup.accelerator.prepare(
+        drafter, torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], weight_decay=0.0)
+    )
+    with progress_bar() as progress:
+        task = progress.add_task(f"overfitting {drafter.kind}", total=steps, detail="")
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps, config.optimizer)
+            (sums,) = gradients(setup.accelerator, model, [([], gate.batch)], gate.features)
+            setup.accelerator.clip_grad_norm_(model.parameters(), config.optimizer.max_gradient_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            progress.update(task, advance=1, detail=f"loss {float(sums['loss'][0] / sums['loss'][1]):.3f}")
+            if (step + 1) % max(1, steps // CHECKS) == 0 or step + 1 == steps:
+                result = gate.judge(sums, step + 1)
+                if result.passed:
+                    break
+    summary = f"acceptance length {result.acceptance_length:.2f} of {result.goal:.2f} asked for, {result.steps} steps"
+    if not result.passed:
+        raise UserError(f"overfit gate: {drafter.kind} on {num_sequences} sequences, {summary}: {result.cause()}")
+    rich.print(f"overfit gate passed: {drafter.kind} on {num_sequences} sequences, {summary}")
+    return result
+
+
+class Gate:
+    """The sequences to learn, and how well the decoder follows them."""
+
+    def __init__(self, setup: Setup, num_sequences: int, config: EvaluationConfig) -> None:
+        self.target, self.drafter = setup.target, setup.drafter
+        self.draft_length = min(config.draft_length, self.drafter.max_draft_length or config.draft_length)
+        longest_first = sorted(setup.plan.samples, key=lambda sample: -len(sample.token_ids))
+        self.prompts = [sample.token_ids[: sample.prompt_length] for sample in longest_first[:num_sequences]]
+        # a draft reaches beyond the last token that is asked for: learn that far
+        room = self.target.context - max(map(len, self.prompts)) - self.draft_length
+        self.num_tokens = min(config.max_new_tokens, room)
+        plain = SpeculativeDecoder(self.target, load_drafter("none", self.target))
+        self.answers = plain.generate(self.prompts, self.num_tokens + self.draft_length).token_ids
+        samples = [
+            Sample(prompt + answer, len(prompt), "length", 0.0, i)
+            for i, (prompt, answer) in enumerate(zip(self.prompts, self.answers, strict=True))
+        ]
+        plan = BatchPlan(samples, len(samples), self.target.context, len(samples) * self.target.context, seed=0)
+        self.batch = plan.collate([[index] for index in range(len(samples))]).to(self.target.device)
+
+    def features(self, _: object, batch: Batch) -> Features:
+        return self.target.features(batch, self.drafter.layer_ids)
+
+    def judge(self, sums: LossSums, step: int) -> Overfit:
+        """Decode the prompts with the drafter as it is now; `sums` are those of its last training step."""
+        self.drafter.eval()
+        output = SpeculativeDecoder(self.target, self.drafter).generate(
+            self.prompts, self.num_tokens, draft_length=self.draft_length
+        )
+        self.drafter.train()
+        names = [f"accuracy_{depth}" for depth in range(self.draft_length)]
+        total = output.stats.total
+        return Overfit(
+            total.mean_acceptance_length,
+            GOAL * (self.draft_length + 1),
+            step,
+            [float(sums[name][0] / sums[name][1]) for name in names if name in sums],
+            total.conditional_acceptance_rates,
+            self.share_outside_vocabulary(),
+        )
+
+    def share_outside_vocabulary(self) -> float:
+        ids = self.drafter.draft_to_target()
+        written = torch.tensor([token for answer in self.answers for token in answer])
+        return 0.0 if ids is None else float((~torch.isin(written, ids.cpu())).float().mean())
