@@ -23,6 +23,7 @@ class Sample:
     finish_reason: str  # "eos", or "length" where the answer was cut
     temperature: float
     prompt_index: int  # place in the prompts file
+    domain: str = ""  # kind of traffic, as the prompt has it
 
 
 def sample_line(sample: Sample) -> str:

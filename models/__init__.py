@@ -22,6 +22,7 @@ from draftsmith.models.medusa import Medusa
 from draftsmith.models.ngram import Ngram
 from draftsmith.models.none import NoDrafter
 from draftsmith.models.target import Target
+from draftsmith.models.vocabulary import vocabulary_hash
 
 __all__ = ["DRAFTERS", "Drafter", "Target", "UserError", "load_drafter", "save_drafter"]
 
@@ -46,11 +47,14 @@ def save_drafter(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.f
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous().cpu()
         for name, tensor in drafter.engine_tensors().items()
     }
+    own = {**drafter_entry(drafter), "trained_for": identity(drafter.target)}
+    if (token_ids := drafter.draft_to_target()) is not None:
+        own["draft_vocab_hash"] = vocabulary_hash(token_ids)
     config = {
         **drafter.engine_config(),
         "dtype": str(dtype).removeprefix("torch."),
         "torch_dtype": str(dtype).removeprefix("torch."),  # the older name, which engines still read
-        "draftsmith": {**drafter_entry(drafter), "trained_for": identity(drafter.target)},
+        "draftsmith": own,
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -72,11 +76,15 @@ def load_drafter(name: str | Path, target: Target) -> Drafter:
     else:
         directory = _checkpoint_directory(name)
         config = _read_config(directory)
-        trained_for = config.get("draftsmith", {}).pop("trained_for", {})
+        own = config.get("draftsmith", {})
+        trained_for, recorded_hash = own.pop("trained_for", {}), own.pop("draft_vocab_hash", None)
         mend = "measure and serve it with the tokenizer and template that it was trained with, or train it again"
         check_identity(f"drafter {name}", trained_for, target, ("tokenizer_fingerprint", "template_hash"), mend)
         drafter = DRAFTERS[_kind(config)].from_engine(config, _read_tensors(directory), target)
         drafter.trained_for = trained_for
+        token_ids = drafter.draft_to_target()
+        if recorded_hash and (token_ids is None or vocabulary_hash(token_ids) != recorded_hash):
+            raise UserError(f"{directory} holds another draft vocabulary than it was trained with: take another copy")
     for parameter in drafter.parameters():  # not the buffers: rotary frequencies need fp32
         parameter.data = parameter.data.to(target.dtype)
     return drafter.to(target.device).eval()

@@ -18,16 +18,18 @@ from accelerate.utils import set_seed
 from rich.markup import escape
 from torch import Tensor
 
-from draftsmith.data.batches import BatchPlan, Rows, token_counts
+from draftsmith.data.batches import BatchPlan, Rows
 from draftsmith.data.features import FeatureSource, StoredFeatures
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.samples import Sample, check_same_target, read_samples
+from draftsmith.data.samples import Sample, read_samples
+from draftsmith.data.vocabulary import token_counts
 from draftsmith.inference.measure import PromptSet
 from draftsmith.models import CHANGED_TARGET, DRAFTERS, Drafter, Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses import LossSums
 from draftsmith.models.target import default_dtype, pick_device
+from draftsmith.models.vocabulary import ReducedVocabulary, ranking, with_size
 from draftsmith.train.checkpoint import checkpoints, resume, save_checkpoint
 from draftsmith.train.config import OptimizerConfig, TrainConfig
 from draftsmith.train.evaluate import (
@@ -38,10 +40,11 @@ from draftsmith.train.evaluate import (
     log_evaluation,
     what_training_brought,
 )
-from draftsmith.train.features import feature_source, open_store, whole_target
+from draftsmith.train.features import feature_source, load_target, open_store, whole_target
 from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.run_folder import link_best, open_run
 from draftsmith.train.tracking import Tracker
+from draftsmith.train.vocabulary import vocabulary_text, write_vocabulary
 
 
 @dataclass
@@ -62,20 +65,19 @@ def set_up(config: TrainConfig) -> Setup:
     device = pick_device(config.run.device)
     mixed_precision = "bf16" if default_dtype(device) == torch.bfloat16 else "no"
     accelerator = Accelerator(mixed_precision=mixed_precision, cpu=device.type == "cpu")
-    online = config.data.features == "online"
-    load_target = Target.from_pretrained if online else Target.ends_from_pretrained
-    target = load_target(config.target, accelerator.device)
-    folder = Path(config.data.samples)
-    samples = read_samples(folder)
-    if online:
-        check_same_target(folder, target)
+    samples = read_samples(Path(config.data.samples))
+    target = load_target(config, accelerator.device)
     plan = plan_batches(config, samples, target, accelerator.num_processes)
     prompts = evaluation_prompts(config.evaluation, target)
     set_seed(config.run.seed)
-    drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, target).to(accelerator.device)
+    counts = token_counts(plan, target.vocab_size)
+    drafter_config = config.drafter
+    if isinstance(drafter_config, ReducedVocabulary):
+        drafter_config = with_size(drafter_config, counts, target.eos_token_ids)
+    drafter = DRAFTERS[config.drafter.kind].from_target(drafter_config, target).to(accelerator.device)
     if prompts:
         check_evaluation(config.evaluation, drafter, target)
-    drafter.fit_vocabulary(token_counts(samples, target.vocab_size))
+    drafter.fit_vocabulary(ranking(counts, target.eos_token_ids))
     store = open_store(config, drafter, target, plan)
     share = config.data.on_policy_share
     on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if share else None
@@ -113,12 +115,8 @@ def train(config: TrainConfig) -> Path:
     accelerator, target = setup.accelerator, setup.target
     run = open_run(config, target, accelerator)
     source = feature_source(config, setup.store, setup.drafter, target, accelerator)
-    if accelerator.is_main_process and setup.plan.cut():
-        rich.print(setup.plan.cut())
-    if accelerator.is_main_process and setup.drafter.changes_target():
-        rich.print(
-            f"[bold]this changes the target[/]: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with"
-        )
+    if accelerator.is_main_process:
+        tell(setup, run, source)
     trainable = [parameter for parameter in setup.drafter.parameters() if parameter.requires_grad]
     betas = (config.optimizer.beta1, config.optimizer.beta2)
     optimizer = torch.optim.AdamW(trainable, betas=betas, weight_decay=config.optimizer.weight_decay)
@@ -175,6 +173,18 @@ def train(config: TrainConfig) -> Path:
         if config.evaluation.untrained and setup.prompts:
             rich.print(escape(what_training_brought(run)))
     return run
+
+
+def tell(setup: Setup, run: Path, source: FeatureSource) -> None:
+    """What the user should know before the first step."""
+    if cut := setup.plan.cut():
+        rich.print(escape(cut))
+    if vocabulary := write_vocabulary(run, setup.drafter, setup.plan, source, setup.target):
+        rich.print(escape(vocabulary_text(vocabulary)))
+    if setup.drafter.changes_target():
+        rich.print(
+            f"[bold]this changes the target[/]: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with"
+        )
 
 
 def gradients(
