@@ -25,17 +25,10 @@ from draftsmith.models.base import (
     load_tensors,
 )
 from draftsmith.models.batch import Batch
-from draftsmith.models.eagle3_drafting import Drafting, Memory
+from draftsmith.models.decoder_layer import DecoderLayer, engine_layer_config, layer_config_for, layer_config_of
+from draftsmith.models.eagle_drafting import Drafting, Eagle3Memory
 from draftsmith.models.errors import UserError, require_at_least
-from draftsmith.models.layers import (
-    GatedMLP,
-    MergedLinear,
-    RMSNorm,
-    checkpoint_tensors,
-    rotary_table,
-    rotate,
-    shift_left,
-)
+from draftsmith.models.layers import RMSNorm, checkpoint_tensors, rotary_table, shift_left
 from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
 from draftsmith.models.slots import Window
 from draftsmith.models.target import Features, Target, check_layer_ids
@@ -54,51 +47,19 @@ class Eagle3Config(ReducedVocabulary):
     divergence: Divergence = "forward_kl"
 
 
-class Attention(nn.Module):
-    """Projections of the layer's attention; queries, keys and values read embedding and feature side by side."""
+class Layer(DecoderLayer):
+    """The one decoder layer. It reads embedding and feature side by side; its residual is the un-normed feature."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        assert config.head_dim is not None
-        assert config.num_key_value_heads is not None
-        self.num_heads, self.num_kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.qkv_proj = MergedLinear(2 * config.hidden_size, {"q_proj": query, "k_proj": key, "v_proj": key})
-        self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
-
-    def project(self, x: Tensor, rotary: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, 2H] at positions [B or 1, T] -> rotated query, rotated key, value, each [B, N, T, D]"""
-        heads = self.qkv_proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # [B, N + 2 Nkv, T, D]
-        turning, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
-        query, key = rotate(turning, rotary, positions).split([self.num_heads, self.num_kv_heads], 1)
-        return query, key, value
-
-
-class Layer(nn.Module):
-    """The one decoder layer. Its residual stream is the un-normed feature."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
+        super().__init__(config, 2 * config.hidden_size)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
-        self.mlp = GatedMLP(config)
 
     def project(
         self, embedded: Tensor, hidden: Tensor, rotary: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)
         return self.self_attn.project(x, rotary, positions)
-
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """hidden [B, T, H] and attended [B, T, N, D] -> the layer's output, before the final norm [B, T, H]"""
-        hidden = hidden + self.self_attn.o_proj(attended.flatten(2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3(Drafter):
@@ -138,7 +99,7 @@ class Eagle3(Drafter):
 
         The embedding is the target's own, frozen and not stored.
         """
-        drafter = cls(config, layer_config_for(config, target), target)
+        drafter = cls(config, layer_config_for(config.intermediate_size, target), target)
         for module in drafter.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -207,11 +168,11 @@ class Eagle3(Drafter):
 
     # --- drafting
 
-    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Memory:
-        return Memory(self, num_rows, num_slots, shape)
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Eagle3Memory:
+        return Eagle3Memory(self, num_rows, num_slots, shape)
 
     @torch.inference_mode()
-    def read(self, memory: Memory, token_ids: Tensor, features: Features, window: Window) -> None:
+    def read(self, memory: Eagle3Memory, token_ids: Tensor, features: Features, window: Window) -> None:
         assert features.layers is not None
         memory.write(token_ids.gather(1, window.positions + 1), self.fc(features.layers), window)
 
@@ -227,30 +188,11 @@ class Eagle3(Drafter):
 
     def engine_config(self) -> dict[str, Any]:
         """The one config.json that vLLM and SGLang both read right (their layer ids differ by one)."""
-        config = self.layer_config
-        rope = dict(config.rope_parameters or {})
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "hidden_size": config.hidden_size,
+            **engine_layer_config(self.layer_config, self.target),
             "target_hidden_size": self.target.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "num_hidden_layers": 1,
-            "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": config.num_key_value_heads,
-            "head_dim": config.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": config.rms_norm_eps,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": False,
-            "vocab_size": self.target.vocab_size,
             "draft_vocab_size": self.lm_head.out_features,
-            "max_position_embeddings": self.target.context,
-            "rope_theta": rope.get("rope_theta"),
-            "rope_scaling": None if rope.get("rope_type") == "default" else rope,
-            "rope_parameters": rope,
-            "use_cache": True,
             "norm_before_residual": False,
             "num_aux_hidden_states": len(self.layer_ids),
             "eagle_aux_hidden_state_layer_ids": list(self.layer_ids),
@@ -274,8 +216,7 @@ class Eagle3(Drafter):
         drafter_config = Eagle3Config(
             **{**own, "layer_ids": list(layer_ids), "draft_vocab_size": config.get("draft_vocab_size")}
         )
-        layer_config = LlamaConfig(**{k: v for k, v in config.items() if k not in ("architectures", "draftsmith")})
-        drafter = cls(drafter_config, layer_config, target)
+        drafter = cls(drafter_config, layer_config_of(config), target)
         tensors = {
             name.replace("midlayer.", "layers.0."): t for name, t in tensors.items() if name != "embed_tokens.weight"
         }
@@ -287,27 +228,6 @@ def default_layer_ids(num_layers: int) -> list[int]:
     """The reference's low, middle and high layer; for shallow targets, where those collide, spread out."""
     ids = [2, num_layers // 2, num_layers - 3]
     return ids if ids == sorted(set(ids)) else sorted({1, max(1, num_layers // 2), max(1, num_layers - 1)})
-
-
-def layer_config_for(config: Eagle3Config, target: Target) -> LlamaConfig:
-    """A one-layer Llama of the target's width, heads and rotary embedding."""
-    text = target.text_config
-    rope = dict(getattr(text, "rope_parameters", None) or {})
-    if "rope_theta" not in rope:  # learned positions, or one rotary embedding for each type of layer
-        rope = {"rope_type": "default", "rope_theta": 10000.0}
-    rope.pop("partial_rotary_factor", None)
-    return LlamaConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=config.intermediate_size or int(getattr(text, "intermediate_size", 4 * target.hidden_size)),
-        num_hidden_layers=1,
-        num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        head_dim=getattr(text, "head_dim", None) or target.hidden_size // text.num_attention_heads,
-        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
-        max_position_embeddings=target.context,
-        rope_parameters=rope,
-    )
 
 
 def unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor | None = None) -> Tensor:

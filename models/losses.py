@@ -136,17 +136,25 @@ class ChainLoss:
         self._total = torch.zeros((), device=loss_mask.device)
         self._depths: LossSums = {}
         self._num_depths = 0
+        self._share = 1.0
 
-    def next_depth(self) -> Tensor:
-        """The slots [B, T] that count at the next depth."""
+    def next_depth(self, kept: Tensor | None = None, share: float = 1.0) -> Tensor:
+        """The slots [B, T] that count at the next depth.
+
+        A family that trains a depth on some slots only names those that are kept, among what counted at the depth
+        before, and how likely a slot was to be kept: what is left out then counts by what is kept.
+        """
         self.counted = self.counted & shift_left(self.loss_mask, 2 + self._num_depths)
+        if kept is not None:
+            self.counted = self.counted & kept
+        self._share = share
         return self.counted
 
     def add(self, rows: RowLosses, weight: float) -> None:
         """The losses of the counted slots, in row-major order."""
-        self._total = self._total + weight * rows.loss
+        self._total = self._total + weight / self._share * rows.loss
         self._leading = self._leading & torch.zeros_like(self._leading).masked_scatter(self.counted, rows.correct)
-        self._accepted = self._accepted + self._leading.sum()
+        self._accepted = self._accepted + self._leading.sum() / self._share
         num_counted = self.counted.sum()
         self._depths[f"accuracy_{self._num_depths}"] = (rows.correct.sum(), num_counted)
         self._depths[f"sampled_acceptance_{self._num_depths}"] = (rows.acceptance, num_counted)

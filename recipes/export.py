@@ -1,102 +1,246 @@
-"""Checkpoints in the form that a serving engine loads, with the command that serves them.
+"""Checkpoints in the form that a serving engine, or the project that a family comes from, loads.
 
-A checkpoint already holds config.json and tensors as engines read them, so exporting copies it, adapts what differs
-from engine to engine, and writes the command with every setting spelled out: left to guess, engines guess from paths.
+A checkpoint already has the engines' layout; exporting adapts what differs from engine to engine, holds the result
+against the engine's loader rules, reads it back, and writes beside it how to serve it and what it is.
 """
 
 import json
 import shlex
-import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.models import Drafter, Target, load_drafter
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftsmith.models import Checkpoint, Target, build_drafter, checkpoint_of, read_checkpoint
 from draftsmith.models.errors import UserError
+from draftsmith.recipes.engine_rules import RULES, check_directory, check_name, rules_for
 
-VLLM_METHODS = {"eagle3": "eagle3", "medusa": "medusa", "draft_model": "draft_model"}
-SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "draft_model": "STANDALONE"}
+ENGINES = ("vllm", "sglang", "speculators", "safeailab", "fasterdecoding")
+WEIGHT_FILES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}  # else model.safetensors
+SPECULATORS_LAYER_KEYS = [
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+    "vocab_size",
+    "max_position_embeddings",
+    "rope_parameters",
+]
 
 
-def export_checkpoint(checkpoint: Path, engine: str, target: Target, out: Path, draft_length: int = 4) -> str:
-    """Write the checkpoint for `vllm`, `sglang` or `speculators` into `out`; return the serving command.
+@dataclass(frozen=True)
+class Exported:
+    """An exported drafter."""
 
-    Raises `UserError` where the engine cannot serve that kind of drafter.
+    directory: Path
+    engine: str
+    kind: str
+    target: str
+    max_draft_length: int | None
+
+    def served_by(self) -> list[str]:
+        """The engines that serve it."""
+        if self.engine in WEIGHT_FILES:
+            return []
+        if self.engine == "speculators":
+            return ["vllm"]
+        same = [engine for engine in ("vllm", "sglang") if (engine, self.kind) in RULES]
+        if self.kind == "eagle":  # the one kind whose architecture has two names
+            same = [self.engine]
+        return same
+
+
+def export_checkpoint(checkpoint: str | Path, engine: str, target: Target, out: Path) -> Exported:
+    """Write the drafter of a checkpoint (a directory or a Hub name) for an engine, or in an original layout, to `out`.
+
+    Raises `UserError`, before anything is written, where that engine cannot serve it as it was trained.
     """
-    drafter = load_drafter(checkpoint, target)  # also shows that it is whole and fits the target
-    if not drafter.trainable():
+    if str(checkpoint) in ("ngram", "none") and not Path(checkpoint).is_dir():
         raise UserError(f"{checkpoint} is no trained drafter")
-    if out.resolve() == checkpoint.resolve():
+    if out.resolve() == Path(checkpoint).resolve():
         raise UserError(f"{out} is the checkpoint itself: give another --out")
-    draft_length = min(draft_length, drafter.max_draft_length or draft_length)
-    command = serve_command(drafter, engine, target.name, out, draft_length)
+    source = read_checkpoint(checkpoint, target)
+    drafter = build_drafter(source, target)  # also shows that it is whole and fits the target
+    files = adapt(checkpoint_of(drafter, dtype_of(source.tensors)), engine, target)
+    if engine in ("vllm", "sglang"):
+        check_directory(engine, files.kind, files.config, files.tensors, target)
+    if files.kind != "draft_model" or engine != "sglang":
+        check_name(files.kind, out)
+    write(files, engine, out, target)
+    check_round_trip(files.kind, source, out, target)
+    return Exported(out, engine, files.kind, target.name, drafter.max_draft_length)
+
+
+def dtype_of(tensors: dict[str, Tensor]) -> torch.dtype:
+    """The widest floating-point type among them, in which all of them are exact."""
+    found = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
+    return max(found, key=lambda dtype: torch.finfo(dtype).bits)
+
+
+def write(files: Checkpoint, engine: str, out: Path, target: Target) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(checkpoint / "model.safetensors", out / "model.safetensors")
+        (out / "config.json").write_text(json.dumps(files.config, indent=2) + "\n")
+        if engine in WEIGHT_FILES:
+            torch.save(files.tensors, out / WEIGHT_FILES[engine])
+        else:
+            save_file(files.tensors, out / "model.safetensors", metadata={"format": "pt"})
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}") from None
-    config = json.loads((checkpoint / "config.json").read_text())
+    if files.kind == "draft_model":
+        if target.tokenizer is not None:
+            target.tokenizer.save_pretrained(out)
+        target.model.generation_config.save_pretrained(out)
+
+
+def check_round_trip(kind: str, source: Checkpoint, out: Path, target: Target) -> None:
+    """Read the directory back: the same drafter to the bit."""
+    found = build_drafter(read_checkpoint(out, target), target)
+    expected = build_drafter(source, target)
+    assert found.kind == kind
+    tensors, others = expected.engine_tensors(), found.engine_tensors()
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
+    assert found.engine_config() == expected.engine_config()
+
+
+# --- layouts
+
+
+def adapt(files: Checkpoint, engine: str, target: Target) -> Checkpoint:
+    """A checkpoint in the engines' layout, in that of one engine or project."""
     if engine == "speculators":
-        config = speculators_config(config, target, draft_length)
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (out / "serve.sh").write_text(f"#!/bin/sh\nexec {command}\n")
-    (out / "serve.sh").chmod(0o755)
-    if drafter.kind == "draft_model" and target.tokenizer is not None:
-        target.tokenizer.save_pretrained(out)
-    return command
+        return in_speculators_layout(files, target)
+    if engine == "safeailab":
+        return in_safeailab_layout(files, target)
+    if engine == "fasterdecoding":
+        return in_fasterdecoding_layout(files, target)
+    architecture = rules_for(engine, files.kind).architecture
+    config = {key: value for key, value in files.config.items() if key != "quantization_config"}  # weights are plain
+    if architecture is not None:
+        config = {key: value for key, value in config.items() if value is not None}  # typed fields refuse null
+        config["architectures"] = [architecture]
+    return replace(files, config=config)
 
 
-def serve_command(drafter: Drafter, engine: str, target: str, out: Path, draft_length: int) -> str:
-    """The shell command that serves the target with this drafter."""
+def refuse_other_kinds(files: Checkpoint, layout: str, *kinds: str) -> None:
+    if files.kind not in kinds:
+        raise UserError(f"{layout} has no {files.kind} drafters (it has {', '.join(kinds)}): export for vllm")
+
+
+def in_speculators_layout(files: Checkpoint, target: Target) -> Checkpoint:
+    """EAGLE-3 in the format of vllm-project/speculators 0.9.0."""
+    refuse_other_kinds(files, "the speculators format", "eagle3")
+    check_directory("vllm", "eagle3", adapt(files, "vllm", target).config, files.tensors, target)
+    kept = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", "dtype")
+    return replace(
+        files,
+        config={
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": {key: files.config[key] for key in SPECULATORS_LAYER_KEYS},
+            **{key: files.config[key] for key in kept},
+            "norm_before_residual": False,  # vLLM takes a missing key for True
+            "norm_before_fc": False,
+            "norm_output": False,
+            "embed_requires_grad": False,
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
+                "verifier": {"name_or_path": target.name, "architectures": target.model.config.architectures},
+            },
+        },
+    )
+
+
+def in_safeailab_layout(files: Checkpoint, target: Target) -> Checkpoint:
+    """EAGLE as SafeAILab's own code loads it: it knows no layer ids, and needs a `target_hidden_size` not to be there."""
+    refuse_other_kinds(files, "SafeAILab's layout", "eagle3", "eagle")
+    config = dict(files.config)
+    if files.kind == "eagle3":
+        ids, reference = config["eagle_aux_hidden_state_layer_ids"], [2, target.num_layers // 2, target.num_layers - 3]
+        if ids != reference:
+            raise UserError(f"SafeAILab's code reads the layers {reference}, but this drafter was trained on {ids}")
+        if config["hidden_size"] != target.hidden_size:
+            raise UserError("SafeAILab's code cannot load a drafter of another width than the target's")
+    for key in ("target_hidden_size", "eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states"):
+        config.pop(key, None)
+    config.pop("draftsmith")
+    config["architectures"] = ["LlamaForCausalLMEagle3" if files.kind == "eagle3" else "LlamaForCausalLM"]
+    renamed = {
+        name.replace("layers.0.", "midlayer.") if files.kind == "eagle3" else name: tensor
+        for name, tensor in files.tensors.items()
+    }
+    return replace(files, config=config, tensors=renamed)
+
+
+def in_fasterdecoding_layout(files: Checkpoint, target: Target) -> Checkpoint:
+    """Medusa heads as FasterDecoding's own code loads them. It repeats one block, whatever the number of layers."""
+    refuse_other_kinds(files, "FasterDecoding's layout", "medusa")
+    num_heads, num_layers = files.config["num_heads"], files.config["num_hidden_layers"]
+    if num_layers != 1:
+        raise UserError(
+            f"these heads have {num_layers} blocks each, which FasterDecoding's code would load as one block repeated: "
+            "export for vllm"
+        )
+    renamed = {}
+    for head in range(num_heads):
+        for part in ("weight", "bias"):
+            renamed[f"{head}.0.linear.{part}"] = files.tensors[f"blocks.{head}.layers.0.{part}"]
+        renamed[f"{head}.1.weight"] = files.tensors[f"lm_heads.{head}.weight"]
+    config = {
+        "medusa_num_heads": num_heads,
+        "medusa_num_layers": num_layers,
+        "base_model_name_or_path": target.name,
+        "torch_dtype": files.config["torch_dtype"],
+    }
+    return replace(files, config=config, tensors=renamed)
+
+
+# --- serving
+
+
+def serve_command(
+    exported: Exported, engine: str, where: str, draft_length: int, schedule: list[list[int]] | None = None
+) -> str:
+    """The shell command that serves the target with the drafter at `where`: a directory, or its name on the Hub.
+
+    `schedule`: [first batch size, last, draft length] for vLLM to change the draft length by.
+    """
+    rules = rules_for(engine, exported.kind)
+    draft_length = min(draft_length, exported.max_draft_length or draft_length)
     if engine == "sglang":
-        if drafter.kind not in SGLANG_ALGORITHMS:
-            raise UserError(f"SGLang serves no {drafter.kind} drafters: export for vllm, or train another kind")
         return shlex.join(
-            ["python", "-m", "sglang.launch_server", "--model-path", target]
-            + ["--speculative-algorithm", SGLANG_ALGORITHMS[drafter.kind], "--speculative-draft-model-path", str(out)]
+            ["python", "-m", "sglang.launch_server", "--model-path", exported.target]
+            + ["--speculative-algorithm", rules.method, "--speculative-draft-model-path", where]
             + ["--speculative-num-steps", str(draft_length), "--speculative-eagle-topk", "1"]
             + ["--speculative-num-draft-tokens", str(draft_length + 1)]
         )
-    if engine == "speculators" and drafter.kind != "eagle3":
-        raise UserError(f"the speculators format has no {drafter.kind} drafters: export for vllm")
-    settings = {"method": VLLM_METHODS[drafter.kind], "model": str(out), "num_speculative_tokens": draft_length}
-    return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(settings)])
+    settings: dict[str, Any] = {"method": rules.method, "model": where, "num_speculative_tokens": draft_length}
+    if schedule:
+        settings["num_speculative_tokens_per_batch_size"] = schedule
+    return shlex.join(["vllm", "serve", exported.target, "--speculative-config", json.dumps(settings)])
 
 
-def speculators_config(config: dict[str, Any], target: Target, draft_length: int) -> dict[str, Any]:
-    """config.json of the speculators format for an EAGLE-3 drafter."""
-    layer_keys = [
-        "model_type",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_act",
-        "rms_norm_eps",
-        "attention_bias",
-        "mlp_bias",
-        "tie_word_embeddings",
-        "vocab_size",
-        "max_position_embeddings",
-        "rope_parameters",
-    ]
-    return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "transformer_layer_config": {key: config[key] for key in layer_keys},
-        "draft_vocab_size": config["draft_vocab_size"],
-        "target_hidden_size": config["target_hidden_size"],
-        "eagle_aux_hidden_state_layer_ids": config["eagle_aux_hidden_state_layer_ids"],
-        "norm_before_residual": False,  # engines take a missing key for True
-        "norm_before_fc": False,
-        "norm_output": False,
-        "embed_requires_grad": False,
-        "dtype": config["dtype"],
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": draft_length}],
-            "verifier": {"name_or_path": target.name, "architectures": target.model.config.architectures},
-        },
-    }
+def write_scripts(
+    exported: Exported, where: str, draft_length: int, schedule: list[list[int]] | None = None
+) -> dict[str, str]:
+    """serve_vllm.sh, serve_sglang.sh for the engines that serve the directory; returns engine -> command."""
+    commands = {e: serve_command(exported, e, where, draft_length, schedule) for e in exported.served_by()}
+    for engine, command in commands.items():
+        script = exported.directory / f"serve_{engine}.sh"
+        script.write_text(f"#!/bin/sh\nexec {command}\n")
+        script.chmod(0o755)
+    return commands

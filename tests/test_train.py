@@ -65,10 +65,14 @@ def arguments(base: dict[str, Any], folder: Path, **parts: dict[str, Any]) -> li
     return [f"{key}={value}" for key, value in {**base, "run.dir": folder, **changes}.items()]
 
 
+# A draft vocabulary is larger than the tiny target's; what is drawn by chance differs from batch to batch.
+CHANGES = {"draft_vocab_size": None, "noise": 0.0, "keep_ratio": 1.0}
+
+
 def make_config(kind: str, base: dict[str, Any], folder: Path, **parts: dict[str, Any]) -> TrainConfig:
     recipe = RECIPES[kind]()
-    if kind == "eagle3":
-        recipe.drafter.draft_vocab_size = None  # 32000 in the recipe, more than the tiny target has
+    for name in CHANGES.keys() & vars(recipe.drafter).keys():
+        setattr(recipe.drafter, name, CHANGES[name])
     return resolve(recipe, None, arguments(base, folder, **parts))
 
 

@@ -1,0 +1,151 @@
+"""EAGLE-1 (arXiv 2401.15077): one decoder layer that continues the target's last hidden state.
+
+A slot t holds the target's feature f_t, its last hidden state after the final norm, and the embedding of x_{t+1}; both
+are fused to one input of the layer. Its output is a guess of f_{t+1}, from which the target's own frozen head predicts
+x_{t+2}. Drafting goes on from the guess in place of the feature. With a dynamic tree this is EAGLE-2 (2406.16858).
+
+Shapes: B rows, T slots, H hidden width, V target vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from draftsmith.models.base import DecodingState, Draft, Drafter, DrafterConfig, check_same_shape, load_tensors
+from draftsmith.models.batch import Batch
+from draftsmith.models.decoder_layer import DecoderLayer, engine_layer_config, layer_config_for, layer_config_of
+from draftsmith.models.eagle3 import unrolled_attention
+from draftsmith.models.eagle_drafting import Drafting, EagleMemory
+from draftsmith.models.errors import require_at_least
+from draftsmith.models.layers import checkpoint_tensors, rotary_table, shift_left
+from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
+from draftsmith.models.slots import Window
+from draftsmith.models.target import Features, Target
+from draftsmith.models.tree_drafting import grow
+from draftsmith.models.trees import Shape
+
+
+@dataclass
+class EagleConfig(DrafterConfig):
+    kind: str = "eagle"
+    intermediate_size: int | None = None  # None: the target's
+    unroll_steps: int = 3  # trained also on its own guesses, as HASS (arXiv 2408.15766) does; 1: as in the paper
+    step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k
+    regression_weight: float = 1.0  # of the smooth L1 distance between guess and feature, mean over H
+    divergence_weight: float = 0.1
+    divergence: Divergence = "forward_kl"
+    noise: float = 0.1  # features in training get uniform noise of at most this
+
+
+class Eagle(Drafter):
+    kind = "eagle"
+    config_class = EagleConfig
+    can_branch = True
+
+    def __init__(self, config: EagleConfig, layer_config: LlamaConfig, target: Target) -> None:
+        super().__init__()
+        require_at_least("drafter.unroll_steps", config.unroll_steps)
+        require_at_least("drafter.noise", config.noise, 0)
+        self.config, self.layer_config, self.target = config, layer_config, target
+        width = target.hidden_size
+        self.fc = nn.Linear(2 * width, width, bias=False)  # engines have none
+        self.layers = nn.ModuleList([DecoderLayer(layer_config, width)])
+        self.rotary = LlamaRotaryEmbedding(layer_config)
+
+    @property
+    def layer(self) -> DecoderLayer:
+        return cast(DecoderLayer, self.layers[0])
+
+    @classmethod
+    def from_target(cls, config: EagleConfig, target: Target) -> "Eagle":
+        """A random layer that first repeats the feature it gets."""
+        drafter = cls(config, layer_config_for(config.intermediate_size, target), target)
+        for module in drafter.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        drafter.fc.weight.data[:, target.hidden_size :] += torch.eye(target.hidden_size)
+        return drafter
+
+    # --- training
+
+    def loss(self, batch: Batch, features: Features) -> LossSums:
+        """Distance of each guess from the feature, and divergence of what the target's head makes of both."""
+        chain_loss = ChainLoss(batch.loss_mask)
+        for k, guess in enumerate(self.unroll(batch, features.last_hidden)):
+            counted = chain_loss.next_depth()
+            guesses, wanted = guess[counted], shift_left(features.last_hidden, 1 + k)[counted]
+            rows = divergence_over_rows(guesses, self.target.logits, wanted, self.target.logits, self.config.divergence)
+            distance = F.smooth_l1_loss(guesses.float(), wanted.float(), reduction="none").mean(-1).sum()
+            loss = self.config.regression_weight * distance + self.config.divergence_weight * rows.loss
+            chain_loss.add(replace(rows, loss=loss), self.config.step_decay**k)
+        return chain_loss.sums()
+
+    def unroll(self, batch: Batch, features: Tensor) -> Iterator[Tensor]:
+        """The guesses [B, T, H] at each unrolled step, from features [B, T, H].
+
+        Step k feeds x_{t+1+k} into slot t, at position t + k, with the guess of step k - 1 in place of the feature.
+        """
+        hidden = self.with_noise(features)
+        mask, positions = batch.attention_mask(), batch.positions
+        rotary = rotary_table(self.rotary, batch.token_ids.shape[1] + self.config.unroll_steps, hidden)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for k in range(self.config.unroll_steps):
+            embedded = self.target.embedding(shift_left(batch.token_ids, 1 + k))
+            x = self.fc(torch.cat([embedded, hidden], -1))
+            query, key, value = self.layer.self_attn.project(x, rotary, positions + k)
+            keys.append(key)
+            values.append(value)
+            hidden = self.layer.finish(x, unrolled_attention(query, keys, values, mask).transpose(1, 2))
+            yield hidden
+
+    def with_noise(self, features: Tensor) -> Tensor:
+        """Features [B, T, H] as training reads them: with noise, so that the layer learns to live with its own errors.
+
+        As in the paper, section 4.1; its code has more of it for texts shorter than 512 tokens.
+        """
+        if not self.training or not self.config.noise:
+            return features
+        return features + self.config.noise * (2 * torch.rand_like(features) - 1)
+
+    # --- drafting
+
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> EagleMemory:
+        return EagleMemory(self, num_rows, num_slots, shape)
+
+    @torch.inference_mode()
+    def read(self, memory: EagleMemory, token_ids: Tensor, features: Features, window: Window) -> None:
+        memory.write(token_ids.gather(1, window.positions + 1), features.last_hidden, window)
+
+    @torch.inference_mode()
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        """Read the newest features into the drafter's cache, then draft level by level."""
+        drafting = Drafting(state, state.features.last_hidden, shape)
+        return grow(shape, state.memory.plan, drafting.root, drafting, state)
+
+    # --- checkpoints
+
+    def engine_config(self) -> dict[str, Any]:
+        """As vLLM reads it. SGLang wants `LlamaForCausalLMEagle` for the architecture, and nothing else of its own."""
+        return {"architectures": ["LlamaForCausalLM"], **engine_layer_config(self.layer_config, self.target)}
+
+    def engine_tensors(self) -> dict[str, Tensor]:
+        """SGLang's `fc` has a bias, random unless it is given; vLLM passes over it."""
+        return {**checkpoint_tensors(self), "fc.bias": torch.zeros(self.target.hidden_size)}
+
+    @classmethod
+    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Eagle":
+        what = "this EAGLE-1 drafter"
+        check_same_shape(what, config, target)
+        tensors = {name: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"}
+        if "fc.bias" in tensors and not tensors["fc.bias"].any():
+            del tensors["fc.bias"]
+        drafter = cls(EagleConfig(**config.get("draftsmith", {})), layer_config_of(config), target)
+        load_tensors(drafter, tensors, what)
+        return drafter

@@ -1,0 +1,324 @@
+"""What each engine loads of a drafter's directory, as data, and the check of a directory against it.
+
+Read in the released sources of vLLM 0.32.0 and SGLang 0.5.23; vLLM's columns are also held against the engine itself by
+`pytest -m engine`. Engines are lenient where it hurts: of an EAGLE-3 drafter vLLM leaves a missing tensor at random and
+drops an unknown bias, SGLang drops everything unknown, neither with a word, and drafts are then never accepted.
+
+Sizes in shapes: H width of the drafter, T of the target, A layers read, N query heads, K key-value heads, D head width,
+I inner width, V target vocabulary, R draft vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.models import Target
+from draftsmith.models.errors import UserError
+
+VLLM, SGLANG = "vLLM 0.32.0", "SGLang 0.5.23"
+
+LAYER = {
+    "layers.0.post_attention_layernorm.weight": "H",
+    "layers.0.self_attn.o_proj.weight": "H N*D",
+    "layers.0.mlp.gate_proj.weight": "I H",
+    "layers.0.mlp.up_proj.weight": "I H",
+    "layers.0.mlp.down_proj.weight": "H I",
+}
+EAGLE = {
+    **LAYER,
+    "fc.weight": "H 2*T",
+    "fc.bias": "H",
+    "layers.0.self_attn.q_proj.weight": "N*D H",
+    "layers.0.self_attn.k_proj.weight": "K*D H",
+    "layers.0.self_attn.v_proj.weight": "K*D H",
+}
+EAGLE3 = {
+    **LAYER,
+    "fc.weight": "H A*T",
+    "layers.0.input_layernorm.weight": "H",
+    "layers.0.hidden_norm.weight": "H",
+    "layers.0.self_attn.q_proj.weight": "N*D 2*H",
+    "layers.0.self_attn.k_proj.weight": "K*D 2*H",
+    "layers.0.self_attn.v_proj.weight": "K*D 2*H",
+    "norm.weight": "H",
+    "lm_head.weight": "R H",
+}
+TABLES = {"d2t": "R", "t2d": "V"}  # of a reduced draft vocabulary, and only of one
+DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How one engine treats the files of one kind of drafter.
+
+    A directory is refused for whatever does not fit; `missing` and `unexpected` tell what would have happened.
+    """
+
+    engine: str
+    method: str  # what the serving command must name
+    architecture: str | None  # what config.json must name; None: any causal language model
+    tensors: dict[str, str]  # name -> shape; empty: what transformers makes of config.json
+    required: dict[
+        str, type
+    ]  # keys of config.json, and what they hold: with none, each engine has a default of its own
+    fixed: dict[str, Any]  # keys with the one value that this engine and our training agree on
+    missing: str  # what becomes of a tensor that is not there
+    unexpected: str  # what becomes of one that the engine does not know
+    dropped: tuple[str, ...] = ()  # unknown names that are dropped without a word, where others are refused
+
+
+EAGLE_KEYS: dict[str, type] = {
+    "hidden_size": int,  # LlamaConfig's defaults, those of Llama 7B, stand in for every size that is not there
+    "intermediate_size": int,
+    "num_attention_heads": int,
+    "num_key_value_heads": int,
+    "head_dim": int,
+    "rms_norm_eps": float,
+    "vocab_size": int,
+    "max_position_embeddings": int,  # default 2048
+    "rope_theta": float,  # the older of two schemas: default 10000
+    "rope_parameters": dict,  # the newer one
+}
+EAGLE3_KEYS: dict[str, type] = {
+    **EAGLE_KEYS,
+    "target_hidden_size": int,  # default: hidden_size
+    "draft_vocab_size": int,  # vLLM's default: vocab_size; SGLang: AttributeError, and for null the target's head
+    "num_aux_hidden_states": int,  # default: as many as the nested list has, else 3
+    "eagle_aux_hidden_state_layer_ids": list,  # vLLM; default 2, L // 2, L - 3
+    "eagle_config": dict,  # SGLang reads its layer ids here, one lower; same default
+}
+EAGLE_FIXED = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,  # a second layer has another norm in vLLM than in SGLang
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,  # true: SGLang takes the embedding for the head
+    "attention_bias": False,  # SGLang has no bias there
+    "mlp_bias": False,
+}
+EAGLE3_FIXED = {**EAGLE_FIXED, "norm_before_residual": False}  # speculators' format has it true where it is missing
+MEDUSA_KEYS: dict[str, type] = {
+    "hidden_size": int,  # default 4096
+    "vocab_size": int,  # default 32001
+    "num_heads": int,  # default 5
+    "num_hidden_layers": int,  # default 1
+    "truncated_vocab_size": int,  # default vocab_size; smaller needs a token_map
+}
+MEDUSA_FIXED = {"model_type": "medusa", "original_lm_head": False, "medusa_fc_bias": True}  # default: no biases
+RANDOM = "would stay random, without a word"
+DROPPED = "would be dropped without a word"
+REFUSED = "would be refused"
+
+RULES = {
+    ("vllm", "eagle3"): Rules(
+        VLLM, "eagle3", "LlamaForCausalLMEagle3", EAGLE3, EAGLE3_KEYS, EAGLE3_FIXED, RANDOM, REFUSED, ("*.bias",)
+    ),
+    ("sglang", "eagle3"): Rules(
+        SGLANG, "EAGLE3", "LlamaForCausalLMEagle3", EAGLE3, EAGLE3_KEYS, EAGLE3_FIXED, RANDOM, DROPPED
+    ),
+    ("vllm", "eagle"): Rules(
+        VLLM, "eagle", "LlamaForCausalLM", EAGLE, EAGLE_KEYS, EAGLE_FIXED, RANDOM, REFUSED, ("*.bias",)
+    ),
+    ("sglang", "eagle"): Rules(
+        SGLANG, "EAGLE", "LlamaForCausalLMEagle", EAGLE, EAGLE_KEYS, EAGLE_FIXED, RANDOM, DROPPED, ("lm_head.*",)
+    ),
+    ("vllm", "medusa"): Rules(VLLM, "medusa", "MedusaModel", {}, MEDUSA_KEYS, MEDUSA_FIXED, RANDOM, DROPPED),
+    ("vllm", "draft_model"): Rules(VLLM, "draft_model", None, {}, {"vocab_size": int}, {}, REFUSED, REFUSED),
+    ("sglang", "draft_model"): Rules(SGLANG, "STANDALONE", None, {}, {"vocab_size": int}, {}, RANDOM, DROPPED),
+}
+UNSERVED = {
+    ("vllm", "medusa"): "vLLM serves Medusa heads up to 0.32.0 only: 0.33.0 dropped them",
+    ("sglang", "medusa"): "SGLang serves no medusa drafters: it has EAGLE, EAGLE3, STANDALONE and NGRAM",
+}
+SHIFTED_ONLY_FROM_1 = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # targets whose nested ids SGLang counts so
+
+
+def rules_for(engine: str, kind: str) -> Rules:
+    """The rules of an engine for a kind; `UserError` with the reason where it serves none of that kind."""
+    rules = RULES.get((engine, kind))
+    if rules is None:
+        reason = UNSERVED.get((engine, kind), f"{engine} serves no {kind} drafters")
+        raise UserError(f"{reason}; export for another engine, or train another kind")
+    return rules
+
+
+def check_directory(engine: str, kind: str, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> None:
+    """Refuse what the engine would not load, or would load as something else than what was trained."""
+    rules = rules_for(engine, kind)
+    found = [
+        *config_problems(rules, config, target),
+        *tensor_problems(rules, expected_shapes(rules, config, target), tensors),
+        *(capture_problems(config, target) if kind == "eagle3" else []),
+    ]
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise UserError(f"{rules.engine} would not serve what was trained: {found[0]}{more}")
+
+
+# --- config.json
+
+
+def config_problems(rules: Rules, config: dict[str, Any], target: Target) -> list[str]:
+    found = []
+    for key, kind in rules.required.items():
+        value = config.get(key)
+        if not isinstance(value, int if kind is int else (kind, int) if kind is float else kind):
+            found.append(f"config.json has {key} {value!r}, which must be of type {kind.__name__}")
+    for key, expected in rules.fixed.items():
+        if config.get(key) != expected:
+            found.append(f"config.json has {key} {config.get(key)!r}, not {expected!r}")
+    if rules.architecture and config.get("architectures") != [rules.architecture]:
+        found.append(f"config.json has architectures {config.get('architectures')}, not {rules.architecture}")
+    if config.get("quantization_config"):
+        found.append("config.json has a quantization_config, but the drafter's weights are plain")
+    if config.get("vocab_size") != target.vocab_size:
+        found.append(f"vocab_size {config.get('vocab_size')} is not the target's {target.vocab_size}")
+    if rules.tensors:
+        found += [f"config.json has {key} null" for key, value in config.items() if value is None]
+        found += rope_problems(config, target)
+    if rules.method == "medusa":
+        found += medusa_problems(config)
+    return found
+
+
+def rope_problems(config: dict[str, Any], target: Target) -> list[str]:
+    """Both schemas must say the same: one engine, or version of transformers, reads one, another the other."""
+    new = config.get("rope_parameters") or {}
+    found = []
+    if new.get("rope_theta") != config.get("rope_theta"):
+        found.append(f"rope_theta {config.get('rope_theta')} is not that of rope_parameters {new.get('rope_theta')}")
+    if new.get("rope_type", "default") != "default" and not config.get("rope_scaling"):
+        found.append(f"rope_scaling is missing beside rope_parameters of type {new['rope_type']}")
+    if config.get("max_position_embeddings", 0) < target.context:
+        found.append(f"max_position_embeddings is below the target's {target.context}: acceptance would end there")
+    return found
+
+
+def medusa_problems(config: dict[str, Any]) -> list[str]:
+    """vLLM takes every key with "num" and "heads" in it for the number of heads, and likewise with layers."""
+    found = []
+    for word, meant in (("heads", "num_heads"), ("layers", "num_hidden_layers")):
+        taken = [key for key in config if "num" in key and word in key and key != meant]
+        found += [f"config.json has {key}, which vLLM would take for {meant}" for key in taken]
+    if config.get("truncated_vocab_size") != config.get("vocab_size"):
+        found.append("truncated_vocab_size differs from vocab_size, which needs a token_map")
+    return found
+
+
+# --- tensors
+
+
+def expected_shapes(rules: Rules, config: dict[str, Any], target: Target) -> dict[str, list[int]]:
+    """Name -> shape of every tensor that must be there; empty where the config's own model tells."""
+    sizes = sizes_of(config, target)
+    shapes = dict(rules.tensors)
+    if rules.method == "medusa":
+        heads, layers = range(config.get("num_heads") or 0), range(config.get("num_hidden_layers") or 0)
+        blocks = {"weight": "H H", "bias": "H"}
+        shapes = {f"blocks.{h}.layers.{i}.{part}": text for h in heads for i in layers for part, text in blocks.items()}
+        shapes.update({f"lm_heads.{h}.weight": "V H" for h in heads})
+    elif shapes and sizes["R"] < sizes["V"]:
+        shapes.update(TABLES)
+    return {name: shape_of(text, sizes) for name, text in shapes.items()}
+
+
+def sizes_of(config: dict[str, Any], target: Target) -> dict[str, int]:
+    heads = config.get("num_attention_heads") or 0
+    return {
+        "H": config.get("hidden_size") or 0,
+        "T": target.hidden_size,
+        "A": config.get("num_aux_hidden_states") or 0,
+        "N": heads,
+        "K": config.get("num_key_value_heads") or heads,
+        "D": config.get("head_dim") or 0,
+        "I": config.get("intermediate_size") or 0,
+        "V": target.vocab_size,
+        "R": config.get("draft_vocab_size") or target.vocab_size,
+    }
+
+
+def shape_of(text: str, sizes: dict[str, int]) -> list[int]:
+    """'N*D 2*H' -> [N * D, 2 * H]"""
+    return [math.prod(sizes[f] if f in sizes else int(f) for f in part.split("*")) for part in text.split()]
+
+
+def tensor_problems(rules: Rules, expected: dict[str, list[int]], tensors: dict[str, Tensor]) -> list[str]:
+    """Closure both ways: all that the engine has room for is there, and all that is there has room."""
+    if not expected:
+        return dtype_problems(tensors)
+    found = [f"{name} is missing and {rules.missing}" for name in sorted(expected.keys() - tensors.keys())]
+    for name in sorted(tensors.keys() - expected.keys()):
+        silent = any(fnmatch(name, pattern) for pattern in rules.dropped)
+        found.append(f"{name} is unknown and {DROPPED if silent else rules.unexpected}")
+    for name in sorted(tensors.keys() & expected.keys()):
+        shape = list(tensors[name].shape)
+        if shape != expected[name]:
+            found.append(f"{name} has the shape {shape}, not {expected[name]}")
+    return found + dtype_problems(tensors)
+
+
+def dtype_problems(tensors: dict[str, Tensor]) -> list[str]:
+    """d2t are offsets in int64 and t2d is a mask; everything else has one floating-point type."""
+    found = []
+    for name, dtype in DTYPES.items():
+        if name in tensors and tensors[name].dtype != dtype:
+            found.append(f"{name} is of type {tensors[name].dtype}, not {dtype}")
+    rest = {tensor.dtype for name, tensor in tensors.items() if name not in DTYPES}
+    if len(rest) != 1 or not all(dtype.is_floating_point for dtype in rest):
+        found.append(f"the weights are of types {', '.join(sorted(map(str, rest)))}: one floating-point type was due")
+    return found
+
+
+# --- what is captured of the target
+
+
+def vllm_layers(config: dict[str, Any], num_layers: int) -> list[int]:
+    """After-N-layers ids whose states vLLM feeds to an EAGLE-3 drafter."""
+    return sorted(config.get("eagle_aux_hidden_state_layer_ids") or [2, num_layers // 2, num_layers - 3])
+
+
+def sglang_layers(config: dict[str, Any], num_layers: int, model_type: str) -> list[int]:
+    """The same for SGLang, which captures before a layer, and only before one that there is."""
+    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if ids is None:
+        ids = [2, num_layers // 2, num_layers - 3]
+    elif model_type not in SHIFTED_ONLY_FROM_1 or ids[0] == 1:
+        ids = [layer_id + 1 for layer_id in ids]
+    return sorted(layer_id for layer_id in ids if layer_id < num_layers)
+
+
+def capture_problems(config: dict[str, Any], target: Target) -> list[str]:
+    """Both engines must capture the same states, as many as `fc` reads."""
+    vllm = vllm_layers(config, target.num_layers)
+    sglang = sglang_layers(config, target.num_layers, target.text_config.model_type)
+    found = []
+    if vllm != sglang:
+        found.append(f"vLLM would capture the states after layers {vllm}, SGLang after {sglang}")
+    if len(set(vllm)) != config.get("num_aux_hidden_states") or len(vllm) < 2:
+        found.append(f"layers {vllm} are not {config.get('num_aux_hidden_states')} distinct ones, two or more")
+    return found
+
+
+# --- directory names
+
+
+def guessed_method(path: str) -> str | None:
+    """The method that vLLM reads out of a drafter's path, in its order; None where it looks into config.json."""
+    words = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+    return next((method for word, method in words.items() if word in path.lower()), None)
+
+
+def check_name(method: str, path: Path) -> None:
+    """Refuse a directory name from which vLLM guesses another method.
+
+    For eagle and eagle3 a method that is given counts, so that only the directory's own name is held against it, for
+    those who leave it out. For medusa and draft_model the guess wins over the method that was given.
+    """
+    name = path.name if method in ("eagle", "eagle3") else str(path.resolve())
+    guessed = guessed_method(name)
+    if guessed not in (None, method):
+        raise UserError(f"--out {path}: vLLM would take the drafter for {guessed!r} by this path: give another one")

@@ -1,0 +1,164 @@
+"""Acceptance of a running vLLM, read from its Prometheus page, beside what was measured when the drafter was exported.
+
+Counters only ever rise, so that two readings give what happened between them.
+"""
+
+import json
+import math
+import re
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from draftsmith.models.errors import UserError
+
+PREFIX = "vllm:spec_decode_num_"
+LINE = re.compile(rf"^{PREFIX}(\w+?)_total(?:\{{(.*)\}})? (\S+)$")
+POSITION = re.compile(r'position="(\d+)"')
+TOLERANCE = 0.1  # share of the extra tokens of a round that traffic may cost before retraining is worth a thought
+LEAST_DRAFTS = 200  # below which nothing is said about drift
+
+
+@dataclass
+class Counters:
+    """vLLM's counters of speculative decoding, summed over its engines."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+
+    def __sub__(self, earlier: "Counters") -> "Counters":
+        """What happened since; all of it where the server was started anew."""
+        if self.num_drafts < earlier.num_drafts:
+            return self
+        before = earlier.accepted_per_position or (0,) * len(self.accepted_per_position)
+        return Counters(
+            self.num_drafts - earlier.num_drafts,
+            self.num_draft_tokens - earlier.num_draft_tokens,
+            self.num_accepted_tokens - earlier.num_accepted_tokens,
+            tuple(now - then for now, then in zip(self.accepted_per_position, before, strict=True)),
+        )
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else math.nan
+
+    @property
+    def per_position_acceptance_rates(self) -> list[float]:
+        return [accepted / self.num_drafts for accepted in self.accepted_per_position] if self.num_drafts else []
+
+    @property
+    def standard_error(self) -> float:
+        """Of the mean acceptance length, from the spread of accepted tokens among drafts."""
+        if not self.num_drafts:
+            return math.nan
+        # E[a^2] = sum over positions i (from 0) of (2 i + 1) P(a > i)
+        square = sum((2 * i + 1) * rate for i, rate in enumerate(self.per_position_acceptance_rates))
+        return math.sqrt(max(0.0, square - (self.mean_acceptance_length - 1) ** 2) / self.num_drafts)
+
+
+def parse_metrics(page: str) -> Counters:
+    """Counters of a metrics page. Raises `UserError` where it has none: the server does not speculate."""
+    totals = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
+    positions: dict[int, int] = {}
+    found = False
+    for line in page.splitlines():
+        if (match := LINE.match(line)) is None:
+            continue
+        name, labels, value = match.groups()
+        found = True
+        if name in totals:
+            totals[name] += int(float(value))
+        elif name == "accepted_tokens_per_pos" and (place := POSITION.search(labels or "")):
+            positions[int(place[1])] = positions.get(int(place[1]), 0) + int(float(value))
+    if not found:
+        raise UserError(
+            "the server counts no drafts: start it with --speculative-config, and without --disable-log-stats"
+        )
+    per_position = tuple(positions.get(i, 0) for i in range(max(positions, default=-1) + 1))
+    return Counters(totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"], per_position)
+
+
+def read_counters(url: str) -> Counters:
+    """The counters of the server at `url` (http://HOST:PORT, /metrics is added). Raises `UserError` if it is silent."""
+    address = url.rstrip("/").removesuffix("/metrics").removesuffix("/v1") + "/metrics"
+    try:
+        with urllib.request.urlopen(address, timeout=10) as response:
+            return parse_metrics(response.read().decode())
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{address} does not answer ({error}): give the address of a running vLLM") from None
+
+
+@dataclass
+class Reference:
+    """Acceptance that was measured from the exported directory."""
+
+    mean_acceptance_length: float
+    per_position_acceptance_rates: list[float]
+
+
+def read_reference(directory: Path, draft_length: int) -> Reference:
+    """The greedy row of DIRECTORY/evaluation.json for that draft length, at the smallest batch size.
+
+    A longer draft answers for a shorter one, because rates of a position do not hang on what comes behind it.
+    """
+    path = directory / "evaluation.json"
+    if not path.is_file():
+        raise UserError(f"--against {directory}: it holds no evaluation.json: export it with --prompts")
+    rows = [row for row in json.loads(path.read_text())["results"] if row["tree_nodes"] is None]
+    rows = [row for row in rows if row["draft_length"] >= draft_length]
+    if not rows:
+        raise UserError(f"--against {directory}: nothing was measured there with {draft_length} or more draft tokens")
+    row = min(rows, key=lambda row: (row["temperature"], row["draft_length"], row["batch_size"]))
+    rates = row["per_position_acceptance_rates"][:draft_length]
+    return Reference(1 + sum(rates), rates)
+
+
+def verdict(found: Counters, reference: Reference) -> str:
+    """What the drift means: within chance, better, or worse by so much that retraining should be thought of."""
+    if found.num_drafts < LEAST_DRAFTS:
+        return f"{found.num_drafts} drafts: too few to judge"
+    drift = found.mean_acceptance_length - reference.mean_acceptance_length
+    gain = reference.mean_acceptance_length - 1
+    if drift + 2 * found.standard_error < -TOLERANCE * gain:
+        return "retrain: this traffic is accepted clearly less than the drafter was measured at (train on its prompts)"
+    if abs(drift) <= 2 * found.standard_error:
+        return "as measured"
+    return "better than measured" if drift > 0 else "slightly below what was measured"
+
+
+def describe(found: Counters, reference: Reference | None) -> str:
+    """One reading, in a line or two."""
+    if not found.num_drafts:
+        return "no drafts"
+    rates = " ".join(f"{rate:.2f}" for rate in found.per_position_acceptance_rates)
+    text = (
+        f"acceptance length {found.mean_acceptance_length:.2f} +- {2 * found.standard_error:.2f}  "
+        f"by position {rates}  ({found.num_drafts} drafts)"
+    )
+    if reference is None:
+        return text
+    drift = found.mean_acceptance_length - reference.mean_acceptance_length
+    return f"{text}\n  measured {reference.mean_acceptance_length:.2f}, drift {drift:+.2f}: {verdict(found, reference)}"
+
+
+def watch(url: str, against: Path | None, interval: float, readings: int | None, console: Console) -> None:
+    """Print a line for all of the server's life, then one for each interval, `readings` of them or for ever."""
+    earlier = read_counters(url)
+    positions = len(earlier.accepted_per_position)
+    reference = read_reference(against, positions) if against is not None and positions else None
+    console.print(f"since its start: {describe(earlier, reference)}", highlight=False, soft_wrap=True)
+    done = 0
+    while readings is None or done < readings:
+        time.sleep(interval)
+        now = read_counters(url)
+        stamp = time.strftime("%H:%M:%S")
+        console.print(f"{stamp}  {describe(now - earlier, reference)}", highlight=False, soft_wrap=True)
+        earlier, done = now, done + 1
