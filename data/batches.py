@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.data.samples import Sample
+from draftsmith.data.samples import Sample, loss_mask
 from draftsmith.models.batch import Batch
 
 LENGTH_GROUPS = 8  # batches are drawn from groups of so many batches sorted by length, to pad less
@@ -85,8 +85,9 @@ class BatchPlan:
 
     def _mask(self, sample: Sample) -> Tensor:
         """The tokens that the target wrote, but for the first, which nothing predicts; cut at `max_length`."""
-        places = torch.arange(min(len(sample.token_ids), self.max_length))
-        return places >= max(1, sample.prompt_length)
+        mask = loss_mask(sample)[: self.max_length]
+        mask[:1] = False
+        return mask
 
     def written(self, index: int) -> Tensor:
         """The tokens that the target wrote in a sample."""

@@ -94,7 +94,7 @@ class Work:
         batch, length = window.slots.shape
         num_tokens, half = batch * length, layer.head_dim // 2
         cache.write_to(window.slots)
-        self.mask = decoder.steps.mask(window, cache.num_slots, {layer.sliding_window for layer in decoder.layers})
+        self.mask = decoder.steps.mask(window, cache.num_seen, {layer.sliding_window for layer in decoder.layers})
         positions = window.positions.clamp(max=decoder.context - 1)
         angles = positions.view(-1, 1, 1, 1) * decoder.rotary.inv_freq  # [N, 1, 1, D / 2]
         self.cos = angles.cos() * decoder.rotary.attention_scaling

@@ -6,12 +6,11 @@ gradient flows into the target's side.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
 
 from draftsmith.models.layers import shift_left
 
@@ -70,13 +69,96 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def _forward_kl(log_q: Tensor, q: Tensor, teacher: "Teacher") -> tuple[Tensor, Tensor]:
+    return teacher.negative_entropy - (teacher.p * log_q).sum(-1), q - teacher.p
+
+
+def _reverse_kl(log_q: Tensor, q: Tensor, teacher: "Teacher") -> tuple[Tensor, Tensor]:
+    ratio = log_q - teacher.log_p
+    loss = (q * ratio).sum(-1)
+    return loss, q * (ratio - loss[:, None])
+
+
+def _jensen_shannon(log_q: Tensor, q: Tensor, teacher: "Teacher") -> tuple[Tensor, Tensor]:
+    log_m = torch.logaddexp(teacher.log_p, log_q) - math.log(2)
+    ratio = log_q - log_m
+    of_q, of_p = (q * ratio).sum(-1), teacher.negative_entropy - (teacher.p * log_m).sum(-1)
+    return 0.5 * (of_p + of_q), 0.5 * q * (ratio - of_q[:, None])
+
+
+def _total_variation(log_q: Tensor, q: Tensor, teacher: "Teacher") -> tuple[Tensor, Tensor]:
+    below = torch.where(q < teacher.p, q, 0.0)
+    return 1 - torch.minimum(q, teacher.p).sum(-1), q * below.sum(-1, keepdim=True) - below
+
+
+def _cross_entropy(log_q: Tensor, q: Tensor, teacher: "Teacher") -> tuple[Tensor, Tensor]:
+    label = teacher.log_p.argmax(-1, keepdim=True)
+    return -log_q.gather(-1, label)[:, 0], q.scatter_add(-1, label, -torch.ones_like(q[:, :1]))
+
+
+def _lk_hybrid(log_q: Tensor, q: Tensor, teacher: "Teacher") -> tuple[Tensor, Tensor]:
+    (kl, of_kl), (rejection, of_rejection) = _forward_kl(log_q, q, teacher), _total_variation(log_q, q, teacher)
+    weight = torch.exp(-LK_DECAY * (1 - rejection))
+    return weight * kl + (1 - weight) * rejection, torch.lerp(of_rejection, of_kl, weight[:, None])
+
+
+# The divergences again, each with its gradient in the drafter's logits: [R], [R, V]
+WITH_GRADIENT: dict[str, Callable[[Tensor, Tensor, "Teacher"], tuple[Tensor, Tensor]]] = {
+    "cross_entropy": _cross_entropy,
+    "forward_kl": _forward_kl,
+    "reverse_kl": _reverse_kl,
+    "jensen_shannon": _jensen_shannon,
+    "total_variation": _total_variation,
+    "lk_hybrid": _lk_hybrid,
+}
+
+
+@dataclass
+class Teacher:
+    """The target at some rows, within the draft vocabulary unless it says otherwise. All fp32."""
+
+    p: Tensor  # [R, Vd] renormalised
+    log_p: Tensor  # [R, Vd]
+    negative_entropy: Tensor  # [R] sum p log p
+    inside: Tensor  # [R, 1] how much of the target's mass the draft vocabulary holds
+    choice: Tensor  # [R] int64 the likeliest token of the whole vocabulary
+
+    @classmethod
+    def of(cls, logits: Tensor, draft_to_target: Tensor | None) -> "Teacher":
+        """From the target's logits [R, V]."""
+        choice, drafted = logits.argmax(-1), logits if draft_to_target is None else logits[:, draft_to_target]
+        log_p = drafted.float().log_softmax(-1)
+        p = log_p.exp()
+        negative_entropy = (p * log_p.clamp(min=LOWEST)).sum(-1)
+        inside = torch.ones_like(p[:, :1])
+        if draft_to_target is not None:
+            log_mass = drafted.float().logsumexp(-1) - logits.float().logsumexp(-1)
+            inside = log_mass.exp()[:, None]
+        return cls(p, log_p, negative_entropy, inside, choice)
+
+    def __getitem__(self, rows: slice | Tensor) -> "Teacher":
+        return Teacher(
+            self.p[rows], self.log_p[rows], self.negative_entropy[rows], self.inside[rows], self.choice[rows]
+        )
+
+
 @dataclass
 class RowLosses:
     """Over R rows of hidden states."""
 
-    loss: Tensor  # scalar sum, with gradient
+    loss: Tensor  # scalar sum
     correct: Tensor  # [R] bool: the drafter's likeliest token is the target's
     acceptance: Tensor  # scalar sum of min(p, q) over tokens, the chance that a sampled draft is accepted
+
+
+@dataclass
+class Depth:
+    """Hidden states of one depth of a chain, and which of the target's rows teach them."""
+
+    hidden: Tensor  # [R, H]
+    head: Callable[[Tensor], Tensor]  # a module, or a function that holds nothing to train
+    teachers: Tensor  # [R] int64, ascending
+    weight: float = 1.0  # of its loss in the total
 
 
 def divergence_over_rows(
@@ -87,56 +169,128 @@ def divergence_over_rows(
     divergence: Divergence,
     draft_to_target: Tensor | None = None,
 ) -> RowLosses:
-    """Sum a divergence over rows of hidden states [R, H], applying both heads in chunks of rows.
+    """Sum a divergence over rows of hidden states [R, H], each with its own teacher; the loss has a gradient."""
+    teachers = torch.arange(len(target_hidden), device=target_hidden.device)
+    depth = Depth(drafter_hidden, drafter_head, teachers)
+    total, (rows,) = divergence_over_depths([depth], target_hidden, target_head, divergence, draft_to_target)
+    return replace(rows, loss=total)
 
-    Logits exist for one chunk at a time and are made again in the backward pass, unless one chunk holds everything.
+
+def divergence_over_depths(
+    depths: list[Depth],
+    target_hidden: Tensor,
+    target_head: Callable[[Tensor], Tensor],
+    divergence: Divergence,
+    draft_to_target: Tensor | None = None,
+) -> tuple[Tensor, list[RowLosses]]:
+    """The weighted sum of a divergence over all depths, with its gradient, and the sums of each depth without.
+
+    Logits exist for a chunk of the target's rows [S, H] at a time. The chunk's teachers are made once for all depths,
+    and its part of the gradient at once, so nothing is kept or made again for the backward pass.
     `draft_to_target` [Vd] gives the target ids of a reduced draft vocabulary: the divergence then compares within it
     (the target renormalised), while `correct` and `acceptance` count the mass outside it as lost.
     """
-    measure = DIVERGENCES[divergence]
+    heads = {id(depth.head): depth.head for depth in depths}.values()
+    parameters = [p for head in heads if isinstance(head, nn.Module) for p in head.parameters() if p.requires_grad]
+    task = _Task(depths, parameters, target_hidden, target_head, divergence, draft_to_target)
+    total = _Divergence.apply(task, *[depth.hidden for depth in depths], *parameters)
+    return total, task.losses
 
-    def chunk_losses(drafter_rows: Tensor, target_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        log_q = drafter_head(drafter_rows).float().log_softmax(-1)
-        with torch.no_grad():
-            log_p = full = target_head(target_rows).float().log_softmax(-1)
-            choice = log_q.argmax(-1)
-            if draft_to_target is not None:
-                choice, inside = draft_to_target[choice], full[:, draft_to_target]
-                log_p = inside.log_softmax(-1)
-            else:
-                inside = full
-            correct = choice == full.argmax(-1)
-            acceptance = torch.minimum(inside, log_q).exp().sum()
-        return measure(log_q, log_p).sum(), correct, acceptance
 
-    vocabulary = target_head(target_hidden[:1]).shape[-1] if len(target_hidden) else 1
-    rows_per_chunk = max(1, CHUNK_ELEMENTS // vocabulary)
-    pairs = list(zip(drafter_hidden.split(rows_per_chunk), target_hidden.split(rows_per_chunk), strict=True))
-    if len(pairs) == 1:
-        return RowLosses(*chunk_losses(*pairs[0]))
-    results = [checkpoint(chunk_losses, *pair, use_reentrant=False) for pair in pairs]
-    losses, correct, acceptance = zip(*results, strict=True)
-    return RowLosses(torch.stack(losses).sum(), torch.cat(correct), torch.stack(acceptance).sum())
+@dataclass
+class _Task:
+    """The sums over all chunks, with gradients beside them."""
+
+    depths: list[Depth]
+    parameters: list[nn.Parameter]  # of the drafter's heads
+    target_hidden: Tensor
+    target_head: Callable[[Tensor], Tensor]
+    divergence: Divergence
+    draft_to_target: Tensor | None
+
+    def run(self, with_gradient: bool) -> Tensor:
+        self.with_gradient = with_gradient
+        used, places = torch.cat([depth.teachers for depth in self.depths]).unique(return_inverse=True)
+        places_of_depth = places.split([len(depth.teachers) for depth in self.depths])
+        zero = torch.zeros((), device=used.device)
+        self.losses = [
+            RowLosses(zero.clone(), torch.empty_like(d.teachers, dtype=torch.bool), zero.clone()) for d in self.depths
+        ]
+        self.hidden_gradients = [torch.zeros_like(depth.hidden) for depth in self.depths] if with_gradient else []
+        self.parameter_gradients = [torch.zeros_like(p) for p in self.parameters] if with_gradient else []
+        if not len(used):
+            return zero
+        vocabulary = self.target_head(self.target_hidden[:1]).shape[-1]
+        edges = list(range(0, len(used), max(1, CHUNK_ELEMENTS // vocabulary))) + [len(used)]
+        bounds = [torch.searchsorted(p, torch.tensor(edges, device=p.device)).tolist() for p in places_of_depth]
+        for chunk, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
+            logits = self.target_head(self.target_hidden[used[start:end]])
+            teacher = Teacher.of(logits, self.draft_to_target)
+            del logits
+            for number, (places, bound) in enumerate(zip(places_of_depth, bounds, strict=True)):
+                rows = slice(bound[chunk], bound[chunk + 1])
+                if rows.start < rows.stop:
+                    self._compare(number, rows, teacher[places[rows] - start])
+        return sum((d.weight * rows.loss for d, rows in zip(self.depths, self.losses, strict=True)), start=zero)
+
+    def _compare(self, number: int, rows: slice, teacher: Teacher) -> None:
+        """Add what some rows of a depth come to."""
+        depth, losses = self.depths[number], self.losses[number]
+        with torch.set_grad_enabled(self.with_gradient):
+            hidden = depth.hidden[rows].detach().requires_grad_(self.with_gradient)
+            logits = depth.head(hidden)
+        log_q = logits.detach().float().log_softmax(-1)
+        q = log_q.exp()
+        choice = log_q.argmax(-1)
+        if self.draft_to_target is not None:
+            choice = self.draft_to_target[choice]
+        losses.correct[rows] = choice == teacher.choice
+        losses.acceptance += torch.minimum(q, teacher.p * teacher.inside).sum()
+        loss, gradient = WITH_GRADIENT[self.divergence](log_q, q, teacher)
+        losses.loss += loss.sum()
+        if self.with_gradient:
+            own = {id(p) for p in depth.head.parameters()} if isinstance(depth.head, nn.Module) else set()
+            indices = [i for i, p in enumerate(self.parameters) if id(p) in own]
+            inputs = [hidden, *(self.parameters[i] for i in indices)]
+            found = torch.autograd.grad(logits, inputs, (depth.weight * gradient).to(logits.dtype))
+            self.hidden_gradients[number][rows] = found[0]
+            for i, of_parameter in zip(indices, found[1:], strict=True):
+                self.parameter_gradients[i] += of_parameter
+
+
+class _Divergence(torch.autograd.Function):
+    """The total of a task, which makes the gradients of hidden states and parameters on its way."""
+
+    @staticmethod
+    def forward(ctx: Any, task: _Task, *tensors: Tensor) -> Tensor:
+        total = task.run(with_gradient=any(ctx.needs_input_grad))
+        ctx.save_for_backward(*task.hidden_gradients, *task.parameter_gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(tensor * grad.to(tensor.dtype) for tensor in ctx.saved_tensors)
 
 
 class ChainLoss:
     """Adds up the losses of a chain of predictions: depth i at slot t predicts x_{t+2+i}.
 
     A prediction counts when every token from x_{t+1} to the predicted one was written by the target, because only then
-    would it be drafted. Call `next_depth`, compute the losses of the slots it marks, `add` them; `sums` at the end.
+    would it be drafted. `next_depth` marks the slots that count, `add` takes their losses; `sums` at the end.
     """
 
     def __init__(self, loss_mask: Tensor) -> None:
         """loss_mask [B, T]: the tokens that the target wrote"""
         self.loss_mask = loss_mask
-        self.counted = shift_left(loss_mask, 1)  # [B, T] slots whose newest token the target wrote
-        self._num_roots = self.counted.sum()
-        self._leading = self.counted.clone()  # all predictions so far are right
-        self._accepted = self._num_roots.clone()
+        self._roots = shift_left(loss_mask, 1)  # [B, T] slots whose newest token the target wrote
+        self._marked: list[
+            tuple[Tensor, float]
+        ] = []  # of each depth the slots that count, and the share of what there is
+        self._leading = self._roots  # all predictions so far are right
+        self._accepted = self._roots.sum()
         self._total = torch.zeros((), device=loss_mask.device)
         self._depths: LossSums = {}
-        self._num_depths = 0
-        self._share = 1.0
+        self._num_added = 0
 
     def next_depth(self, kept: Tensor | None = None, share: float = 1.0) -> Tensor:
         """The slots [B, T] that count at the next depth.
@@ -144,21 +298,22 @@ class ChainLoss:
         A family that trains a depth on some slots only names those that are kept, among what counted at the depth
         before, and how likely a slot was to be kept: what is left out then counts by what is kept.
         """
-        self.counted = self.counted & shift_left(self.loss_mask, 2 + self._num_depths)
+        before = self._marked[-1][0] if self._marked else self._roots
+        counted = before & shift_left(self.loss_mask, 2 + len(self._marked))
         if kept is not None:
-            self.counted = self.counted & kept
-        self._share = share
-        return self.counted
+            counted = counted & kept
+        self._marked.append((counted, share))
+        return counted
 
     def add(self, rows: RowLosses, weight: float) -> None:
-        """The losses of the counted slots, in row-major order."""
-        self._total = self._total + weight / self._share * rows.loss
-        self._leading = self._leading & torch.zeros_like(self._leading).masked_scatter(self.counted, rows.correct)
-        self._accepted = self._accepted + self._leading.sum() / self._share
-        num_counted = self.counted.sum()
-        self._depths[f"accuracy_{self._num_depths}"] = (rows.correct.sum(), num_counted)
-        self._depths[f"sampled_acceptance_{self._num_depths}"] = (rows.acceptance, num_counted)
-        self._num_depths += 1
+        """The losses, in row-major order, of the slots that count at the first depth that has none yet."""
+        depth, (counted, share) = self._num_added, self._marked[self._num_added]
+        self._total = self._total + weight / share * rows.loss
+        self._leading = self._leading & torch.zeros_like(counted).masked_scatter(counted, rows.correct)
+        self._accepted = self._accepted + self._leading.sum() / share
+        self._depths[f"accuracy_{depth}"] = (rows.correct.sum(), counted.sum())
+        self._depths[f"sampled_acceptance_{depth}"] = (rows.acceptance, counted.sum())
+        self._num_added += 1
 
     def sums(self) -> LossSums:
         """The loss over the trained tokens; of each depth the accuracy and the chance that a sampled draft is accepted;
@@ -166,6 +321,6 @@ class ChainLoss:
         """
         return {
             "loss": (self._total, self.loss_mask.sum()),
-            "simulated_acceptance_length": (self._accepted, self._num_roots),
+            "simulated_acceptance_length": (self._accepted, self._roots.sum()),
             **self._depths,
         }

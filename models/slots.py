@@ -86,6 +86,7 @@ class SlotCache:
 
     def __init__(self, num_rows: int, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.num_seen = num_slots  # that attention reads, from the left; the host lowers it where rows are short
         self.written: Tensor  # [B * T] int64, where in `flat` the running forward pass stores its tokens
         self._num_rows = num_rows
         self._index: Tensor | None = None  # [b] the rows of a view; None: all
@@ -104,7 +105,7 @@ class SlotCache:
         self.written = (rows[:, None] * (self.num_slots + 1) + slots.clamp(max=self.num_slots)).flatten()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store key and value [B, Hkv, T, D] at the slots set before; return all slots, each [B, Hkv, M, D]."""
+        """Store key and value [B, Hkv, T, D] at the slots set before; return those seen, each [B, Hkv, M, D]."""
         self.reserve(layer_idx, key.shape[1], key.shape[3], like=key)
         if key.is_cuda:
             from draftsmith.models import cache_kernels
@@ -127,11 +128,14 @@ class SlotCache:
         return self._layers[layer_idx].flat
 
     def keys_and_values(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """What a layer of these rows holds, for reading: each [B, Hkv, M, D]."""
+        """What a layer of these rows holds in the slots seen, for reading: each [B, Hkv, M, D]."""
         layer = self._layers[layer_idx]
+        keys, values = layer.keys, layer.values
+        if self.num_seen < self.num_slots:
+            keys, values = keys[:, :, : self.num_seen], values[:, :, : self.num_seen]
         if self._index is None:
-            return layer.keys, layer.values
-        return layer.keys[self._index], layer.values[self._index]  # copied, for prompts now and then
+            return keys, values
+        return keys[self._index], values[self._index]  # copied, for prompts now and then
 
     def keep_path(self, prefix: Tensor, path: Tensor) -> None:
         """Move what stands in columns `path` [B, D] of the window at `prefix` [B] to its columns 1..D, in every layer.
@@ -266,7 +270,7 @@ def run_on_slots(model: PreTrainedModel, token_ids: Tensor, window: Window, cach
     output = model.base_model(
         input_ids=token_ids,
         position_ids=window.positions.clamp(max=context - 1),
-        attention_mask=window.mask(cache.num_slots),
+        attention_mask=window.mask(cache.num_seen),
         past_key_values=cache,
         use_cache=True,
     )

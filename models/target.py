@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens, H hidden width, V vocabulary, A number of layers asked for.
 """
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -18,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -94,7 +96,8 @@ class Target:
         if whole is None:
             self.decoder_layers = _decoder_layers(model)
             self._fused_decoder = fuse(model) if fuse_layers else None
-            _check_served_exactly(self)
+            if model.device.type != "meta":
+                _check_served_exactly(self)
 
     @classmethod
     def from_pretrained(
@@ -135,6 +138,20 @@ class Target:
     @property
     def has_layers(self) -> bool:
         return self._whole is None
+
+    @classmethod
+    def without_weights(cls, name: str | Path) -> "Target":
+        """Config and tokenizer only, the model on the `meta` device: of a target that a server runs."""
+        config = _read_config(name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        with contextlib.suppress(OSError):  # a model may have none
+            model.generation_config = GenerationConfig.from_pretrained(name)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise UserError(f"the tokenizer of {str(name)!r} does not load: {first_line(error)}") from None
+        return cls(model, tokenizer, str(name), fuse_layers=False)
 
     @property
     def fused(self) -> bool:

@@ -8,13 +8,14 @@ import torch
 
 from draftsmith.data.batches import BatchPlan, Rows
 from draftsmith.data.prepare import PrepareSettings, prepare
-from draftsmith.data.samples import SAMPLES, Sample, read_samples
+from draftsmith.data.samples import SAMPLES, Sample, Span, read_samples
 from draftsmith.data.vocabulary import MEASURED, measure_vocabulary, split, token_counts
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter, save_drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.errors import UserError
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import Features
 from draftsmith.models.vocabulary import SIZE_UNIT, ranking, with_size
 from draftsmith.recipes.recipes import RECIPES
@@ -64,7 +65,7 @@ def make_plan(num_samples: int = 64) -> BatchPlan:
     """Samples of two domains that the target may write."""
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(1, 300, (num_samples, 30), generator=generator).tolist()
-    samples = [Sample(text, 5, "eos", 0.0, i, ("code", "chat")[i // 16 % 2]) for i, text in enumerate(texts)]
+    samples = [Sample(text, [Span(5, 30)], domain=("code", "chat")[i // 16 % 2]) for i, text in enumerate(texts)]
     return BatchPlan(samples, 4, 24, 100, seed=0)
 
 
@@ -128,7 +129,7 @@ def test_a_run_tells_what_its_vocabulary_costs(
     """In vocabulary.json by domain and on the console; the decoder accepts no more than the bound says."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"strike the iron {i}\n" for i in range(40)))
-    prepare(tiny_target, str(prompts), tmp_path / "samples", PrepareSettings(max_new_tokens=16, temperatures=(0.0,)))
+    prepare(tiny_target, str(prompts), tmp_path / "samples", PrepareSettings(16, (Sampling(0.0),)))
     lines = [json.loads(line) for line in (tmp_path / "samples" / SAMPLES).read_text().splitlines()]
     marked = [json.dumps({**line, "domain": "forge"}) for line in lines]
     (tmp_path / "samples" / SAMPLES).write_text("\n".join(marked) + "\n")
@@ -147,6 +148,6 @@ def test_a_run_tells_what_its_vocabulary_costs(
     assert own["draft_vocab_hash"] == content["hash"]
     held_out = [read_samples(tmp_path / "samples")[i] for i in split(list(range(40)))[1]]
     output = SpeculativeDecoder(tiny_target, drafter).generate(
-        [sample.token_ids[: sample.prompt_length] for sample in held_out], max_new_tokens=16
+        [sample.token_ids[: sample.spans[0].start] for sample in held_out], max_new_tokens=16
     )
     assert output.stats.total.draft_acceptance_rate <= content["domains"]["forge"]["greedy"] + 1e-6

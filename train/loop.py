@@ -19,6 +19,14 @@ from rich.markup import escape
 from torch import Tensor
 
 from draftsmith.data.batches import BatchPlan, Rows
+from draftsmith.data.checks import (
+    check_capture,
+    check_prepared,
+    check_samples,
+    notice_padding,
+    notice_seen_prompts,
+    shown_sample,
+)
 from draftsmith.data.features import FeatureSource, StoredFeatures
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.samples import Sample, read_samples
@@ -65,8 +73,11 @@ def set_up(config: TrainConfig) -> Setup:
     device = pick_device(config.run.device)
     mixed_precision = "bf16" if default_dtype(device) == torch.bfloat16 else "no"
     accelerator = Accelerator(mixed_precision=mixed_precision, cpu=device.type == "cpu")
-    samples = read_samples(Path(config.data.samples))
+    folder = Path(config.data.samples)
+    samples = read_samples(folder, config.data.drop_cut)
     target = load_target(config, accelerator.device)
+    check_prepared(folder, target)
+    check_samples(samples, target, min(config.data.max_length, target.context), str(folder))
     plan = plan_batches(config, samples, target, accelerator.num_processes)
     prompts = evaluation_prompts(config.evaluation, target)
     set_seed(config.run.seed)
@@ -75,6 +86,8 @@ def set_up(config: TrainConfig) -> Setup:
     if isinstance(drafter_config, ReducedVocabulary):
         drafter_config = with_size(drafter_config, counts, target.eos_token_ids)
     drafter = DRAFTERS[config.drafter.kind].from_target(drafter_config, target).to(accelerator.device)
+    if target.has_layers:
+        check_capture(target, drafter.layer_ids, samples[0].token_ids)
     if prompts:
         check_evaluation(config.evaluation, drafter, target)
     drafter.fit_vocabulary(ranking(counts, target.eos_token_ids))
@@ -99,6 +112,23 @@ def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num
     return plan
 
 
+def show_data(setup: Setup, run: Path, source: FeatureSource) -> None:
+    """Tell the user what is trained on: a sample with its mask, and what is odd about the data."""
+    plan = setup.plan
+    if plan.cut():
+        rich.print(escape(plan.cut()))
+    if vocabulary := write_vocabulary(run, setup.drafter, plan, source, setup.target):
+        rich.print(escape(vocabulary_text(vocabulary)))
+    notice_padding(setup.target)
+    if setup.prompts:
+        notice_seen_prompts(setup.prompts.token_ids, plan.samples)
+    rich.print(shown_sample(plan.samples[plan.trained[0]], setup.target))
+    if setup.drafter.changes_target():
+        rich.print(
+            f"[bold]this changes the target[/]: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with"
+        )
+
+
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
     """Linear warm-up, then a cosine from the peak to `final_share` of it. `step` counts from 0."""
     warmup = max(1, round(config.warmup_share * num_steps))
@@ -116,7 +146,7 @@ def train(config: TrainConfig) -> Path:
     run = open_run(config, target, accelerator)
     source = feature_source(config, setup.store, setup.drafter, target, accelerator)
     if accelerator.is_main_process:
-        tell(setup, run, source)
+        show_data(setup, run, source)
     trainable = [parameter for parameter in setup.drafter.parameters() if parameter.requires_grad]
     betas = (config.optimizer.beta1, config.optimizer.beta2)
     optimizer = torch.optim.AdamW(trainable, betas=betas, weight_decay=config.optimizer.weight_decay)
@@ -145,6 +175,7 @@ def train(config: TrainConfig) -> Path:
         )
         for step in range(first_step, config.run.steps):
             rate = learning_rate(step, config.run.steps, config.optimizer)
+            setup.drafter.progress = step / config.run.steps
             micro_batches = setup.plan.micro_batches(step, accelerator.process_index, accelerator.num_processes)
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -173,18 +204,6 @@ def train(config: TrainConfig) -> Path:
         if config.evaluation.untrained and setup.prompts:
             rich.print(escape(what_training_brought(run)))
     return run
-
-
-def tell(setup: Setup, run: Path, source: FeatureSource) -> None:
-    """What the user should know before the first step."""
-    if cut := setup.plan.cut():
-        rich.print(escape(cut))
-    if vocabulary := write_vocabulary(run, setup.drafter, setup.plan, source, setup.target):
-        rich.print(escape(vocabulary_text(vocabulary)))
-    if setup.drafter.changes_target():
-        rich.print(
-            f"[bold]this changes the target[/]: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with"
-        )
 
 
 def gradients(
