@@ -2,7 +2,7 @@
 
     python benchmarks/prepare_kill.py [--prompts N] [--kills N] [--seed N]
 
-Each time SIGKILL comes after a random share of what the uninterrupted run took, the loading of Python included.
+Each time SIGKILL comes up to a fifth of the uninterrupted run's time after the first new answer.
 """
 
 import argparse
@@ -44,18 +44,18 @@ def main() -> None:
         start = time.perf_counter()
         subprocess.run([*command, str(folder / "whole")], check=True)
         whole = time.perf_counter() - start
+        journal = folder / "killed" / "answers-0.partial"
         kills = 0
         while kills < args.kills:
+            size = journal.stat().st_size if journal.exists() else 0
             process = subprocess.Popen([*command, str(folder / "killed")])
-            try:
-                process.wait(whole * generator.uniform(0.2, 0.9) * (1 - kills / (args.kills + 1)))
-                break  # it was done before
-            except subprocess.TimeoutExpired:
-                process.kill()
-                assert process.wait() == -signal.SIGKILL
+            while process.poll() is None and not (journal.exists() and journal.stat().st_size > size):
+                time.sleep(0.01)
+            time.sleep(whole * generator.uniform(0, 0.2))
+            process.kill()
+            assert process.wait() == -signal.SIGKILL, "it was done before: give more --prompts"
             kills += 1
-            journal = folder / "killed" / "answers-0.partial"
-            print(f"\nkilled: {journal.read_bytes().count(10) if journal.exists() else 0} answers written")
+            print(f"\nkilled: {journal.read_bytes().count(10)} answers written", flush=True)
         subprocess.run([*command, str(folder / "killed")], check=True)
         digests = [sha256((folder / out / SAMPLES).read_bytes()).hexdigest()[:16] for out in ("whole", "killed")]
         indices = [sample.prompt_index for sample in read_samples(folder / "killed")]

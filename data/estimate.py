@@ -5,9 +5,11 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from rich.filesize import decimal
 from rich.table import Table
 
 from draftsmith.data.prepare import Work
@@ -28,8 +30,8 @@ class Spread:
     @classmethod
     def over(cls, values: list[float], count: int) -> "Spread":
         """`values`: of the sampled prompts, out of `count`."""
-        deviation = statistics.stdev(values) if len(values) > 1 else math.inf
-        unseen = max(0, count - len(values)) / count  # what is sampled is known
+        deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+        unseen = (count - len(values)) / count  # what is sampled is known
         return cls(
             statistics.fmean(values) * count, NORMAL_95 * deviation / math.sqrt(len(values)) * count * unseen**0.5
         )
@@ -64,22 +66,34 @@ class Estimate:
         )
         table.columns[1].justify = table.columns[2].justify = "right"
 
-        def add(name: str, spread: Spread, unit: str) -> None:
-            table.add_row(name, f"{spread.total:.3g} {unit}", f"± {spread.margin:.2g} {unit}")
+        def add(name: str, spread: Spread, shown: Callable[[float], str]) -> None:
+            table.add_row(name, shown(spread.total), f"± {shown(spread.margin)}")
 
-        add("generated", self.generated.scaled(1e-6), "M tokens")
-        add("stored, prompts included", self.stored.scaled(1e-6), "M tokens")
-        add(f"time at {self.tokens_per_second:.0f} tokens/s, one process", self.hours, "h")
-        add("disk: samples", self.disk.scaled(1e-9), "GB")
+        add("tokens generated", self.generated, in_tokens)
+        add("tokens stored, prompts among them", self.stored, in_tokens)
+        add(f"time at {self.tokens_per_second:.0f} tokens/s, one process", self.hours, in_hours)
+        add("disk: samples", self.disk, in_bytes)
         for num_layers in CAPTURED_LAYERS:
             for name, size in (("bf16", 2), ("fp8", 1)):
-                features = self.feature_bytes(num_layers, size).scaled(1e-9)
-                add(f"disk: stored features, last hidden + {num_layers} layers, {name}", features, "GB")
+                layers = f"last hidden + {num_layers} layers" if num_layers else "last hidden"
+                add(f"features: {layers}, {name}", self.feature_bytes(num_layers, size), in_bytes)
         for where, num_bytes in self.memory.items():
-            table.add_row(where, f"{num_bytes / 1e9:.3g} GB", "measured")
+            table.add_row(where, in_bytes(num_bytes), "measured")
         cut = self.finish_reasons.get("length", 0) / max(1, sum(self.finish_reasons.values()))
         table.add_row("samples cut by --max-new-tokens", f"{cut:.0%}", "")
         return table
+
+
+def in_tokens(count: float) -> str:
+    return f"{round(count):,}"
+
+
+def in_bytes(count: float) -> str:
+    return decimal(round(count))
+
+
+def in_hours(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
 
 
 def estimate(work: Work) -> Estimate:

@@ -21,7 +21,7 @@ from draftsmith.models import llama_steps
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.slots import SlotCache, Window
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers are what `FusedLayer` computes
+FAMILIES = ("cwm", "llama", "ministral", "mistral", "qwen2", "qwen3", "seed_oss")  # whose layers `FusedLayer` computes
 STEADY_ROTARY = ("default", "linear", "llama3", "yarn")  # kinds whose angles do not depend on the text's length
 
 

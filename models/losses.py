@@ -18,7 +18,7 @@ Divergence = Literal["cross_entropy", "forward_kl", "reverse_kl", "jensen_shanno
 
 LossSums = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), reduced over all ranks before dividing
 
-CHUNK_ELEMENTS = 1 << 24  # rows x vocabulary of logits that exist at once: 64 MiB a tensor in fp32
+CHUNK_ELEMENTS, CHUNK_ROWS = 1 << 21, 256  # logits that exist at once, 8 MiB a tensor in fp32, or so many rows of them
 LOWEST = torch.finfo(torch.float32).min  # for the log of a chance of 0, which times 0 is then 0
 LK_DECAY = 3.0  # eta of the LK hybrid for EAGLE-3-like drafters (arXiv 2602.23881)
 
@@ -70,19 +70,20 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _forward_kl(log_q: Tensor, q: Tensor, teacher: "Teacher") -> tuple[Tensor, Tensor]:
-    return teacher.negative_entropy - (teacher.p * log_q).sum(-1), q - teacher.p
+    return teacher.negative_entropy - torch.linalg.vecdot(teacher.p, log_q), q - teacher.p
 
 
 def _reverse_kl(log_q: Tensor, q: Tensor, teacher: "Teacher") -> tuple[Tensor, Tensor]:
     ratio = log_q - teacher.log_p
-    loss = (q * ratio).sum(-1)
+    loss = torch.linalg.vecdot(q, ratio)
     return loss, q * (ratio - loss[:, None])
 
 
 def _jensen_shannon(log_q: Tensor, q: Tensor, teacher: "Teacher") -> tuple[Tensor, Tensor]:
     log_m = torch.logaddexp(teacher.log_p, log_q) - math.log(2)
     ratio = log_q - log_m
-    of_q, of_p = (q * ratio).sum(-1), teacher.negative_entropy - (teacher.p * log_m).sum(-1)
+    of_q = torch.linalg.vecdot(q, ratio)
+    of_p = teacher.negative_entropy - torch.linalg.vecdot(teacher.p, log_m)
     return 0.5 * (of_p + of_q), 0.5 * q * (ratio - of_q[:, None])
 
 
@@ -120,26 +121,23 @@ class Teacher:
     p: Tensor  # [R, Vd] renormalised
     log_p: Tensor  # [R, Vd]
     negative_entropy: Tensor  # [R] sum p log p
-    inside: Tensor  # [R, 1] how much of the target's mass the draft vocabulary holds
+    mass: Tensor  # [R, Vd] as in the whole vocabulary, not renormalised
     choice: Tensor  # [R] int64 the likeliest token of the whole vocabulary
 
     @classmethod
     def of(cls, logits: Tensor, draft_to_target: Tensor | None) -> "Teacher":
         """From the target's logits [R, V]."""
-        choice, drafted = logits.argmax(-1), logits if draft_to_target is None else logits[:, draft_to_target]
-        log_p = drafted.float().log_softmax(-1)
-        p = log_p.exp()
-        negative_entropy = (p * log_p.clamp(min=LOWEST)).sum(-1)
-        inside = torch.ones_like(p[:, :1])
+        choice, logits = logits.argmax(-1), logits.float()
+        drafted = logits if draft_to_target is None else logits.index_select(1, draft_to_target)
+        inside = drafted.logsumexp(-1, keepdim=True)
+        log_p = drafted - inside
+        mass = p = log_p.exp()
         if draft_to_target is not None:
-            log_mass = drafted.float().logsumexp(-1) - logits.float().logsumexp(-1)
-            inside = log_mass.exp()[:, None]
-        return cls(p, log_p, negative_entropy, inside, choice)
+            mass = p * (inside - logits.logsumexp(-1, keepdim=True)).exp()
+        return cls(p, log_p, torch.linalg.vecdot(p, log_p.clamp(min=LOWEST)), mass, choice)
 
     def __getitem__(self, rows: slice | Tensor) -> "Teacher":
-        return Teacher(
-            self.p[rows], self.log_p[rows], self.negative_entropy[rows], self.inside[rows], self.choice[rows]
-        )
+        return Teacher(self.p[rows], self.log_p[rows], self.negative_entropy[rows], self.mass[rows], self.choice[rows])
 
 
 @dataclass
@@ -197,6 +195,11 @@ def divergence_over_depths(
     return total, task.losses
 
 
+def chunk_rows(vocabulary: int) -> int:
+    """How many of the target's rows have their logits made at once."""
+    return max(CHUNK_ROWS, CHUNK_ELEMENTS // vocabulary)
+
+
 @dataclass
 class _Task:
     """The sums over all chunks, with gradients beside them."""
@@ -220,17 +223,19 @@ class _Task:
         self.parameter_gradients = [torch.zeros_like(p) for p in self.parameters] if with_gradient else []
         if not len(used):
             return zero
-        vocabulary = self.target_head(self.target_hidden[:1]).shape[-1]
-        edges = list(range(0, len(used), max(1, CHUNK_ELEMENTS // vocabulary))) + [len(used)]
-        bounds = [torch.searchsorted(p, torch.tensor(edges, device=p.device)).tolist() for p in places_of_depth]
-        for chunk, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
-            logits = self.target_head(self.target_hidden[used[start:end]])
-            teacher = Teacher.of(logits, self.draft_to_target)
-            del logits
+        step = chunk_rows(self.target_head(self.target_hidden[:1]).shape[-1])
+        edges = torch.tensor([*range(0, len(used), step), len(used)], device=used.device)
+        bounds = [torch.searchsorted(p, edges).tolist() for p in places_of_depth]
+        gapless = [bool((p.diff() == 1).all()) for p in places_of_depth]
+        for chunk, start in enumerate(range(0, len(used), step)):
+            teacher = Teacher.of(self.target_head(self.target_hidden[used[start : start + step]]), self.draft_to_target)
             for number, (places, bound) in enumerate(zip(places_of_depth, bounds, strict=True)):
                 rows = slice(bound[chunk], bound[chunk + 1])
                 if rows.start < rows.stop:
-                    self._compare(number, rows, teacher[places[rows] - start])
+                    seen = places[rows] - start
+                    first = int(seen[0]) if gapless[number] else 0  # a slice is a view
+                    whole = slice(first, first + len(seen)) if gapless[number] else seen
+                    self._compare(number, rows, teacher[whole])
         return sum((d.weight * rows.loss for d, rows in zip(self.depths, self.losses, strict=True)), start=zero)
 
     def _compare(self, number: int, rows: slice, teacher: Teacher) -> None:
@@ -245,17 +250,17 @@ class _Task:
         if self.draft_to_target is not None:
             choice = self.draft_to_target[choice]
         losses.correct[rows] = choice == teacher.choice
-        losses.acceptance += torch.minimum(q, teacher.p * teacher.inside).sum()
+        losses.acceptance += torch.minimum(q, teacher.mass).sum()
         loss, gradient = WITH_GRADIENT[self.divergence](log_q, q, teacher)
         losses.loss += loss.sum()
         if self.with_gradient:
             own = {id(p) for p in depth.head.parameters()} if isinstance(depth.head, nn.Module) else set()
             indices = [i for i, p in enumerate(self.parameters) if id(p) in own]
             inputs = [hidden, *(self.parameters[i] for i in indices)]
-            found = torch.autograd.grad(logits, inputs, (depth.weight * gradient).to(logits.dtype))
-            self.hidden_gradients[number][rows] = found[0]
+            found = torch.autograd.grad(logits, inputs, gradient.to(logits.dtype))
+            torch.mul(found[0], depth.weight, out=self.hidden_gradients[number][rows])
             for i, of_parameter in zip(indices, found[1:], strict=True):
-                self.parameter_gradients[i] += of_parameter
+                self.parameter_gradients[i].add_(of_parameter, alpha=depth.weight)
 
 
 class _Divergence(torch.autograd.Function):

@@ -132,6 +132,11 @@ RULES = {
 }
 UNSERVED = {
     ("vllm", "medusa"): "vLLM serves Medusa heads up to 0.32.0 only: 0.33.0 dropped them",
+    ("vllm", "hydra"): "no engine serves Hydra heads",
+    ("sglang", "hydra"): "no engine serves Hydra heads",
+    ("vllm", "mlp_speculator"): "vLLM reads MLP speculators up to 0.32.0, but has run none since its V1 engine",
+    ("sglang", "mlp_speculator"): "SGLang serves no MLP speculators",
+    ("sglang", "p_eagle"): "SGLang serves no P-EAGLE drafters",
     ("sglang", "medusa"): "SGLang serves no medusa drafters: it has EAGLE, EAGLE3, STANDALONE and NGRAM",
 }
 SHIFTED_ONLY_FROM_1 = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # targets whose nested ids SGLang counts so

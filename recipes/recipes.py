@@ -93,6 +93,7 @@ def draft_model() -> TrainConfig:
 def quickstart_eagle() -> TrainConfig:
     """EAGLE-1 for the embedded target, in a minute or two on a CPU."""
     config = _quickstart(eagle())
+    config.drafter = EagleConfig(divergence_weight=1.0)  # features alone lead to its acceptance, but slowly
     config.optimizer.learning_rate = 4e-3
     return config
 
@@ -123,14 +124,14 @@ def quickstart_medusa() -> TrainConfig:
 def quickstart_hydra() -> TrainConfig:
     """Hydra heads for the embedded target, in a minute on a CPU."""
     config = _quickstart(hydra())
-    config.optimizer.learning_rate = 4e-3
+    config.optimizer.learning_rate = 1e-2
     return config
 
 
 def quickstart_mlp_speculator() -> TrainConfig:
     """An MLP speculator for the embedded target, in a minute on a CPU."""
     config = _quickstart(mlp_speculator())
-    config.optimizer.learning_rate = 4e-3
+    config.optimizer.learning_rate = 1e-2
     return config
 
 

@@ -58,7 +58,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
-    lines = [function_prompt(function).splitlines()[0] for function in stdlib_functions(held_out=True)[::60]]
+    lines = [function_prompt(function).splitlines()[0] for function in stdlib_functions(held_out=True)[::20]]
     path.write_text("".join(line + "\n" for line in lines[:24]))
     return str(path)
 

@@ -67,7 +67,7 @@ def test_gradients_of_all_depths_in_chunks(name, ids: torch.Tensor | None, monke
     total = sum(w * loss for w, loss in zip(weights, expected, strict=True))
     gradients = torch.autograd.grad(total, trained)
 
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 2 * vocab)
+    monkeypatch.setattr(losses, "chunk_rows", lambda vocabulary: 2)
     depths = [Depth(*depth) for depth in zip(hidden, heads, teachers, weights, strict=True)]
     found, rows = divergence_over_depths(depths, target_hidden, target_head, name, ids)
     torch.testing.assert_close(found, total, atol=1e-5, rtol=1e-5)
