@@ -4,7 +4,8 @@
 
 1. greedy, batch 1, draft length 4: ours against transformers' assisted generation with the same target and draft model
 2. what a round costs beyond the forward passes of target and draft model
-3. batch 8 against batch 1 eight times
+3. batch 8 against batch 1 eight times, and what bounds that: what a pass of the target costs at each shape, and rows
+   that stand idle because their texts ended before the longest one
 4. plain decoding against `model.generate`
 
 Without `--drafter` an untrained draft model of one of the target's layers serves: ratios at equal acceptance.
@@ -25,6 +26,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.evaluation import git_commit
 from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.draft_model import DraftModel, DraftModelConfig
+from draftsmith.models.slots import SlotCache, Window, chain_window
 from draftsmith.recipes.quickstart import EMBEDDED_TARGET
 
 DRAFT_LENGTH = 4
@@ -56,6 +58,27 @@ def generate(
     if assistant is not None:
         settings["assistant_model"] = assistant
     return model.generate(ids, **settings)[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def pass_milliseconds(
+    target: Target, lengths: list[int], shapes: list[tuple[int, int]]
+) -> dict[tuple[int, int], float]:
+    """Median time of the target's pass and head over `tokens` new tokens in each of `rows`, by (rows, tokens).
+
+    `lengths`: what stands in the caches, of one row alone or of all.
+    """
+    runs: dict[str, Callable[[], object]] = {}
+    for rows, tokens in shapes:
+        cache = SlotCache(rows, max(lengths) + tokens)
+        window = chain_window(torch.tensor(lengths[:rows]), tokens)
+        token_ids = torch.randint(target.vocab_size, (rows, tokens))
+
+        def run(token_ids: torch.Tensor = token_ids, window: Window = window, cache: SlotCache = cache) -> torch.Tensor:
+            return target.logits(target.run(token_ids, window, cache).last_hidden)
+
+        runs[f"{rows} {tokens}"] = run
+    return {(int(name.split()[0]), int(name.split()[1])): 1000 * t for name, t in interleaved(runs, 25).items()}
 
 
 def main() -> None:
@@ -114,6 +137,10 @@ def main() -> None:
     total = outputs[0].stats.total
     for output in outputs[1:]:
         total = total + output.stats.total
+    rounds = [output.stats.total.num_rounds for output in outputs]
+    halfway = [len(prompt) + limit // 2 for prompt in sorted(prompts, key=len, reverse=True)]
+    one, full = (1, DRAFT_LENGTH + 1), (len(prompts), DRAFT_LENGTH + 1)
+    passes = pass_milliseconds(target, halfway, [(1, 1), one, (len(prompts), 1), full])
     host = sum(output.timing.phases["host"] for output in outputs) / total.num_rounds
 
     def ratio(name: str, other: str) -> str:
@@ -129,6 +156,11 @@ def main() -> None:
     print(f"ours plain: {ratio('ours plain', 'transformers generate')} (goal 1)")
     print(f"a batch of {len(prompts)}: {ratio('ours plain, one batch', 'ours plain')} (goal 2)")
     print(f"a batch of {len(prompts)}: {ratio('ours speculative, one batch', 'ours speculative')} (goal 2)")
+    cost = ", ".join(f"{rows} x {tokens}: {time_taken:.1f}" for (rows, tokens), time_taken in passes.items())
+    print(f"a pass of the target over rows x new tokens, ms: {cost}")
+    ceiling, busy = len(prompts) * passes[one] / passes[full], sum(rounds) / len(prompts) / max(rounds)
+    print(f"so the target's passes allow a batch {ceiling:.2f} times the speed while every row is busy;")
+    print(f"here rows are busy {100 * busy:.0f} % of the rounds, which leaves {ceiling * busy:.2f}")
     print(f"host time a round, outside draft and verification: {host:.2f} ms (goal 1)")
 
 

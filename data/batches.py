@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.data.samples import Sample
+from draftsmith.data.samples import Sample, loss_mask
 from draftsmith.models.batch import Batch
 
 LENGTH_GROUPS = 8  # batches are drawn from groups of so many batches sorted by length, to pad less
@@ -85,8 +85,9 @@ class BatchPlan:
 
     def _mask(self, sample: Sample) -> Tensor:
         """The tokens that the target wrote, but for the first, which nothing predicts; cut at `max_length`."""
-        places = torch.arange(min(len(sample.token_ids), self.max_length))
-        return places >= max(1, sample.prompt_length)
+        mask = loss_mask(sample)[: self.max_length]
+        mask[:1] = False
+        return mask
 
     def cut(self) -> str:
         """What `max_length` takes from the samples, for the user; empty where it takes nothing."""
@@ -165,5 +166,5 @@ def halves(rows: Rows) -> list[Rows]:
 
 def token_counts(samples: list[Sample], vocab_size: int) -> Tensor:
     """How often the target wrote each token, [V]."""
-    written = [token for sample in samples for token in sample.token_ids[sample.prompt_length :]]
+    written = [token for sample in samples for token in sample.generated()]
     return torch.bincount(torch.tensor(written), minlength=vocab_size)

@@ -3,13 +3,18 @@
 Each is one function, called at one place; docs/data.md lists them.
 """
 
+from pathlib import Path
+
 import torch
 from rich.text import Text
 
 from draftsmith.data.progress import notice
 from draftsmith.data.rows import Prompt
+from draftsmith.data.samples import Sample, read_prepared
+from draftsmith.models.base import Drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
+from draftsmith.models.identity import check_identity
 from draftsmith.models.target import Target
 
 Spans = list[tuple[int, int]]  # of trained tokens, [start, end)
@@ -82,27 +87,40 @@ def notice_raw_texts(prompts: list[Prompt], target: Target) -> None:
 # --- samples
 
 
-def check_mask(spans: list[Spans], lengths: list[int], max_length: int, where: str) -> float:
-    """The share of tokens that are trained on, after the cut at `max_length`.
+def check_prepared(folder: Path, target: Target) -> None:
+    """Refuse samples that were written with another tokenizer or chat template than the target's."""
+    mend = "prepare them again, or give the target as it was then"
+    keys = ("tokenizer_fingerprint", "template_hash")
+    check_identity(f"what {folder} holds", read_prepared(folder), target, keys, mend)
 
-    Raises `UserError` where it is 0, or 1 (the prompts are trained on too); says how many samples the cut leaves
-    without an answer.
-    """
+
+def check_samples(samples: list[Sample], target: Target, max_length: int, where: str) -> None:
+    """Refuse samples with tokens that the target does not know, a doubled beginning of text, or a wrong loss mask."""
+    for sample in samples:
+        name = f"the sample of prompt {sample.prompt_index + 1} in {where}"
+        check_token_ids(sample.token_ids, target, name)
+        check_bos(sample.token_ids, target, name)
+    check_mask([spans_of(sample) for sample in samples], [len(s.token_ids) for s in samples], max_length, where)
+
+
+def spans_of(sample: Sample) -> Spans:
+    return [(span.start, span.end) for span in sample.spans]
+
+
+def check_mask(spans: list[Spans], lengths: list[int], max_length: int, where: str) -> None:
+    """Refuse samples of which no token is trained on after the cut at `max_length`, or every one."""
     trained = [sum(max(0, min(end, max_length) - start) for start, end in one) for one in spans]
-    num_tokens = sum(min(length, max_length) for length in lengths)
     if not any(trained):
-        cut = any(spans) and f"all answers begin beyond data.max_length={max_length}: raise it"
-        raise UserError(f"no token of {where} is trained on: {cut or 'it holds no answers, prepare it again'}")
-    if sum(trained) == num_tokens:
-        raise UserError(f"every token of {where} is trained on, the prompts too: its spans are wrong, prepare it again")
-    if without := trained.count(0):
-        notice(f"{without} of {len(trained)} samples of {where} have no answer within data.max_length={max_length}")
-    return sum(trained) / num_tokens
+        if any(start < end for one in spans for start, end in one):
+            raise UserError(f"all answers in {where} begin beyond data.max_length={max_length}: raise it")
+        raise UserError(f"no token in {where} is trained on, its samples hold no answers: prepare them again")
+    if sum(trained) == sum(min(length, max_length) for length in lengths):
+        raise UserError(f"every token in {where} is trained on, the prompts too: its spans are wrong, prepare it again")
 
 
-def notice_seen_prompts(evaluated: list[list[int]], trained: list[list[int]]) -> None:
+def notice_seen_prompts(evaluated: list[list[int]], samples: list[Sample]) -> None:
     """Say so where prompts of an evaluation are among those trained on: what is measured there is not held out."""
-    seen = set(map(tuple, trained))
+    seen = {tuple(sample.token_ids[: spans_of(sample)[0][0]]) for sample in samples}
     count = sum(tuple(token_ids) in seen for token_ids in evaluated)
     if count:
         notice(
@@ -111,9 +129,20 @@ def notice_seen_prompts(evaluated: list[list[int]], trained: list[list[int]]) ->
         )
 
 
-def shown_sample(token_ids: list[int], spans: Spans, target: Target) -> Text:
+def notice_padding(target: Target) -> None:
+    """Say so where the target's vocabulary goes on beyond its tokenizer; no sample may hold such a token."""
+    known = num_known_tokens(target)
+    if known < target.vocab_size:
+        notice(
+            f"the vocabulary of {target.name} has {target.vocab_size} rows and its tokenizer {known} tokens: the rows "
+            "beyond are padding, never trained on and never part of a smaller draft vocabulary"
+        )
+
+
+def shown_sample(sample: Sample, target: Target) -> Text:
     """A sample as text, what is trained on green and between ⟦ ⟧; long stretches are cut in their middle."""
     assert target.tokenizer is not None
+    token_ids, spans = sample.token_ids, spans_of(sample)
     text = Text()
     position = 0
     for start, end in [*spans, (len(token_ids), len(token_ids))]:
@@ -158,3 +187,13 @@ def check_capture(target: Target, layer_ids: tuple[int, ...], token_ids: list[in
                 f"{name} of {target.name} is not what a plain forward gives (relative error {float(error):.1e}): "
                 f"draftsmith cannot read {type(target.model).__name__}; report this, or use another target"
             )
+
+
+def notice_other_target(drafter: Drafter, target: Target) -> None:
+    """Say so where a drafter was trained for other weights: it is measured right, and drafts worse than it could."""
+    trained_for = (drafter.trained_for or {}).get("target_fingerprint")
+    if trained_for not in (None, target.fingerprint()):
+        notice(
+            f"this {drafter.kind} drafter was trained for a target with other weights, config or dtype "
+            f"({trained_for}) than {target.name} ({target.fingerprint()})"
+        )

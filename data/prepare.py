@@ -2,17 +2,36 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import rich
+from rich.filesize import decimal
+
+from draftsmith.data.checks import (
+    check_bos,
+    check_not_rendered,
+    check_samples,
+    check_token_ids,
+    notice_raw_texts,
+    shown_sample,
+)
+from draftsmith.data.endpoint import Endpoint
+from draftsmith.data.journal import Journal, merge_journals, remove_journals, written_lines
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.prompts import check_lengths, encode_prompts, read_prompts
-from draftsmith.data.samples import PREPARED, SAMPLES, Sample, read_prepared, sample_line, template_hash
+from draftsmith.data.prompts import read_split
+from draftsmith.data.samples import PREPARED, SAMPLES, read_prepared, read_samples
+from draftsmith.data.splits import HELD_OUT, write_prompts
+from draftsmith.data.turns import Dialogue, Markers
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoder import resolve_settings
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.identity import template_hash, tokenizer_fingerprint
 from draftsmith.models.sampling import Sampling
 
 BATCHES_A_SHARE = 8  # more keep the batch full for longer, fewer lose less to an interruption
@@ -20,106 +39,214 @@ BATCHES_A_SHARE = 8  # more keep the batch full for longer, fewer lose less to a
 
 @dataclass
 class PrepareSettings:
-    max_new_tokens: int = 256
-    temperatures: tuple[float, ...] = (0.0, 1.0)  # prompt i is answered at temperatures[i % len]
-    batch_size: int = 32  # prompts decoded at a time
+    max_new_tokens: int = 256  # a turn
+    samplings: tuple[Sampling, ...] = (Sampling(0.0), Sampling(1.0))  # prompt i is answered by samplings[i % len]
+    batch_size: int = 32  # prompts answered at a time
     seed: int = 0
+    drafter: str = "none"  # that the decoder is sped up with; a kind or a checkpoint
+    draft_length: int = 4
+    endpoint: str | None = None  # URL of a server that answers instead of the decoder
+    skip_long: bool = False  # leave out prompts that the context has no room for, rather than refuse them
+    held_out_share: float = 0.0  # of the prompts, never answered and kept in held_out.jsonl to evaluate on
 
     @property
     def share(self) -> int:
-        """Prompts whose answers are written together."""
+        """Prompts that are decoded together: what a kill loses at most."""
         return BATCHES_A_SHARE * self.batch_size
 
 
 def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -> None:
     """Write the target's answers to the prompts at `source` into the folder `out`.
 
-    Interrupted, it goes on where it stopped: answers are written a share at a time and a share is a function of the
-    prompts and the settings alone. Raises `UserError` for bad prompts, before anything is written, and for a folder
-    that holds the answers of other prompts or settings.
+    Interrupted, it goes on where it stopped. An answer's noise is keyed by the seed and the prompt, and prompts are
+    decoded in shares that are a function of the prompts and the settings alone, a share that was interrupted from its
+    beginning, so that the file is the same in the end to the byte. (A server batches as it likes: there, sampled
+    answers are each drawn once, but not reproducible.)
+
+    Several processes take shares in turn and journals of their own; the first one waits for the others and merges.
+    Raises `UserError` for bad prompts, before anything is written, and for a folder that holds the answers of other
+    prompts or settings.
     """
-    require_at_least("batch_size", settings.batch_size)
-    require_at_least("max_new_tokens", settings.max_new_tokens)
-    prompts = read_prompts(source)
-    encoded = encode_prompts(prompts, target)
-    check_lengths(prompts, encoded, settings.max_new_tokens, target)
-    prepared = {
-        "target": target.name,
-        "target_fingerprint": target.fingerprint(),
-        "template_hash": template_hash(target),
-        "prompts": source,
-        "prompts_hash": hashlib.sha256(json.dumps(encoded).encode()).hexdigest()[:16],
-        "num_prompts": len(encoded),
-        "settings": json.loads(json.dumps(asdict(settings))),
-    }
-    done = open_folder(out, prepared, settings.share)
-    shares = answer_order(encoded, settings)
-    decoder = SpeculativeDecoder(target, load_drafter("none", target))
-    with progress_bar() as progress, open(out / SAMPLES, "a") as file:
-        task = progress.add_task("the target writes training text", total=len(encoded), completed=done, detail="")
-        num_tokens = 0
-        for share in shares:
-            if done >= len(share):  # written before an interruption; shares are written whole
-                done -= len(share)
+    work = Work(target, source, settings)
+    rank, num_ranks = process()
+    open_folder(out, work.prepared(source), rank)
+    if rank == 0 and work.held_out:
+        write_prompts(out / HELD_OUT, work.held_out)
+    if (out / SAMPLES).is_file():
+        if rank == 0:
+            remove_journals(out)  # of a kill between the file's last rename and this
+        return
+    journal = Journal(out, rank)
+    done = set(written_lines(out))
+    shares = [share for share in work.shares()[rank::num_ranks] if not done.issuperset(share)]
+    total = len(done.union(*shares))
+
+    start, num_tokens, num_written = time.perf_counter(), 0, 0
+    with progress_bar(visible=rank == 0) as progress:
+        task = progress.add_task("the target writes training text", total=total, completed=len(done), detail="")
+        for dialogue in work.answers(shares, done):
+            num_tokens += dialogue.num_tokens
+            if dialogue.index in done:  # decoded again for the sake of its share
                 continue
-            samples = {}
-            for sample in answers(decoder, encoded, share, settings):
-                samples[sample.prompt_index] = sample
-                num_tokens += len(sample.token_ids) - sample.prompt_length
-                progress.update(task, advance=1, detail=f"{num_tokens} tokens")
-            file.write("".join(sample_line(samples[index]) for index in share))
-            file.flush()
+            journal.append(dialogue.index, dialogue.samples)
+            num_written += 1
+            rate = num_tokens / (time.perf_counter() - start)
+            disk = journal.num_bytes * total / (len(done) + num_written)
+            detail = (
+                f"{num_tokens} tokens  {rate:.0f} tokens/s  {decimal(journal.num_bytes)} of about {decimal(int(disk))}"
+            )
+            progress.update(task, advance=1, detail=detail)
+    journal.close()
+    if rank == 0:
+        wait_for_answers(out, len(work.kept))
+        merge_journals(out)
+        show_written(out, target)
 
 
-def open_folder(out: Path, prepared: dict, share: int) -> int:
-    """Make the folder, or check that it holds the beginning of the same answers; return how many are there.
+def show_written(out: Path, target: Target) -> None:
+    """Check what a folder holds now, and show a sample of it; `UserError` where it is not fit to train on."""
+    samples = read_samples(out)
+    check_samples(samples, target, max(len(sample.token_ids) for sample in samples), str(out))
+    rich.print(shown_sample(samples[0], target))
 
-    A line cut short by a kill is dropped with the rest of its share.
-    """
+
+class Work:
+    """The prompts at a source that the target answers, and how."""
+
+    def __init__(self, target: Target, source: str, settings: PrepareSettings) -> None:
+        require_at_least("batch_size", settings.batch_size)
+        require_at_least("max_new_tokens", settings.max_new_tokens)
+        self.target, self.settings = target, settings
+        self.server, self.context = None, target.context
+        if settings.endpoint:
+            self.server = Endpoint(settings.endpoint, target, settings.max_new_tokens, settings.seed)
+            self.context = self.server.context
+        split = read_split(source, settings.held_out_share)
+        self.prompts, self.held_out = split.train, split.held_out
+        self._markers = Markers.of(target)
+        notice_raw_texts(self.prompts, target)
+        digest, self.lengths = hashlib.sha256(), []
+        for index, prompt in enumerate(self.prompts):  # token ids of all prompts at once may not fit in memory
+            check_not_rendered(prompt, target)
+            context = self.dialogue(index).context
+            check_bos(context, target, self.where(index))
+            check_token_ids(context, target, self.where(index))
+            self.lengths.append(len(context))
+            digest.update(json.dumps([context, prompt.messages, prompt.tools, prompt.domain]).encode())
+        self.hash = digest.hexdigest()[:16]
+        self.kept = self._check_lengths()
+
+    def dialogue(self, index: int) -> Dialogue:
+        sampling = self.settings.samplings[index % len(self.settings.samplings)]
+        return Dialogue(self.prompts[index], index, sampling, self.target, self._markers)
+
+    def where(self, index: int) -> str:
+        return self.prompts[index].where or f"prompt {index + 1}"
+
+    def _check_lengths(self) -> list[int]:
+        """The prompts that leave room for an answer."""
+        limit = self.context - self.settings.max_new_tokens
+        long = [index for index, length in enumerate(self.lengths) if length > limit]
+        if 0 in self.lengths:
+            raise UserError(f"{self.where(self.lengths.index(0))} is empty after tokenisation")
+        if long and (not self.settings.skip_long or len(long) == len(self.lengths)):
+            raise UserError(
+                f"{self.where(long[0])} has {self.lengths[long[0]]} tokens, which with {self.settings.max_new_tokens} "
+                f"new ones exceeds the target's context of {self.context}, as {len(long)} of {len(self.lengths)} do: "
+                "shorten it, lower max_new_tokens, or leave long prompts out with --skip-long"
+            )
+        return [index for index, length in enumerate(self.lengths) if length <= limit]
+
+    def prepared(self, source: str) -> dict:
+        """What prepared.json says: all that the answers depend on."""
+        settings = {
+            key: getattr(self.settings, key) for key in ("max_new_tokens", "seed", "skip_long", "held_out_share")
+        }
+        served = self.target.device.type == "meta"
+        return {
+            "target": self.target.name,
+            "target_fingerprint": None if served else self.target.fingerprint(),
+            "tokenizer_fingerprint": tokenizer_fingerprint(self.target),
+            "template_hash": template_hash(self.target),
+            "on_policy": True,
+            "written_by": "endpoint" if self.server else "decoder",
+            "prompts": source,
+            "prompts_hash": self.hash,
+            "num_prompts": len(self.kept),
+            "num_held_out": len(self.held_out),
+            "num_skipped": len(self.prompts) - len(self.kept),
+            "settings": {**settings, "samplings": [asdict(sampling) for sampling in self.settings.samplings]},
+        }
+
+    def shares(self) -> list[list[int]]:
+        """Prompts that are decoded together. A share has one sampling, or two, and prompts of similar length."""
+        count, size = len(self.settings.samplings), self.settings.share
+        order = sorted(self.kept, key=lambda index: (index % count, self.lengths[index], index))
+        return [order[start : start + size] for start in range(0, len(order), size)]
+
+    def sampled_share(self, size: int) -> list[int]:
+        """Prompts drawn at random, to measure on."""
+        chosen = random.Random(0).sample(self.kept, min(size, len(self.kept)))
+        return sorted(chosen, key=lambda index: self.lengths[index])
+
+    def answers(self, shares: list[list[int]], done: Iterable[int] = ()) -> Iterator[Dialogue]:
+        """Answer the prompts of some shares; a server leaves out those that are done, the decoder repeats them."""
+        if self.server is not None:
+            done = set(done)
+            missing = (self.dialogue(index) for share in shares for index in share if index not in done)
+            yield from self.server.answers(missing, self.settings.batch_size)
+            return
+        decoder = SpeculativeDecoder(self.target, load_drafter(self.settings.drafter, self.target))
+        for share in shares:
+            yield from decode_answers(decoder, [self.dialogue(index) for index in share], self.settings)
+
+
+def decode_answers(
+    decoder: SpeculativeDecoder, dialogues: list[Dialogue], settings: PrepareSettings
+) -> Iterator[Dialogue]:
+    """Answer all turns of the dialogues, the first ones together, then the second ones; they come as they finish."""
+    most = decoder.target.context - settings.max_new_tokens
+    while dialogues:
+        for sampling in dict.fromkeys(dialogue.sampling for dialogue in dialogues):
+            chosen = [dialogue for dialogue in dialogues if dialogue.sampling == sampling]
+            how = resolve_settings(
+                decoder.drafter, sampling, settings.max_new_tokens, settings.draft_length, seed=settings.seed
+            )
+            contexts, ids = [dialogue.context for dialogue in chosen], [dialogue.request_id for dialogue in chosen]
+            generation = decoder.start(contexts, how, ids, settings.batch_size)
+            while generation.running():
+                for emission in generation.step():
+                    request, dialogue = generation.requests[emission.request], chosen[emission.request]
+                    if request.finished:
+                        dialogue.take(request.token_ids, most)
+                        if dialogue.finished:
+                            yield dialogue
+        dialogues = [dialogue for dialogue in dialogues if not dialogue.finished]
+
+
+def open_folder(out: Path, prepared: dict, rank: int) -> None:
+    """Make the folder, or check that it holds, or is to hold, the same answers."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / SAMPLES).touch()
+        if not (out / PREPARED).is_file():
+            temporary = out / f".{PREPARED}.{rank}"
+            temporary.write_text(json.dumps(prepared, indent=2) + "\n")
+            temporary.replace(out / PREPARED)
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}") from None
-    if not (out / PREPARED).is_file():
-        temporary = out / f".{PREPARED}"
-        temporary.write_text(json.dumps(prepared, indent=2) + "\n")
-        temporary.replace(out / PREPARED)
-    elif read_prepared(out) != prepared:
+    if read_prepared(out) != json.loads(json.dumps(prepared)):
         raise UserError(f"{out} holds samples of another target, prompts or settings: give another folder or remove it")
-    lines = (out / SAMPLES).read_text().splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    if len(whole) < prepared["num_prompts"]:
-        whole = whole[: len(whole) // share * share]
-    if len(whole) < len(lines):
-        (out / SAMPLES).write_text("".join(whole))
-    return len(whole)
 
 
-def answer_order(encoded: list[list[int]], settings: PrepareSettings) -> list[list[int]]:
-    """Shares of prompt indices. A share has one temperature, or two, and prompts of similar length.
-
-    Only the last share may be short, so that whole shares can be counted in the file.
-    """
-    count = len(settings.temperatures)
-    order = sorted(range(len(encoded)), key=lambda i: (i % count, len(encoded[i]), i))
-    return [order[start : start + settings.share] for start in range(0, len(order), settings.share)]
+def process() -> tuple[int, int]:
+    """This process's rank and the number of processes, as launchers tell them."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def answers(
-    decoder: SpeculativeDecoder, encoded: list[list[int]], share: list[int], settings: PrepareSettings
-) -> Iterator[Sample]:
-    """Answer the prompts with the given indices; samples come as they are finished."""
-    count = len(settings.temperatures)
-    for remainder in sorted({index % count for index in share}):
-        indices = [index for index in share if index % count == remainder]
-        temperature = settings.temperatures[remainder]
-        how = resolve_settings(decoder.drafter, Sampling(temperature), settings.max_new_tokens, seed=settings.seed)
-        generation = decoder.start([encoded[index] for index in indices], how, indices, settings.batch_size)
-        while generation.running():
-            for emission in generation.step():
-                request, index = generation.requests[emission.request], indices[emission.request]
-                if request.finished:
-                    reason = "eos" if request.token_ids[-1] in decoder.target.eos_token_ids else "length"
-                    prompt = encoded[index]
-                    yield Sample(prompt + request.token_ids, len(prompt), reason, temperature, index)
+def wait_for_answers(out: Path, count: int) -> None:
+    """Until all processes have written theirs: there is no process group to time out; launchers end all on a crash."""
+    while True:
+        start = time.perf_counter()
+        if len(written_lines(out)) == count:
+            return
+        time.sleep(0.2 + 10 * (time.perf_counter() - start))

@@ -6,8 +6,10 @@ from pathlib import Path
 from draftsmith.data.checks import check_bos, check_not_rendered, check_token_ids, notice_raw_texts
 from draftsmith.data.conversations import opened_chat
 from draftsmith.data.mixtures import read_mixture
+from draftsmith.data.progress import notice
 from draftsmith.data.rows import Prompt
 from draftsmith.data.sources import read_source
+from draftsmith.data.splits import Split, deduplicate, split_prompts
 from draftsmith.inference.measure import PromptSet, pick_prompts
 from draftsmith.models.errors import UserError
 from draftsmith.models.target import Target
@@ -20,6 +22,15 @@ def read_prompts(source: str) -> list[Prompt]:
     """
     path = Path(source)
     return read_mixture(path) if path.suffix in (".yaml", ".yml") else read_source(source)
+
+
+def read_split(source: str, held_out_share: float) -> Split:
+    """The prompts of a source to train on and to hold out, duplicates left out and counted for the user."""
+    prompts = read_prompts(source)
+    unique = deduplicate(prompts)
+    if len(unique) < len(prompts):
+        notice(f"{source}: left out {len(prompts) - len(unique)} of {len(prompts)} prompts, which equal earlier ones")
+    return split_prompts(unique, held_out_share)
 
 
 def encode_prompts(prompts: list[Prompt], target: Target) -> list[list[int]]:

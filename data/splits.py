@@ -14,6 +14,7 @@ from draftsmith.data.rows import Prompt
 from draftsmith.models.errors import UserError
 
 HASH_DIGITS = 16
+HELD_OUT = "held_out.jsonl"  # beside the samples
 
 
 def normalise(text: str) -> str:

@@ -61,12 +61,19 @@ class Generation:
             self._admit(rows)
             return self._read(0)
         self.clock.mark(None)
+        self.rows.expect(self._longest())
         self.rows.draft()
         self.clock.mark("draft")
         record = self.rows.verify()
         self.clock.mark("verify")
         self._unread.append(_Unread(record, [(row, row, owner) for row, owner in enumerate(self._owners)]))
         return self._read(self.lag)
+
+    def _longest(self) -> int:
+        """Tokens that the longest running text has at most by now: rounds that are not read yet may have added some."""
+        unread = len(self._unread) * (self.rows.settings.shape.depth + 1)
+        owners = [owner for owner in self._owners if owner is not None]
+        return unread + max(len(self.prompts[i]) + len(self.requests[i].token_ids) for i in owners)
 
     def _free_rows(self) -> list[int]:
         """Those to admit to now: all free ones, once they are enough to be worth a pass of the target."""
@@ -81,6 +88,7 @@ class Generation:
             self._owners[row] = request
             self.requests[request].admitted = now
         self.clock.mark(None)
+        self.rows.expect(max(len(self.prompts[i]) for i in taken))
         record = self.rows.admit(rows, [self.prompts[i] for i in taken], [self.request_ids[i] for i in taken])
         self.clock.mark("prefill")
         self._unread.append(_Unread(record, [(line, row, self._owners[row]) for line, row in enumerate(rows)]))

@@ -127,6 +127,14 @@ class Rows:
         assert found is not None
         return found
 
+    def expect(self, longest: int) -> None:
+        """No row that is not finished is longer than `longest` tokens: on a CPU the target reads no slots beyond.
+
+        On a GPU rounds are recorded for all slots, and the kernel skips by itself what no token sees.
+        """
+        if self.target.device.type == "cpu":
+            self.cache.num_seen = min(self.num_slots, longest + self.settings.shape.num_nodes)
+
     def draft(self) -> None:
         """The first half of a round: every row gets a draft."""
         self._newest_draft = self._propose()

@@ -124,6 +124,7 @@ class Drafter(nn.Module):
     can_sample: ClassVar[bool] = True  # has probabilities to draw from
     can_branch: ClassVar[bool] = False  # drafts trees too
     max_draft_length: int | None = None  # nodes on a path
+    progress: float = 0.0  # share of training that is done, kept by the training loop
 
     config: Any
     target: Target  # of drafters that are trained

@@ -20,15 +20,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from draftsmith.models.base import DecodingState, Draft, Drafter, DrafterConfig, check_same_shape, load_tensors
 from draftsmith.models.batch import Batch
 from draftsmith.models.decoder_layer import DecoderLayer, engine_layer_config, layer_config_for, layer_config_of
-from draftsmith.models.eagle3 import unrolled_attention
 from draftsmith.models.eagle_drafting import Drafting, EagleMemory
 from draftsmith.models.errors import require_at_least
-from draftsmith.models.layers import checkpoint_tensors, rotary_table, shift_left
+from draftsmith.models.layers import checkpoint_tensors, rotary_table
 from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
 from draftsmith.models.slots import Window
 from draftsmith.models.target import Features, Target
 from draftsmith.models.tree_drafting import grow
 from draftsmith.models.trees import Shape
+from draftsmith.models.unrolled_attention import DraftingSlots, KeyValue, unrolled_attention
 
 
 @dataclass
@@ -77,32 +77,46 @@ class Eagle(Drafter):
     def loss(self, batch: Batch, features: Features) -> LossSums:
         """Distance of each guess from the feature, and divergence of what the target's head makes of both."""
         chain_loss = ChainLoss(batch.loss_mask)
-        for k, guess in enumerate(self.unroll(batch, features.last_hidden)):
-            counted = chain_loss.next_depth()
-            guesses, wanted = guess[counted], shift_left(features.last_hidden, 1 + k)[counted]
-            rows = divergence_over_rows(guesses, self.target.logits, wanted, self.target.logits, self.config.divergence)
+        counted = [chain_loss.next_depth().flatten() for _ in range(self.config.unroll_steps)]
+        slots = DraftingSlots.of(counted[0].view_as(batch.token_ids), batch.positions)
+        for k, guess in enumerate(self.unroll(batch, features.last_hidden, slots)):
+            rows = counted[k][slots.index].nonzero()[:, 0]
+            guesses, wanted = guess[rows], features.last_hidden.flatten(0, 1)[slots.index[rows] + 1 + k]
+            losses = divergence_over_rows(
+                guesses, self.target.logits, wanted, self.target.logits, self.config.divergence
+            )
             distance = F.smooth_l1_loss(guesses.float(), wanted.float(), reduction="none").mean(-1).sum()
-            loss = self.config.regression_weight * distance + self.config.divergence_weight * rows.loss
-            chain_loss.add(replace(rows, loss=loss), self.config.step_decay**k)
+            loss = self.config.regression_weight * distance + self.config.divergence_weight * losses.loss
+            chain_loss.add(replace(losses, loss=loss), self.config.step_decay**k)
         return chain_loss.sums()
 
-    def unroll(self, batch: Batch, features: Tensor) -> Iterator[Tensor]:
-        """The guesses [B, T, H] at each unrolled step, from features [B, T, H].
+    def unroll(self, batch: Batch, features: Tensor, slots: DraftingSlots) -> Iterator[Tensor]:
+        """The guesses [R, H] of the drafting slots at each unrolled step, from features [B, T, H].
 
         Step k feeds x_{t+1+k} into slot t, at position t + k, with the guess of step k - 1 in place of the feature.
         """
-        hidden = self.with_noise(features)
-        mask, positions = batch.attention_mask(), batch.positions
-        rotary = rotary_table(self.rotary, batch.token_ids.shape[1] + self.config.unroll_steps, hidden)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        for k in range(self.config.unroll_steps):
-            embedded = self.target.embedding(shift_left(batch.token_ids, 1 + k))
-            x = self.fc(torch.cat([embedded, hidden], -1))
-            query, key, value = self.layer.self_attn.project(x, rotary, positions + k)
-            keys.append(key)
-            values.append(value)
-            hidden = self.layer.finish(x, unrolled_attention(query, keys, values, mask).transpose(1, 2))
+        embedded = self.target.embedding(batch.token_ids.flatten())  # [S, H], S = B * T
+        positions = batch.positions.expand_as(batch.token_ids).flatten()
+        rotary = rotary_table(self.rotary, batch.token_ids.shape[1] + self.config.unroll_steps, embedded)
+
+        def project(hidden: Tensor, fed: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+            x = self.fc(torch.cat([fed, hidden], -1))
+            heads = self.layer.self_attn.project(x[None], rotary, positions[None])
+            return x, *(part[0].transpose(0, 1) for part in heads)
+
+        def finish(x: Tensor, query: Tensor) -> Tensor:
+            attended = unrolled_attention(query, (text[0], text[1]), own, slots.spans)
+            return self.layer.finish(x[None], attended[None])[0]
+
+        x, query, *text = project(self.with_noise(features).flatten(0, 1), embedded.roll(-1, 0), positions)
+        own: list[KeyValue] = []
+        hidden = finish(x[slots.index], query[slots.index])
+        yield hidden
+        for k in range(1, self.config.unroll_steps):
+            fed = embedded[(slots.index + 1 + k).clamp(max=len(embedded) - 1)]
+            x, query, key, value = project(hidden, fed, positions[slots.index] + k)
+            own.append((key, value))
+            hidden = finish(x, query)
             yield hidden
 
     def with_noise(self, features: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ x_{t+2}. Drafting goes on from the layer's own output in place of features; trai
 Shapes: B rows, T slots, H hidden width, A layers read, N heads, D head width, V target vocabulary, Vd draft vocabulary.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -27,14 +26,16 @@ from draftsmith.models.base import (
 )
 from draftsmith.models.batch import Batch
 from draftsmith.models.decoder_layer import DecoderLayer, engine_layer_config, layer_config_for, layer_config_of
+from draftsmith.models.eagle3_training import unroll
 from draftsmith.models.eagle_drafting import Drafting, Eagle3Memory
 from draftsmith.models.errors import UserError, require_at_least
-from draftsmith.models.layers import RMSNorm, checkpoint_tensors, rotary_table, shift_left
-from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
+from draftsmith.models.layers import RMSNorm, checkpoint_tensors
+from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums, divergence_over_depths
 from draftsmith.models.slots import Window
 from draftsmith.models.target import Features, Target, check_layer_ids
 from draftsmith.models.tree_drafting import grow
 from draftsmith.models.trees import Shape
+from draftsmith.models.unrolled_attention import DraftingSlots
 
 
 @dataclass
@@ -46,6 +47,9 @@ class Eagle3Config(DrafterConfig):
     unroll_steps: int = 4  # length of the training-time test
     step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k
     divergence: Divergence = "forward_kl"
+    kl_share: float = 0.0  # share of training that starts with forward_kl, before `divergence`
+    detach: bool = False  # no gradient from one unrolled step into the one before
+    recompute: bool = False  # unrolled steps are computed again in the backward pass: less memory, more time
 
 
 class Layer(DecoderLayer):
@@ -73,6 +77,8 @@ class Eagle3(Drafter):
     def __init__(self, config: Eagle3Config, layer_config: LlamaConfig, target: Target) -> None:
         super().__init__()
         require_at_least("drafter.unroll_steps", config.unroll_steps)
+        if not 0 <= config.kl_share < 1:
+            raise UserError(f"drafter.kl_share={config.kl_share}: give a share of the training from 0 to below 1")
         self.layer_config, self.target = layer_config, target
         self.layer_ids = check_layer_ids(config.layer_ids or default_layer_ids(target.num_layers), target)
         width, vocab = layer_config.hidden_size, config.draft_vocab_size or target.vocab_size
@@ -134,38 +140,21 @@ class Eagle3(Drafter):
     def loss(self, batch: Batch, features: Features) -> LossSums:
         """Unrolled divergence from the target, teacher-forced: step k of slot t predicts x_{t+2+k}."""
         assert features.layers is not None
-        chain_loss = ChainLoss(batch.loss_mask)
-        for k, hidden in enumerate(self.unroll(batch, features.layers)):
-            counted = chain_loss.next_depth()
-            rows = divergence_over_rows(
-                self.norm(hidden)[counted],
-                self.lm_head,
-                shift_left(features.last_hidden, 1 + k)[counted],
-                self.target.logits,
-                self.config.divergence,
-                self.draft_to_target(),
-            )
-            chain_loss.add(rows, self.config.step_decay**k)
-        return chain_loss.sums()
-
-    def unroll(self, batch: Batch, layers: Tensor) -> Iterator[Tensor]:
-        """The layer's output [B, T, H] at each unrolled step, from features [B, T, A * H].
-
-        Step k feeds x_{t+1+k} into slot t, at position t + k, with the output of step k - 1 in place of the feature.
-        Where that reaches into the next packed document nothing is counted, and no other slot sees it.
-        """
-        hidden = self.fc(layers)
-        mask, positions = batch.attention_mask(), batch.positions
-        rotary = rotary_table(self.rotary, batch.token_ids.shape[1] + self.config.unroll_steps, hidden)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        for k in range(self.config.unroll_steps):
-            embedded = self.target.embedding(shift_left(batch.token_ids, 1 + k))
-            query, key, value = self.layer.project(embedded, hidden, rotary, positions + k)
-            keys.append(key)
-            values.append(value)
-            hidden = self.layer.finish(hidden, unrolled_attention(query, keys, values, mask).transpose(1, 2))
-            yield hidden
+        config, chain_loss = self.config, ChainLoss(batch.loss_mask)
+        counted = [chain_loss.next_depth().flatten() for _ in range(config.unroll_steps)]
+        slots = DraftingSlots.of(counted[0].view_as(batch.token_ids), batch.positions)
+        depths = []
+        for k, hidden in enumerate(unroll(self, batch, features.layers, slots)):
+            rows = counted[k][slots.index].nonzero()[:, 0]
+            teachers = slots.index[rows] + 1 + k
+            depths.append(Depth(self.norm(hidden[rows]), self.lm_head, teachers, config.step_decay**k))
+        divergence: Divergence = config.divergence if self.progress >= config.kl_share else "forward_kl"
+        total, losses = divergence_over_depths(
+            depths, features.last_hidden.flatten(0, 1), self.target.logits, divergence, self.draft_to_target()
+        )
+        for rows_of_depth in losses:
+            chain_loss.add(rows_of_depth, 1)
+        return {**chain_loss.sums(), "loss": (total, batch.loss_mask.sum())}
 
     # --- drafting
 
@@ -229,28 +218,3 @@ def default_layer_ids(num_layers: int) -> list[int]:
     """The reference's low, middle and high layer; for shallow targets, where those collide, spread out."""
     ids = [2, num_layers // 2, num_layers - 3]
     return ids if ids == sorted(set(ids)) else sorted({1, max(1, num_layers // 2), max(1, num_layers - 1)})
-
-
-def unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor | None = None) -> Tensor:
-    """Attention of unrolled step k = len(keys) - 1: query [B, N, T, D] over the keys and values of steps 0..k.
-
-    Slot t sees the slots up to t of step 0, the committed text, or those that `mask` [B, 1, T, T] shows it, and of each
-    later step only its own entry, the chain it drafted itself. Memory T x (T + k) a head. Returns [B, N, T, D].
-    """
-    groups = query.shape[1] // keys[0].shape[1]
-    if len(keys) == 1:
-        return nn.functional.scaled_dot_product_attention(
-            query, keys[0], values[0], attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
-    keys = [key.repeat_interleave(groups, 1) for key in keys]
-    values = [value.repeat_interleave(groups, 1) for value in values]
-    query = query * query.shape[-1] ** -0.5
-    length = query.shape[2]
-    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
-    text_scores = (query @ keys[0].transpose(2, 3)).masked_fill(~seen, float("-inf"))  # [B, N, T, T]
-    own_scores = [(query * key).sum(-1, keepdim=True) for key in keys[1:]]  # each [B, N, T, 1]
-    weights = torch.cat([text_scores, *own_scores], -1).float().softmax(-1).to(query.dtype)
-    output = weights[..., :length] @ values[0]
-    for step, value in enumerate(values[1:]):
-        output = output + weights[..., length + step, None] * value
-    return output

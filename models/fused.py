@@ -21,7 +21,7 @@ from draftsmith.models import llama_steps
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.slots import SlotCache, Window
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers are what `FusedLayer` computes
+FAMILIES = ("cwm", "llama", "ministral", "mistral", "qwen2", "qwen3", "seed_oss")  # whose layers `FusedLayer` computes
 STEADY_ROTARY = ("default", "linear", "llama3", "yarn")  # kinds whose angles do not depend on the text's length
 
 
@@ -94,7 +94,7 @@ class Work:
         batch, length = window.slots.shape
         num_tokens, half = batch * length, layer.head_dim // 2
         cache.write_to(window.slots)
-        self.mask = decoder.steps.mask(window, cache.num_slots, {layer.sliding_window for layer in decoder.layers})
+        self.mask = decoder.steps.mask(window, cache.num_seen, {layer.sliding_window for layer in decoder.layers})
         positions = window.positions.clamp(max=decoder.context - 1)
         angles = positions.view(-1, 1, 1, 1) * decoder.rotary.inv_freq  # [N, 1, 1, D / 2]
         self.cos = angles.cos() * decoder.rotary.attention_scaling

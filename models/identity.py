@@ -13,8 +13,12 @@ PROBE = "The smith's  iron:\n\tdef f(x): return 3.14159 # ünï 漢字 🔨 <|im
 
 
 def identity(target: Target) -> dict[str, str | None]:
-    """What tells one target from another, as it is kept in prepared.json and in a drafter's config.json."""
-    return {key: fingerprint(target) for key, (_, fingerprint) in PARTS.items()}
+    """What tells one target from another, as it is kept in prepared.json and in a drafter's config.json.
+
+    Of a target without its layers, not its weights.
+    """
+    known = [key for key in PARTS if target.has_layers or key != "target_fingerprint"]
+    return {key: PARTS[key][1](target) for key in known}
 
 
 def tokenizer_fingerprint(target: Target) -> str | None:

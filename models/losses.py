@@ -6,12 +6,11 @@ gradient flows into the target's side.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
 
 from draftsmith.models.layers import shift_left
 
@@ -19,7 +18,7 @@ Divergence = Literal["cross_entropy", "forward_kl", "reverse_kl", "jensen_shanno
 
 LossSums = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), reduced over all ranks before dividing
 
-CHUNK_ELEMENTS = 1 << 24  # rows x vocabulary of logits that exist at once: 64 MiB a tensor in fp32
+CHUNK_ELEMENTS, CHUNK_ROWS = 1 << 21, 256  # logits that exist at once, 8 MiB a tensor in fp32, or so many rows of them
 LOWEST = torch.finfo(torch.float32).min  # for the log of a chance of 0, which times 0 is then 0
 LK_DECAY = 3.0  # eta of the LK hybrid for EAGLE-3-like drafters (arXiv 2602.23881)
 
@@ -70,13 +69,94 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def _forward_kl(log_q: Tensor, q: Tensor, teacher: "Teacher") -> tuple[Tensor, Tensor]:
+    return teacher.negative_entropy - torch.linalg.vecdot(teacher.p, log_q), q - teacher.p
+
+
+def _reverse_kl(log_q: Tensor, q: Tensor, teacher: "Teacher") -> tuple[Tensor, Tensor]:
+    ratio = log_q - teacher.log_p
+    loss = torch.linalg.vecdot(q, ratio)
+    return loss, q * (ratio - loss[:, None])
+
+
+def _jensen_shannon(log_q: Tensor, q: Tensor, teacher: "Teacher") -> tuple[Tensor, Tensor]:
+    log_m = torch.logaddexp(teacher.log_p, log_q) - math.log(2)
+    ratio = log_q - log_m
+    of_q = torch.linalg.vecdot(q, ratio)
+    of_p = teacher.negative_entropy - torch.linalg.vecdot(teacher.p, log_m)
+    return 0.5 * (of_p + of_q), 0.5 * q * (ratio - of_q[:, None])
+
+
+def _total_variation(log_q: Tensor, q: Tensor, teacher: "Teacher") -> tuple[Tensor, Tensor]:
+    below = torch.where(q < teacher.p, q, 0.0)
+    return 1 - torch.minimum(q, teacher.p).sum(-1), q * below.sum(-1, keepdim=True) - below
+
+
+def _cross_entropy(log_q: Tensor, q: Tensor, teacher: "Teacher") -> tuple[Tensor, Tensor]:
+    label = teacher.log_p.argmax(-1, keepdim=True)
+    return -log_q.gather(-1, label)[:, 0], q.scatter_add(-1, label, -torch.ones_like(q[:, :1]))
+
+
+def _lk_hybrid(log_q: Tensor, q: Tensor, teacher: "Teacher") -> tuple[Tensor, Tensor]:
+    (kl, of_kl), (rejection, of_rejection) = _forward_kl(log_q, q, teacher), _total_variation(log_q, q, teacher)
+    weight = torch.exp(-LK_DECAY * (1 - rejection))
+    return weight * kl + (1 - weight) * rejection, torch.lerp(of_rejection, of_kl, weight[:, None])
+
+
+# The divergences again, each with its gradient in the drafter's logits: [R], [R, V]
+WITH_GRADIENT: dict[str, Callable[[Tensor, Tensor, "Teacher"], tuple[Tensor, Tensor]]] = {
+    "cross_entropy": _cross_entropy,
+    "forward_kl": _forward_kl,
+    "reverse_kl": _reverse_kl,
+    "jensen_shannon": _jensen_shannon,
+    "total_variation": _total_variation,
+    "lk_hybrid": _lk_hybrid,
+}
+
+
+@dataclass
+class Teacher:
+    """The target at some rows, within the draft vocabulary unless it says otherwise. All fp32."""
+
+    p: Tensor  # [R, Vd] renormalised
+    log_p: Tensor  # [R, Vd]
+    negative_entropy: Tensor  # [R] sum p log p
+    mass: Tensor  # [R, Vd] as in the whole vocabulary, not renormalised
+    choice: Tensor  # [R] int64 the likeliest token of the whole vocabulary
+
+    @classmethod
+    def of(cls, logits: Tensor, draft_to_target: Tensor | None) -> "Teacher":
+        """From the target's logits [R, V]."""
+        choice, logits = logits.argmax(-1), logits.float()
+        drafted = logits if draft_to_target is None else logits.index_select(1, draft_to_target)
+        inside = drafted.logsumexp(-1, keepdim=True)
+        log_p = drafted - inside
+        mass = p = log_p.exp()
+        if draft_to_target is not None:
+            mass = p * (inside - logits.logsumexp(-1, keepdim=True)).exp()
+        return cls(p, log_p, torch.linalg.vecdot(p, log_p.clamp(min=LOWEST)), mass, choice)
+
+    def __getitem__(self, rows: slice | Tensor) -> "Teacher":
+        return Teacher(self.p[rows], self.log_p[rows], self.negative_entropy[rows], self.mass[rows], self.choice[rows])
+
+
 @dataclass
 class RowLosses:
     """Over R rows of hidden states."""
 
-    loss: Tensor  # scalar sum, with gradient
+    loss: Tensor  # scalar sum
     correct: Tensor  # [R] bool: the drafter's likeliest token is the target's
     acceptance: Tensor  # scalar sum of min(p, q) over tokens, the chance that a sampled draft is accepted
+
+
+@dataclass
+class Depth:
+    """Hidden states of one depth of a chain, and which of the target's rows teach them."""
+
+    hidden: Tensor  # [R, H]
+    head: Callable[[Tensor], Tensor]  # a module, or a function that holds nothing to train
+    teachers: Tensor  # [R] int64, ascending
+    weight: float = 1.0  # of its loss in the total
 
 
 def divergence_over_rows(
@@ -87,56 +167,135 @@ def divergence_over_rows(
     divergence: Divergence,
     draft_to_target: Tensor | None = None,
 ) -> RowLosses:
-    """Sum a divergence over rows of hidden states [R, H], applying both heads in chunks of rows.
+    """Sum a divergence over rows of hidden states [R, H], each with its own teacher; the loss has a gradient."""
+    teachers = torch.arange(len(target_hidden), device=target_hidden.device)
+    depth = Depth(drafter_hidden, drafter_head, teachers)
+    total, (rows,) = divergence_over_depths([depth], target_hidden, target_head, divergence, draft_to_target)
+    return replace(rows, loss=total)
 
-    Logits exist for one chunk at a time and are made again in the backward pass, unless one chunk holds everything.
+
+def divergence_over_depths(
+    depths: list[Depth],
+    target_hidden: Tensor,
+    target_head: Callable[[Tensor], Tensor],
+    divergence: Divergence,
+    draft_to_target: Tensor | None = None,
+) -> tuple[Tensor, list[RowLosses]]:
+    """The weighted sum of a divergence over all depths, with its gradient, and the sums of each depth without.
+
+    Logits exist for a chunk of the target's rows [S, H] at a time. The chunk's teachers are made once for all depths,
+    and its part of the gradient at once, so nothing is kept or made again for the backward pass.
     `draft_to_target` [Vd] gives the target ids of a reduced draft vocabulary: the divergence then compares within it
     (the target renormalised), while `correct` and `acceptance` count the mass outside it as lost.
     """
-    measure = DIVERGENCES[divergence]
+    heads = {id(depth.head): depth.head for depth in depths}.values()
+    parameters = [p for head in heads if isinstance(head, nn.Module) for p in head.parameters() if p.requires_grad]
+    task = _Task(depths, parameters, target_hidden, target_head, divergence, draft_to_target)
+    total = _Divergence.apply(task, *[depth.hidden for depth in depths], *parameters)
+    return total, task.losses
 
-    def chunk_losses(drafter_rows: Tensor, target_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        log_q = drafter_head(drafter_rows).float().log_softmax(-1)
-        with torch.no_grad():
-            log_p = full = target_head(target_rows).float().log_softmax(-1)
-            choice = log_q.argmax(-1)
-            if draft_to_target is not None:
-                choice, inside = draft_to_target[choice], full[:, draft_to_target]
-                log_p = inside.log_softmax(-1)
-            else:
-                inside = full
-            correct = choice == full.argmax(-1)
-            acceptance = torch.minimum(inside, log_q).exp().sum()
-        return measure(log_q, log_p).sum(), correct, acceptance
 
-    vocabulary = target_head(target_hidden[:1]).shape[-1] if len(target_hidden) else 1
-    rows_per_chunk = max(1, CHUNK_ELEMENTS // vocabulary)
-    pairs = list(zip(drafter_hidden.split(rows_per_chunk), target_hidden.split(rows_per_chunk), strict=True))
-    if len(pairs) == 1:
-        return RowLosses(*chunk_losses(*pairs[0]))
-    results = [checkpoint(chunk_losses, *pair, use_reentrant=False) for pair in pairs]
-    losses, correct, acceptance = zip(*results, strict=True)
-    return RowLosses(torch.stack(losses).sum(), torch.cat(correct), torch.stack(acceptance).sum())
+def chunk_rows(vocabulary: int) -> int:
+    """How many of the target's rows have their logits made at once."""
+    return max(CHUNK_ROWS, CHUNK_ELEMENTS // vocabulary)
+
+
+@dataclass
+class _Task:
+    """The sums over all chunks, with gradients beside them."""
+
+    depths: list[Depth]
+    parameters: list[nn.Parameter]  # of the drafter's heads
+    target_hidden: Tensor
+    target_head: Callable[[Tensor], Tensor]
+    divergence: Divergence
+    draft_to_target: Tensor | None
+
+    def run(self, with_gradient: bool) -> Tensor:
+        self.with_gradient = with_gradient
+        used, places = torch.cat([depth.teachers for depth in self.depths]).unique(return_inverse=True)
+        places_of_depth = places.split([len(depth.teachers) for depth in self.depths])
+        zero = torch.zeros((), device=used.device)
+        self.losses = [
+            RowLosses(zero.clone(), torch.empty_like(d.teachers, dtype=torch.bool), zero.clone()) for d in self.depths
+        ]
+        self.hidden_gradients = [torch.zeros_like(depth.hidden) for depth in self.depths] if with_gradient else []
+        self.parameter_gradients = [torch.zeros_like(p) for p in self.parameters] if with_gradient else []
+        if not len(used):
+            return zero
+        step = chunk_rows(self.target_head(self.target_hidden[:1]).shape[-1])
+        edges = torch.tensor([*range(0, len(used), step), len(used)], device=used.device)
+        bounds = [torch.searchsorted(p, edges).tolist() for p in places_of_depth]
+        gapless = [bool((p.diff() == 1).all()) for p in places_of_depth]
+        for chunk, start in enumerate(range(0, len(used), step)):
+            teacher = Teacher.of(self.target_head(self.target_hidden[used[start : start + step]]), self.draft_to_target)
+            for number, (places, bound) in enumerate(zip(places_of_depth, bounds, strict=True)):
+                rows = slice(bound[chunk], bound[chunk + 1])
+                if rows.start < rows.stop:
+                    seen = places[rows] - start
+                    first = int(seen[0]) if gapless[number] else 0  # a slice is a view
+                    whole = slice(first, first + len(seen)) if gapless[number] else seen
+                    self._compare(number, rows, teacher[whole])
+        return sum((d.weight * rows.loss for d, rows in zip(self.depths, self.losses, strict=True)), start=zero)
+
+    def _compare(self, number: int, rows: slice, teacher: Teacher) -> None:
+        """Add what some rows of a depth come to."""
+        depth, losses = self.depths[number], self.losses[number]
+        with torch.set_grad_enabled(self.with_gradient):
+            hidden = depth.hidden[rows].detach().requires_grad_(self.with_gradient)
+            logits = depth.head(hidden)
+        log_q = logits.detach().float().log_softmax(-1)
+        q = log_q.exp()
+        choice = log_q.argmax(-1)
+        if self.draft_to_target is not None:
+            choice = self.draft_to_target[choice]
+        losses.correct[rows] = choice == teacher.choice
+        losses.acceptance += torch.minimum(q, teacher.mass).sum()
+        loss, gradient = WITH_GRADIENT[self.divergence](log_q, q, teacher)
+        losses.loss += loss.sum()
+        if self.with_gradient:
+            own = {id(p) for p in depth.head.parameters()} if isinstance(depth.head, nn.Module) else set()
+            indices = [i for i, p in enumerate(self.parameters) if id(p) in own]
+            inputs = [hidden, *(self.parameters[i] for i in indices)]
+            found = torch.autograd.grad(logits, inputs, gradient.to(logits.dtype))
+            torch.mul(found[0], depth.weight, out=self.hidden_gradients[number][rows])
+            for i, of_parameter in zip(indices, found[1:], strict=True):
+                self.parameter_gradients[i].add_(of_parameter, alpha=depth.weight)
+
+
+class _Divergence(torch.autograd.Function):
+    """The total of a task, which makes the gradients of hidden states and parameters on its way."""
+
+    @staticmethod
+    def forward(ctx: Any, task: _Task, *tensors: Tensor) -> Tensor:
+        total = task.run(with_gradient=any(ctx.needs_input_grad))
+        ctx.save_for_backward(*task.hidden_gradients, *task.parameter_gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(tensor * grad.to(tensor.dtype) for tensor in ctx.saved_tensors)
 
 
 class ChainLoss:
     """Adds up the losses of a chain of predictions: depth i at slot t predicts x_{t+2+i}.
 
     A prediction counts when every token from x_{t+1} to the predicted one was written by the target, because only then
-    would it be drafted. Call `next_depth`, compute the losses of the slots it marks, `add` them; `sums` at the end.
+    would it be drafted. `next_depth` marks the slots that count, `add` takes their losses; `sums` at the end.
     """
 
     def __init__(self, loss_mask: Tensor) -> None:
         """loss_mask [B, T]: the tokens that the target wrote"""
         self.loss_mask = loss_mask
-        self.counted = shift_left(loss_mask, 1)  # [B, T] slots whose newest token the target wrote
-        self._num_roots = self.counted.sum()
-        self._leading = self.counted.clone()  # all predictions so far are right
-        self._accepted = self._num_roots.clone()
+        self._roots = shift_left(loss_mask, 1)  # [B, T] slots whose newest token the target wrote
+        self._marked: list[
+            tuple[Tensor, float]
+        ] = []  # of each depth the slots that count, and the share of what there is
+        self._leading = self._roots  # all predictions so far are right
+        self._accepted = self._roots.sum()
         self._total = torch.zeros((), device=loss_mask.device)
         self._depths: LossSums = {}
-        self._num_depths = 0
-        self._share = 1.0
+        self._num_added = 0
 
     def next_depth(self, kept: Tensor | None = None, share: float = 1.0) -> Tensor:
         """The slots [B, T] that count at the next depth.
@@ -144,21 +303,22 @@ class ChainLoss:
         A family that trains a depth on some slots only names those that are kept, among what counted at the depth
         before, and how likely a slot was to be kept: what is left out then counts by what is kept.
         """
-        self.counted = self.counted & shift_left(self.loss_mask, 2 + self._num_depths)
+        before = self._marked[-1][0] if self._marked else self._roots
+        counted = before & shift_left(self.loss_mask, 2 + len(self._marked))
         if kept is not None:
-            self.counted = self.counted & kept
-        self._share = share
-        return self.counted
+            counted = counted & kept
+        self._marked.append((counted, share))
+        return counted
 
     def add(self, rows: RowLosses, weight: float) -> None:
-        """The losses of the counted slots, in row-major order."""
-        self._total = self._total + weight / self._share * rows.loss
-        self._leading = self._leading & torch.zeros_like(self._leading).masked_scatter(self.counted, rows.correct)
-        self._accepted = self._accepted + self._leading.sum() / self._share
-        num_counted = self.counted.sum()
-        self._depths[f"accuracy_{self._num_depths}"] = (rows.correct.sum(), num_counted)
-        self._depths[f"sampled_acceptance_{self._num_depths}"] = (rows.acceptance, num_counted)
-        self._num_depths += 1
+        """The losses, in row-major order, of the slots that count at the first depth that has none yet."""
+        depth, (counted, share) = self._num_added, self._marked[self._num_added]
+        self._total = self._total + weight / share * rows.loss
+        self._leading = self._leading & torch.zeros_like(counted).masked_scatter(counted, rows.correct)
+        self._accepted = self._accepted + self._leading.sum() / share
+        self._depths[f"accuracy_{depth}"] = (rows.correct.sum(), counted.sum())
+        self._depths[f"sampled_acceptance_{depth}"] = (rows.acceptance, counted.sum())
+        self._num_added += 1
 
     def sums(self) -> LossSums:
         """The loss over the trained tokens; of each depth the accuracy and the chance that a sampled draft is accepted;
@@ -166,6 +326,6 @@ class ChainLoss:
         """
         return {
             "loss": (self._total, self.loss_mask.sum()),
-            "simulated_acceptance_length": (self._accepted, self._num_roots),
+            "simulated_acceptance_length": (self._accepted, self._roots.sum()),
             **self._depths,
         }

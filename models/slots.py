@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -86,6 +86,7 @@ class SlotCache:
 
     def __init__(self, num_rows: int, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.num_seen = num_slots  # that attention reads, from the left; the host lowers it where rows are short
         self.written: Tensor  # [B * T] int64, where in `flat` the running forward pass stores its tokens
         self._num_rows = num_rows
         self._index: Tensor | None = None  # [b] the rows of a view; None: all
@@ -104,7 +105,7 @@ class SlotCache:
         self.written = (rows[:, None] * (self.num_slots + 1) + slots.clamp(max=self.num_slots)).flatten()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store key and value [B, Hkv, T, D] at the slots set before; return all slots, each [B, Hkv, M, D]."""
+        """Store key and value [B, Hkv, T, D] at the slots set before; return those seen, each [B, Hkv, M, D]."""
         self.reserve(layer_idx, key.shape[1], key.shape[3], like=key)
         if key.is_cuda:
             from draftsmith.models import cache_kernels
@@ -127,11 +128,14 @@ class SlotCache:
         return self._layers[layer_idx].flat
 
     def keys_and_values(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """What a layer of these rows holds, for reading: each [B, Hkv, M, D]."""
+        """What a layer of these rows holds in the slots seen, for reading: each [B, Hkv, M, D]."""
         layer = self._layers[layer_idx]
+        keys, values = layer.keys, layer.values
+        if self.num_seen < self.num_slots:
+            keys, values = keys[:, :, : self.num_seen], values[:, :, : self.num_seen]
         if self._index is None:
-            return layer.keys, layer.values
-        return layer.keys[self._index], layer.values[self._index]  # copied, for prompts now and then
+            return keys, values
+        return keys[self._index], values[self._index]  # copied, for prompts now and then
 
     def keep_path(self, prefix: Tensor, path: Tensor) -> None:
         """Move what stands in columns `path` [B, D] of the window at `prefix` [B] to its columns 1..D, in every layer.
@@ -197,9 +201,12 @@ def slot_attention(
 
     The mask is a window's, packed for the kernel or bool [B, 1, T, M]; without one it is causal over the T tokens
     themselves. A token sees the last `sliding_window` positions of its path. `softcap` (Gemma-2) and `s_aux`, the
-    attention sinks of gpt-oss, need the scores in the open; everything else goes to torch's fused attention.
+    attention sinks of gpt-oss, need the scores in the open; everything else goes to torch's fused attention. Raises
+    `TypeError` for a mask that a model made itself.
     """
     assert attention_mask is not None or query.shape[2] == key.shape[2], "a cache needs a mask"
+    if attention_mask is not None and attention_mask.is_floating_point():
+        raise TypeError("the model makes attention masks of its own")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         from draftsmith.models import attention_kernel
@@ -256,17 +263,28 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, slot_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)
 
 
+def context_of(config: PretrainedConfig) -> int:
+    """Most tokens that a model of the config can hold on slots.
+
+    LongRoPE turns all keys by other angles as soon as a text is longer than its first context, which ends it here: what
+    is in the cache cannot be turned again.
+    """
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if rotary.get("rope_type") == "longrope":
+        return rotary["original_max_position_embeddings"]
+    return config.max_position_embeddings
+
+
 def run_on_slots(model: PreTrainedModel, token_ids: Tensor, window: Window, cache: SlotCache) -> Tensor:
     """Run the base model on the new tokens [B, T] of a window; return its last hidden state [B, T, H].
 
     Positions are clamped to the model's context, so that drafts reaching past it (never kept) stay harmless.
     """
     cache.write_to(window.slots)
-    context = getattr(model.config, "max_position_embeddings", None) or cache.num_slots
     output = model.base_model(
         input_ids=token_ids,
-        position_ids=window.positions.clamp(max=context - 1),
-        attention_mask=window.mask(cache.num_slots),
+        position_ids=window.positions.clamp(max=context_of(model.config) - 1),
+        attention_mask=window.mask(cache.num_seen),
         past_key_values=cache,
         use_cache=True,
     )

@@ -3,13 +3,14 @@
 Shapes: B rows, T tokens, H hidden width, V vocabulary, A number of layers asked for.
 """
 
+import contextlib
 import copy
 import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -26,7 +28,8 @@ from transformers import (
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.fused import fuse
-from draftsmith.models.slots import ATTENTION, SlotCache, Window, chain_window, run_causal, run_on_slots
+from draftsmith.models.served import check_decodes_exactly, check_served_family
+from draftsmith.models.slots import ATTENTION, SlotCache, Window, context_of, run_causal, run_on_slots
 
 
 @dataclass
@@ -85,8 +88,9 @@ class Target:
         self.has_layers = whole_config is None
         if self.has_layers:
             self.decoder_layers = _decoder_layers(model)
-            self._fused_decoder = fuse(model) if fuse_layers else None
-            _check_served_exactly(self)
+            self.fused_decoder = fuse(model) if fuse_layers else None  # what `run` takes instead of stock modelling
+            if model.device.type != "meta":
+                check_decodes_exactly(self)
 
     @classmethod
     def from_pretrained(
@@ -102,6 +106,7 @@ class Target:
         """
         device = pick_device(device)
         config = _read_config(name)
+        check_served_family(config, str(name))
         model, tokenizer = _load(name, config, device, dtype or default_dtype(device))
         return cls(model, tokenizer, str(name), fuse_layers)
 
@@ -115,15 +120,30 @@ class Target:
         """
         device = pick_device(device)
         config = _read_config(name)
+        check_served_family(config, str(name))
         without_layers = copy.deepcopy(config)
         drop_layers(without_layers.get_text_config(), kept=[])
         model, tokenizer = _load(name, without_layers, device, dtype or default_dtype(device))
         return cls(model, tokenizer, str(name), whole_config=config)
 
+    @classmethod
+    def without_weights(cls, name: str | Path) -> "Target":
+        """Config and tokenizer only, the model on the `meta` device: of a target that a server runs."""
+        config = _read_config(name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        with contextlib.suppress(OSError):  # a model may have none
+            model.generation_config = GenerationConfig.from_pretrained(name)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise UserError(f"the tokenizer of {str(name)!r} does not load: {first_line(error)}") from None
+        return cls(model, tokenizer, str(name), fuse_layers=False)
+
     @property
     def fused(self) -> bool:
         """Whether `run` goes through fused layers rather than stock modelling."""
-        return self._fused_decoder is not None
+        return self.fused_decoder is not None
 
     @property
     def device(self) -> torch.device:
@@ -149,7 +169,7 @@ class Target:
     @property
     def context(self) -> int:
         """Most tokens of prompt and output together."""
-        return self.text_config.max_position_embeddings
+        return context_of(self.text_config)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -166,17 +186,17 @@ class Target:
         config = self.text_config
         if scale := getattr(config, "logit_scale", None):  # Cohere
             logits = logits * scale
-        if divisor := getattr(config, "logits_scaling", None):  # Granite
-            logits = logits / divisor
-        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+        if scale := getattr(config, "logits_scaling", None):
+            logits = logits * scale if config.model_type == "hyperclovax" else logits / scale  # else Granite
+        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma and others
             logits = cap * torch.tanh(logits / cap)
         return logits
 
     @torch.no_grad()
     def run(self, token_ids: Tensor, window: Window, cache: SlotCache, layer_ids: tuple[int, ...] = ()) -> Features:
         """Decode the new tokens [B, T] of a window on the cache."""
-        if self._fused_decoder is not None:
-            return Features(*self._fused_decoder.run(token_ids, window, cache, layer_ids))
+        if self.fused_decoder is not None:
+            return Features(*self.fused_decoder.run(token_ids, window, cache, layer_ids))
         with _Capture(self.decoder_layers, layer_ids) as capture:
             last_hidden = run_on_slots(self.model, token_ids, window, cache)
         return Features(last_hidden, capture.side_by_side())
@@ -229,11 +249,22 @@ def _read_config(name: str | Path) -> PretrainedConfig:
 def _load(
     name: str | Path, config: PretrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The weights that a model of this config has, and the tokenizer."""
+    """All weights of a model of this config (transformers would make up missing ones), and the tokenizer."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, attn_implementation=ATTENTION)
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
+        )
     except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(
+            f"target {str(name)!r} lacks {len(missing)} of its weights, {missing[0]} among them: "
+            "give a whole causal language model"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
         raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
     model.to(device)  # type: ignore[arg-type]  # wrapped by transformers without its types
     return model.eval().requires_grad_(False), tokenizer
@@ -272,34 +303,11 @@ class _Capture:
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The list of decoder layers, whatever the family calls it."""
-    num_layers = model.config.get_text_config().num_hidden_layers
+    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     if not lists:
-        raise UserError(f"cannot find the {num_layers} decoder layers of {type(model).__name__}")
+        raise UserError(f"{type(model).__name__} cannot be served: its decoder layers are not one list of {num_layers}")
     return lists[0]
-
-
-def _check_served_exactly(target: Target) -> None:
-    """Refuse a family whose cached decoding or head differs from its own plain forward pass."""
-    token_ids = torch.arange(1, 7, device=target.device)[None] % target.vocab_size
-    with torch.no_grad():
-        expected = target.model(input_ids=token_ids, use_cache=False).logits.float()
-    cache = SlotCache(1, 8)
-    try:
-        halves = [
-            target.run(token_ids[:, start:end], chain_window(token_ids.new_tensor([start]), end - start), cache)
-            for start, end in ((0, 4), (4, 6))
-        ]
-    except (TypeError, AttributeError, RuntimeError) as error:
-        raise UserError(f"{type(target.model).__name__} cannot decode on draftsmith's cache: {error}") from None
-    found = target.logits(torch.cat([half.last_hidden for half in halves], 1)).float()
-    tolerance = 1e-3 if target.dtype == torch.float32 else 0.1
-    error_size = (found - expected).abs().max() / expected.abs().max().clamp(min=1)
-    if not error_size < tolerance:
-        raise UserError(
-            f"{type(target.model).__name__} cannot be served: cached logits differ from its plain forward by "
-            f"{error_size:.1e} (multi-head latent attention and recurrent layers are not supported)"
-        )
 
 
 def check_layer_ids(layer_ids: Iterable[int], target: Target) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+PROMPTS = "file, folder, Hub dataset as NAME:COLUMN[:SPLIT], or a .yaml mixture of them (docs/data.md)"
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -35,11 +36,22 @@ def build_parser() -> argparse.ArgumentParser:
 
     sub = command("prepare", "let the target answer prompts: the text to train on")
     sub.add_argument("--target", required=True, help="Hub name or directory")
-    sub.add_argument("--prompts", required=True, help=".jsonl, .txt, or a Hub dataset as NAME:COLUMN[:SPLIT]")
+    sub.add_argument("--prompts", required=True, help=PROMPTS)
     sub.add_argument("--out", type=Path, required=True, help="folder to write")
-    sub.add_argument("--max-new-tokens", type=int, default=256)
+    sub.add_argument("--max-new-tokens", type=int, default=256, help="of an answer (%(default)s)")
     sub.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="taken in turn (%(default)s)")
-    sub.add_argument("--batch-size", type=int, default=32)
+    sub.add_argument("--top-p", type=float, nargs="+", default=[1.0], help="one a temperature, or one for all above 0")
+    sub.add_argument("--top-k", type=int, nargs="+", default=[0], help="likewise; 0 is off (%(default)s)")
+    sub.add_argument("--batch-size", type=int, default=32, help="prompts answered at a time (%(default)s)")
+    sub.add_argument("--drafter", help="that speeds the target up: ngram, a checkpoint, or none (the default)")
+    sub.add_argument("--draft-length", type=int, help="of its chains (4)")
+    sub.add_argument("--endpoint", metavar="URL", help="a vLLM or SGLang server that runs the target and answers")
+    sub.add_argument(
+        "--held-out-share", type=float, default=0.0, help="of the prompts, left for evaluation in OUT/held_out.jsonl"
+    )
+    sub.add_argument("--as-given", action="store_true", help="store conversations as they are: off-policy")
+    sub.add_argument("--skip-long", action="store_true", help="leave out prompts that exceed the target's context")
+    sub.add_argument("--dry-run", action="store_true", help="measure on some prompts what all will take; write nothing")
     sub.add_argument("--seed", type=int, default=0)
     _add_device(sub)
 
@@ -59,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--drafter", required=True, action="append", help="checkpoint, Hub name, ngram or none; repeatable"
     )
-    sub.add_argument("--prompts", required=True, help=".jsonl, .txt, or a Hub dataset as NAME:COLUMN[:SPLIT]")
+    sub.add_argument("--prompts", required=True, help=PROMPTS)
     sub.add_argument("--num-prompts", type=int, help="take so many of them (all)")
     sub.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     sub.add_argument("--top-p", type=float, default=1.0)

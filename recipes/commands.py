@@ -5,13 +5,18 @@ import difflib
 import itertools
 import json
 import logging
+import os
 from pathlib import Path
+from typing import Any, cast
 
+import torch
 import transformers
 from accelerate import PartialState
 from rich.console import Console
 
-from draftsmith.data.prepare import PrepareSettings
+from draftsmith.data.estimate import estimate
+from draftsmith.data.given import store_given
+from draftsmith.data.prepare import PrepareSettings, Work
 from draftsmith.data.prepare import prepare as prepare_samples
 from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference import SpeculativeDecoder
@@ -19,11 +24,13 @@ from draftsmith.inference.decoder import check_sampling
 from draftsmith.inference.measure import MeasureSettings
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, first_line, require_at_least
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.trees import DynamicTree, StaticTree
 from draftsmith.recipes.comparison import compare
 from draftsmith.recipes.export import export_checkpoint
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
+from draftsmith.recipes.targets import TARGET_RECIPES
 from draftsmith.recipes.report import build_report, certificate_text, print_evaluations
 from draftsmith.train import train as train_drafter
 from draftsmith.train.config import resolve
@@ -42,18 +49,63 @@ def quickstart(args: argparse.Namespace) -> None:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    for temperature in args.temperature:
-        check_sampling(temperature, 1.0, 0)
-    target = Target.from_pretrained(args.target, args.device)
-    settings = PrepareSettings(args.max_new_tokens, tuple(args.temperature), args.batch_size, args.seed)
-    prepare_samples(target, args.prompts, args.out, settings)
+    settings = PrepareSettings(
+        args.max_new_tokens,
+        samplings_in_turn(args.temperature, args.top_p, args.top_k),
+        args.batch_size,
+        args.seed,
+        args.drafter or "none",
+        args.draft_length or 4,
+        args.endpoint,
+        args.skip_long,
+        args.held_out_share,
+    )
+    if args.as_given:
+        if args.dry_run or settings != PrepareSettings(held_out_share=args.held_out_share):
+            raise UserError("--as-given asks the target for no answers: leave out the settings of answers")
+        target = Target.from_pretrained(args.target, args.device or device_of_process())
+        store_given(target, args.prompts, args.out, args.held_out_share)
+        return
+    if args.endpoint and (args.drafter or args.draft_length or args.device):
+        raise UserError("--drafter, --draft-length and --device have no effect behind an --endpoint: leave them out")
+    if args.draft_length and settings.drafter == "none":
+        raise UserError("--draft-length has no effect without a --drafter: leave it out, or give --drafter ngram")
+    if args.endpoint:
+        target = Target.without_weights(args.target)
+    else:
+        target = Target.from_pretrained(args.target, args.device or device_of_process())
+    if args.dry_run:
+        console.print(estimate(Work(target, args.prompts, settings)).table(), highlight=False)
+    else:
+        prepare_samples(target, args.prompts, args.out, settings)
+
+
+def samplings_in_turn(temperatures: list[float], top_p: list[float], top_k: list[int]) -> tuple[Sampling, ...]:
+    """One sampling a temperature; a single top-p or top-k is that of all temperatures above 0."""
+    columns: list[Any] = [temperatures]
+    for name, values, off in (("--top-p", top_p, 1.0), ("--top-k", cast(list[float], top_k), 0)):
+        if len(values) == 1:
+            values = [values[0] if temperature or not any(temperatures) else off for temperature in temperatures]
+        if len(values) != len(temperatures):
+            raise UserError(
+                f"{name} has {len(values)} values for {len(temperatures)} temperatures: give one, or as many"
+            )
+        columns.append(values)
+    return tuple(check_sampling(*values) for values in zip(*columns, strict=True))
+
+
+def device_of_process() -> str | None:
+    """The GPU of this process where a launcher has started several; None leaves the choice to the target."""
+    local_rank = os.environ.get("LOCAL_RANK")
+    return f"cuda:{local_rank}" if local_rank and torch.cuda.is_available() else None
 
 
 def train(args: argparse.Namespace) -> None:
     if args.recipe not in RECIPES:
         near = difflib.get_close_matches(args.recipe, RECIPES, n=2, cutoff=0.4)
         hint = f"nearest: {', '.join(near)}; " if near else ""
-        raise UserError(f"unknown recipe {args.recipe!r}; {hint}there are {', '.join(RECIPES)}")
+        general = ", ".join(name for name in RECIPES if name not in TARGET_RECIPES)
+        raise UserError(f"unknown recipe {args.recipe!r}; {hint}there are {general}, and those of docs/recipes.md")
     config = resolve(RECIPES[args.recipe](), args.config, args.overrides)
     if args.overfit is not None:
         overfit(config, args.overfit)

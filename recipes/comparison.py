@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from draftsmith.data.checks import notice_other_target
 from draftsmith.data.progress import progress_bar
 from draftsmith.inference.certify import CertifySettings, certify, num_checks
 from draftsmith.inference.clock import cpu_threads
@@ -29,6 +30,8 @@ def compare(
     Raises `UserError`, before anything is measured or written, for drafters and settings that do not go together.
     """
     drafters = {name: load_drafter(name, target) for name in names}
+    for drafter in drafters.values():
+        notice_other_target(drafter, target)
     for settings in grid:
         check_settings(settings, drafters)
     if num_threads is not None:

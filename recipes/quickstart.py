@@ -17,9 +17,11 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from draftsmith.data.batches import BatchPlan
-from draftsmith.data.prepare import PrepareSettings, answers, prepare
+from draftsmith.data.prepare import PrepareSettings, decode_answers, prepare
 from draftsmith.data.prompts import encode_prompts, read_prompts
+from draftsmith.data.rows import Prompt
 from draftsmith.data.stdlib import function_prompt, stdlib_functions
+from draftsmith.data.turns import Dialogue, Markers
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.measure import MeasureSettings, PromptSet
@@ -150,8 +152,12 @@ def measure_plan(target: Target, prompts: list[str], kinds: list[str], minutes: 
     plain.generate(encoded[:1], max_new_tokens=4)  # warm-up
 
     start = time.perf_counter()
-    settings = PrepareSettings(max_new_tokens=MAX_NEW_TOKENS, temperatures=(1.0,), batch_size=PREPARE_BATCH)
-    samples = list(answers(plain, encoded, list(range(PREPARE_BATCH)), settings))
+    settings = PrepareSettings(max_new_tokens=MAX_NEW_TOKENS, batch_size=PREPARE_BATCH)
+    dialogues = [
+        Dialogue(Prompt(text=prompt), index, Sampling(1.0), target, Markers.of(target))
+        for index, prompt in enumerate(prompts[:PREPARE_BATCH])
+    ]
+    samples = [sample for dialogue in decode_answers(plain, dialogues, settings) for sample in dialogue.samples]
     num_batches = max(2, int(seconds * PREPARE_SHARE / (time.perf_counter() - start)))
 
     num_threads, per_token = fastest_num_threads(plain, encoded[:TIMED_PROMPTS])

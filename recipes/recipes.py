@@ -13,6 +13,7 @@ from draftsmith.models.hydra import HydraConfig
 from draftsmith.models.medusa import MedusaConfig
 from draftsmith.models.mlp_speculator import MLPSpeculatorConfig
 from draftsmith.models.p_eagle import PEagleConfig
+from draftsmith.recipes.targets import TARGET_RECIPES
 from draftsmith.train import TrainConfig
 from draftsmith.train.config import DataConfig
 
@@ -167,4 +168,5 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "quickstart_hydra": quickstart_hydra,
     "quickstart_mlp_speculator": quickstart_mlp_speculator,
     "quickstart_draft_model": quickstart_draft_model,
+    **TARGET_RECIPES,
 }

@@ -70,6 +70,7 @@ def build_report(folder: Path) -> Path:
         "blocks": by_setting(rows),
         "headings": list(cells(rows[0])),
         "cells": cells,
+        "domain_cells": domain_cells,
         "figures": [(inline_image(path), caption) for path, caption in figures],
         "samples": json.loads(samples.read_text()) if samples.is_file() else [],
         "sample_source": sample_source,
@@ -174,6 +175,25 @@ def cells(row: SummaryRow) -> dict[str, str]:
     }
 
 
+def domain_cells(block: list[SummaryRow]) -> list[dict[str, str]]:
+    """Each drafter's acceptance length and speedup by domain, as text by column heading."""
+    return [
+        {"drafter": row.drafter}
+        | {
+            f"{name or 'no domain'} ({count(fields['num_prompts'], 'prompt')})": domain_text(fields)
+            for name, fields in row.result["domains"].items()
+        }
+        for row in block
+        if row.drafter != PLAIN and "domains" in row.result
+    ]
+
+
+def domain_text(fields: dict[str, Any]) -> str:
+    """Speed by domain is there at batch size 1 only, where a batch is of one domain."""
+    speedup = f", {fields['speedup']:.2f}×" if "speedup" in fields else ""
+    return f"{fields['mean_acceptance_length']:.2f}{speedup}"
+
+
 def lossless_text(result: Result) -> str:
     """How many outputs equal those of plain decoding; a lossy mode is named."""
     if result["verification_mode"] in LOSSY:
@@ -235,6 +255,20 @@ def print_rows(rows: list[SummaryRow], console: Console) -> None:
             texts["identical outputs"].stylize("bold white on red" if row.diverged else "")
             table.add_row(*(texts[heading] for heading in headings))
         console.print(Text(setting, style="bold"), table)
+        print_domains(block, console)
+
+
+def print_domains(block: list[SummaryRow], console: Console) -> None:
+    """A table of one setting by domain, where prompts have one."""
+    rows = domain_cells(block)
+    if not rows:
+        return
+    table = Table(
+        *rows[0], box=box.SIMPLE_HEAD, pad_edge=False, title="acceptance length, speedup", title_justify="left"
+    )
+    for row in rows:
+        table.add_row(*map(Text, row.values()))
+    console.print(table)
 
 
 # --- the page

@@ -4,7 +4,7 @@ The templates do what the public ones do with roles, special tokens, blanks and 
 and default system messages is left out. The tokenizer knows bytes, a token of two line breaks, and special tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -72,6 +72,12 @@ class Family:
     special_tokens: list[str]
     eos: str
     bos: str | None = None  # put before raw texts by the tokenizer
+
+
+def changed(family: Family, old: str, new: str) -> Family:
+    """With another template; `old` must be there."""
+    assert old in family.template
+    return replace(family, template=family.template.replace(old, new))
 
 
 CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

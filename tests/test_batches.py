@@ -8,12 +8,20 @@ import pytest
 import torch
 
 from draftsmith.data.batches import BatchPlan, pack, size, token_counts
-from draftsmith.data.samples import Sample
+from draftsmith.data.samples import Sample, Span
 
 
 def make_samples(count: int) -> list[Sample]:
-    """Sample i is i + 1 written three times or more, so that a token tells where it came from."""
-    return [Sample([i + 1] * (3 + 7 * i % 11), 1 + i % 2, "length", 0.0, i) for i in range(count)]
+    """Sample i is i + 1 written three times or more, so that a token tells where it came from; some have two turns."""
+    return [make_sample([i + 1] * (3 + 7 * i % 11), 1 + i % 2) for i in range(count)]
+
+
+def make_sample(token_ids: list[int], prompt_length: int) -> Sample:
+    """Of texts longer than six tokens, the last but one was the user's."""
+    end = len(token_ids)
+    if end <= 6:
+        return Sample(token_ids, [Span(prompt_length, end)])
+    return Sample(token_ids, [Span(prompt_length, end - 2), Span(end - 1, end)])
 
 
 def make_plan(
@@ -68,7 +76,7 @@ def test_mask_covers_exactly_what_the_target_wrote(max_length: int, packing: boo
     not at all.
     """
     plan = make_plan(max_length=max_length, packing=packing)
-    with_answers = [i for i, sample in enumerate(plan.samples) if sample.prompt_length < max_length]
+    with_answers = [i for i, sample in enumerate(plan.samples) if sample.spans[0].start < max_length]
     assert plan.trained == with_answers
     for step in range(plan.steps_per_epoch):
         for rows in plan.micro_batches(step, 0, 1):
@@ -79,7 +87,9 @@ def test_mask_covers_exactly_what_the_target_wrote(max_length: int, packing: boo
                     sample = plan.samples[index]
                     kept = sample.token_ids[:max_length]
                     expected_ids += kept
-                    expected_mask += [place >= sample.prompt_length for place in range(len(kept))]
+                    expected_mask += [
+                        any(span.start <= place < span.end for span in sample.spans) for place in range(len(kept))
+                    ]
                     expected_documents += [document] * len(kept)
                 length = len(expected_ids)
                 assert length <= max_length
@@ -94,9 +104,9 @@ def test_mask_covers_exactly_what_the_target_wrote(max_length: int, packing: boo
 
 def test_what_is_cut_is_said() -> None:
     samples = [
-        Sample([1] * 10, 2, "length", 0.0, 0),
-        Sample([1] * 10, 7, "eos", 0.0, 1),
-        Sample([1] * 5, 2, "eos", 0, 2),
+        Sample([1] * 10, [Span(2, 10)]),
+        Sample([1] * 10, [Span(7, 10)]),
+        Sample([1] * 5, [Span(2, 5)]),
     ]
     assert "2 of 3 samples" in BatchPlan(samples, 1, 6, 6, 0).cut()
     assert "1 are left out" in BatchPlan(samples, 1, 6, 6, 0).cut()
@@ -106,7 +116,7 @@ def test_what_is_cut_is_said() -> None:
 
 def test_batches_pad_little() -> None:
     """Samples of like length share a batch: with lengths 1 to 64 in groups of 8 batches, far less than at random."""
-    samples = [Sample([1] * (2 + i), 1, "length", 0.0, i) for i in range(64)]
+    samples = [Sample([1] * (2 + i), [Span(1, 2 + i)]) for i in range(64)]
     plan = BatchPlan(samples, 8, 65, 10_000, seed=0)
     batches = [plan.collate(plan.micro_batches(step, 0, 1)[0]) for step in range(plan.steps_per_epoch)]
     assert sum(batch.token_ids.numel() for batch in batches) == 8 * sum(range(9, 66, 8))  # sorted, all in one group
@@ -125,5 +135,5 @@ def test_packed_rows_are_full() -> None:
 
 
 def test_token_counts_leave_prompts_out() -> None:
-    samples = [Sample([5, 5, 1, 2], 2, "eos", 0.0, 0), Sample([5, 2, 2], 1, "eos", 0.0, 1)]
-    assert torch.equal(token_counts(samples, 6), torch.tensor([0, 1, 3, 0, 0, 0]))
+    samples = [make_sample([5, 5, 1, 2], 2), make_sample([5, 2, 2, 5, 5, 5, 2], 1)]
+    assert torch.equal(token_counts(samples, 6), torch.tensor([0, 1, 4, 0, 0, 2]))

@@ -15,6 +15,7 @@ from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.cli import main
 from draftsmith.recipes.recipes import RECIPES
+from draftsmith.recipes.targets import TARGET_RECIPES
 
 ACCEPTANCE = """
     num_drafts num_draft_tokens num_accepted_tokens num_emitted_tokens mean_acceptance_length draft_acceptance_rate
@@ -110,7 +111,7 @@ MISTAKES = {
     "engine without that kind": ("export {medusa} --engine sglang --target {target} --out {out}", "medusa"),
     "no checkpoint to export": ("export ngram --engine vllm --target {target} --out {out}", "no trained drafter"),
     "unknown engine": ("export {medusa} --engine llama --target {target} --out {out}", "invalid choice"),
-    "unknown recipe": ("train eagle4 target={target}", "unknown recipe 'eagle4'; nearest: eagle3"),
+    "unknown recipe": ("train eagle4 target={target}", "unknown recipe 'eagle4'; nearest: eagle"),
     "unknown key": (TRAIN + "optimizer.lr=1", "unknown key 'optimizer.lr'"),
     "wrong type": (TRAIN + "run.steps=many", "run.steps"),
     "not key=value": (TRAIN + "run.steps", "not key=value"),
@@ -130,6 +131,8 @@ MISTAKES = {
     "batch size 0": (EVALUATE + "{good} --batch-size 0", "atch.size"),
     "batch size 0, preparing": (PREPARE + "{good} --batch-size 0", "atch.size"),
     "no new tokens": (EVALUATE + "{good} --max-new-tokens 0", "max.new.tokens"),
+    "settings of answers that are given": (PREPARE + "{good} --as-given --max-new-tokens 8", "--as-given"),
+    "all held out": (PREPARE + "{good} --held-out-share 1", "held_out_share"),
     "no new tokens, preparing": (PREPARE + "{good} --max-new-tokens 0", "max.new.tokens"),
     "repeats 0": (EVALUATE + "{good} --repeats 0", "repeats"),
     "fewer than no prompts": (EVALUATE + "{good} --num-prompts -1", "num.prompts"),
@@ -266,7 +269,8 @@ def test_generate_prints_the_text_as_it_is(files: dict[str, str], capsys: pytest
 
 
 def test_every_recipe_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each one asks for the target first, which shows that it was found and read."""
+    """Each one asks for what it leaves to the user, which shows that it was found and read."""
     for recipe in RECIPES:
         assert run_cli("train", recipe) == 2
-        assert capsys.readouterr().err.startswith("error: target is not set")
+        missing = "data.samples" if recipe in TARGET_RECIPES else "target"
+        assert capsys.readouterr().err.startswith(f"error: {missing} is not set")

@@ -1,16 +1,16 @@
 """Given conversations: token by token what the target meets when it serves, or refused with the reason."""
 
-import dataclasses
 from typing import Any
 
 import pytest
-from chats import FAMILIES, Family, chat_target
+from chats import FAMILIES, Family, changed, chat_target
 
 from draftsmith.data.conversations import given_sample, given_samples, opened_chat
 from draftsmith.data.rows import Prompt
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 
+CHATML = FAMILIES["chatml"]
 SYSTEM = {"role": "system", "content": "Be brief."}
 TWO_TURNS = [
     {"role": "user", "content": "hot?"},
@@ -69,35 +69,29 @@ def test_tokens_and_masks_are_the_golden_ones(name: str) -> None:
     assert (ids, mask_of(ids, spans)) == golden_tokens(target, text)
 
 
+def unmarked(family: Family) -> Family:
+    return changed(changed(family, "{%- generation %}", ""), "{%- endgeneration %}", "")
+
+
 def test_marks_and_prefixes_find_the_same_spans() -> None:
     """The same template with its marks taken out."""
-    family = FAMILIES["chatml"]
-    bare = family.template.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
     prompt = Prompt(messages=TWO_TURNS)
-    assert given_sample(prompt, chat_target(family)) == given_sample(prompt, chat_target(changed(family, bare)))
-
-
-def changed(family: Family, template: str) -> Family:
-    assert template != family.template
-    return dataclasses.replace(family, template=template)
+    assert given_sample(prompt, chat_target(unmarked(CHATML))) == given_sample(prompt, chat_target(CHATML))
 
 
 def test_an_end_of_turn_that_the_marks_leave_out_is_trained() -> None:
     """The target writes it, and a drafter that never saw it drafts past every answer's end."""
-    family = FAMILIES["chatml"]
-    content, end = "{{- message['content'] + '<|im_end|>' }}", "{%- endgeneration %}"
-    template = family.template.replace(f"{content}{end}", "{{- message['content'] }}" + end + "{{- '<|im_end|>' }}")
+    marks = "message['content'] }}{%- endgeneration %}{{- '<|im_end|>' }}"
+    family = changed(CHATML, "message['content'] + '<|im_end|>' }}{%- endgeneration %}", marks)
     prompt = Prompt(messages=TWO_TURNS)
-    assert given_sample(prompt, chat_target(changed(family, template))) == given_sample(prompt, chat_target(family))
+    assert given_sample(prompt, chat_target(family)) == given_sample(prompt, chat_target(CHATML))
 
 
 def test_marks_around_the_wrong_turn_are_refused() -> None:
-    family = FAMILIES["chatml"]
-    template = family.template.replace("== 'assistant'", "== 'user'").replace(
-        "|im_start|>assistant\\n' }}\n        ", "|im_start|>user\\n' }}\n        "
-    )
+    question = "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    family = changed(unmarked(CHATML), question, "{% generation %}" + question + "{% endgeneration %}")
     with pytest.raises(UserError, match="p.jsonl line 7: the generation marks .* cover tokens"):
-        given_sample(Prompt(messages=TWO_TURNS, where="p.jsonl line 7"), chat_target(changed(family, template)))
+        given_sample(Prompt(messages=TWO_TURNS, where="p.jsonl line 7"), chat_target(family))
 
 
 REWRITTEN: dict[str, list[dict[str, Any]]] = {
@@ -121,26 +115,19 @@ def test_rewritten_history_is_refused_with_the_reason(case: str) -> None:
 
 def test_marks_do_not_hide_rewritten_history() -> None:
     """With marks one pass would give spans, and a mask, without a word."""
-    template = (
-        FAMILIES["qwen3"]
-        .template.replace("{{- content }}", "{% generation %}{{- content }}{% endgeneration %}")
-        .replace("{{- '<think>", "{% generation %}{{- '<think>")
-        .replace(
-            "content.lstrip('\\n') }}\n        {%- else",
-            "content.lstrip('\\n') }}{% endgeneration %}\n        {%- else",
-        )
-    )
-    target = chat_target(changed(FAMILIES["qwen3"], template))
-    given_sample(Prompt(messages=TWO_TURNS[:2]), target)
+    answer = "{{- '<|im_end|>\\n' }}\n    {%- endif %}"
+    family = changed(FAMILIES["qwen3"], answer, "{%- endgeneration %}" + answer)
+    family = changed(family, "assistant\\n' }}\n        {%- if", "assistant\\n' }}{%- generation %}\n        {%- if")
+    given_sample(Prompt(messages=TWO_TURNS[:2]), chat_target(family))
     with pytest.raises(UserError, match="rewrites history"):
-        given_sample(Prompt(messages=TWO_TURNS), target)
+        given_sample(Prompt(messages=TWO_TURNS), chat_target(family))
 
 
 def test_a_token_over_the_beginning_of_an_answer_is_refused() -> None:
     """ChatML opens a turn with a line break; an answer that begins with one, too, makes another token of both."""
     messages = [TWO_TURNS[0], {"role": "assistant", "content": "\nRed."}]
     with pytest.raises(UserError, match=r"message 2: the tokenizer joins .*'\\n' becomes '\\n\\nRed"):
-        given_sample(Prompt(messages=messages), chat_target(FAMILIES["chatml"]))
+        given_sample(Prompt(messages=messages), chat_target(CHATML))
 
 
 @pytest.mark.parametrize("messages", [None, TWO_TURNS[:1], TWO_TURNS[1:2]])

@@ -113,5 +113,4 @@ def test_training_is_measured_against_the_untrained_model(
     }
     run = train(resolve(RECIPES["draft_model"](), None, [f"{key}={value}" for key, value in changes.items()]))
     assert first_result(run / "checkpoints" / "step-000000")["mean_acceptance_length"] == 5
-    assert (run / "best").readlink().name == "step-000000"
     assert what_training_brought(run).startswith("training brought nothing: acceptance length 5.00 -> ")

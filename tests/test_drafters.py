@@ -9,7 +9,8 @@ from torch import Tensor
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.base import NO_TOKEN, DecodingState
 from draftsmith.models.batch import Batch
-from draftsmith.models.eagle3 import Eagle3, Eagle3Config, unrolled_attention
+from draftsmith.models.eagle3 import Eagle3, Eagle3Config
+from draftsmith.models.eagle3_training import unroll
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses import LossSums
 from draftsmith.models.medusa import Medusa, MedusaConfig
@@ -17,6 +18,7 @@ from draftsmith.models.ngram import latest_match
 from draftsmith.models.sampling import Noise, Sampling
 from draftsmith.models.slots import SlotCache, chain_window
 from draftsmith.models.trees import Chain
+from draftsmith.models.unrolled_attention import DraftingSlots
 
 TRAINABLE = [kind for kind, drafter_class in DRAFTERS.items() if drafter_class.loss is not Drafter.loss]
 every_trainable = pytest.mark.parametrize("kind", TRAINABLE)
@@ -202,19 +204,56 @@ def test_training_predicts_what_decoding_drafts(kind: str, tiny_target: Target) 
         assert sums[name.replace("sampled_acceptance", "accuracy")][0] == (p.argmax(-1) == q.argmax(-1)).sum()
 
 
-def test_unrolled_attention_is_attention_with_the_mask_written_out() -> None:
-    generator = torch.Generator().manual_seed(0)
-    steps, length = 3, 5
-    keys = [torch.randn(2, 2, length, 8, generator=generator) for _ in range(steps)]
-    values = [torch.randn(2, 2, length, 8, generator=generator) for _ in range(steps)]
-    query = torch.randn(2, 4, length, 8, generator=generator)
-    own = torch.eye(length, dtype=torch.bool)
-    for k in range(1, steps + 1):
-        mask = torch.cat([torch.ones(length, length, dtype=torch.bool).tril(), *[own] * (k - 1)], 1)
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            query, torch.cat(keys[:k], 2), torch.cat(values[:k], 2), attn_mask=mask, enable_gqa=True
-        )
-        torch.testing.assert_close(unrolled_attention(query, keys[:k], values[:k]), expected)
+def test_recomputed_steps_have_the_same_gradient(tiny_target: Target) -> None:
+    drafter = build("eagle3", tiny_target)
+    batch = random_batch(tiny_target)
+    features = tiny_target.features(batch, drafter.layer_ids)
+    gradients = []
+    for recompute in (False, True):
+        drafter.config.recompute = recompute
+        drafter.zero_grad()
+        drafter.loss(batch, features)["loss"][0].backward()
+        gradients.append([parameter.grad for parameter in drafter.parameters()])
+    for kept, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(recomputed, kept)
+
+
+def test_a_detached_step_teaches_those_before_it_nothing(tiny_target: Target) -> None:
+    """A loss of the last step alone reaches `fc` through keys and values of the text, and not otherwise."""
+    drafter = build("eagle3", tiny_target)
+    assert isinstance(drafter, Eagle3)
+    batch = random_batch(tiny_target)
+    layers = tiny_target.features(batch, drafter.layer_ids).layers
+    assert layers is not None
+    slots = DraftingSlots.of(batch.loss_mask, batch.positions)
+    for detach in (False, True):
+        drafter.config.detach = detach
+        first, *_, last = unroll(drafter, batch, layers, slots)
+        (gradient,) = torch.autograd.grad(last.sum(), first, allow_unused=True)
+        assert (gradient is None) == detach
+
+
+def test_lk_after_kl(tiny_target: Target) -> None:
+    """The divergence changes when its share of the training is over."""
+    drafter, batch = build("eagle3", tiny_target), random_batch(tiny_target)
+    features = tiny_target.features(batch, drafter.layer_ids)
+
+    def loss(divergence: str, kl_share: float, progress: float) -> Tensor:
+        drafter.config.divergence, drafter.config.kl_share, drafter.progress = divergence, kl_share, progress
+        return drafter.loss(batch, features)["loss"][0]
+
+    assert torch.equal(loss("lk_hybrid", 0.5, 0.49), loss("forward_kl", 0.0, 0.0))
+    assert torch.equal(loss("lk_hybrid", 0.5, 0.5), loss("lk_hybrid", 0.0, 0.0))
+    assert not torch.equal(loss("lk_hybrid", 0.5, 0.5), loss("forward_kl", 0.0, 0.0))
+
+
+@every_trainable
+def test_a_batch_that_teaches_nothing_still_has_gradients(kind: str, tiny_target: Target) -> None:
+    """Zeros for all that trains: wrappers for several devices wait for every parameter."""
+    drafter, batch = build(kind, tiny_target), random_batch(tiny_target)
+    batch.loss_mask[:] = False
+    drafter.loss(batch, tiny_target.features(batch, drafter.layer_ids))["loss"][0].backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in drafter.parameters())
 
 
 def test_untrained_medusa_heads_repeat_the_target(tiny_target: Target) -> None:

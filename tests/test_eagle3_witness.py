@@ -16,10 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.eagle3 import Eagle3, Eagle3Config
+from draftsmith.models.eagle3_training import unroll
 from draftsmith.models.layers import checkpoint_tensors
 from draftsmith.models.losses import DIVERGENCES
 from draftsmith.models.slots import ATTENTION
 from draftsmith.models.target import Features
+from draftsmith.models.unrolled_attention import DraftingSlots
 
 GOLDEN = Path(__file__).parent / "data" / "eagle3_witness.safetensors"
 STEPS = 4
@@ -79,12 +81,13 @@ def test_logits_of_every_unrolled_step(documents: str, golden: Tensors, drafter:
     case = part(golden, documents)
     batch, features = text(case, drafter)
     assert features.layers is not None
+    drafting = DraftingSlots.of(batch.loss_mask.roll(-2, 1), batch.positions)
     with torch.no_grad():
-        steps = list(drafter.unroll(batch, features.layers))
-        for k, hidden in enumerate(steps):
+        for k, hidden in enumerate(unroll(drafter, batch, features.layers, drafting)):
             slots = counted_slots(batch, k)
             assert slots
-            found = drafter.lm_head(drafter.norm(hidden[0, slots]))
+            rows = torch.isin(drafting.index, torch.tensor(slots))
+            found = drafter.lm_head(drafter.norm(hidden[rows]))
             torch.testing.assert_close(found, case[f"logits.{k}"][slots], atol=1e-5, rtol=1e-5)
 
 

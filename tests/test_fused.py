@@ -24,6 +24,7 @@ LLAMA3_ROTARY = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+ALTERNATING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 YARN_ROTARY = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -77,6 +78,9 @@ def windows() -> list[tuple[Tensor, Window]]:
         ("mistral", {"sliding_window": 8}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
         ("qwen3", {}),
+        ("cwm", ALTERNATING),
+        ("ministral", ALTERNATING),
+        ("seed_oss", {}),
     ],
 )
 def test_equals_stock_modelling(model_type: str, changes: dict) -> None:

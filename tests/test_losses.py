@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftsmith.models import losses
-from draftsmith.models.losses import DIVERGENCES, divergence_over_rows
+from draftsmith.models.losses import DIVERGENCES, Depth, divergence_over_depths, divergence_over_rows
 
 P = torch.tensor([0.5, 0.25, 0.25])
 Q = torch.tensor([0.25, 0.25, 0.5])
@@ -44,23 +44,36 @@ def test_what_the_target_leaves_out_adds_nothing_to_forward_kl() -> None:
     assert log_q.grad.tolist() == [[-1.0, 0.0]]
 
 
+@pytest.mark.parametrize("ids", [None, torch.tensor([0, 2, 3, 7])], ids=["whole", "reduced"])
 @pytest.mark.parametrize("name", list(DIVERGENCES))
-def test_chunks_change_neither_value_nor_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_all_depths_in_chunks(name, ids: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of two teachers against autograd through the definition; depths share teachers and one of the heads."""
     generator = torch.Generator().manual_seed(0)
-    rows, width, vocab = 11, 6, 9
-    head = torch.nn.Linear(width, vocab, bias=False)
-    target_head = torch.nn.Linear(width, vocab, bias=False)
-    target_hidden = torch.randn(rows, width, generator=generator)
-    results = []
-    for chunk_elements in (1 << 24, vocab * 4):  # one chunk, then chunks of four rows
-        monkeypatch.setattr(losses, "CHUNK_ELEMENTS", chunk_elements)
-        hidden = torch.randn(rows, width, generator=torch.Generator().manual_seed(1), requires_grad=True)
-        found = divergence_over_rows(hidden, head, target_hidden, target_head, name)
-        head.weight.grad = None
-        found.loss.backward()
-        results.append((found.loss.detach(), hidden.grad, head.weight.grad, found.correct, found.acceptance))
-    for whole, chunked in zip(*results, strict=True):
-        torch.testing.assert_close(whole, chunked)
+    width, vocab, weights = 6, 9, (1.0, 0.5, 2.0)
+    target_hidden = torch.randn(8, width, generator=generator)
+    target_head = torch.nn.Linear(width, vocab, bias=False).requires_grad_(False)
+    heads = [torch.nn.Linear(width, vocab if ids is None else len(ids)) for _ in range(2)]
+    heads = [heads[0], heads[0], heads[1]]
+    hidden = [torch.randn(n, width, generator=generator, requires_grad=True) for n in (5, 3, 4)]
+    teachers = [torch.tensor(t) for t in ([0, 1, 2, 5, 6], [1, 2, 6], [3, 4, 5, 6])]
+    trained = [*hidden, *heads[0].parameters(), *heads[2].parameters()]
+
+    log_p = target_head(target_hidden)
+    log_p = (log_p if ids is None else log_p[:, ids]).log_softmax(-1)
+    expected = [
+        DIVERGENCES[name](head(h).log_softmax(-1), log_p[t]).sum()
+        for h, head, t in zip(hidden, heads, teachers, strict=True)
+    ]
+    total = sum(w * loss for w, loss in zip(weights, expected, strict=True))
+    gradients = torch.autograd.grad(total, trained)
+
+    monkeypatch.setattr(losses, "chunk_rows", lambda vocabulary: 2)
+    depths = [Depth(*depth) for depth in zip(hidden, heads, teachers, weights, strict=True)]
+    found, rows = divergence_over_depths(depths, target_hidden, target_head, name, ids)
+    torch.testing.assert_close(found, total, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close([row.loss for row in rows], [loss.detach() for loss in expected], atol=1e-5, rtol=1e-5)
+    for one, other in zip(torch.autograd.grad(3 * found, trained), gradients, strict=True):
+        torch.testing.assert_close(one, 3 * other, atol=1e-5, rtol=1e-5)
 
 
 def test_reduced_vocabulary_counts_the_mass_outside_as_lost() -> None:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,28 @@ def test_a_row_has_every_field_and_agrees_with_itself(temperature: float, mode: 
     assert plain["speedup"] == 1.0
     assert plain["mean_acceptance_length"] == 1.0
     assert plain["num_emitted_tokens"] == row["num_emitted_tokens"]
+
+
+def test_domains_add_up_to_the_whole(tiny_target: Target) -> None:
+    """Counters by domain are those of its prompts, in whatever batches these were decoded."""
+    texts = ["a b a b a b", "def f(", "iron iron iron", "heats it again, and"]
+    ids, domains = [tiny_target.encode(text) for text in texts], ["prose", "code", "prose", ""]
+    ngram = {"ngram": load_drafter("ngram", tiny_target)}
+
+    def rows(batch_size: int, picked: list[int]) -> dict[str, Any]:
+        prompts = PromptSet("some", [ids[i] for i in picked], [domains[i] for i in picked])
+        return measure(tiny_target, ngram, prompts, MeasureSettings(batch_size=batch_size, repeats=1))["ngram"]
+
+    alone, batched = rows(1, [0, 1, 2, 3]), rows(3, [0, 1, 2, 3])
+    assert list(alone["domains"]) == ["prose", "code", ""]
+    for key in ("num_prompts", "num_drafts", "num_emitted_tokens"):
+        assert sum(fields[key] for fields in alone["domains"].values()) == alone[key]
+    prose = rows(1, [0, 2])
+    for row in (alone, batched):
+        assert row["domains"]["prose"]["mean_acceptance_length"] == prose["mean_acceptance_length"]
+    assert all(fields["speedup"] > 0 for fields in alone["domains"].values())
+    assert not any("speedup" in fields for fields in batched["domains"].values())  # their times cannot be told apart
+    assert "domains" not in measure(tiny_target, ngram, PromptSet("some", ids[:1], [""]), MeasureSettings())["ngram"]
 
 
 def test_the_interval_is_paired() -> None:

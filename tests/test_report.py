@@ -194,6 +194,24 @@ def test_a_lossy_mode_is_labelled_and_no_headline(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_no_figures")
+def test_domains_stand_below_their_setting(tmp_path: Path) -> None:
+    domains = {
+        "code": {"num_prompts": 12, "mean_acceptance_length": 3.456, "speedup": 2.344},
+        "": {"num_prompts": 1, "mean_acceptance_length": 1.234},
+    }
+    write_run(tmp_path / "eagle3", keep=0.9, draft_ms=1.0)
+    write_comparison(tmp_path, 1, result={"domains": domains})
+    page = build_report(tmp_path).read_text()
+    assert "<th>code (12 prompts)</th>" in page
+    assert "<td>3.46, 2.34×</td>" in page
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_summary(tmp_path, console)
+    printed = console.export_text()
+    assert "no domain (1 prompt)" in printed
+    assert printed.count("1.23") == 1  # in the drafter's row, not in that of plain decoding
+
+
+@pytest.mark.usefixtures("_no_figures")
 def test_a_certificate_is_shown(tmp_path: Path) -> None:
     write_run(tmp_path / "eagle3", keep=0.9, draft_ms=1.0)
     check = {"checked": 4, "identical": 4, "near_tie_divergences": 0, "divergences": 0, "first_differences": []}

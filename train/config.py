@@ -24,6 +24,7 @@ class DataConfig:
     samples: str  # folder that `draftsmith prepare` wrote
     batch_size: int = 32  # samples an optimiser step, over all ranks
     max_length: int = 2048  # tokens of a row; longer samples are cut
+    drop_cut: bool = False  # leave out samples whose answer the length limit of `prepare` cut
     tokens_per_micro_batch: int = 16384  # of a forward pass on one rank: rows x longest row, padding included
     packing: bool = False  # several samples a row, as many as fit max_length
     on_policy_share: float = 0.0  # of the steps that train on text which the drafter writes itself, for draft models

@@ -6,6 +6,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from draftsmith.data.batches import BatchPlan
+from draftsmith.data.checks import check_capture
 from draftsmith.data.feature_writer import check_disk, write_index, write_shards
 from draftsmith.data.features import Contents, FeatureSource, StoredFeatures, samples_hash
 from draftsmith.data.samples import check_same_target, read_prepared
@@ -19,7 +20,7 @@ def open_store(config: TrainConfig, drafter: Drafter, target: Target, plan: Batc
     if config.data.features == "online":
         return None
     contents = Contents(
-        target_fingerprint=read_prepared(Path(config.data.samples))["target_fingerprint"],
+        target_fingerprint=read_prepared(Path(config.data.samples))["target_fingerprint"] or "unknown",
         ends_fingerprint=target.ends_fingerprint(),
         layer_ids=drafter.layer_ids,
         hidden_size=target.hidden_size,
@@ -47,7 +48,9 @@ def feature_source(
         raise UserError(problems[0] + (f" ({len(problems) - 1} more shards like it)" if len(problems) > 1 else ""))
     if store.missing():
         accelerator.wait_for_everyone()  # all have seen what is missing
-        write_shards(store, whole_target(config, target), rank, num_ranks)
+        whole = whole_target(config, target)
+        check_capture(whole, drafter.layer_ids, store.plan.samples[0].token_ids)
+        write_shards(store, whole, rank, num_ranks)
         accelerator.wait_for_everyone()
         if rank == 0:
             write_index(store)

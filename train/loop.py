@@ -19,6 +19,14 @@ from rich.markup import escape
 from torch import Tensor
 
 from draftsmith.data.batches import BatchPlan, Rows, token_counts
+from draftsmith.data.checks import (
+    check_capture,
+    check_prepared,
+    check_samples,
+    notice_padding,
+    notice_seen_prompts,
+    shown_sample,
+)
 from draftsmith.data.features import FeatureSource, StoredFeatures
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.samples import Sample, check_same_target, read_samples
@@ -66,13 +74,17 @@ def set_up(config: TrainConfig) -> Setup:
     load_target = Target.from_pretrained if online else Target.ends_from_pretrained
     target = load_target(config.target, accelerator.device)
     folder = Path(config.data.samples)
-    samples = read_samples(folder)
+    samples = read_samples(folder, config.data.drop_cut)
     if online:
         check_same_target(folder, target)
+    check_prepared(folder, target)
+    check_samples(samples, target, min(config.data.max_length, target.context), str(folder))
     plan = plan_batches(config, samples, target, accelerator.num_processes)
     prompts = evaluation_prompts(config.evaluation, target)
     set_seed(config.run.seed)
     drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, target).to(accelerator.device)
+    if online:
+        check_capture(target, drafter.layer_ids, samples[0].token_ids)
     if prompts:
         check_evaluation(config.evaluation, drafter, target)
     drafter.fit_vocabulary(token_counts(samples, target.vocab_size))
@@ -97,6 +109,17 @@ def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num
     return plan
 
 
+def show_data(setup: Setup) -> None:
+    """Tell the user what is trained on: a sample with its mask, and what is odd about the data."""
+    plan = setup.plan
+    if plan.cut():
+        rich.print(plan.cut())
+    notice_padding(setup.target)
+    if setup.prompts:
+        notice_seen_prompts(setup.prompts.token_ids, plan.samples)
+    rich.print(shown_sample(plan.samples[plan.trained[0]], setup.target))
+
+
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
     """Linear warm-up, then a cosine from the peak to `final_share` of it. `step` counts from 0."""
     warmup = max(1, round(config.warmup_share * num_steps))
@@ -113,8 +136,8 @@ def train(config: TrainConfig) -> Path:
     accelerator, target = setup.accelerator, setup.target
     run = open_run(config, target, accelerator)
     source = feature_source(config, setup.store, setup.drafter, target, accelerator)
-    if accelerator.is_main_process and setup.plan.cut():
-        rich.print(setup.plan.cut())
+    if accelerator.is_main_process:
+        show_data(setup)
     if accelerator.is_main_process and setup.drafter.changes_target():
         rich.print(
             f"[bold]this changes the target[/]: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with"
@@ -147,6 +170,7 @@ def train(config: TrainConfig) -> Path:
         )
         for step in range(first_step, config.run.steps):
             rate = learning_rate(step, config.run.steps, config.optimizer)
+            setup.drafter.progress = step / config.run.steps
             micro_batches = setup.plan.micro_batches(step, accelerator.process_index, accelerator.num_processes)
             for group in optimizer.param_groups:
                 group["lr"] = rate

@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.data.batches import BatchPlan
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.samples import Sample
+from draftsmith.data.samples import Sample, Span
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import load_drafter
 from draftsmith.models.batch import Batch
@@ -116,15 +116,15 @@ class Gate:
         self.target, self.drafter = setup.target, setup.drafter
         self.draft_length = min(config.draft_length, self.drafter.max_draft_length or config.draft_length)
         longest_first = sorted(setup.plan.samples, key=lambda sample: -len(sample.token_ids))
-        self.prompts = [sample.token_ids[: sample.prompt_length] for sample in longest_first[:num_sequences]]
+        self.prompts = [sample.token_ids[: sample.spans[0].start] for sample in longest_first[:num_sequences]]
         # a draft reaches beyond the last token that is asked for: learn that far
         room = self.target.context - max(map(len, self.prompts)) - self.draft_length
         self.num_tokens = min(config.max_new_tokens, room)
         plain = SpeculativeDecoder(self.target, load_drafter("none", self.target))
         self.answers = plain.generate(self.prompts, self.num_tokens + self.draft_length).token_ids
         samples = [
-            Sample(prompt + answer, len(prompt), "length", 0.0, i)
-            for i, (prompt, answer) in enumerate(zip(self.prompts, self.answers, strict=True))
+            Sample(prompt + answer, [Span(len(prompt), len(prompt) + len(answer))])
+            for prompt, answer in zip(self.prompts, self.answers, strict=True)
         ]
         plan = BatchPlan(samples, len(samples), self.target.context, len(samples) * self.target.context, seed=0)
         self.batch = plan.collate([[index] for index in range(len(samples))]).to(self.target.device)

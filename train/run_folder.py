@@ -9,10 +9,11 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 
-from draftsmith.data.samples import data_hash, read_prepared, template_hash
+from draftsmith.data.samples import data_hash, read_prepared
 from draftsmith.inference.evaluation import environment
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
+from draftsmith.models.identity import identity
 from draftsmith.train.checkpoint import checkpoints
 from draftsmith.train.config import TrainConfig, dump
 
@@ -35,7 +36,7 @@ def open_run(config: TrainConfig, target: Target, accelerator: Accelerator) -> P
         dump(config, run / "config.yaml")
         samples = Path(config.data.samples)
         env = environment(target, read_prepared(samples)["target_fingerprint"])
-        content = {**env, "template_hash": template_hash(target), "data_hash": data_hash(samples)}
+        content = {**identity(target), **env, "data_hash": data_hash(samples)}
         (run / "environment.json").write_text(json.dumps(content, indent=2) + "\n")
     accelerator.wait_for_everyone()
     return run

@@ -1,0 +1,217 @@
+"""Attention of unrolled training steps, in memory linear in the text.
+
+A slot that drafts sees the text of its own document up to itself, as step 0 left it, and of each later step only its
+own entry, the chain that it drafted itself. Slots that draft nothing are keys and values at step 0 and nothing more.
+
+Shapes: S slots, all rows of a batch one after another; R of them draft; N query heads, Nkv key-value heads, D head
+width.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KeyValue = tuple[Tensor, Tensor]
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Span:
+    """Slots `first` to `last` - 1 draft; their document begins at slot `text`."""
+
+    text: int
+    first: int
+    last: int
+
+
+@dataclass
+class DraftingSlots:
+    """From the first slot of each document that is counted to its last one, in order."""
+
+    spans: list[Span]
+    index: Tensor  # [R] int64 their places among all slots
+
+    @classmethod
+    def of(cls, counted: Tensor, positions: Tensor) -> "DraftingSlots":
+        """counted [B, T] bool, positions in the document [B or 1, T]."""
+        places = torch.arange(counted.numel(), device=counted.device)
+        begins = (places.view_as(counted) - positions)[counted]  # where the document of each counted slot begins
+        counted_places = places[counted.flatten()]
+        texts, sizes = torch.unique_consecutive(begins, return_counts=True)
+        ends = sizes.cumsum(0)
+        edges = torch.stack([texts, counted_places[ends - sizes], counted_places[ends - 1] + 1], 1).tolist()
+        spans = [Span(*edge) for edge in edges]
+        index = torch.cat([places[span.first : span.last] for span in spans] or [places[:0]])
+        return cls(spans, index)
+
+
+def unrolled_attention(query: Tensor, text: KeyValue, own: list[KeyValue], spans: list[Span]) -> Tensor:
+    """query [R, N, D] over keys and values of the text [S, Nkv, D] and of each step since [R, Nkv, D] -> [R, N, D]
+
+    On a GPU in half precision and on a CPU by flash attention, else plainly.
+    """
+    if query.is_cuda and (query.dtype not in HALVES or not spans):
+        return plain_unrolled_attention(query, text, own, spans)
+    return _UnrolledAttention.apply(spans, query, *text, *[tensor for pair in own for tensor in pair])
+
+
+def plain_unrolled_attention(query: Tensor, text: KeyValue, own: list[KeyValue], spans: list[Span]) -> Tensor:
+    """The specification: all scores at once, R x S of them a head."""
+    groups = query.shape[1] // text[0].shape[1]
+    seen = torch.zeros(len(query), len(text[0]), dtype=torch.bool, device=query.device)
+    row = 0
+    for span in spans:
+        size = span.last - span.first
+        seen[row : row + size, span.text : span.last] = seen.new_ones(size, span.last - span.text).tril(
+            span.first - span.text
+        )
+        row += size
+    keys, values = (x.repeat_interleave(groups, 1) for x in text)
+    query = query * query.shape[-1] ** -0.5
+    scores = torch.einsum("rnd,snd->rns", query, keys).masked_fill(~seen[:, None], float("-inf"))
+    own_scores = [(query * key.repeat_interleave(groups, 1)).sum(-1, keepdim=True) for key, _ in own]
+    weights = torch.cat([scores, *own_scores], -1).float().softmax(-1).to(query.dtype)
+    output = torch.einsum("rns,snd->rnd", weights[..., : len(keys)], values)
+    for step, (_, value) in enumerate(own):
+        output = output + weights[..., len(keys) + step, None] * value.repeat_interleave(groups, 1)
+    return output
+
+
+class _UnrolledAttention(torch.autograd.Function):
+    """Flash attention over the text, joined with the own chain by their log-sum-exps.
+
+    The gradient needs no other kernel: flash attention's backward makes its probabilities from the log-sum-exp that it
+    is given and subtracts what the output that it is given says. Given those of the whole attention, it returns
+    the text's part of the whole gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, spans: list[Span], query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
+        output, log_sum = _flash(query, key, value, spans)
+        if own:
+            scores = torch.stack([_dot(query, own_key) for own_key in own[::2]])  # [k, R, N]
+            whole = torch.logaddexp(log_sum, scores.logsumexp(0))
+            output = output * (log_sum - whole).exp()[..., None].to(output.dtype)
+            for weight, own_value in zip((scores - whole).exp().to(output.dtype), own[1::2], strict=True):
+                _grouped(output, own_value).addcmul_(_grouped(weight[..., None], own_value), own_value[:, :, None])
+            log_sum = whole
+        ctx.spans = spans
+        ctx.save_for_backward(query, key, value, output, log_sum, *own)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, log_sum, *own = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_query, grad_key, grad_value = _flash_backward(grad, query, key, value, output, log_sum, ctx.spans)
+        if not own:
+            return None, grad_query, grad_key, grad_value
+        scale = query.shape[-1] ** -0.5
+        through_output = (grad * output).sum(-1, dtype=torch.float32)  # [R, N]
+        grad_own: list[Tensor] = []
+        for own_key, own_value in zip(own[::2], own[1::2], strict=True):
+            weight = (_dot(query, own_key) - log_sum).exp()
+            grad_weight = (_grouped(grad, own_value) * own_value[:, :, None]).sum(-1, dtype=torch.float32)
+            grad_score = (weight * (grad_weight.flatten(1) - through_output) * scale)[..., None].to(query.dtype)
+            _grouped(grad_query, own_key).addcmul_(_grouped(grad_score, own_key), own_key[:, :, None])
+            grad_own.append(_grouped(grad_score * query, own_key).sum(2))
+            grad_own.append(_grouped(weight[..., None].to(grad.dtype) * grad, own_value).sum(2))
+        return None, grad_query, grad_key, grad_value, *grad_own
+
+
+def _grouped(x: Tensor, key: Tensor) -> Tensor:
+    """x [R, N, D] -> [R, Nkv, N / Nkv, D] for a key or value [R, Nkv, D]"""
+    return x.unflatten(1, (key.shape[1], -1))
+
+
+def _dot(query: Tensor, key: Tensor) -> Tensor:
+    """Scores of each slot with its own key, [R, N] fp32"""
+    dots = (_grouped(query, key) * key[:, :, None]).sum(-1, dtype=torch.float32)
+    return dots.flatten(1) * query.shape[-1] ** -0.5
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, spans: list[Span]) -> tuple[Tensor, Tensor]:
+    """Attention over the text alone: output [R, N, D], log-sum-exp [R, N] fp32."""
+    if query.is_cuda:
+        key, value, *lengths = _by_span(key, value, spans)
+        output, log_sum, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *lengths, dropout_p=0.0, is_causal=True, return_debug_mask=False
+        )
+        return output, log_sum.t()
+    output, log_sum = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+    for rows, pieces in _pieces(spans):
+        parts = [
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *_heads_first(query[rows], key[slots], value[slots]), is_causal=causal
+            )
+            for slots, causal in pieces
+        ]
+        outputs = [part[0][0].transpose(0, 1) for part in parts]
+        log_sums = [part[1][0].t() for part in parts]
+        if len(parts) == 1:
+            output[rows], log_sum[rows] = outputs[0], log_sums[0]
+            continue
+        torch.logaddexp(*log_sums, out=log_sum[rows])
+        shares = [(part - log_sum[rows]).exp_()[..., None] for part in log_sums]
+        torch.mul(outputs[0], shares[0], out=output[rows]).addcmul_(outputs[1], shares[1])
+    return output, log_sum
+
+
+def _flash_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor, spans: list[Span]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value of the text's part in an attention with this output and log-sum-exp."""
+    grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
+    if query.is_cuda:
+        span_key, span_value, *lengths = _by_span(key, value, spans)
+        unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the state of dropout
+        grad_query, of_keys, of_values = torch.ops.aten._flash_attention_backward(
+            grad, query, span_key, span_value, output, log_sum.t().contiguous(), *lengths, 0.0, True, unused, unused
+        )
+        sizes = [span.last - span.text for span in spans]
+        for span, one, other in zip(spans, of_keys.split(sizes), of_values.split(sizes), strict=True):
+            grad_key[span.text : span.last], grad_value[span.text : span.last] = one, other
+        return grad_query, grad_key, grad_value
+    grad_query = torch.zeros_like(query)
+    for rows, pieces in _pieces(spans):
+        for slots, causal in pieces:
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *_heads_first(grad[rows], query[rows], key[slots], value[slots], output[rows]),
+                log_sum[rows].t()[None],
+                0.0,
+                causal,
+            )
+            places = (grad_query[rows], grad_key[slots], grad_value[slots])
+            for total, part in zip(places, grads, strict=True):
+                total += part[0].transpose(0, 1)
+    return grad_query, grad_key, grad_value
+
+
+def _pieces(spans: list[Span]) -> list[tuple[slice, list[tuple[slice, bool]]]]:
+    """Rows of each span, and the slots that they see: all of those before the span, and those in it causally."""
+    found, row = [], 0
+    for span in spans:
+        rows = slice(row, row + span.last - span.first)
+        before, within = (slice(span.text, span.first), False), (slice(span.first, span.last), True)
+        found.append((rows, [before, within] if span.first > span.text else [within]))
+        row = rows.stop
+    return found
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    """[R, N, D] -> [1, N, R, D]"""
+    return [tensor.transpose(0, 1)[None] for tensor in tensors]
+
+
+def _by_span(key: Tensor, value: Tensor, spans: list[Span]) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
+    """Keys and values of the spans' texts side by side; where queries and keys of each begin, and the longest of both.
+
+    The kernel's causal mask ends queries and keys of a span at the same slot.
+    """
+    key, value = (torch.cat([x[span.text : span.last] for span in spans]) for x in (key, value))
+    sizes = torch.tensor([[span.last - span.first, span.last - span.text] for span in spans])
+    starts = torch.nn.functional.pad(sizes.cumsum(0), (0, 0, 1, 0)).to(key.device, torch.int32)
+    longest = sizes.max(0).values.tolist()
+    return key, value, starts[:, 0].contiguous(), starts[:, 1].contiguous(), longest[0], longest[1]

@@ -1,0 +1,100 @@
+"""A real vLLM server answers: DRAFTSMITH_VLLM names the folder of its virtual environment."""
+
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.data.prepare import PrepareSettings, prepare
+from draftsmith.data.samples import Sample, check_same_target, loss_mask, read_prepared, read_samples
+from draftsmith.data.stdlib import function_prompt, stdlib_functions
+from draftsmith.models import Target
+from draftsmith.models.batch import Batch
+from draftsmith.models.sampling import Sampling
+from draftsmith.recipes.quickstart import EMBEDDED_TARGET
+
+pytestmark = pytest.mark.engine
+NEAR_TIE = 1e-3  # between the logits of two tokens; engines add up in another order
+START_UP = 300  # seconds
+SETTINGS = PrepareSettings(max_new_tokens=48, samplings=(Sampling(0.0),), batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if "DRAFTSMITH_VLLM" not in os.environ:
+        pytest.skip("set DRAFTSMITH_VLLM to a virtual environment with vLLM")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    python = Path(os.environ["DRAFTSMITH_VLLM"]) / "bin" / "python"  # `vllm serve` asks for metadata CPU wheels lack
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", EMBEDDED_TARGET, "--dtype", "float32"]
+    command += ["--enforce-eager", "--host", "127.0.0.1", "--port", port, "--max-model-len", "512"]
+    command += ["--max-num-seqs", "8"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    log = tmp_path_factory.mktemp("vllm") / "log.txt"
+    with open(log, "w") as file:
+        server = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file, env=environment)
+    try:
+        for _ in range(START_UP):
+            assert server.poll() is None, log.read_text()[-3000:]
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            except OSError:
+                time.sleep(1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    lines = [function_prompt(function).splitlines()[0] for function in stdlib_functions(held_out=True)[::20]]
+    path.write_text("".join(line + "\n" for line in lines[:24]))
+    return str(path)
+
+
+def test_greedy_tokens_agree_with_the_decoder(url: str, source: str, tmp_path: Path) -> None:
+    """Token for token, up to the first near tie; and the file says that a server wrote it."""
+    target = Target.from_pretrained(EMBEDDED_TARGET, "cpu", torch.float32)
+    prepare(target, source, tmp_path / "decoder", SETTINGS)
+    served = PrepareSettings(**{**vars(SETTINGS), "endpoint": url})
+    prepare(Target.without_weights(EMBEDDED_TARGET), source, tmp_path / "endpoint", served)
+    ours, theirs = read_samples(tmp_path / "decoder"), read_samples(tmp_path / "endpoint")
+    assert len(ours) == len(theirs)
+    different = [(own, other) for own, other in zip(ours, theirs, strict=True) if own != other]
+    print(f"{len(ours) - len(different)} of {len(ours)} answers are the same to the token")
+    for own, other in different:
+        assert gap_where_they_part(own, other, target) < NEAR_TIE
+    assert {sample.finish_reason for sample in theirs} == {"eos", "length"}
+    assert read_prepared(tmp_path / "endpoint")["target_fingerprint"] is None
+    check_same_target(tmp_path / "endpoint", target)
+
+
+def gap_where_they_part(own: Sample, other: Sample, target: Target) -> float:
+    """Between the logits of the two tokens that follow the common beginning."""
+    pairs = zip(own.token_ids, other.token_ids, strict=False)
+    place = next(i for i, (a, b) in enumerate(pairs) if a != b)
+    batch = Batch(torch.tensor([own.token_ids[:place]]), loss_mask(own)[None, :place])
+    logits = target.logits(target.features(batch).last_hidden[0, -1])
+    return float(logits[own.token_ids[place]] - logits[other.token_ids[place]])
+
+
+def test_sampled_answers_are_told_apart_by_their_prompts(url: str, source: str, tmp_path: Path) -> None:
+    """Temperature, top-p and top-k reach the server, and the same seed gives different prompts different noise."""
+    sampled = PrepareSettings(max_new_tokens=16, samplings=(Sampling(1.0, 0.9, 50),), endpoint=url)
+    target = Target.without_weights(EMBEDDED_TARGET)
+    path = tmp_path / "prompts.txt"
+    path.write_text("def __init__(self\n" * 8)
+    prepare(target, str(path), tmp_path / "samples", sampled)
+    samples = read_samples(tmp_path / "samples")
+    assert len({tuple(sample.token_ids) for sample in samples}) > 1

@@ -1,0 +1,123 @@
+"""What a training run will take, from shapes alone: floating-point operations, hours, memory.
+
+The formulae count matrix products (2 operations a weight and token forward, 4 backward) and leave out attention scores,
+which are small below some 10,000 tokens. What share of a device's peak a run reaches is measured elsewhere; here it is
+an assumption that stands in the open.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from draftsmith.models import DRAFTERS, Target
+from draftsmith.models.losses import CHUNK_ELEMENTS
+from draftsmith.models.target import drop_layers
+from draftsmith.train.config import TrainConfig
+
+TRAINED_BYTES = 4 + 4 + 8  # fp32 weight, gradient and AdamW's two moments
+LOGIT_COPIES = 6  # of a chunk of logits that exist at once: two sides, their logarithms, gradients
+UTILISATION = 0.35  # share of the device's dense bf16 peak that matrix products reach, all in all
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str
+    peak: float  # dense bf16 operations a second
+    memory: float  # bytes
+
+
+H100 = Device("H100 80 GB", 989e12, 80e9)
+H200 = Device("H200 141 GB", 989e12, 141e9)
+
+
+@dataclass(frozen=True)
+class TargetSize:
+    """Weights of a target: how many there are, and how many a token passes through."""
+
+    layers: int
+    active_layers: int  # without the experts that a token is not sent to
+    head: int  # vocabulary x hidden
+    embedding: int  # 0 where it is tied to the head
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.head + self.embedding
+
+
+def target_size(config: PretrainedConfig) -> TargetSize:
+    """Counted on the meta device from one layer of each kind, so that the largest target takes a moment."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["layer"] * text.num_hidden_layers
+    ends = _count(config, [])
+    counted = {kind: _count(config, [kinds.index(kind)]) for kind in set(kinds)}
+    num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    share = getattr(text, "num_experts_per_tok", 1) / num_experts
+    layers = sum(sum(counted[kind]) - sum(ends) for kind in kinds)
+    experts = sum(counted[kind][1] for kind in kinds)
+    head = text.vocab_size * text.hidden_size
+    return TargetSize(layers, round(layers - experts * (1 - share)), head, 0 if text.tie_word_embeddings else head)
+
+
+def _count(config: PretrainedConfig, kept: list[int]) -> tuple[int, int]:
+    """Parameters outside and inside experts of a model of only the kept layers."""
+    config = copy.deepcopy(config)
+    drop_layers(config.get_text_config(), kept)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    return sum(p.numel() for p in model.parameters()) - experts, experts
+
+
+def meta_target(config: PretrainedConfig, name: str) -> Target:
+    """Embedding, head and sizes of a target with no numbers in them: enough to build a drafter of the right shape."""
+    without_layers = copy.deepcopy(config)
+    drop_layers(without_layers.get_text_config(), [])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(without_layers)
+    return Target(model, None, name, whole_config=config)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one run, its target and drafter whole on each device."""
+
+    operations: float  # in all
+    target_bytes: float
+    drafter_bytes: float  # weights, gradients, optimiser
+    working_bytes: float  # of one micro-batch
+
+    @property
+    def total_bytes(self) -> float:
+        return self.target_bytes + self.drafter_bytes + self.working_bytes
+
+    def hours(self, device: Device, num_devices: int = 1) -> float:
+        return self.operations / (device.peak * UTILISATION * num_devices) / 3600
+
+
+def estimate(config: TrainConfig, target_config: PretrainedConfig, tokens_per_sample: int) -> Estimate:
+    """What a recipe takes for a target of this shape, its features made online in bf16.
+
+    `tokens_per_sample`: prompt and answer. A token passes once through the target's layers; through what the drafter
+    trains once, or as often as the recurrence is unrolled; through the target's head once for each depth.
+    """
+    size = target_size(target_config)
+    with torch.device("meta"):
+        drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, meta_target(target_config, config.target))
+    trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+    passes = getattr(config.drafter, "unroll_steps", 1)
+    depths = max(passes, getattr(config.drafter, "num_heads", 1))
+    tokens = config.run.steps * config.data.batch_size * tokens_per_sample
+    operations = tokens * (2 * size.active_layers + 2 * depths * size.head + 6 * passes * trained)
+
+    text = target_config.get_text_config()
+    width, inner = text.hidden_size, int(getattr(text, "intermediate_size", 4 * text.hidden_size))
+    kept = (len(drafter.layer_ids) + 1) * width + passes * (12 * width + 4 * inner)  # values a token, of 2 bytes
+    logits = LOGIT_COPIES * CHUNK_ELEMENTS * 4
+    return Estimate(
+        operations=operations,
+        target_bytes=2 * size.total,
+        drafter_bytes=TRAINED_BYTES * trained,
+        working_bytes=2 * kept * config.data.tokens_per_micro_batch + logits,
+    )
