@@ -252,7 +252,7 @@ class PEagle(Drafter):
         """As vLLM reads it, to be served with method eagle3 and `parallel_drafting`; SGLang has no P-EAGLE."""
         return {
             **self.eagle3.engine_config(),
-            "architectures": ["PeagleLlamaForCausalLM"],
+            "architectures": ["LlamaForCausalLMEagle3"],  # PeagleLlamaForCausalLM is for the speculators layout
             "num_hidden_layers": self.config.num_layers,
             "pard_token": self.config.mask_token_id,
         }
