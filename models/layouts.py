@@ -1,10 +1,10 @@
-"""Checkpoints on disk, those of other projects too: read and brought into the layout of serving engines.
+"""Checkpoints on disk, those of other projects too: read and brought into the engines' layout.
 
 | layout | how it is told | what differs from the engines' layout |
 |---|---|---|
 | engines (vLLM, SGLang), ours | `architectures` | nothing |
-| SafeAILab EAGLE-1, EAGLE-3 | `fc.weight` beside a plain Llama config | `midlayer.*` for the layer, often pytorch_model.bin |
-| SpecForge, Model-Optimizer EAGLE-3 | nested layer ids only | count output layers: one lower than ours |
+| SafeAILab EAGLE-1, EAGLE-3 | `fc.weight` beside a plain Llama config | layer named `midlayer`, pytorch_model.bin |
+| SpecForge, ModelOpt EAGLE-3 | nested layer ids only | count output layers: one lower than ours |
 | speculators | `speculators_model_type` | layer config nested; copies of the target's norm and head |
 | FasterDecoding Medusa | `medusa_num_heads` | `HEAD.LAYER.linear.*`, medusa_lm_head.pt, no sizes in config.json |
 
@@ -167,13 +167,12 @@ def medusa_config(config: dict[str, Any], tensors: dict[str, Tensor], target: Ta
 
 def complete_medusa(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
     """vLLM's names; a bias for every block and a head for every block, where a layout leaves them out."""
-    num_layers = config["num_hidden_layers"]
     renamed = {medusa_name(name): tensor for name, tensor in tensors.items()}
     shared = renamed.pop("lm_head.weight", target.head_weight().cpu())
+    for head in range(1 if config.get("original_lm_head") else config["num_heads"]):
+        renamed.setdefault(f"lm_heads.{head}.weight", shared)
     for head in range(config["num_heads"]):
-        if head == 0 or not config.get("original_lm_head"):
-            renamed.setdefault(f"lm_heads.{head}.weight", shared)
-        for layer in range(num_layers):
+        for layer in range(config["num_hidden_layers"]):
             weight = renamed.get(f"blocks.{head}.layers.{layer}.weight")
             if weight is not None and not config.get("medusa_fc_bias", False):
                 renamed.setdefault(f"blocks.{head}.layers.{layer}.bias", torch.zeros_like(weight[0]))

@@ -4,6 +4,7 @@ Nothing to train, nothing to run: the baseline that a trained drafter has to bea
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ class NgramConfig(DrafterConfig):
     kind: str = "ngram"
     longest: int = 4  # tokens of the suffix that is looked up; shorter ones are tried down to `shortest`
     shortest: int = 2
+    occurrence: Literal["latest", "earliest"] = "latest"  # which copy is continued; vLLM takes the earliest
 
 
 class Ngram(Drafter):
@@ -34,8 +36,9 @@ class Ngram(Drafter):
         return cls(config)
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
-        """The tokens after the latest earlier occurrence of the longest suffix that has one."""
-        start = latest_match(state.token_ids, state.lengths, self.config.longest, self.config.shortest)  # [B]
+        """The tokens after an earlier occurrence of the longest suffix that has one."""
+        config, match = self.config, latest_match if self.config.occurrence == "latest" else earliest_match
+        start = match(state.token_ids, state.lengths, config.longest, config.shortest)  # [B]
         index = start[:, None] + torch.arange(shape.depth, device=start.device)
         found = (start[:, None] >= 0) & (index < state.lengths[:, None])
         tokens = state.token_ids.gather(1, index.clamp(min=0, max=state.token_ids.shape[1] - 1))
@@ -47,6 +50,15 @@ class Ngram(Drafter):
 
 def latest_match(token_ids: Tensor, lengths: Tensor, longest: int, shortest: int) -> Tensor:
     """Where the text goes on after the latest earlier copy of each row's suffix [B]; -1 where there is none."""
+    return _match(token_ids, lengths, longest, shortest, latest=True)
+
+
+def earliest_match(token_ids: Tensor, lengths: Tensor, longest: int, shortest: int) -> Tensor:
+    """The same for the earliest copy of the longest suffix that has one."""
+    return _match(token_ids, lengths, longest, shortest, latest=False)
+
+
+def _match(token_ids: Tensor, lengths: Tensor, longest: int, shortest: int, latest: bool) -> Tensor:
     start = torch.full_like(lengths, -1)
     for n in range(min(longest, token_ids.shape[1] - 1), shortest - 1, -1):
         suffix_index = lengths[:, None] + torch.arange(-n, 0, device=lengths.device)
@@ -54,6 +66,8 @@ def latest_match(token_ids: Tensor, lengths: Tensor, longest: int, shortest: int
         windows = token_ids.unfold(1, n, 1)  # [B, M - n + 1, n]
         ends = torch.arange(n, token_ids.shape[1] + 1, device=lengths.device)  # where each window's text goes on
         match = (windows == suffix[:, None]).all(-1) & (ends < lengths[:, None]) & (lengths[:, None] > n)
-        best = torch.where(match, ends, -1).amax(1)
+        none = token_ids.shape[1] + 1
+        best = torch.where(match, ends, -1).amax(1) if latest else torch.where(match, ends, none).amin(1)
+        best = best.masked_fill(best == none, -1)
         start = torch.where(start < 0, best, start)
     return start

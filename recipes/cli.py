@@ -91,10 +91,28 @@ def build_parser() -> argparse.ArgumentParser:
     _add_device(sub)
 
     sub = command("export", "write a checkpoint as a serving engine loads it, with the command that serves it")
-    sub.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="such as runs/NAME/best")
-    sub.add_argument("--engine", required=True, choices=["vllm", "sglang", "speculators"])
+    sub.add_argument("checkpoint", metavar="CHECKPOINT", help="such as runs/NAME/best, or a name on the Hub")
+    engines = ["vllm", "sglang", "speculators", "safeailab", "fasterdecoding"]
+    sub.add_argument("--engine", required=True, choices=engines, help="an engine, or the layout of another project")
     sub.add_argument("--target", required=True, help="Hub name or directory")
     sub.add_argument("--out", type=Path, required=True, help="folder to write")
+    sub.add_argument("--prompts", help="held-out prompts, to measure what was written and choose the draft length")
+    sub.add_argument("--num-prompts", type=int, help="take so many of them (all)")
+    sub.add_argument(
+        "--draft-length", type=int, nargs="+", default=[], help="to serve with, or to choose from (1 to 5)"
+    )
+    sub.add_argument("--batch-size", type=int, nargs="+", default=[1], help="to measure; several give a schedule")
+    sub.add_argument("--max-new-tokens", type=int, default=64)
+    sub.add_argument("--repeats", type=int, default=3)
+    sub.add_argument("--check", metavar="VENV_OR_URL", help="serve it with a real vLLM, and compare counters and texts")
+    sub.add_argument("--push", metavar="NAME", help="upload it to the Hub")
+    _add_device(sub)
+
+    sub = command("watch", "acceptance of a running vLLM, beside what was measured at export")
+    sub.add_argument("url", metavar="URL", help="such as http://localhost:8000")
+    sub.add_argument("--against", type=Path, metavar="DIR", help="exported folder with its evaluation.json")
+    sub.add_argument("--interval", type=float, default=30.0, help="seconds between readings (%(default)s)")
+    sub.add_argument("--readings", type=int, help="stop after so many (never)")
 
     sub = command("generate", "stream text; tokens that were drafted and accepted are green")
     sub.add_argument("prompt", metavar="PROMPT")

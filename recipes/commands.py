@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import transformers
 from accelerate import PartialState
+from huggingface_hub import HfApi
 from rich.console import Console
 
 from draftsmith.data.estimate import estimate
@@ -27,11 +28,12 @@ from draftsmith.models.errors import UserError, first_line, require_at_least
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.trees import DynamicTree, StaticTree
 from draftsmith.recipes.comparison import compare
-from draftsmith.recipes.export import export_checkpoint
+from draftsmith.recipes.deliver import DeliverySettings, deliver
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
-from draftsmith.recipes.targets import TARGET_RECIPES
 from draftsmith.recipes.report import build_report, certificate_text, print_evaluations
+from draftsmith.recipes.targets import TARGET_RECIPES
+from draftsmith.recipes.watch import watch as watch_server
 from draftsmith.train import train as train_drafter
 from draftsmith.train.config import resolve
 from draftsmith.train.overfit import overfit
@@ -160,9 +162,27 @@ def parse_tree(text: str) -> StaticTree | DynamicTree:
 
 
 def export(args: argparse.Namespace) -> None:
-    target = Target.from_pretrained(args.target, "cpu")
-    command = export_checkpoint(args.checkpoint, args.engine, target, args.out)
-    console.print(f"wrote {args.out}; serve it with:\n{command}", soft_wrap=True, highlight=False)
+    require_at_least("--max-new-tokens", args.max_new_tokens, 2)
+    for name, values in (("--draft-length", args.draft_length), ("--batch-size", args.batch_size)):
+        for value in values:
+            require_at_least(name, value)
+    settings = DeliverySettings(
+        args.prompts,
+        args.num_prompts,
+        args.draft_length,
+        args.batch_size,
+        args.max_new_tokens,
+        args.repeats,
+        args.check,
+        args.push,
+    )
+    target = Target.from_pretrained(args.target, args.device or "cpu")
+    deliver(args.checkpoint, args.engine, target, args.out, settings, HfApi() if args.push else None, console)
+
+
+def watch(args: argparse.Namespace) -> None:
+    require_at_least("--interval", args.interval, 0.1)
+    watch_server(args.url, args.against, args.interval, args.readings, console)
 
 
 def generate(args: argparse.Namespace) -> None:

@@ -49,7 +49,7 @@ EAGLE3 = {
     "lm_head.weight": "R H",
 }
 TABLES = {"d2t": "R", "t2d": "V"}  # of a reduced draft vocabulary, and only of one
-DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
+DTYPES = {"d2t": torch.int64, "t2d": torch.bool, "token_map": torch.int64}
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,10 @@ MEDUSA_KEYS: dict[str, type] = {
     "vocab_size": int,  # default 32001
     "num_heads": int,  # default 5
     "num_hidden_layers": int,  # default 1
-    "truncated_vocab_size": int,  # default vocab_size; smaller needs a token_map
+    "truncated_vocab_size": int,  # default vocab_size
+    "original_lm_head": bool,  # one output matrix for all heads; default: one for each
 }
-MEDUSA_FIXED = {"model_type": "medusa", "original_lm_head": False, "medusa_fc_bias": True}  # default: no biases
+MEDUSA_FIXED = {"model_type": "medusa", "medusa_fc_bias": True}  # default: no biases
 RANDOM = "would stay random, without a word"
 DROPPED = "would be dropped without a word"
 REFUSED = "would be refused"
@@ -126,7 +127,7 @@ RULES = {
     ("sglang", "eagle"): Rules(
         SGLANG, "EAGLE", "LlamaForCausalLMEagle", EAGLE, EAGLE_KEYS, EAGLE_FIXED, RANDOM, DROPPED, ("lm_head.*",)
     ),
-    ("vllm", "medusa"): Rules(VLLM, "medusa", "MedusaModel", {}, MEDUSA_KEYS, MEDUSA_FIXED, RANDOM, DROPPED),
+    ("vllm", "medusa"): Rules(VLLM, "medusa", "MedusaModel", {}, MEDUSA_KEYS, MEDUSA_FIXED, REFUSED, DROPPED),
     ("vllm", "draft_model"): Rules(VLLM, "draft_model", None, {}, {"vocab_size": int}, {}, REFUSED, REFUSED),
     ("sglang", "draft_model"): Rules(SGLANG, "STANDALONE", None, {}, {"vocab_size": int}, {}, RANDOM, DROPPED),
 }
@@ -210,7 +211,10 @@ def medusa_problems(config: dict[str, Any]) -> list[str]:
         taken = [key for key in config if "num" in key and word in key and key != meant]
         found += [f"config.json has {key}, which vLLM would take for {meant}" for key in taken]
     if config.get("truncated_vocab_size") != config.get("vocab_size"):
-        found.append("truncated_vocab_size differs from vocab_size, which needs a token_map")
+        found.append(
+            "the heads have a reduced vocabulary, whose token_map vLLM 0.32.0 fails to load "
+            '("weights were not initialized from checkpoint"): train with the whole one'
+        )
     return found
 
 
@@ -225,7 +229,7 @@ def expected_shapes(rules: Rules, config: dict[str, Any], target: Target) -> dic
         heads, layers = range(config.get("num_heads") or 0), range(config.get("num_hidden_layers") or 0)
         blocks = {"weight": "H H", "bias": "H"}
         shapes = {f"blocks.{h}.layers.{i}.{part}": text for h in heads for i in layers for part, text in blocks.items()}
-        shapes.update({f"lm_heads.{h}.weight": "V H" for h in heads})
+        shapes.update({f"lm_heads.{h}.weight": "V H" for h in (heads[:1] if config.get("original_lm_head") else heads)})
     elif shapes and sizes["R"] < sizes["V"]:
         shapes.update(TABLES)
     return {name: shape_of(text, sizes) for name, text in shapes.items()}

@@ -14,29 +14,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftsmith.models import Checkpoint, Target, build_drafter, checkpoint_of, read_checkpoint
+from draftsmith.models import CHANGED_TARGET, Checkpoint, Target, build_drafter, checkpoint_of, read_checkpoint
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.engine_rules import RULES, check_directory, check_name, rules_for
+from draftsmith.recipes.engine_rules import DTYPES, RULES, check_directory, check_name, rules_for
 
 ENGINES = ("vllm", "sglang", "speculators", "safeailab", "fasterdecoding")
 WEIGHT_FILES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}  # else model.safetensors
-SPECULATORS_LAYER_KEYS = [
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "attention_bias",
-    "mlp_bias",
-    "tie_word_embeddings",
-    "vocab_size",
-    "max_position_embeddings",
-    "rope_parameters",
-]
+# fmt: off
+SPECULATORS_LAYER_KEYS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias",
+    "tie_word_embeddings", "vocab_size", "max_position_embeddings", "rope_parameters",
+)
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -70,6 +60,9 @@ def export_checkpoint(checkpoint: str | Path, engine: str, target: Target, out: 
         raise UserError(f"{checkpoint} is no trained drafter")
     if out.resolve() == Path(checkpoint).resolve():
         raise UserError(f"{out} is the checkpoint itself: give another --out")
+    changed = Path(checkpoint) / CHANGED_TARGET
+    if changed.is_dir() and Path(target.name).resolve() != changed.resolve():
+        raise UserError(f"this drafter was trained along with its target: give --target {changed}")
     source = read_checkpoint(checkpoint, target)
     drafter = build_drafter(source, target)  # also shows that it is whole and fits the target
     files = adapt(checkpoint_of(drafter, dtype_of(source.tensors)), engine, target)
@@ -83,9 +76,11 @@ def export_checkpoint(checkpoint: str | Path, engine: str, target: Target, out: 
 
 
 def dtype_of(tensors: dict[str, Tensor]) -> torch.dtype:
-    """The widest floating-point type among them, in which all of them are exact."""
-    found = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
-    return max(found, key=lambda dtype: torch.finfo(dtype).bits)
+    """The floating-point type of the weights, fp32 where they have several: all of them are exact in it."""
+    found = {tensor.dtype for name, tensor in tensors.items() if name not in DTYPES}
+    if not found <= {torch.float32, torch.bfloat16, torch.float16}:
+        raise UserError("the checkpoint's weights are not plain floating-point ones: export it before quantising it")
+    return found.pop() if len(found) == 1 else torch.float32
 
 
 def write(files: Checkpoint, engine: str, out: Path, target: Target) -> None:
@@ -166,7 +161,7 @@ def in_speculators_layout(files: Checkpoint, target: Target) -> Checkpoint:
 
 
 def in_safeailab_layout(files: Checkpoint, target: Target) -> Checkpoint:
-    """EAGLE as SafeAILab's own code loads it: it knows no layer ids, and needs a `target_hidden_size` not to be there."""
+    """EAGLE as SafeAILab's own code loads it: no layer ids, and no `target_hidden_size`."""
     refuse_other_kinds(files, "SafeAILab's layout", "eagle3", "eagle")
     config = dict(files.config)
     if files.kind == "eagle3":
@@ -190,6 +185,8 @@ def in_fasterdecoding_layout(files: Checkpoint, target: Target) -> Checkpoint:
     """Medusa heads as FasterDecoding's own code loads them. It repeats one block, whatever the number of layers."""
     refuse_other_kinds(files, "FasterDecoding's layout", "medusa")
     num_heads, num_layers = files.config["num_heads"], files.config["num_hidden_layers"]
+    if files.config["original_lm_head"] or "token_map" in files.tensors:
+        raise UserError("FasterDecoding's code has a whole output matrix for each head: export for vllm")
     if num_layers != 1:
         raise UserError(
             f"these heads have {num_layers} blocks each, which FasterDecoding's code would load as one block repeated: "

@@ -88,9 +88,11 @@ def measured_text(evaluation: dict[str, Any]) -> str:
         check = row["lossless"]
         rows.append(
             f"| {row['prompt_set']} ({row['num_prompts']}) | {row['temperature']:g} | {row['batch_size']} | "
-            f"{row['draft_length']} | {row['mean_acceptance_length']:.2f} | {row['speedup']:.2f} | {low:.2f}-{high:.2f} "
-            f"| {check['identical']}/{check['checked']} |"
+            f"{row['draft_length']} | {row['mean_acceptance_length']:.2f} | {row['speedup']:.2f} | {low:.2f}-{high:.2f}"
+            f" | {check['identical']}/{check['checked']} |"
         )
+        for domain, part in row.get("domains", {}).items():
+            rows.append(f"| {domain} ({part['num_prompts']}) | | | | {part['mean_acceptance_length']:.2f} | | | |")
     how = (
         f"\nMeasured from this directory by draftsmith's own decoder beside plain decoding in one process, on "
         f"{env['device']}, {env['dtype']}, torch {env['versions']['torch']}, commit {env['git_commit']}:\n\n"

@@ -29,7 +29,7 @@ from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.comparison import compare, evaluation_paths
-from draftsmith.recipes.export import export_checkpoint
+from draftsmith.recipes.deliver import DeliverySettings, deliver
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.recipes.report import build_report, print_summary
 from draftsmith.train import TrainConfig, train
@@ -95,8 +95,8 @@ def run_quickstart(
     write_sample_texts(out / "samples.json", target, best, prompts / "comparison.jsonl")
     console.print(f"\nreport: {build_report(out)}")
     print_summary(out, console)
-    command = export_checkpoint(best, "vllm", target, out / "export")
-    console.print(f"best drafter: {best}\nexported to {out / 'export'}; serve it with:\n  {command}", soft_wrap=True)
+    console.print(f"best drafter: {best}", soft_wrap=True)
+    deliver(str(best), "vllm", target, out / "export", DeliverySettings(), None, console)
 
 
 def compare_best(checkpoints: list[Path], target: Target, plan: Plan, out: Path) -> Path:

@@ -17,7 +17,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.base import Draft
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.export import export_checkpoint
+from draftsmith.recipes.export import export_checkpoint, write_scripts
 
 DRAFT_VOCABULARY = [3, 7, 40, 41, 200, 271]  # of the tiny target's tokens
 
@@ -111,24 +111,22 @@ def test_reduced_vocabulary_has_offsets(tiny_target: Target, tmp_path: Path) -> 
     assert read_config(tmp_path / "out")["draft_vocab_size"] == 6
 
 
-def served(folder: Path) -> list[str]:
-    """The words of serve.sh, which must be a script that a shell can read and the user can start."""
-    script = folder / "serve.sh"
+def export_and_serve(checkpoint: Path, engine: str, target: Target, out: Path, draft_length: int = 4) -> list[str]:
+    """The words of serve_ENGINE.sh, which must be a script that a shell can read and the user can start."""
+    exported = export_checkpoint(checkpoint, engine, target, out)
+    command = write_scripts(exported, str(out), draft_length)[engine]
+    script = out / f"serve_{engine}.sh"
     assert os.access(script, os.X_OK)
     subprocess.run(["sh", "-n", script], check=True)
-    shebang, command = script.read_text().splitlines()
-    assert shebang == "#!/bin/sh"
-    assert command.startswith("exec ")
-    return shlex.split(command)[1:]
+    assert script.read_text() == f"#!/bin/sh\nexec {command}\n"
+    return shlex.split(command)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "draft_model"])
 def test_vllm_is_told_the_method(kind: str, tiny_target: Target, tmp_path: Path) -> None:
     """vLLM otherwise guesses it from the folder's path. A path with blanks must survive the shell."""
     out = tmp_path / "my drafter's"
-    command = export_checkpoint(save_checkpoint(kind, tiny_target, tmp_path / kind), "vllm", tiny_target, out)
-    words = served(out)
-    assert words == shlex.split(command)
+    words = export_and_serve(save_checkpoint(kind, tiny_target, tmp_path / "checkpoint"), "vllm", tiny_target, out)
     assert words[:3] == ["vllm", "serve", tiny_target.name]
     settings = json.loads(words[words.index("--speculative-config") + 1])
     assert settings == {"method": kind, "model": str(out), "num_speculative_tokens": 4}
@@ -138,8 +136,7 @@ def test_vllm_is_told_the_method(kind: str, tiny_target: Target, tmp_path: Path)
 def test_sglang_is_told_the_algorithm(kind: str, algorithm: str, tiny_target: Target, tmp_path: Path) -> None:
     """A chain of 4 steps is 5 draft tokens there: SGLang counts the token that the target gave."""
     out = tmp_path / "out"
-    export_checkpoint(save_checkpoint(kind, tiny_target, tmp_path / kind), "sglang", tiny_target, out)
-    words = served(out)
+    words = export_and_serve(save_checkpoint(kind, tiny_target, tmp_path / "checkpoint"), "sglang", tiny_target, out)
     options = dict(zip(words[3::2], words[4::2], strict=True))
     assert words[:3] == ["python", "-m", "sglang.launch_server"]
     assert options == {
@@ -154,8 +151,7 @@ def test_sglang_is_told_the_algorithm(kind: str, algorithm: str, tiny_target: Ta
 
 def test_no_more_tokens_than_medusa_has_heads(tiny_target: Target, tmp_path: Path) -> None:
     checkpoint = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint", num_heads=2)
-    export_checkpoint(checkpoint, "vllm", tiny_target, tmp_path / "out")
-    words = served(tmp_path / "out")
+    words = export_and_serve(checkpoint, "vllm", tiny_target, tmp_path / "out")
     assert json.loads(words[words.index("--speculative-config") + 1])["num_speculative_tokens"] == 2
 
 

@@ -1,0 +1,241 @@
+"""`draftsmith export` from end to end: what lies in the folder afterwards, and that it was measured from there."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from draftsmith.models import DRAFTERS, Target, save_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.recipes import engine_check
+from draftsmith.recipes.deliver import DeliverySettings, deliver
+from draftsmith.recipes.engine_check import check_engine, last_error
+from draftsmith.recipes.export import Exported
+from draftsmith.recipes.model_card import best_draft_length, schedule_of, sha256
+
+PROMPTS = ["heat the iron", "A draft is", "return [iron.hit()", "strikes it, and"]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "held-out.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return str(path)
+
+
+def save_checkpoint(kind: str, target: Target, directory: Path) -> str:
+    torch.manual_seed(0)
+    drafter_class = DRAFTERS[kind]
+    save_drafter(drafter_class.from_target(drafter_class.config_class(kind=kind), target), directory)
+    return str(directory)
+
+
+class FakeHub:
+    """Records what huggingface_hub.HfApi would be asked."""
+
+    def __init__(self) -> None:
+        self.repos: list[str] = []
+        self.uploaded: dict[str, set[str]] = {}
+
+    def create_repo(self, repo_id: str, *, exist_ok: bool) -> None:
+        assert exist_ok
+        if "/" not in repo_id:
+            raise OSError("403: not your namespace")
+        self.repos.append(repo_id)
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
+        self.uploaded[repo_id] = {path.name for path in Path(folder_path).iterdir()}
+
+
+def test_everything_beside_the_weights(tiny_target: Target, prompts: str, tmp_path: Path) -> None:
+    checkpoint = save_checkpoint("eagle3", tiny_target, tmp_path / "checkpoint")
+    out, hub = tmp_path / "out", FakeHub()
+    settings = DeliverySettings(prompts, draft_lengths=[1, 3], max_new_tokens=8, repeats=1, push="me/drafter")
+    deliver(checkpoint, "vllm", tiny_target, out, settings, hub, Console(quiet=True))
+
+    evaluation = json.loads((out / "evaluation.json").read_text())
+    assert evaluation["drafter"] == str(out)  # measured from there
+    assert [row["draft_length"] for row in evaluation["results"]] == [1, 3]
+    best = best_draft_length(evaluation["results"])
+    assert f'"num_speculative_tokens": {best}' in (out / "serve_vllm.sh").read_text()
+    assert f"--speculative-num-steps {best}" in (out / "serve_sglang.sh").read_text()
+
+    _, head, text = (out / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(head)["draftsmith"]["target"] == tiny_target.name
+    assert "base_model" not in yaml.safe_load(head)  # a folder of this machine is none
+    for fact in (tiny_target.fingerprint(), sha256(out / "model.safetensors"), "held-out (4)", "me/drafter"):
+        assert fact in text
+
+    assert hub.repos == ["me/drafter"]
+    assert hub.uploaded["me/drafter"] == {
+        "README.md",
+        "config.json",
+        "evaluation.json",
+        "model.safetensors",
+        "serve_sglang.sh",
+        "serve_vllm.sh",
+    }
+
+
+def test_the_hub_refuses(tiny_target: Target, tmp_path: Path) -> None:
+    checkpoint = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint")
+    settings = DeliverySettings(push="nobody")
+    with pytest.raises(UserError, match="--push nobody: 403"):
+        deliver(checkpoint, "vllm", tiny_target, tmp_path / "out", settings, FakeHub(), Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (DeliverySettings(check="venv"), "--check needs --prompts"),
+        (DeliverySettings(draft_lengths=[2, 3]), "several --draft-length need --prompts"),
+        (DeliverySettings("prompts.jsonl"), "no prompts file"),
+    ],
+)
+def test_refused_before_anything_is_written(
+    settings: DeliverySettings, message: str, tiny_target: Target, tmp_path: Path
+) -> None:
+    checkpoint = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint")
+    with pytest.raises(UserError, match=message):
+        deliver(checkpoint, "vllm", tiny_target, tmp_path / "out", settings, None, Console(quiet=True))
+    assert not (tmp_path / "out").exists()
+
+
+def test_changed_target_is_asked_for(tiny_target: Target, tmp_path: Path) -> None:
+    """A drafter that was trained along with its target fits no other."""
+    checkpoint = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint")
+    (tmp_path / "checkpoint/target").mkdir()
+    with pytest.raises(UserError, match="give --target"):
+        deliver(checkpoint, "vllm", tiny_target, tmp_path / "out", DeliverySettings(), None, Console(quiet=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dtype_of_the_checkpoint_is_kept(dtype: torch.dtype, tiny_target: Target, tmp_path: Path) -> None:
+    drafter = DRAFTERS["medusa"].from_target(DRAFTERS["medusa"].config_class(kind="medusa"), tiny_target)
+    save_drafter(drafter, tmp_path / "checkpoint", dtype)
+    deliver(
+        str(tmp_path / "checkpoint"),
+        "vllm",
+        tiny_target,
+        tmp_path / "out",
+        DeliverySettings(),
+        None,
+        Console(quiet=True),
+    )
+    before, after = load_file(tmp_path / "checkpoint/model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(tensor, before[name]) and tensor.dtype == dtype for name, tensor in after.items())
+
+
+def row(batch_size: int, draft_length: int, speedup: float) -> dict[str, Any]:
+    lossless = {"divergences": 0}
+    return {
+        "batch_size": batch_size,
+        "draft_length": draft_length,
+        "speedup": speedup,
+        "temperature": 0.0,
+        "lossless": lossless,
+    }
+
+
+def test_schedule_by_batch_size() -> None:
+    """The best length at each size, none where drafting does not pay; the first goes into the command itself."""
+    rows = [row(1, 2, 1.2), row(1, 4, 1.5), row(8, 2, 1.1), row(8, 4, 0.9), row(32, 2, 0.8), row(32, 4, 0.5)]
+    assert best_draft_length(rows) == 4
+    assert schedule_of("eagle3", rows) == [[1, 1, 4], [8, 8, 2], [32, 32, 0]]
+    assert schedule_of("medusa", rows) is None  # vLLM cannot change the number of heads
+    assert schedule_of("eagle3", rows[:2]) is None
+
+
+def test_which_engines_serve_a_directory() -> None:
+    """One directory of an EAGLE-3 drafter serves both; EAGLE-1 has an architecture of another name for each."""
+    served = {
+        (engine, kind): Exported(Path("x"), engine, kind, "t", None).served_by()
+        for engine, kind in (("vllm", "eagle3"), ("sglang", "eagle"), ("vllm", "medusa"), ("speculators", "eagle3"))
+    }
+    assert served == {
+        ("vllm", "eagle3"): ["vllm", "sglang"],
+        ("sglang", "eagle"): ["sglang"],
+        ("vllm", "medusa"): ["vllm"],
+        ("speculators", "eagle3"): ["vllm"],
+    }
+
+
+# --- the check against an engine, with a script in its place
+
+
+FAKE_ENGINE = """
+import json, sys
+job = json.load(open(sys.argv[2]))
+assert job["llm"]["speculative_config"]["num_speculative_tokens"] == 2
+text = json.load(open({text!r}))
+json.dump({{"version": "0", **text}}, open(sys.argv[3], "w"))
+"""
+
+
+def fake_venv(folder: Path, answer: dict[str, Any]) -> Path:
+    """An environment whose python says what the test wants, whatever script it is given."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "answer.json").write_text(json.dumps(answer))
+    script = folder / "engine.py"
+    script.write_text(FAKE_ENGINE.format(text=str(folder / "answer.json")))
+    (folder / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+    (folder / "bin/python").chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize("change", ["none", "counters", "text"])
+def test_disagreement_is_found(change: str, tiny_target: Target, tmp_path: Path) -> None:
+    """Our own answers in the engine's mouth agree; one wrong token or a few percent of acceptance do not."""
+    from draftsmith.inference import SpeculativeDecoder
+    from draftsmith.models import load_drafter
+
+    drafter = load_drafter("ngram", tiny_target)
+    prompts = [tiny_target.encode(prompt) for prompt in PROMPTS]
+    output = SpeculativeDecoder(tiny_target, drafter).generate(prompts, max_new_tokens=40, draft_length=2)
+    total = output.stats.total
+    assert total.num_accepted_tokens
+    answer = {
+        "token_ids": output.token_ids,
+        "counters": {
+            "num_drafts": total.num_drafts,
+            "num_draft_tokens": total.num_draft_tokens,
+            "num_accepted_tokens": total.num_accepted_tokens if change != "counters" else 0,
+            "num_accepted_tokens_per_pos": [1, 0],
+        },
+    }
+    if change == "text":
+        answer["token_ids"] = [[(ids[0] + 1) % 300, *ids[1:]] for ids in output.token_ids]
+    settings = {"method": "ngram", "num_speculative_tokens": 2}
+    report = check_engine(str(fake_venv(tmp_path / "venv", answer)), settings, drafter, tiny_target, prompts, 40)
+    assert report.agrees == (change == "none")
+    assert report.row()["agrees"] == report.agrees
+    assert report.texts.identical == (0 if change == "text" else len(prompts))
+
+
+def test_no_environment(tiny_target: Target, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no bin/python there"):
+        engine_check.run_venv(tmp_path, None, tiny_target, [[1, 2]], 4)
+
+
+def test_cause_of_a_failure() -> None:
+    """vLLM wraps the error of its worker twice."""
+    text = (
+        "(Worker pid=1) ERROR [executor.py:953] ValueError: There is no module or parameter named 'model.x'\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert last_error(text).endswith("ValueError: There is no module or parameter named 'model.x'")
+
+
+def test_quantised_checkpoint_is_not_exported_as_such(tiny_target: Target, tmp_path: Path) -> None:
+    """Integer weights would be read as what they are not."""
+    checkpoint = Path(save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint"))
+    tensors = load_file(checkpoint / "model.safetensors")
+    save_file({name: tensor.to(torch.int8) for name, tensor in tensors.items()}, checkpoint / "model.safetensors")
+    with pytest.raises(UserError, match="floating-point"):
+        deliver(str(checkpoint), "vllm", tiny_target, tmp_path / "out", DeliverySettings(), None, Console(quiet=True))

@@ -1,0 +1,311 @@
+"""The outside witness: a real vLLM serves what export writes, and counts what draftsmith counts.
+
+    DRAFTSMITH_VLLM=VENV pytest -m engine -s          VENV holds vLLM 0.32.0 for CPU; about ten minutes on two cores
+
+Two targets: the one that ships, on 50 held-out prompts, and a random one of Qwen3 shape (tied embeddings, heads wider
+than hidden size / heads, eight layers). Drafters train for a few steps: agreement must not hang on how good they are.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_tokenizer
+from rich.console import Console
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from draftsmith.data.prepare import PrepareSettings, prepare
+from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.models.ngram import Ngram, NgramConfig
+from draftsmith.recipes.engine_check import EngineReport, check_engine, print_reports, run_venv
+from draftsmith.recipes.export import export_checkpoint
+from draftsmith.recipes.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
+from draftsmith.recipes.recipes import RECIPES
+from draftsmith.recipes.watch import Counters, read_counters, watch
+from draftsmith.train import train
+
+pytestmark = pytest.mark.engine
+STEPS = 30
+NUM_PROMPTS = 50
+MAX_NEW_TOKENS = 64
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+TRAINED = [kind for kind in ("draft_model", "eagle", "eagle3", "medusa") if kind in DRAFTERS]
+
+
+@pytest.fixture(scope="module")
+def venv() -> Path:
+    path = os.environ.get("DRAFTSMITH_VLLM")
+    if not path:
+        pytest.skip("DRAFTSMITH_VLLM names no environment with vLLM")
+    return Path(path)
+
+
+@pytest.fixture(scope="module")
+def reports() -> Iterator[list[EngineReport]]:
+    """Gathered by the tests and printed at the end: the table of docs/serving.md."""
+    found: list[EngineReport] = []
+    yield found
+    print_reports(found, Console(width=120))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target.from_pretrained(EMBEDDED_TARGET.resolve(), "cpu", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def samples(folder: Path, target: Target) -> Path:
+    """The target's own answers to a few prompts, to train on."""
+    write_jsonl(folder / "training.jsonl", prompts_for(target, held_out=False)[:64])
+    settings = PrepareSettings(max_new_tokens=64, temperatures=(0.0,), batch_size=64)
+    prepare(target, str(folder / "training.jsonl"), folder / "samples", settings)
+    return folder / "samples"
+
+
+@pytest.fixture(scope="module")
+def held_out(target: Target) -> list[list[int]]:
+    return [target.encode(prompt) for prompt in prompts_for(target, held_out=True)[:NUM_PROMPTS]]
+
+
+def train_briefly(kind: str, target: Target, samples: Path, run: Path, **fields: Any) -> Path:
+    """A checkpoint after a few steps of the quickstart's recipe."""
+    config = RECIPES[f"quickstart_{kind}"]()
+    for name, value in fields.items():
+        setattr(config.drafter, name, value)
+    config.target = target.name
+    config.data.samples = str(samples)
+    config.run.dir = str(run)
+    config.run.steps = config.run.checkpoint_every = STEPS
+    config.run.device = "cpu"
+    train(config)
+    return sorted((run / "checkpoints").iterdir())[-1]
+
+
+def speculative(kind: str, directory: Path, draft_length: int = 4) -> dict[str, Any]:
+    return {"method": kind, "model": str(directory), "num_speculative_tokens": draft_length}
+
+
+def assert_agreement(report: EngineReport) -> None:
+    """Acceptance within 2 %, texts identical but for near-ties; and enough accepted to tell it from nothing."""
+    assert report.relative_difference < 0.02, report.row()
+    assert report.texts.divergences == 0, report.row()
+    assert report.ours.num_accepted_tokens > report.num_prompts
+
+
+@pytest.mark.parametrize("kind", ["ngram", *TRAINED])
+def test_vllm_accepts_what_we_accept(
+    kind: str,
+    venv: Path,
+    target: Target,
+    samples: Path,
+    held_out: list[list[int]],
+    folder: Path,
+    reports: list[EngineReport],
+) -> None:
+    drafter: Drafter
+    if kind == "ngram":
+        drafter, settings = Ngram(NgramConfig(occurrence="earliest")), NGRAM
+    else:
+        checkpoint = train_briefly(kind, target, samples, folder / f"run-{kind.replace('eagle', 'e')}")
+        out = folder / f"out-{kind.replace('eagle', 'e')}"
+        export_checkpoint(checkpoint, "vllm", target, out)
+        drafter, settings = load_drafter(out, target), speculative(kind, out)
+    report = check_engine(str(venv), settings, drafter, target, held_out, MAX_NEW_TOKENS)
+    reports.append(report)
+    assert_agreement(report)
+
+
+# --- a target of another family
+
+
+@pytest.fixture(scope="module")
+def qwen3(folder: Path) -> Target:
+    """Random weights, wide enough that greedy text varies; in heads of 16 over a width of 48."""
+    tokenizer = tiny_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        rope_theta=20000.0,
+        tie_word_embeddings=True,
+        initializer_range=0.15,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    directory = folder / "qwen3"
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return Target.from_pretrained(directory, "cpu", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def qwen3_samples(folder: Path, qwen3: Target) -> Path:
+    words = [
+        "heat",
+        "the",
+        "iron",
+        "and",
+        "strike",
+        "it",
+        "again",
+        "with",
+        "a",
+        "hammer",
+        "that",
+        "is",
+        "heavier",
+        "than",
+        "before",
+    ]
+    prompts = [f"{' '.join(words[i % 7 : i % 7 + 6])} {i}" for i in range(96)]
+    write_jsonl(folder / "qwen3.jsonl", prompts)
+    settings = PrepareSettings(max_new_tokens=48, temperatures=(0.0,), batch_size=32)
+    prepare(qwen3, str(folder / "qwen3.jsonl"), folder / "qwen3-samples", settings)
+    return folder / "qwen3-samples"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (kind, fields)
+        for kind, fields in (
+            ("draft_model", {"num_layers": 2}),
+            ("eagle", {}),
+            ("eagle3", {"draft_vocab_size": 200, "layer_ids": [1, 4, 6]}),  # a table, and other layers than the default
+            ("medusa", {"num_layers": 2}),
+        )
+        if kind in TRAINED
+    ],
+)
+def test_another_family(
+    kind: str,
+    fields: dict[str, Any],
+    venv: Path,
+    qwen3: Target,
+    qwen3_samples: Path,
+    folder: Path,
+    reports: list[EngineReport],
+) -> None:
+    name = kind.replace("eagle", "e")
+    checkpoint = train_briefly(kind, qwen3, qwen3_samples, folder / f"qwen3-run-{name}", **fields)
+    export_checkpoint(checkpoint, "vllm", qwen3, folder / f"qwen3-out-{name}")
+    drafter = load_drafter(folder / f"qwen3-out-{name}", qwen3)
+    prompts = [qwen3.encode(f"strike {i} times and heat it again") for i in range(NUM_PROMPTS)]
+    settings = speculative(kind, folder / f"qwen3-out-{name}")
+    report = check_engine(str(venv), settings, drafter, qwen3, prompts, MAX_NEW_TOKENS)
+    reports.append(report)
+    assert_agreement(report)
+
+
+# --- what else is claimed of vLLM
+
+
+def test_speculators_directory_is_served(
+    venv: Path, target: Target, samples: Path, held_out: list[list[int]], folder: Path
+) -> None:
+    """The other format of an EAGLE-3 drafter gives vLLM the same drafter."""
+    checkpoint = train_briefly("eagle3", target, samples, folder / "run-speculators", draft_vocab_size=1000)
+    out = folder / "out-speculators"
+    export_checkpoint(checkpoint, "speculators", target, out)
+    drafter = load_drafter(out, target)
+    report = check_engine(str(venv), speculative("eagle3", out), drafter, target, held_out[:10], MAX_NEW_TOKENS)
+    assert report.relative_difference < 0.02, report.row()
+    assert report.texts.divergences == 0
+
+
+def test_a_wrong_layer_is_seen(
+    venv: Path, target: Target, samples: Path, held_out: list[list[int]], folder: Path
+) -> None:
+    """The check has teeth: a directory whose layer ids are one off is served without a word, and found out."""
+    checkpoint = train_briefly("eagle3", target, samples, folder / "run-wrong")
+    out = folder / "out-wrong"
+    export_checkpoint(checkpoint, "vllm", target, out)
+    drafter = load_drafter(out, target)
+    config = json.loads((out / "config.json").read_text())
+    ids = config["eagle_aux_hidden_state_layer_ids"]
+    config["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in ids] if ids[0] > 1 else [i + 1 for i in ids[:-1]] + [1]
+    (out / "config.json").write_text(json.dumps(config))
+    report = check_engine(str(venv), speculative("eagle3", out), drafter, target, held_out[:20], MAX_NEW_TOKENS)
+    assert report.relative_difference > 0.02
+    assert report.texts.divergences == 0  # speculation stays lossless, which is why nobody notices
+
+
+def test_watching_a_running_server(
+    venv: Path, target: Target, held_out: list[list[int]], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`draftsmith watch` and `--check URL` on a real server: its page holds what they read."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
+    # `vllm serve` asks for the metadata of a package named vllm, which the CPU build, vllm-cpu, has not
+    command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", target.name]
+    command += ["--port", str(port), "--host", "127.0.0.1"]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
+    command += ["--speculative-config", json.dumps(NGRAM)]
+    with (folder / "server.log").open("w") as log:
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            wait_for(url, server, folder / "server.log")
+            assert read_counters(url) == Counters(accepted_per_position=(0,) * 4)
+            drafter = Ngram(NgramConfig(occurrence="earliest"))
+            report: list[EngineReport] = []
+
+            def decode() -> None:
+                report.append(check_engine(url, NGRAM, drafter, target, held_out[:10], MAX_NEW_TOKENS))
+
+            thread = threading.Thread(target=decode)
+            thread.start()
+            watch(url, None, 1.0, 2, Console(width=120))
+            thread.join()
+            assert_agreement(report[0])
+            assert read_counters(url) == report[0].engine.counters
+        finally:
+            server.terminate()
+            server.wait(60)
+    assert "acceptance length" in capsys.readouterr().out
+
+
+def wait_for(url: str, server: subprocess.Popen, log: Path) -> None:
+    for _ in range(180):
+        assert server.poll() is None, log.read_text()[-3000:]
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return
+        except OSError:
+            time.sleep(1)
+    raise AssertionError(log.read_text()[-3000:])
+
+
+def test_plain_vllm_writes_our_text(venv: Path, target: Target, held_out: list[list[int]]) -> None:
+    """Without any drafter: what differs with one is then the drafter's doing."""
+    from draftsmith.inference import SpeculativeDecoder
+    from draftsmith.inference.lossless import compare
+
+    run = run_venv(venv, None, target, held_out[:20], MAX_NEW_TOKENS)
+    plain = SpeculativeDecoder(target, load_drafter("none", target)).generate(held_out[:20], MAX_NEW_TOKENS)
+    assert run.counters == Counters()
+    assert compare(target, held_out[:20], plain.token_ids, run.token_ids).divergences == 0

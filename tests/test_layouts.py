@@ -1,0 +1,246 @@
+"""Public checkpoints of other projects, on synthetic ones of exactly their layouts: the same drafts, or a refusal."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftsmith.models import DRAFTERS, Drafter, Target, checkpoint_of, load_drafter, read_checkpoint, save_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.models.layouts import medusa_name
+from draftsmith.recipes.export import export_checkpoint
+
+
+def noisy(kind: str, target: Target, **fields: Any) -> Drafter:
+    """A drafter no weight of which is a copy or zero."""
+    torch.manual_seed(0)
+    drafter_class = DRAFTERS[kind]
+    drafter = drafter_class.from_target(drafter_class.config_class(kind=kind, **fields), target)
+    for parameter in drafter.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return drafter
+
+
+def assert_same(found: Drafter, expected: Drafter) -> None:
+    """Tensor by tensor to the bit, and in all that engines read: then so are drafts."""
+    assert found.kind == expected.kind
+    assert found.layer_ids == expected.layer_ids
+    ours, theirs = found.engine_tensors(), expected.engine_tensors()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def write(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / file)
+    else:
+        torch.save(tensors, directory / file)
+    return directory
+
+
+def llama_config(target: Target, **more: Any) -> dict[str, Any]:
+    """config.json as SafeAILab's training code leaves it: the older RoPE key, no layer ids, no target width."""
+    text = target.text_config
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": text.intermediate_size,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": text.num_attention_heads,
+        "num_key_value_heads": text.num_key_value_heads,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": text.rms_norm_eps,
+        "rope_theta": text.rope_parameters["rope_theta"],
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "vocab_size": target.vocab_size,
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def deep_target(make_target_dir: Any) -> Target:
+    """Eight layers, so that 2, L // 2, L - 3 are three distinct ones."""
+    return Target.from_pretrained(make_target_dir(num_hidden_layers=8), "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
+def test_safeailab_eagle3(file: str, deep_target: Target, tmp_path: Path) -> None:
+    drafter = noisy("eagle3", deep_target, draft_vocab_size=6)
+    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in drafter.engine_tensors().items()}
+    config = llama_config(deep_target, draft_vocab_size=6)
+    assert_same(load_drafter(write(tmp_path / "head", config, tensors, file), deep_target), drafter)
+
+
+def test_specforge_eagle3(deep_target: Target, tmp_path: Path) -> None:
+    """Nested layer ids name output layers; a whole vocabulary comes with tables that map it on itself."""
+    drafter = noisy("eagle3", deep_target, layer_ids=[2, 5, 7])
+    size = deep_target.vocab_size
+    tables = {"d2t": torch.zeros(size, dtype=torch.int64), "t2d": torch.ones(size, dtype=torch.bool)}
+    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in drafter.engine_tensors().items()}
+    eagle = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 4, 6]}
+    config = llama_config(deep_target, draft_vocab_size=size, eagle_config=eagle)
+    path = write(tmp_path / "head", config, {**tensors, **tables}, "model.safetensors")
+    assert_same(load_drafter(path, deep_target), drafter)
+
+
+def speculators(target: Target, drafter: Drafter, **more: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    layer = {**llama_config(target), "head_dim": 8, "rope_parameters": dict(target.text_config.rope_parameters)}
+    config = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer,
+        "draft_vocab_size": 6,
+        "norm_before_residual": False,
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": [1, 3, 6],
+        "speculators_config": {"algorithm": "eagle3", "proposal_methods": [], "verifier": {"name_or_path": "x"}},
+        **more,
+    }
+    copies = {"verifier_norm.weight": torch.ones(target.hidden_size), "verifier_lm_head.weight": torch.ones(6, 32)}
+    embedding = {"embed_tokens.weight": target.embedding.weight.detach().clone()}  # type: ignore[union-attr,operator]
+    return config, {**drafter.engine_tensors(), **copies, **embedding}
+
+
+def test_speculators_eagle3(deep_target: Target, tmp_path: Path) -> None:
+    drafter = noisy("eagle3", deep_target, draft_vocab_size=6, layer_ids=[1, 3, 6])
+    config, tensors = speculators(deep_target, drafter)
+    assert_same(load_drafter(write(tmp_path / "head", config, tensors, "model.safetensors"), deep_target), drafter)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speculators_model_type": "dflash"}, "'dflash': only eagle3"),
+        ({"transformer_layer_config": None}, "no transformer_layer_config"),
+    ],
+)
+def test_speculators_refused(changes: dict[str, Any], message: str, deep_target: Target, tmp_path: Path) -> None:
+    drafter = noisy("eagle3", deep_target, draft_vocab_size=6, layer_ids=[1, 3, 6])
+    config, tensors = speculators(deep_target, drafter, **changes)
+    path = write(tmp_path / "head", config, tensors, "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        load_drafter(path, deep_target)
+
+
+def test_own_embedding_is_refused(deep_target: Target, tmp_path: Path) -> None:
+    """Ours is the target's: another one would be dropped, and the drafter be another."""
+    drafter = noisy("eagle3", deep_target, draft_vocab_size=6)
+    config = llama_config(deep_target, draft_vocab_size=6)
+    tensors = {**drafter.engine_tensors(), "embed_tokens.weight": torch.randn(deep_target.vocab_size, 32)}
+    with pytest.raises(UserError, match="is not the target's embedding"):
+        load_drafter(write(tmp_path / "head", config, tensors, "model.safetensors"), deep_target)
+
+
+@pytest.mark.parametrize("prefix", ["", "medusa_head."])
+def test_fasterdecoding_medusa(prefix: str, tiny_target: Target, tmp_path: Path) -> None:
+    """Its config.json tells no sizes, and often fewer heads than the file has."""
+    drafter = noisy("medusa", tiny_target, num_heads=3)
+    own = drafter.engine_tensors()
+    tensors = {}
+    for head in range(3):
+        tensors[f"{prefix}{head}.0.linear.weight"] = own[f"blocks.{head}.layers.0.weight"]
+        tensors[f"{prefix}{head}.0.linear.bias"] = own[f"blocks.{head}.layers.0.bias"]
+        tensors[f"{prefix}{head}.1.weight"] = own[f"lm_heads.{head}.weight"]
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+    path = write(tmp_path / "heads", config, tensors, "medusa_lm_head.pt")
+    assert_same(load_drafter(path, tiny_target), drafter)
+
+
+def test_vllm_medusa_without_biases(tiny_target: Target, tmp_path: Path) -> None:
+    """vLLM's default has none; ours are zero then."""
+    drafter = noisy("medusa", tiny_target, num_heads=2)
+    files = checkpoint_of(drafter, torch.float32)
+    tensors = {name: tensor for name, tensor in files.tensors.items() if not name.endswith("bias")}
+    config = {key: value for key, value in files.config.items() if key not in ("draftsmith", "medusa_fc_bias")}
+    found = load_drafter(write(tmp_path / "heads", config, tensors, "model.safetensors"), tiny_target)
+    for name, tensor in found.engine_tensors().items():
+        assert torch.equal(tensor, tensors[name]) if name in tensors else not tensor.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("0.0.linear.weight", "blocks.0.layers.0.weight"),
+        ("medusa_heads.2.1.linear.bias", "blocks.2.layers.1.bias"),
+        ("1.1.weight", "lm_heads.1.weight"),
+        ("blocks.0.layers.0.weight", "blocks.0.layers.0.weight"),
+    ],
+)
+def test_medusa_names(name: str, expected: str) -> None:
+    assert medusa_name(name) == expected
+
+
+def test_pickles_run_no_code(tiny_target: Target, tmp_path: Path) -> None:
+    """A .bin of a stranger may hold anything; only tensors are read."""
+
+    class Payload:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    path = write(tmp_path / "head", llama_config(tiny_target), {"fc.weight": Payload()}, "pytorch_model.bin")  # type: ignore
+    with pytest.raises(UserError, match="is damaged"):
+        read_checkpoint(path, tiny_target)
+    assert not (tmp_path / "ran").exists()
+
+
+ORIGINALS = [
+    ("safeailab", "eagle3", {"draft_vocab_size": 6}),
+    ("fasterdecoding", "medusa", {}),
+    ("speculators", "eagle3", {"draft_vocab_size": 6, "layer_ids": [1, 3, 7]}),
+]
+
+
+@pytest.mark.parametrize(("layout", "kind", "fields"), ORIGINALS)
+def test_round_trip(layout: str, kind: str, fields: dict[str, Any], deep_target: Target, tmp_path: Path) -> None:
+    """Exported into another project's layout and imported again: the same drafter, and nothing of ours left inside."""
+    drafter = noisy(kind, deep_target, **fields)
+    save_drafter(drafter, tmp_path / "checkpoint", torch.bfloat16)
+    export_checkpoint(tmp_path / "checkpoint", layout, deep_target, tmp_path / "out")
+    assert "draftsmith" not in json.loads((tmp_path / "out/config.json").read_text())
+    expected = load_drafter(tmp_path / "checkpoint", deep_target)
+    assert_same(load_drafter(tmp_path / "out", deep_target), expected)
+
+
+def test_original_names(deep_target: Target, tmp_path: Path) -> None:
+    """The files and names that those projects' own loaders ask for."""
+    save_drafter(noisy("eagle3", deep_target), tmp_path / "e3")
+    export_checkpoint(tmp_path / "e3", "safeailab", deep_target, tmp_path / "safeailab")
+    names = torch.load(tmp_path / "safeailab/pytorch_model.bin", weights_only=True).keys()
+    assert "midlayer.hidden_norm.weight" in names
+    assert "target_hidden_size" not in json.loads((tmp_path / "safeailab/config.json").read_text())
+
+    save_drafter(noisy("medusa", deep_target, num_heads=2), tmp_path / "heads")
+    export_checkpoint(tmp_path / "heads", "fasterdecoding", deep_target, tmp_path / "fasterdecoding")
+    names = torch.load(tmp_path / "fasterdecoding/medusa_lm_head.pt", weights_only=True).keys()
+    assert set(names) == {f"{h}.{name}" for h in (0, 1) for name in ("0.linear.weight", "0.linear.bias", "1.weight")}
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "fields", "message"),
+    [
+        ("safeailab", "eagle3", {"layer_ids": [1, 3, 7]}, "reads the layers"),
+        ("safeailab", "medusa", {}, "has no medusa drafters"),
+        ("fasterdecoding", "medusa", {"num_layers": 2}, "one block repeated"),
+        ("fasterdecoding", "medusa", {"output": "shared"}, "whole output matrix for each head"),
+        ("fasterdecoding", "eagle3", {}, "has no eagle3 drafters"),
+    ],
+)
+def test_what_an_original_layout_cannot_hold(
+    layout: str, kind: str, fields: dict[str, Any], message: str, deep_target: Target, tmp_path: Path
+) -> None:
+    save_drafter(noisy(kind, deep_target, **fields), tmp_path / "checkpoint")
+    with pytest.raises(UserError, match=message):
+        export_checkpoint(tmp_path / "checkpoint", layout, deep_target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
