@@ -89,6 +89,11 @@ class BatchPlan:
         mask[:1] = False
         return mask
 
+    def written(self, index: int) -> Tensor:
+        """The tokens that the target wrote in a sample."""
+        sample = self.samples[index]
+        return torch.tensor(sample.token_ids[: self.max_length])[self._mask(sample)]
+
     def cut(self) -> str:
         """What `max_length` takes from the samples, for the user; empty where it takes nothing."""
         num_cut = sum(len(sample.token_ids) > self.max_length for sample in self.samples)
@@ -162,9 +167,3 @@ def halves(rows: Rows) -> list[Rows]:
         middle = len(rows) // 2
         return [rows[:middle], rows[middle:]]
     return [[rows[0][0::2]], [rows[0][1::2]]]
-
-
-def token_counts(samples: list[Sample], vocab_size: int) -> Tensor:
-    """How often the target wrote each token, [V]."""
-    written = [token for sample in samples for token in sample.generated()]
-    return torch.bincount(torch.tensor(written), minlength=vocab_size)

@@ -16,15 +16,15 @@ from draftsmith.models import Target
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "triton", "numpy")
 
 
-def environment(target: Target, fingerprint: str | None = None) -> dict[str, Any]:
-    """What a figure depends on besides the drafter. `fingerprint` of a target that has not its layers."""
+def environment(target: Target) -> dict[str, Any]:
+    """What a figure depends on besides the drafter."""
     on_gpu = target.device.type == "cuda"
     return {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "device": torch.cuda.get_device_name(target.device) if on_gpu else _cpu_name(),
         "num_threads": torch.get_num_threads(),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "target_fingerprint": fingerprint or target.fingerprint(),
+        "target_fingerprint": target.fingerprint(),
         "git_commit": git_commit(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }

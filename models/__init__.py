@@ -23,6 +23,7 @@ from draftsmith.models.ngram import Ngram
 from draftsmith.models.none import NoDrafter
 from draftsmith.models.p_eagle import PEagle
 from draftsmith.models.target import Target
+from draftsmith.models.vocabulary import vocabulary_hash
 
 __all__ = [
     "CHANGED_TARGET",
@@ -69,11 +70,14 @@ def checkpoint_of(drafter: Drafter, dtype: torch.dtype) -> Checkpoint:
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous().cpu()
         for name, tensor in drafter.engine_tensors().items()
     }
+    own = {**drafter_entry(drafter), "trained_for": identity(drafter.target)}
+    if (token_ids := drafter.draft_to_target()) is not None:
+        own["draft_vocab_hash"] = vocabulary_hash(token_ids)
     config = {
         **drafter.engine_config(),
         "dtype": str(dtype).removeprefix("torch."),
         "torch_dtype": str(dtype).removeprefix("torch."),  # the older name, which engines still read
-        "draftsmith": {**drafter_entry(drafter), "trained_for": identity(drafter.target)},
+        "draftsmith": own,
     }
     return Checkpoint(drafter.kind, config, tensors)
 
@@ -106,8 +110,14 @@ def build_drafter(checkpoint: Checkpoint, target: Target) -> Drafter:
             f"this checkpoint holds a drafter of kind {checkpoint.kind!r}, which this version does not know"
         )
     own = dict(checkpoint.config.get("draftsmith", {}))
-    trained_for = own.pop("trained_for", {})
+    trained_for, recorded_hash = own.pop("trained_for", {}), own.pop("draft_vocab_hash", None)
     config = {**checkpoint.config, **({"draftsmith": own} if own else {})}
     drafter = DRAFTERS[checkpoint.kind].from_engine(config, checkpoint.tensors, target)
     drafter.trained_for = trained_for
+    token_ids = drafter.draft_to_target()
+    if recorded_hash and (token_ids is None or vocabulary_hash(token_ids) != recorded_hash):
+        raise UserError(
+            f"this checkpoint holds another draft vocabulary than the one it was trained with ({recorded_hash}): its "
+            "files are not of one checkpoint, take another copy"
+        )
     return drafter

@@ -19,7 +19,6 @@ from draftsmith.models.base import (
     DecodingState,
     Draft,
     Drafter,
-    DrafterConfig,
     check_same_shape,
     in_target_vocabulary,
     load_tensors,
@@ -36,13 +35,13 @@ from draftsmith.models.target import Features, Target, check_layer_ids
 from draftsmith.models.tree_drafting import grow
 from draftsmith.models.trees import Shape
 from draftsmith.models.unrolled_attention import DraftingSlots
+from draftsmith.models.vocabulary import ReducedVocabulary
 
 
 @dataclass
-class Eagle3Config(DrafterConfig):
+class Eagle3Config(ReducedVocabulary):
     kind: str = "eagle3"
     layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
-    draft_vocab_size: int | None = None  # most frequent target tokens that it can propose; None: all
     intermediate_size: int | None = None  # None: the target's
     unroll_steps: int = 4  # length of the training-time test
     step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k

@@ -190,8 +190,10 @@ def divergence_over_depths(
     """
     heads = {id(depth.head): depth.head for depth in depths}.values()
     parameters = [p for head in heads if isinstance(head, nn.Module) for p in head.parameters() if p.requires_grad]
-    task = _Task(depths, parameters, target_hidden, target_head, divergence, draft_to_target)
-    total = _Divergence.apply(task, *[depth.hidden for depth in depths], *parameters)
+    tensors = [*(depth.hidden for depth in depths), *parameters]
+    with_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    task = _Task(depths, parameters, target_hidden, target_head, divergence, draft_to_target, with_gradient)
+    total = _Divergence.apply(task, *tensors)
     return total, task.losses
 
 
@@ -210,32 +212,35 @@ class _Task:
     target_head: Callable[[Tensor], Tensor]
     divergence: Divergence
     draft_to_target: Tensor | None
+    with_gradient: bool
 
-    def run(self, with_gradient: bool) -> Tensor:
-        self.with_gradient = with_gradient
+    def run(self) -> Tensor:
         used, places = torch.cat([depth.teachers for depth in self.depths]).unique(return_inverse=True)
         places_of_depth = places.split([len(depth.teachers) for depth in self.depths])
         zero = torch.zeros((), device=used.device)
         self.losses = [
             RowLosses(zero.clone(), torch.empty_like(d.teachers, dtype=torch.bool), zero.clone()) for d in self.depths
         ]
-        self.hidden_gradients = [torch.zeros_like(depth.hidden) for depth in self.depths] if with_gradient else []
-        self.parameter_gradients = [torch.zeros_like(p) for p in self.parameters] if with_gradient else []
+        self.hidden_gradients = [torch.zeros_like(depth.hidden) for depth in self.depths] if self.with_gradient else []
+        self.parameter_gradients = [torch.zeros_like(p) for p in self.parameters] if self.with_gradient else []
         if not len(used):
             return zero
         step = chunk_rows(self.target_head(self.target_hidden[:1]).shape[-1])
         edges = torch.tensor([*range(0, len(used), step), len(used)], device=used.device)
         bounds = [torch.searchsorted(p, edges).tolist() for p in places_of_depth]
-        gapless = [bool((p.diff() == 1).all()) for p in places_of_depth]
+        # teachers without a gap are taken as a slice, which is a view
+        firsts = [int(p[0]) if len(p) and bool((p.diff() == 1).all()) else None for p in places_of_depth]
         for chunk, start in enumerate(range(0, len(used), step)):
             teacher = Teacher.of(self.target_head(self.target_hidden[used[start : start + step]]), self.draft_to_target)
-            for number, (places, bound) in enumerate(zip(places_of_depth, bounds, strict=True)):
+            for number, (places, bound, first) in enumerate(zip(places_of_depth, bounds, firsts, strict=True)):
                 rows = slice(bound[chunk], bound[chunk + 1])
-                if rows.start < rows.stop:
-                    seen = places[rows] - start
-                    first = int(seen[0]) if gapless[number] else 0  # a slice is a view
-                    whole = slice(first, first + len(seen)) if gapless[number] else seen
-                    self._compare(number, rows, teacher[whole])
+                if rows.start == rows.stop:
+                    continue
+                if first is None:
+                    seen = teacher[places[rows] - start]
+                else:
+                    seen = teacher[first + rows.start - start : first + rows.stop - start]
+                self._compare(number, rows, seen)
         return sum((d.weight * rows.loss for d, rows in zip(self.depths, self.losses, strict=True)), start=zero)
 
     def _compare(self, number: int, rows: slice, teacher: Teacher) -> None:
@@ -268,7 +273,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, task: _Task, *tensors: Tensor) -> Tensor:
-        total = task.run(with_gradient=any(ctx.needs_input_grad))
+        total = task.run()
         ctx.save_for_backward(*task.hidden_gradients, *task.parameter_gradients)
         return total
 
@@ -288,9 +293,7 @@ class ChainLoss:
         """loss_mask [B, T]: the tokens that the target wrote"""
         self.loss_mask = loss_mask
         self._roots = shift_left(loss_mask, 1)  # [B, T] slots whose newest token the target wrote
-        self._marked: list[
-            tuple[Tensor, float]
-        ] = []  # of each depth the slots that count, and the share of what there is
+        self._marked: list[tuple[Tensor, float]] = []  # which slots count at a depth, and the share of what there is
         self._leading = self._roots  # all predictions so far are right
         self._accepted = self._roots.sum()
         self._total = torch.zeros((), device=loss_mask.device)

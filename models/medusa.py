@@ -21,7 +21,6 @@ from draftsmith.models.base import (
     DecodingState,
     Draft,
     Drafter,
-    DrafterConfig,
     check_same_shape,
     in_target_vocabulary,
     load_tensors,
@@ -34,15 +33,15 @@ from draftsmith.models.slots import run_causal
 from draftsmith.models.target import Features, Target
 from draftsmith.models.tree_drafting import Plan, grow, plan_of, take
 from draftsmith.models.trees import Shape, StaticTree
+from draftsmith.models.vocabulary import ReducedVocabulary
 
 
 @dataclass
-class MedusaConfig(DrafterConfig):
+class MedusaConfig(ReducedVocabulary):
     kind: str = "medusa"
     num_heads: int = 4
     num_layers: int = 1  # residual blocks a head
     output: Literal["own", "shared", "target"] = "own"  # a matrix for each head, one for all, or the target's, frozen
-    draft_vocab_size: int | None = None  # most frequent target tokens that it can propose; None: all
     head_decay: float = 0.8  # weight of head i is head_decay ** i
     divergence: Divergence = "forward_kl"
     adapt_target: Literal["no", "low_rank", "full"] = "no"  # Medusa-2: train the target along, which changes it

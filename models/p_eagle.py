@@ -21,7 +21,6 @@ from draftsmith.models.base import (
     DecodingState,
     Draft,
     Drafter,
-    DrafterConfig,
     in_target_vocabulary,
     load_tensors,
 )
@@ -35,13 +34,13 @@ from draftsmith.models.slots import Window, slot_attention
 from draftsmith.models.target import Features, Target
 from draftsmith.models.tree_drafting import Memory, grow, take
 from draftsmith.models.trees import Shape
+from draftsmith.models.vocabulary import ReducedVocabulary
 
 
 @dataclass
-class PEagleConfig(DrafterConfig):
+class PEagleConfig(ReducedVocabulary):
     kind: str = "p_eagle"
     layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
-    draft_vocab_size: int | None = None  # most frequent target tokens that it can propose; None: all
     intermediate_size: int | None = None  # None: the target's
     num_layers: int = 4
     num_depths: int = 8  # K, tokens of the longest draft
@@ -253,7 +252,7 @@ class PEagle(Drafter):
         """As vLLM reads it, to be served with method eagle3 and `parallel_drafting`; SGLang has no P-EAGLE."""
         return {
             **self.eagle3.engine_config(),
-            "architectures": ["PeagleLlamaForCausalLM"],
+            "architectures": ["LlamaForCausalLMEagle3"],  # PeagleLlamaForCausalLM is for the speculators layout
             "num_hidden_layers": self.config.num_layers,
             "pard_token": self.config.mask_token_id,
         }

@@ -62,6 +62,14 @@ def _gather_columns(x: Tensor, columns: Tensor) -> Tensor:
     return x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1]))
 
 
+@dataclass
+class Whole:
+    """What only the whole target tells."""
+
+    config: PretrainedConfig
+    fingerprint: str
+
+
 class Target:
     """A frozen decoder with its tokenizer, on one device.
 
@@ -76,17 +84,17 @@ class Target:
         tokenizer: PreTrainedTokenizerBase | None,
         name: str,
         fuse_layers: bool = True,
-        whole_config: PretrainedConfig | None = None,
+        whole: "Whole | None" = None,
     ) -> None:
-        """`whole_config`: of the whole target, where `model` is one without its layers."""
+        """`whole`: what `model` does not tell of the target where its layers are left out."""
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
-        self.text_config = (whole_config or model.config).get_text_config()
+        self.text_config = (whole.config if whole else model.config).get_text_config()
         self.head_module: nn.Module = model.get_output_embeddings()
         self.embedding: nn.Module = model.get_input_embeddings()
-        self.has_layers = whole_config is None
-        if self.has_layers:
+        self._whole = whole
+        if whole is None:
             self.decoder_layers = _decoder_layers(model)
             self.fused_decoder = fuse(model) if fuse_layers else None  # what `run` takes instead of stock modelling
             if model.device.type != "meta":
@@ -112,11 +120,15 @@ class Target:
 
     @classmethod
     def ends_from_pretrained(
-        cls, name: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+        cls,
+        name: str | Path,
+        fingerprint: str,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ) -> "Target":
         """Embedding, head and sizes of a target, its layers never read: what a drafter trains on stored features with.
 
-        Defaults and errors as those of `from_pretrained`.
+        `fingerprint` is that of the whole target. Defaults and errors as those of `from_pretrained`.
         """
         device = pick_device(device)
         config = _read_config(name)
@@ -124,7 +136,11 @@ class Target:
         without_layers = copy.deepcopy(config)
         drop_layers(without_layers.get_text_config(), kept=[])
         model, tokenizer = _load(name, without_layers, device, dtype or default_dtype(device))
-        return cls(model, tokenizer, str(name), whole_config=config)
+        return cls(model, tokenizer, str(name), whole=Whole(config, fingerprint))
+
+    @property
+    def has_layers(self) -> bool:
+        return self._whole is None
 
     @classmethod
     def without_weights(cls, name: str | Path) -> "Target":
@@ -219,7 +235,8 @@ class Target:
 
     def fingerprint(self) -> str:
         """16 hex digits over the config and a sample of every weight: the same target gives the same digits."""
-        assert self.has_layers
+        if self._whole is not None:
+            return self._whole.fingerprint
         return self._digest(self.model.named_parameters())
 
     def ends_fingerprint(self) -> str:

@@ -10,6 +10,7 @@ import yaml
 from draftsmith.models.errors import UserError
 from draftsmith.train.checkpoint import checkpoint_step, checkpoints
 from draftsmith.train.tracking import read_metrics
+from draftsmith.train.vocabulary import read_vocabulary, vocabulary_text
 
 Result = dict[str, Any]  # a row of `results` in evaluation.json
 
@@ -33,6 +34,7 @@ class Run:
     target: str
     config: str  # text of config.yaml
     environment: dict[str, Any]
+    vocabulary: str  # what its draft vocabulary is and costs; empty where it is the target's
     metrics: list[dict[str, Any]]
     checkpoints: list[Checkpoint]  # oldest first
 
@@ -119,6 +121,7 @@ def _read_run(folder: Path) -> Run:
         target=content["target"],
         config=config,
         environment=json.loads((folder / "environment.json").read_text()),
+        vocabulary=vocabulary_text(vocabulary) if (vocabulary := read_vocabulary(folder)) else "",
         metrics=read_metrics(folder),
         checkpoints=[_read_checkpoint(path) for path in checkpoints(folder) if (path / "evaluation.json").is_file()],
     )

@@ -5,9 +5,8 @@ ranks get as many micro-batches.
 import random
 
 import pytest
-import torch
 
-from draftsmith.data.batches import BatchPlan, pack, size, token_counts
+from draftsmith.data.batches import BatchPlan, pack, size
 from draftsmith.data.samples import Sample, Span
 
 
@@ -132,8 +131,3 @@ def test_packed_rows_are_full() -> None:
         assert all(sum(lengths[index] for index in row) <= 64 for row in rows)
         fewest = max(-(-sum(lengths) // 64), sum(length > 32 for length in lengths))
         assert len(rows) <= fewest * 11 / 9 + 1
-
-
-def test_token_counts_leave_prompts_out() -> None:
-    samples = [make_sample([5, 5, 1, 2], 2), make_sample([5, 2, 2, 5, 5, 5, 2], 1)]
-    assert torch.equal(token_counts(samples, 6), torch.tensor([0, 1, 4, 0, 0, 2]))

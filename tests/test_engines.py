@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import subprocess
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from draftsmith.data.prepare import PrepareSettings, prepare
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.ngram import Ngram, NgramConfig
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.engine_check import EngineReport, check_engine, print_reports, run_venv
 from draftsmith.recipes.export import export_checkpoint
 from draftsmith.recipes.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
@@ -71,7 +71,7 @@ def target() -> Target:
 def samples(folder: Path, target: Target) -> Path:
     """The target's own answers to a few prompts, to train on."""
     write_jsonl(folder / "training.jsonl", prompts_for(target, held_out=False)[:64])
-    settings = PrepareSettings(max_new_tokens=64, temperatures=(0.0,), batch_size=64)
+    settings = PrepareSettings(max_new_tokens=64, samplings=(Sampling(0.0),), batch_size=64)
     prepare(target, str(folder / "training.jsonl"), folder / "samples", settings)
     return folder / "samples"
 
@@ -161,26 +161,10 @@ def qwen3(folder: Path) -> Target:
 
 @pytest.fixture(scope="module")
 def qwen3_samples(folder: Path, qwen3: Target) -> Path:
-    words = [
-        "heat",
-        "the",
-        "iron",
-        "and",
-        "strike",
-        "it",
-        "again",
-        "with",
-        "a",
-        "hammer",
-        "that",
-        "is",
-        "heavier",
-        "than",
-        "before",
-    ]
+    words = ["heat", "the", "iron", "and", "strike", "it", "again", "with", "a", "hammer", "that", "is", "heavy"]
     prompts = [f"{' '.join(words[i % 7 : i % 7 + 6])} {i}" for i in range(96)]
     write_jsonl(folder / "qwen3.jsonl", prompts)
-    settings = PrepareSettings(max_new_tokens=48, temperatures=(0.0,), batch_size=32)
+    settings = PrepareSettings(max_new_tokens=48, samplings=(Sampling(0.0),), batch_size=32)
     prepare(qwen3, str(folder / "qwen3.jsonl"), folder / "qwen3-samples", settings)
     return folder / "qwen3-samples"
 
@@ -261,7 +245,9 @@ def test_watching_a_running_server(
     url = f"http://127.0.0.1:{port}"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
-    command = [str(venv / "bin" / "vllm"), "serve", target.name, "--port", str(port), "--host", "127.0.0.1"]
+    # `vllm serve` asks for the metadata of a package named vllm, which the CPU build, vllm-cpu, has not
+    command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", target.name]
+    command += ["--port", str(port), "--host", "127.0.0.1"]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
     command += ["--speculative-config", json.dumps(NGRAM)]
     with (folder / "server.log").open("w") as log:
@@ -270,17 +256,10 @@ def test_watching_a_running_server(
             wait_for(url, server, folder / "server.log")
             assert read_counters(url) == Counters(accepted_per_position=(0,) * 4)
             drafter = Ngram(NgramConfig(occurrence="earliest"))
-            report: list[EngineReport] = []
-
-            def decode() -> None:
-                report.append(check_engine(url, NGRAM, drafter, target, held_out[:10], MAX_NEW_TOKENS))
-
-            thread = threading.Thread(target=decode)
-            thread.start()
-            watch(url, None, 1.0, 2, Console(width=120))
-            thread.join()
-            assert_agreement(report[0])
-            assert read_counters(url) == report[0].engine.counters
+            report = check_engine(url, NGRAM, drafter, target, held_out[:10], MAX_NEW_TOKENS)
+            assert_agreement(report)
+            assert read_counters(url) == report.engine.counters
+            watch(url, None, 0.1, 1, Console(width=120))
         finally:
             server.terminate()
             server.wait(60)

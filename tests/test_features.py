@@ -120,7 +120,7 @@ def test_a_draft_model_needs_the_layers(samples: Path, tiny_target_dir: Path, tm
 
 def test_ends_are_those_of_the_whole_target(tiny_target: Target, tiny_target_dir: Path) -> None:
     """Embedding, head and sizes, and no other weight but the final norm."""
-    ends = Target.ends_from_pretrained(tiny_target_dir, "cpu")
+    ends = Target.ends_from_pretrained(tiny_target_dir, tiny_target.fingerprint(), "cpu")
     hidden = torch.randn(3, tiny_target.hidden_size)
     token_ids = torch.arange(5)
     assert torch.equal(ends.logits(hidden), tiny_target.logits(hidden))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.losses import CHUNK_ELEMENTS
-from draftsmith.models.target import drop_layers
+from draftsmith.models.target import Whole, drop_layers
 from draftsmith.train.config import TrainConfig
 
 TRAINED_BYTES = 4 + 4 + 8  # fp32 weight, gradient and AdamW's two moments
@@ -76,7 +76,7 @@ def meta_target(config: PretrainedConfig, name: str) -> Target:
     drop_layers(without_layers.get_text_config(), [])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(without_layers)
-    return Target(model, None, name, whole_config=config)
+    return Target(model, None, name, whole=Whole(config, fingerprint=""))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
@@ -15,12 +16,25 @@ from draftsmith.models.errors import UserError
 from draftsmith.train.config import TrainConfig
 
 
+def load_target(config: TrainConfig, device: torch.device) -> Target:
+    """The target that wrote the samples; only its ends where features are stored. `UserError` where it did not."""
+    folder = Path(config.data.samples)
+    fingerprint = read_prepared(folder)["target_fingerprint"]
+    if config.data.features == "online" or fingerprint is None:  # None: written by a server, to be compared with
+        target = Target.from_pretrained(config.target, device)
+        check_same_target(folder, target)
+        if config.data.features == "online":
+            return target
+        fingerprint = target.fingerprint()
+    return Target.ends_from_pretrained(config.target, fingerprint, device)
+
+
 def open_store(config: TrainConfig, drafter: Drafter, target: Target, plan: BatchPlan) -> StoredFeatures | None:
     """The store that training reads from, checked against the disk's room; None where features are made online."""
     if config.data.features == "online":
         return None
     contents = Contents(
-        target_fingerprint=read_prepared(Path(config.data.samples))["target_fingerprint"] or "unknown",
+        target_fingerprint=target.fingerprint(),
         ends_fingerprint=target.ends_fingerprint(),
         layer_ids=drafter.layer_ids,
         hidden_size=target.hidden_size,

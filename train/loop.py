@@ -18,7 +18,7 @@ from accelerate.utils import set_seed
 from rich.markup import escape
 from torch import Tensor
 
-from draftsmith.data.batches import BatchPlan, Rows, token_counts
+from draftsmith.data.batches import BatchPlan, Rows
 from draftsmith.data.checks import (
     check_capture,
     check_prepared,
@@ -29,13 +29,15 @@ from draftsmith.data.checks import (
 )
 from draftsmith.data.features import FeatureSource, StoredFeatures
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.samples import Sample, check_same_target, read_samples
+from draftsmith.data.samples import Sample, read_samples
+from draftsmith.data.vocabulary import token_counts
 from draftsmith.inference.measure import PromptSet
 from draftsmith.models import CHANGED_TARGET, DRAFTERS, Drafter, Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses import LossSums
 from draftsmith.models.target import default_dtype, pick_device
+from draftsmith.models.vocabulary import ReducedVocabulary, ranking, with_size
 from draftsmith.train.checkpoint import checkpoints, resume, save_checkpoint
 from draftsmith.train.config import OptimizerConfig, TrainConfig
 from draftsmith.train.evaluate import (
@@ -46,10 +48,11 @@ from draftsmith.train.evaluate import (
     log_evaluation,
     what_training_brought,
 )
-from draftsmith.train.features import feature_source, open_store, whole_target
+from draftsmith.train.features import feature_source, load_target, open_store, whole_target
 from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.run_folder import link_best, open_run
 from draftsmith.train.tracking import Tracker
+from draftsmith.train.vocabulary import vocabulary_text, write_vocabulary
 
 
 @dataclass
@@ -70,24 +73,24 @@ def set_up(config: TrainConfig) -> Setup:
     device = pick_device(config.run.device)
     mixed_precision = "bf16" if default_dtype(device) == torch.bfloat16 else "no"
     accelerator = Accelerator(mixed_precision=mixed_precision, cpu=device.type == "cpu")
-    online = config.data.features == "online"
-    load_target = Target.from_pretrained if online else Target.ends_from_pretrained
-    target = load_target(config.target, accelerator.device)
     folder = Path(config.data.samples)
     samples = read_samples(folder, config.data.drop_cut)
-    if online:
-        check_same_target(folder, target)
+    target = load_target(config, accelerator.device)
     check_prepared(folder, target)
     check_samples(samples, target, min(config.data.max_length, target.context), str(folder))
     plan = plan_batches(config, samples, target, accelerator.num_processes)
     prompts = evaluation_prompts(config.evaluation, target)
     set_seed(config.run.seed)
-    drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, target).to(accelerator.device)
-    if online:
+    counts = token_counts(plan, target.vocab_size)
+    drafter_config = config.drafter
+    if isinstance(drafter_config, ReducedVocabulary):
+        drafter_config = with_size(drafter_config, counts, target.eos_token_ids)
+    drafter = DRAFTERS[config.drafter.kind].from_target(drafter_config, target).to(accelerator.device)
+    if target.has_layers:
         check_capture(target, drafter.layer_ids, samples[0].token_ids)
     if prompts:
         check_evaluation(config.evaluation, drafter, target)
-    drafter.fit_vocabulary(token_counts(samples, target.vocab_size))
+    drafter.fit_vocabulary(ranking(counts, target.eos_token_ids))
     store = open_store(config, drafter, target, plan)
     share = config.data.on_policy_share
     on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if share else None
@@ -109,15 +112,21 @@ def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num
     return plan
 
 
-def show_data(setup: Setup) -> None:
+def show_data(setup: Setup, run: Path, source: FeatureSource) -> None:
     """Tell the user what is trained on: a sample with its mask, and what is odd about the data."""
     plan = setup.plan
     if plan.cut():
-        rich.print(plan.cut())
+        rich.print(escape(plan.cut()))
+    if vocabulary := write_vocabulary(run, setup.drafter, plan, source, setup.target):
+        rich.print(escape(vocabulary_text(vocabulary)))
     notice_padding(setup.target)
     if setup.prompts:
         notice_seen_prompts(setup.prompts.token_ids, plan.samples)
     rich.print(shown_sample(plan.samples[plan.trained[0]], setup.target))
+    if setup.drafter.changes_target():
+        rich.print(
+            f"[bold]this changes the target[/]: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with"
+        )
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
@@ -137,11 +146,7 @@ def train(config: TrainConfig) -> Path:
     run = open_run(config, target, accelerator)
     source = feature_source(config, setup.store, setup.drafter, target, accelerator)
     if accelerator.is_main_process:
-        show_data(setup)
-    if accelerator.is_main_process and setup.drafter.changes_target():
-        rich.print(
-            f"[bold]this changes the target[/]: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with"
-        )
+        show_data(setup, run, source)
     trainable = [parameter for parameter in setup.drafter.parameters() if parameter.requires_grad]
     betas = (config.optimizer.beta1, config.optimizer.beta2)
     optimizer = torch.optim.AdamW(trainable, betas=betas, weight_decay=config.optimizer.weight_decay)

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 
-from draftsmith.data.samples import data_hash, read_prepared
+from draftsmith.data.samples import data_hash
 from draftsmith.inference.evaluation import environment
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
@@ -35,8 +35,7 @@ def open_run(config: TrainConfig, target: Target, accelerator: Accelerator) -> P
         (run / "checkpoints").mkdir(exist_ok=True)
         dump(config, run / "config.yaml")
         samples = Path(config.data.samples)
-        env = environment(target, read_prepared(samples)["target_fingerprint"])
-        content = {**identity(target), **env, "data_hash": data_hash(samples)}
+        content = {**identity(target), **environment(target), "data_hash": data_hash(samples)}
         (run / "environment.json").write_text(json.dumps(content, indent=2) + "\n")
     accelerator.wait_for_everyone()
     return run

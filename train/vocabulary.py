@@ -1,0 +1,49 @@
+"""vocabulary.json of a run: the draft vocabulary, and the bound that it sets to acceptance."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.batches import BatchPlan
+from draftsmith.data.features import FeatureSource
+from draftsmith.data.vocabulary import measure_vocabulary
+from draftsmith.models import Drafter, Target
+from draftsmith.models.vocabulary import vocabulary_hash
+
+VOCABULARY = "vocabulary.json"
+
+
+def write_vocabulary(
+    run: Path, drafter: Drafter, plan: BatchPlan, source: FeatureSource, target: Target
+) -> dict[str, Any] | None:
+    """Measure a reduced draft vocabulary and write vocabulary.json into the run's folder; None where it is whole."""
+    ids = drafter.draft_to_target()
+    if ids is None:
+        return None
+    domains = measure_vocabulary(ids, plan, source, target)
+    content = {
+        "size": len(ids),
+        "target_size": target.vocab_size,
+        "hash": vocabulary_hash(ids),
+        "domains": {name: asdict(inside) for name, inside in domains.items()},
+    }
+    (run / VOCABULARY).write_text(json.dumps(content, indent=2) + "\n")
+    return content
+
+
+def read_vocabulary(run: Path) -> dict[str, Any] | None:
+    path = run / VOCABULARY
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def vocabulary_text(content: dict[str, Any]) -> str:
+    """What it says, in a line."""
+    bounds = ", ".join(
+        f"{name or 'all text'} {inside['greedy']:.3f} greedy, {inside['sampled']:.3f} sampled"
+        for name, inside in content["domains"].items()
+    )
+    return (
+        f"draft vocabulary: {content['size']} of {content['target_size']} tokens; of what the target would write it "
+        f"holds, and drafts can be accepted at, no more than: {bounds}"
+    )
