@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.data.prepare import PrepareSettings, prepare
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.cli import main
@@ -55,6 +56,8 @@ def files(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.T
     (folder / "malformed.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
     found["medusa"] = str(save_new_drafter("medusa", tiny_target, folder / "medusa"))
     found["draft_model"] = str(save_new_drafter("draft_model", tiny_target, folder / "draft_model"))
+    prepare(tiny_target, found["good"], folder / "samples", PrepareSettings(max_new_tokens=8))
+    found["samples"] = str(folder / "samples")
     return found
 
 
@@ -83,7 +86,7 @@ GENERATE = "generate x --target {target} --drafter "
 MISTAKES = {
     "no such target": ("evaluate --target /no/target --drafter ngram --prompts {good} --out {out}", "no target"),
     "no such target on the Hub": ("generate x --target no/target --drafter ngram", "no target"),
-    "no such target to train for": ("train medusa target=/no/target data.samples=s run.dir={out}", "no target"),
+    "no such target to train for": ("train medusa target=/no/target data.samples={samples} run.dir={out}", "no target"),
     "no such drafter": (GENERATE + "/no/drafter", "no drafter"),
     "drafter to be trained": (GENERATE + "eagle3", "needs a checkpoint"),
     "drafter of another width": (

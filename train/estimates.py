@@ -100,16 +100,17 @@ def estimate(config: TrainConfig, target_config: PretrainedConfig, tokens_per_sa
     """What a recipe takes for a target of this shape, its features made online in bf16.
 
     `tokens_per_sample`: prompt and answer. A token passes once through the target's layers; through what the drafter
-    trains once, or as often as the recurrence is unrolled; through the target's head once for each depth.
+    trains once, or as often as the recurrence is unrolled; through the target's head once, or once for each head that
+    is taught by itself.
     """
     size = target_size(target_config)
     with torch.device("meta"):
         drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, meta_target(target_config, config.target))
     trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     passes = getattr(config.drafter, "unroll_steps", 1)
-    depths = max(passes, getattr(config.drafter, "num_heads", 1))
+    teachers = getattr(config.drafter, "num_heads", 1)  # EAGLE's depths share theirs
     tokens = config.run.steps * config.data.batch_size * tokens_per_sample
-    operations = tokens * (2 * size.active_layers + 2 * depths * size.head + 6 * passes * trained)
+    operations = tokens * (2 * size.active_layers + 2 * teachers * size.head + 6 * passes * trained)
 
     text = target_config.get_text_config()
     width, inner = text.hidden_size, int(getattr(text, "intermediate_size", 4 * text.hidden_size))
