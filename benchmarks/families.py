@@ -1,0 +1,210 @@
+"""Every family of drafter on the quickstart target, with equal training time, and what single choices change.
+
+    python benchmarks/families.py samples RUNS              # text that the target wrote, and given text
+    python benchmarks/families.py train RUNS --minutes 3 [NAME ...]
+    python benchmarks/families.py compare RUNS families     # or loss, unroll, text, vocabulary
+
+A drafter trains for so many minutes of CPU time on one thread, which neighbours on the machine do not change much;
+steps are set from a few timed ones. `compare` decodes the held-out prompts with all drafters of a group in one process.
+Runs of several names may be started side by side, one a core.
+"""
+
+import argparse
+import json
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.data.batches import BatchPlan
+from draftsmith.data.prepare import PrepareSettings, prepare
+from draftsmith.data.samples import PREPARED, SAMPLES, Sample, Span, read_prepared, read_samples, sample_line
+from draftsmith.data.stdlib import function_prompt, stdlib_functions
+from draftsmith.inference.evaluation import environment
+from draftsmith.inference.measure import MeasureSettings, PromptSet
+from draftsmith.models import DRAFTERS, Target, save_drafter
+from draftsmith.recipes.comparison import compare
+from draftsmith.recipes.quickstart import EMBEDDED_TARGET, write_jsonl
+from draftsmith.recipes.recipes import RECIPES
+from draftsmith.train import TrainConfig, train
+
+NUM_PROMPTS, NUM_HELD_OUT, MAX_NEW_TOKENS = 3000, 24, 96
+FAMILIES = ["eagle3", "eagle", "p_eagle", "medusa", "hydra", "mlp_speculator", "draft_model"]
+# name -> fields of the drafter that differ from quickstart_eagle3's, whose loss is forward_kl and whose unroll is 3
+EAGLE3_VARIANTS: dict[str, dict[str, Any]] = {
+    "loss-cross_entropy": {"divergence": "cross_entropy"},
+    "loss-total_variation": {"divergence": "total_variation"},
+    "loss-lk_hybrid": {"divergence": "lk_hybrid"},
+    "unroll-1": {"unroll_steps": 1},
+    "unroll-5": {"unroll_steps": 5},
+    "unroll-7": {"unroll_steps": 7},
+    "vocabulary-256": {"draft_vocab_size": 256},
+    "vocabulary-512": {"draft_vocab_size": 512},
+    "vocabulary-1024": {"draft_vocab_size": 1024},
+}
+GROUPS = {
+    "families": [*FAMILIES, "untrained", "ngram"],
+    "loss": ["eagle3", *(name for name in EAGLE3_VARIANTS if name.startswith("loss"))],
+    "unroll": ["unroll-1", "eagle3", "unroll-5", "unroll-7"],
+    "text": ["eagle3", "text-given", "draft_model", "text-given-draft_model"],
+    "vocabulary": [*(name for name in EAGLE3_VARIANTS if name.startswith("vocabulary")), "eagle3"],
+}
+
+
+def config_of(name: str, runs: Path) -> TrainConfig:
+    given = name.startswith("text-given")
+    kind = "draft_model" if name == "text-given-draft_model" else name if name in FAMILIES else "eagle3"
+    config = RECIPES[f"quickstart_{kind}"]()
+    config.drafter = replace(config.drafter, **EAGLE3_VARIANTS.get(name, {}))
+    config.target = str(EMBEDDED_TARGET)
+    config.data.samples = str(runs / ("given" if given else "samples"))
+    config.data.max_length = 256
+    config.run.dir = str(runs / name)
+    config.run.device = "cpu"
+    config.evaluation.untrained = False
+    return config
+
+
+# --- text
+
+
+def write_samples(runs: Path) -> None:
+    """The target's answers to beginnings of functions; and the same functions as people wrote them, no longer."""
+    target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
+    chance = random.Random(0)
+    functions = [f for f in stdlib_functions(held_out=False) if len(target.encode(function_prompt(f))) <= 128]
+    chosen = chance.sample(functions, NUM_PROMPTS)
+    runs.mkdir(parents=True, exist_ok=True)
+    write_jsonl(runs / "prompts.jsonl", [function_prompt(function) for function in chosen])
+    held_out = [function_prompt(function) for function in stdlib_functions(held_out=True)]
+    short = [prompt for prompt in held_out if len(target.encode(prompt)) <= 128]
+    write_jsonl(runs / "held_out.jsonl", chance.sample(short, NUM_HELD_OUT))
+    prepare(target, str(runs / "prompts.jsonl"), runs / "samples", PrepareSettings(MAX_NEW_TOKENS, batch_size=64))
+
+    given = runs / "given"
+    given.mkdir(exist_ok=True)
+    with open(given / SAMPLES, "w") as file:
+        for answered in read_samples(runs / "samples"):
+            start, function = answered.spans[0].start, chosen[answered.prompt_index]
+            ids = (target.encode(function) + target.eos_token_ids)[: len(answered.token_ids)]
+            if len(ids) > start:
+                file.write(sample_line(Sample(ids, [Span(start, len(ids))], "given")))
+    prepared = {**read_prepared(runs / "samples"), "on_policy": False}
+    (given / PREPARED).write_text(json.dumps(prepared))
+
+
+# --- training
+
+
+def steps_for(config: TrainConfig, minutes: float, target: Target) -> int:
+    """Optimiser steps that take so many minutes of CPU time."""
+    samples = read_samples(Path(config.data.samples))[:256]
+    plan = BatchPlan(samples, config.data.batch_size, config.data.max_length, config.data.tokens_per_micro_batch, 0)
+    drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, target)
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=0)
+    num_timed = 12
+    for step in range(num_timed + 2):
+        if step == 2:
+            start = time.process_time()
+        for rows in plan.micro_batches(step, 0, 1):
+            batch = plan.collate(rows)
+            total, count = drafter(batch, target.features(batch, drafter.layer_ids))["loss"]
+            (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return max(8, round(minutes * 60 * num_timed / (time.process_time() - start)))
+
+
+def train_one(name: str, runs: Path, minutes: float) -> None:
+    target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
+    if name == "untrained":
+        config = config_of("draft_model", runs)
+        save_drafter(
+            DRAFTERS["draft_model"].from_target(config.drafter, target), runs / name / "checkpoints" / "step-0"
+        )
+        return
+    config = config_of(name, runs)
+    config.run.steps = config.run.checkpoint_every = steps_for(config, minutes, target)
+    config.run.log_every = max(1, config.run.steps // 20)
+    train(config)
+
+
+# --- comparison
+
+
+def compare_group(group: str, runs: Path) -> None:
+    target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
+    lines = (runs / "held_out.jsonl").read_text().splitlines()
+    prompts = PromptSet("held_out", [target.encode(json.loads(line)["prompt"]) for line in lines])
+    names = [
+        name if name == "ngram" else str(next((runs / name / "checkpoints").glob("step-*"))) for name in GROUPS[group]
+    ]
+    repeats = 3 if group == "families" else 1
+    grid = [MeasureSettings(temperature, max_new_tokens=64, repeats=repeats) for temperature in (0.0, 1.0)]
+    contents = compare(target, names, prompts, grid, runs / "comparison" / group, num_threads=1)
+    env = environment(target)
+    print(f"{env['device']}, 1 thread, torch {env['versions']['torch']}, commit {env['git_commit']}")
+    print(f"{len(lines)} held-out prompts, up to 64 new tokens, draft length 4, {repeats} repeats\n")
+    columns = ["drafter", "parameters trained", "MB a draft step", "steps", "tokens/s in training"]
+    columns += ["acceptance length T=0", "T=1", "accepted given those before, T=0", "speedup T=0", "T=1"]
+    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+    for name, content in zip(GROUPS[group], contents, strict=True):
+        print("| " + " | ".join([name, *facts(name, runs, target), *figures(content["results"])]) + " |")
+
+
+def facts(name: str, runs: Path, target: Target) -> list[str]:
+    """Parameters, bytes read a drafted token, steps, and trained tokens a second."""
+    if name == "ngram":
+        return ["0", "0", "0", "-"]
+    config = config_of("draft_model" if name == "untrained" else name, runs)
+    drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, target)
+    trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    metrics = runs / name / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    speeds = sorted(line["tokens_per_second"] for line in lines[1:])
+    middle = f"{speeds[len(speeds) // 2]:.0f}" if speeds else "-"
+    return [
+        f"{trained / 1e6:.2f} M",
+        f"{bytes_read(drafter) / 1e6:.2f}",
+        str(lines[-1]["step"]) if lines else "0",
+        middle,
+    ]
+
+
+def bytes_read(drafter: Any) -> int:
+    """Weights that one drafted token needs at K = 4, in the fp32 of this machine; embeddings are looked up."""
+    heads = {"medusa", "hydra", "mlp_speculator"}
+    once = sum(p.numel() for name, p in drafter.named_parameters() if "emb" not in name)
+    return 4 * (once // 4 if drafter.kind in heads | {"p_eagle"} else once)
+
+
+def figures(results: list[dict[str, Any]]) -> list[str]:
+    greedy, sampled = results
+    rates = " ".join("-" if rate is None else f"{rate:.2f}" for rate in greedy["conditional_acceptance_rates"])
+    speedups = [f"{r['speedup']:.2f} [{r['speedup_ci95'][0]:.2f}, {r['speedup_ci95'][1]:.2f}]" for r in results]
+    lengths = [f"{r['mean_acceptance_length']:.2f}" for r in (greedy, sampled)]
+    return [*lengths, rates, *speedups]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["samples", "train", "compare"])
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--minutes", type=float, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.action == "samples":
+        write_samples(args.runs)
+    for name in args.names:
+        if args.action == "train" and not (args.runs / name / "checkpoints").is_dir():
+            train_one(name, args.runs, args.minutes)
+        elif args.action == "compare":
+            compare_group(name, args.runs)
+
+
+if __name__ == "__main__":
+    main()
