@@ -16,13 +16,13 @@ import numpy as np
 from draftsmith.inference.decoder import Output, SpeculativeDecoder, check_sampling, resolve_settings
 from draftsmith.inference.lossless import LosslessCheck, compare
 from draftsmith.inference.rows import GenerationSettings
-from draftsmith.inference.stats import Stats
+from draftsmith.inference.stats import Stats, resamples
+from draftsmith.inference.teacher_forcing import teacher_forced_fields, teacher_forced_stats
 from draftsmith.inference.verify import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.trees import DynamicTree, StaticTree
 
-BOOTSTRAP_SAMPLES = 2000
 P = TypeVar("P")
 
 
@@ -92,7 +92,8 @@ def measure(
     """Measure each drafter; returns name -> a row of `results` in evaluation.json.
 
     `on_progress` is called after each batch of each repeat. A row's fields are DESIGN's; acceptance is counted over
-    all prompts once (it is the same in every repeat), times over all repeats.
+    all prompts once (it is the same in every repeat), times over all repeats. Of a trained drafter's chains in greedy
+    decoding a row also says what training predicts (teacher_forcing.py).
     """
     check_settings(settings, drafters)
     contenders = {"none": load_drafter("none", target), **drafters}
@@ -114,7 +115,14 @@ def measure(
             for name in order:
                 outputs[name][number].append(decode(name, batch))
             on_progress()
-    return {name: result_row(target, how[name], prompts, settings, outputs[name], outputs["none"]) for name in drafters}
+    rows = {name: result_row(target, how[name], prompts, settings, outputs[name], outputs["none"]) for name in drafters}
+    for name, drafter in drafters.items():
+        if how[name].verification_mode == "greedy" and isinstance(settings.draft, int) and drafter.trainable():
+            runs = [batch[0] for batch in outputs[name]]
+            answers = [answer for run in runs for answer in run.token_ids]
+            forced = teacher_forced_stats(target, drafter, ids, answers, settings.draft, settings.max_new_tokens)
+            rows[name] |= teacher_forced_fields(forced, [request for run in runs for request in run.stats.requests])
+    return rows
 
 
 def result_row(
@@ -206,8 +214,7 @@ def bootstrap_ratio(
     tokens: list[int], seconds: list[float], plain_tokens: list[int], plain_seconds: list[float]
 ) -> tuple[float, float]:
     """95 % interval of the ratio of the two speeds, batches drawn with replacement, both sides together."""
-    generator = np.random.default_rng(0)
-    picks = generator.integers(len(tokens), size=(BOOTSTRAP_SAMPLES, len(tokens)))
+    picks = resamples(len(tokens))
     totals = [np.asarray(values)[picks].sum(1) for values in (tokens, seconds, plain_tokens, plain_seconds)]
     ratios = (totals[0] / totals[1]) / (totals[2] / totals[3])
     low, high = np.quantile(ratios, [0.025, 0.975])

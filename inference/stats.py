@@ -5,6 +5,15 @@ Counted before the cut at the length limit, which is no fault of the drafter's, 
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
+BOOTSTRAP_SAMPLES = 2000
+
+
+def resamples(count: int) -> np.ndarray:
+    """Samples, with replacement, of `count` things by their index: [samples, count], the same each time."""
+    return np.random.default_rng(0).integers(count, size=(BOOTSTRAP_SAMPLES, count))
+
 
 @dataclass
 class Stats:

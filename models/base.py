@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import checkpoint_tensors
-from draftsmith.models.losses import LossSums
+from draftsmith.models.losses import ChainLoss, LossSums
 from draftsmith.models.sampling import Noise, Sampling, Stream, cut, sample
 from draftsmith.models.slots import Window
 from draftsmith.models.target import Features, Target
@@ -156,6 +156,19 @@ class Drafter(nn.Module):
     def loss(self, batch: Batch, features: Features) -> LossSums:
         """Sums and counts; "loss" is what training minimises, its count the trained tokens (`loss_mask.sum()`)."""
         raise TypeError(f"{self.kind} has nothing to train")
+
+    def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
+        """The loss of `depth` predictions in a row from each slot."""
+        raise TypeError(f"{self.kind} has nothing to train")
+
+    def followed(self, batch: Batch, features: Features, depth: int) -> Tensor:
+        """How many tokens in a row the drafter gets right from each slot on, `depth` at most: [B, T] int64.
+
+        By what training computes on the given text, in evaluation mode: slot t, whose newest token is x_{t+1}, drafts
+        x_{t+2} and on, and is right where the target's likeliest token is the same and `loss_mask` marks it; 0 where
+        the mask does not mark x_{t+1}. Where greedy decoding writes that text, it is what the decoder accepts.
+        """
+        return self.chain_loss(batch, features, depth).followed
 
     def as_target(self) -> Target | None:
         """Itself as a model that writes text, with the weights as they are at each moment; None: it only drafts."""

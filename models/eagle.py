@@ -75,11 +75,14 @@ class Eagle(Drafter):
     # --- training
 
     def loss(self, batch: Batch, features: Features) -> LossSums:
+        return self.chain_loss(batch, features, self.config.unroll_steps).sums()
+
+    def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
         """Distance of each guess from the feature, and divergence of what the target's head makes of both."""
         chain_loss = ChainLoss(batch.loss_mask)
-        counted = [chain_loss.next_depth().flatten() for _ in range(self.config.unroll_steps)]
+        counted = [chain_loss.next_depth().flatten() for _ in range(depth)]
         slots = DraftingSlots.of(counted[0].view_as(batch.token_ids), batch.positions)
-        for k, guess in enumerate(self.unroll(batch, features.last_hidden, slots)):
+        for k, guess in enumerate(self.unroll(batch, features.last_hidden, slots, depth)):
             rows = counted[k][slots.index].nonzero()[:, 0]
             guesses, wanted = guess[rows], features.last_hidden.flatten(0, 1)[slots.index[rows] + 1 + k]
             losses = divergence_over_rows(
@@ -88,16 +91,16 @@ class Eagle(Drafter):
             distance = F.smooth_l1_loss(guesses.float(), wanted.float(), reduction="none").mean(-1).sum()
             loss = self.config.regression_weight * distance + self.config.divergence_weight * losses.loss
             chain_loss.add(replace(losses, loss=loss), self.config.step_decay**k)
-        return chain_loss.sums()
+        return chain_loss
 
-    def unroll(self, batch: Batch, features: Tensor, slots: DraftingSlots) -> Iterator[Tensor]:
+    def unroll(self, batch: Batch, features: Tensor, slots: DraftingSlots, num_steps: int) -> Iterator[Tensor]:
         """The guesses [R, H] of the drafting slots at each unrolled step, from features [B, T, H].
 
         Step k feeds x_{t+1+k} into slot t, at position t + k, with the guess of step k - 1 in place of the feature.
         """
         embedded = self.target.embedding(batch.token_ids.flatten())  # [S, H], S = B * T
         positions = batch.positions.expand_as(batch.token_ids).flatten()
-        rotary = rotary_table(self.rotary, batch.token_ids.shape[1] + self.config.unroll_steps, embedded)
+        rotary = rotary_table(self.rotary, batch.token_ids.shape[1] + num_steps, embedded)
 
         def project(hidden: Tensor, fed: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
             x = self.fc(torch.cat([fed, hidden], -1))
@@ -112,7 +115,7 @@ class Eagle(Drafter):
         own: list[KeyValue] = []
         hidden = finish(x[slots.index], query[slots.index])
         yield hidden
-        for k in range(1, self.config.unroll_steps):
+        for k in range(1, num_steps):
             fed = embedded[(slots.index + 1 + k).clamp(max=len(embedded) - 1)]
             x, query, key, value = project(hidden, fed, positions[slots.index] + k)
             own.append((key, value))

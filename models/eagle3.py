@@ -137,13 +137,16 @@ class Eagle3(Drafter):
     # --- training
 
     def loss(self, batch: Batch, features: Features) -> LossSums:
+        return self.chain_loss(batch, features, self.config.unroll_steps).sums()
+
+    def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
         """Unrolled divergence from the target, teacher-forced: step k of slot t predicts x_{t+2+k}."""
         assert features.layers is not None
         config, chain_loss = self.config, ChainLoss(batch.loss_mask)
-        counted = [chain_loss.next_depth().flatten() for _ in range(config.unroll_steps)]
+        counted = [chain_loss.next_depth().flatten() for _ in range(depth)]
         slots = DraftingSlots.of(counted[0].view_as(batch.token_ids), batch.positions)
         depths = []
-        for k, hidden in enumerate(unroll(self, batch, features.layers, slots)):
+        for k, hidden in enumerate(unroll(self, batch, features.layers, slots, depth)):
             rows = counted[k][slots.index].nonzero()[:, 0]
             teachers = slots.index[rows] + 1 + k
             depths.append(Depth(self.norm(hidden[rows]), self.lm_head, teachers, config.step_decay**k))
@@ -153,7 +156,8 @@ class Eagle3(Drafter):
         )
         for rows_of_depth in losses:
             chain_loss.add(rows_of_depth, 1)
-        return {**chain_loss.sums(), "loss": (total, batch.loss_mask.sum())}
+        chain_loss.total = total  # with its weights and its gradient
+        return chain_loss
 
     # --- drafting
 

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from draftsmith.models.eagle3 import Eagle3
 
 
-def unroll(drafter: "Eagle3", batch: Batch, layers: Tensor, slots: DraftingSlots) -> Iterator[Tensor]:
+def unroll(drafter: "Eagle3", batch: Batch, layers: Tensor, slots: DraftingSlots, num_steps: int) -> Iterator[Tensor]:
     """The layer's output [R, H] at each unrolled step of the drafting slots, from features [B, T, A * H].
 
     Step k feeds x_{t+1+k} into slot t, at position t + k, with the output of step k - 1 in place of the feature. Where
     that reaches beyond the document nothing is counted, and no other slot sees it.
     """
-    config, unrolling = drafter.config, Unrolling(drafter, batch, slots)
+    config, unrolling = drafter.config, Unrolling(drafter, batch, slots, num_steps)
     features = drafter.fc(layers).flatten(0, 1)  # [S, H]
     query, *text = unrolling.project(features, unrolling.fed.roll(-1, 0), unrolling.positions)
     hidden = unrolling.finish(features[slots.index], query[slots.index], (text[0], text[1]), [])
     yield hidden
     own: list[KeyValue] = []
-    for k in range(1, config.unroll_steps):
+    for k in range(1, num_steps):
         if config.detach:
             hidden = hidden.detach()
         step = (hidden, k, (text[0], text[1]), own)
@@ -50,7 +50,7 @@ def unroll(drafter: "Eagle3", batch: Batch, layers: Tensor, slots: DraftingSlots
 class Unrolling:
     """What all steps share."""
 
-    def __init__(self, drafter: "Eagle3", batch: Batch, slots: DraftingSlots) -> None:
+    def __init__(self, drafter: "Eagle3", batch: Batch, slots: DraftingSlots, num_steps: int) -> None:
         self.layer, self.slots = drafter.layer, slots
         self.positions = batch.positions.expand_as(batch.token_ids).flatten()  # [S]
         embedded = drafter.target.embedding(batch.token_ids.flatten())
@@ -58,8 +58,7 @@ class Unrolling:
         of_tokens, self.of_features = self.layer.self_attn.qkv_proj.weight.split(width, 1)
         # what a token adds to queries, keys and values is the same at every step: [S, (Nq + 2 Nkv) D]
         self.fed = F.linear(self.layer.input_layernorm(embedded), of_tokens)
-        length = batch.token_ids.shape[1] + drafter.config.unroll_steps
-        self.rotary = rotary_table(drafter.rotary, length, self.fed)
+        self.rotary = rotary_table(drafter.rotary, batch.token_ids.shape[1] + num_steps, self.fed)
 
     def step(self, hidden: Tensor, k: int, text: KeyValue, own: list[KeyValue]) -> tuple[Tensor, KeyValue]:
         """Step k >= 1 from the output [R, H] of the one before; its own keys and values come too."""

@@ -74,11 +74,14 @@ class Hydra(Drafter):
         return drafter
 
     def loss(self, batch: Batch, features: Features) -> LossSums:
+        return self.chain_loss(batch, features, self.config.num_heads).sums()
+
+    def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
         """Divergence of head i at t from the target's distribution of x_{t+2+i}, which the target had at t+1+i."""
         chain_loss = ChainLoss(batch.loss_mask)
         embedded = self.target.embedding(batch.token_ids)  # [B, T, H]
         read = features.last_hidden
-        for i, (block, head) in enumerate(zip(self.blocks, self.lm_heads, strict=True)):
+        for i, (block, head) in enumerate(zip(self.blocks[:depth], self.lm_heads[:depth], strict=True)):
             counted = chain_loss.next_depth()
             read = torch.cat([read, shift_left(embedded, 1 + i)], -1)  # [B, T, (i + 2) H]
             rows = divergence_over_rows(
@@ -89,7 +92,7 @@ class Hydra(Drafter):
                 self.config.divergence,
             )
             chain_loss.add(rows, self.config.head_decay**i)
-        return chain_loss.sums()
+        return chain_loss
 
     def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Plan | None:
         return plan_of(shape, self.target.device)

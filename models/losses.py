@@ -295,8 +295,9 @@ class ChainLoss:
         self._roots = shift_left(loss_mask, 1)  # [B, T] slots whose newest token the target wrote
         self._marked: list[tuple[Tensor, float]] = []  # which slots count at a depth, and the share of what there is
         self._leading = self._roots  # all predictions so far are right
+        self.followed = torch.zeros_like(loss_mask, dtype=torch.int64)  # [B, T] right predictions in a row
         self._accepted = self._roots.sum()
-        self._total = torch.zeros((), device=loss_mask.device)
+        self.total = torch.zeros((), device=loss_mask.device)  # weighted loss of all depths
         self._depths: LossSums = {}
         self._num_added = 0
 
@@ -316,8 +317,9 @@ class ChainLoss:
     def add(self, rows: RowLosses, weight: float) -> None:
         """The losses, in row-major order, of the slots that count at the first depth that has none yet."""
         depth, (counted, share) = self._num_added, self._marked[self._num_added]
-        self._total = self._total + weight / share * rows.loss
+        self.total = self.total + weight / share * rows.loss
         self._leading = self._leading & torch.zeros_like(counted).masked_scatter(counted, rows.correct)
+        self.followed += self._leading
         self._accepted = self._accepted + self._leading.sum() / share
         self._depths[f"accuracy_{depth}"] = (rows.correct.sum(), counted.sum())
         self._depths[f"sampled_acceptance_{depth}"] = (rows.acceptance, counted.sum())
@@ -328,7 +330,7 @@ class ChainLoss:
         and the acceptance length that greedy decoding would have if all of it followed the training text.
         """
         return {
-            "loss": (self._total, self.loss_mask.sum()),
+            "loss": (self.total, self.loss_mask.sum()),
             "simulated_acceptance_length": (self._accepted, self._roots.sum()),
             **self._depths,
         }

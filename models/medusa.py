@@ -158,8 +158,24 @@ class Medusa(Drafter):
         near what it was by its divergence from itself: the self-distillation of section 2.3.2.
         """
         read = self._changed_hidden(batch) if self.changes_target() else features.last_hidden
+        sums = self._heads_loss(batch, features, read, self.config.num_heads).sums()
+        if self.changes_target():
+            counted = shift_left(batch.loss_mask, 1)
+            now, before = read[counted], features.last_hidden[counted]
+            kept = divergence_over_rows(now, self.target.logits, before, self.target.logits, "forward_kl")
+            total, count = sums["loss"]
+            sums["loss"] = (total + self.config.distillation_weight * kept.loss, count)
+            sums["target_change"] = (kept.loss.detach(), counted.sum())
+        return sums
+
+    def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
+        """Of the first `depth` heads, on the target as it was."""
+        return self._heads_loss(batch, features, features.last_hidden, depth)
+
+    def _heads_loss(self, batch: Batch, features: Features, read: Tensor, depth: int) -> ChainLoss:
+        """Of the first `depth` heads, which read hidden states [B, T, H]."""
         chain_loss = ChainLoss(batch.loss_mask)
-        for i, (block, head) in enumerate(self.heads()):
+        for i, (block, head) in enumerate(self.heads()[:depth]):
             counted = chain_loss.next_depth()
             rows = divergence_over_rows(
                 block(read[counted]),
@@ -170,15 +186,7 @@ class Medusa(Drafter):
                 self.draft_to_target(),
             )
             chain_loss.add(rows, self.config.head_decay**i)
-        sums = chain_loss.sums()
-        if self.changes_target():
-            counted = shift_left(batch.loss_mask, 1)
-            now, before = read[counted], features.last_hidden[counted]
-            kept = divergence_over_rows(now, self.target.logits, before, self.target.logits, "forward_kl")
-            total, count = sums["loss"]
-            sums["loss"] = (total + self.config.distillation_weight * kept.loss, count)
-            sums["target_change"] = (kept.loss.detach(), counted.sum())
-        return sums
+        return chain_loss
 
     def _changed_hidden(self, batch: Batch) -> Tensor:
         """Last hidden state [B, T, H] of the target as it is now, with gradient."""

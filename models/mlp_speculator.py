@@ -100,10 +100,13 @@ class MLPSpeculator(Drafter):
         return F.gelu(self.ln[stage](mixed))
 
     def loss(self, batch: Batch, features: Features) -> LossSums:
+        return self.chain_loss(batch, features, self.config.num_heads).sums()
+
+    def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
         """Divergence of stage i at t from the target's distribution of x_{t+2+i}, which the target had at t+1+i."""
         chain_loss = ChainLoss(batch.loss_mask)
         state = self.first_state(features.last_hidden)
-        for i, head in enumerate(self.head):
+        for i, head in enumerate(self.head[:depth]):
             counted = chain_loss.next_depth()
             state = self.next_state(i, state, shift_left(batch.token_ids, 1 + i))  # [B, T, I]
             rows = divergence_over_rows(
@@ -114,7 +117,7 @@ class MLPSpeculator(Drafter):
                 self.config.divergence,
             )
             chain_loss.add(rows, self.config.head_decay**i)
-        return chain_loss.sums()
+        return chain_loss
 
     def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Plan | None:
         return plan_of(shape, self.target.device)

@@ -128,6 +128,9 @@ class PEagle(Drafter):
     # --- training
 
     def loss(self, batch: Batch, features: Features) -> LossSums:
+        return self.chain_loss(batch, features, self.config.num_depths).sums()
+
+    def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
         """Divergence of depth d at slot t from the target's distribution of x_{t+2+d}, which the target had at t+1+d.
 
         In training on a random part of the mask slots. What is left out counts by what is kept, so that sums and means
@@ -138,18 +141,18 @@ class PEagle(Drafter):
         kept_slots, shares = self.keep(batch.loss_mask)
         slots = mask_slots(kept_slots[1:])
         text, masked = self.run(batch, features.layers, slots)
-        for depth, (kept, share) in enumerate(zip(kept_slots, shares, strict=True)):
+        for d, (kept, share) in enumerate(zip(kept_slots[:depth], shares[:depth], strict=True)):
             chain_loss.next_depth(kept, share)
             rows = divergence_over_rows(
-                self.eagle3.norm(masked[slots.real & (slots.depths == depth)] if depth else text[kept]),
+                self.eagle3.norm(masked[slots.real & (slots.depths == d)] if d else text[kept]),
                 self.eagle3.lm_head,
-                shift_left(features.last_hidden, 1 + depth)[kept],
+                shift_left(features.last_hidden, 1 + d)[kept],
                 self.target.logits,
                 self.config.divergence,
                 self.draft_to_target(),
             )
-            chain_loss.add(rows, self.config.depth_decay**depth)
-        return chain_loss.sums()
+            chain_loss.add(rows, self.config.depth_decay**d)
+        return chain_loss
 
     def keep(self, loss_mask: Tensor) -> tuple[list[Tensor], list[float]]:
         """Slots [B, T] to train at each depth, among those of the depth before, and which share of what there is."""

@@ -14,6 +14,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from draftsmith.inference.teacher_forcing import gap_warning
 from draftsmith.inference.verify import LOSSY
 from draftsmith.recipes.figures import draw_figures
 from draftsmith.recipes.results import Contender, Result, Run, checkpoint_names, read_contenders, read_runs
@@ -47,6 +48,11 @@ class SummaryRow:
         low, high = self.result["speedup_ci95"]
         return "slower" if high < 1 else "faster" if low > 1 and not self.diverged and not self.lossy else ""
 
+    @property
+    def gap(self) -> str | None:
+        """What to say where the decoder accepts other than training predicts."""
+        return None if self.drafter == PLAIN else gap_warning(self.result)
+
 
 def build_report(folder: Path) -> Path:
     """Write figures/*.png and report.html into the folder of a run, or of several runs.
@@ -71,6 +77,7 @@ def build_report(folder: Path) -> Path:
         "headings": list(cells(rows[0])),
         "cells": cells,
         "domain_cells": domain_cells,
+        "teacher_forced_cells": teacher_forced_cells,
         "figures": [(inline_image(path), caption) for path, caption in figures],
         "samples": json.loads(samples.read_text()) if samples.is_file() else [],
         "sample_source": sample_source,
@@ -194,6 +201,29 @@ def domain_text(fields: dict[str, Any]) -> str:
     return f"{fields['mean_acceptance_length']:.2f}{speedup}"
 
 
+def teacher_forced_cells(block: list[SummaryRow]) -> list[dict[str, str]]:
+    """Of each trained drafter what the decoder accepts and what training predicts, as text by column heading."""
+    return [
+        {
+            "drafter": row.drafter,
+            "acceptance length": " / ".join(f"{one['mean_acceptance_length']:.2f}" for one in counted),
+            **{
+                f"token {i + 1}": " / ".join("–" if rate is None else f"{100 * rate:.1f} %" for rate in rates)
+                for i, rates in enumerate(zip(*(one["conditional_acceptance_rates"] for one in counted), strict=True))
+            },
+            "difference": gap_text(row.result["teacher_forced_gap"]),
+        }
+        for row in block
+        if row.drafter != PLAIN and "teacher_forced" in row.result
+        for counted in [(row.result, row.result["teacher_forced"])]
+    ]
+
+
+def gap_text(gap: dict[str, Any]) -> str:
+    low, high = gap["ci95"]
+    return f"{gap['difference']:+.2f} [{low:+.2f}, {high:+.2f}]{' GAP' if gap['flagged'] else ''}"
+
+
 def lossless_text(result: Result) -> str:
     """How many outputs equal those of plain decoding; a lossy mode is named."""
     if result["verification_mode"] in LOSSY:
@@ -255,6 +285,9 @@ def print_rows(rows: list[SummaryRow], console: Console) -> None:
             texts["identical outputs"].stylize("bold white on red" if row.diverged else "")
             table.add_row(*(texts[heading] for heading in headings))
         console.print(Text(setting, style="bold"), table)
+        for row in block:
+            if row.gap:
+                console.print(Text(f"{row.drafter}: {row.gap}", style="bold red"))
         print_domains(block, console)
 
 
@@ -306,6 +339,7 @@ def caveats(rows: list[SummaryRow]) -> list[str]:
         if not fastest.trained:
             name = "plain decoding" if fastest.drafter == PLAIN else f"{fastest.drafter}, which needs no training"
             found.append(f"At {setting}, no trained drafter beats {name} ({fastest.result['speedup']:.2f}×).")
+        found += [f"{row.drafter} at {setting}: {row.gap}." for row in block if row.gap]
     return found
 
 

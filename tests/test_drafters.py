@@ -228,7 +228,7 @@ def test_a_detached_step_teaches_those_before_it_nothing(tiny_target: Target) ->
     slots = DraftingSlots.of(batch.loss_mask, batch.positions)
     for detach in (False, True):
         drafter.config.detach = detach
-        first, *_, last = unroll(drafter, batch, layers, slots)
+        first, *_, last = unroll(drafter, batch, layers, slots, drafter.config.unroll_steps)
         (gradient,) = torch.autograd.grad(last.sum(), first, allow_unused=True)
         assert (gradient is None) == detach
 

@@ -83,7 +83,7 @@ def test_logits_of_every_unrolled_step(documents: str, golden: Tensors, drafter:
     assert features.layers is not None
     drafting = DraftingSlots.of(batch.loss_mask.roll(-2, 1), batch.positions)
     with torch.no_grad():
-        for k, hidden in enumerate(unroll(drafter, batch, features.layers, drafting)):
+        for k, hidden in enumerate(unroll(drafter, batch, features.layers, drafting, drafter.config.unroll_steps)):
             slots = counted_slots(batch, k)
             assert slots
             rows = torch.isin(drafting.index, torch.tensor(slots))

@@ -194,6 +194,25 @@ def test_a_lossy_mode_is_labelled_and_no_headline(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_no_figures")
+@pytest.mark.parametrize("flagged", [False, True])
+def test_what_training_predicts_stands_beside_the_decoder(flagged: bool, tmp_path: Path) -> None:
+    write_run(tmp_path / "eagle3", keep=0.9, draft_ms=1.0)
+    rates = [0.97, 0.888, 0.777, None]
+    predicted = {"mean_acceptance_length": 4.567, "conditional_acceptance_rates": rates}
+    gap = {"difference": -0.47, "ci95": [-0.6, -0.3], "flagged": flagged}
+    write_comparison(tmp_path, 1, result={"teacher_forced": predicted, "teacher_forced_gap": gap})
+    page = build_report(tmp_path).read_text()
+    cells = ["4.10 / 4.57", "90.0 % / 97.0 %", "90.0 % / 88.8 %", "90.0 % / 77.7 %", "90.0 % / –"]
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+    assert page.count("-0.47 [-0.60, -0.30]") == 1
+    assert ('class="diverged">-0.47' in page) == flagged
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_summary(tmp_path, console)
+    for text in (page, console.export_text()):
+        assert text.count("that training predicts on the same texts") == flagged
+
+
+@pytest.mark.usefixtures("_no_figures")
 def test_domains_stand_below_their_setting(tmp_path: Path) -> None:
     domains = {
         "code": {"num_prompts": 12, "mean_acceptance_length": 3.456, "speedup": 2.344},

@@ -21,8 +21,9 @@ from draftsmith.recipes.recipes import RECIPES
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.checkpoint import checkpoint_name, checkpoints
 from draftsmith.train.config import resolve
+from draftsmith.train.evaluate import log_evaluation
 from draftsmith.train.run_folder import link_best
-from draftsmith.train.tracking import read_metrics
+from draftsmith.train.tracking import Tracker, read_metrics
 
 TRAINABLE = [kind for kind in DRAFTERS if kind in RECIPES]  # recipes are named after the kind they train
 every_kind = pytest.mark.parametrize("kind", TRAINABLE)
@@ -231,6 +232,20 @@ def test_every_checkpoint_is_measured(name: str, kind: str, step: int, evaluated
         assert 0 < low <= row["speedup"] <= high
     greedy = content["results"][0]
     assert greedy["lossless"]["checked"] == 3
+
+
+def test_a_gap_between_training_and_decoding_is_told(
+    evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads((evaluated / "checkpoints" / checkpoint_name(4) / "evaluation.json").read_text())
+    for flagged in (False, True):
+        content["results"][0]["teacher_forced_gap"]["flagged"] = flagged
+        checkpoint = tmp_path / str(flagged) / checkpoint_name(4)
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "evaluation.json").write_text(json.dumps(content))
+        log_evaluation(checkpoint, Tracker(RECIPES["medusa"](), checkpoint, 0))
+        printed = " ".join(capsys.readouterr().out.split())
+        assert ("training and drafting see different features" in printed) == flagged
 
 
 def test_metrics_hold_training_and_evaluation(evaluated: Path) -> None:

@@ -10,10 +10,11 @@ from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
 from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure
+from draftsmith.inference.teacher_forcing import gap_warning
 from draftsmith.models import CHANGED_TARGET, Drafter, Target, load_drafter
 from draftsmith.train.checkpoint import checkpoint_step, checkpoints
 from draftsmith.train.config import EvaluationConfig
-from draftsmith.train.run_folder import first_result, worth
+from draftsmith.train.run_folder import first_result, results, worth
 from draftsmith.train.tracking import Tracker
 
 
@@ -97,3 +98,6 @@ def log_evaluation(checkpoint: Path, tracker: Tracker) -> None:
     rich.print(escape(summary.format(checkpoint.name, *metrics.values(), *first["speedup_ci95"])))
     if first["lossless"]["divergences"]:
         rich.print("[bold red]speculative output differs from plain decoding: see evaluation.json, and report this")
+    for row in results(checkpoint):
+        if warning := gap_warning(row):
+            rich.print(f"[bold red]{escape(warning)}")

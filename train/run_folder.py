@@ -67,9 +67,14 @@ def worth(result: dict[str, Any]) -> tuple[bool, float]:
     return result["lossless"]["divergences"] == 0, result["speedup"]
 
 
+def results(checkpoint: Path) -> list[dict[str, Any]]:
+    """The rows of a checkpoint's evaluation."""
+    return json.loads((checkpoint / "evaluation.json").read_text())["results"]
+
+
 def first_result(checkpoint: Path) -> dict[str, Any]:
-    """The first row of a checkpoint's evaluation."""
-    return json.loads((checkpoint / "evaluation.json").read_text())["results"][0]
+    """The first of them."""
+    return results(checkpoint)[0]
 
 
 def require_writable(folder: Path) -> None:
