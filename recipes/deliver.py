@@ -13,6 +13,7 @@ from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.comparison import compare
 from draftsmith.recipes.engine_check import EngineReport, check_engine, print_reports
+from draftsmith.recipes.engine_rules import speculative_config
 from draftsmith.recipes.export import WEIGHT_FILES, Exported, export_checkpoint, write_scripts
 from draftsmith.recipes.model_card import HubApi, best_draft_length, push, schedule_of, write_card
 from draftsmith.recipes.report import print_evaluations
@@ -99,11 +100,8 @@ def check_exported(
     exported: Exported, engine: str, target: Target, prompts: PromptSet, draft_length: int, max_new_tokens: int
 ) -> EngineReport:
     """Let an engine serve the directory; writes its engine_check.json."""
-    settings = {
-        "method": exported.kind,
-        "model": str(exported.directory.resolve()),
-        "num_speculative_tokens": min(draft_length, exported.max_draft_length or draft_length),
-    }
+    draft_length = min(draft_length, exported.max_draft_length or draft_length)
+    settings = speculative_config(exported.kind, str(exported.directory.resolve()), draft_length)
     drafter = load_drafter(exported.directory, target)
     report = check_engine(engine, settings, drafter, target, prompts.token_ids, max_new_tokens)
     (exported.directory / "engine_check.json").write_text(json.dumps(report.row(), indent=2) + "\n")

@@ -48,6 +48,14 @@ EAGLE3 = {
     "norm.weight": "H",
     "lm_head.weight": "R H",
 }
+DEEPER = {  # of P-EAGLE, behind EAGLE-3's layer
+    **LAYER,
+    "layers.0.input_layernorm.weight": "H",
+    "layers.0.self_attn.q_proj.weight": "N*D H",
+    "layers.0.self_attn.k_proj.weight": "K*D H",
+    "layers.0.self_attn.v_proj.weight": "K*D H",
+}
+P_EAGLE = {**EAGLE3, "mask_hidden": "1 1 A*T"}
 TABLES = {"d2t": "R", "t2d": "V"}  # of a reduced draft vocabulary, and only of one
 DTYPES = {"d2t": torch.int64, "t2d": torch.bool, "token_map": torch.int64}
 
@@ -70,6 +78,7 @@ class Rules:
     missing: str  # what becomes of a tensor that is not there
     unexpected: str  # what becomes of one that the engine does not know
     dropped: tuple[str, ...] = ()  # unknown names that are dropped without a word, where others are refused
+    parallel_drafting: bool = False  # vLLM's setting for drafters that draft all tokens in one pass
 
 
 EAGLE_KEYS: dict[str, type] = {
@@ -101,6 +110,11 @@ EAGLE_FIXED = {
     "mlp_bias": False,
 }
 EAGLE3_FIXED = {**EAGLE_FIXED, "norm_before_residual": False}  # speculators' format has it true where it is missing
+P_EAGLE_KEYS: dict[str, type] = {**EAGLE3_KEYS, "num_hidden_layers": int, "pard_token": int}
+P_EAGLE_FIXED = {
+    **{key: value for key, value in EAGLE3_FIXED.items() if key != "num_hidden_layers"},
+    "mask_token_id": None,  # would win over pard_token
+}
 MEDUSA_KEYS: dict[str, type] = {
     "hidden_size": int,  # default 4096
     "vocab_size": int,  # default 32001
@@ -126,6 +140,18 @@ RULES = {
     ),
     ("sglang", "eagle"): Rules(
         SGLANG, "EAGLE", "LlamaForCausalLMEagle", EAGLE, EAGLE_KEYS, EAGLE_FIXED, RANDOM, DROPPED, ("lm_head.*",)
+    ),
+    ("vllm", "p_eagle"): Rules(
+        VLLM,
+        "eagle3",
+        "LlamaForCausalLMEagle3",
+        P_EAGLE,
+        P_EAGLE_KEYS,
+        P_EAGLE_FIXED,
+        RANDOM,
+        REFUSED,
+        ("*.bias",),
+        True,
     ),
     ("vllm", "medusa"): Rules(VLLM, "medusa", "MedusaModel", {}, MEDUSA_KEYS, MEDUSA_FIXED, REFUSED, DROPPED),
     ("vllm", "draft_model"): Rules(VLLM, "draft_model", None, {}, {"vocab_size": int}, {}, REFUSED, REFUSED),
@@ -158,11 +184,18 @@ def check_directory(engine: str, kind: str, config: dict[str, Any], tensors: dic
     found = [
         *config_problems(rules, config, target),
         *tensor_problems(rules, expected_shapes(rules, config, target), tensors),
-        *(capture_problems(config, target) if kind == "eagle3" else []),
+        *(capture_problems(kind, config, target) if kind in ("eagle3", "p_eagle") else []),
     ]
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise UserError(f"{rules.engine} would not serve what was trained: {found[0]}{more}")
+
+
+def speculative_config(kind: str, model: str, draft_length: int) -> dict[str, Any]:
+    """What vLLM is told of a drafter, `model` being its directory or its name on the Hub."""
+    rules = rules_for("vllm", kind)
+    parallel = {"parallel_drafting": True} if rules.parallel_drafting else {}
+    return {"method": rules.method, "model": model, "num_speculative_tokens": draft_length, **parallel}
 
 
 # --- config.json
@@ -232,6 +265,9 @@ def expected_shapes(rules: Rules, config: dict[str, Any], target: Target) -> dic
         shapes.update({f"lm_heads.{h}.weight": "V H" for h in (heads[:1] if config.get("original_lm_head") else heads)})
     elif shapes and sizes["R"] < sizes["V"]:
         shapes.update(TABLES)
+    if rules.parallel_drafting:
+        for layer in range(1, config.get("num_hidden_layers") or 1):
+            shapes.update({name.replace(".0.", f".{layer}."): text for name, text in DEEPER.items()})
     return {name: shape_of(text, sizes) for name, text in shapes.items()}
 
 
@@ -300,12 +336,12 @@ def sglang_layers(config: dict[str, Any], num_layers: int, model_type: str) -> l
     return sorted(layer_id for layer_id in ids if layer_id < num_layers)
 
 
-def capture_problems(config: dict[str, Any], target: Target) -> list[str]:
-    """Both engines must capture the same states, as many as `fc` reads."""
+def capture_problems(kind: str, config: dict[str, Any], target: Target) -> list[str]:
+    """Engines that serve the kind must capture the same states, as many as `fc` reads."""
     vllm = vllm_layers(config, target.num_layers)
     sglang = sglang_layers(config, target.num_layers, target.text_config.model_type)
     found = []
-    if vllm != sglang:
+    if ("sglang", kind) in RULES and vllm != sglang:
         found.append(f"vLLM would capture the states after layers {vllm}, SGLang after {sglang}")
     if len(set(vllm)) != config.get("num_aux_hidden_states") or len(vllm) < 2:
         found.append(f"layers {vllm} are not {config.get('num_aux_hidden_states')} distinct ones, two or more")

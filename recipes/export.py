@@ -8,7 +8,6 @@ import json
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from draftsmith.models import CHANGED_TARGET, Checkpoint, Target, build_drafter, checkpoint_of, read_checkpoint
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.engine_rules import DTYPES, RULES, check_directory, check_name, rules_for
+from draftsmith.recipes.engine_rules import DTYPES, RULES, check_directory, check_name, rules_for, speculative_config
 
 ENGINES = ("vllm", "sglang", "speculators", "safeailab", "fasterdecoding")
 WEIGHT_FILES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}  # else model.safetensors
@@ -69,7 +68,7 @@ def export_checkpoint(checkpoint: str | Path, engine: str, target: Target, out: 
     if engine in ("vllm", "sglang"):
         check_directory(engine, files.kind, files.config, files.tensors, target)
     if files.kind != "draft_model" or engine != "sglang":
-        check_name(files.kind, out)
+        check_name(RULES["vllm", files.kind].method, out)
     write(files, engine, out, target)
     check_round_trip(files.kind, source, out, target)
     return Exported(out, engine, files.kind, target.name, drafter.max_draft_length)
@@ -216,16 +215,20 @@ def serve_command(
 
     `schedule`: [first batch size, last, draft length] for vLLM to change the draft length by.
     """
-    rules = rules_for(engine, exported.kind)
     draft_length = min(draft_length, exported.max_draft_length or draft_length)
     if engine == "sglang":
         return shlex.join(
             ["python", "-m", "sglang.launch_server", "--model-path", exported.target]
-            + ["--speculative-algorithm", rules.method, "--speculative-draft-model-path", where]
+            + [
+                "--speculative-algorithm",
+                rules_for(engine, exported.kind).method,
+                "--speculative-draft-model-path",
+                where,
+            ]
             + ["--speculative-num-steps", str(draft_length), "--speculative-eagle-topk", "1"]
             + ["--speculative-num-draft-tokens", str(draft_length + 1)]
         )
-    settings: dict[str, Any] = {"method": rules.method, "model": where, "num_speculative_tokens": draft_length}
+    settings = speculative_config(exported.kind, where, draft_length)
     if schedule:
         settings["num_speculative_tokens_per_batch_size"] = schedule
     return shlex.join(["vllm", "serve", exported.target, "--speculative-config", json.dumps(settings)])

@@ -156,12 +156,19 @@ def test_which_engines_serve_a_directory() -> None:
     """One directory of an EAGLE-3 drafter serves both; EAGLE-1 has an architecture of another name for each."""
     served = {
         (engine, kind): Exported(Path("x"), engine, kind, "t", None).served_by()
-        for engine, kind in (("vllm", "eagle3"), ("sglang", "eagle"), ("vllm", "medusa"), ("speculators", "eagle3"))
+        for engine, kind in (
+            ("vllm", "eagle3"),
+            ("sglang", "eagle"),
+            ("vllm", "medusa"),
+            ("vllm", "p_eagle"),
+            ("speculators", "eagle3"),
+        )
     }
     assert served == {
         ("vllm", "eagle3"): ["vllm", "sglang"],
         ("sglang", "eagle"): ["sglang"],
         ("vllm", "medusa"): ["vllm"],
+        ("vllm", "p_eagle"): ["vllm"],
         ("speculators", "eagle3"): ["vllm"],
     }
 

@@ -84,6 +84,31 @@ MEDUSA_TRAPS: dict[str, tuple[Change, str]] = {
     "reduced vocabulary": (new_key("truncated_vocab_size", 6), "token_map vLLM 0.32.0 fails to load"),
 }
 
+EAGLE_TRAPS: dict[str, tuple[Change, str]] = {
+    "bias missing": (without("fc.bias"), "fc.bias is missing and would stay random, without a word"),
+    "first norm": (new_tensor("layers.0.input_layernorm.weight"), "layers.0.input_layernorm.weight is unknown"),
+    "head": (new_tensor("lm_head.weight"), "lm_head.weight is unknown"),
+    "EAGLE-3's width": (
+        lambda config, tensors: tensors.update({"fc.weight": tensors["fc.weight"].repeat(1, 2)}),
+        "fc.weight has the shape",
+    ),
+    "two layers": (new_key("num_hidden_layers", 2), "num_hidden_layers 2, not 1"),
+    "older RoPE alone": (without("rope_parameters"), "rope_parameters None"),
+    "EAGLE-3's architecture": (new_key("architectures", ["LlamaForCausalLMEagle3"]), "not LlamaForCausalLM"),
+}
+P_EAGLE_TRAPS: dict[str, tuple[Change, str]] = {
+    "mask state missing": (without("mask_hidden"), "mask_hidden is missing"),
+    "mask token missing": (without("pard_token"), "pard_token None, which must be of type int"),
+    "another mask token": (new_key("mask_token_id", 5), "mask_token_id 5, not None"),
+    "deeper layer missing": (without("layers.2.mlp.up_proj.weight"), "layers.2.mlp.up_proj.weight is missing"),
+    "a layer too many": (new_key("num_hidden_layers", 2), "layers.2.input_layernorm.weight is unknown"),
+    "first norm of a deeper layer": (
+        new_tensor("layers.1.hidden_norm.weight"),
+        "layers.1.hidden_norm.weight is unknown",
+    ),
+    "nested list only": (without("eagle_aux_hidden_state_layer_ids"), "eagle_aux_hidden_state_layer_ids None"),
+}
+
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("trap", EAGLE3_TRAPS)
@@ -97,14 +122,27 @@ def test_eagle3_trap_is_refused(trap: str, engine: str, tiny_target: Target) -> 
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("trap", MEDUSA_TRAPS)
-def test_medusa_trap_is_refused(trap: str, tiny_target: Target) -> None:
-    files = files_for("vllm", "medusa", tiny_target)
-    change, message = MEDUSA_TRAPS[trap]
-    check_directory("vllm", files.kind, files.config, files.tensors, tiny_target)
+OTHER_TRAPS = [
+    (engine, kind, trap)
+    for engine, kind, traps in (
+        ("vllm", "medusa", MEDUSA_TRAPS),
+        ("vllm", "eagle", EAGLE_TRAPS),
+        ("sglang", "eagle", EAGLE_TRAPS),
+        ("vllm", "p_eagle", P_EAGLE_TRAPS),
+    )
+    for trap in traps.values()
+]
+
+
+@pytest.mark.parametrize(("engine", "kind", "trap"), OTHER_TRAPS)
+def test_trap_of_another_kind_is_refused(engine: str, kind: str, trap: tuple[Change, str], tiny_target: Target) -> None:
+    fields = {"num_layers": 3, "layer_ids": [1, 2, 3]} if kind == "p_eagle" else {}
+    files = files_for(engine, kind, tiny_target, **fields)
+    change, message = trap
+    check_directory(engine, files.kind, files.config, files.tensors, tiny_target)
     change(files.config, files.tensors)
     with pytest.raises(UserError) as caught:
-        check_directory("vllm", files.kind, files.config, files.tensors, tiny_target)
+        check_directory(engine, files.kind, files.config, files.tensors, tiny_target)
     assert message in str(caught.value)
 
 
@@ -192,7 +230,7 @@ def test_scaled_rope_stands_in_both_schemas(make_target_dir: Any) -> None:
         check_directory("vllm", files.kind, files.config, files.tensors, target)
 
 
-@pytest.mark.parametrize(("engine", "kind"), [("sglang", "medusa"), ("sglang", "unknown")])
+@pytest.mark.parametrize(("engine", "kind"), [("sglang", "medusa"), ("sglang", "unknown"), ("vllm", "unknown")])
 def test_reason_of_a_refusal(engine: str, kind: str, tiny_target: Target) -> None:
     with pytest.raises(UserError, match=f"serves no {kind} drafters"):
         check_directory(engine, kind, {}, {}, tiny_target)

@@ -75,6 +75,15 @@ def deep_target(make_target_dir: Any) -> Target:
     return Target.from_pretrained(make_target_dir(num_hidden_layers=8), "cpu", torch.float32)
 
 
+def test_safeailab_eagle(deep_target: Target, tmp_path: Path) -> None:
+    """EAGLE-1 names the target's architecture, and brings a copy of its embedding."""
+    drafter = noisy("eagle", deep_target)
+    embedding = {"embed_tokens.weight": deep_target.embedding.weight.detach().clone()}  # type: ignore[union-attr,operator]
+    config = llama_config(deep_target, architectures=["LlamaForCausalLM"], bias=True)
+    path = write(tmp_path / "head", config, {**drafter.engine_tensors(), **embedding}, "pytorch_model.bin")
+    assert_same(load_drafter(path, deep_target), drafter)
+
+
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
 def test_safeailab_eagle3(file: str, deep_target: Target, tmp_path: Path) -> None:
     drafter = noisy("eagle3", deep_target, draft_vocab_size=6)
@@ -196,6 +205,7 @@ def test_pickles_run_no_code(tiny_target: Target, tmp_path: Path) -> None:
 
 
 ORIGINALS = [
+    ("safeailab", "eagle", {}),
     ("safeailab", "eagle3", {"draft_vocab_size": 6}),
     ("fasterdecoding", "medusa", {}),
     ("speculators", "eagle3", {"draft_vocab_size": 6, "layer_ids": [1, 3, 7]}),
