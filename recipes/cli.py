@@ -18,23 +18,15 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(EXIT_USER_ERROR, f"error: {message} (see {self.prog} --help)\n")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser("draftsmith", description="Train drafters for speculative decoding, and measure them.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def command(name: str, text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        return sub
-
-    sub = command("quickstart", "train and measure three drafters with nothing to download")
+def _quickstart(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder to write (%(default)s)")
     sub.add_argument("--drafters", default="eagle3,medusa,draft_model", help="comma-separated (%(default)s)")
     sub.add_argument("--minutes", type=float, default=10.0, help="time for everything (%(default)s)")
     sub.add_argument("--target", help="Hub name or directory; by default the target that draftsmith ships")
     _add_device(sub)
 
-    sub = command("prepare", "let the target answer prompts: the text to train on")
+
+def _prepare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--target", required=True, help="Hub name or directory")
     sub.add_argument("--prompts", required=True, help=PROMPTS)
     sub.add_argument("--out", type=Path, required=True, help="folder to write")
@@ -55,7 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--seed", type=int, default=0)
     _add_device(sub)
 
-    sub = command("train", "train a drafter by a recipe; the same command resumes an interrupted run")
+
+def _train(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("recipe", metavar="RECIPE", help="eagle3, medusa, draft_model, ...")
     sub.add_argument("--config", type=Path, help="YAML over the recipe, such as the config.yaml of a run")
     sub.add_argument(
@@ -66,7 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("overrides", nargs="*", metavar="key=value", help="over both, by dotted name")
 
-    sub = command("evaluate", "measure acceptance and speed of drafters beside plain decoding")
+
+def _evaluate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--target", required=True, help="Hub name or directory")
     sub.add_argument(
         "--drafter", required=True, action="append", help="checkpoint, Hub name, ngram or none; repeatable"
@@ -90,7 +84,8 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", type=Path, required=True, help="folder to write")
     _add_device(sub)
 
-    sub = command("export", "write a checkpoint as a serving engine loads it, with the command that serves it")
+
+def _export(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help="such as runs/NAME/best, or a name on the Hub")
     engines = ["vllm", "sglang", "speculators", "safeailab", "fasterdecoding"]
     sub.add_argument("--engine", required=True, choices=engines, help="an engine, or the layout of another project")
@@ -108,13 +103,15 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--push", metavar="NAME", help="upload it to the Hub")
     _add_device(sub)
 
-    sub = command("watch", "acceptance of a running vLLM, beside what was measured at export")
+
+def _watch(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("url", metavar="URL", help="such as http://localhost:8000")
     sub.add_argument("--against", type=Path, metavar="DIR", help="exported folder with its evaluation.json")
     sub.add_argument("--interval", type=float, default=30.0, help="seconds between readings (%(default)s)")
     sub.add_argument("--readings", type=int, help="stop after so many (never)")
 
-    sub = command("generate", "stream text; tokens that were drafted and accepted are green")
+
+def _generate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("prompt", metavar="PROMPT")
     sub.add_argument("--target", required=True, help="Hub name or directory")
     sub.add_argument("--drafter", required=True, help="checkpoint, Hub name, ngram or none")
@@ -125,13 +122,35 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--seed", type=int, default=0)
     _add_device(sub)
 
-    sub = command("report", "rebuild report.html and figures/ of a run, or of a folder of runs")
+
+def _report(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("run", type=Path, metavar="RUN")
-    return parser
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU if there is one")
+
+
+COMMANDS = {  # name: what --help says, and what adds its arguments
+    "quickstart": ("train and measure three drafters with nothing to download", _quickstart),
+    "prepare": ("let the target answer prompts: the text to train on", _prepare),
+    "train": ("train a drafter by a recipe; the same command resumes an interrupted run", _train),
+    "evaluate": ("measure acceptance and speed of drafters beside plain decoding", _evaluate),
+    "export": ("write a checkpoint as a serving engine loads it, with the command that serves it", _export),
+    "watch": ("acceptance of a running vLLM, beside what was measured at export", _watch),
+    "generate": ("stream text; tokens that were drafted and accepted are green", _generate),
+    "report": ("rebuild report.html and figures/ of a run, or of a folder of runs", _report),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser("draftsmith", description="Train drafters for speculative decoding, and measure them.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (text, add_arguments) in COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        add_arguments(sub)
+    return parser
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
