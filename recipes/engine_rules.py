@@ -1,6 +1,6 @@
 """What each engine loads of a drafter's directory, as data, and the check of a directory against it.
 
-Read in the released sources of vLLM 0.32.0 and SGLang 0.5.23; vLLM's columns are also held against the engine itself by
+Read in the released sources of vLLM 0.32.0 and SGLang 0.5.23; vLLM's for EAGLE-3 are also held against the engine by
 `pytest -m engine`. Engines are lenient where it hurts: of an EAGLE-3 drafter vLLM leaves a missing tensor at random and
 drops an unknown bias, SGLang drops everything unknown, neither with a word, and drafts are then never accepted.
 

@@ -20,13 +20,24 @@ import pytest
 import torch
 from conftest import tiny_tokenizer
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith.data.prepare import PrepareSettings, prepare
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.models.errors import UserError
 from draftsmith.models.ngram import Ngram, NgramConfig
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.engine_check import EngineReport, check_engine, print_reports, run_venv
+from draftsmith.recipes.engine_rules import (
+    DROPPED,
+    RANDOM,
+    REFUSED,
+    RULES,
+    expected_shapes,
+    speculative_config,
+    tensor_problems,
+)
 from draftsmith.recipes.export import export_checkpoint
 from draftsmith.recipes.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.recipes.recipes import RECIPES
@@ -38,7 +49,7 @@ STEPS = 30
 NUM_PROMPTS = 50
 MAX_NEW_TOKENS = 64
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-TRAINED = [kind for kind in ("draft_model", "eagle", "eagle3", "medusa") if kind in DRAFTERS]
+TRAINED = [kind for kind in ("draft_model", "eagle", "eagle3", "p_eagle", "medusa") if kind in DRAFTERS]
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +106,6 @@ def train_briefly(kind: str, target: Target, samples: Path, run: Path, **fields:
     return sorted((run / "checkpoints").iterdir())[-1]
 
 
-def speculative(kind: str, directory: Path, draft_length: int = 4) -> dict[str, Any]:
-    return {"method": kind, "model": str(directory), "num_speculative_tokens": draft_length}
-
-
 def assert_agreement(report: EngineReport) -> None:
     """Acceptance within 2 %, texts identical but for near-ties; and enough accepted to tell it from nothing."""
     assert report.relative_difference < 0.02, report.row()
@@ -123,7 +130,7 @@ def test_vllm_accepts_what_we_accept(
         checkpoint = train_briefly(kind, target, samples, folder / f"run-{kind.replace('eagle', 'e')}")
         out = folder / f"out-{kind.replace('eagle', 'e')}"
         export_checkpoint(checkpoint, "vllm", target, out)
-        drafter, settings = load_drafter(out, target), speculative(kind, out)
+        drafter, settings = load_drafter(out, target), speculative_config(kind, str(out), 4)
     report = check_engine(str(venv), settings, drafter, target, held_out, MAX_NEW_TOKENS)
     reports.append(report)
     assert_agreement(report)
@@ -196,7 +203,7 @@ def test_another_family(
     export_checkpoint(checkpoint, "vllm", qwen3, folder / f"qwen3-out-{name}")
     drafter = load_drafter(folder / f"qwen3-out-{name}", qwen3)
     prompts = [qwen3.encode(f"strike {i} times and heat it again") for i in range(NUM_PROMPTS)]
-    settings = speculative(kind, folder / f"qwen3-out-{name}")
+    settings = speculative_config(kind, str(folder / f"qwen3-out-{name}"), 4)
     report = check_engine(str(venv), settings, drafter, qwen3, prompts, MAX_NEW_TOKENS)
     reports.append(report)
     assert_agreement(report)
@@ -213,7 +220,8 @@ def test_speculators_directory_is_served(
     out = folder / "out-speculators"
     export_checkpoint(checkpoint, "speculators", target, out)
     drafter = load_drafter(out, target)
-    report = check_engine(str(venv), speculative("eagle3", out), drafter, target, held_out[:10], MAX_NEW_TOKENS)
+    settings = speculative_config("eagle3", str(out), 4)
+    report = check_engine(str(venv), settings, drafter, target, held_out[:10], MAX_NEW_TOKENS)
     assert report.relative_difference < 0.02, report.row()
     assert report.texts.divergences == 0
 
@@ -230,9 +238,56 @@ def test_a_wrong_layer_is_seen(
     ids = config["eagle_aux_hidden_state_layer_ids"]
     config["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in ids] if ids[0] > 1 else [i + 1 for i in ids[:-1]] + [1]
     (out / "config.json").write_text(json.dumps(config))
-    report = check_engine(str(venv), speculative("eagle3", out), drafter, target, held_out[:20], MAX_NEW_TOKENS)
+    settings = speculative_config("eagle3", str(out), 4)
+    report = check_engine(str(venv), settings, drafter, target, held_out[:20], MAX_NEW_TOKENS)
     assert report.relative_difference > 0.02
     assert report.texts.divergences == 0  # speculation stays lossless, which is why nobody notices
+
+
+@pytest.fixture(scope="module")
+def small_export(target: Target, samples: Path, folder: Path) -> Path:
+    checkpoint = train_briefly("eagle3", target, samples, folder / "run-tensors", draft_vocab_size=1000)
+    export_checkpoint(checkpoint, "vllm", target, folder / "out-tensors")
+    return folder / "out-tensors"
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome"),
+    [
+        ({"fc.weight": None}, RANDOM),
+        ({"layers.0.self_attn.o_proj.bias": "norm.weight"}, DROPPED),
+        ({"verifier_norm.weight": "norm.weight"}, REFUSED),
+        ({"norm.weight": None, "final_norm.weight": "norm.weight"}, REFUSED),
+    ],
+)
+def test_tensors_that_do_not_fit(
+    change: dict[str, str | None],
+    outcome: str,
+    venv: Path,
+    target: Target,
+    small_export: Path,
+    held_out: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    """What the rules say of a tensor too few, too many, or under another name is what vLLM does."""
+    drafter, whole = load_drafter(small_export, target), load_file(small_export / "model.safetensors")
+    tensors = {name: tensor for name, tensor in whole.items() if name not in change}
+    tensors.update({name: whole[source].clone() for name, source in change.items() if source})
+    config, rules = json.loads((small_export / "config.json").read_text()), RULES["vllm", "eagle3"]
+    told = tensor_problems(rules, expected_shapes(rules, config, target), tensors)
+    assert told[-1].endswith(outcome)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = speculative_config("eagle3", str(tmp_path), 4)
+    if outcome == REFUSED:
+        with pytest.raises(UserError, match="^vLLM in .* failed"):
+            check_engine(str(venv), settings, drafter, target, held_out[:10], MAX_NEW_TOKENS)
+        return
+    report = check_engine(str(venv), settings, drafter, target, held_out[:10], MAX_NEW_TOKENS)
+    if outcome == DROPPED:
+        assert_agreement(report)
+    else:
+        assert report.engine.counters.num_accepted_tokens < report.ours.num_accepted_tokens / 2
 
 
 def test_watching_a_running_server(

@@ -129,14 +129,15 @@ def export_and_serve(checkpoint: Path, engine: str, target: Target, out: Path, d
     return shlex.split(command)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", "draft_model"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "p_eagle", "medusa", "draft_model"])
 def test_vllm_is_told_the_method(kind: str, tiny_target: Target, tmp_path: Path) -> None:
     """vLLM otherwise guesses it from the folder's path. A path with blanks must survive the shell."""
     out = tmp_path / "my drafter's"
     words = export_and_serve(save_checkpoint(kind, tiny_target, tmp_path / "checkpoint"), "vllm", tiny_target, out)
     assert words[:3] == ["vllm", "serve", tiny_target.name]
     settings = json.loads(words[words.index("--speculative-config") + 1])
-    assert settings == {"method": kind, "model": str(out), "num_speculative_tokens": 4}
+    told = {"method": "eagle3", "parallel_drafting": True} if kind == "p_eagle" else {"method": kind}
+    assert settings == {**told, "model": str(out), "num_speculative_tokens": 4}
 
 
 @pytest.mark.parametrize(("kind", "algorithm"), [("eagle3", "EAGLE3"), ("draft_model", "STANDALONE")])
