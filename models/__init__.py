@@ -22,6 +22,7 @@ from draftsmith.models.mlp_speculator import MLPSpeculator
 from draftsmith.models.ngram import Ngram
 from draftsmith.models.none import NoDrafter
 from draftsmith.models.p_eagle import PEagle
+from draftsmith.models.suffix import Suffix
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import vocabulary_hash
 
@@ -48,6 +49,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "mlp_speculator": MLPSpeculator,
     "draft_model": DraftModel,
     "ngram": Ngram,
+    "suffix": Suffix,
     "none": NoDrafter,
 }
 
