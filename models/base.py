@@ -153,6 +153,12 @@ class Drafter(nn.Module):
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Tokens to follow each row's newest one, as many as the shape has nodes or fewer."""
 
+    def remember(self, token_ids: list[int]) -> None:
+        """A request is done: its prompt with its answer, for drafters that learn from what was decoded before."""
+
+    def forget(self) -> None:
+        """Drop all that `remember` was told, so that a measurement can be repeated."""
+
     def loss(self, batch: Batch, features: Features) -> LossSums:
         """Sums and counts; "loss" is what training minimises, its count the trained tokens (`loss_mask.sum()`)."""
         raise TypeError(f"{self.kind} has nothing to train")
