@@ -65,8 +65,8 @@ def _evaluate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--drafter", required=True, action="append", help="checkpoint, Hub name, ngram or none; repeatable"
     )
-    sub.add_argument("--prompts", required=True, help=PROMPTS)
-    sub.add_argument("--num-prompts", type=int, help="take so many of them (all)")
+    sub.add_argument("--prompts", required=True, nargs="+", help=f"{PROMPTS}; several are told apart")
+    sub.add_argument("--num-prompts", type=int, help="take so many of each (all)")
     sub.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     sub.add_argument("--top-p", type=float, default=1.0)
     sub.add_argument("--batch-size", type=int, nargs="+", default=[1])

@@ -106,7 +106,7 @@ def compare_best(checkpoints: list[Path], target: Target, plan: Plan, out: Path)
     paths = evaluation_paths(out / "comparison", names)
     if not all(path.is_file() for path in paths):
         prompts = PromptSet("comparison", encode_prompts(read_prompts(source), target))
-        compare(target, names, prompts, [COMPARISON], out / "comparison", plan.num_threads)
+        compare(target, names, [prompts], [COMPARISON], out / "comparison", plan.num_threads)
     results = [json.loads(path.read_text())["results"][0] for path in paths[: len(checkpoints)]]
     return max(zip(results, checkpoints, strict=True), key=lambda pair: worth(pair[0]))[1]
 
