@@ -144,7 +144,7 @@ def compare_group(group: str, runs: Path) -> None:
     ]
     repeats = 3 if group == "families" else 1
     grid = [MeasureSettings(temperature, max_new_tokens=64, repeats=repeats) for temperature in (0.0, 1.0)]
-    contents = compare(target, names, prompts, grid, runs / "comparison" / group, num_threads=1)
+    contents = compare(target, names, [prompts], grid, runs / "comparison" / group, num_threads=1)
     env = environment(target)
     print(f"{env['device']}, 1 thread, torch {env['versions']['torch']}, commit {env['git_commit']}")
     print(f"{len(lines)} held-out prompts, up to 64 new tokens, draft length 4, {repeats} repeats\n")
