@@ -37,15 +37,18 @@ class Ngram(Drafter):
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """The tokens after an earlier occurrence of the longest suffix that has one."""
-        config, match = self.config, latest_match if self.config.occurrence == "latest" else earliest_match
-        start = match(state.token_ids, state.lengths, config.longest, config.shortest)  # [B]
-        index = start[:, None] + torch.arange(shape.depth, device=start.device)
-        found = (start[:, None] >= 0) & (index < state.lengths[:, None])
-        tokens = state.token_ids.gather(1, index.clamp(min=0, max=state.token_ids.shape[1] - 1))
-        tokens = tokens.masked_fill(~found, NO_TOKEN)
+        tokens = self.continuation(state.token_ids, state.lengths, shape.depth)
         if tokens.device.type == "cpu":  # a shorter window is cheaper to verify; on a GPU all rounds have one shape
-            tokens = tokens[:, : int(found.any(0).sum())]
+            tokens = tokens[:, : int((tokens != NO_TOKEN).any(0).sum())]
         return chain(tokens)
+
+    def continuation(self, token_ids: Tensor, lengths: Tensor, depth: int) -> Tensor:
+        """What it drafts after the first `lengths` [B] tokens of texts [B, M]: [B, depth]."""
+        config, match = self.config, latest_match if self.config.occurrence == "latest" else earliest_match
+        start = match(token_ids, lengths, config.longest, config.shortest)  # [B]
+        index = start[:, None] + torch.arange(depth, device=start.device)
+        found = (start[:, None] >= 0) & (index < lengths[:, None])
+        return token_ids.gather(1, index.clamp(min=0, max=token_ids.shape[1] - 1)).masked_fill(~found, NO_TOKEN)
 
 
 def latest_match(token_ids: Tensor, lengths: Tensor, longest: int, shortest: int) -> Tensor:
