@@ -26,6 +26,7 @@ Shapes: N places of an answer where a round can start, K depths.
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -258,7 +259,7 @@ def length_interval(stats: list[Stats]) -> list[float]:
     return np.quantile(lengths_of(stats, resamples(len(stats))), [0.025, 0.975]).tolist()
 
 
-def paired_difference(stats: list[Stats], others: list[Stats]) -> dict[str, float | list[float]]:
+def paired_difference(stats: list[Stats], others: list[Stats]) -> dict[str, Any]:
     """Acceptance length of one drafter or setting less that of another, its interval over prompts drawn for both."""
     picks = resamples(len(stats))
     differences = lengths_of(stats, picks) - lengths_of(others, picks)
