@@ -21,7 +21,7 @@ from draftsmith.inference.teacher_forcing import teacher_forced_fields, teacher_
 from draftsmith.inference.verify import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
-from draftsmith.models.trees import DynamicTree, StaticTree
+from draftsmith.models.trees import Chain, DynamicTree, StaticTree
 
 P = TypeVar("P")
 
@@ -150,8 +150,7 @@ def result_row(
         "top_p": settings.top_p,
         "verification_mode": how.verification_mode,
         "batch_size": settings.batch_size,
-        "draft_length": settings.draft_length,
-        "tree_nodes": None if isinstance(settings.draft, int) else settings.draft.num_nodes,
+        **shape_fields(settings, how),
         "max_new_tokens": settings.max_new_tokens,
         **acceptance_fields(total),
         "baseline_tokens_per_second": plain_speed,
@@ -167,6 +166,14 @@ def result_row(
         "lossless": lossless(target, how.verification_mode, prompts, outputs, plain).as_dict(),
         **({"domains": domain_fields(prompts, stats, outputs, plain)} if any(prompts.domains) else {}),
     }
+
+
+def shape_fields(settings: MeasureSettings, how: GenerationSettings) -> dict[str, Any]:
+    """As it was asked for; where a drafter made a tree of a chain, that tree."""
+    shape = settings.draft if isinstance(how.shape, Chain) else how.shape
+    if isinstance(shape, int):
+        return {"draft_length": shape, "tree_nodes": None}
+    return {"draft_length": shape.depth, "tree_nodes": shape.num_nodes}
 
 
 def domain_fields(
