@@ -117,6 +117,7 @@ class Generation:
         if finished:
             request.finished = now
             self._owners[row] = None
+            self.rows.drafter.remember(self.prompts[owner] + request.token_ids)
         return Emission(owner, token_ids, min(num_accepted, num_emitted))
 
 

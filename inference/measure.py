@@ -110,6 +110,8 @@ def measure(
     outputs: dict[str, list[list[Output]]] = {name: [[] for _ in batches] for name in contenders}
     names = list(contenders)
     for repeat in range(settings.repeats):
+        for drafter in contenders.values():
+            drafter.forget()  # the warm-up, and what it decoded in the repeats before
         order = names[repeat % len(names) :] + names[: repeat % len(names)]
         for number, batch in enumerate(batches):
             for name in order:

@@ -5,6 +5,7 @@ The target's own head gives x_{t+1}. All heads run at once, each blind to what t
 Shapes: B rows, T tokens, H hidden width, V vocabulary.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -24,7 +25,7 @@ from draftsmith.models.base import (
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import shift_left
-from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
+from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums, divergence_over_rows, teachers_of
 from draftsmith.models.slots import run_causal
 from draftsmith.models.target import Features, Target
 from draftsmith.models.tree_drafting import Plan, grow, plan_of, take
@@ -34,6 +35,7 @@ from draftsmith.models.vocabulary import ReducedVocabulary
 
 @dataclass
 class MedusaConfig(ReducedVocabulary):
+    of_checkpoint = (*ReducedVocabulary.of_checkpoint, "num_heads", "num_layers", "output")
     kind: str = "medusa"
     num_heads: int = 4
     num_layers: int = 1  # residual blocks a head
@@ -132,7 +134,8 @@ class Medusa(Drafter):
         near what it was by its divergence from itself: the self-distillation of section 2.3.2.
         """
         read = self._changed_hidden(batch) if self.changes_target() else features.last_hidden
-        sums = self._heads_loss(batch, features, read, self.config.num_heads).sums()
+        slots = ChainLoss(batch.loss_mask)
+        sums = self.compare(slots, list(self.heads_on(slots, read, self.config.num_heads)), features).sums()
         if self.changes_target():
             counted = shift_left(batch.loss_mask, 1)
             now, before = read[counted], features.last_hidden[counted]
@@ -142,25 +145,15 @@ class Medusa(Drafter):
             sums["target_change"] = (kept.loss.detach(), counted.sum())
         return sums
 
-    def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
-        """Of the first `depth` heads, on the target as it was."""
-        return self._heads_loss(batch, features, features.last_hidden, depth)
+    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """The first `depth` heads, on the target as it was."""
+        return self.heads_on(slots, features.last_hidden, depth)
 
-    def _heads_loss(self, batch: Batch, features: Features, read: Tensor, depth: int) -> ChainLoss:
-        """Of the first `depth` heads, which read hidden states [B, T, H]."""
-        chain_loss = ChainLoss(batch.loss_mask)
+    def heads_on(self, slots: ChainLoss, read: Tensor, depth: int) -> Iterator[Depth]:
+        """The first `depth` heads, which read hidden states [B, T, H]."""
         for i, (block, head) in enumerate(self.heads()[:depth]):
-            counted = chain_loss.next_depth()
-            rows = divergence_over_rows(
-                block(read[counted]),
-                head,
-                shift_left(features.last_hidden, 1 + i)[counted],
-                self.target.logits,
-                self.config.divergence,
-                self.draft_to_target(),
-            )
-            chain_loss.add(rows, self.config.head_decay**i)
-        return chain_loss
+            counted = slots.next_depth()
+            yield Depth(block(read[counted]), head, teachers_of(counted, i), self.config.head_decay**i)
 
     def _changed_hidden(self, batch: Batch) -> Tensor:
         """Last hidden state [B, T, H] of the target as it is now, with gradient."""

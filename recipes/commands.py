@@ -22,7 +22,7 @@ from draftsmith.data.prepare import prepare as prepare_samples
 from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoder import check_sampling
-from draftsmith.inference.measure import MeasureSettings
+from draftsmith.inference.measure import MeasureSettings, PromptSet
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, first_line, require_at_least
 from draftsmith.models.sampling import Sampling
@@ -118,12 +118,24 @@ def train(args: argparse.Namespace) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
+    """A function a mode, each from the target and its prompt sets on."""
+    grid = settings_grid(args)
     target = Target.from_pretrained(args.target, args.device)
     if args.num_prompts is not None:
         require_at_least("--num-prompts", args.num_prompts)
-    prompts = read_prompt_set(args.prompts, target, args.num_prompts, args.max_new_tokens)
+    prompt_sets = [read_prompt_set(source, target, args.num_prompts, args.max_new_tokens) for source in args.prompts]
+    names = [prompts.name for prompts in prompt_sets]
+    if len(set(names)) < len(names):
+        raise UserError(f"--prompts: the sets {', '.join(names)} cannot be told apart by name: rename one of the files")
+    evaluate_side_by_side(args, target, prompt_sets, grid)
+
+
+def settings_grid(args: argparse.Namespace) -> list[MeasureSettings]:
+    """Every temperature with every batch size and every draft."""
+    if args.synthetic_acceptance and args.verification_mode:
+        raise UserError("--synthetic-acceptance is a verification mode of its own: leave out --verification-mode")
     lengths = args.draft_length or ([] if args.tree else [4])
-    grid = [
+    return [
         MeasureSettings(
             temperature,
             args.top_p,
@@ -139,9 +151,13 @@ def evaluate(args: argparse.Namespace) -> None:
         for batch_size in args.batch_size
         for draft in [*lengths, *map(parse_tree, args.tree)]
     ]
-    if args.synthetic_acceptance and args.verification_mode:
-        raise UserError("--synthetic-acceptance is a verification mode of its own: leave out --verification-mode")
-    contents = compare(target, args.drafter, prompts, grid, args.out, args.num_threads, args.certify)
+
+
+def evaluate_side_by_side(
+    args: argparse.Namespace, target: Target, prompt_sets: list[PromptSet], grid: list[MeasureSettings]
+) -> None:
+    """The drafters beside plain decoding, at every setting and on every prompt set."""
+    contents = compare(target, args.drafter, prompt_sets, grid, args.out, args.num_threads, args.certify)
     print_evaluations(contents, console)
     for content in contents if args.certify else []:
         console.print(certificate_text(content["drafter"], content.get("certificate")))

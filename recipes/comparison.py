@@ -1,5 +1,6 @@
 """Drafters side by side: measured in one process, in turns, each with an evaluation.json of its own."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ from draftsmith.train.run_folder import require_writable
 def compare(
     target: Target,
     names: list[str],
-    prompts: PromptSet,
+    prompt_sets: list[PromptSet],
     grid: list[MeasureSettings],
     out: Path,
     num_threads: int | None = None,
     with_certificate: bool = False,
 ) -> list[dict[str, Any]]:
-    """Measure drafters (checkpoints, Hub names, `ngram`, `none`) at each setting; returns and writes what was found.
+    """Measure drafters (checkpoints, Hub names, `ngram`, `none`) at each setting on each set of prompts.
+
+    Returns and writes what was found.
 
     Raises `UserError`, before anything is measured or written, for drafters and settings that do not go together.
     """
@@ -39,15 +42,18 @@ def compare(
     require_writable(out)
     rows: dict[str, list] = {name: [] for name in drafters}
     with progress_bar() as progress, cpu_threads(num_threads):
-        total = sum(-(-len(prompts.token_ids) // settings.batch_size) * settings.repeats for settings in grid)
+        places = list(itertools.product(prompt_sets, grid))
+        total = sum(
+            -(-len(prompts.token_ids) // settings.batch_size) * settings.repeats for prompts, settings in places
+        )
         task = progress.add_task("evaluating", total=total, detail="")
-        for settings in grid:
+        for prompts, settings in places:
             for name, row in measure(target, drafters, prompts, settings, lambda: progress.advance(task)).items():
                 rows[name].append(row)
         env = environment(target)
         contents = [evaluation(target, name, drafter.kind, rows[name], env) for name, drafter in drafters.items()]
         if with_certificate:
-            add_certificates(contents, list(drafters.values()), target, prompts, progress)
+            add_certificates(contents, list(drafters.values()), target, prompt_sets[0], progress)
     for path, content in zip(evaluation_paths(out, list(drafters)), contents, strict=True):
         write_evaluation(path, content)
     return contents

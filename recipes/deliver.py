@@ -93,7 +93,7 @@ def measure_exported(
         for size in settings.batch_sizes
         for length in lengths
     ]
-    return compare(target, [str(exported.directory)], prompts, grid, exported.directory)[0]
+    return compare(target, [str(exported.directory)], [prompts], grid, exported.directory)[0]
 
 
 def check_exported(
