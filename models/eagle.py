@@ -8,7 +8,7 @@ Shapes: B rows, T slots, H hidden width, V target vocabulary.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
