@@ -71,6 +71,21 @@ class DecodingState:
     sample_drafts: bool  # draw draft tokens by chance (probabilistic verification) or take the likeliest
     memory: Any = None  # the drafter's own, of `new_memory`
 
+    def first(self, count: int) -> "DecodingState":
+        """A view of the first rows: what is written to it stays."""
+        if count == len(self.lengths):
+            return self
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            lengths=self.lengths[:count],
+            features=self.features.first(count),
+            positions=self.positions[:count],
+            num_new=self.num_new[:count],
+            noise=self.noise.first(count),
+            memory=self.memory and self.memory.rows(slice(count)),
+        )
+
     def newest(self) -> Tensor:
         """The newest committed token of each row, [B]."""
         return self.token_ids.gather(1, self.lengths[:, None] - 1)[:, 0]
@@ -125,6 +140,7 @@ class Drafter(nn.Module):
     can_sample: ClassVar[bool] = True  # has probabilities to draw from
     can_branch: ClassVar[bool] = False  # drafts trees too
     max_draft_length: int | None = None  # nodes on a path
+    reads_text_alone: ClassVar[bool] = False  # `read` needs no features, so that what was not read can be later
     progress: float = 0.0  # share of training that is done, kept by the training loop
 
     config: Any
@@ -139,7 +155,8 @@ class Drafter(nn.Module):
     def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Any:
         """What it keeps of the rows' texts from round to round, for drafts of the shape; None where that is nothing.
 
-        `rows(index)` of it is a view of some rows. It may hold copies of the weights as they are now.
+        `rows(index)` of it is a view of some rows, by their indices [b] or a slice from the first. It may hold copies
+        of the weights as they are now.
         """
         return None
 

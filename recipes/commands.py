@@ -29,6 +29,7 @@ from draftsmith.models.sampling import Sampling
 from draftsmith.models.trees import DynamicTree, StaticTree
 from draftsmith.recipes.comparison import compare
 from draftsmith.recipes.deliver import DeliverySettings, deliver
+from draftsmith.recipes.load_test import evaluate_under_load
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.recipes.report import build_report, certificate_text, print_evaluations
@@ -119,6 +120,8 @@ def train(args: argparse.Namespace) -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     """A function a mode, each from the target and its prompt sets on."""
+    if args.load:
+        return evaluate_under_load(args, console)
     grid = settings_grid(args)
     target = Target.from_pretrained(args.target, args.device)
     if args.num_prompts is not None:
