@@ -32,12 +32,22 @@ class OutputStats:
 
 
 @dataclass
+class RequestTimes:
+    """Of one request, in seconds since its batch was given to the decoder."""
+
+    first_token: float
+    first_round: float | None  # end of the round after it; None where the text ended with its first token
+    finished: float
+
+
+@dataclass
 class Timing:
     """Of one batch, in seconds; phases in milliseconds over all rounds."""
 
     total: float
     to_first_token: float
     phases: dict[str, float]  # prefill, draft, verify, host
+    requests: list[RequestTimes]
 
 
 @dataclass
@@ -110,16 +120,17 @@ class SpeculativeDecoder:
         Raises `UserError` for empty prompts, prompts that leave no room in the target's context, and settings that
         the drafter cannot follow.
         """
+        if schedule and tree:
+            raise UserError("schedule: it sets the length of chains; leave out the tree")
         sampling = check_sampling(temperature, top_p, top_k)
         settings = resolve_settings(
             self.drafter,
             sampling,
             max_new_tokens,
-            tree or draft_length,
+            schedule or tree or draft_length,
             verification_mode,
             seed,
             stop_at_eos,
-            schedule=schedule,
         )
         token_ids = [self.encode(prompt) for prompt in prompts]
         self.check_prompts(token_ids, max_new_tokens)
@@ -144,7 +155,13 @@ class SpeculativeDecoder:
 
         phases = {"draft": 0.0, "verify": 0.0, **generation.clock.milliseconds()}
         phases["host"] = max(0.0, (end - start) * 1000 - sum(phases.values()))
-        timing = Timing(end - start, first - start, phases)
+        times = [
+            RequestTimes(
+                one.first_token - start, one.first_round - start if one.first_round else None, one.finished - start
+            )
+            for one in generation.requests
+        ]
+        timing = Timing(end - start, first - start, phases, times)
         new_ids = [request.token_ids for request in generation.requests]
         stats = OutputStats([request.stats for request in generation.requests])
         return Output(new_ids, [self.text(ids) for ids in new_ids], stats, timing)
@@ -243,23 +260,22 @@ def resolve_settings(
     drafter: Drafter,
     sampling: Sampling,
     max_new_tokens: int,
-    draft: int | StaticTree | DynamicTree = 4,
+    draft: int | StaticTree | DynamicTree | Schedule | Adaptive = 4,
     verification_mode: VerificationMode | None = None,
     seed: int = 0,
     stop_at_eos: bool = True,
     synthetic_rates: tuple[float, ...] = (),
-    schedule: Schedule | Adaptive | None = None,
 ) -> GenerationSettings:
-    """What `SpeculativeDecoder.start` needs. `draft` is the length of a chain, or a tree; `schedule` replaces a length.
+    """What `SpeculativeDecoder.start` needs. `draft` is the length of a chain, a schedule of lengths, or a tree.
 
     A drafter that proposes nothing decodes plainly, whatever the draft and the mode. Raises `UserError` for what the
     drafter cannot do.
     """
     if drafter.max_draft_length == 0:
-        draft, verification_mode, synthetic_rates, schedule = 0, None, (), None
-    if schedule and not isinstance(draft, int):
-        raise UserError("schedule: it sets the length of chains; leave out the tree")
-    shape = Chain(schedule.longest if schedule else draft) if isinstance(draft, int) else draft
+        draft, verification_mode, synthetic_rates = 0, None, ()
+    schedule = draft if isinstance(draft, Schedule | Adaptive) else None
+    draft = draft.longest if isinstance(draft, Schedule | Adaptive) else draft
+    shape = Chain(draft) if isinstance(draft, int) else draft
     check_shape(shape, drafter)
     mode = resolve_mode(verification_mode, sampling, drafter, shape)
     if bool(synthetic_rates) != (mode == "synthetic"):

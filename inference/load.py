@@ -15,9 +15,9 @@ import numpy as np
 
 from draftsmith.inference.decoder import SpeculativeDecoder
 from draftsmith.inference.generation import Generation
-from draftsmith.inference.measure import percentiles
 from draftsmith.inference.rows import GenerationSettings
 from draftsmith.inference.schedule import Adaptive, Schedule
+from draftsmith.inference.speed import percentiles
 
 WARM_UP_SHARE = 0.2  # of a run's requests, from the first on, that only bring it to a steady state
 SLA_PERCENTILE = "p95"
@@ -120,7 +120,7 @@ class Run:
     """What one contender did with the requests of one stage."""
 
     answers: list[Answer]  # in the order of the plan
-    steps: list[tuple[float, int, int]]  # when each step ended, its new tokens, and requests that were running
+    steps: list[tuple[float, float, int, int]]  # when each began and ended, its new tokens, requests in rows
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -132,7 +132,7 @@ def serve(generation: Generation, plan: list[Sent], prompts: list[list[int]], lo
     start = clock.now()
     waiting = deque(enumerate(plan))
     arrived: list[float] = []
-    steps: list[tuple[float, int, int]] = []
+    steps: list[tuple[float, float, int, int]] = []
 
     def is_due() -> bool:
         if load.mode == "rate":
@@ -147,9 +147,9 @@ def serve(generation: Generation, plan: list[Sent], prompts: list[list[int]], lo
         if not generation.running():
             clock.wait(max(0.0, start + waiting[0][1].seconds - clock.now()))
             continue
-        num_running = generation.num_running
+        began, num_running = clock.now() - start, generation.num_running
         tokens = sum(len(emission.token_ids) for emission in generation.step())
-        steps.append((clock.now() - start, tokens, max(num_running, generation.num_running)))
+        steps.append((began, clock.now() - start, tokens, max(num_running, generation.num_running)))
     answers = [
         Answer(at, request.admitted - start, request.first_token - start, request.finished - start, request.token_ids)
         for at, request in zip(arrived, generation.requests, strict=True)
@@ -192,7 +192,7 @@ def stage_row(load: Load, contender: str, runs: list[Run], sla: Sla) -> dict[str
         begin, end = min(answer.arrived for answer in kept), max(answer.arrived for answer in kept)
         counted += kept
         seconds += end - begin
-        tokens += sum(new for at, new, _ in run.steps if begin < at <= end)
+        tokens += sum(new for _, at, new, _ in run.steps if begin < at <= end)
         busy += time_running(run.steps, begin, end)
     tpots = [answer.tpot * 1000 for answer in counted if answer.tpot is not None]
     kept_sla = sum(map(sla.kept_by, counted))
@@ -218,13 +218,9 @@ def stage_row(load: Load, contender: str, runs: list[Run], sla: Sla) -> dict[str
     return {**row, "within_sla": sla.kept_at(row)}
 
 
-def time_running(steps: list[tuple[float, int, int]], begin: float, end: float) -> float:
-    """Requests that ran, integrated over the time from `begin` to `end`; idle waits count as none."""
-    total, before = 0.0, 0.0
-    for at, _, num_running in steps:
-        total += num_running * max(0.0, min(at, end) - max(before, begin))
-        before = at
-    return total
+def time_running(steps: list[tuple[float, float, int, int]], begin: float, end: float) -> float:
+    """Requests in rows, integrated over the time from `begin` to `end`; idle waits count as none."""
+    return sum(count * max(0.0, min(to, end) - max(since, begin)) for since, to, _, count in steps)
 
 
 def operating_points(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any] | None]:

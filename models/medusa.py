@@ -38,6 +38,7 @@ from draftsmith.models.vocabulary import ReducedVocabulary
 
 @dataclass
 class MedusaConfig(ReducedVocabulary):
+    of_checkpoint = (*ReducedVocabulary.of_checkpoint, "num_heads", "num_layers", "output")
     kind: str = "medusa"
     num_heads: int = 4
     num_layers: int = 1  # residual blocks a head

@@ -33,6 +33,7 @@ from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.recipes.figures import BASELINE_COLOUR, COLOURS, label
 from draftsmith.train.run_folder import require_writable
 
+REPEATS = 3
 CONTENDER_COLOURS = {"off": BASELINE_COLOUR, "on": COLOURS[1], "scheduled": COLOURS[2]}
 
 
@@ -41,7 +42,7 @@ def evaluate_under_load(args: argparse.Namespace, console: Console) -> None:
     settings = load_settings(args)
     refuse_ignored(args)
     target = Target.from_pretrained(args.target, args.device)
-    prompts = read_prompt_set(args.prompts, target, args.num_prompts, args.max_new_tokens)
+    prompts = read_prompt_set(args.prompts[0], target, args.num_prompts, args.max_new_tokens)
     drafter, plain = load_drafter(args.drafter[0], target), load_drafter("none", target)
     notice_other_target(drafter, target)
     sampling = check_sampling(args.temperature[0], args.top_p, 0)
@@ -66,9 +67,7 @@ def evaluate_under_load(args: argparse.Namespace, console: Console) -> None:
             sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= most]
             lengths = sorted({0, 1, draft_length // 2, draft_length})
             schedule = measure_round_costs(decoders["on"], how["on"], prompts.token_ids, lengths, sizes)
-        how["scheduled"] = resolve_settings(
-            drafter, *common, draft_length, args.verification_mode, args.seed, schedule=schedule
-        )
+        how["scheduled"] = resolve_settings(drafter, *common, schedule, args.verification_mode, args.seed)
         decoders["scheduled"] = SpeculativeDecoder(target, drafter)
         rows, texts = run_load_test(
             decoders, how, prompts.token_ids, settings, on_progress=lambda: progress.advance(task)
@@ -102,7 +101,8 @@ def load_settings(args: argparse.Namespace) -> LoadSettings:
     for value in values:
         require_at_least("--rate" if args.rate else "--concurrency", value, 0.001 if args.rate else 1)
     require_at_least("--requests", args.requests, 10)
-    require_at_least("--repeats", args.repeats)
+    repeats = REPEATS if args.repeats is None else args.repeats
+    require_at_least("--repeats", repeats)
     require_at_least("--max-batch", args.max_batch)
     most = max(values) if args.concurrency else 0
     if args.requests < 2 * most:
@@ -110,7 +110,7 @@ def load_settings(args: argparse.Namespace) -> LoadSettings:
     return LoadSettings(
         loads=tuple(Load("rate" if args.rate else "concurrency", value) for value in values),
         num_requests=args.requests,
-        repeats=args.repeats,
+        repeats=repeats,
         max_batch=args.max_batch,
         seed=args.seed,
         sla=Sla(args.sla_ttft_ms, args.sla_tpot_ms),
@@ -129,6 +129,8 @@ def lengths_of(name: str, values: list[float] | None) -> Lengths | None:
 
 def refuse_ignored(args: argparse.Namespace) -> None:
     """A load test is of one drafter and one setting."""
+    if len(args.prompts) > 1 or args.minutes is not None or args.baseline:
+        raise UserError("--load: give one set of --prompts, and leave out --minutes and --baseline")
     if len(args.drafter) > 1 or len(args.temperature) > 1 or len(args.draft_length or []) > 1:
         raise UserError("--load: give one --drafter, one --temperature and one --draft-length")
     if args.tree or args.certify or args.synthetic_acceptance or args.batch_size != [1]:

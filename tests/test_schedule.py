@@ -125,7 +125,7 @@ def test_the_text_stays_what_it_is(kind: str, schedule: Schedule | Adaptive, tin
     drafter = drafter_of(kind, tiny_target)
     for sampling, mode in ((Sampling(), "greedy"), (Sampling(0.8), "one_hot")):
         answers = plain.decode(prompts, resolve_settings(plain.drafter, sampling, 14, seed=5)).token_ids
-        settings = resolve_settings(drafter, sampling, 14, 4, mode, seed=5, schedule=schedule)
+        settings = resolve_settings(drafter, sampling, 14, schedule, mode, seed=5)
         generation = SpeculativeDecoder(tiny_target, drafter).start(prompts, settings, batch_size=4)
         generation.limits = [5, 14, 9, 12, 7, 14]  # so that the number of running requests changes
         while generation.running():
@@ -203,13 +203,13 @@ def after(world: World, text: list[int]) -> World:
 
 
 def distance_of_adaptive(mode: str, cheats: bool = False) -> float:
-    """Total variation between the law of four tokens that rounds of adaptive length write, and the target's.
+    """Total variation between the law of three tokens that rounds of adaptive length write, and the target's.
 
     Exact: over every draft and all coins of every round. After a first round of two drafts the costs are such that
     speculation is switched off if none was accepted, and one token is drafted if one was. The cheat drops a drafted
     token 1 before it is verified.
     """
-    world, length = random_world("any", 6, 3, seed=3), 4
+    world, length = random_world("any", 5, 3, seed=3), 3
     adaptive = Adaptive((0, 1, 2), ((1, (1.0, 1.3, 1.6)),), decay=0.2, probe_every=3)
     draw, rule = (likeliest if mode == "one_hot" else independent), RULES[mode]
     law = -world.continuations([], length)
