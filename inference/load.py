@@ -121,10 +121,10 @@ class Run:
 
     answers: list[Answer]  # in the order of the plan
     steps: list[tuple[float, float, int, int]]  # when each began and ended, its new tokens, requests in rows
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    num_rounds: int
+    num_drafts: float
+    num_draft_tokens: float
+    num_accepted_tokens: float
+    num_rounds: float
 
 
 def serve(generation: Generation, plan: list[Sent], prompts: list[list[int]], load: Load, clock: Clock) -> Run:
