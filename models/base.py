@@ -81,6 +81,22 @@ class DecodingState:
     predictions: Tensor | None = None  # [B, N + 1] the target's likeliest token after each column of the last draft;
     # NO_TOKEN in rows that have had none; for drafters that read it
 
+    def first(self, count: int) -> "DecodingState":
+        """A view of the first rows: what is written to it stays."""
+        if count == len(self.lengths):
+            return self
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            lengths=self.lengths[:count],
+            features=self.features.first(count),
+            positions=self.positions[:count],
+            num_new=self.num_new[:count],
+            noise=self.noise.first(count),
+            memory=self.memory and self.memory.rows(slice(count)),
+            predictions=None if self.predictions is None else self.predictions[:count],
+        )
+
     def newest(self) -> Tensor:
         """The newest committed token of each row, [B]."""
         return self.token_ids.gather(1, self.lengths[:, None] - 1)[:, 0]
@@ -137,6 +153,7 @@ class Drafter(nn.Module):
     can_branch: ClassVar[bool] = False  # drafts trees too
     reads_predictions: ClassVar[bool] = False  # what the target said of every node of its last draft
     max_draft_length: int | None = None  # nodes on a path
+    reads_text_alone: ClassVar[bool] = False  # `read` needs no features, so that what was not read can be later
     progress: float = 0.0  # share of training that is done, kept by the training loop
 
     config: Any
@@ -155,7 +172,8 @@ class Drafter(nn.Module):
     def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Any:
         """What it keeps of the rows' texts from round to round, for drafts of the shape; None where that is nothing.
 
-        `rows(index)` of it is a view of some rows. It may hold copies of the weights as they are now.
+        `rows(index)` of it is a view of some rows, by their indices [b] or a slice from the first. It may hold copies
+        of the weights as they are now.
         """
         return None
 

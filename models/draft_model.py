@@ -57,6 +57,7 @@ class DraftModel(Drafter):
     kind = "draft_model"
     config_class = DraftModelConfig
     can_branch = True
+    reads_text_alone = True
 
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel, target: Target) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ paper calls step compression, and the share of accepted tokens is low by design.
 Shapes: B rows, W places, N tokens of an n-gram, G candidates, C n-grams of a pool.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -114,9 +114,9 @@ class LookaheadMemory:
     guesses: Tensor  # [B, W, N - 1] token ids
     pool: Tensor  # [B, C, N] token ids from old to new; NO_TOKEN where there is none
 
-    def rows(self, index: Tensor) -> "LookaheadMemory":
-        """Reading prompts leaves it as it is: a row begins anew with its first draft."""
-        return self
+    def rows(self, index: Tensor | slice) -> "LookaheadMemory":
+        """A row begins anew with its first draft: reading prompts leaves it as it is."""
+        return replace(self, guesses=self.guesses[index], pool=self.pool[index])
 
 
 def first_guesses(state: DecodingState, guesses: Tensor) -> Tensor:

@@ -44,6 +44,14 @@ class Features:
         layers = None if self.layers is None else _gather_columns(self.layers, columns)
         return Features(_gather_columns(self.last_hidden, columns), layers)
 
+    def first(self, count: int) -> "Features":
+        """A view of the first rows."""
+        return Features(self.last_hidden[:count], None if self.layers is None else self.layers[:count])
+
+    def up_to(self, count: int) -> "Features":
+        """A view of the first positions."""
+        return Features(self.last_hidden[:, :count], None if self.layers is None else self.layers[:, :count])
+
     def where(self, which: Tensor, other: "Features") -> "Features":
         """These in the rows that `which` [B] marks, the other ones elsewhere."""
         mark = which[:, None, None]

@@ -50,9 +50,8 @@ class Oracle(NoDrafter):
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         rows = []
-        for answer, prompt_length, length in zip(
-            self.answers, self.prompt_lengths, state.lengths.tolist(), strict=True
-        ):
+        lengths = state.lengths.tolist()  # of the rows up to the last that is not free
+        for answer, prompt_length, length in zip(self.answers, self.prompt_lengths, lengths, strict=False):
             told = length - prompt_length
             right = (answer + [0] * shape.depth)[told : told + shape.depth]
             rows.append([token if i < self.num_right else (token + 1) % 300 for i, token in enumerate(right)])
