@@ -23,7 +23,7 @@ TEXTS = ["a b a b a b", "def f(", "iron iron iron", "heats it again, and", "x", 
 
 
 class Clock:
-    """Time passes only where a test says so: so many seconds for each draft and each verification; a plain step is 1."""
+    """Time passes only where a test says so: seconds of each draft and each verification; a plain step takes 1."""
 
     def __init__(self) -> None:
         self.now, self.costs = 0.0, {"draft": 0.0, "verify": 1.0}
