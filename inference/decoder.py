@@ -262,8 +262,8 @@ def resolve_settings(
     """
     if drafter.max_draft_length == 0:
         draft, verification_mode, synthetic_rates = 0, None, ()
-    shape = Chain(draft) if isinstance(draft, int) else draft
-    check_shape(shape, drafter)
+    check_shape(Chain(draft) if isinstance(draft, int) else draft, drafter)
+    shape = drafter.own_shape(draft) if isinstance(draft, int) else draft
     mode = resolve_mode(verification_mode, sampling, drafter, shape)
     if bool(synthetic_rates) != (mode == "synthetic"):
         raise UserError("synthetic acceptance needs both verification_mode synthetic and its rates")

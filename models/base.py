@@ -19,7 +19,7 @@ from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums, div
 from draftsmith.models.sampling import Noise, Sampling, Stream, cut, sample
 from draftsmith.models.slots import Window
 from draftsmith.models.target import Features, Target
-from draftsmith.models.trees import Shape
+from draftsmith.models.trees import Chain, Shape
 
 NO_TOKEN = -1  # fills a draft where a row has nothing to propose; matches nothing
 
@@ -47,6 +47,13 @@ def chain(tokens: Tensor, logits: Tensor | None = None) -> Draft:
     return Draft(tokens, parents, tokens.shape[1], logits)
 
 
+def lookup_chain(tokens: Tensor) -> Draft:
+    """The draft of a drafter that has nothing to say in some rounds: tokens [B, N], then NO_TOKEN."""
+    if tokens.device.type == "cpu":  # a shorter window is cheaper to verify; on a GPU all rounds have one shape
+        tokens = tokens[:, : int((tokens != NO_TOKEN).any(0).sum())]
+    return chain(tokens)
+
+
 def in_target_vocabulary(draft: Draft, ids: Tensor, vocab_size: int) -> Draft:
     """A draft in a vocabulary of its own, whose target ids are `ids` [Vd], in that of the target."""
     tokens = torch.where(draft.tokens < 0, draft.tokens, ids[draft.tokens])  # NO_TOKEN stays
@@ -70,6 +77,9 @@ class DecodingState:
     noise: Noise
     sample_drafts: bool  # draw draft tokens by chance (probabilistic verification) or take the likeliest
     memory: Any = None  # the drafter's own, of `new_memory`
+    own_drafts: bool = True  # what the last round verified was this drafter's draft
+    predictions: Tensor | None = None  # [B, N + 1] the target's likeliest token after each column of the last draft;
+    # NO_TOKEN in rows that have had none; for drafters that read it
 
     def newest(self) -> Tensor:
         """The newest committed token of each row, [B]."""
@@ -111,6 +121,7 @@ class DrafterConfig:
     """Fields of a family's own config come in a subclass beside its module."""
 
     kind: str
+    of_checkpoint: ClassVar[tuple[str, ...]] = ()  # fields that a checkpoint's tensors decide; the rest is of training
 
 
 class Drafter(nn.Module):
@@ -124,6 +135,7 @@ class Drafter(nn.Module):
     layer_ids: tuple[int, ...] = ()  # hidden states of the target that it reads
     can_sample: ClassVar[bool] = True  # has probabilities to draw from
     can_branch: ClassVar[bool] = False  # drafts trees too
+    reads_predictions: ClassVar[bool] = False  # what the target said of every node of its last draft
     max_draft_length: int | None = None  # nodes on a path
     progress: float = 0.0  # share of training that is done, kept by the training loop
 
@@ -135,6 +147,10 @@ class Drafter(nn.Module):
     @abstractmethod
     def from_target(cls, config: Any, target: Target) -> "Drafter":
         """A new drafter for the target, with starting weights."""
+
+    def own_shape(self, draft_length: int) -> Shape:
+        """The shape of its drafts where chains of this length are asked for."""
+        return Chain(draft_length)
 
     def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Any:
         """What it keeps of the rows' texts from round to round, for drafts of the shape; None where that is nothing.
