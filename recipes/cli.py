@@ -81,7 +81,7 @@ def _evaluate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--baseline", nargs="+", default=[], metavar="NAME", help="of transformers: generate, assisted, prompt_lookup"
     )
-    sub.add_argument("--max-new-tokens", type=int, default=48, help="of an answer (%(default)s)")
+    sub.add_argument("--max-new-tokens", type=int, default=32, help="of an answer (%(default)s)")
     sub.add_argument("--repeats", type=int, help="of every setting (up to 5, 2 at least, that fit into 4 minutes)")
     sub.add_argument("--minutes", type=float, help="time that chooses the repeats instead, 2 at least")
     sub.add_argument("--num-threads", type=int, help="CPU threads to compute with (torch's default)")
