@@ -183,7 +183,7 @@ def lookup_track(drafter: Ngram, recording: Recording, index: int, rated: Target
     prompt, answer = recording.prompts[index], recording.answers[index]
     lengths = torch.arange(len(prompt) + 1, len(prompt) + len(answer) + 1)
     text = torch.tensor(prompt + answer + [NO_TOKEN - 1] * longest)
-    drafted = drafter.continuation(text.expand(len(lengths), -1), lengths, longest)  # [N, K]
+    drafted = drafter.continuation(text.expand(len(lengths), -1), lengths, longest)[0]  # [N, K]
     right = drafted == text.unfold(0, longest, 1)[lengths]
     scores = DrafterScores(*(torch.zeros(longest, 1, len(prompt) + len(answer)) for _ in range(4)))
     scores.log_q[:] = float("-inf")

@@ -47,6 +47,13 @@ def chain(tokens: Tensor, logits: Tensor | None = None) -> Draft:
     return Draft(tokens, parents, tokens.shape[1], logits)
 
 
+def lookup_chain(tokens: Tensor) -> Draft:
+    """The draft of a drafter that has nothing to say in some rounds: tokens [B, N], then NO_TOKEN."""
+    if tokens.device.type == "cpu":  # a shorter window is cheaper to verify; on a GPU all rounds have one shape
+        tokens = tokens[:, : int((tokens != NO_TOKEN).any(0).sum())]
+    return chain(tokens)
+
+
 def in_target_vocabulary(draft: Draft, ids: Tensor, vocab_size: int) -> Draft:
     """A draft in a vocabulary of its own, whose target ids are `ids` [Vd], in that of the target."""
     tokens = torch.where(draft.tokens < 0, draft.tokens, ids[draft.tokens])  # NO_TOKEN stays
@@ -111,6 +118,7 @@ class DrafterConfig:
     """Fields of a family's own config come in a subclass beside its module."""
 
     kind: str
+    of_checkpoint: ClassVar[tuple[str, ...]] = ()  # fields that a checkpoint's tensors decide; the rest is of training
 
 
 class Drafter(nn.Module):
@@ -153,6 +161,12 @@ class Drafter(nn.Module):
     @abstractmethod
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Tokens to follow each row's newest one, as many as the shape has nodes or fewer."""
+
+    def remember(self, token_ids: list[int]) -> None:
+        """A request is done: its prompt with its answer, for drafters that learn from what was decoded before."""
+
+    def forget(self) -> None:
+        """Drop all that `remember` was told, so that a measurement can be repeated."""
 
     def loss(self, batch: Batch, features: Features) -> LossSums:
         """Sums and counts; "loss" is what training minimises, its count the trained tokens (`loss_mask.sum()`)."""
