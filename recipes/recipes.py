@@ -148,7 +148,7 @@ def _quickstart(config: TrainConfig) -> TrainConfig:
     config.data.batch_size = 8
     config.evaluation.max_new_tokens = 48
     config.evaluation.num_prompts = 8
-    config.evaluation.repeats = 3
+    config.evaluation.repeats = 2  # of two checkpoints of one drafter, more prompts tell more than more repeats
     config.evaluation.time_share = None
     return config
 

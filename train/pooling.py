@@ -3,13 +3,14 @@
 Acceptance is a count and may be pooled; a speed is that of one process, and is measured on one.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 from draftsmith.inference.measure import PromptSet, acceptance_fields
 from draftsmith.inference.stats import Stats
 
 LEAST_TIMED = 8  # prompts, on the process that measures speed
 
+T = TypeVar("T")
 Row = dict[str, Any]  # of `results` in evaluation.json
 
 
@@ -22,8 +23,10 @@ def share_of(num_prompts: int, rank: int, num_ranks: int) -> list[int]:
 
 
 def subset(prompts: PromptSet, indices: list[int]) -> PromptSet:
-    domains = [prompts.domains[i] for i in indices] if prompts.domains else []
-    return PromptSet(prompts.name, [prompts.token_ids[i] for i in indices], domains)
+    def taken(values: list[T]) -> list[T]:
+        return [values[i] for i in indices] if values else []
+
+    return PromptSet(prompts.name, taken(prompts.token_ids), taken(prompts.domains), taken(prompts.tokenise_seconds))
 
 
 def pool(rows: list[Row], shares: list[list[int]]) -> Row:

@@ -23,14 +23,14 @@ from draftsmith.data.features import FeatureSource, StoredFeatures
 from draftsmith.data.samples import Sample, read_samples
 from draftsmith.data.vocabulary import token_counts
 from draftsmith.inference.measure import PromptSet
-from draftsmith.models import CHANGED_TARGET, DRAFTERS, Drafter, Target
+from draftsmith.models import CHANGED_TARGET, Drafter, Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.target import default_dtype, pick_device
-from draftsmith.models.vocabulary import ReducedVocabulary, ranking, with_size
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.evaluate import check_evaluation, evaluation_prompts
 from draftsmith.train.features import load_target, open_store
 from draftsmith.train.on_policy import OnPolicy
+from draftsmith.train.start import starting_drafter
 from draftsmith.train.vocabulary import vocabulary_text, write_vocabulary
 
 
@@ -64,15 +64,11 @@ def set_up(config: TrainConfig) -> Setup:
     prompts = evaluation_prompts(config.evaluation, target)
     set_seed(config.run.seed)
     counts = token_counts(plan, target.vocab_size)
-    drafter_config = config.drafter
-    if isinstance(drafter_config, ReducedVocabulary):
-        drafter_config = with_size(drafter_config, counts, target.eos_token_ids)
-    drafter = DRAFTERS[config.drafter.kind].from_target(drafter_config, target).to(accelerator.device)
+    drafter = starting_drafter(config, target, counts).to(accelerator.device)
     if target.has_layers:
         check_capture(target, drafter.layer_ids, samples[0].token_ids)
     if prompts:
         check_evaluation(config.evaluation, drafter, target)
-    drafter.fit_vocabulary(ranking(counts, target.eos_token_ids))
     store = open_store(config, drafter, target, plan)
     share = config.data.on_policy_share
     on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if share else None
