@@ -91,7 +91,7 @@ def test_a_failing_evaluation_is_told_and_training_goes_on(findings: Any) -> Non
     assert found["evaluated"] == [0, 0], found["log"]
     failed, measured = checkpoints(folder / "evaluated")
     text = (failed / "evaluation.error.txt").read_text()
-    assert "process 1: no luck today" in text
+    assert "process 1: RuntimeError: no luck today" in text
     assert "Traceback" in text
     assert not (failed / "evaluation.json").exists()
     assert found["log"].count("the evaluation of step-000002 failed") == 1
@@ -181,7 +181,7 @@ def test_full_disk_ends_in_one_line(
 
     monkeypatch.setattr(checkpointing, where, full)
     config = make_config("medusa", base, tmp_path, run=RUN)
-    with pytest.raises(UserError, match=r"No space left on device.*goes on from step-000002") as error:
+    with pytest.raises(UserError, match=r"No space left on device; .* free\).*goes on from step-000002") as error:
         train(config)
     assert "\n" not in str(error.value)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]

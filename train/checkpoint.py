@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.nn.parallel import DistributedDataParallel
 
+from draftsmith.data.feature_writer import size_text
 from draftsmith.data.progress import notice
 from draftsmith.models import CHANGED_TARGET, Drafter, save_drafter
 from draftsmith.models.errors import UserError, first_line
@@ -56,7 +57,8 @@ def hook_state(accelerator: Accelerator) -> None:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def before_saving(models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
-        weights[:] = [bare(model).state_dict() for model in models]
+        if weights:  # sharded models are saved by their own library, and without any here
+            weights[:] = [bare(model).state_dict() for model in models]
 
     def before_loading(models: list[Any], folder: str) -> None:
         models[:] = [bare(model) for model in models]
@@ -86,9 +88,9 @@ def save_checkpoint(accelerator: Accelerator, drafter: Drafter, run: Path, step:
         partial.rename(final)
 
     on_main = accelerator.is_main_process
-    failed = failures(accelerator, write_drafter if on_main else None)
-    failed = failed or failures(accelerator, lambda: accelerator.save_state(str(partial / TRAINER)))
-    failed = failed or failures(accelerator, finish if on_main else None)
+    failed = failures(accelerator, run, write_drafter if on_main else None)
+    failed = failed or failures(accelerator, run, lambda: accelerator.save_state(str(partial / TRAINER)))
+    failed = failed or failures(accelerator, run, finish if on_main else None)
     if failed:
         if on_main:
             shutil.rmtree(partial, ignore_errors=True)
@@ -99,14 +101,17 @@ def save_checkpoint(accelerator: Accelerator, drafter: Drafter, run: Path, step:
     return final
 
 
-def failures(accelerator: Accelerator, act: Callable[[], None] | None) -> list[str]:
-    """Act on this rank, if there is something to do; what went wrong on any rank, known to all."""
+def failures(accelerator: Accelerator, run: Path, act: Callable[[], None] | None) -> list[str]:
+    """Act on this rank, if there is something to do; what went wrong on any rank, known to all.
+
+    torch, safetensors and the system each have their own error for a full disk, so the room that is left is told, too.
+    """
     failed = []
     if act is not None:
         try:
             act()
-        except Exception as error:  # torch, safetensors and the system each have their own for a full disk
-            failed.append(first_line(error))
+        except Exception as error:
+            failed.append(f"{first_line(error)}; {size_text(shutil.disk_usage(run).free)} free")
     return gather_object(failed)
 
 

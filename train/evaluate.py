@@ -118,7 +118,7 @@ class Evaluator:
         except Stopped:
             stopped = True
         except Exception as error:  # whatever it is, it is no reason to end a training of days
-            failed = f"process {rank}: {first_line(error)}\n\n{traceback.format_exc()}\n"
+            failed = f"process {rank}: {type(error).__name__}: {first_line(error)}\n\n{traceback.format_exc()}\n"
         if self.accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
         found = gather_object([(contents, failed, stopped)])
@@ -131,7 +131,7 @@ class Evaluator:
             try:
                 write(checkpoint, [contents for contents, _, _ in found if contents], shares, cost)
             except Exception as error:
-                failures = f"process 0: {first_line(error)}\n\n{traceback.format_exc()}\n"
+                failures = f"process 0: {type(error).__name__}: {first_line(error)}\n\n{traceback.format_exc()}\n"
         if self.tracker and failures:
             (checkpoint / ERROR).write_text(failures)
             self.tracker.log(checkpoint_step(checkpoint), {"evaluation_failed": 1, "evaluation_seconds": seconds})
