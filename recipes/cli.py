@@ -190,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     from draftsmith.models.errors import UserError  # torch is slow to import and --help needs none of it
     from draftsmith.recipes import commands
+    from draftsmith.train.signals import Stopped
 
     try:
         getattr(commands, args.command)(args)
@@ -198,6 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return stopped.exit_code
     except KeyboardInterrupt:
         print(f"interrupted: give the same command again to go on ({args.command})", file=sys.stderr)
         return EXIT_INTERRUPTED
