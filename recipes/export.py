@@ -15,8 +15,17 @@ from torch import Tensor
 
 from draftsmith.inference.schedule import Schedule, for_sglang, for_vllm
 from draftsmith.models import CHANGED_TARGET, Checkpoint, Target, build_drafter, checkpoint_of, read_checkpoint
+from draftsmith.models.base import OWN_EMBEDDING
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.engine_rules import DTYPES, RULES, check_directory, check_name, rules_for, speculative_config
+from draftsmith.recipes.engine_rules import (
+    DTYPES,
+    RULES,
+    check_directory,
+    check_name,
+    engines_that_serve,
+    rules_for,
+    speculative_config,
+)
 
 ENGINES = ("vllm", "sglang", "speculators", "safeailab", "fasterdecoding")
 WEIGHT_FILES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}  # else model.safetensors
@@ -40,17 +49,7 @@ class Exported:
     kind: str
     target: str
     max_draft_length: int | None
-
-    def served_by(self) -> list[str]:
-        """The engines that serve it."""
-        if self.engine in WEIGHT_FILES:
-            return []
-        if self.engine == "speculators":
-            return ["vllm"]
-        same = [engine for engine in ("vllm", "sglang") if (engine, self.kind) in RULES]
-        if self.kind == "eagle":  # the one kind whose architecture has two names
-            same = [self.engine]
-        return same
+    served_by: tuple[str, ...]  # the engines
 
 
 def export_checkpoint(checkpoint: str | Path, engine: str, target: Target, out: Path) -> Exported:
@@ -74,7 +73,11 @@ def export_checkpoint(checkpoint: str | Path, engine: str, target: Target, out: 
         check_name(RULES["vllm", files.kind].method, out)
     write(files, engine, out, target)
     check_round_trip(files.kind, source, out, target)
-    return Exported(out, engine, files.kind, target.name, drafter.max_draft_length)
+    if engine in ("vllm", "sglang"):
+        served_by = engines_that_serve(files.kind, files.config, files.tensors, target)
+    else:
+        served_by = ["vllm"] if engine == "speculators" else []
+    return Exported(out, engine, files.kind, target.name, drafter.max_draft_length, tuple(served_by))
 
 
 def dtype_of(tensors: dict[str, Tensor]) -> torch.dtype:
@@ -148,7 +151,7 @@ def in_speculators_layout(files: Checkpoint, target: Target) -> Checkpoint:
             "speculators_model_type": "eagle3",
             "transformer_layer_config": {key: files.config[key] for key in SPECULATORS_LAYER_KEYS},
             **{key: files.config[key] for key in kept},
-            "norm_before_residual": False,  # vLLM takes a missing key for True
+            "norm_before_residual": files.config["norm_before_residual"],  # vLLM takes a missing key for True
             "norm_before_fc": False,
             "norm_output": False,
             "embed_requires_grad": False,
@@ -170,6 +173,10 @@ def in_safeailab_layout(files: Checkpoint, target: Target) -> Checkpoint:
         ids, reference = config["eagle_aux_hidden_state_layer_ids"], [2, target.num_layers // 2, target.num_layers - 3]
         if ids != reference:
             raise UserError(f"SafeAILab's code reads the layers {reference}, but this drafter was trained on {ids}")
+        if config["norm_before_residual"] or OWN_EMBEDDING in files.tensors:
+            raise UserError(
+                "SafeAILab's layout has no norm_before_residual and shares the target's embedding: export for vllm"
+            )
         if config["hidden_size"] != target.hidden_size:
             raise UserError("SafeAILab's code cannot load a drafter of another width than the target's")
     for key in ("target_hidden_size", "eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states"):
@@ -240,7 +247,7 @@ def write_scripts(
     exported: Exported, where: str, draft_length: int, schedule: Schedule | None = None
 ) -> dict[str, str]:
     """serve_vllm.sh, serve_sglang.sh for the engines that serve the directory; returns engine -> command."""
-    commands = {e: serve_command(exported, e, where, draft_length, schedule) for e in exported.served_by()}
+    commands = {e: serve_command(exported, e, where, draft_length, schedule) for e in exported.served_by}
     if SGLANG_SCHEDULE in commands.get("sglang", ""):
         assert schedule is not None
         (exported.directory / SGLANG_SCHEDULE).write_text(json.dumps(for_sglang(schedule), indent=2) + "\n")
