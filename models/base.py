@@ -121,6 +121,7 @@ class DrafterConfig:
     """Fields of a family's own config come in a subclass beside its module."""
 
     kind: str
+    of_checkpoint: ClassVar[tuple[str, ...]] = ()  # fields that a checkpoint's tensors decide; the rest is of training
 
 
 class Drafter(nn.Module):

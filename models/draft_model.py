@@ -37,6 +37,7 @@ from draftsmith.models.trees import Chain, Shape
 
 @dataclass
 class DraftModelConfig(DrafterConfig):
+    of_checkpoint = ("model", "num_layers", "hidden_size")
     kind: str = "draft_model"
     model: str | None = (
         None  # Hub name or directory of a causal language model to start from; None: parts of the target

@@ -8,7 +8,7 @@ Shapes: B rows, T slots, H hidden width, V target vocabulary.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -33,6 +33,7 @@ from draftsmith.models.unrolled_attention import DraftingSlots, KeyValue, unroll
 
 @dataclass
 class EagleConfig(DrafterConfig):
+    of_checkpoint = ("intermediate_size",)
     kind: str = "eagle"
     intermediate_size: int | None = None  # None: the target's
     unroll_steps: int = 3  # trained also on its own guesses, as HASS (arXiv 2408.15766) does; 1: as in the paper
@@ -52,7 +53,8 @@ class Eagle(Drafter):
         super().__init__()
         require_at_least("drafter.unroll_steps", config.unroll_steps)
         require_at_least("drafter.noise", config.noise, 0)
-        self.config, self.layer_config, self.target = config, layer_config, target
+        self.config = replace(config, intermediate_size=layer_config.intermediate_size)
+        self.layer_config, self.target = layer_config, target
         width = target.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=False)  # engines have none
         self.layers = nn.ModuleList([DecoderLayer(layer_config, width)])
@@ -164,9 +166,8 @@ class Eagle(Drafter):
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Eagle":
         what = "this EAGLE-1 drafter"
         check_same_shape(what, config, target)
-        tensors = {name: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"}
         if "fc.bias" in tensors and not tensors["fc.bias"].any():
-            del tensors["fc.bias"]
+            tensors = {name: tensor for name, tensor in tensors.items() if name != "fc.bias"}
         drafter = cls(EagleConfig(**config.get("draftsmith", {})), layer_config_of(config), target)
         load_tensors(drafter, tensors, what)
         return drafter

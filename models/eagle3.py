@@ -41,6 +41,7 @@ from draftsmith.models.vocabulary import ReducedVocabulary
 
 @dataclass
 class Eagle3Config(ReducedVocabulary):
+    of_checkpoint = (*ReducedVocabulary.of_checkpoint, "layer_ids", "intermediate_size")
     kind: str = "eagle3"
     layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
     intermediate_size: int | None = None  # None: the target's
@@ -82,7 +83,12 @@ class Eagle3(Drafter):
         self.layer_config, self.target = layer_config, target
         self.layer_ids = check_layer_ids(config.layer_ids or default_layer_ids(target.num_layers), target)
         width, vocab = layer_config.hidden_size, config.draft_vocab_size or target.vocab_size
-        self.config = replace(config, layer_ids=list(self.layer_ids), draft_vocab_size=vocab)
+        self.config = replace(
+            config,
+            layer_ids=list(self.layer_ids),
+            draft_vocab_size=vocab,
+            intermediate_size=layer_config.intermediate_size,
+        )
         if vocab > target.vocab_size:
             raise UserError(f"draft_vocab_size {vocab} exceeds the target's vocabulary of {target.vocab_size}")
         self.fc = nn.Linear(len(self.layer_ids) * target.hidden_size, width, bias=False)
@@ -204,9 +210,6 @@ class Eagle3(Drafter):
             **{**own, "layer_ids": list(layer_ids), "draft_vocab_size": config.get("draft_vocab_size")}
         )
         drafter = cls(drafter_config, layer_config_of(config), target)
-        tensors = {
-            name.replace("midlayer.", "layers.0."): t for name, t in tensors.items() if name != "embed_tokens.weight"
-        }
         load_tensors(drafter, tensors, "this EAGLE-3 drafter")
         return drafter
 

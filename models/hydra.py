@@ -26,6 +26,7 @@ from draftsmith.models.trees import Shape
 
 @dataclass
 class HydraConfig(DrafterConfig):
+    of_checkpoint = ("num_heads", "num_layers")
     kind: str = "hydra"
     num_heads: int = 4
     num_layers: int = 1  # residual blocks a head; Hydra++ has 4

@@ -5,10 +5,7 @@ The target's own head gives x_{t+1}. All heads run at once, each blind to what t
 Shapes: B rows, T tokens, H hidden width, V vocabulary.
 """
 
-import heapq
-import math
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -38,6 +35,7 @@ from draftsmith.models.vocabulary import ReducedVocabulary
 
 @dataclass
 class MedusaConfig(ReducedVocabulary):
+    of_checkpoint = (*ReducedVocabulary.of_checkpoint, "num_heads", "num_layers", "output")
     kind: str = "medusa"
     num_heads: int = 4
     num_layers: int = 1  # residual blocks a head
@@ -59,28 +57,6 @@ MC_SIM_7B_63 = StaticTree(
     )
 )
 """The tree that the paper's code uses by default, made for Vicuna-7B: 63 nodes, 4 heads."""
-
-
-def likeliest_tree(accuracies: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:
-    """The tree of `num_nodes` whose expected number of accepted nodes is highest, for heads that err independently.
-
-    `accuracies[i][r]`: how often the token that head i ranks r-th (from 0) is right, falling with r, as
-    `Medusa.rank_accuracies` measures it. A node is right as often as all choices on its path are; the likeliest nodes
-    are added one by one (arXiv 2401.10774, section 2.3.3). Raises `UserError` for more nodes than there can be.
-    """
-    frontier: list[tuple[float, tuple[int, ...]]] = [
-        (-accuracies[0][0], (0,))
-    ]  # the next sibling of every node in the tree, and its first child
-    nodes: list[tuple[int, ...]] = []
-    while len(nodes) < num_nodes:
-        if not frontier:
-            raise UserError(f"tree of {num_nodes} nodes: these accuracies allow {len(nodes)} at most")
-        _, path = heapq.heappop(frontier)
-        nodes.append(path)
-        for new in ((*path[:-1], path[-1] + 1), (*path, 0)):
-            if len(new) <= len(accuracies) and new[-1] < len(accuracies[len(new) - 1]):
-                heapq.heappush(frontier, (-math.prod(map(operator.getitem, accuracies, new)), new))
-    return StaticTree(tuple(nodes))
 
 
 class ResidualBlocks(nn.Module):
@@ -183,19 +159,6 @@ class Medusa(Drafter):
         """Last hidden state [B, T, H] of the target as it is now, with gradient."""
         with self.corrections.applied():
             return run_causal(self.target.model, batch.token_ids, batch.positions, batch.attention_mask())
-
-    @torch.no_grad()
-    def rank_accuracies(self, batch: Batch, features: Features, num_ranks: int = 10) -> Tensor:
-        """How often the token that head i ranks r-th is what the target wrote: [heads, num_ranks], for a tree."""
-        counted = ChainLoss(batch.loss_mask)
-        hits = []
-        for i, (block, head) in enumerate(self.heads()):
-            slots = counted.next_depth()
-            ranked = head(block(features.last_hidden[slots])).topk(num_ranks).indices  # [slots, num_ranks]
-            if (ids := self.draft_to_target()) is not None:
-                ranked = ids[ranked]
-            hits.append((ranked == shift_left(batch.token_ids, 2 + i)[slots][:, None]).double().mean(0))
-        return torch.stack(hits)
 
     def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Plan | None:
         return plan_of(shape, self.target.device)

@@ -28,6 +28,7 @@ EPS = 1e-6
 
 @dataclass
 class MLPSpeculatorConfig(DrafterConfig):
+    of_checkpoint = ("num_heads", "inner_size", "tie_weights", "scale_input")
     kind: str = "mlp_speculator"
     num_heads: int = 4  # stages
     inner_size: int | None = None  # width of the state; None: the target's hidden size

@@ -43,11 +43,15 @@ class Ngram(Drafter):
 
         NO_TOKEN where the text ends, and a length of 0 where no suffix has one.
         """
+        return self.continuation(state.token_ids, state.lengths, draft_length)
+
+    def continuation(self, token_ids: Tensor, lengths: Tensor, draft_length: int) -> tuple[Tensor, Tensor]:
+        """The same for the first `lengths` [B] tokens of texts [B, M]."""
         config, match = self.config, latest_match if self.config.occurrence == "latest" else earliest_match
-        start, matched = match(state.token_ids, state.lengths, config.longest, config.shortest)
+        start, matched = match(token_ids, lengths, config.longest, config.shortest)
         index = start[:, None] + torch.arange(draft_length, device=start.device)
-        found = (start[:, None] >= 0) & (index < state.lengths[:, None])
-        tokens = state.token_ids.gather(1, index.clamp(min=0, max=state.token_ids.shape[1] - 1))
+        found = (start[:, None] >= 0) & (index < lengths[:, None])
+        tokens = token_ids.gather(1, index.clamp(min=0, max=token_ids.shape[1] - 1))
         return tokens.masked_fill(~found, NO_TOKEN), matched
 
 

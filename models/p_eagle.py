@@ -39,6 +39,7 @@ from draftsmith.models.vocabulary import ReducedVocabulary
 
 @dataclass
 class PEagleConfig(ReducedVocabulary):
+    of_checkpoint = (*ReducedVocabulary.of_checkpoint, "layer_ids", "intermediate_size", "num_layers", "mask_token_id")
     kind: str = "p_eagle"
     layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
     intermediate_size: int | None = None  # None: the target's
@@ -86,8 +87,8 @@ class PEagle(Drafter):
         if not 0 <= mask_token_id < target.vocab_size:
             raise UserError(f"drafter.mask_token_id {mask_token_id}: give an id from 0 to {target.vocab_size - 1}")
         self.target, self.layer_ids, self.max_draft_length = target, eagle3.layer_ids, config.num_depths
-        own = {"layer_ids": eagle3.config.layer_ids, "draft_vocab_size": eagle3.config.draft_vocab_size}
-        self.config = replace(config, **own, mask_token_id=mask_token_id)
+        found = {name: getattr(eagle3.config, name) for name in ("layer_ids", "draft_vocab_size", "intermediate_size")}
+        self.config = replace(config, **found, mask_token_id=mask_token_id)
         self.eagle3 = eagle3  # fusion, first layer, final norm, head and draft vocabulary
         self.deeper = nn.ModuleList([DeeperLayer(eagle3.layer_config) for _ in range(config.num_layers - 1)])
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, eagle3.fc.in_features))

@@ -35,7 +35,9 @@ def _prepare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--top-p", type=float, nargs="+", default=[1.0], help="one a temperature, or one for all above 0")
     sub.add_argument("--top-k", type=int, nargs="+", default=[0], help="likewise; 0 is off (%(default)s)")
     sub.add_argument("--batch-size", type=int, default=32, help="prompts answered at a time (%(default)s)")
-    sub.add_argument("--drafter", help="that speeds the target up: ngram, a checkpoint, or none (the default)")
+    sub.add_argument(
+        "--drafter", help="that speeds the target up: ngram, suffix, lookahead, a checkpoint, or none (the default)"
+    )
     sub.add_argument("--draft-length", type=int, help="of its chains (4)")
     sub.add_argument("--endpoint", metavar="URL", help="a vLLM or SGLang server that runs the target and answers")
     sub.add_argument(
@@ -63,7 +65,10 @@ def _train(sub: argparse.ArgumentParser) -> None:
 def _evaluate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--target", required=True, help="Hub name or directory")
     sub.add_argument(
-        "--drafter", required=True, action="append", help="checkpoint, Hub name, ngram or none; repeatable"
+        "--drafter",
+        required=True,
+        action="append",
+        help="checkpoint, Hub name, ngram, suffix, lookahead, none, or a cascade suffix+CHECKPOINT; repeatable",
     )
     sub.add_argument("--prompts", required=True, nargs="+", help=f"{PROMPTS}; several are told apart")
     sub.add_argument("--num-prompts", type=int, help="take so many of each (all)")
@@ -77,8 +82,12 @@ def _evaluate(sub: argparse.ArgumentParser) -> None:
         "--synthetic-acceptance", type=float, nargs="+", default=[], metavar="RATE", help="accept at these chances"
     )
     sub.add_argument("--certify", action="store_true", help="test that the output is the target's; takes a minute")
-    sub.add_argument("--max-new-tokens", type=int, default=64)
-    sub.add_argument("--repeats", type=int, default=5)
+    sub.add_argument(
+        "--baseline", nargs="+", default=[], metavar="NAME", help="of transformers: generate, assisted, prompt_lookup"
+    )
+    sub.add_argument("--max-new-tokens", type=int, default=48, help="of an answer (%(default)s)")
+    sub.add_argument("--repeats", type=int, help="of every setting (up to 5, 2 at least, that fit into 4 minutes)")
+    sub.add_argument("--minutes", type=float, help="time that chooses the repeats instead, 2 at least")
     sub.add_argument("--num-threads", type=int, help="CPU threads to compute with (torch's default)")
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--out", type=Path, required=True, help="folder to write")
@@ -114,7 +123,9 @@ def _watch(sub: argparse.ArgumentParser) -> None:
 def _generate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("prompt", metavar="PROMPT")
     sub.add_argument("--target", required=True, help="Hub name or directory")
-    sub.add_argument("--drafter", required=True, help="checkpoint, Hub name, ngram or none")
+    sub.add_argument(
+        "--drafter", required=True, help="checkpoint, Hub name, ngram, suffix, lookahead, none, or suffix+CHECKPOINT"
+    )
     sub.add_argument("--max-new-tokens", type=int, default=128)
     sub.add_argument("--temperature", type=float, default=0.0)
     sub.add_argument("--top-p", type=float, default=1.0)

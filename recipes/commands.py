@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,16 +23,17 @@ from draftsmith.data.prepare import prepare as prepare_samples
 from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoder import check_sampling
-from draftsmith.inference.measure import MeasureSettings, PromptSet
+from draftsmith.inference.measure import LEAST_REPEATS, MeasureSettings, PromptSet
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, first_line, require_at_least
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.trees import DynamicTree, StaticTree
-from draftsmith.recipes.comparison import compare
+from draftsmith.recipes.comparison import Options, compare
 from draftsmith.recipes.deliver import DeliverySettings, deliver
+from draftsmith.recipes.printing import print_evaluations
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
-from draftsmith.recipes.report import build_report, certificate_text, print_evaluations
+from draftsmith.recipes.report import build_report, certificate_text
 from draftsmith.recipes.targets import TARGET_RECIPES
 from draftsmith.recipes.watch import watch as watch_server
 from draftsmith.train import train as train_drafter
@@ -43,6 +45,9 @@ transformers.utils.logging.disable_progress_bar()
 logging.getLogger("accelerate").setLevel(logging.ERROR)  # it tells of tied weights at every checkpoint
 
 console = Console()
+
+DEFAULT_REPEATS, DEFAULT_MINUTES = 5, 4.0  # of evaluate: so many repeats, or as many as fit
+MOST_REPEATS = 25  # where a time is given
 
 
 def quickstart(args: argparse.Namespace) -> None:
@@ -135,6 +140,10 @@ def settings_grid(args: argparse.Namespace) -> list[MeasureSettings]:
     if args.synthetic_acceptance and args.verification_mode:
         raise UserError("--synthetic-acceptance is a verification mode of its own: leave out --verification-mode")
     lengths = args.draft_length or ([] if args.tree else [4])
+    if args.minutes is not None:
+        require_at_least("--minutes", args.minutes, 0.01)
+    most = DEFAULT_REPEATS if args.minutes is None else MOST_REPEATS
+    repeats = most if args.repeats is None else args.repeats
     return [
         MeasureSettings(
             temperature,
@@ -142,7 +151,7 @@ def settings_grid(args: argparse.Namespace) -> list[MeasureSettings]:
             batch_size,
             draft,
             args.max_new_tokens,
-            args.repeats,
+            repeats,
             args.seed,
             "synthetic" if args.synthetic_acceptance else args.verification_mode,
             tuple(args.synthetic_acceptance),
@@ -157,10 +166,23 @@ def evaluate_side_by_side(
     args: argparse.Namespace, target: Target, prompt_sets: list[PromptSet], grid: list[MeasureSettings]
 ) -> None:
     """The drafters beside plain decoding, at every setting and on every prompt set."""
-    contents = compare(target, args.drafter, prompt_sets, grid, args.out, args.num_threads, args.certify)
+    if args.repeats is not None and args.minutes is not None:
+        raise UserError("--minutes chooses the repeats: leave out --repeats")
+    minutes = args.minutes or (DEFAULT_MINUTES if args.repeats is None else None)
+    options = Options(args.num_threads, args.certify, tuple(args.baseline), minutes)
+    start = time.monotonic()
+    contents = compare(target, args.drafter, prompt_sets, grid, args.out, options)
     print_evaluations(contents, console)
+    console.print(f"{repeats_text(contents, minutes)}; all took {(time.monotonic() - start) / 60:.1f} minutes")
     for content in contents if args.certify else []:
         console.print(certificate_text(content["drafter"], content.get("certificate")))
+
+
+def repeats_text(contents: list[dict[str, Any]], minutes: float | None) -> str:
+    """How often everything was decoded, and what chose that."""
+    found = sorted({row["repeats"] for content in contents for row in content["results"]})
+    text = f"{found[0]} to {found[-1]} repeats by setting" if len(found) > 1 else f"{found[0]} repeats of each setting"
+    return text if minutes is None else f"{text}, as many as fit into {minutes:g} minutes ({LEAST_REPEATS} at least)"
 
 
 def parse_tree(text: str) -> StaticTree | DynamicTree:

