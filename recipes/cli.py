@@ -35,7 +35,9 @@ def _prepare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--top-p", type=float, nargs="+", default=[1.0], help="one a temperature, or one for all above 0")
     sub.add_argument("--top-k", type=int, nargs="+", default=[0], help="likewise; 0 is off (%(default)s)")
     sub.add_argument("--batch-size", type=int, default=32, help="prompts answered at a time (%(default)s)")
-    sub.add_argument("--drafter", help="that speeds the target up: ngram, a checkpoint, or none (the default)")
+    sub.add_argument(
+        "--drafter", help="that speeds the target up: ngram, suffix, lookahead, a checkpoint, or none (the default)"
+    )
     sub.add_argument("--draft-length", type=int, help="of its chains (4)")
     sub.add_argument("--endpoint", metavar="URL", help="a vLLM or SGLang server that runs the target and answers")
     sub.add_argument(
@@ -63,7 +65,10 @@ def _train(sub: argparse.ArgumentParser) -> None:
 def _evaluate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--target", required=True, help="Hub name or directory")
     sub.add_argument(
-        "--drafter", required=True, action="append", help="checkpoint, Hub name, ngram or none; repeatable"
+        "--drafter",
+        required=True,
+        action="append",
+        help="checkpoint, Hub name, ngram, suffix, lookahead, none, or a cascade suffix+CHECKPOINT; repeatable",
     )
     sub.add_argument("--prompts", required=True, nargs="+", help=f"{PROMPTS}; several are told apart")
     sub.add_argument("--num-prompts", type=int, help="take so many of each (all)")
@@ -135,7 +140,9 @@ def _watch(sub: argparse.ArgumentParser) -> None:
 def _generate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("prompt", metavar="PROMPT")
     sub.add_argument("--target", required=True, help="Hub name or directory")
-    sub.add_argument("--drafter", required=True, help="checkpoint, Hub name, ngram or none")
+    sub.add_argument(
+        "--drafter", required=True, help="checkpoint, Hub name, ngram, suffix, lookahead, none, or suffix+CHECKPOINT"
+    )
     sub.add_argument("--max-new-tokens", type=int, default=128)
     sub.add_argument("--temperature", type=float, default=0.0)
     sub.add_argument("--top-p", type=float, default=1.0)
