@@ -26,12 +26,12 @@ from draftsmith.data.stdlib import function_prompt, stdlib_functions
 from draftsmith.inference.evaluation import environment
 from draftsmith.inference.measure import MeasureSettings, PromptSet
 from draftsmith.models import DRAFTERS, Target, save_drafter
-from draftsmith.recipes.comparison import compare
+from draftsmith.recipes.comparison import Options, compare
 from draftsmith.recipes.quickstart import EMBEDDED_TARGET, write_jsonl
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.train import TrainConfig, train
 
-NUM_PROMPTS, NUM_HELD_OUT, MAX_NEW_TOKENS = 3000, 24, 96
+NUM_HELD_OUT, MAX_NEW_TOKENS = 24, 96
 FAMILIES = ["eagle3", "eagle", "p_eagle", "medusa", "hydra", "mlp_speculator", "draft_model"]
 # name -> fields of the drafter that differ from quickstart_eagle3's, whose loss is forward_kl and whose unroll is 3
 EAGLE3_VARIANTS: dict[str, dict[str, Any]] = {
@@ -71,12 +71,12 @@ def config_of(name: str, runs: Path) -> TrainConfig:
 # --- text
 
 
-def write_samples(runs: Path) -> None:
+def write_samples(runs: Path, num_prompts: int) -> None:
     """The target's answers to beginnings of functions; and the same functions as people wrote them, no longer."""
     target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
     chance = random.Random(0)
     functions = [f for f in stdlib_functions(held_out=False) if len(target.encode(function_prompt(f))) <= 128]
-    chosen = chance.sample(functions, NUM_PROMPTS)
+    chosen = chance.sample(functions, num_prompts)
     runs.mkdir(parents=True, exist_ok=True)
     write_jsonl(runs / "prompts.jsonl", [function_prompt(function) for function in chosen])
     held_out = [function_prompt(function) for function in stdlib_functions(held_out=True)]
@@ -144,7 +144,7 @@ def compare_group(group: str, runs: Path) -> None:
     ]
     repeats = 3 if group == "families" else 1
     grid = [MeasureSettings(temperature, max_new_tokens=64, repeats=repeats) for temperature in (0.0, 1.0)]
-    contents = compare(target, names, prompts, grid, runs / "comparison" / group, num_threads=1)
+    contents = compare(target, names, [prompts], grid, runs / "comparison" / group, Options(num_threads=1))
     env = environment(target)
     print(f"{env['device']}, 1 thread, torch {env['versions']['torch']}, commit {env['git_commit']}")
     print(f"{len(lines)} held-out prompts, up to 64 new tokens, draft length 4, {repeats} repeats\n")
@@ -195,10 +195,11 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--minutes", type=float, default=3)
+    parser.add_argument("--num-prompts", type=int, default=3000, help="that `samples` answers (%(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.action == "samples":
-        write_samples(args.runs)
+        write_samples(args.runs, args.num_prompts)
     for name in args.names:
         if args.action == "train" and not (args.runs / name / "checkpoints").is_dir():
             train_one(name, args.runs, args.minutes)

@@ -4,6 +4,7 @@ Shapes: B rows, T tokens, N drafted tokens (nodes), V vocabulary of the target.
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,11 +15,11 @@ from torch import Tensor, nn
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import checkpoint_tensors
-from draftsmith.models.losses import ChainLoss, LossSums
+from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums, divergence_over_depths
 from draftsmith.models.sampling import Noise, Sampling, Stream, cut, sample
 from draftsmith.models.slots import Window
 from draftsmith.models.target import Features, Target
-from draftsmith.models.trees import Shape
+from draftsmith.models.trees import Chain, Shape
 
 NO_TOKEN = -1  # fills a draft where a row has nothing to propose; matches nothing
 
@@ -46,6 +47,13 @@ def chain(tokens: Tensor, logits: Tensor | None = None) -> Draft:
     return Draft(tokens, parents, tokens.shape[1], logits)
 
 
+def lookup_chain(tokens: Tensor) -> Draft:
+    """The draft of a drafter that has nothing to say in some rounds: tokens [B, N], then NO_TOKEN."""
+    if tokens.device.type == "cpu":  # a shorter window is cheaper to verify; on a GPU all rounds have one shape
+        tokens = tokens[:, : int((tokens != NO_TOKEN).any(0).sum())]
+    return chain(tokens)
+
+
 def in_target_vocabulary(draft: Draft, ids: Tensor, vocab_size: int) -> Draft:
     """A draft in a vocabulary of its own, whose target ids are `ids` [Vd], in that of the target."""
     tokens = torch.where(draft.tokens < 0, draft.tokens, ids[draft.tokens])  # NO_TOKEN stays
@@ -69,6 +77,25 @@ class DecodingState:
     noise: Noise
     sample_drafts: bool  # draw draft tokens by chance (probabilistic verification) or take the likeliest
     memory: Any = None  # the drafter's own, of `new_memory`
+    own_drafts: bool = True  # what the last round verified was this drafter's draft
+    predictions: Tensor | None = None  # [B, N + 1] the target's likeliest token after each column of the last draft;
+    # NO_TOKEN in rows that have had none; for drafters that read it
+
+    def first(self, count: int) -> "DecodingState":
+        """A view of the first rows: what is written to it stays."""
+        if count == len(self.lengths):
+            return self
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            lengths=self.lengths[:count],
+            features=self.features.first(count),
+            positions=self.positions[:count],
+            num_new=self.num_new[:count],
+            noise=self.noise.first(count),
+            memory=self.memory and self.memory.rows(slice(count)),
+            predictions=None if self.predictions is None else self.predictions[:count],
+        )
 
     def newest(self) -> Tensor:
         """The newest committed token of each row, [B]."""
@@ -124,7 +151,9 @@ class Drafter(nn.Module):
     layer_ids: tuple[int, ...] = ()  # hidden states of the target that it reads
     can_sample: ClassVar[bool] = True  # has probabilities to draw from
     can_branch: ClassVar[bool] = False  # drafts trees too
+    reads_predictions: ClassVar[bool] = False  # what the target said of every node of its last draft
     max_draft_length: int | None = None  # nodes on a path
+    reads_text_alone: ClassVar[bool] = False  # `read` needs no features, so that what was not read can be later
     progress: float = 0.0  # share of training that is done, kept by the training loop
 
     config: Any
@@ -136,10 +165,15 @@ class Drafter(nn.Module):
     def from_target(cls, config: Any, target: Target) -> "Drafter":
         """A new drafter for the target, with starting weights."""
 
+    def own_shape(self, draft_length: int) -> Shape:
+        """The shape of its drafts where chains of this length are asked for."""
+        return Chain(draft_length)
+
     def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Any:
         """What it keeps of the rows' texts from round to round, for drafts of the shape; None where that is nothing.
 
-        `rows(index)` of it is a view of some rows. It may hold copies of the weights as they are now.
+        `rows(index)` of it is a view of some rows, by their indices [b] or a slice from the first. It may hold copies
+        of the weights as they are now.
         """
         return None
 
@@ -154,13 +188,41 @@ class Drafter(nn.Module):
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Tokens to follow each row's newest one, as many as the shape has nodes or fewer."""
 
+    def remember(self, token_ids: list[int]) -> None:
+        """A request is done: its prompt with its answer, for drafters that learn from what was decoded before."""
+
+    def forget(self) -> None:
+        """Drop all that `remember` was told, so that a measurement can be repeated."""
+
     def loss(self, batch: Batch, features: Features) -> LossSums:
         """Sums and counts; "loss" is what training minimises, its count the trained tokens (`loss_mask.sum()`)."""
         raise TypeError(f"{self.kind} has nothing to train")
 
+    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """What `depth` predictions in a row from each slot are made from, on the text as it is (teacher forcing).
+
+        One `Depth` each, of the slots that `slots.next_depth()` marks for it; fewer where the drafter has no more.
+        Features are those of `layer_ids`.
+        """
+        raise TypeError(f"{self.kind} predicts nothing from a text alone")
+
+    def divergence(self) -> Divergence:
+        """What `chain_loss` compares by, at this point of training."""
+        return self.config.divergence
+
     def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
         """The loss of `depth` predictions in a row from each slot."""
-        raise TypeError(f"{self.kind} has nothing to train")
+        slots = ChainLoss(batch.loss_mask)
+        return self.compare(slots, list(self.depths(slots, batch, features, depth)), features)
+
+    def compare(self, chain_loss: ChainLoss, depths: list[Depth], features: Features) -> ChainLoss:
+        """Fill in the divergence of a chain of predictions from the target's own."""
+        chain_loss.total, losses = divergence_over_depths(
+            depths, features.last_hidden.flatten(0, 1), self.target.logits, self.divergence(), self.draft_to_target()
+        )
+        for rows in losses:
+            chain_loss.add(rows)
+        return chain_loss
 
     def followed(self, batch: Batch, features: Features, depth: int) -> Tensor:
         """How many tokens in a row the drafter gets right from each slot on, `depth` at most: [B, T] int64.

@@ -23,7 +23,7 @@ from draftsmith.models.decoder_layer import DecoderLayer, engine_layer_config, l
 from draftsmith.models.eagle_drafting import Drafting, EagleMemory
 from draftsmith.models.errors import require_at_least
 from draftsmith.models.layers import checkpoint_tensors, rotary_table
-from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
+from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums
 from draftsmith.models.slots import Window
 from draftsmith.models.target import Features, Target
 from draftsmith.models.tree_drafting import grow
@@ -81,19 +81,23 @@ class Eagle(Drafter):
 
     def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
         """Distance of each guess from the feature, and divergence of what the target's head makes of both."""
-        chain_loss = ChainLoss(batch.loss_mask)
-        counted = [chain_loss.next_depth().flatten() for _ in range(depth)]
-        slots = DraftingSlots.of(counted[0].view_as(batch.token_ids), batch.positions)
-        for k, guess in enumerate(self.unroll(batch, features.last_hidden, slots, depth)):
-            rows = counted[k][slots.index].nonzero()[:, 0]
-            guesses, wanted = guess[rows], features.last_hidden.flatten(0, 1)[slots.index[rows] + 1 + k]
-            losses = divergence_over_rows(
-                guesses, self.target.logits, wanted, self.target.logits, self.config.divergence
-            )
-            distance = F.smooth_l1_loss(guesses.float(), wanted.float(), reduction="none").mean(-1).sum()
-            loss = self.config.regression_weight * distance + self.config.divergence_weight * losses.loss
-            chain_loss.add(replace(losses, loss=loss), self.config.step_decay**k)
+        slots = ChainLoss(batch.loss_mask)
+        depths = list(self.depths(slots, batch, features, depth))
+        chain_loss, wanted = self.compare(slots, depths, features), features.last_hidden.flatten(0, 1).float()
+        distance = sum(
+            one.weight * F.smooth_l1_loss(one.hidden.float(), wanted[one.teachers], reduction="none").mean(-1).sum()
+            for one in depths
+        )
+        chain_loss.total = self.config.regression_weight * distance + self.config.divergence_weight * chain_loss.total
         return chain_loss
+
+    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """The guesses of the target's last hidden state, which its own head reads."""
+        counted = [slots.next_depth().flatten() for _ in range(depth)]
+        drafting = DraftingSlots.of(counted[0].view_as(batch.token_ids), batch.positions)
+        for k, guess in enumerate(self.unroll(batch, features.last_hidden, drafting, depth)):
+            rows = counted[k][drafting.index].nonzero()[:, 0]
+            yield Depth(guess[rows], self.target.logits, drafting.index[rows] + 1 + k, self.config.step_decay**k)
 
     def unroll(self, batch: Batch, features: Tensor, slots: DraftingSlots, num_steps: int) -> Iterator[Tensor]:
         """The guesses [R, H] of the drafting slots at each unrolled step, from features [B, T, H].

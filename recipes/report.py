@@ -1,4 +1,4 @@
-"""report.html of a run or of a folder of runs, and the same comparison as a table in the terminal."""
+"""report.html of a run or of a folder of runs, and what its tables say."""
 
 import base64
 import json
@@ -9,15 +9,20 @@ from typing import Any
 
 import yaml
 from jinja2 import Environment, StrictUndefined, Template
-from rich import box
-from rich.console import Console, JustifyMethod
-from rich.table import Table
-from rich.text import Text
 
 from draftsmith.inference.teacher_forcing import gap_warning
 from draftsmith.inference.verify import LOSSY
 from draftsmith.recipes.figures import draw_figures
-from draftsmith.recipes.results import Contender, Result, Run, checkpoint_names, read_contenders, read_runs
+from draftsmith.recipes.results import (
+    Contender,
+    Result,
+    Run,
+    checkpoint_names,
+    read_contenders,
+    read_runs,
+    same_conditions,
+    told_apart,
+)
 from draftsmith.train.run_folder import require_writable
 
 PLAIN = "none"  # the name of plain decoding among drafters
@@ -32,6 +37,11 @@ class SummaryRow:
     note: str  # which checkpoint, or beside which it was measured
     trained: bool
     result: Result  # its row of evaluation.json
+
+    @property
+    def plain_beside(self) -> bool:
+        """Plain decoding as a reference, of which only some figures are known."""
+        return self.result["milliseconds_per_round"] is None
 
     @property
     def diverged(self) -> bool:
@@ -62,20 +72,22 @@ def build_report(folder: Path) -> Path:
     runs = read_runs(folder)
     require_writable(folder)
     contenders = read_contenders(folder, runs)
-    figures = draw_figures(runs, contenders, folder / "figures")
     rows = summary_rows(contenders)
+    alike, elsewhere = measured_alike(runs, contenders)
+    figures = draw_figures(*alike, folder / "figures")
     samples = folder / "samples.json"
     content = {
         "folder": folder.resolve().name,
         "runs": runs,
         "headline": headline(rows, runs[0].target, contenders[0].environment),
-        "caveats": caveats(rows),
+        "caveats": caveats(rows) + elsewhere,
         "divergences": divergences(runs),
         "first_differences": first_differences(contenders),
         "certificates": [certificate_text(one.name, one.certificate) for one in contenders if one.certificate],
         "blocks": by_setting(rows),
         "headings": list(cells(rows[0])),
         "cells": cells,
+        "baseline_cells": baseline_cells,
         "domain_cells": domain_cells,
         "teacher_forced_cells": teacher_forced_cells,
         "figures": [(inline_image(path), caption) for path, caption in figures],
@@ -88,40 +100,28 @@ def build_report(folder: Path) -> Path:
     return path
 
 
-def print_summary(folder: Path, console: Console) -> None:
-    """Print the comparison of a run, or of several runs, as tables, one a setting."""
-    print_rows(summary_rows(read_contenders(folder, read_runs(folder))), console)
-
-
-def print_evaluations(contents: list[dict[str, Any]], console: Console) -> None:
-    """Print contents of evaluation.json files, measured in one process, as tables, one a setting."""
-    rows = [
-        SummaryRow(setting_name(result), content["drafter"], "", content["drafter"] != content["drafter_kind"], result)
-        for content in contents
-        for result in content["results"]
-    ]
-    compared: list[SummaryRow] = []
-    for setting, same in by_setting(rows).items():
-        compared += same if any(row.drafter == PLAIN for row in same) else [*same, plain_row(setting, same[0], "")]
-    print_rows(compared, console)
-
-
 # --- the comparison
 
 
 def summary_rows(contenders: list[Contender]) -> list[SummaryRow]:
-    """The contenders and plain decoding at each setting; a setting's trained drafters first, the fastest on top."""
+    """The contenders and plain decoding at each setting; a setting's trained drafters first, the fastest on top.
+
+    What was measured under other conditions (device, threads, dtype, versions) is a setting of its own: times and
+    ratios stand side by side only where they were measured alike.
+    """
+    labels = told_apart([one.environment for one in contenders])
+    blocks: dict[str, list[SummaryRow]] = {}
+    for one, label in zip(contenders, labels, strict=True):
+        for result in one.results:
+            setting = setting_name(result) + (label and f", on {label}")
+            blocks.setdefault(setting, []).append(SummaryRow(setting, one.name, one.note, one.trained, result))
     rows = []
-    for setting in dict.fromkeys(setting_name(result) for one in contenders for result in one.results):
-        block = [
-            SummaryRow(setting, one.name, one.note, one.trained, result)
-            for one in contenders
-            for result in one.results
-            if setting_name(result) == setting
-        ]
-        block.sort(key=lambda row: (not row.trained, -row.result["speedup"]))
+    for setting, block in blocks.items():
+        block.sort(key=lambda row: (not row.trained, row.drafter == PLAIN, -row.result["speedup"]))
         note = "" if block[-1].trained else block[-1].note
-        rows += [*block, plain_row(setting, block[0], note)]
+        rows += block
+        if all(row.drafter != PLAIN for row in block):
+            rows.append(plain_row(setting, block[0], note))
     return rows
 
 
@@ -147,6 +147,7 @@ def plain_row(setting: str, beside: SummaryRow, note: str) -> SummaryRow:
         "milliseconds_per_round": None,
         "step_cost_ratio": 1.0,
         "verification_mode": "greedy",
+        "baselines": {},
         "lossless": {
             **{"checked": 0, "identical": 0, "near_tie_divergences": 0, "divergences": 0},
             "first_differences": [],
@@ -165,14 +166,13 @@ def by_setting(rows: list[SummaryRow]) -> dict[str, list[SummaryRow]]:
 def cells(row: SummaryRow) -> dict[str, str]:
     """The row as text, by column heading."""
     result, plain = row.result, row.drafter == PLAIN
-    low, high = result["speedup_ci95"]
     rate = result["draft_acceptance_rate"]
     phases = result["milliseconds_per_round"]
     return {
         "drafter": row.drafter,
         "acceptance length": f"{result['mean_acceptance_length']:.2f}",
         "draft acceptance": "–" if rate is None else f"{100 * rate:.1f} %",
-        "speedup": "1.00×" if plain else f"{result['speedup']:.2f}× [{low:.2f}, {high:.2f}]",
+        "speedup": "1.00×" if plain else ratio_text(result["speedup"], result["speedup_ci95"]),
         "tokens/s": f"{result['tokens_per_second']:.1f}",
         "plain tokens/s": f"{result['baseline_tokens_per_second']:.1f}",
         "ms a round": f"{result['baseline_tpot_ms']['p50'] if plain else sum(phases.values()):.2f}",
@@ -193,6 +193,30 @@ def domain_cells(block: list[SummaryRow]) -> list[dict[str, str]]:
         for row in block
         if row.drafter != PLAIN and "domains" in row.result
     ]
+
+
+def baseline_cells(block: list[SummaryRow]) -> list[dict[str, str]]:
+    """What transformers reached beside one setting's drafters, as text by the column headings of `cells`."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in block:
+        for name, fields in row.result.get("baselines", {}).items():
+            found.setdefault(f"{name} with {row.drafter}" if name == "assisted" else name, fields)
+    headings, checked = list(cells(block[0])), block[0].result["num_prompts"]
+    return [
+        dict.fromkeys(headings, "–")
+        | {
+            "drafter": f"transformers {name}",
+            "speedup": ratio_text(fields["speedup_over_plain"], fields["speedup_over_plain_ci95"]),
+            "tokens/s": f"{fields['tokens_per_second']:.1f}",
+            "plain tokens/s": f"{block[0].result['baseline_tokens_per_second']:.1f}",
+            "identical outputs": "not compared" if fields["identical"] is None else f"{fields['identical']}/{checked}",
+        }
+        for name, fields in found.items()
+    ]
+
+
+def ratio_text(ratio: float, interval: list[float]) -> str:
+    return f"{ratio:.2f}× [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
 def domain_text(fields: dict[str, Any]) -> str:
@@ -262,49 +286,20 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def print_rows(rows: list[SummaryRow], console: Console) -> None:
-    """One table a setting, in the columns that fit a terminal."""
-    headings = ("drafter", "acceptance length", "speedup", "tokens/s", "ms a round", "identical outputs")
-    text_widths = {"drafter": 11, "identical outputs": 9}  # at least
-    styles = {"faster": "green", "slower": "red", "": ""}
-    for setting, block in by_setting(rows).items():
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in headings:
-            is_text = heading in text_widths
-            justify: JustifyMethod = "left" if is_text else "right"
-            table.add_column(
-                heading.replace(" ", "\n", 1),
-                justify=justify,
-                no_wrap=not is_text,
-                min_width=text_widths.get(heading),
-                overflow="fold",
-            )
-        for row in block:
-            texts = {heading: Text(text) for heading, text in cells(row).items()}
-            texts["speedup"].stylize(styles[row.verdict])
-            texts["identical outputs"].stylize("bold white on red" if row.diverged else "")
-            table.add_row(*(texts[heading] for heading in headings))
-        console.print(Text(setting, style="bold"), table)
-        for row in block:
-            if row.gap:
-                console.print(Text(f"{row.drafter}: {row.gap}", style="bold red"))
-        print_domains(block, console)
-
-
-def print_domains(block: list[SummaryRow], console: Console) -> None:
-    """A table of one setting by domain, where prompts have one."""
-    rows = domain_cells(block)
-    if not rows:
-        return
-    table = Table(
-        *rows[0], box=box.SIMPLE_HEAD, pad_edge=False, title="acceptance length, speedup", title_justify="left"
-    )
-    for row in rows:
-        table.add_row(*map(Text, row.values()))
-    console.print(table)
-
-
 # --- the page
+
+
+def measured_alike(runs: list[Run], contenders: list[Contender]) -> tuple[tuple[list[Run], list[Contender]], list[str]]:
+    """The runs and contenders that figures may put beside the first, and what to say of the others."""
+    alike = [same_conditions(contenders[0].environment, one.environment) for one in contenders]
+    kept = [one for one, same in zip(contenders, alike, strict=True) if same]
+    elsewhere = [
+        f"{one.name} was measured elsewhere ({one.environment['device']}, {one.environment['dtype']}, "
+        f"{one.environment['num_threads']} CPU threads): it has tables of its own, and no place in the figures."
+        for one, same in zip(contenders, alike, strict=True)
+        if not same
+    ]
+    return ([run for run in runs if same_conditions(contenders[0].environment, run.best.environment)], kept), elsewhere
 
 
 def headline(rows: list[SummaryRow], target: str, environment: dict[str, Any]) -> str:

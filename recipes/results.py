@@ -23,6 +23,7 @@ class Checkpoint:
     results: list[Result]
     baselines: dict[str, list[Result]]  # training-free drafters, measured in the same process
     certificate: dict[str, Any] | None  # of losslessness, where one was asked for
+    environment: dict[str, Any]  # that it was measured in
 
 
 @dataclass
@@ -67,30 +68,59 @@ def read_contenders(folder: Path, runs: list[Run]) -> list[Contender]:
     These are the drafters that were compared in one process, where the folder holds such a `comparison/`; else the best
     checkpoint of each run and the baselines that were measured beside the fastest.
     """
-    compared = sorted((folder / "comparison").glob("*/evaluation.json"))
-    if compared:
-        found = [_compared(json.loads(path.read_text())) for path in compared]
+    paths = sorted((folder / "comparison").glob("*/evaluation.json"))
+    if paths:
+        found = [compared(json.loads(path.read_text())) for path in paths]
     else:
         beside = f"measured beside {runs[0].name}, step {runs[0].best.step}"
         found = [
-            Contender(run.name, f"step {run.best.step}", True, run.best.results, run.environment, run.best.certificate)
+            Contender(
+                run.name, f"step {run.best.step}", True, run.best.results, run.best.environment, run.best.certificate
+            )
             for run in runs
         ]
         found += [
-            Contender(name, beside, False, results, runs[0].environment)
+            Contender(name, beside, False, results, runs[0].best.environment)
             for name, results in runs[0].best.baselines.items()
         ]
     return sorted(found, key=lambda one: (not one.trained, -one.results[0]["speedup"]))
 
 
-def _compared(content: dict[str, Any]) -> Contender:
+def compared(content: dict[str, Any]) -> Contender:
+    """A drafter from the content of its evaluation.json."""
     trained = content["drafter"] != content["drafter_kind"]
     name, note = checkpoint_names(Path(content["drafter"])) if trained else (content["drafter"], "")
     return Contender(name, note, trained, content["results"], content["environment"], content.get("certificate"))
 
 
+def conditions(environment: dict[str, Any]) -> dict[str, str]:
+    """What the speed of decoding hangs on besides the drafter, as text by name."""
+    versions = environment["versions"]
+    return {
+        "device": environment["device"],
+        "dtype": environment["dtype"],
+        "threads": f"{environment['num_threads']} CPU threads",
+        "target": f"target {environment['target_fingerprint']}",
+        **{name: f"{name} {versions.get(name)}" for name in ("torch", "transformers", "triton")},
+    }
+
+
+def same_conditions(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether times that were measured in two environments may stand side by side."""
+    return conditions(one) == conditions(other)
+
+
+def told_apart(environments: list[dict[str, Any]]) -> list[str]:
+    """Of each environment the conditions in which not all agree, as text; nothing where all do."""
+    found = [conditions(environment) for environment in environments]
+    differing = [name for name in found[0] if len({one[name] for one in found}) > 1]
+    return [", ".join(one[name] for name in differing) for one in found]
+
+
 def checkpoint_names(path: Path) -> tuple[str, str]:
-    """Name of the run and "step N" where the path is that of a run's checkpoint; else its last part and nothing."""
+    """Name of the run and "step N" or "best" where the path is that of a run's checkpoint; else its last part."""
+    if path.name == "best":
+        return path.absolute().parent.name, "best"
     if path.parent.name == "checkpoints":
         return path.parent.parent.name, f"step {checkpoint_step(path)}"
     return path.name, ""
@@ -133,4 +163,6 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
         for path in sorted(folder.glob("evaluation.*.json"))
     }
     content = json.loads((folder / "evaluation.json").read_text())
-    return Checkpoint(checkpoint_step(folder), content["results"], baselines, content.get("certificate"))
+    return Checkpoint(
+        checkpoint_step(folder), content["results"], baselines, content.get("certificate"), content["environment"]
+    )
