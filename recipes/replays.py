@@ -36,7 +36,7 @@ from draftsmith.inference.verify import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.sampling import Sampling
-from draftsmith.models.trees import Chain, StaticTree
+from draftsmith.models.trees import Chain, DynamicTree, StaticTree
 from draftsmith.train.run_folder import require_writable
 
 LONGEST = 8  # draft length up to which chains are replayed where none is given
@@ -109,7 +109,11 @@ def replay_settings(args: argparse.Namespace, grid: list[MeasureSettings]) -> Re
                 f"{name} has no effect with --replay, which takes no time and tries all modes: leave it out"
             )
     samplings = tuple(dict.fromkeys(check_sampling(one.temperature, one.top_p, 0) for one in grid))
-    trees = dict.fromkeys(check_replayed_as(one.draft, "one_hot") for one in grid if not isinstance(one.draft, int))
+    trees: dict[Chain | StaticTree, None] = {}
+    for draft in (one.draft for one in grid if not isinstance(one.draft, int)):
+        if not isinstance(draft, StaticTree | DynamicTree):
+            raise UserError("a schedule cannot be replayed, it goes by how many requests run: leave out --replay")
+        trees[check_replayed_as(draft, "one_hot")] = None
     return ReplaySettings(samplings, max(args.draft_length or [LONGEST]), tuple(trees), args.max_new_tokens, args.seed)
 
 
