@@ -84,6 +84,9 @@ def _evaluate(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--certify", action="store_true", help="test that the output is the target's; takes a minute")
     sub.add_argument(
+        "--replay", action="store_true", help="acceptance only, of all draft lengths and modes, from one recording"
+    )
+    sub.add_argument(
         "--baseline", nargs="+", default=[], metavar="NAME", help="of transformers: generate, assisted, prompt_lookup"
     )
     sub.add_argument("--max-new-tokens", type=int, default=32, help="of an answer (%(default)s)")

@@ -35,6 +35,7 @@ from draftsmith.recipes.load_test import evaluate_under_load
 from draftsmith.recipes.printing import print_evaluations
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
+from draftsmith.recipes.replays import replay_drafters, replay_settings
 from draftsmith.recipes.report import build_report, certificate_text
 from draftsmith.recipes.targets import TARGET_RECIPES
 from draftsmith.recipes.watch import watch as watch_server
@@ -137,7 +138,10 @@ def evaluate(args: argparse.Namespace) -> None:
     names = [prompts.name for prompts in prompt_sets]
     if len(set(names)) < len(names):
         raise UserError(f"--prompts: the sets {', '.join(names)} cannot be told apart by name: rename one of the files")
-    evaluate_side_by_side(args, target, prompt_sets, grid)
+    if args.replay:
+        replay_drafters(target, args.drafter, prompt_sets, replay_settings(args, grid), args.out, console)
+    else:
+        evaluate_side_by_side(args, target, prompt_sets, grid)
 
 
 def settings_grid(args: argparse.Namespace) -> list[MeasureSettings]:
