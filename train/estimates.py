@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from draftsmith.models import DRAFTERS, Target
+from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.losses import CHUNK_ELEMENTS
 from draftsmith.models.target import Whole, drop_layers
 from draftsmith.train.config import TrainConfig
@@ -96,16 +96,22 @@ class Estimate:
         return self.operations / (device.peak * UTILISATION * num_devices) / 3600
 
 
-def estimate(config: TrainConfig, target_config: PretrainedConfig, tokens_per_sample: int) -> Estimate:
+def estimate(
+    config: TrainConfig, target_config: PretrainedConfig, tokens_per_sample: int, drafter: Drafter | None = None
+) -> Estimate:
     """What a recipe takes for a target of this shape, its features made online in bf16.
 
+    `drafter`: one that was built by the recipe; without it, one is built without its numbers.
     `tokens_per_sample`: prompt and answer. A token passes once through the target's layers; through what the drafter
     trains once, or as often as the recurrence is unrolled; through the target's head once, or once for each head that
     is taught by itself.
     """
     size = target_size(target_config)
-    with torch.device("meta"):
-        drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, meta_target(target_config, config.target))
+    if drafter is None:
+        with torch.device("meta"):
+            drafter = DRAFTERS[config.drafter.kind].from_target(
+                config.drafter, meta_target(target_config, config.target)
+            )
     trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     passes = getattr(config.drafter, "unroll_steps", 1)
     teachers = getattr(config.drafter, "num_heads", 1)  # EAGLE's depths share theirs
