@@ -82,6 +82,9 @@ def _evaluate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--synthetic-acceptance", type=float, nargs="+", default=[], metavar="RATE", help="accept at these chances"
     )
+    sub.add_argument(
+        "--choose", metavar="FIT_PROMPTS", help="fit draft length, tree and schedule on these, report on --prompts"
+    )
     sub.add_argument("--certify", action="store_true", help="test that the output is the target's; takes a minute")
     sub.add_argument(
         "--replay", action="store_true", help="acceptance only, of all draft lengths and modes, from one recording"
@@ -112,6 +115,26 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         load.add_argument(
             f"--{name}-lengths", type=float, nargs=2, metavar=("MEDIAN", "SIGMA"), help=f"lognormal; {text}"
         )
+
+
+def _plan(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--target", required=True, help="Hub name or directory")
+    sub.add_argument(
+        "--drafter", required=True, action="append", help="kind or recipe, untrained, or a checkpoint; repeatable"
+    )
+    sub.add_argument("--batch-size", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="(%(default)s)")
+    sub.add_argument("--context", type=int, help="tokens of each request (256, or half of the target's context)")
+    sub.add_argument("--draft-length", type=int, nargs="+", default=[], help="(1 to 8, or as far as the drafter goes)")
+    sub.add_argument(
+        "--acceptance",
+        nargs="+",
+        default=[],
+        metavar="FILE_OR_RATE",
+        help="evaluation.json of a similar drafter, or the chance of each drafted token to be accepted",
+    )
+    sub.add_argument("--num-threads", type=int, help="CPU threads to compute with (torch's default)")
+    sub.add_argument("--out", type=Path, required=True, help="folder to write")
+    _add_device(sub)
 
 
 def _export(sub: argparse.ArgumentParser) -> None:
@@ -167,6 +190,7 @@ COMMANDS = {  # name: what --help says, and what adds its arguments
     "prepare": ("let the target answer prompts: the text to train on", _prepare),
     "train": ("train a drafter by a recipe; the same command resumes an interrupted run", _train),
     "evaluate": ("measure acceptance and speed of drafters beside plain decoding", _evaluate),
+    "plan": ("say before training whether a drafter can pay, from what it costs on this device", _plan),
     "export": ("write a checkpoint as a serving engine loads it, with the command that serves it", _export),
     "watch": ("acceptance of a running vLLM, beside what was measured at export", _watch),
     "generate": ("stream text; tokens that were drafted and accepted are green", _generate),

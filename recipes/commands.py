@@ -29,9 +29,12 @@ from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, first_line, require_at_least
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.trees import DynamicTree, StaticTree
+from draftsmith.recipes.choose import choose_and_evaluate
 from draftsmith.recipes.comparison import Options, compare
 from draftsmith.recipes.deliver import DeliverySettings, deliver
 from draftsmith.recipes.load_test import evaluate_under_load
+from draftsmith.recipes.plan import PlanSettings
+from draftsmith.recipes.plan import plan as make_plan
 from draftsmith.recipes.printing import print_evaluations
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
@@ -140,6 +143,9 @@ def evaluate(args: argparse.Namespace) -> None:
         raise UserError(f"--prompts: the sets {', '.join(names)} cannot be told apart by name: rename one of the files")
     if args.replay:
         replay_drafters(target, args.drafter, prompt_sets, replay_settings(args, grid), args.out, console)
+    elif args.choose:
+        where = args.out, args.num_threads, args.num_prompts, console
+        choose_and_evaluate(target, args.drafter, args.choose, prompt_sets, grid, *where)
     else:
         evaluate_side_by_side(args, target, prompt_sets, grid)
 
@@ -207,6 +213,15 @@ def parse_tree(text: str) -> StaticTree | DynamicTree:
     except ValueError:
         raise UserError(f"--tree {text}: give NODES,DEPTH,WIDTH or the path of a .json list of choices") from None
     return DynamicTree(num_nodes, depth, width)
+
+
+def plan(args: argparse.Namespace) -> None:
+    if args.num_threads is not None:
+        require_at_least("--num-threads", args.num_threads)
+    if args.context is not None:
+        require_at_least("--context", args.context)
+    settings = PlanSettings(args.batch_size, args.context, args.draft_length, args.acceptance, args.num_threads)
+    make_plan(Target.from_pretrained(args.target, args.device), args.drafter, settings, args.out, console)
 
 
 def export(args: argparse.Namespace) -> None:
