@@ -31,7 +31,7 @@ from draftsmith.models.sampling import Sampling
 from draftsmith.models.trees import DynamicTree, StaticTree
 from draftsmith.recipes.comparison import Options, compare
 from draftsmith.recipes.deliver import DeliverySettings, deliver
-from draftsmith.recipes.load_test import evaluate_under_load
+from draftsmith.recipes.load_test import evaluate_under_load, refuse_load_settings
 from draftsmith.recipes.printing import print_evaluations
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
@@ -128,6 +128,7 @@ def evaluate(args: argparse.Namespace) -> None:
     """A function a mode, each from the target and its prompt sets on."""
     if args.load:
         return evaluate_under_load(args, console)
+    refuse_load_settings(args)
     grid = settings_grid(args)
     target = Target.from_pretrained(args.target, args.device)
     if args.num_prompts is not None:
