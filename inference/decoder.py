@@ -275,8 +275,10 @@ def resolve_settings(
         draft, verification_mode, synthetic_rates = 0, None, ()
     schedule = draft if isinstance(draft, Schedule | Adaptive) else None
     draft = draft.longest if isinstance(draft, Schedule | Adaptive) else draft
-    shape = Chain(draft) if isinstance(draft, int) else draft
-    check_shape(shape, drafter)
+    check_shape(Chain(draft) if isinstance(draft, int) else draft, drafter)
+    shape = drafter.own_shape(draft) if isinstance(draft, int) else draft
+    if schedule and not isinstance(shape, Chain):
+        raise UserError(f"schedule: {drafter.kind} drafts no chains; leave it out and set draft_length")
     mode = resolve_mode(verification_mode, sampling, drafter, shape)
     if bool(synthetic_rates) != (mode == "synthetic"):
         raise UserError("synthetic acceptance needs both verification_mode synthetic and its rates")

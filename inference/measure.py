@@ -221,9 +221,7 @@ def result_row(
         "top_p": settings.top_p,
         "verification_mode": how.verification_mode,
         "batch_size": settings.batch_size,
-        "draft_length": settings.draft_length,
-        "tree_nodes": settings.draft.num_nodes if isinstance(settings.draft, StaticTree | DynamicTree) else None,
-        **({"schedule": how.schedule.to_json()} if how.schedule else {}),
+        **shape_fields(settings, how),
         "max_new_tokens": settings.max_new_tokens,
         **acceptance_fields(total),
         "baseline_tokens_per_second": speed(batch_totals(plain)),
@@ -255,6 +253,15 @@ def baseline_fields(outputs: Outputs, plain: Outputs, is_greedy: bool) -> dict[s
         "speedup_over_plain_ci95": ratio["speedup_ci95"],
         "identical": sum(own[0].token_ids == beside[0].token_ids for own, beside in texts) if is_greedy else None,
     }
+
+
+def shape_fields(settings: MeasureSettings, how: GenerationSettings) -> dict[str, Any]:
+    """As it was asked for; where a drafter made a tree of a chain, that tree."""
+    shape = settings.draft if isinstance(how.shape, Chain) else how.shape
+    schedule = {"schedule": how.schedule.to_json()} if how.schedule else {}
+    if isinstance(shape, StaticTree | DynamicTree):
+        return {"draft_length": shape.depth, "tree_nodes": shape.num_nodes}
+    return {"draft_length": settings.draft_length, "tree_nodes": None, **schedule}
 
 
 def domain_fields(

@@ -79,6 +79,9 @@ class Rows:
             sample_drafts=settings.verification_mode in verify.SAMPLED_DRAFTS,
             memory=drafter.new_memory(num_rows, num_slots, settings.shape),
         )
+        if drafter.reads_predictions:
+            columns = settings.shape.num_nodes + 1
+            self.state.predictions = torch.full((num_rows, columns), NO_TOKEN, device=device)
         self._width = num_rows  # rows from the left that a round computes
         self._num_columns = 1  # of the features, that the last pass filled
         self._num_unread = 0  # newest tokens of a row, at most, that the drafter has still to read from the text
@@ -125,6 +128,8 @@ class Rows:
         state.positions[index] = lengths[:, None] - 1 + torch.arange(state.positions.shape[1], device=device)
         state.num_new[index] = 1
         state.features.put(newest, index)
+        if state.predictions is not None:
+            state.predictions[index] = NO_TOKEN
         self.finished[index] = finished
         self.limits[index] = lengths + most
         head = torch.zeros(len(prompts), RECORD_HEAD, dtype=torch.int64, device=device)
@@ -218,13 +223,15 @@ class Rows:
         cache = self.cache if self._width == self.num_rows else self.cache.rows(slice(self._width))
         tokens = torch.cat([state.newest()[:, None], draft.tokens.clamp(min=0)], 1)  # [B, N + 1]
         features = self.target.run(tokens, draft_window(state.lengths - 1, draft), cache, self.drafter.layer_ids)
-        verified = self._verify(state, self.target.logits(features.last_hidden), draft)
+        logits = self.target.logits(features.last_hidden)  # [B, N + 1, V] of what follows each column of the window
+        verified = self._verify(state, logits, draft)
+        if state.predictions is not None:
+            state.predictions.copy_(logits.argmax(-1))
         if not draft.is_chain:
             cache.keep_path(state.lengths - 1, verified.path)
         return self._commit(state, draft, verified, features)
 
     def _verify(self, state: DecodingState, logits: Tensor, draft: Draft) -> Verified:
-        """logits [B, N + 1, V] of what follows each column of the window"""
         mode, rules = self.settings.verification_mode, self.rules
         nodes = draft.tokens, draft.parents, draft.depth
         if mode == "greedy":
@@ -254,12 +261,12 @@ class Rows:
         if not draft.is_chain:
             features = features.gather(torch.cat([torch.zeros_like(verified.path[:, :1]), verified.path], 1))
             tokens = tokens.gather(1, (verified.path - 1).clamp(min=0))
-        tokens = torch.cat([tokens, verified.next_token[:, None]], 1)  # [B, D + 1]
+        tokens = torch.cat([tokens.clamp(min=0), verified.next_token[:, None]], 1)  # [B, D + 1]
         tokens.scatter_(1, num_accepted[:, None], verified.next_token[:, None])
         columns = torch.arange(state.positions.shape[1], device=tokens.device)
         positions = prefix[:, None] + columns
         columns = columns[: tokens.shape[1]]
-        # what lies past the new length is written over later
+        # what lies past the new length is some token, and is written over later
         state.token_ids.scatter_(1, state.lengths[:, None] + columns, tokens)
 
         ends_text = torch.isin(tokens, self.eos) & (columns <= num_accepted[:, None])

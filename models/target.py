@@ -225,7 +225,7 @@ class Target:
             last_hidden = run_on_slots(self.model, token_ids, window, cache)
         return Features(last_hidden, capture.side_by_side())
 
-    @torch.no_grad()
+    @torch.no_grad()  # not inference_mode: the drafter's backward pass keeps the features
     def features(self, batch: Batch, layer_ids: tuple[int, ...] = ()) -> Features:
         """Read whole rows of text at once."""
         with _Capture(self.decoder_layers, layer_ids) as capture:

@@ -81,7 +81,7 @@ def _evaluate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--baseline", nargs="+", default=[], metavar="NAME", help="of transformers: generate, assisted, prompt_lookup"
     )
-    sub.add_argument("--max-new-tokens", type=int, default=48, help="of an answer (%(default)s)")
+    sub.add_argument("--max-new-tokens", type=int, default=32, help="of an answer (%(default)s)")
     sub.add_argument("--repeats", type=int, help="of every setting (up to 5, 2 at least, that fit into 4 minutes)")
     sub.add_argument("--minutes", type=float, help="time that chooses the repeats instead, 2 at least")
     sub.add_argument("--num-threads", type=int, help="CPU threads to compute with (torch's default)")
@@ -190,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     from draftsmith.models.errors import UserError  # torch is slow to import and --help needs none of it
     from draftsmith.recipes import commands
+    from draftsmith.train.signals import Stopped
 
     try:
         getattr(commands, args.command)(args)
@@ -198,6 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return stopped.exit_code
     except KeyboardInterrupt:
         print(f"interrupted: give the same command again to go on ({args.command})", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -41,6 +41,7 @@ from draftsmith.recipes.watch import watch as watch_server
 from draftsmith.train import train as train_drafter
 from draftsmith.train.config import resolve
 from draftsmith.train.overfit import overfit
+from draftsmith.train.run_folder import measured_checkpoints
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -120,7 +121,7 @@ def train(args: argparse.Namespace) -> None:
         overfit(config, args.overfit)
         return
     run = train_drafter(config)
-    if config.evaluation.prompts and PartialState().is_main_process:
+    if measured_checkpoints(run) and PartialState().is_main_process:
         console.print(f"report: {build_report(run)}")
 
 

@@ -41,6 +41,8 @@ def print_rows(rows: list[SummaryRow], console: Console) -> None:
             )
         for row in block:
             texts = {heading: Text(text) for heading, text in cells(row).items()}
+            if row.trained and row.note:
+                texts["drafter"].append(f", {row.note}")
             texts["speedup"].stylize(styles[row.verdict])
             texts["identical outputs"].stylize("bold white on red" if row.diverged else "")
             table.add_row(*(texts[heading] for heading in headings))

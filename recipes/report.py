@@ -39,6 +39,11 @@ class SummaryRow:
     result: Result  # its row of evaluation.json
 
     @property
+    def plain_beside(self) -> bool:
+        """Plain decoding as a reference, of which only some figures are known."""
+        return self.result["milliseconds_per_round"] is None
+
+    @property
     def diverged(self) -> bool:
         return self.result["lossless"]["divergences"] > 0
 
@@ -82,6 +87,7 @@ def build_report(folder: Path) -> Path:
         "blocks": by_setting(rows),
         "headings": list(cells(rows[0])),
         "cells": cells,
+        "baseline_cells": baseline_cells,
         "domain_cells": domain_cells,
         "teacher_forced_cells": teacher_forced_cells,
         "figures": [(inline_image(path), caption) for path, caption in figures],

@@ -118,7 +118,9 @@ def told_apart(environments: list[dict[str, Any]]) -> list[str]:
 
 
 def checkpoint_names(path: Path) -> tuple[str, str]:
-    """Name of the run and "step N" where the path is that of a run's checkpoint; else its last part and nothing."""
+    """Name of the run and "step N" or "best" where the path is that of a run's checkpoint; else its last part."""
+    if path.name == "best":
+        return path.absolute().parent.name, "best"
     if path.parent.name == "checkpoints":
         return path.parent.parent.name, f"step {checkpoint_step(path)}"
     return path.name, ""
