@@ -40,7 +40,6 @@ CONTENDER_COLOURS = {"off": BASELINE_COLOUR, "on": COLOURS[1], "scheduled": COLO
 def evaluate_under_load(args: argparse.Namespace, console: Console) -> None:
     """The command. Raises `UserError`, before anything is measured or written, for settings that do not go together."""
     settings = load_settings(args)
-    refuse_ignored(args)
     target = Target.from_pretrained(args.target, args.device)
     prompts = read_prompt_set(args.prompts[0], target, args.num_prompts, args.max_new_tokens)
     drafter, plain = load_drafter(args.drafter[0], target), load_drafter("none", target)
@@ -92,6 +91,8 @@ def evaluate_under_load(args: argparse.Namespace, console: Console) -> None:
 
 
 def load_settings(args: argparse.Namespace) -> LoadSettings:
+    """From the command line; `UserError` for what does not go together or would be ignored."""
+    refuse_ignored(args)
     if bool(args.rate) == bool(args.concurrency):
         raise UserError("--load: give either --rate (requests a second) or --concurrency (requests at once)")
     values = sorted(args.rate or args.concurrency)
@@ -122,16 +123,8 @@ def load_settings(args: argparse.Namespace) -> LoadSettings:
 
 def refuse_load_settings(args: argparse.Namespace) -> None:
     """Without --load those of a load test would do nothing."""
-    names = [
-        "rate",
-        "concurrency",
-        "requests",
-        "max_batch",
-        "sla_ttft_ms",
-        "sla_tpot_ms",
-        "prompt_lengths",
-        "output_lengths",
-    ]
+    names = ["rate", "concurrency", "requests", "max_batch", "prompt_lengths", "output_lengths"]
+    names += ["sla_ttft_ms", "sla_tpot_ms"]
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
     if given:
         raise UserError(f"{', '.join(given)}: of a load test only; add --load")

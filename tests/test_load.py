@@ -31,7 +31,7 @@ from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.cli import main, parse
-from draftsmith.recipes.load_test import load_settings, refuse_ignored, refuse_load_settings
+from draftsmith.recipes.load_test import load_settings, refuse_load_settings
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17], [18]]
 
@@ -214,34 +214,17 @@ BASE = ["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p", "--out"
 )
 def test_settings_that_would_be_ignored_are_refused(words: str) -> None:
     args = parse([*BASE, *words.split()])
+    check = load_settings if args.load else refuse_load_settings
     with pytest.raises(UserError):
-        if args.load:
-            refuse_ignored(args)
-            load_settings(args)
-        else:
-            refuse_load_settings(args)
+        check(args)
 
 
 def test_the_command(tiny_target: Target, tmp_path: Path) -> None:
     """From prompts to load.json, its figure and a verdict; without a schedule it measures costs for one."""
     (tmp_path / "p.txt").write_text("def f(x):\nThe smith heats the iron\n")
     words = ["--target", tiny_target.name, "--drafter", "ngram", "--prompts", str(tmp_path / "p.txt")]
-    more = [
-        "--load",
-        "--concurrency",
-        "1",
-        "2",
-        "--requests",
-        "10",
-        "--repeats",
-        "1",
-        "--max-new-tokens",
-        "12",
-        "--sla-tpot-ms",
-        "1e6",
-        "--device",
-        "cpu",
-    ]
+    more = ["--load", "--concurrency", "1", "2", "--requests", "10", "--repeats", "1", "--max-new-tokens", "12"]
+    more += ["--sla-tpot-ms", "1e6", "--device", "cpu"]
     assert main(["evaluate", *words, *more, "--out", str(tmp_path / "out")]) == 0
     content = json.loads((tmp_path / "out/load.json").read_text())
     assert [(row["load"], row["contender"]) for row in content["stages"]] == list(
