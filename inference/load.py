@@ -18,6 +18,7 @@ from draftsmith.inference.generation import Generation
 from draftsmith.inference.rows import GenerationSettings
 from draftsmith.inference.schedule import Adaptive, Schedule
 from draftsmith.inference.speed import percentiles
+from draftsmith.models.errors import UserError
 
 WARM_UP_SHARE = 0.2  # of a run's requests, from the first on, that only bring it to a steady state
 SLA_PERCENTILE = "p95"
@@ -348,10 +349,14 @@ def measure_round_costs(
             generation = Generation(decoder.rows_for(constant, size, max(map(len, prompts))), batch, list(range(size)))
             generation.step()
             seconds: list[float] = []
-            while generation.running() and generation.num_running == size and len(seconds) < num_rounds:
+            while generation.running() and len(seconds) < num_rounds:
+                if seconds and generation.num_running < size:
+                    break
                 before = time.perf_counter()
                 generation.step()
                 seconds.append(time.perf_counter() - before)
+            if not seconds:
+                raise UserError("every answer ended with its first token, which leaves nothing to time: see --prompts")
             times.append(float(np.median(seconds)) * 1000)
         table.append((size, tuple(times)))
     return Adaptive(tuple(candidates), tuple(table))
