@@ -32,7 +32,7 @@ from draftsmith.models.trees import DynamicTree, StaticTree
 from draftsmith.recipes.choose import choose_and_evaluate
 from draftsmith.recipes.comparison import Options, compare
 from draftsmith.recipes.deliver import DeliverySettings, deliver
-from draftsmith.recipes.load_test import evaluate_under_load
+from draftsmith.recipes.load_test import evaluate_under_load, refuse_load_settings
 from draftsmith.recipes.plan import PlanSettings
 from draftsmith.recipes.plan import plan as make_plan
 from draftsmith.recipes.printing import print_evaluations
@@ -133,6 +133,7 @@ def evaluate(args: argparse.Namespace) -> None:
     """A function a mode, each from the target and its prompt sets on."""
     if args.load:
         return evaluate_under_load(args, console)
+    refuse_load_settings(args)
     grid = settings_grid(args)
     target = Target.from_pretrained(args.target, args.device)
     if args.num_prompts is not None:
