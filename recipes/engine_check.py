@@ -139,11 +139,17 @@ def add_speed(
 
 
 def run_venv(
-    venv: Path, settings: dict[str, Any] | None, target: Target, prompts: list[list[int]], max_new_tokens: int
+    venv: Path,
+    settings: dict[str, Any] | None,
+    target: Target,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    plugins: Path | None = None,
 ) -> EngineRun:
     """Decode with the vLLM of an environment, in the target's precision. `settings` None: without a drafter.
 
-    All prompts at once, which is counted, then each of them alone, which is timed.
+    All prompts at once, which is counted, then each of them alone, which is timed. `plugins`: a folder from which
+    vLLM imports what the settings name.
     """
     python = venv / "bin" / "python"
     if not python.is_file():
@@ -163,6 +169,8 @@ def run_venv(
     }
     # PYTHONPATH is for our interpreter; the rest may be needed to find compilers and devices
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if plugins:
+        environment["PYTHONPATH"] = str(plugins.resolve())
     with tempfile.TemporaryDirectory() as folder:
         asked, answer = Path(folder) / "job.json", Path(folder) / "result.json"
         asked.write_text(json.dumps(job))

@@ -8,6 +8,7 @@ import json
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +18,7 @@ from draftsmith.inference.schedule import Schedule, for_sglang, for_vllm
 from draftsmith.models import CHANGED_TARGET, Checkpoint, Target, build_drafter, checkpoint_of, read_checkpoint
 from draftsmith.models.base import OWN_EMBEDDING
 from draftsmith.models.errors import UserError
+from draftsmith.recipes import vllm_medusa
 from draftsmith.recipes.engine_rules import (
     DTYPES,
     RULES,
@@ -29,6 +31,7 @@ from draftsmith.recipes.engine_rules import (
 
 ENGINES = ("vllm", "sglang", "speculators", "safeailab", "fasterdecoding")
 WEIGHT_FILES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}  # else model.safetensors
+PLUGIN = Path(vllm_medusa.__file__)  # lies beside Medusa heads, for a vLLM that has none of its own
 SGLANG_ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms whose draft length SGLang can change
 SGLANG_SCHEDULE = "sglang_schedule.json"
 # fmt: off
@@ -98,6 +101,8 @@ def write(files: Checkpoint, engine: str, out: Path, target: Target) -> None:
             save_file(files.tensors, out / "model.safetensors", metadata={"format": "pt"})
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}") from None
+    if files.kind == "medusa" and engine == "vllm":
+        (out / PLUGIN.name).write_text(PLUGIN.read_text())
     if files.kind == "draft_model":
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(out)
@@ -243,11 +248,30 @@ def serve_command(
     return shlex.join(["vllm", "serve", exported.target, "--speculative-config", json.dumps(settings)])
 
 
+def plugin_command(exported: Exported, where: str, draft_length: int) -> str:
+    """vLLM imports the plug-in from a folder: where `where` is a name on the Hub, run it in a copy of the directory."""
+    folder = where if Path(where).is_dir() else "."
+    settings = plugin_config(min(draft_length, exported.max_draft_length or draft_length))
+    command = ["env", f"PYTHONPATH={folder}", "vllm", "serve", exported.target]
+    return shlex.join([*command, "--speculative-config", json.dumps(settings)])
+
+
+def plugin_config(draft_length: int) -> dict[str, Any]:
+    """What vLLM is told of the plug-in."""
+    name = f"{PLUGIN.stem}.{vllm_medusa.MedusaProposer.__name__}"
+    return {"method": "custom_class", "model": name, "num_speculative_tokens": draft_length}
+
+
 def write_scripts(
     exported: Exported, where: str, draft_length: int, schedule: Schedule | None = None
 ) -> dict[str, str]:
-    """serve_vllm.sh, serve_sglang.sh for the engines that serve the directory; returns engine -> command."""
+    """serve_vllm.sh, serve_sglang.sh for the engines that serve the directory; returns engine -> command.
+
+    serve_vllm_plugin.sh serves Medusa heads with a vLLM newer than 0.32.
+    """
     commands = {e: serve_command(exported, e, where, draft_length, schedule) for e in exported.served_by}
+    if (exported.directory / PLUGIN.name).is_file():
+        commands["vllm_plugin"] = plugin_command(exported, where, draft_length)
     if SGLANG_SCHEDULE in commands.get("sglang", ""):
         assert schedule is not None
         (exported.directory / SGLANG_SCHEDULE).write_text(json.dumps(for_sglang(schedule), indent=2) + "\n")

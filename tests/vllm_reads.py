@@ -21,9 +21,8 @@ def read(command: str) -> dict[str, object]:
     words = shlex.split(command)
     assert words[:2] == ["vllm", "serve"]
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words[2:])
-    engine_args = EngineArgs.from_cli_args(arguments)
-    engine_args.model = arguments.model_tag  # as `vllm serve` sets it
-    config = engine_args.create_engine_config()
+    arguments.model = arguments.model_tag  # as `vllm serve` does
+    config = EngineArgs.from_cli_args(arguments).create_engine_config()
     speculative = config.speculative_config
     schedule, longest = speculative.num_speculative_tokens_per_batch_size, speculative.num_speculative_tokens
     size = config.scheduler_config.max_num_seqs
