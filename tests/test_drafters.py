@@ -1,10 +1,11 @@
 """What every entry of `DRAFTERS` promises, and what each family must get right by itself."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.base import NO_TOKEN, DecodingState
@@ -24,13 +25,13 @@ TRAINABLE = [kind for kind, drafter_class in DRAFTERS.items() if drafter_class.l
 every_trainable = pytest.mark.parametrize("kind", TRAINABLE)
 
 
-def build(kind: str, target: Target) -> Drafter:
+def build(kind: str, target: Target, **fields: Any) -> Drafter:
     """Neither trained nor as new: noise in the weights lets nothing vanish or agree by accident.
 
     In evaluation mode, in which nothing is drawn by chance.
     """
     torch.manual_seed(1)
-    drafter = DRAFTERS[kind].from_target(DRAFTERS[kind].config_class(kind=kind), target).eval()
+    drafter = DRAFTERS[kind].from_target(DRAFTERS[kind].config_class(kind=kind, **fields), target).eval()
     for parameter in drafter.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return drafter
@@ -177,13 +178,25 @@ def test_a_batch_is_the_sum_of_its_rows(kind: str, tiny_target: Target) -> None:
 
 @every_trainable
 def test_training_predicts_what_decoding_drafts(kind: str, tiny_target: Target) -> None:
+    assert_trained_as_decoded(build(kind, tiny_target), tiny_target)
+
+
+def test_variants_of_eagle3_train_as_they_draft(tiny_target: Target) -> None:
+    """Those that public heads come in (tests/test_layouts.py holds the drafts themselves)."""
+    drafter = build("eagle3", tiny_target, norm_before_residual=True)
+    assert isinstance(drafter, Eagle3)
+    drafter.embed_tokens = nn.Embedding(tiny_target.vocab_size, tiny_target.hidden_size)
+    assert_trained_as_decoded(drafter, tiny_target)
+
+
+def assert_trained_as_decoded(drafter: Drafter, tiny_target: Target) -> None:
     """Inputs, positions, masks and labels of training, by the chance that a drawn draft is accepted.
 
     The decoder's drafter reads a prompt and draws a draft; training reads prompt and draft as one text. At the deepest
     prediction of a text there is one slot a row, whose chance is that of the decoder's distribution against the
     target's own at that place.
     """
-    drafter = build(kind, tiny_target)
+    kind = drafter.kind
     prompts = random_batch(tiny_target, length=8).token_ids
     depth = min(4, drafter.max_draft_length or 4)
     with torch.no_grad():

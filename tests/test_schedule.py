@@ -48,6 +48,11 @@ def test_engines_read_the_same_schedule() -> None:
         in_vllm = next((length for first, last, length in ranges if first <= size <= last), ranges[-1][2])
         in_sglang = tiers[str(max(int(tier) for tier in tiers if int(tier) <= size))]["candidate_steps"]
         assert [in_vllm] == in_sglang == [SCHEDULE.draft_length(size)]
+    # what SGLang's loader asks for: numbers as keys, lists of steps >= 0, --speculative-num-steps among them
+    assert all(tier.isdigit() for tier in tiers)
+    steps = [step for tier in tiers.values() for step in tier["candidate_steps"]]
+    assert min(steps) >= 0
+    assert SCHEDULE.longest in steps
 
 
 @pytest.mark.parametrize("schedule", [SCHEDULE, Adaptive((0, 1, 4), ((1, (1.0, 1.5, 2.0)), (8, (1.0, 2.0, 3.0))), 0.5)])
