@@ -75,7 +75,7 @@ def test_each_request_is_drafted_for_from_its_newest_token(exported: Any, tiny_t
     first, second, third = [1, 2, 3], [4, 5], [6]
     # two prompts are read to their end, the third is not
     assert step(proposer, model, states[:3], [first, second, third], [[7], [8], []]) == [expected(0), expected(1), []]
-    # rows: three of the first, of whose drafts one is accepted; three of the second; one of the third, a prompt's end
+    # rows: three of the second, no draft accepted; three of the first, one accepted; one of the third, a prompt's end
     found = step(proposer, model, states[:7], [second, first, third], [[9], [7, 7], [8]])
     assert found == [expected(0), expected(4), expected(6)]
     # vLLM dropped a draft, so that rows are not whose they seem: nothing, and all is well again in the next step
