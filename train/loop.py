@@ -6,6 +6,7 @@ the whole step, over all ranks and micro-batches, so that neither changes the gr
 
 import contextlib
 import math
+import os
 import signal
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from draftsmith.data.progress import progress_bar
 from draftsmith.models import Drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.losses import LossSums
+from draftsmith.models.target import pick_device
 from draftsmith.train.checkpoint import (
     checkpoint_name,
     checkpoints,
@@ -49,13 +51,12 @@ def train(config: TrainConfig) -> Path:
 
     Raises `Stopped` after a checkpoint where a signal asked for that.
     """
-    setup = set_up(config)
-    accelerator = setup.accelerator
-    run, stages = open_run(config, setup.target, accelerator), Stages(accelerator.device)
-    rank, num_ranks = accelerator.process_index, accelerator.num_processes
-    with watched(stages, rank, num_ranks, config.run.stuck_after), in_one_line(stages, num_ranks):
+    stages, num_ranks = Stages(pick_device(config.run.device)), int(os.environ.get("WORLD_SIZE", "1"))
+    with in_one_line(stages, num_ranks):  # from the start, in which processes find each other
+        setup = set_up(config)
+        run = open_run(config, setup.target, setup.accelerator)
         here = Run(config, setup, run, stages)
-        with here.stop:
+        with watched(stages, setup.accelerator.process_index, num_ranks, config.run.stuck_after), here.stop:
             here.go()
     return run
 
