@@ -3,6 +3,8 @@
 Fork only from a process that has computed nothing with torch: its threads do not come along.
 """
 
+import importlib
+import importlib.util
 import os
 import socket
 import sys
@@ -12,6 +14,10 @@ from pathlib import Path
 import draftsmith.recipes.commands
 import draftsmith.recipes.quickstart  # noqa: F401
 from draftsmith.recipes.cli import main
+
+for name in ("deepspeed", "torch._dynamo", "transformers.models.llama.modeling_llama"):  # imported late, by others
+    if importlib.util.find_spec(name.partition(".")[0]):
+        importlib.import_module(name)
 
 
 def fork(act: Callable[[], int | None], log: Path) -> int:

@@ -295,7 +295,7 @@ def time_rounds(
 ) -> list[RoundTimes]:
     """Rounds of each setting for about so many seconds in all, the settings in turns, some rounds a visit.
 
-    A machine that gets slower or faster meanwhile then does so for all of them. The median of a setting's rounds counts.
+    A machine that gets slower or faster meanwhile then does so for all. Of a setting's rounds the median counts.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for index, setting in enumerate(settings):

@@ -90,7 +90,7 @@ class SpeculativeDecoder:
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> "SpeculativeDecoder":
-        """Load both. `drafter` is a checkpoint directory, a Hub name, `ngram` or `none`."""
+        """Load both. `drafter` is whatever `load_drafter` takes: a checkpoint directory, a Hub name, `ngram`, ..."""
         loaded = Target.from_pretrained(target, device, dtype)
         return cls(loaded, load_drafter(drafter, loaded))
 

@@ -9,6 +9,7 @@ only, so that the right one lifts the acceptance at once. docs/diagnosis.md says
 Shapes: N places of an answer where a round can start, K depths.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,7 +48,8 @@ LEAST_ROUNDS = 20  # that reached a depth, for its rate to say anything
 WORTH = 0.2  # tokens a round that a cause must cost
 LEAST_PROMPTS = 4  # of fewer, an interval over prompts says nothing
 SURE = 0.5  # probability of the target's likeliest token from which on it is sure
-KNOWN = 0.8  # share of first drafted tokens accepted, as of a drafter that reads the answer
+KNOWN = 0.9  # share of first drafted tokens that a drafter has which reads the answer
+LEARNT = 1 / 3  # of that share: what a drafter has at least that learnt something else
 TAIL = 3  # last tokens of a prompt that show the template
 
 Finding = dict[str, Any]
@@ -89,9 +91,9 @@ class Case:
         """The tracks with other chances."""
         return [replace(one, accept={self.mode: change(one, one.accept[self.mode])}) for one in self.tracks]
 
-    def gain(self, tracks: list[Track], of: slice = slice(None)) -> dict[str, Any] | None:
+    def gain(self, tracks: list[Track]) -> dict[str, Any] | None:
         """The acceptance length that other tracks add; None where that is not worth a word, or may be chance."""
-        found = paired_difference(self.stats(tracks), self.stats(self.tracks[of]))
+        found = paired_difference(self.stats(tracks), self.stats(self.tracks))
         low = found["ci95"][0]
         return found if len(tracks) >= LEAST_PROMPTS and low > 0 and found["difference"] >= WORTH else None
 
@@ -306,15 +308,16 @@ def rewired(case: Case, tried: dict[str, Wiring]) -> dict[str, list[Track]]:
 def reads_answer(case: Case, later: list[Track]) -> bool:
     """Whether it was trained on features of a place later, if at all: those hold the answer, and lift others too.
 
-    Not so a drafter that learnt something: then it drafts no token that stands there already, and gets some right.
+    Not so a drafter that learnt something: that gets some right, and does not draft the newest token again.
     """
     ids = target_ids(case.drafter)
     again = [
         ids[one.choice[:-1, 0]] == np.array(answer[: len(one.choice) - 1])
         for one, answer in zip(case.tracks, case.recording.answers, strict=True)
     ]
-    learnt_nothing = case.first_accepted(case.tracks) < 1 - KNOWN and case.first_accepted(later) >= KNOWN
-    return learnt_nothing or float(np.concatenate(again).mean()) >= SURE
+    reads_it = case.first_accepted(later)
+    learnt_nothing = case.first_accepted(case.tracks) < LEARNT * reads_it
+    return (learnt_nothing and reads_it >= KNOWN) or float(np.concatenate(again).mean()) >= SURE
 
 
 # --- the draft vocabulary
@@ -327,36 +330,41 @@ def target_ids(drafter: Drafter) -> np.ndarray:
 
 
 def other_map(case: Case) -> Iterator[Finding]:
-    """A map that holds the first ids only, or not those that `t2d` marks: another one, found on half of the texts."""
-    ids = case.drafter.draft_to_target()
+    """A map of the first ids only, or of others than `t2d` marks: what those bring, or a map found on other texts."""
+    ids, marked = case.drafter.draft_to_target(), getattr(case.drafter, "t2d", None)
     if ids is None:
         return
-    marked = getattr(case.drafter, "t2d", None)
     marked_ids = marked.nonzero()[:, 0] if isinstance(marked, Tensor) else ids
-    if torch.equal(ids.cpu(), torch.arange(len(ids))) or not torch.equal(marked_ids, ids):
-        fitted = fitted_map(case, slice(0, None, 2))
-        halves = slice(1, None, 2)
-        tracks = case.with_accept(lambda one, accept: (fitted[one.choice] == one.following).astype(float))[halves]
-        if gain := case.gain(tracks, halves):
-            low = float((target_ids(case.drafter) == np.arange(len(ids))).mean())
-            yield finding(
-                "missing d2t",
-                {"share_of_ids_unmapped": low, "gain": gain},
-                f"{low:.0%} of the draft ids stand for the target's token of the same number; with a map fitted to "
-                f"half of the texts, on the other half {plus(gain)}",
-                "write d2t, target id less draft id, as it was in training: it lies with the checkpoint",
-                gain["difference"],
-            )
+    if len(marked_ids) == len(ids) and not torch.equal(marked_ids, ids):
+        maps, source = [marked_ids.cpu().numpy()] * len(case.tracks), "the map that t2d marks"
+    elif torch.equal(ids.cpu(), torch.arange(len(ids))):
+        maps, source = fitted_maps(case), "a map fitted to the other texts"
+    else:
+        return
+    read = iter(maps)
+    if gain := case.gain(case.with_accept(lambda one, accept: (next(read)[one.choice] == one.following).astype(float))):
+        low = float((target_ids(case.drafter) == np.arange(len(ids))).mean())
+        yield finding(
+            "missing d2t",
+            {"share_of_ids_unmapped": low, "gain": gain},
+            f"{low:.0%} of the draft ids stand for the target's token of the same number; with {source}, {plus(gain)}",
+            "write d2t, target id less draft id, as it was in training: it lies with the checkpoint",
+            gain["difference"],
+        )
 
 
-def fitted_map(case: Case, texts: slice) -> np.ndarray:
-    """Of each draft id the token that stood most often where it was likeliest, [Vd]; -2 where it never was."""
-    ids = target_ids(case.drafter)
-    counts = np.zeros((len(ids), case.target.vocab_size), dtype=np.int64)
-    for one in case.tracks[texts]:
-        seen = (one.choice[:, 0] >= 0) & (one.following[:, 0] >= 0)
-        np.add.at(counts, (one.choice[seen, 0], one.following[seen, 0]), 1)
-    return np.where(counts.any(1), counts.argmax(1), -2)
+def fitted_maps(case: Case) -> list[np.ndarray]:
+    """For each text a map [Vd]: the token that stood most often, in the other texts, where a draft id was likeliest."""
+    pairs = [list(zip(one.choice[:, 0].tolist(), one.following[:, 0].tolist(), strict=True)) for one in case.tracks]
+    maps = []
+    for index in range(len(pairs)):
+        fitted = np.full(len(target_ids(case.drafter)), -2)
+        counts = Counter(pair for number, text in enumerate(pairs) if number != index for pair in text)
+        for (choice, token), _ in reversed(counts.most_common()):  # the commonest is written last
+            if choice >= 0 and token >= 0:
+                fitted[choice] = token
+        maps.append(fitted)
+    return maps
 
 
 def outside_vocabulary(case: Case) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from draftsmith.inference.generation import Generation
 from draftsmith.inference.rows import GenerationSettings
 from draftsmith.inference.schedule import Adaptive, Schedule
 from draftsmith.inference.speed import percentiles
+from draftsmith.models.errors import UserError
 
 WARM_UP_SHARE = 0.2  # of a run's requests, from the first on, that only bring it to a steady state
 SLA_PERCENTILE = "p95"
@@ -183,16 +184,20 @@ class Sla:
 def stage_row(load: Load, contender: str, runs: list[Run], sla: Sla) -> dict[str, Any]:
     """One entry of `stages` in load.json (docs/load.md), pooled over the repeats.
 
-    The first fifth of a run's requests is left out, and times are counted from the arrival of the first request behind
-    them to that of the last one: before, the rows fill, and after, they run empty.
+    The first fifth of a run's requests is left out, of closed clients at least the first of each. Times are counted
+    from the arrival of the first request behind them until the load falls: at the last arrival, or when a client is
+    answered that has no request left.
     """
     counted, tokens, seconds, busy = [], 0, 0.0, 0.0
     for run in runs:
-        kept = run.answers[int(len(run.answers) * WARM_UP_SHARE) :]
-        begin, end = min(answer.arrived for answer in kept), max(answer.arrived for answer in kept)
+        num_clients = int(load.value) if load.mode == "concurrency" else 0
+        kept = run.answers[max(num_clients, int(len(run.answers) * WARM_UP_SHARE)) :]
+        begin, end = kept[0].arrived, kept[-1].arrived
+        if load.mode == "concurrency":
+            end = min(answer.finished for answer in kept if answer.finished > end)
         counted += kept
         seconds += end - begin
-        tokens += sum(new for _, at, new, _ in run.steps if begin < at <= end)
+        tokens += sum(new for since, _, new, _ in run.steps if begin <= since < end)
         busy += time_running(run.steps, begin, end)
     tpots = [answer.tpot * 1000 for answer in counted if answer.tpot is not None]
     kept_sla = sum(map(sla.kept_by, counted))
@@ -344,10 +349,14 @@ def measure_round_costs(
             generation = Generation(decoder.rows_for(constant, size, max(map(len, prompts))), batch, list(range(size)))
             generation.step()
             seconds: list[float] = []
-            while generation.running() and generation.num_running == size and len(seconds) < num_rounds:
+            while generation.running() and len(seconds) < num_rounds:
+                if seconds and generation.num_running < size:
+                    break
                 before = time.perf_counter()
                 generation.step()
                 seconds.append(time.perf_counter() - before)
+            if not seconds:
+                raise UserError("every answer ended with its first token, which leaves nothing to time: see --prompts")
             times.append(float(np.median(seconds)) * 1000)
         table.append((size, tuple(times)))
     return Adaptive(tuple(candidates), tuple(table))

@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 from draftsmith.inference.bandwidth import bandwidth_floor_share, memory_bandwidth
 from draftsmith.inference.baselines import Baseline
+from draftsmith.inference.calibration import calibration_fields
 from draftsmith.inference.decoder import Output, SpeculativeDecoder, check_sampling, resolve_settings
 from draftsmith.inference.lossless import LosslessCheck, compare
+from draftsmith.inference.replay import expected_stats
 from draftsmith.inference.rows import GenerationSettings
 from draftsmith.inference.schedule import Adaptive, Schedule
 from draftsmith.inference.speed import (
@@ -33,7 +35,7 @@ from draftsmith.inference.speed import (
     time_to_first_token,
 )
 from draftsmith.inference.stats import Stats
-from draftsmith.inference.teacher_forcing import teacher_forced_fields, teacher_forced_stats
+from draftsmith.inference.teacher_forcing import teacher_forced_fields, teacher_forced_tracks
 from draftsmith.inference.verify import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import require_at_least
@@ -116,7 +118,8 @@ def measure(
 
     `on_progress` is called after each batch of each repeat. A row's fields are DESIGN's; acceptance is counted over
     all prompts once (it is the same in every repeat), times over all repeats. Of a trained drafter's chains in greedy
-    decoding a row also says what training predicts (teacher_forcing.py). `baselines` take part at batch size 1.
+    decoding a row also says what training predicts (teacher_forcing.py), and how its confidence is calibrated.
+    `baselines` take part at batch size 1.
     """
     check_settings(settings, drafters)
     contenders = {"none": load_drafter("none", target), **drafters}
@@ -149,8 +152,10 @@ def measure(
         if how[name].verification_mode == "greedy" and isinstance(settings.draft, int) and drafter.trainable():
             own = [batch[0] for batch in outputs[name]]
             answers = [answer for run in own for answer in run.token_ids]
-            forced = teacher_forced_stats(target, drafter, ids, answers, settings.draft, settings.max_new_tokens)
+            tracks = teacher_forced_tracks(target, drafter, ids, answers, settings.draft, settings.max_new_tokens)
+            forced = [expected_stats(track, Chain(settings.draft), "greedy") for track in tracks]
             rows[name] |= teacher_forced_fields(forced, [request for run in own for request in run.stats.requests])
+            rows[name] |= calibration_fields(tracks, settings.draft, "greedy")
     return rows
 
 

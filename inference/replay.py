@@ -195,20 +195,25 @@ def lookup_track(drafter: Ngram, recording: Recording, index: int, rated: Target
     return found
 
 
-def check_replayed(drafter: Drafter, shape: Shape | None = None, mode: str | None = None) -> None:
-    """Refuse what a recorded text does not tell."""
+def check_replayed(drafter: Drafter) -> None:
+    """Refuse a drafter whose drafts a recorded text does not tell."""
     if type(drafter).depths is Drafter.depths and not isinstance(drafter, Ngram):
         raise UserError(f"{drafter.kind} cannot be replayed from a text alone: measure it, without --replay")
+
+
+def check_replayed_as(shape: Shape, mode: VerificationMode) -> Chain | StaticTree:
+    """The shape; refuse one, or a mode, of which a recorded text does not tell."""
     if isinstance(shape, DynamicTree):
         raise UserError(
             "a dynamic tree cannot be replayed, its shape hangs on tokens that the text does not hold: measure it "
             "without --replay, or give a static tree"
         )
-    if mode is not None and mode not in REPLAYED_MODES:
+    if mode not in REPLAYED_MODES or (mode == "probabilistic" and not isinstance(shape, Chain)):
         raise UserError(
-            f"verification_mode {mode} cannot be replayed from a text: give one of {', '.join(REPLAYED_MODES)}, or "
+            f"verification_mode {mode} of such drafts cannot be replayed from a text: give one_hot or greedy, or "
             "measure it without --replay"
         )
+    return shape
 
 
 # --- counters

@@ -178,6 +178,6 @@ def milliseconds_per_round(outputs: Outputs) -> dict[str, float]:
     return {phase: sum(run.timing.phases[phase] for run in runs) / max(1, rounds) for phase in PHASES}
 
 
-def num_passes(run: Output) -> int:
+def num_passes(run: Output) -> float:
     """The target's passes over a batch after reading its prompts."""
     return max(request.num_rounds for request in run.stats.requests)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith.inference.decoder import SpeculativeDecoder, check_sampling, resolve_settings
-from draftsmith.inference.replay import Recording, expected_stats, replay
+from draftsmith.inference.replay import Recording, Track, expected_stats, replay
 from draftsmith.inference.stats import Stats, lengths_of, resamples
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.trees import Chain
@@ -36,9 +36,23 @@ def teacher_forced_stats(
 
     The drafter drafts chains and is in evaluation mode.
     """
+    tracks = teacher_forced_tracks(target, drafter, prompts, answers, draft_length, max_new_tokens)
+    return [expected_stats(track, Chain(draft_length), "greedy") for track in tracks]
+
+
+def teacher_forced_tracks(
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    draft_length: int,
+    max_new_tokens: int,
+) -> list[Track]:
+    """What those counters come from."""
     texts = beyond_limit(target, prompts, answers, draft_length, max_new_tokens)
-    tracks = replay(target, Recording(prompts, texts, max_new_tokens), {drafter.kind: drafter}, draft_length)
-    return [expected_stats(track, Chain(draft_length), "greedy") for track in tracks[drafter.kind]]
+    return replay(target, Recording(prompts, texts, max_new_tokens), {drafter.kind: drafter}, draft_length)[
+        drafter.kind
+    ]
 
 
 def beyond_limit(

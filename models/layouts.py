@@ -68,7 +68,7 @@ def find_directory(name: str | Path) -> Path:
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
             raise UserError(
                 f"no drafter at {str(name)!r}: give a checkpoint directory, a Hub name, or a drafter without training "
-                "such as ngram or none"
+                "such as ngram, suffix or none"
             ) from None
     return directory
 

@@ -7,12 +7,15 @@ gradient flows into the target's side.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.models.layers import shift_left
+
+if TYPE_CHECKING:
+    from draftsmith.models.loss_kernels import FusedTeacher
 
 Divergence = Literal["cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "lk_hybrid"]
 
@@ -115,8 +118,21 @@ WITH_GRADIENT: dict[str, Callable[[Tensor, Tensor, "Teacher"], tuple[Tensor, Ten
 
 
 @dataclass
+class Comparison:
+    """What rows of the drafter's logits [R, Vd] come to beside their teachers."""
+
+    loss: Tensor  # [R] fp32, the divergence
+    acceptance: Tensor  # [R] fp32, sum of min(p, q) over the whole vocabulary
+    choice: Tensor  # [R] int64, the drafter's likeliest token by its draft id
+    gradient: Tensor | None  # [R, Vd] of the loss in the logits; it may lie where they lay. None: not asked for
+
+
+@dataclass
 class Teacher:
-    """The target at some rows, within the draft vocabulary unless it says otherwise. All fp32."""
+    """The target at some rows, within the draft vocabulary unless it says otherwise. All fp32.
+
+    The specification and CPU path of `loss_kernels.FusedTeacher`.
+    """
 
     p: Tensor  # [R, Vd] renormalised
     log_p: Tensor  # [R, Vd]
@@ -139,6 +155,23 @@ class Teacher:
     def __getitem__(self, rows: slice | Tensor) -> "Teacher":
         return Teacher(self.p[rows], self.log_p[rows], self.negative_entropy[rows], self.mass[rows], self.choice[rows])
 
+    def compare(self, logits: Tensor, divergence: Divergence, with_gradient: bool) -> Comparison:
+        """The drafter's logits [R, Vd] with these rows."""
+        log_q = logits.float().log_softmax(-1)
+        q, choice = log_q.exp(), log_q.argmax(-1)
+        acceptance = torch.minimum(q, self.mass).sum(-1)
+        loss, gradient = WITH_GRADIENT[divergence](log_q, q, self)
+        return Comparison(loss, acceptance, choice, gradient if with_gradient else None)
+
+
+def teacher_of(logits: Tensor, draft_to_target: Tensor | None) -> "Teacher | FusedTeacher":
+    """The target at the rows of its logits [R, V], in the form for their device."""
+    if not logits.is_cuda:
+        return Teacher.of(logits, draft_to_target)
+    from draftsmith.models.loss_kernels import FusedTeacher  # needs triton
+
+    return FusedTeacher.of(logits, draft_to_target)
+
 
 @dataclass
 class RowLosses:
@@ -154,7 +187,9 @@ class Depth:
     """Hidden states of one depth of a chain, and which of the target's rows teach them."""
 
     hidden: Tensor  # [R, H]
-    head: Callable[[Tensor], Tensor]  # a module, or a function that holds nothing to train
+    head: Callable[
+        [Tensor], Tensor
+    ]  # a module, or a function that holds nothing to train; its backward keeps no logits
     teachers: Tensor  # [R] int64, ascending
     weight: float = 1.0  # of its loss in the total
 
@@ -231,7 +266,7 @@ class _Task:
         # teachers without a gap are taken as a slice, which is a view
         firsts = [int(p[0]) if len(p) and bool((p.diff() == 1).all()) else None for p in places_of_depth]
         for chunk, start in enumerate(range(0, len(used), step)):
-            teacher = Teacher.of(self.target_head(self.target_hidden[used[start : start + step]]), self.draft_to_target)
+            teacher = teacher_of(self.target_head(self.target_hidden[used[start : start + step]]), self.draft_to_target)
             for number, (places, bound, first) in enumerate(zip(places_of_depth, bounds, firsts, strict=True)):
                 rows = slice(bound[chunk], bound[chunk + 1])
                 if rows.start == rows.stop:
@@ -243,28 +278,24 @@ class _Task:
                 self._compare(number, rows, seen)
         return sum((d.weight * rows.loss for d, rows in zip(self.depths, self.losses, strict=True)), start=zero)
 
-    def _compare(self, number: int, rows: slice, teacher: Teacher) -> None:
+    def _compare(self, number: int, rows: slice, teacher: "Teacher | FusedTeacher") -> None:
         """Add what some rows of a depth come to."""
         depth, losses = self.depths[number], self.losses[number]
         with torch.set_grad_enabled(self.with_gradient):
             hidden = depth.hidden[rows].detach().requires_grad_(self.with_gradient)
             logits = depth.head(hidden)
-        log_q = logits.detach().float().log_softmax(-1)
-        q = log_q.exp()
-        choice = log_q.argmax(-1)
-        if self.draft_to_target is not None:
-            choice = self.draft_to_target[choice]
+        found = teacher.compare(logits.detach(), self.divergence, self.with_gradient)
+        choice = found.choice if self.draft_to_target is None else self.draft_to_target[found.choice]
         losses.correct[rows] = choice == teacher.choice
-        losses.acceptance += torch.minimum(q, teacher.mass).sum()
-        loss, gradient = WITH_GRADIENT[self.divergence](log_q, q, teacher)
-        losses.loss += loss.sum()
-        if self.with_gradient:
+        losses.acceptance += found.acceptance.sum()
+        losses.loss += found.loss.sum()
+        if found.gradient is not None:
             own = {id(p) for p in depth.head.parameters()} if isinstance(depth.head, nn.Module) else set()
             indices = [i for i, p in enumerate(self.parameters) if id(p) in own]
             inputs = [hidden, *(self.parameters[i] for i in indices)]
-            found = torch.autograd.grad(logits, inputs, gradient.to(logits.dtype))
-            torch.mul(found[0], depth.weight, out=self.hidden_gradients[number][rows])
-            for i, of_parameter in zip(indices, found[1:], strict=True):
+            gradients = torch.autograd.grad(logits, inputs, found.gradient.to(logits.dtype))
+            torch.mul(gradients[0], depth.weight, out=self.hidden_gradients[number][rows])
+            for i, of_parameter in zip(indices, gradients[1:], strict=True):
                 self.parameter_gradients[i].add_(of_parameter, alpha=depth.weight)
 
 

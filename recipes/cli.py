@@ -35,7 +35,9 @@ def _prepare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--top-p", type=float, nargs="+", default=[1.0], help="one a temperature, or one for all above 0")
     sub.add_argument("--top-k", type=int, nargs="+", default=[0], help="likewise; 0 is off (%(default)s)")
     sub.add_argument("--batch-size", type=int, default=32, help="prompts answered at a time (%(default)s)")
-    sub.add_argument("--drafter", help="that speeds the target up: ngram, a checkpoint, or none (the default)")
+    sub.add_argument(
+        "--drafter", help="that speeds the target up: ngram, suffix, lookahead, a checkpoint, or none (the default)"
+    )
     sub.add_argument("--draft-length", type=int, help="of its chains (4)")
     sub.add_argument("--endpoint", metavar="URL", help="a vLLM or SGLang server that runs the target and answers")
     sub.add_argument(
@@ -63,7 +65,10 @@ def _train(sub: argparse.ArgumentParser) -> None:
 def _evaluate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--target", required=True, help="Hub name or directory")
     sub.add_argument(
-        "--drafter", required=True, action="append", help="checkpoint, Hub name, ngram or none; repeatable"
+        "--drafter",
+        required=True,
+        action="append",
+        help="checkpoint, Hub name, ngram, suffix, lookahead, none, or a cascade suffix+CHECKPOINT; repeatable",
     )
     sub.add_argument("--prompts", required=True, nargs="+", help=f"{PROMPTS}; several are told apart")
     sub.add_argument("--num-prompts", type=int, help="take so many of each (all)")
@@ -77,7 +82,13 @@ def _evaluate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--synthetic-acceptance", type=float, nargs="+", default=[], metavar="RATE", help="accept at these chances"
     )
+    sub.add_argument(
+        "--choose", metavar="FIT_PROMPTS", help="fit draft length, tree and schedule on these, report on --prompts"
+    )
     sub.add_argument("--certify", action="store_true", help="test that the output is the target's; takes a minute")
+    sub.add_argument(
+        "--replay", action="store_true", help="acceptance only, of all draft lengths and modes, from one recording"
+    )
     sub.add_argument(
         "--baseline", nargs="+", default=[], metavar="NAME", help="of transformers: generate, assisted, prompt_lookup"
     )
@@ -96,14 +107,34 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--load", action="store_true", help="speculation on, off and scheduled, under traffic")
     load.add_argument("--rate", type=float, nargs="+", help="stages of an open test: requests a second")
     load.add_argument("--concurrency", type=int, nargs="+", help="stages of a closed test: requests at once")
-    load.add_argument("--requests", type=int, default=40, help="of each run (%(default)s)")
-    load.add_argument("--max-batch", type=int, default=16, help="requests that an open test runs at once (%(default)s)")
+    load.add_argument("--requests", type=int, help="of each run (40)")
+    load.add_argument("--max-batch", type=int, help="requests that an open test runs at once (16)")
     load.add_argument("--sla-ttft-ms", type=float, help="that p95 of the time to the first token must keep")
     load.add_argument("--sla-tpot-ms", type=float, help="that p95 of the time per later token must keep")
     for name, text in (("prompt", "the nearest prompts are taken"), ("output", "answers are cut there at the latest")):
         load.add_argument(
             f"--{name}-lengths", type=float, nargs=2, metavar=("MEDIAN", "SIGMA"), help=f"lognormal; {text}"
         )
+
+
+def _plan(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--target", required=True, help="Hub name or directory")
+    sub.add_argument(
+        "--drafter", required=True, action="append", help="kind or recipe, untrained, or a checkpoint; repeatable"
+    )
+    sub.add_argument("--batch-size", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="(%(default)s)")
+    sub.add_argument("--context", type=int, help="tokens of each request (256, or half of the target's context)")
+    sub.add_argument("--draft-length", type=int, nargs="+", default=[], help="(1 to 8, or as far as the drafter goes)")
+    sub.add_argument(
+        "--acceptance",
+        nargs="+",
+        default=[],
+        metavar="FILE_OR_RATE",
+        help="evaluation.json of a similar drafter, or the chance of each drafted token to be accepted",
+    )
+    sub.add_argument("--num-threads", type=int, help="CPU threads to compute with (torch's default)")
+    sub.add_argument("--out", type=Path, required=True, help="folder to write")
+    _add_device(sub)
 
 
 def _export(sub: argparse.ArgumentParser) -> None:
@@ -135,7 +166,9 @@ def _watch(sub: argparse.ArgumentParser) -> None:
 def _generate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("prompt", metavar="PROMPT")
     sub.add_argument("--target", required=True, help="Hub name or directory")
-    sub.add_argument("--drafter", required=True, help="checkpoint, Hub name, ngram or none")
+    sub.add_argument(
+        "--drafter", required=True, help="checkpoint, Hub name, ngram, suffix, lookahead, none, or suffix+CHECKPOINT"
+    )
     sub.add_argument("--max-new-tokens", type=int, default=128)
     sub.add_argument("--temperature", type=float, default=0.0)
     sub.add_argument("--top-p", type=float, default=1.0)
@@ -157,6 +190,7 @@ COMMANDS = {  # name: what --help says, and what adds its arguments
     "prepare": ("let the target answer prompts: the text to train on", _prepare),
     "train": ("train a drafter by a recipe; the same command resumes an interrupted run", _train),
     "evaluate": ("measure acceptance and speed of drafters beside plain decoding", _evaluate),
+    "plan": ("say before training whether a drafter can pay, from what it costs on this device", _plan),
     "export": ("write a checkpoint as a serving engine loads it, with the command that serves it", _export),
     "watch": ("acceptance of a running vLLM, beside what was measured at export", _watch),
     "generate": ("stream text; tokens that were drafted and accepted are green", _generate),

@@ -29,12 +29,16 @@ from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, first_line, require_at_least
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.trees import DynamicTree, StaticTree
+from draftsmith.recipes.choose import choose_and_evaluate
 from draftsmith.recipes.comparison import Options, compare
 from draftsmith.recipes.deliver import DeliverySettings, deliver
-from draftsmith.recipes.load_test import evaluate_under_load
+from draftsmith.recipes.load_test import evaluate_under_load, refuse_load_settings
+from draftsmith.recipes.plan import PlanSettings
+from draftsmith.recipes.plan import plan as make_plan
 from draftsmith.recipes.printing import print_evaluations
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
+from draftsmith.recipes.replays import replay_drafters, replay_settings
 from draftsmith.recipes.report import build_report, certificate_text
 from draftsmith.recipes.targets import TARGET_RECIPES
 from draftsmith.recipes.watch import watch as watch_server
@@ -129,6 +133,7 @@ def evaluate(args: argparse.Namespace) -> None:
     """A function a mode, each from the target and its prompt sets on."""
     if args.load:
         return evaluate_under_load(args, console)
+    refuse_load_settings(args)
     grid = settings_grid(args)
     target = Target.from_pretrained(args.target, args.device)
     if args.num_prompts is not None:
@@ -137,7 +142,13 @@ def evaluate(args: argparse.Namespace) -> None:
     names = [prompts.name for prompts in prompt_sets]
     if len(set(names)) < len(names):
         raise UserError(f"--prompts: the sets {', '.join(names)} cannot be told apart by name: rename one of the files")
-    evaluate_side_by_side(args, target, prompt_sets, grid)
+    if args.replay:
+        replay_drafters(target, args.drafter, prompt_sets, replay_settings(args, grid), args.out, console)
+    elif args.choose:
+        where = args.out, args.num_threads, args.num_prompts, console
+        choose_and_evaluate(target, args.drafter, args.choose, prompt_sets, grid, *where)
+    else:
+        evaluate_side_by_side(args, target, prompt_sets, grid)
 
 
 def settings_grid(args: argparse.Namespace) -> list[MeasureSettings]:
@@ -203,6 +214,15 @@ def parse_tree(text: str) -> StaticTree | DynamicTree:
     except ValueError:
         raise UserError(f"--tree {text}: give NODES,DEPTH,WIDTH or the path of a .json list of choices") from None
     return DynamicTree(num_nodes, depth, width)
+
+
+def plan(args: argparse.Namespace) -> None:
+    if args.num_threads is not None:
+        require_at_least("--num-threads", args.num_threads)
+    if args.context is not None:
+        require_at_least("--context", args.context)
+    settings = PlanSettings(args.batch_size, args.context, args.draft_length, args.acceptance, args.num_threads)
+    make_plan(Target.from_pretrained(args.target, args.device), args.drafter, settings, args.out, console)
 
 
 def export(args: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ from draftsmith.inference.measure import MeasureSettings, PromptSet, check_setti
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.recipes.evaluation_page import evaluation_page
+from draftsmith.recipes.replays import add_diagnoses
 from draftsmith.train.run_folder import require_writable
 
 
@@ -64,6 +65,7 @@ def compare(
                 rows[name].append(row)
         env = environment(target)
         contents = [evaluation(target, name, drafter.kind, rows[name], env) for name, drafter in drafters.items()]
+        add_diagnoses(contents, list(drafters.values()), target, prompt_sets)
         if options.certify:
             add_certificates(contents, list(drafters.values()), target, prompt_sets[0], progress)
     for path, content in zip(evaluation_paths(out, list(drafters)), contents, strict=True):

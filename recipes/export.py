@@ -58,7 +58,7 @@ def export_checkpoint(checkpoint: str | Path, engine: str, target: Target, out: 
 
     Raises `UserError`, before anything is written, where that engine cannot serve it as it was trained.
     """
-    if str(checkpoint) in ("ngram", "none") and not Path(checkpoint).is_dir():
+    if str(checkpoint) in ("ngram", "suffix", "lookahead", "none") and not Path(checkpoint).is_dir():
         raise UserError(f"{checkpoint} is no trained drafter")
     if out.resolve() == Path(checkpoint).resolve():
         raise UserError(f"{out} is the checkpoint itself: give another --out")

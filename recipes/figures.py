@@ -42,8 +42,9 @@ def speedup_by_checkpoint(figure: Figure, runs: list[Run], contenders: list[Cont
     for index, run in enumerate(runs):
         results = [checkpoint.results[0] for checkpoint in run.checkpoints]
         speedups = [result["speedup"] for result in results]
-        below = [result["speedup"] - result["speedup_ci95"][0] for result in results]
-        above = [result["speedup_ci95"][1] - result["speedup"] for result in results]
+        # of a single prompt the interval is a point, which rounding may set beside the speedup
+        below = [max(0.0, result["speedup"] - result["speedup_ci95"][0]) for result in results]
+        above = [max(0.0, result["speedup_ci95"][1] - result["speedup"]) for result in results]
         steps = [checkpoint.step for checkpoint in run.checkpoints]
         axes.errorbar(steps, speedups, yerr=[below, above], fmt="none", capsize=4, color=colour(index))
         axes.plot(steps, speedups, marker="o", color=colour(index), label=run.name)

@@ -40,7 +40,6 @@ CONTENDER_COLOURS = {"off": BASELINE_COLOUR, "on": COLOURS[1], "scheduled": COLO
 def evaluate_under_load(args: argparse.Namespace, console: Console) -> None:
     """The command. Raises `UserError`, before anything is measured or written, for settings that do not go together."""
     settings = load_settings(args)
-    refuse_ignored(args)
     target = Target.from_pretrained(args.target, args.device)
     prompts = read_prompt_set(args.prompts[0], target, args.num_prompts, args.max_new_tokens)
     drafter, plain = load_drafter(args.drafter[0], target), load_drafter("none", target)
@@ -59,11 +58,8 @@ def evaluate_under_load(args: argparse.Namespace, console: Console) -> None:
         if args.schedule:
             schedule: Schedule | Adaptive = read_schedule(args.schedule)
         else:
-            most = (
-                max(load.value for load in settings.loads)
-                if settings.loads[0].mode == "concurrency"
-                else args.max_batch
-            )
+            most = max(load.value for load in settings.loads)
+            most = most if settings.loads[0].mode == "concurrency" else settings.max_batch
             sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= most]
             lengths = sorted({0, 1, draft_length // 2, draft_length})
             schedule = measure_round_costs(decoders["on"], how["on"], prompts.token_ids, lengths, sizes)
@@ -95,28 +91,43 @@ def evaluate_under_load(args: argparse.Namespace, console: Console) -> None:
 
 
 def load_settings(args: argparse.Namespace) -> LoadSettings:
+    """From the command line; `UserError` for what does not go together or would be ignored."""
+    refuse_ignored(args)
     if bool(args.rate) == bool(args.concurrency):
         raise UserError("--load: give either --rate (requests a second) or --concurrency (requests at once)")
     values = sorted(args.rate or args.concurrency)
     for value in values:
         require_at_least("--rate" if args.rate else "--concurrency", value, 0.001 if args.rate else 1)
-    require_at_least("--requests", args.requests, 10)
+    num_requests = 40 if args.requests is None else args.requests
+    max_batch = 16 if args.max_batch is None else args.max_batch
+    require_at_least("--requests", num_requests, 10)
     repeats = REPEATS if args.repeats is None else args.repeats
     require_at_least("--repeats", repeats)
-    require_at_least("--max-batch", args.max_batch)
+    require_at_least("--max-batch", max_batch)
+    if args.concurrency and args.max_batch is not None:
+        raise UserError("--max-batch has no effect with --concurrency, which sets the batch: leave it out")
     most = max(values) if args.concurrency else 0
-    if args.requests < 2 * most:
-        raise UserError(f"--requests {args.requests}: give at least {2 * most}, two for each client of the last stage")
+    if num_requests < 2 * most:
+        raise UserError(f"--requests {num_requests}: give at least {2 * most}, the first of each client is not counted")
     return LoadSettings(
         loads=tuple(Load("rate" if args.rate else "concurrency", value) for value in values),
-        num_requests=args.requests,
+        num_requests=num_requests,
         repeats=repeats,
-        max_batch=args.max_batch,
+        max_batch=max_batch,
         seed=args.seed,
         sla=Sla(args.sla_ttft_ms, args.sla_tpot_ms),
         prompt_lengths=lengths_of("--prompt-lengths", args.prompt_lengths),
         output_lengths=lengths_of("--output-lengths", args.output_lengths),
     )
+
+
+def refuse_load_settings(args: argparse.Namespace) -> None:
+    """Without --load those of a load test would do nothing."""
+    names = ["rate", "concurrency", "requests", "max_batch", "prompt_lengths", "output_lengths"]
+    names += ["sla_ttft_ms", "sla_tpot_ms"]
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
+    if given:
+        raise UserError(f"{', '.join(given)}: of a load test only; add --load")
 
 
 def lengths_of(name: str, values: list[float] | None) -> Lengths | None:

@@ -8,6 +8,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from draftsmith.recipes.replays import diagnosis_lines
 from draftsmith.recipes.report import SummaryRow, baseline_cells, by_setting, cells, domain_cells, summary_rows
 from draftsmith.recipes.results import compared, read_contenders, read_runs
 
@@ -52,6 +53,8 @@ def print_rows(rows: list[SummaryRow], console: Console) -> None:
         for row in block:
             if row.gap:
                 console.print(Text(f"{row.drafter}: {row.gap}", style="bold red"))
+            for line in diagnosis_lines(row.result):
+                console.print(Text(f"{row.drafter}: {line}", style="yellow"))
         print_domains(block, console)
 
 

@@ -4,19 +4,27 @@ No time is measured: one plain decoding of the prompts a temperature and one pas
 (inference/replay.py). Written to replay.json. Also what `evaluate` says of rows whose acceptance is low.
 """
 
+import argparse
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from draftsmith.inference.calibration import calibration_fields
-from draftsmith.inference.decoder import check_shape
+from draftsmith.inference.decoder import check_sampling, check_shape
 from draftsmith.inference.diagnosis import Reference, diagnose, is_low
 from draftsmith.inference.evaluation import environment, write_evaluation
-from draftsmith.inference.measure import PromptSet, acceptance_fields
+from draftsmith.inference.measure import MeasureSettings, PromptSet, acceptance_fields
 from draftsmith.inference.replay import (
     Track,
     check_replayed,
+    check_replayed_as,
     expected_stats,
     length_interval,
     paired_difference,
@@ -26,9 +34,9 @@ from draftsmith.inference.replay import (
 from draftsmith.inference.stats import Stats
 from draftsmith.inference.verify import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.models.errors import require_at_least
+from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.sampling import Sampling
-from draftsmith.models.trees import Chain, StaticTree
+from draftsmith.models.trees import Chain, DynamicTree, StaticTree
 from draftsmith.train.run_folder import require_writable
 
 LONGEST = 8  # draft length up to which chains are replayed where none is given
@@ -39,15 +47,20 @@ DIAGNOSED_PROMPTS = 16  # first ones of a set that a diagnosis reads
 class ReplaySettings:
     samplings: tuple[Sampling, ...] = (Sampling(),)
     longest: int = LONGEST  # chains of 1 to so many tokens
-    trees: tuple[StaticTree, ...] = ()
+    trees: tuple[Chain | StaticTree, ...] = ()
     max_new_tokens: int = 64
     seed: int = 0
 
 
 def replay_drafters(
-    target: Target, names: list[str], prompts: PromptSet, settings: ReplaySettings, out: Path
+    target: Target,
+    names: list[str],
+    prompt_sets: list[PromptSet],
+    settings: ReplaySettings,
+    out: Path,
+    console: Console,
 ) -> dict[str, Any]:
-    """Replay drafters (checkpoints, Hub names, `ngram`); returns and writes the content of OUT/replay.json.
+    """Replay drafters (checkpoints, Hub names, `ngram`); prints, writes and returns the content of OUT/replay.json.
 
     Of rows beyond the first drafter's, `difference` is their acceptance length less that drafter's at the same setting,
     with a paired interval. Raises `UserError`, before anything is decoded, for what cannot be replayed.
@@ -56,14 +69,12 @@ def replay_drafters(
     drafters = {name: load_drafter(name, target) for name in names}
     for drafter in drafters.values():
         check_replayed(drafter)
-        for tree in settings.trees:
-            check_replayed(drafter, tree)
-            if drafter.can_branch:
-                check_shape(tree, drafter)
+        for tree in settings.trees if drafter.can_branch else ():
+            check_shape(tree, drafter)
     require_writable(out)
     longest = max([settings.longest, *(tree.depth for tree in settings.trees)])
     rows: list[dict[str, Any]] = []
-    for sampling in settings.samplings:
+    for prompts, sampling in itertools.product(prompt_sets, settings.samplings):
         recording = record(target, prompts.token_ids, sampling, settings.max_new_tokens, longest, settings.seed)
         tracks = replay(target, recording, drafters, longest)
         for name, drafter in drafters.items():
@@ -76,7 +87,51 @@ def replay_drafters(
                 rows.append(row)
     content = {"target": target.name, "environment": environment(target), "results": rows}
     write_evaluation(out / "replay.json", content)
+    print_replays(rows, console)
+    console.print(f"expected counters of {len(rows)} settings: {out / 'replay.json'}")
     return content
+
+
+def replay_settings(args: argparse.Namespace, grid: list[MeasureSettings]) -> ReplaySettings:
+    """From the command line; `UserError` for what a replay does not look at."""
+    without_effect = {
+        "--batch-size": args.batch_size != [1],
+        "--repeats": args.repeats is not None,
+        "--minutes": args.minutes is not None,
+        "--baseline": bool(args.baseline),
+        "--certify": args.certify,
+        "--synthetic-acceptance": bool(args.synthetic_acceptance),
+        "--verification-mode": args.verification_mode is not None,
+    }
+    for name, given in without_effect.items():
+        if given:
+            raise UserError(
+                f"{name} has no effect with --replay, which takes no time and tries all modes: leave it out"
+            )
+    samplings = tuple(dict.fromkeys(check_sampling(one.temperature, one.top_p, 0) for one in grid))
+    trees: dict[Chain | StaticTree, None] = {}
+    for draft in (one.draft for one in grid if not isinstance(one.draft, int)):
+        if not isinstance(draft, StaticTree | DynamicTree):
+            raise UserError("a schedule cannot be replayed, it goes by how many requests run: leave out --replay")
+        trees[check_replayed_as(draft, "one_hot")] = None
+    return ReplaySettings(samplings, max(args.draft_length or [LONGEST]), tuple(trees), args.max_new_tokens, args.seed)
+
+
+def print_replays(rows: list[dict[str, Any]], console: Console) -> None:
+    """Acceptance lengths, a line a drafter and mode, a column a draft length or tree."""
+    for setting, block in itertools.groupby(rows, lambda row: (row["prompt_set"], row["temperature"], row["top_p"])):
+        lines: dict[tuple[str, str], dict[str, str]] = {}
+        for row in block:
+            column = str(row["draft_length"]) if row["tree_nodes"] is None else f"tree of {row['tree_nodes']}"
+            line = lines.setdefault((row["drafter"], row["verification_mode"]), {})
+            line[column] = f"{row['mean_acceptance_length']:.2f}"
+        columns = list(dict.fromkeys(column for line in lines.values() for column in line))
+        table = Table("drafter", "mode", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
+        for names, line in lines.items():
+            table.add_row(*names, *(line.get(column, "–") for column in columns))
+        prompt_set, temperature, top_p = setting
+        title = f"acceptance length by draft length: {prompt_set}, temperature {temperature:g}, top-p {top_p:g}"
+        console.print(Text(title, style="bold"), table)
 
 
 def settings_of(

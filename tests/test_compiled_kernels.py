@@ -31,7 +31,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def launches() -> dict[str, Callable[[], object]]:
     """By a name with the shape bucket and, where there are several, the dtype."""
-    return verification() | attention() | cache()
+    return verification() | attention() | cache() | losses()
 
 
 def attention() -> dict[str, Callable[[], object]]:
@@ -74,6 +74,21 @@ def cache() -> dict[str, Callable[[], object]]:
     return {name: lambda dtype=dtype: write(5, 80, dtype) for name, dtype in writes.items()} | {
         name: lambda depth=depth: move(depth) for name, depth in moves.items()
     }
+
+
+def losses() -> dict[str, Callable[[], object]]:
+    from draftsmith.models.loss_kernels import FusedTeacher
+    from draftsmith.models.losses import DIVERGENCES
+
+    def compare(divergence: Any, dtype: torch.dtype, vocabulary: int) -> None:
+        ids = meta(vocabulary, dtype=torch.int64) if vocabulary != 128256 else None
+        teacher = FusedTeacher.of(meta(256, 128256, dtype=dtype), ids)
+        teacher.compare(meta(256, vocabulary, dtype=dtype), divergence, True)
+
+    calls = {f"{name} bfloat16": (name, torch.bfloat16, 32000) for name in DIVERGENCES}
+    calls |= {f"{name} float32 odd": (name, torch.float32, 50257) for name in DIVERGENCES}
+    calls["forward_kl bfloat16 whole"] = "forward_kl", torch.bfloat16, 128256
+    return {name: lambda args=args: compare(*args) for name, args in calls.items()}
 
 
 def verification() -> dict[str, Callable[[], object]]:

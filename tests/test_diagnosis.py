@@ -79,9 +79,7 @@ def sound(target: Target, recording: Recording) -> Drafter:
 
 
 def found(target: Target, drafter: Drafter, recording: Recording, **more: Any) -> list[Finding]:
-    causes = diagnose(target, drafter, recording, DRAFT_LENGTH, **more)
-    print([(one["cause"], one["evidence"]) for one in causes])
-    return causes
+    return diagnose(target, drafter, recording, DRAFT_LENGTH, **more)
 
 
 def acceptance(target: Target, drafter: Drafter, recording: Recording) -> Stats:
@@ -92,7 +90,7 @@ def acceptance(target: Target, drafter: Drafter, recording: Recording) -> Stats:
 
 def test_a_sound_drafter_is_called_sound(target: Target, sound: Drafter, recording: Recording) -> None:
     stats = acceptance(target, sound, recording)
-    assert stats.mean_acceptance_length > 0.8 * (DRAFT_LENGTH + 1)
+    assert stats.mean_acceptance_length > 3
     assert not is_low(stats)
     assert found(target, sound, recording, domains=["a", "b"] * 4, reference=Reference(0.9, "metrics", True)) == []
 
@@ -127,9 +125,12 @@ def test_missing_d2t(target: Target, recording: Recording) -> None:
     drafter = learnt_by_heart(target, recording, STEPS, draft_vocab_size=128)
     assert found(target, drafter, recording) == []
     drafter.d2t.zero_()
-    causes = [one["cause"] for one in found(target, drafter, recording)]
-    assert causes[0] == "missing d2t"
-    assert "draft vocabulary" not in causes  # what the map would cover is not known
+    for marked in (True, False):  # t2d still tells which tokens there were, or is missing, too
+        if not marked:
+            drafter.t2d.copy_(torch.arange(target.vocab_size) < 128)
+        causes = [one["cause"] for one in found(target, drafter, recording)]
+        assert causes[0] == "missing d2t"
+        assert "draft vocabulary" not in causes  # what the map would cover is not known
 
 
 def test_truncated_vocabulary(target: Target, recording: Recording) -> None:

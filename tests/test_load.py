@@ -1,6 +1,8 @@
 """The load test with a clock that ticks when it is read: arrivals, what is counted, and what is made of it."""
 
 import itertools
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,9 +26,12 @@ from draftsmith.inference.load import (
     time_running,
     verdict,
 )
-from draftsmith.inference.schedule import Schedule
+from draftsmith.inference.schedule import Adaptive, Schedule
 from draftsmith.models import DRAFTERS, Target, load_drafter
+from draftsmith.models.errors import UserError
 from draftsmith.models.sampling import Sampling
+from draftsmith.recipes.cli import main, parse
+from draftsmith.recipes.load_test import load_settings, refuse_load_settings
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17], [18]]
 
@@ -110,7 +115,7 @@ def test_a_run(name: str, load: Load, tiny_target: Target) -> None:
         assert all(answer.admitted - answer.arrived < 0.1 for answer in run.answers)  # nobody else is there
         assert run.steps[-1][1] > plan[-1].seconds > 5  # and it waited for them
     row = stage_row(load, name, [run], Sla())
-    assert row["num_counted"] == 10  # of 12, the first fifth left out
+    assert row["num_counted"] == (9 if load.mode == "concurrency" else 10)  # of 12, without the warm-up
 
 
 def answer(arrived: float, queue: float, prefill: float, tpot: float, num_tokens: int) -> Answer:
@@ -124,12 +129,12 @@ def test_what_a_stage_shows() -> None:
     answers[0] = answer(0.0, 50.0, 0.2, 1.0, 11)  # counts nowhere
     answers[5] = answer(5.0, 1.1, 0.2, 0.01, 11)
     answers[7] = answer(7.0, 0.1, 0.2, 0.05, 11)
-    steps = [(float(i) - 0.5, float(i) + 0.5, 11, 2) for i in range(10)]
+    steps = [(float(i) - 0.5, float(i) + 0.5, 11, 2) for i in range(11)]
     run = Run(answers, steps, num_drafts=4, num_draft_tokens=8, num_accepted_tokens=6, num_rounds=8)
     row = stage_row(Load("rate", 1.0), "on", [run, run], Sla(ttft_ms=400, tpot_ms=20))
     assert row["num_counted"] == 16
     assert row["seconds"] == pytest.approx(2 * 7)  # from the third arrival to the tenth
-    assert row["throughput_tokens_per_second"] == pytest.approx(11)  # 7 steps lie between them
+    assert row["throughput_tokens_per_second"] == pytest.approx(11)  # 7 steps begin between them
     assert row["mean_running"] == pytest.approx(2)
     ttft = [300.0] * 7 + [1300.0]
     assert list(row["ttft_ms"].values()) == pytest.approx([np.percentile(ttft * 2, q) for q in (50, 95, 99)])
@@ -140,6 +145,9 @@ def test_what_a_stage_shows() -> None:
     assert row["goodput_requests_per_second"] == pytest.approx(6 / 7)
     assert not row["within_sla"]
     assert stage_row(Load("rate", 1.0), "on", [run], Sla(2000, 60))["within_sla"]
+    closed = stage_row(Load("concurrency", 4), "on", [run], Sla())
+    assert closed["num_counted"] == 6  # the first of each client is left out
+    assert closed["seconds"] == pytest.approx(9.4 - 4)  # until the last is answered, and its client is idle
     assert (row["mean_acceptance_length"], row["mean_draft_length"]) == (2.5, 1.0)
 
 
@@ -184,3 +192,45 @@ def test_on_off_and_scheduled_give_the_same_texts(tiny_target: Target) -> None:
     assert len(texts["off"]) == 2 * 2 * 6
     assert [(row["load"], row["contender"]) for row in rows] == list(itertools.product((1, 2), decoders))
     assert [row["mean_draft_length"] > 0 for row in rows] == [False, True, True, False, True, False]
+
+
+BASE = ["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p", "--out", "o"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--load",
+        "--load --rate 1 --concurrency 1",
+        "--load --concurrency 1 --max-batch 4",
+        "--load --concurrency 8 --requests 12",
+        "--load --rate 0",
+        "--load --rate 1 --output-lengths 0 1",
+        "--load --rate 1 --temperature 0 1",
+        "--load --rate 1 --tree 4,2,2",
+        "--load --rate 1 --batch-size 4",
+        "--rate 1",
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(words: str) -> None:
+    args = parse([*BASE, *words.split()])
+    check = load_settings if args.load else refuse_load_settings
+    with pytest.raises(UserError):
+        check(args)
+
+
+def test_the_command(tiny_target: Target, tmp_path: Path) -> None:
+    """From prompts to load.json, its figure and a verdict; without a schedule it measures costs for one."""
+    (tmp_path / "p.txt").write_text("def f(x):\nThe smith heats the iron\n")
+    words = ["--target", tiny_target.name, "--drafter", "ngram", "--prompts", str(tmp_path / "p.txt")]
+    more = ["--load", "--concurrency", "1", "2", "--requests", "10", "--repeats", "1", "--max-new-tokens", "12"]
+    more += ["--sla-tpot-ms", "1e6", "--device", "cpu"]
+    assert main(["evaluate", *words, *more, "--out", str(tmp_path / "out")]) == 0
+    content = json.loads((tmp_path / "out/load.json").read_text())
+    assert [(row["load"], row["contender"]) for row in content["stages"]] == list(
+        itertools.product((1, 2), ("off", "on", "scheduled"))
+    )
+    assert content["identical"]["on"] == content["identical"]["scheduled"] == {"checked": 20, "identical": 20}
+    assert set(content["operating_points"]) == {"off", "on", "scheduled"}
+    assert Adaptive.from_json(content["schedule"]).candidates == (0, 1, 2, 4)
+    assert (tmp_path / "out/load.png").read_bytes()[:4] == b"\x89PNG"

@@ -22,7 +22,7 @@ DRAFT_LENGTH = 5
 
 
 def suffix_with(**changes: object) -> Suffix:
-    return Suffix(SuffixConfig(**{"longest": 4, "history": 200, **changes}))
+    return Suffix(SuffixConfig(**{"longest": 4, "history": 200, "tokens_per_match": 1.0, **changes}))
 
 
 def state_of(texts: list[list[int]]) -> DecodingState:

@@ -120,13 +120,16 @@ class Estimate:
         return self.operations / (device.peak * UTILISATION * num_devices) / 3600
 
 
-def estimate(config: TrainConfig, target_config: PretrainedConfig, tokens_per_sample: int) -> Estimate:
+def estimate(
+    config: TrainConfig, target_config: PretrainedConfig, tokens_per_sample: int, drafter: Drafter | None = None
+) -> Estimate:
     """What a recipe takes for a target of this shape in bf16.
 
+    `drafter`: one that was built by the recipe; without it, one is built without its numbers.
     `tokens_per_sample`: prompt and answer.
     """
     size = target_size(target_config)
-    drafter = meta_drafter(config, target_config)
+    drafter = drafter or meta_drafter(config, target_config)
     trained = num_trained(drafter)
     passes = getattr(config.drafter, "unroll_steps", 1)
     tokens = config.run.steps * config.data.batch_size * tokens_per_sample

@@ -1,0 +1,172 @@
+"""`draftsmith evaluate --choose`: draft length, tree and schedule fitted on one set of prompts, measured on another."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from draftsmith.data.prompts import read_prompt_set
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.choice import (
+    acceptance_length,
+    best_draft_length,
+    fit_schedule,
+    fit_tree,
+    rank_accuracies,
+    tree_acceptance_length,
+)
+from draftsmith.inference.clock import cpu_threads
+from draftsmith.inference.costs import CostRange, Costs, measure_costs
+from draftsmith.inference.evaluation import write_evaluation
+from draftsmith.inference.measure import MeasureSettings, PromptSet, measure
+from draftsmith.inference.schedule import Schedule, for_sglang, for_vllm
+from draftsmith.models import Drafter, Target, load_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.models.trees import StaticTree
+from draftsmith.recipes.comparison import Options, compare, evaluation_paths
+from draftsmith.recipes.printing import print_evaluations
+from draftsmith.train.run_folder import require_writable
+
+DEFAULT, LONGEST = 4, 8  # draft length that the chosen one is measured beside; the longest that is tried
+RANKS, TREE_NODES = 8, 32  # of a tree, at most
+ANSWERS = 24  # that rank accuracies are counted on, at most
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is best for one drafter by acceptance on the prompts of the fit and by measured costs."""
+
+    draft_length: int  # at the smallest batch size; 0: plain decoding is faster
+    tree: StaticTree | None  # at the smallest batch size, where it is predicted to beat the chain
+    schedule: Schedule
+    rates: list[float | None]
+    accuracies: list[list[float]]  # by depth and rank; empty where no tree was fitted
+    predicted: list[dict[str, Any]]  # by batch size
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields of choice.json that the fit gives."""
+        return {
+            "draft_length": self.draft_length,
+            "tree": None if self.tree is None else [list(path) for path in self.tree.choices],
+            "schedule": self.schedule.to_json(),
+            "conditional_acceptance_rates": self.rates,
+            "rank_accuracies": self.accuracies,
+            "predicted": self.predicted,
+            "vllm": {"num_speculative_tokens_per_batch_size": for_vllm(self.schedule)},
+            "sglang": for_sglang(self.schedule),
+        }
+
+
+def choose_and_evaluate(
+    target: Target,
+    names: list[str],
+    fit_source: str,
+    prompt_sets: list[PromptSet],
+    grid: list[MeasureSettings],
+    out: Path,
+    num_threads: int | None,
+    num_prompts: int | None,
+    console: Console,
+) -> None:
+    """Fit on the prompts of `fit_source`, measure what was chosen beside chains of 4 on the others.
+
+    `grid` gives temperature, batch sizes and the like; its drafts are not looked at. Writes choice.json, costs.json and
+    evaluation.json of each drafter. Raises `UserError` where both sets share prompts, and for several temperatures.
+    """
+    settings = grid[0]
+    if len({one.temperature for one in grid}) > 1 or settings.verification_mode == "synthetic":
+        raise UserError("--choose fits one temperature, and no synthetic acceptance: leave the others out")
+    fit_prompts = read_prompt_set(fit_source, target, num_prompts, settings.max_new_tokens)
+    held_out = {tuple(ids) for prompts in prompt_sets for ids in prompts.token_ids}
+    if shared := sum(tuple(ids) in held_out for ids in fit_prompts.token_ids):
+        raise UserError(
+            f"--choose: {shared} of its prompts are among --prompts: fit on other prompts than you report on"
+        )
+    require_writable(out)
+    batches = sorted({one.batch_size for one in grid})
+    for name, path in zip(names, evaluation_paths(out, names), strict=True):
+        drafter = load_drafter(name, target)
+        if drafter.max_draft_length == 0:
+            raise UserError(f"--choose: drafter {name} drafts nothing, so there is nothing to choose")
+        with cpu_threads(num_threads):
+            choice, costs = choose(target, drafter, name, fit_prompts, settings, batches)
+        write_evaluation(path.parent / "costs.json", costs.to_json())
+        drafts = drafts_to_measure(choice, drafter)
+        chosen_grid = [replace(settings, batch_size=batch, draft=draft) for batch in batches for draft in drafts]
+        content = compare(target, [name], prompt_sets, chosen_grid, path.parent, Options(num_threads))[0]
+        names_of = {"fitted_on": fit_prompts.name, "reported_on": [prompts.name for prompts in prompt_sets]}
+        write_evaluation(path.parent / "choice.json", {"drafter": name, **choice.to_json(), **names_of})
+        print_evaluations([content], console)
+        print_choice(name, choice, console)
+
+
+def choose(
+    target: Target,
+    drafter: Drafter,
+    name: str,
+    prompts: PromptSet,
+    settings: MeasureSettings,
+    batches: Sequence[int],
+) -> tuple[Choice, Costs]:
+    """Acceptance at the longest draft length, rank accuracies for a tree, costs; and the best of them."""
+    longest = min(LONGEST, drafter.max_draft_length or LONGEST)
+    fitting = replace(settings, draft=longest, batch_size=1, repeats=1)
+    rates = measure(target, {name: drafter}, prompts, fitting)[name]["conditional_acceptance_rates"]
+    context = typical_context(prompts, settings.max_new_tokens)
+    with_tree = drafter.can_branch and settings.temperature == 0
+    reach = CostRange(max(batches), context, longest, TREE_NODES if with_tree else 0)
+    costs = measure_costs(target, drafter, reach, name)
+    schedule = fit_schedule(rates, costs, batches, context)
+    length = best_draft_length(rates, costs, batches[0], context)
+    predicted = [prediction(rates, costs, batch, context, schedule.draft_length(batch)) for batch in batches]
+
+    tree, accuracies = None, []
+    if with_tree:
+        accuracies = rank_accuracies(drafter, target, answers_of(target, prompts, settings), longest, RANKS)
+        tree = fit_tree(accuracies, costs, batches[0], context, TREE_NODES)
+        emitted = tree_acceptance_length(tree, accuracies)
+        speedup = costs.speedup(emitted, tree.depth, batches[0], context, tree.num_nodes)
+        if speedup <= predicted[0]["speedup"]:
+            tree = None
+        else:
+            nodes = {"tree_nodes": tree.num_nodes, "acceptance_length": emitted, "speedup": speedup}
+            predicted.append({"batch_size": batches[0], "draft_length": tree.depth, **nodes})
+    return Choice(length, tree, schedule, rates, accuracies, predicted), costs
+
+
+def prediction(rates: Sequence[float | None], costs: Costs, batch: int, context: int, length: int) -> dict[str, Any]:
+    emitted = acceptance_length(rates, length)
+    speedup = costs.speedup(emitted, length, batch, context)
+    fields = {"draft_length": length, "tree_nodes": None, "acceptance_length": emitted, "speedup": speedup}
+    return {"batch_size": batch, **fields}
+
+
+def typical_context(prompts: PromptSet, max_new_tokens: int) -> int:
+    """Tokens of a request half way through its answer, at the mean over the prompts."""
+    return round(sum(map(len, prompts.token_ids)) / len(prompts.token_ids) + max_new_tokens / 2)
+
+
+def answers_of(target: Target, prompts: PromptSet, settings: MeasureSettings) -> list[tuple[list[int], list[int]]]:
+    """Prompts with what the target writes after them."""
+    chosen = prompts.token_ids[:ANSWERS]
+    plain = load_drafter("none", target)
+    decoded = SpeculativeDecoder(target, plain).decode(chosen, settings.resolve(plain), batch_size=8)
+    return list(zip(chosen, decoded.token_ids, strict=True))
+
+
+def drafts_to_measure(choice: Choice, drafter: Drafter) -> list[int | StaticTree]:
+    """Chains of the default length and of every chosen one, and the tree."""
+    default = min(DEFAULT, drafter.max_draft_length or DEFAULT)
+    lengths = {default, *(length for _, length in choice.schedule.draft_lengths if length)}
+    return [*sorted(lengths), *([choice.tree] if choice.tree else [])]
+
+
+def print_choice(name: str, choice: Choice, console: Console) -> None:
+    for one in choice.predicted:
+        what = f"a tree of {one['tree_nodes']} nodes" if one["tree_nodes"] else f"draft length {one['draft_length']}"
+        if one["draft_length"] == 0:
+            what = "speculation off"
+        text = f"{name}: best at batch {one['batch_size']}: {what}, predicted {one['speedup']:.2f}x"
+        console.print(text, highlight=False, soft_wrap=True)
