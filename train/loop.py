@@ -36,7 +36,7 @@ from draftsmith.train.evaluate import Evaluator, what_training_brought
 from draftsmith.train.faults import NonFinite, in_one_line, is_finite
 from draftsmith.train.features import feature_source
 from draftsmith.train.meter import Meter
-from draftsmith.train.placement import steps_in_backward
+from draftsmith.train.placement import gather_as_one, steps_in_backward
 from draftsmith.train.prefetch import prefetched
 from draftsmith.train.profiling import profiled
 from draftsmith.train.run_folder import open_run
@@ -74,6 +74,7 @@ class Run:
         if on_main:
             show_data(setup, run, self.source)
         self.model, self.optimizer = self.accelerator.prepare(self.drafter, adamw(self.drafter, config.optimizer))
+        gather_as_one(self.accelerator, self.drafter)
         hook_state(self.accelerator)
         self.first_step, self.earlier_seconds = resume(self.accelerator, run)
         self.tracker = Tracker(config, run, self.first_step) if on_main else None

@@ -70,6 +70,15 @@ def check_placement(config: TrainConfig, accelerator: Accelerator) -> None:
             raise UserError(f"run.target_placement=sharded {reason}")
 
 
+def gather_as_one(accelerator: Accelerator, drafter: Drafter) -> None:
+    """Let ZeRO-3 put all weights together for a pass: losses use some of them outside of the layers they belong to."""
+    if layout_of(accelerator) == "ZeRO-3":
+        import deepspeed
+
+        for parameter in drafter.parameters():
+            deepspeed.zero.register_external_parameter(drafter, parameter)
+
+
 def steps_in_backward(accelerator: Accelerator) -> bool:
     """Whether the backward pass of a step's last micro-batch clips and steps, too, as DeepSpeed's does."""
     return accelerator.distributed_type == DistributedType.DEEPSPEED
