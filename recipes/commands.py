@@ -31,7 +31,8 @@ from draftsmith.recipes.comparison import compare
 from draftsmith.recipes.deliver import DeliverySettings, deliver
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
-from draftsmith.recipes.report import build_report, certificate_text, print_evaluations
+from draftsmith.recipes.report import build_report
+from draftsmith.recipes.summary import certificate_text, print_evaluations
 from draftsmith.recipes.targets import TARGET_RECIPES
 from draftsmith.recipes.watch import watch as watch_server
 from draftsmith.train import train as train_drafter

@@ -1,198 +1,144 @@
-"""The figures of a report. All show the first measured setting; a run keeps its colour throughout."""
+"""The figures of a report: PNG files for papers and slides, and SVG in the colours of the page."""
 
-import math
+import io
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib.axes import Axes
+import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator
 
-from draftsmith.recipes.results import Contender, Result, Run
+from draftsmith.recipes import plots
+from draftsmith.recipes.curves import batch_curve
+from draftsmith.recipes.results import Measured
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-BASELINE_COLOUR = "#6B7280"
-PHASE_COLOURS = {"draft": "#E69F00", "verify": "#0072B2", "host": "#B8BEC8"}
-WHITE_GROUND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
-
-
-def draw_figures(runs: list[Run], contenders: list[Contender], folder: Path) -> list[tuple[Path, str]]:
-    """Write every figure into the folder; returns paths and captions."""
-    folder.mkdir(exist_ok=True)
-    drawn = []
-    for name, (draw, caption) in FIGURES.items():
-        figure = Figure(figsize=(7.2, 4.0), dpi=150, layout="constrained")
-        draw(figure, runs, contenders)
-        for axes in figure.axes:
-            axes.grid(alpha=0.25, linewidth=0.6)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
-        path = folder / f"{name}.png"
-        figure.savefig(path, metadata={"Software": None})
-        drawn.append((path, caption))
-    return drawn
-
-
-def colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
-
-
-def speedup_by_checkpoint(figure: Figure, runs: list[Run], contenders: list[Contender]) -> None:
-    axes = figure.subplots()
-    for index, run in enumerate(runs):
-        results = [checkpoint.results[0] for checkpoint in run.checkpoints]
-        speedups = [result["speedup"] for result in results]
-        below = [result["speedup"] - result["speedup_ci95"][0] for result in results]
-        above = [result["speedup_ci95"][1] - result["speedup"] for result in results]
-        steps = [checkpoint.step for checkpoint in run.checkpoints]
-        axes.errorbar(steps, speedups, yerr=[below, above], fmt="none", capsize=4, color=colour(index))
-        axes.plot(steps, speedups, marker="o", color=colour(index), label=run.name)
-    for name, results in runs[0].best.baselines.items():
-        axes.axhline(results[0]["speedup"], color=BASELINE_COLOUR, linestyle="--", label=f"{name} (no training)")
-        axes.axhspan(*results[0]["speedup_ci95"], color=BASELINE_COLOUR, alpha=0.12, linewidth=0)
-    axes.axhline(1.0, color="black", linewidth=1, label="plain decoding")
-    label(axes, "Speedup by checkpoint, 95 % interval", "training step", "speedup over plain decoding")
-    step_axis(axes, runs)
-    axes.legend(fontsize=8)
-
-
-def acceptance_by_checkpoint(figure: Figure, runs: list[Run], contenders: list[Contender]) -> None:
-    axes = figure.subplots()
-    for index, run in enumerate(runs):
-        steps = [checkpoint.step for checkpoint in run.checkpoints]
-        lengths = [checkpoint.results[0]["mean_acceptance_length"] for checkpoint in run.checkpoints]
-        axes.plot(steps, lengths, marker="o", color=colour(index), label=run.name)
-    for name, results in runs[0].best.baselines.items():
-        length = results[0]["mean_acceptance_length"]
-        axes.axhline(length, color=BASELINE_COLOUR, linestyle="--", label=f"{name} (no training)")
-    axes.axhline(1.0, color="black", linewidth=1, label="plain decoding")
-    label(axes, "Acceptance length by checkpoint", "training step", "tokens per round")
-    step_axis(axes, runs)
-    axes.legend(fontsize=8)
-
-
-def acceptance_by_position(figure: Figure, runs: list[Run], contenders: list[Contender]) -> None:
-    panels = figure.subplots(1, 2, sharey=True)
-    fields = {
-        "per_position_acceptance_rates": "Unconditional",
-        "conditional_acceptance_rates": "Given that all before were accepted",
-    }
-    for axes, (field, title) in zip(panels, fields.items(), strict=True):
-        for name, result, line_colour, style in first_results(runs, contenders):
-            rates = [math.nan if rate is None else rate for rate in result[field]]
-            axes.plot(range(1, len(rates) + 1), rates, style, marker="o", color=line_colour, label=name)
-        label(axes, title, "position in the draft", "")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_ylim(0, 1.02)
-    panels[0].set_ylabel("share accepted")
-    panels[0].legend(fontsize=8)
-
-
-def training(figure: Figure, runs: list[Run], contenders: list[Contender]) -> None:
-    losses, lengths = figure.subplots(1, 2)
-    for index, run in enumerate(runs):
-        losses.plot(*series(run, "loss"), color=colour(index), label=run.name)
-        lengths.plot(*series(run, "simulated_acceptance_length"), color=colour(index), linewidth=1.2)
-        lengths.plot(*series(run, "acceptance_length"), "o", color=colour(index))
-    label(losses, "Training loss", "training step", "loss")
-    losses.set_yscale("log")
-    losses.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-    losses.yaxis.set_major_formatter("{x:g}")
-    losses.yaxis.set_minor_formatter("{x:g}")
-    losses.legend(fontsize=8)
-    lengths.plot([], [], color="black", linewidth=1.2, label="simulated in training")
-    lengths.plot([], [], "o", color="black", label="measured")
-    label(lengths, "Acceptance length", "training step", "tokens per round")
-    lengths.legend(fontsize=8)
-    for axes in (losses, lengths):
-        step_axis(axes, runs)
-
-
-def round_time(figure: Figure, runs: list[Run], contenders: list[Contender]) -> None:
-    axes = figure.subplots()
-    plain_step = contenders[0].results[0]["baseline_tpot_ms"]["p50"]
-    for place, contender in enumerate(contenders):
-        result = contender.results[0]
-        left = 0.0
-        for phase, phase_colour in PHASE_COLOURS.items():
-            width = result["milliseconds_per_round"][phase]
-            axes.barh(place, width, 0.6, left, color=phase_colour, label=phase if place == 0 else None)
-            left += width
-        steps = left / result["baseline_tpot_ms"]["p50"]
-        remark = f"{steps:.2f} steps\n{result['mean_acceptance_length']:.2f} tokens"
-        axes.annotate(
-            remark, (left, place), (6, 0), textcoords="offset points", va="center", fontsize=8, bbox=WHITE_GROUND
-        )
-    axes.barh(len(contenders), plain_step, 0.6, color="#374151", label="plain step (median)")
-    axes.axvline(plain_step, color="#374151", linestyle="--", linewidth=1)
-    axes.set_yticks(range(len(contenders) + 1), [one.name for one in contenders] + ["plain decoding"])
-    axes.invert_yaxis()
-    axes.set_xmargin(0.2)
-    label(axes, "Time of a round beside a step of plain decoding", "milliseconds", "")
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-
-
-def acceptance_histogram(figure: Figure, runs: list[Run], contenders: list[Contender]) -> None:
-    axes = figure.subplots()
-    width = 0.8 / len(contenders)
-    for place, (name, result, bar_colour, _) in enumerate(first_results(runs, contenders)):
-        histogram = result["acceptance_histogram"]
-        shares = [rounds / max(1, sum(histogram)) for rounds in histogram]
-        positions = [accepted - 0.4 + width * (place + 0.5) for accepted in range(len(histogram))]
-        axes.bar(positions, shares, width * 0.92, color=bar_colour, label=name)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    label(axes, "Rounds by number of accepted tokens", "drafted tokens accepted", "share of rounds")
-    axes.legend(fontsize=8)
-
-
-FIGURES: dict[str, tuple[Callable[[Figure, list[Run], list[Contender]], None], str]] = {
-    "speedup_by_checkpoint": (
-        speedup_by_checkpoint,
-        "What counts: tokens per second over those of plain decoding, measured in turns with it.",
-    ),
-    "acceptance_by_checkpoint": (
-        acceptance_by_checkpoint,
-        "Tokens a round emits. More is worth only what the rounds' extra time leaves of it.",
-    ),
-    "acceptance_by_position": (
-        acceptance_by_position,
-        "How far drafts hold. A falling right panel says that the drafter loses the thread within a draft.",
-    ),
-    "training": (
-        training,
-        "Losses of different families are not comparable. The simulated length is on training text and at the length "
-        "that the drafter trains with, the measured one on held-out prompts.",
-    ),
-    "round_time": (
-        round_time,
-        "A drafter pays where the tokens of a round exceed its cost in steps of plain decoding.",
-    ),
-    "acceptance_histogram": (acceptance_histogram, "From drafts lost whole (0) to drafts accepted whole (right)."),
+SIZE = (6.4, 3.9)  # inches
+DOTS_PER_INCH = 200
+STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.labelsize": 9,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "legend.fontsize": 8.5,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": plots.INK,
+    "grid.alpha": 0.14,
+    "grid.linewidth": 0.6,
+    "hatch.linewidth": 0.6,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "draftsmith",  # the same figure gives the same file
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), plots.INK),
 }
 
 
-def first_results(runs: list[Run], contenders: list[Contender]) -> list[tuple[str, Result, str, str]]:
-    """Name, result at the first setting, colour and line style of each contender."""
-    colours = {run.name: colour(index) for index, run in enumerate(runs)}
-    return [
-        (one.name, one.results[0], colours.get(one.name, BASELINE_COLOUR), "-" if one.trained else "--")
-        for one in contenders
-    ]
+@dataclass(frozen=True)
+class Plot:
+    """A figure, for whom it says what, and whether there is anything to draw."""
+
+    caption: str
+    draw: Callable[[Figure, Measured], None]
+    has_data: Callable[[Measured], bool]
 
 
-def series(run: Run, metric: str) -> tuple[list[int], list[float]]:
-    points = [(line["step"], line[metric]) for line in run.metrics if metric in line]
-    return [step for step, _ in points], [value for _, value in points]
+@dataclass
+class Drawn:
+    path: Path  # of the PNG
+    caption: str
+    svg: str  # an element for the page
 
 
-def step_axis(axes: Axes, runs: list[Run]) -> None:
-    """From 0, so that the distance to the first checkpoint is seen too."""
-    axes.set_xlim(0, 1.04 * max(run.checkpoints[-1].step for run in runs))
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
+def has_rounds(measured: Measured) -> bool:
+    return any(row["num_drafts"] for _, row in measured.leaders())
 
 
-def label(axes: Axes, title: str, x: str, y: str) -> None:
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel(x, fontsize=9)
-    axes.set_ylabel(y, fontsize=9)
-    axes.tick_params(which="both", labelsize=8)
+def has_history(measured: Measured) -> bool:
+    return bool(measured.runs)
+
+
+def has_batches(measured: Measured) -> bool:
+    return any(len(batch_curve(one, measured.leading)) > 1 for one in measured.contenders)
+
+
+def has_calibration(measured: Measured) -> bool:
+    return any(row.get("calibration") for _, row in measured.leaders())
+
+
+PLOTS = {
+    "acceptance_by_position": Plot(
+        "How far drafts hold. A falling right panel says that the drafter loses the thread within a draft.",
+        plots.acceptance_by_position,
+        has_rounds,
+    ),
+    "acceptance_histogram": Plot(
+        "From drafts lost whole (0) to drafts accepted whole (right).", plots.acceptance_histogram, has_rounds
+    ),
+    "round_time": Plot(
+        "A drafter pays where the tokens of a round exceed its cost in steps of plain decoding.",
+        plots.round_time,
+        has_rounds,
+    ),
+    "batch_curve": Plot(
+        "Plain decoding gets cheaper a token as batches grow, verification does not: below the line speculation costs.",
+        plots.batch_speedup,
+        has_batches,
+    ),
+    "calibration": Plot(
+        "On the diagonal the drafter knows how often it is right; below it, it is too sure of itself.",
+        plots.calibration,
+        has_calibration,
+    ),
+    "speedup_by_checkpoint": Plot(
+        "What counts: tokens per second over those of plain decoding, measured in turns with it.",
+        plots.speedup_by_checkpoint,
+        has_history,
+    ),
+    "acceptance_by_checkpoint": Plot(
+        "Tokens a round emits. More is worth only what the rounds' extra time leaves of it.",
+        plots.acceptance_by_checkpoint,
+        has_history,
+    ),
+    "training": Plot(
+        "Losses of different families are not comparable. The simulated length is on training text and at the length "
+        "that the drafter trains with, the measured one on held-out prompts.",
+        plots.training,
+        has_history,
+    ),
+}
+
+
+def draw_figures(measured: Measured, folder: Path) -> dict[str, Drawn]:
+    """Write every figure that there is data for into the folder."""
+    folder.mkdir(exist_ok=True)
+    return {
+        name: draw_figure(folder / f"{name}.png", plot, measured)
+        for name, plot in PLOTS.items()
+        if plot.has_data(measured)
+    }
+
+
+def draw_figure(path: Path, plot: Plot, measured: Measured) -> Drawn:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        plot.draw(figure, measured)
+        figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None})
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+    return Drawn(path, plot.caption, for_page(svg.getvalue(), path.stem))
+
+
+def for_page(svg: str, name: str) -> str:
+    """An SVG file as an element of a page with others: its ids its own, its ink the page's, its fonts the page's."""
+    svg = svg[svg.index("<svg ") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'(url\(|href=")#', rf"\1#{name}-", svg)
+    svg = svg.replace(plots.INK, "currentColor").replace("'DejaVu Sans', ", "")
+    return re.sub(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', rf'<svg viewBox="\1" role="img" data-figure="{name}">', svg)

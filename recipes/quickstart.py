@@ -31,7 +31,8 @@ from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.comparison import compare, evaluation_paths
 from draftsmith.recipes.deliver import DeliverySettings, deliver
 from draftsmith.recipes.recipes import RECIPES
-from draftsmith.recipes.report import build_report, print_summary
+from draftsmith.recipes.report import build_report
+from draftsmith.recipes.summary import print_summary
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder import best_checkpoint, require_writable, worth
 
