@@ -26,7 +26,7 @@ from draftsmith.data.stdlib import function_prompt, stdlib_functions
 from draftsmith.inference.evaluation import environment
 from draftsmith.inference.measure import MeasureSettings, PromptSet
 from draftsmith.models import DRAFTERS, Target, save_drafter
-from draftsmith.recipes.comparison import compare
+from draftsmith.recipes.comparison import Options, compare
 from draftsmith.recipes.quickstart import EMBEDDED_TARGET, write_jsonl
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.train import TrainConfig, train
@@ -144,7 +144,7 @@ def compare_group(group: str, runs: Path) -> None:
     ]
     repeats = 3 if group == "families" else 1
     grid = [MeasureSettings(temperature, max_new_tokens=64, repeats=repeats) for temperature in (0.0, 1.0)]
-    contents = compare(target, names, prompts, grid, runs / "comparison" / group, num_threads=1)
+    contents = compare(target, names, [prompts], grid, runs / "comparison" / group, Options(num_threads=1))
     env = environment(target)
     print(f"{env['device']}, 1 thread, torch {env['versions']['torch']}, commit {env['git_commit']}")
     print(f"{len(lines)} held-out prompts, up to 64 new tokens, draft length 4, {repeats} repeats\n")

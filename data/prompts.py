@@ -1,5 +1,6 @@
 """Prompts: read from a source or a mixture of them, and turned into token ids."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,11 +44,24 @@ def encode_prompts(prompts: list[Prompt], target: Target) -> list[list[int]]:
     for number, prompt in enumerate(prompts, 1):
         prompt = replace(prompt, where=prompt.where or f"prompt {number}")
         check_not_rendered(prompt, target)
-        ids = target.encode(prompt.text) if prompt.text is not None else opened_chat(prompt, target)
+        ids = tokenise(prompt, target)
         check_bos(ids, target, prompt.where)
         check_token_ids(ids, target, prompt.where)
         encoded.append(ids)
     return encoded
+
+
+def tokenise(prompt: Prompt, target: Target) -> list[int]:
+    return target.encode(prompt.text) if prompt.text is not None else opened_chat(prompt, target)
+
+
+def tokenise_seconds(prompts: list[Prompt], target: Target) -> list[float]:
+    """How long each prompt takes to become token ids, once the tokenizer is warm."""
+    times = [time.perf_counter()]
+    for prompt in prompts:
+        tokenise(prompt, target)
+        times.append(time.perf_counter())
+    return [end - start for start, end in zip(times[:-1], times[1:], strict=True)]
 
 
 def read_prompt_set(source: str, target: Target, num_prompts: int | None, max_new_tokens: int) -> PromptSet:
@@ -60,7 +74,8 @@ def read_prompt_set(source: str, target: Target, num_prompts: int | None, max_ne
         prompts = pick_prompts(prompts, num_prompts)
     encoded = encode_prompts(prompts, target)
     check_lengths(prompts, encoded, max_new_tokens, target)
-    return PromptSet(Path(source.partition(":")[0]).stem, encoded, [prompt.domain for prompt in prompts])
+    name, domains = Path(source.partition(":")[0]).stem, [prompt.domain for prompt in prompts]
+    return PromptSet(name, encoded, domains, tokenise_seconds(prompts, target))
 
 
 def check_lengths(prompts: list[Prompt], encoded: list[list[int]], max_new_tokens: int, target: Target) -> None:

@@ -25,13 +25,20 @@ class PhaseClock:
 
     def milliseconds(self) -> dict[str, float]:
         """Total of each phase. Waits for the device."""
+        totals: dict[str, float] = defaultdict(float)
+        for phase, milliseconds in self.intervals():
+            totals[phase] += milliseconds
+        return dict(totals)
+
+    def intervals(self) -> list[tuple[str, float]]:
+        """Phase and milliseconds of each time that was booked, in order. Waits for the device."""
         if self._on_gpu:
             torch.cuda.synchronize()
-        totals: dict[str, float] = defaultdict(float)
-        for (_, start), (phase, end) in zip(self._marks[:-1], self._marks[1:], strict=True):
-            if phase is not None:
-                totals[phase] += start.elapsed_time(end) if self._on_gpu else (end - start) * 1000  # type: ignore
-        return dict(totals)
+        return [
+            (phase, start.elapsed_time(end) if self._on_gpu else (end - start) * 1000)  # type: ignore
+            for (_, start), (phase, end) in zip(self._marks[:-1], self._marks[1:], strict=True)
+            if phase is not None
+        ]
 
 
 @contextlib.contextmanager

@@ -31,12 +31,22 @@ class OutputStats:
 
 
 @dataclass
+class RequestTimes:
+    """Of one request, in seconds since its batch was given to the decoder."""
+
+    first_token: float
+    first_round: float | None  # end of the round after it; None where the text ended with its first token
+    finished: float
+
+
+@dataclass
 class Timing:
     """Of one batch, in seconds; phases in milliseconds over all rounds."""
 
     total: float
     to_first_token: float
     phases: dict[str, float]  # prefill, draft, verify, host
+    requests: list[RequestTimes]
 
 
 @dataclass
@@ -134,7 +144,13 @@ class SpeculativeDecoder:
 
         phases = {"draft": 0.0, "verify": 0.0, **generation.clock.milliseconds()}
         phases["host"] = max(0.0, (end - start) * 1000 - sum(phases.values()))
-        timing = Timing(end - start, first - start, phases)
+        times = [
+            RequestTimes(
+                one.first_token - start, one.first_round - start if one.first_round else None, one.finished - start
+            )
+            for one in generation.requests
+        ]
+        timing = Timing(end - start, first - start, phases, times)
         new_ids = [request.token_ids for request in generation.requests]
         stats = OutputStats([request.stats for request in generation.requests])
         return Output(new_ids, [self.text(ids) for ids in new_ids], stats, timing)

@@ -18,10 +18,9 @@ PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "triton", "nump
 
 def environment(target: Target) -> dict[str, Any]:
     """What a figure depends on besides the drafter."""
-    on_gpu = target.device.type == "cuda"
     return {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
-        "device": torch.cuda.get_device_name(target.device) if on_gpu else _cpu_name(),
+        "device": device_name(target),
         "num_threads": torch.get_num_threads(),
         "dtype": str(target.dtype).removeprefix("torch."),
         "target_fingerprint": target.fingerprint(),
@@ -66,7 +65,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpu_name() -> str:
+def device_name(target: Target) -> str:
+    """The GPU or the CPU that a target computes on."""
+    if target.device.type == "cuda":
+        return torch.cuda.get_device_name(target.device)
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")

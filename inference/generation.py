@@ -26,6 +26,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     admitted: float = 0.0  # seconds on the monotonic clock
     first_token: float = 0.0
+    first_round: float = 0.0  # when the first round after the prompt was read; 0 where there was none
     finished: float = 0.0
 
 
@@ -109,6 +110,7 @@ class Generation:
         request, now = self.requests[owner], time.perf_counter()
         if request.token_ids:
             request.stats.count_round(num_drafted, num_accepted)
+            request.first_round = request.first_round or now
         else:
             request.first_token = now
         token_ids = line[RECORD_HEAD : RECORD_HEAD + num_emitted]
@@ -117,6 +119,7 @@ class Generation:
         if finished:
             request.finished = now
             self._owners[row] = None
+            self.rows.drafter.remember(self.prompts[owner] + request.token_ids)
         return Emission(owner, token_ids, min(num_accepted, num_emitted))
 
 

@@ -1,29 +1,46 @@
 """Acceptance and speed of drafters beside plain decoding, in one process, interleaved, with an interval.
 
-Every repeat decodes every batch once with each contender, plain decoding first among them in turn, on the same target,
+Every repeat decodes every batch once with each contender, plain decoding among them, in turn, on the same target,
 kernels, prompts and stop rules. A batch's time is its median over the repeats, so that a disturbance of the machine
 touches one repeat of one contender; the interval is a paired bootstrap over batches (over prompts at batch size 1).
 """
 
+import math
 import random
-import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import numpy as np
-
+from draftsmith.inference.bandwidth import bandwidth_floor_share, memory_bandwidth
+from draftsmith.inference.baselines import Baseline
 from draftsmith.inference.decoder import Output, SpeculativeDecoder, check_sampling, resolve_settings
 from draftsmith.inference.lossless import LosslessCheck, compare
 from draftsmith.inference.rows import GenerationSettings
-from draftsmith.inference.stats import Stats, resamples
+from draftsmith.inference.speed import (
+    Outputs,
+    batch_totals,
+    counted,
+    decode_fields,
+    first_token_parts,
+    milliseconds_per_round,
+    percentiles,
+    speed,
+    speedup_fields,
+    throughput,
+    time_per_token,
+    time_to_first_token,
+)
+from draftsmith.inference.stats import Stats
 from draftsmith.inference.teacher_forcing import teacher_forced_fields, teacher_forced_stats
 from draftsmith.inference.verify import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.models.errors import UserError, require_at_least
-from draftsmith.models.trees import DynamicTree, StaticTree
+from draftsmith.models.errors import require_at_least
+from draftsmith.models.trees import Chain, DynamicTree, StaticTree
 
 P = TypeVar("P")
+Run = Callable[[list[int]], Output]  # decodes a batch, given as places among the prompts
+LEAST_REPEATS = 2  # of a setting with a time limit
 
 
 @dataclass(frozen=True)
@@ -35,10 +52,11 @@ class MeasureSettings:
     batch_size: int = 1
     draft: int | StaticTree | DynamicTree = 4  # length of a chain, or a tree
     max_new_tokens: int = 64
-    repeats: int = 5
+    repeats: int = 5  # the most, where `seconds` are given
     seed: int = 0
     verification_mode: VerificationMode | None = None  # None: the usual one for temperature and drafter
     synthetic_rates: tuple[float, ...] = ()
+    seconds: float | None = None  # for this setting: as many repeats as fit, but 2 at least
 
     @property
     def draft_length(self) -> int:
@@ -63,6 +81,7 @@ class PromptSet:
     name: str
     token_ids: list[list[int]]
     domains: list[str] = field(default_factory=list)  # of each prompt; empty where they were not told apart
+    tokenise_seconds: list[float] = field(default_factory=list)  # of each prompt; empty where they came as token ids
 
     @property
     def by_domain(self) -> dict[str, list[int]]:
@@ -88,41 +107,95 @@ def measure(
     prompts: PromptSet,
     settings: MeasureSettings,
     on_progress: Callable[[], None] = lambda: None,
+    baselines: Sequence[Baseline] = (),
 ) -> dict[str, dict[str, Any]]:
     """Measure each drafter; returns name -> a row of `results` in evaluation.json.
 
     `on_progress` is called after each batch of each repeat. A row's fields are DESIGN's; acceptance is counted over
     all prompts once (it is the same in every repeat), times over all repeats. Of a trained drafter's chains in greedy
-    decoding a row also says what training predicts (teacher_forcing.py).
+    decoding a row also says what training predicts (teacher_forcing.py). `baselines` take part at batch size 1.
     """
     check_settings(settings, drafters)
     contenders = {"none": load_drafter("none", target), **drafters}
-    decoders = {name: SpeculativeDecoder(target, drafter) for name, drafter in contenders.items()}
     how = {name: settings.resolve(drafter) for name, drafter in contenders.items()}
-    ids = prompts.token_ids
-    batches = [list(range(i, min(i + settings.batch_size, len(ids)))) for i in range(0, len(ids), settings.batch_size)]
+    ids, size = prompts.token_ids, settings.batch_size
+    batches = [list(range(i, min(i + size, len(ids)))) for i in range(0, len(ids), size)]
+    baselines = baselines if size == 1 else ()
 
-    def decode(name: str, batch: list[int]) -> Output:
-        return decoders[name].decode([ids[i] for i in batch], how[name], batch)
+    runs = {name: own_run(target, drafter, prompts, how[name]) for name, drafter in contenders.items()}
+    drafting = replace(how["none"], shape=Chain(settings.draft_length))
+    runs |= {baseline.key: baseline_run(baseline, prompts, drafting) for baseline in baselines}
 
-    for name in contenders:  # warm-up, not counted
-        decode(name, batches[0])
-    outputs: dict[str, list[list[Output]]] = {name: [[] for _ in batches] for name in contenders}
-    names = list(contenders)
-    for repeat in range(settings.repeats):
-        order = names[repeat % len(names) :] + names[: repeat % len(names)]
-        for number, batch in enumerate(batches):
-            for name in order:
-                outputs[name][number].append(decode(name, batch))
-            on_progress()
-    rows = {name: result_row(target, how[name], prompts, settings, outputs[name], outputs["none"]) for name in drafters}
+    def forget() -> None:
+        for drafter in contenders.values():
+            drafter.forget()
+
+    outputs = interleaved(runs, batches, settings, forget, on_progress)
+    for repeats in (repeats for batch in outputs.values() for repeats in batch):
+        for run in repeats:
+            run.token_ids = [counted(each, target.eos_token_ids, settings.max_new_tokens) for each in run.token_ids]
+
+    plain = outputs["none"]
+    rows = {name: result_row(target, how[name], prompts, settings, outputs[name], plain) for name in drafters}
     for name, drafter in drafters.items():
+        beside = [baseline for baseline in baselines if baseline.drafter in (None, name)]
+        if beside:
+            is_greedy = how["none"].sampling.greedy
+            fields = {one.name: baseline_fields(outputs[one.key], plain, is_greedy) for one in beside}
+            rows[name]["baselines"] = fields
         if how[name].verification_mode == "greedy" and isinstance(settings.draft, int) and drafter.trainable():
-            runs = [batch[0] for batch in outputs[name]]
-            answers = [answer for run in runs for answer in run.token_ids]
+            own = [batch[0] for batch in outputs[name]]
+            answers = [answer for run in own for answer in run.token_ids]
             forced = teacher_forced_stats(target, drafter, ids, answers, settings.draft, settings.max_new_tokens)
-            rows[name] |= teacher_forced_fields(forced, [request for run in runs for request in run.stats.requests])
+            rows[name] |= teacher_forced_fields(forced, [request for run in own for request in run.stats.requests])
     return rows
+
+
+def own_run(target: Target, drafter: Drafter, prompts: PromptSet, how: GenerationSettings) -> Run:
+    decoder = SpeculativeDecoder(target, drafter)
+    return lambda batch: decoder.decode([prompts.token_ids[i] for i in batch], how, batch)
+
+
+def baseline_run(baseline: Baseline, prompts: PromptSet, how: GenerationSettings) -> Run:
+    return lambda batch: baseline.decode(prompts.token_ids[batch[0]], how, batch[0])
+
+
+def interleaved(
+    runs: dict[str, Run],
+    batches: list[list[int]],
+    settings: MeasureSettings,
+    before_repeat: Callable[[], object] = lambda: None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> dict[str, Outputs]:
+    """The outputs of each contender, after a warm-up that is not counted.
+
+    Every contender decodes a batch before any decodes the next one, in an order that moves on by one with every batch
+    and every repeat, so that each stands in each place equally often.
+    """
+    start = time.perf_counter()
+    for run in runs.values():
+        run(batches[0])
+    outputs: dict[str, Outputs] = {name: [[] for _ in batches] for name in runs}
+    names = list(runs)
+    num_repeats, repeat = settings.repeats, 0
+    begun = time.perf_counter()
+    while repeat < num_repeats:
+        before_repeat()  # drafters forget the warm-up, and what they decoded in the repeats before
+        for number, batch in enumerate(batches):
+            first = (repeat + number) % len(names)
+            for name in names[first:] + names[:first]:
+                outputs[name][number].append(runs[name](batch))
+            on_progress()
+        repeat += 1
+        if repeat == 1 and settings.seconds is not None:
+            now = time.perf_counter()
+            num_repeats = repeats_within(settings.seconds - (now - start), now - begun, settings.repeats)
+    return outputs
+
+
+def repeats_within(seconds: float, seconds_each: float, most: int) -> int:
+    """How many repeats in all, of which one is done, so many seconds allow for: at least 2, at most `most`."""
+    return min(most, max(LEAST_REPEATS, 1 + math.floor(seconds / seconds_each)))
 
 
 def result_row(
@@ -130,17 +203,14 @@ def result_row(
     how: GenerationSettings,
     prompts: PromptSet,
     settings: MeasureSettings,
-    outputs: list[list[Output]],
-    plain: list[list[Output]],
+    outputs: Outputs,
+    plain: Outputs,
 ) -> dict[str, Any]:
-    """One row of evaluation.json from the outputs [batch][repeat] of a drafter and of plain decoding."""
+    """One row of evaluation.json from the outputs of a drafter and of plain decoding."""
     stats = [request for batch in outputs for request in batch[0].stats.requests]
     total = sum(stats[1:], stats[0])
-    tokens, seconds = batch_totals(outputs)
-    plain_tokens, plain_seconds = batch_totals(plain)
-    speed, plain_speed = sum(tokens) / sum(seconds), sum(plain_tokens) / sum(plain_seconds)
-    low, high = bootstrap_ratio(tokens, seconds, plain_tokens, plain_seconds)
-    speedup = speed / plain_speed
+    ratio = speedup_fields(outputs, plain)
+    bandwidth = memory_bandwidth(target.device)
     return {
         "prompt_set": prompts.name,
         "num_prompts": len(prompts.token_ids),
@@ -152,23 +222,39 @@ def result_row(
         "tree_nodes": None if isinstance(settings.draft, int) else settings.draft.num_nodes,
         "max_new_tokens": settings.max_new_tokens,
         **acceptance_fields(total),
-        "baseline_tokens_per_second": plain_speed,
-        "tokens_per_second": speed,
-        "speedup": speedup,
-        "speedup_ci95": [low, high],
-        "repeats": settings.repeats,
-        "ttft_ms": percentiles([run.timing.to_first_token * 1000 for batch in outputs for run in batch]),
+        "baseline_tokens_per_second": speed(batch_totals(plain)),
+        "tokens_per_second": speed(batch_totals(outputs)),
+        **ratio,
+        "repeats": len(outputs[0]),
+        **decode_fields(outputs, plain),
+        "throughput_tokens_per_second": throughput(outputs),
+        "ttft_ms": percentiles(time_to_first_token(outputs, prompts.tokenise_seconds)),
+        "ttft_parts_ms": first_token_parts(outputs, prompts.tokenise_seconds),
         "tpot_ms": percentiles(time_per_token(outputs)),
         "baseline_tpot_ms": percentiles(time_per_token(plain)),
         "milliseconds_per_round": milliseconds_per_round(outputs),
-        "step_cost_ratio": total.mean_acceptance_length / speedup,
+        "bandwidth_floor_share": bandwidth_floor_share(target, prompts.token_ids, outputs, bandwidth),
+        "step_cost_ratio": total.mean_acceptance_length / ratio["speedup"],
         "lossless": lossless(target, how.verification_mode, prompts, outputs, plain).as_dict(),
         **({"domains": domain_fields(prompts, stats, outputs, plain)} if any(prompts.domains) else {}),
     }
 
 
+def baseline_fields(outputs: Outputs, plain: Outputs, is_greedy: bool) -> dict[str, Any]:
+    """What a row says of transformers' decoding; sampled texts are drawn on other noise and cannot be compared."""
+    ratio = speedup_fields(outputs, plain)
+    texts = zip(outputs, plain, strict=True)
+    return {
+        "num_emitted_tokens": sum(batch_totals(outputs)[0]),
+        "tokens_per_second": speed(batch_totals(outputs)),
+        "speedup_over_plain": ratio["speedup"],
+        "speedup_over_plain_ci95": ratio["speedup_ci95"],
+        "identical": sum(own[0].token_ids == beside[0].token_ids for own, beside in texts) if is_greedy else None,
+    }
+
+
 def domain_fields(
-    prompts: PromptSet, stats: list[Stats], outputs: list[list[Output]], plain: list[list[Output]]
+    prompts: PromptSet, stats: list[Stats], outputs: Outputs, plain: Outputs
 ) -> dict[str, dict[str, Any]]:
     """Acceptance by domain, and the speedup where every batch is a single prompt; `stats` by prompt."""
     fields: dict[str, dict[str, Any]] = {}
@@ -182,11 +268,7 @@ def domain_fields(
             "draft_acceptance_rate": total.draft_acceptance_rate,
         }
         if len(outputs) == len(prompts.token_ids):
-            tokens, seconds = batch_totals([outputs[i] for i in indices])
-            plain_tokens, plain_seconds = batch_totals([plain[i] for i in indices])
-            speedup = sum(tokens) / sum(seconds) * sum(plain_seconds) / sum(plain_tokens)
-            fields[domain]["speedup"] = speedup
-            fields[domain]["speedup_ci95"] = list(bootstrap_ratio(tokens, seconds, plain_tokens, plain_seconds))
+            fields[domain] |= speedup_fields([outputs[i] for i in indices], [plain[i] for i in indices])
     return fields
 
 
@@ -204,55 +286,12 @@ def acceptance_fields(total: Stats) -> dict[str, Any]:
     }
 
 
-def batch_totals(outputs: list[list[Output]]) -> tuple[list[int], list[float]]:
-    """Emitted tokens of each batch, and its seconds from prompt to last token, median over repeats."""
-    tokens = [sum(map(len, batch[0].token_ids)) for batch in outputs]
-    return tokens, [statistics.median(run.timing.total for run in batch) for batch in outputs]
-
-
-def bootstrap_ratio(
-    tokens: list[int], seconds: list[float], plain_tokens: list[int], plain_seconds: list[float]
-) -> tuple[float, float]:
-    """95 % interval of the ratio of the two speeds, batches drawn with replacement, both sides together."""
-    picks = resamples(len(tokens))
-    totals = [np.asarray(values)[picks].sum(1) for values in (tokens, seconds, plain_tokens, plain_seconds)]
-    ratios = (totals[0] / totals[1]) / (totals[2] / totals[3])
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    return float(low), float(high)
-
-
-def percentiles(values: list[float]) -> dict[str, float]:
-    return {f"p{q}": float(np.percentile(values, q)) for q in (50, 95, 99)}
-
-
-def time_per_token(outputs: list[list[Output]]) -> list[float]:
-    """TPOT in ms of every batch and repeat: time after the first token over the tokens after it of the longest row."""
-    times = []
-    for batch in outputs:
-        for run in batch:
-            after_first = max(map(len, run.token_ids)) - 1
-            if after_first:
-                times.append((run.timing.total - run.timing.to_first_token) * 1000 / after_first)
-    if not times:
-        raise UserError("every output ended with its first token, which leaves nothing to measure: give other prompts")
-    return times
-
-
-def milliseconds_per_round(outputs: list[list[Output]]) -> dict[str, float]:
-    """Mean time of a round in drafting, in the target's pass with its verification, and in everything else."""
-    runs = [run for batch in outputs for run in batch]
-    rounds = sum(max(request.num_rounds for request in run.stats.requests) for run in runs)
-    return {
-        phase: sum(run.timing.phases[phase] for run in runs) / max(1, rounds) for phase in ("draft", "verify", "host")
-    }
-
-
 def lossless(
     target: Target,
     mode: str,
     prompts: PromptSet,
-    outputs: list[list[Output]],
-    plain: list[list[Output]],
+    outputs: Outputs,
+    plain: Outputs,
 ) -> LosslessCheck:
     """Output equality where the law of the mode demands it: greedy, and one-hot on the same noise."""
     if mode not in ("greedy", "one_hot"):  # at best the same distribution, but not the same tokens

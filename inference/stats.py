@@ -17,15 +17,18 @@ def resamples(count: int) -> np.ndarray:
 
 @dataclass
 class Stats:
-    """Of one request, or summed over several. Rounds in which nothing was drafted are not drafts."""
+    """Of one request, or summed over several. Rounds in which nothing was drafted are not drafts.
+
+    Counted in the decoder these are whole numbers; expected ones (replay.py) are fractions.
+    """
 
     draft_length: int  # longest path of a draft
-    num_drafts: int = 0  # rounds with at least one drafted token
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0  # bonus tokens not among them
+    num_drafts: float = 0  # rounds with at least one drafted token
+    num_draft_tokens: float = 0
+    num_accepted_tokens: float = 0  # bonus tokens not among them
     num_emitted_tokens: int = 0
-    num_rounds: int = 0  # target passes after the prompt's
-    acceptance_histogram: list[int] = field(default_factory=list)  # drafts by accepted tokens, draft_length + 1 bins
+    num_rounds: float = 0  # target passes after the prompt's
+    acceptance_histogram: list[float] = field(default_factory=list)  # drafts by accepted tokens, draft_length + 1 bins
 
     def __post_init__(self) -> None:
         self.acceptance_histogram = self.acceptance_histogram or [0] * (self.draft_length + 1)
@@ -72,6 +75,13 @@ class Stats:
         at_least = self._at_least()
         return [later / now if now else None for now, later in zip(at_least[:-1], at_least[1:], strict=True)]
 
-    def _at_least(self) -> list[int]:
+    def _at_least(self) -> list[float]:
         """Drafts with at least j accepted tokens, j = 0..draft_length."""
         return [sum(self.acceptance_histogram[j:]) for j in range(self.draft_length + 1)]
+
+
+def lengths_of(stats: list[Stats], picks: np.ndarray) -> np.ndarray:
+    """Mean acceptance length of each sample of prompts [samples, prompts]."""
+    accepted = np.array([one.num_accepted_tokens for one in stats])[picks].sum(1)
+    drafts = np.array([one.num_drafts for one in stats])[picks].sum(1)
+    return 1 + accepted / np.maximum(drafts, 1e-9)

@@ -9,16 +9,15 @@ The walk drafts as deep as the decoder does, also beyond the depths that were tr
 little make no gap, they show in both.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from draftsmith.inference.decoder import SpeculativeDecoder, check_sampling, resolve_settings
-from draftsmith.inference.stats import Stats, resamples
+from draftsmith.inference.replay import Recording, expected_stats, replay
+from draftsmith.inference.stats import Stats, lengths_of, resamples
 from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.models.batch import Batch
+from draftsmith.models.trees import Chain
 
 LEAST_PROMPTS = 4  # of fewer, an interval over prompts says nothing
 TOLERANCE = 0.02  # share of the acceptance length that rounding may explain
@@ -38,10 +37,8 @@ def teacher_forced_stats(
     The drafter drafts chains and is in evaluation mode.
     """
     texts = beyond_limit(target, prompts, answers, draft_length, max_new_tokens)
-    return [
-        replayed(target, drafter, prompt, text, draft_length, max_new_tokens)
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
+    tracks = replay(target, Recording(prompts, texts, max_new_tokens), {drafter.kind: drafter}, draft_length)
+    return [expected_stats(track, Chain(draft_length), "greedy") for track in tracks[drafter.kind]]
 
 
 def beyond_limit(
@@ -58,24 +55,6 @@ def beyond_limit(
         for i, token_ids in zip(cut, more, strict=True):
             texts[i] = answers[i] + token_ids
     return texts
-
-
-@torch.no_grad()
-def replayed(
-    target: Target, drafter: Drafter, prompt: list[int], answer: list[int], draft_length: int, max_new_tokens: int
-) -> Stats:
-    """Counters of the rounds that write an answer, whose first token comes with the prompt."""
-    token_ids = torch.tensor([prompt + answer], device=target.device)
-    written = torch.arange(token_ids.shape[1], device=target.device)[None] >= len(prompt)
-    batch = Batch(token_ids, written)
-    followed = drafter.followed(batch, target.features(batch, drafter.layer_ids), draft_length)[0].tolist()
-    stats, length = Stats(draft_length), 1
-    limit = min(len(answer), max_new_tokens)
-    while length < limit:
-        num_accepted = followed[len(prompt) + length - 2]  # the slot whose newest token is the last one written
-        stats.count_round(draft_length, num_accepted)
-        length += num_accepted + 1
-    return replace(stats, num_emitted_tokens=limit)
 
 
 def teacher_forced_fields(forced: list[Stats], decoded: list[Stats]) -> dict[str, Any]:
@@ -104,13 +83,6 @@ def teacher_forced_fields(forced: list[Stats], decoded: list[Stats]) -> dict[str
             "flagged": bool(beyond_chance and abs(gap) > TOLERANCE * predicted.mean_acceptance_length),
         },
     }
-
-
-def lengths_of(stats: list[Stats], picks: np.ndarray) -> np.ndarray:
-    """Mean acceptance length of each sample of prompts [samples, prompts]."""
-    accepted = np.array([one.num_accepted_tokens for one in stats])[picks].sum(1)
-    drafts = np.array([one.num_drafts for one in stats])[picks].sum(1)
-    return 1 + accepted / np.maximum(drafts, 1)
 
 
 def gap_warning(row: dict[str, Any]) -> str | None:

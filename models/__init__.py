@@ -16,12 +16,13 @@ from draftsmith.models.eagle3 import Eagle3
 from draftsmith.models.errors import UserError
 from draftsmith.models.hydra import Hydra
 from draftsmith.models.identity import check_identity, identity
-from draftsmith.models.layouts import Checkpoint, read_checkpoint
+from draftsmith.models.layouts import OWN_EMBEDDING, Checkpoint, read_checkpoint
 from draftsmith.models.medusa import Medusa
 from draftsmith.models.mlp_speculator import MLPSpeculator
 from draftsmith.models.ngram import Ngram
 from draftsmith.models.none import NoDrafter
 from draftsmith.models.p_eagle import PEagle
+from draftsmith.models.suffix import Suffix
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import vocabulary_hash
 
@@ -48,6 +49,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "mlp_speculator": MLPSpeculator,
     "draft_model": DraftModel,
     "ngram": Ngram,
+    "suffix": Suffix,
     "none": NoDrafter,
 }
 
@@ -108,6 +110,11 @@ def build_drafter(checkpoint: Checkpoint, target: Target) -> Drafter:
     if checkpoint.kind not in DRAFTERS:
         raise UserError(
             f"this checkpoint holds a drafter of kind {checkpoint.kind!r}, which this version does not know"
+        )
+    if OWN_EMBEDDING in checkpoint.tensors:
+        raise UserError(
+            f"this drafter's {OWN_EMBEDDING} is not the target's embedding: give the target that it was trained on "
+            "(drafters with an embedding of their own are not supported)"
         )
     own = dict(checkpoint.config.get("draftsmith", {}))
     trained_for, recorded_hash = own.pop("trained_for", {}), own.pop("draft_vocab_hash", None)

@@ -4,6 +4,7 @@ Shapes: B rows, T tokens, N drafted tokens (nodes), V vocabulary of the target.
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import checkpoint_tensors
-from draftsmith.models.losses import ChainLoss, LossSums
+from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums, divergence_over_depths
 from draftsmith.models.sampling import Noise, Sampling, Stream, cut, sample
 from draftsmith.models.slots import Window
 from draftsmith.models.target import Features, Target
@@ -44,6 +45,13 @@ def chain(tokens: Tensor, logits: Tensor | None = None) -> Draft:
     """A draft in which every token follows the one before it. tokens [B, N], logits [B, N, V]"""
     parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
     return Draft(tokens, parents, tokens.shape[1], logits)
+
+
+def lookup_chain(tokens: Tensor) -> Draft:
+    """The draft of a drafter that has nothing to say in some rounds: tokens [B, N], then NO_TOKEN."""
+    if tokens.device.type == "cpu":  # a shorter window is cheaper to verify; on a GPU all rounds have one shape
+        tokens = tokens[:, : int((tokens != NO_TOKEN).any(0).sum())]
+    return chain(tokens)
 
 
 def in_target_vocabulary(draft: Draft, ids: Tensor, vocab_size: int) -> Draft:
@@ -110,6 +118,7 @@ class DrafterConfig:
     """Fields of a family's own config come in a subclass beside its module."""
 
     kind: str
+    of_checkpoint: ClassVar[tuple[str, ...]] = ()  # fields that a checkpoint's tensors decide; the rest is of training
 
 
 class Drafter(nn.Module):
@@ -153,13 +162,41 @@ class Drafter(nn.Module):
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Tokens to follow each row's newest one, as many as the shape has nodes or fewer."""
 
+    def remember(self, token_ids: list[int]) -> None:
+        """A request is done: its prompt with its answer, for drafters that learn from what was decoded before."""
+
+    def forget(self) -> None:
+        """Drop all that `remember` was told, so that a measurement can be repeated."""
+
     def loss(self, batch: Batch, features: Features) -> LossSums:
         """Sums and counts; "loss" is what training minimises, its count the trained tokens (`loss_mask.sum()`)."""
         raise TypeError(f"{self.kind} has nothing to train")
 
+    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """What `depth` predictions in a row from each slot are made from, on the text as it is (teacher forcing).
+
+        One `Depth` each, of the slots that `slots.next_depth()` marks for it; fewer where the drafter has no more.
+        Features are those of `layer_ids`.
+        """
+        raise TypeError(f"{self.kind} predicts nothing from a text alone")
+
+    def divergence(self) -> Divergence:
+        """What `chain_loss` compares by, at this point of training."""
+        return self.config.divergence
+
     def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
         """The loss of `depth` predictions in a row from each slot."""
-        raise TypeError(f"{self.kind} has nothing to train")
+        slots = ChainLoss(batch.loss_mask)
+        return self.compare(slots, list(self.depths(slots, batch, features, depth)), features)
+
+    def compare(self, chain_loss: ChainLoss, depths: list[Depth], features: Features) -> ChainLoss:
+        """Fill in the divergence of a chain of predictions from the target's own."""
+        chain_loss.total, losses = divergence_over_depths(
+            depths, features.last_hidden.flatten(0, 1), self.target.logits, self.divergence(), self.draft_to_target()
+        )
+        for rows in losses:
+            chain_loss.add(rows)
+        return chain_loss
 
     def followed(self, batch: Batch, features: Features, depth: int) -> Tensor:
         """How many tokens in a row the drafter gets right from each slot on, `depth` at most: [B, T] int64.

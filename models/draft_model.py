@@ -8,6 +8,7 @@ Shapes: B rows, T tokens, H hidden width, V vocabulary.
 
 import copy
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.fused import FusedDecoder, fuse
 from draftsmith.models.layers import shift_left
-from draftsmith.models.losses import Divergence, LossSums, RowLosses, divergence_over_rows
+from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums, divergence_over_rows, teachers_of
 from draftsmith.models.slots import ATTENTION, Window, chain_window, run_causal, run_on_slots
 from draftsmith.models.target import Features, Target, drop_layers
 from draftsmith.models.tree_drafting import LevelWindows, Memory, grow, take
@@ -36,6 +37,7 @@ from draftsmith.models.trees import Chain, Shape
 
 @dataclass
 class DraftModelConfig(DrafterConfig):
+    of_checkpoint = ("model", "num_layers", "hidden_size")
     kind: str = "draft_model"
     model: str | None = (
         None  # Hub name or directory of a causal language model to start from; None: parts of the target
@@ -91,33 +93,26 @@ class DraftModel(Drafter):
     def loss(self, batch: Batch, features: Features) -> LossSums:
         """Divergence from the target at every token that the target wrote."""
         counted = shift_left(batch.loss_mask, 1)
-        rows = self._losses(batch, features, counted)
-        return {
-            "loss": (rows.loss, batch.loss_mask.sum()),
-            "accuracy_0": (rows.correct.sum(), counted.sum()),
-            "sampled_acceptance_0": (rows.acceptance, counted.sum()),
-        }
-
-    def _losses(self, batch: Batch, features: Features, counted: Tensor) -> RowLosses:
-        """Of the places [B, T] that are counted."""
         hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask())
-        return divergence_over_rows(
+        rows = divergence_over_rows(
             hidden[counted],
             self.model.get_output_embeddings(),
             features.last_hidden[counted],
             self.target.logits,
             self.config.divergence,
         )
+        return {
+            "loss": (rows.loss, batch.loss_mask.sum()),
+            "accuracy_0": (rows.correct.sum(), counted.sum()),
+            "sampled_acceptance_0": (rows.acceptance, counted.sum()),
+        }
 
-    def followed(self, batch: Batch, features: Features, depth: int) -> Tensor:
+    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
         """From the text alone: what it predicts at places t + 1, t + 2, ... is what it would draft after x_{t+1}."""
-        counted = shift_left(batch.loss_mask, 1)
-        right = torch.zeros_like(counted).masked_scatter(counted, self._losses(batch, features, counted).correct)
-        leading, followed = counted, torch.zeros_like(counted, dtype=torch.int64)
+        hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask()).flatten(0, 1)
         for i in range(depth):
-            leading = leading & shift_left(right, 1 + i)
-            followed += leading
-        return followed
+            places = teachers_of(slots.next_depth(), i)
+            yield Depth(hidden[places], self.model.get_output_embeddings(), places)
 
     def as_target(self) -> Target:
         return Target(self.model, self.target.tokenizer, "the draft model", fuse_layers=False)

@@ -23,7 +23,7 @@ from draftsmith.models.decoder_layer import DecoderLayer, engine_layer_config, l
 from draftsmith.models.eagle_drafting import Drafting, EagleMemory
 from draftsmith.models.errors import require_at_least
 from draftsmith.models.layers import checkpoint_tensors, rotary_table
-from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
+from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums
 from draftsmith.models.slots import Window
 from draftsmith.models.target import Features, Target
 from draftsmith.models.tree_drafting import grow
@@ -33,6 +33,7 @@ from draftsmith.models.unrolled_attention import DraftingSlots, KeyValue, unroll
 
 @dataclass
 class EagleConfig(DrafterConfig):
+    of_checkpoint = ("intermediate_size",)
     kind: str = "eagle"
     intermediate_size: int | None = None  # None: the target's
     unroll_steps: int = 3  # trained also on its own guesses, as HASS (arXiv 2408.15766) does; 1: as in the paper
@@ -52,7 +53,8 @@ class Eagle(Drafter):
         super().__init__()
         require_at_least("drafter.unroll_steps", config.unroll_steps)
         require_at_least("drafter.noise", config.noise, 0)
-        self.config, self.layer_config, self.target = config, layer_config, target
+        self.config = replace(config, intermediate_size=layer_config.intermediate_size)
+        self.layer_config, self.target = layer_config, target
         width = target.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=False)  # engines have none
         self.layers = nn.ModuleList([DecoderLayer(layer_config, width)])
@@ -79,19 +81,23 @@ class Eagle(Drafter):
 
     def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
         """Distance of each guess from the feature, and divergence of what the target's head makes of both."""
-        chain_loss = ChainLoss(batch.loss_mask)
-        counted = [chain_loss.next_depth().flatten() for _ in range(depth)]
-        slots = DraftingSlots.of(counted[0].view_as(batch.token_ids), batch.positions)
-        for k, guess in enumerate(self.unroll(batch, features.last_hidden, slots, depth)):
-            rows = counted[k][slots.index].nonzero()[:, 0]
-            guesses, wanted = guess[rows], features.last_hidden.flatten(0, 1)[slots.index[rows] + 1 + k]
-            losses = divergence_over_rows(
-                guesses, self.target.logits, wanted, self.target.logits, self.config.divergence
-            )
-            distance = F.smooth_l1_loss(guesses.float(), wanted.float(), reduction="none").mean(-1).sum()
-            loss = self.config.regression_weight * distance + self.config.divergence_weight * losses.loss
-            chain_loss.add(replace(losses, loss=loss), self.config.step_decay**k)
+        slots = ChainLoss(batch.loss_mask)
+        depths = list(self.depths(slots, batch, features, depth))
+        chain_loss, wanted = self.compare(slots, depths, features), features.last_hidden.flatten(0, 1).float()
+        distance = sum(
+            one.weight * F.smooth_l1_loss(one.hidden.float(), wanted[one.teachers], reduction="none").mean(-1).sum()
+            for one in depths
+        )
+        chain_loss.total = self.config.regression_weight * distance + self.config.divergence_weight * chain_loss.total
         return chain_loss
+
+    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """The guesses of the target's last hidden state, which its own head reads."""
+        counted = [slots.next_depth().flatten() for _ in range(depth)]
+        drafting = DraftingSlots.of(counted[0].view_as(batch.token_ids), batch.positions)
+        for k, guess in enumerate(self.unroll(batch, features.last_hidden, drafting, depth)):
+            rows = counted[k][drafting.index].nonzero()[:, 0]
+            yield Depth(guess[rows], self.target.logits, drafting.index[rows] + 1 + k, self.config.step_decay**k)
 
     def unroll(self, batch: Batch, features: Tensor, slots: DraftingSlots, num_steps: int) -> Iterator[Tensor]:
         """The guesses [R, H] of the drafting slots at each unrolled step, from features [B, T, H].
@@ -160,9 +166,8 @@ class Eagle(Drafter):
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Eagle":
         what = "this EAGLE-1 drafter"
         check_same_shape(what, config, target)
-        tensors = {name: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"}
         if "fc.bias" in tensors and not tensors["fc.bias"].any():
-            del tensors["fc.bias"]
+            tensors = {name: tensor for name, tensor in tensors.items() if name != "fc.bias"}
         drafter = cls(EagleConfig(**config.get("draftsmith", {})), layer_config_of(config), target)
         load_tensors(drafter, tensors, what)
         return drafter

@@ -7,6 +7,7 @@ x_{t+2}. Drafting goes on from the layer's own output in place of features; trai
 Shapes: B rows, T slots, H hidden width, A layers read, N heads, D head width, V target vocabulary, Vd draft vocabulary.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -29,7 +30,7 @@ from draftsmith.models.eagle3_training import unroll
 from draftsmith.models.eagle_drafting import Drafting, Eagle3Memory
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import RMSNorm, checkpoint_tensors
-from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums, divergence_over_depths
+from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums
 from draftsmith.models.slots import Window
 from draftsmith.models.target import Features, Target, check_layer_ids
 from draftsmith.models.tree_drafting import grow
@@ -40,6 +41,7 @@ from draftsmith.models.vocabulary import ReducedVocabulary
 
 @dataclass
 class Eagle3Config(ReducedVocabulary):
+    of_checkpoint = (*ReducedVocabulary.of_checkpoint, "layer_ids", "intermediate_size")
     kind: str = "eagle3"
     layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
     intermediate_size: int | None = None  # None: the target's
@@ -81,7 +83,12 @@ class Eagle3(Drafter):
         self.layer_config, self.target = layer_config, target
         self.layer_ids = check_layer_ids(config.layer_ids or default_layer_ids(target.num_layers), target)
         width, vocab = layer_config.hidden_size, config.draft_vocab_size or target.vocab_size
-        self.config = replace(config, layer_ids=list(self.layer_ids), draft_vocab_size=vocab)
+        self.config = replace(
+            config,
+            layer_ids=list(self.layer_ids),
+            draft_vocab_size=vocab,
+            intermediate_size=layer_config.intermediate_size,
+        )
         if vocab > target.vocab_size:
             raise UserError(f"draft_vocab_size {vocab} exceeds the target's vocabulary of {target.vocab_size}")
         self.fc = nn.Linear(len(self.layer_ids) * target.hidden_size, width, bias=False)
@@ -139,25 +146,18 @@ class Eagle3(Drafter):
     def loss(self, batch: Batch, features: Features) -> LossSums:
         return self.chain_loss(batch, features, self.config.unroll_steps).sums()
 
-    def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
-        """Unrolled divergence from the target, teacher-forced: step k of slot t predicts x_{t+2+k}."""
+    def divergence(self) -> Divergence:
+        return self.config.divergence if self.progress >= self.config.kl_share else "forward_kl"
+
+    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """The unrolled layer, with the true tokens fed in: step k of slot t predicts x_{t+2+k}."""
         assert features.layers is not None
-        config, chain_loss = self.config, ChainLoss(batch.loss_mask)
-        counted = [chain_loss.next_depth().flatten() for _ in range(depth)]
-        slots = DraftingSlots.of(counted[0].view_as(batch.token_ids), batch.positions)
-        depths = []
-        for k, hidden in enumerate(unroll(self, batch, features.layers, slots, depth)):
-            rows = counted[k][slots.index].nonzero()[:, 0]
-            teachers = slots.index[rows] + 1 + k
-            depths.append(Depth(self.norm(hidden[rows]), self.lm_head, teachers, config.step_decay**k))
-        divergence: Divergence = config.divergence if self.progress >= config.kl_share else "forward_kl"
-        total, losses = divergence_over_depths(
-            depths, features.last_hidden.flatten(0, 1), self.target.logits, divergence, self.draft_to_target()
-        )
-        for rows_of_depth in losses:
-            chain_loss.add(rows_of_depth, 1)
-        chain_loss.total = total  # with its weights and its gradient
-        return chain_loss
+        counted = [slots.next_depth().flatten() for _ in range(depth)]
+        drafting = DraftingSlots.of(counted[0].view_as(batch.token_ids), batch.positions)
+        for k, hidden in enumerate(unroll(self, batch, features.layers, drafting, depth)):
+            rows = counted[k][drafting.index].nonzero()[:, 0]
+            teachers = drafting.index[rows] + 1 + k
+            yield Depth(self.norm(hidden[rows]), self.lm_head, teachers, self.config.step_decay**k)
 
     # --- drafting
 
@@ -210,9 +210,6 @@ class Eagle3(Drafter):
             **{**own, "layer_ids": list(layer_ids), "draft_vocab_size": config.get("draft_vocab_size")}
         )
         drafter = cls(drafter_config, layer_config_of(config), target)
-        tensors = {
-            name.replace("midlayer.", "layers.0."): t for name, t in tensors.items() if name != "embed_tokens.weight"
-        }
         load_tensors(drafter, tensors, "this EAGLE-3 drafter")
         return drafter
 

@@ -5,6 +5,7 @@ Head i reads the target's last hidden state at t and the embeddings of x_{t+1} t
 Shapes: B rows, T tokens, W drafted tokens that are read, H hidden width, V vocabulary.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from draftsmith.models.base import DecodingState, Draft, Drafter, DrafterConfig,
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import require_at_least
 from draftsmith.models.layers import shift_left
-from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
+from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums, teachers_of
 from draftsmith.models.medusa import ResidualBlocks
 from draftsmith.models.target import Features, Target
 from draftsmith.models.tree_drafting import Plan, grow, plan_of, take
@@ -25,6 +26,7 @@ from draftsmith.models.trees import Shape
 
 @dataclass
 class HydraConfig(DrafterConfig):
+    of_checkpoint = ("num_heads", "num_layers")
     kind: str = "hydra"
     num_heads: int = 4
     num_layers: int = 1  # residual blocks a head; Hydra++ has 4
@@ -76,23 +78,14 @@ class Hydra(Drafter):
     def loss(self, batch: Batch, features: Features) -> LossSums:
         return self.chain_loss(batch, features, self.config.num_heads).sums()
 
-    def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
-        """Divergence of head i at t from the target's distribution of x_{t+2+i}, which the target had at t+1+i."""
-        chain_loss = ChainLoss(batch.loss_mask)
+    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """Head i at t predicts x_{t+2+i}, whose distribution the target had at t+1+i."""
         embedded = self.target.embedding(batch.token_ids)  # [B, T, H]
         read = features.last_hidden
         for i, (block, head) in enumerate(zip(self.blocks[:depth], self.lm_heads[:depth], strict=True)):
-            counted = chain_loss.next_depth()
+            counted = slots.next_depth()
             read = torch.cat([read, shift_left(embedded, 1 + i)], -1)  # [B, T, (i + 2) H]
-            rows = divergence_over_rows(
-                block(read[counted]),
-                head,
-                shift_left(features.last_hidden, 1 + i)[counted],
-                self.target.logits,
-                self.config.divergence,
-            )
-            chain_loss.add(rows, self.config.head_decay**i)
-        return chain_loss
+            yield Depth(block(read[counted]), head, teachers_of(counted, i), self.config.head_decay**i)
 
     def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Plan | None:
         return plan_of(shape, self.target.device)

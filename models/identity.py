@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from draftsmith.models.errors import UserError
@@ -48,9 +48,13 @@ PARTS: dict[str, tuple[str, Callable[[Target], str | None]]] = {
 
 def check_identity(what: str, recorded: Mapping[str, Any], target: Target, keys: Collection[str], mend: str) -> None:
     """Refuse `what` where it was made with another target, by some of the keys; those not recorded are passed over."""
+    for difference in differences(recorded, target, keys):
+        raise UserError(f"{what} was made with {difference}: {mend}")
+
+
+def differences(recorded: Mapping[str, Any], target: Target, keys: Collection[str]) -> Iterator[str]:
+    """What tells the target that was recorded from this one, by some of the keys, in words."""
     for key in keys:
         name, fingerprint = PARTS[key]
         if key in recorded and recorded[key] != (own := fingerprint(target)):
-            raise UserError(
-                f"{what} was made with {name} than {target.name} has ({key} {recorded[key]}, not {own}): {mend}"
-            )
+            yield f"{name} than {target.name} has ({key} {recorded[key]}, not {own})"

@@ -11,6 +11,7 @@
 What a layout cannot say, and engines would fill in silently, is filled in here from the target or refused.
 """
 
+import hashlib
 import json
 import pickle
 import re
@@ -39,6 +40,7 @@ ARCHITECTURES = {
     "PeagleLlamaForCausalLM": "p_eagle",
 }
 PATTERNS = ["*.json", "*.safetensors", "pytorch_model.bin", "medusa_lm_head.pt"]  # what a checkpoint may consist of
+OWN_EMBEDDING = "embed_tokens.weight"  # of EAGLEs, whose embedding is the target's
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3 variants
 RENAMED_HEAD = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 
@@ -82,8 +84,7 @@ def in_engine_layout(config: dict[str, Any], tensors: dict[str, Tensor], target:
         config, tensors = complete_eagle3(config, tensors, target)
     elif kind == "medusa":
         tensors = complete_medusa(config, tensors, target)
-    if kind in ("eagle", "eagle3"):
-        tensors = without_shared_embedding(tensors, target)
+    tensors = without_shared_embedding(tensors, target)
     return Checkpoint(kind, config, tensors)
 
 
@@ -121,17 +122,14 @@ def complete_eagle3(
 
 
 def without_shared_embedding(tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
-    """Leave out an embedding that only repeats the target's; refuse another one."""
-    own = tensors.get("embed_tokens.weight")
+    """Leave out an embedding of an EAGLE that only repeats the target's; another one stays."""
+    own = tensors.get(OWN_EMBEDDING)
     if own is None:
         return tensors
     shared = cast(Tensor, target.embedding.weight).detach().to(own)
     if own.shape != shared.shape or not torch.allclose(own, shared, rtol=0.01, atol=1e-6):  # one of them in bf16
-        raise UserError(
-            "this drafter's embed_tokens.weight is not the target's embedding: give the target that it was trained on "
-            "(drafters with an embedding of their own are not supported)"
-        )
-    return {name: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"}
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if name != OWN_EMBEDDING}
 
 
 def from_speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -203,14 +201,30 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def _read_tensors(directory: Path) -> dict[str, Tensor]:
     """Of the .safetensors files, or else of PyTorch's pickled ones, read without running code."""
-    files = sorted(directory.glob("*.safetensors"))
-    pickled = [directory / name for name in PATTERNS[2:] if (directory / name).is_file()]
-    if not files and not pickled:
-        raise UserError(f"{directory} holds no .safetensors file: convert its weights first")
     tensors: dict[str, Tensor] = {}
-    for file in files or pickled:
+    for file in _tensor_files(directory):
         try:
-            tensors.update(load_file(file) if files else torch.load(file, map_location="cpu", weights_only=True))
+            safe = file.suffix == ".safetensors"
+            tensors.update(load_file(file) if safe else torch.load(file, map_location="cpu", weights_only=True))
         except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
             raise UserError(f"{file} is damaged: {first_line(error)}") from None
     return tensors
+
+
+def _tensor_files(directory: Path) -> list[Path]:
+    files = sorted(directory.glob("*.safetensors"))
+    files = files or [directory / name for name in PATTERNS[2:] if (directory / name).is_file()]
+    if not files:
+        raise UserError(f"{directory} holds no .safetensors file: convert its weights first")
+    return files
+
+
+def checkpoint_hash(name: str | Path) -> str:
+    """16 hex digits of a checkpoint's config.json and tensors, as they lie on disk."""
+    directory = find_directory(name)
+    digest = hashlib.sha256()
+    for path in (directory / "config.json", *_tensor_files(directory)):
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()[:16]

@@ -282,11 +282,17 @@ class _Divergence(torch.autograd.Function):
         return None, *(tensor * grad.to(tensor.dtype) for tensor in ctx.saved_tensors)
 
 
+def teachers_of(counted: Tensor, depth: int) -> Tensor:
+    """The target's rows [R] among B * T that teach the slots [B, T] which count at a depth."""
+    return counted.flatten().nonzero()[:, 0] + 1 + depth
+
+
 class ChainLoss:
     """Adds up the losses of a chain of predictions: depth i at slot t predicts x_{t+2+i}.
 
     A prediction counts when every token from x_{t+1} to the predicted one was written by the target, because only then
-    would it be drafted. `next_depth` marks the slots that count, `add` takes their losses; `sums` at the end.
+    would it be drafted. `next_depth` marks the slots that count, `add` takes which of them were right, `total` the
+    weighted loss of all depths; `sums` at the end.
     """
 
     def __init__(self, loss_mask: Tensor) -> None:
@@ -314,10 +320,9 @@ class ChainLoss:
         self._marked.append((counted, share))
         return counted
 
-    def add(self, rows: RowLosses, weight: float) -> None:
-        """The losses, in row-major order, of the slots that count at the first depth that has none yet."""
+    def add(self, rows: RowLosses) -> None:
+        """What was right, in row-major order, of the slots that count at the first depth that has none yet."""
         depth, (counted, share) = self._num_added, self._marked[self._num_added]
-        self.total = self.total + weight / share * rows.loss
         self._leading = self._leading & torch.zeros_like(counted).masked_scatter(counted, rows.correct)
         self.followed += self._leading
         self._accepted = self._accepted + self._leading.sum() / share

@@ -5,10 +5,7 @@ The target's own head gives x_{t+1}. All heads run at once, each blind to what t
 Shapes: B rows, T tokens, H hidden width, V vocabulary.
 """
 
-import heapq
-import math
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -28,7 +25,7 @@ from draftsmith.models.base import (
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import shift_left
-from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
+from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums, divergence_over_rows, teachers_of
 from draftsmith.models.slots import run_causal
 from draftsmith.models.target import Features, Target
 from draftsmith.models.tree_drafting import Plan, grow, plan_of, take
@@ -38,6 +35,7 @@ from draftsmith.models.vocabulary import ReducedVocabulary
 
 @dataclass
 class MedusaConfig(ReducedVocabulary):
+    of_checkpoint = (*ReducedVocabulary.of_checkpoint, "num_heads", "num_layers", "output")
     kind: str = "medusa"
     num_heads: int = 4
     num_layers: int = 1  # residual blocks a head
@@ -59,28 +57,6 @@ MC_SIM_7B_63 = StaticTree(
     )
 )
 """The tree that the paper's code uses by default, made for Vicuna-7B: 63 nodes, 4 heads."""
-
-
-def likeliest_tree(accuracies: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:
-    """The tree of `num_nodes` whose expected number of accepted nodes is highest, for heads that err independently.
-
-    `accuracies[i][r]`: how often the token that head i ranks r-th (from 0) is right, falling with r, as
-    `Medusa.rank_accuracies` measures it. A node is right as often as all choices on its path are; the likeliest nodes
-    are added one by one (arXiv 2401.10774, section 2.3.3). Raises `UserError` for more nodes than there can be.
-    """
-    frontier: list[tuple[float, tuple[int, ...]]] = [
-        (-accuracies[0][0], (0,))
-    ]  # the next sibling of every node in the tree, and its first child
-    nodes: list[tuple[int, ...]] = []
-    while len(nodes) < num_nodes:
-        if not frontier:
-            raise UserError(f"tree of {num_nodes} nodes: these accuracies allow {len(nodes)} at most")
-        _, path = heapq.heappop(frontier)
-        nodes.append(path)
-        for new in ((*path[:-1], path[-1] + 1), (*path, 0)):
-            if len(new) <= len(accuracies) and new[-1] < len(accuracies[len(new) - 1]):
-                heapq.heappush(frontier, (-math.prod(map(operator.getitem, accuracies, new)), new))
-    return StaticTree(tuple(nodes))
 
 
 class ResidualBlocks(nn.Module):
@@ -158,7 +134,8 @@ class Medusa(Drafter):
         near what it was by its divergence from itself: the self-distillation of section 2.3.2.
         """
         read = self._changed_hidden(batch) if self.changes_target() else features.last_hidden
-        sums = self._heads_loss(batch, features, read, self.config.num_heads).sums()
+        slots = ChainLoss(batch.loss_mask)
+        sums = self.compare(slots, list(self.heads_on(slots, read, self.config.num_heads)), features).sums()
         if self.changes_target():
             counted = shift_left(batch.loss_mask, 1)
             now, before = read[counted], features.last_hidden[counted]
@@ -168,43 +145,20 @@ class Medusa(Drafter):
             sums["target_change"] = (kept.loss.detach(), counted.sum())
         return sums
 
-    def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
-        """Of the first `depth` heads, on the target as it was."""
-        return self._heads_loss(batch, features, features.last_hidden, depth)
+    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """The first `depth` heads, on the target as it was."""
+        return self.heads_on(slots, features.last_hidden, depth)
 
-    def _heads_loss(self, batch: Batch, features: Features, read: Tensor, depth: int) -> ChainLoss:
-        """Of the first `depth` heads, which read hidden states [B, T, H]."""
-        chain_loss = ChainLoss(batch.loss_mask)
+    def heads_on(self, slots: ChainLoss, read: Tensor, depth: int) -> Iterator[Depth]:
+        """The first `depth` heads, which read hidden states [B, T, H]."""
         for i, (block, head) in enumerate(self.heads()[:depth]):
-            counted = chain_loss.next_depth()
-            rows = divergence_over_rows(
-                block(read[counted]),
-                head,
-                shift_left(features.last_hidden, 1 + i)[counted],
-                self.target.logits,
-                self.config.divergence,
-                self.draft_to_target(),
-            )
-            chain_loss.add(rows, self.config.head_decay**i)
-        return chain_loss
+            counted = slots.next_depth()
+            yield Depth(block(read[counted]), head, teachers_of(counted, i), self.config.head_decay**i)
 
     def _changed_hidden(self, batch: Batch) -> Tensor:
         """Last hidden state [B, T, H] of the target as it is now, with gradient."""
         with self.corrections.applied():
             return run_causal(self.target.model, batch.token_ids, batch.positions, batch.attention_mask())
-
-    @torch.no_grad()
-    def rank_accuracies(self, batch: Batch, features: Features, num_ranks: int = 10) -> Tensor:
-        """How often the token that head i ranks r-th is what the target wrote: [heads, num_ranks], for a tree."""
-        counted = ChainLoss(batch.loss_mask)
-        hits = []
-        for i, (block, head) in enumerate(self.heads()):
-            slots = counted.next_depth()
-            ranked = head(block(features.last_hidden[slots])).topk(num_ranks).indices  # [slots, num_ranks]
-            if (ids := self.draft_to_target()) is not None:
-                ranked = ids[ranked]
-            hits.append((ranked == shift_left(batch.token_ids, 2 + i)[slots][:, None]).double().mean(0))
-        return torch.stack(hits)
 
     def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Plan | None:
         return plan_of(shape, self.target.device)

@@ -7,6 +7,7 @@ Shapes: B rows, T tokens, W drafted tokens that are read, H hidden width, I inne
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from draftsmith.models.base import DecodingState, Draft, Drafter, DrafterConfig,
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import shift_left
-from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
+from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums, teachers_of
 from draftsmith.models.target import Features, Target
 from draftsmith.models.tree_drafting import Plan, grow, plan_of, take
 from draftsmith.models.trees import Shape
@@ -27,6 +28,7 @@ EPS = 1e-6
 
 @dataclass
 class MLPSpeculatorConfig(DrafterConfig):
+    of_checkpoint = ("num_heads", "inner_size", "tie_weights", "scale_input")
     kind: str = "mlp_speculator"
     num_heads: int = 4  # stages
     inner_size: int | None = None  # width of the state; None: the target's hidden size
@@ -102,22 +104,13 @@ class MLPSpeculator(Drafter):
     def loss(self, batch: Batch, features: Features) -> LossSums:
         return self.chain_loss(batch, features, self.config.num_heads).sums()
 
-    def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
-        """Divergence of stage i at t from the target's distribution of x_{t+2+i}, which the target had at t+1+i."""
-        chain_loss = ChainLoss(batch.loss_mask)
+    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """Stage i at t predicts x_{t+2+i}, whose distribution the target had at t+1+i."""
         state = self.first_state(features.last_hidden)
         for i, head in enumerate(self.head[:depth]):
-            counted = chain_loss.next_depth()
+            counted = slots.next_depth()
             state = self.next_state(i, state, shift_left(batch.token_ids, 1 + i))  # [B, T, I]
-            rows = divergence_over_rows(
-                state[counted],
-                head,
-                shift_left(features.last_hidden, 1 + i)[counted],
-                self.target.logits,
-                self.config.divergence,
-            )
-            chain_loss.add(rows, self.config.head_decay**i)
-        return chain_loss
+            yield Depth(state[counted], head, teachers_of(counted, i), self.config.head_decay**i)
 
     def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Plan | None:
         return plan_of(shape, self.target.device)

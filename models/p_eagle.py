@@ -29,7 +29,7 @@ from draftsmith.models.decoder_layer import DecoderLayer
 from draftsmith.models.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import RMSNorm, checkpoint_tensors, rotary_table, shift_left
-from draftsmith.models.losses import ChainLoss, Divergence, LossSums, divergence_over_rows
+from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums, teachers_of
 from draftsmith.models.slots import Window, slot_attention
 from draftsmith.models.target import Features, Target
 from draftsmith.models.tree_drafting import Memory, grow, take
@@ -39,6 +39,7 @@ from draftsmith.models.vocabulary import ReducedVocabulary
 
 @dataclass
 class PEagleConfig(ReducedVocabulary):
+    of_checkpoint = (*ReducedVocabulary.of_checkpoint, "layer_ids", "intermediate_size", "num_layers", "mask_token_id")
     kind: str = "p_eagle"
     layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
     intermediate_size: int | None = None  # None: the target's
@@ -86,8 +87,8 @@ class PEagle(Drafter):
         if not 0 <= mask_token_id < target.vocab_size:
             raise UserError(f"drafter.mask_token_id {mask_token_id}: give an id from 0 to {target.vocab_size - 1}")
         self.target, self.layer_ids, self.max_draft_length = target, eagle3.layer_ids, config.num_depths
-        own = {"layer_ids": eagle3.config.layer_ids, "draft_vocab_size": eagle3.config.draft_vocab_size}
-        self.config = replace(config, **own, mask_token_id=mask_token_id)
+        found = {name: getattr(eagle3.config, name) for name in ("layer_ids", "draft_vocab_size", "intermediate_size")}
+        self.config = replace(config, **found, mask_token_id=mask_token_id)
         self.eagle3 = eagle3  # fusion, first layer, final norm, head and draft vocabulary
         self.deeper = nn.ModuleList([DeeperLayer(eagle3.layer_config) for _ in range(config.num_layers - 1)])
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, eagle3.fc.in_features))
@@ -130,29 +131,20 @@ class PEagle(Drafter):
     def loss(self, batch: Batch, features: Features) -> LossSums:
         return self.chain_loss(batch, features, self.config.num_depths).sums()
 
-    def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
-        """Divergence of depth d at slot t from the target's distribution of x_{t+2+d}, which the target had at t+1+d.
+    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """Depth d at slot t predicts x_{t+2+d}, whose distribution the target had at t+1+d.
 
         In training on a random part of the mask slots. What is left out counts by what is kept, so that sums and means
         are right on average.
         """
         assert features.layers is not None
-        chain_loss = ChainLoss(batch.loss_mask)
         kept_slots, shares = self.keep(batch.loss_mask)
-        slots = mask_slots(kept_slots[1:])
-        text, masked = self.run(batch, features.layers, slots)
+        behind = mask_slots(kept_slots[1:])
+        text, masked = self.run(batch, features.layers, behind)
         for d, (kept, share) in enumerate(zip(kept_slots[:depth], shares[:depth], strict=True)):
-            chain_loss.next_depth(kept, share)
-            rows = divergence_over_rows(
-                self.eagle3.norm(masked[slots.real & (slots.depths == d)] if d else text[kept]),
-                self.eagle3.lm_head,
-                shift_left(features.last_hidden, 1 + d)[kept],
-                self.target.logits,
-                self.config.divergence,
-                self.draft_to_target(),
-            )
-            chain_loss.add(rows, self.config.depth_decay**d)
-        return chain_loss
+            slots.next_depth(kept, share)
+            hidden = self.eagle3.norm(masked[behind.real & (behind.depths == d)] if d else text[kept])
+            yield Depth(hidden, self.eagle3.lm_head, teachers_of(kept, d), self.config.depth_decay**d / share)
 
     def keep(self, loss_mask: Tensor) -> tuple[list[Tensor], list[float]]:
         """Slots [B, T] to train at each depth, among those of the depth before, and which share of what there is."""

@@ -3,6 +3,10 @@
 Shapes: B rows, N nodes, T = N + 1 columns of the window (column 0 is the root), W words of 32 columns.
 """
 
+import heapq
+import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +91,28 @@ class DynamicTree:
 
 
 Shape = Chain | StaticTree | DynamicTree
+
+
+def likeliest_tree(accuracies: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:
+    """The tree of `num_nodes` whose expected number of accepted nodes is highest, for depths that err independently.
+
+    `accuracies[i][r]`: how often the token that the drafter ranks r-th (from 0) at depth i is right, falling with r. A
+    node is right as often as all choices on its path are; the likeliest nodes are added one by one (Medusa, arXiv
+    2401.10774, section 2.3.3). Raises `UserError` for more nodes than there can be.
+    """
+    frontier: list[tuple[float, tuple[int, ...]]] = [
+        (-accuracies[0][0], (0,))
+    ]  # the next sibling of every node in the tree, and its first child
+    nodes: list[tuple[int, ...]] = []
+    while len(nodes) < num_nodes:
+        if not frontier:
+            raise UserError(f"tree of {num_nodes} nodes: these accuracies allow {len(nodes)} at most")
+        _, path = heapq.heappop(frontier)
+        nodes.append(path)
+        for new in ((*path[:-1], path[-1] + 1), (*path, 0)):
+            if len(new) <= len(accuracies) and new[-1] < len(accuracies[len(new) - 1]):
+                heapq.heappush(frontier, (-math.prod(map(operator.getitem, accuracies, new)), new))
+    return StaticTree(tuple(nodes))
 
 
 def node_depths(parents: Tensor, depth: int) -> Tensor:

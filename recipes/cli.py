@@ -65,8 +65,8 @@ def _evaluate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--drafter", required=True, action="append", help="checkpoint, Hub name, ngram or none; repeatable"
     )
-    sub.add_argument("--prompts", required=True, help=PROMPTS)
-    sub.add_argument("--num-prompts", type=int, help="take so many of them (all)")
+    sub.add_argument("--prompts", required=True, nargs="+", help=f"{PROMPTS}; several are told apart")
+    sub.add_argument("--num-prompts", type=int, help="take so many of each (all)")
     sub.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     sub.add_argument("--top-p", type=float, default=1.0)
     sub.add_argument("--batch-size", type=int, nargs="+", default=[1])
@@ -77,8 +77,12 @@ def _evaluate(sub: argparse.ArgumentParser) -> None:
         "--synthetic-acceptance", type=float, nargs="+", default=[], metavar="RATE", help="accept at these chances"
     )
     sub.add_argument("--certify", action="store_true", help="test that the output is the target's; takes a minute")
-    sub.add_argument("--max-new-tokens", type=int, default=64)
-    sub.add_argument("--repeats", type=int, default=5)
+    sub.add_argument(
+        "--baseline", nargs="+", default=[], metavar="NAME", help="of transformers: generate, assisted, prompt_lookup"
+    )
+    sub.add_argument("--max-new-tokens", type=int, default=48, help="of an answer (%(default)s)")
+    sub.add_argument("--repeats", type=int, help="of every setting (up to 5, 2 at least, that fit into 4 minutes)")
+    sub.add_argument("--minutes", type=float, help="time that chooses the repeats instead, 2 at least")
     sub.add_argument("--num-threads", type=int, help="CPU threads to compute with (torch's default)")
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--out", type=Path, required=True, help="folder to write")

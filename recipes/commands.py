@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,17 +23,18 @@ from draftsmith.data.prepare import prepare as prepare_samples
 from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoder import check_sampling
-from draftsmith.inference.measure import MeasureSettings
+from draftsmith.inference.measure import LEAST_REPEATS, MeasureSettings, PromptSet
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, first_line, require_at_least
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.trees import DynamicTree, StaticTree
-from draftsmith.recipes.comparison import compare
+from draftsmith.recipes.comparison import Options, compare
 from draftsmith.recipes.deliver import DeliverySettings, deliver
+from draftsmith.recipes.printing import print_evaluations
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.recipes.report import build_report
-from draftsmith.recipes.summary import certificate_text, print_evaluations
+from draftsmith.recipes.summary import certificate_text
 from draftsmith.recipes.targets import TARGET_RECIPES
 from draftsmith.recipes.watch import watch as watch_server
 from draftsmith.train import train as train_drafter
@@ -44,6 +46,9 @@ transformers.utils.logging.disable_progress_bar()
 logging.getLogger("accelerate").setLevel(logging.ERROR)  # it tells of tied weights at every checkpoint
 
 console = Console()
+
+DEFAULT_REPEATS, DEFAULT_MINUTES = 5, 4.0  # of evaluate: so many repeats, or as many as fit
+MOST_REPEATS = 25  # where a time is given
 
 
 def quickstart(args: argparse.Namespace) -> None:
@@ -119,19 +124,35 @@ def train(args: argparse.Namespace) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
+    """A function a mode, each from the target and its prompt sets on."""
+    grid = settings_grid(args)
     target = Target.from_pretrained(args.target, args.device)
     if args.num_prompts is not None:
         require_at_least("--num-prompts", args.num_prompts)
-    prompts = read_prompt_set(args.prompts, target, args.num_prompts, args.max_new_tokens)
+    prompt_sets = [read_prompt_set(source, target, args.num_prompts, args.max_new_tokens) for source in args.prompts]
+    names = [prompts.name for prompts in prompt_sets]
+    if len(set(names)) < len(names):
+        raise UserError(f"--prompts: the sets {', '.join(names)} cannot be told apart by name: rename one of the files")
+    evaluate_side_by_side(args, target, prompt_sets, grid)
+
+
+def settings_grid(args: argparse.Namespace) -> list[MeasureSettings]:
+    """Every temperature with every batch size and every draft."""
+    if args.synthetic_acceptance and args.verification_mode:
+        raise UserError("--synthetic-acceptance is a verification mode of its own: leave out --verification-mode")
     lengths = args.draft_length or ([] if args.tree else [4])
-    grid = [
+    if args.minutes is not None:
+        require_at_least("--minutes", args.minutes, 0.01)
+    most = DEFAULT_REPEATS if args.minutes is None else MOST_REPEATS
+    repeats = most if args.repeats is None else args.repeats
+    return [
         MeasureSettings(
             temperature,
             args.top_p,
             batch_size,
             draft,
             args.max_new_tokens,
-            args.repeats,
+            repeats,
             args.seed,
             "synthetic" if args.synthetic_acceptance else args.verification_mode,
             tuple(args.synthetic_acceptance),
@@ -140,12 +161,29 @@ def evaluate(args: argparse.Namespace) -> None:
         for batch_size in args.batch_size
         for draft in [*lengths, *map(parse_tree, args.tree)]
     ]
-    if args.synthetic_acceptance and args.verification_mode:
-        raise UserError("--synthetic-acceptance is a verification mode of its own: leave out --verification-mode")
-    contents = compare(target, args.drafter, prompts, grid, args.out, args.num_threads, args.certify)
+
+
+def evaluate_side_by_side(
+    args: argparse.Namespace, target: Target, prompt_sets: list[PromptSet], grid: list[MeasureSettings]
+) -> None:
+    """The drafters beside plain decoding, at every setting and on every prompt set."""
+    if args.repeats is not None and args.minutes is not None:
+        raise UserError("--minutes chooses the repeats: leave out --repeats")
+    minutes = args.minutes or (DEFAULT_MINUTES if args.repeats is None else None)
+    options = Options(args.num_threads, args.certify, tuple(args.baseline), minutes)
+    start = time.monotonic()
+    contents = compare(target, args.drafter, prompt_sets, grid, args.out, options)
     print_evaluations(contents, console)
+    console.print(f"{repeats_text(contents, minutes)}; all took {(time.monotonic() - start) / 60:.1f} minutes")
     for content in contents if args.certify else []:
         console.print(certificate_text(content["drafter"], content.get("certificate")))
+
+
+def repeats_text(contents: list[dict[str, Any]], minutes: float | None) -> str:
+    """How often everything was decoded, and what chose that."""
+    found = sorted({row["repeats"] for content in contents for row in content["results"]})
+    text = f"{found[0]} to {found[-1]} repeats by setting" if len(found) > 1 else f"{found[0]} repeats of each setting"
+    return text if minutes is None else f"{text}, as many as fit into {minutes:g} minutes ({LEAST_REPEATS} at least)"
 
 
 def parse_tree(text: str) -> StaticTree | DynamicTree:

@@ -1,5 +1,9 @@
 """Drafters side by side: measured in one process, in turns, each with an evaluation.json of its own."""
 
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -7,50 +11,94 @@ from rich.progress import Progress
 
 from draftsmith.data.checks import notice_other_target
 from draftsmith.data.progress import progress_bar
+from draftsmith.inference.baselines import make_baselines
 from draftsmith.inference.certify import CertifySettings, certify, num_checks
 from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
 from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure
 from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.models.errors import require_at_least
+from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.train.run_folder import require_writable
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a comparison is besides its contenders, prompts and settings."""
+
+    num_threads: int | None = None  # of the CPU; None leaves torch's
+    certify: bool = False  # add a certificate of losslessness for every drafter
+    baselines: tuple[str, ...] = ()  # of transformers, at batch size 1
+    minutes: float | None = None  # for all: each setting gets the repeats that fit; None: those of its own
 
 
 def compare(
     target: Target,
     names: list[str],
-    prompts: PromptSet,
+    prompt_sets: list[PromptSet],
     grid: list[MeasureSettings],
     out: Path,
-    num_threads: int | None = None,
-    with_certificate: bool = False,
+    options: Options = Options(),
 ) -> list[dict[str, Any]]:
-    """Measure drafters (checkpoints, Hub names, `ngram`, `none`) at each setting; returns and writes what was found.
+    """Measure drafters (checkpoints, Hub names, `ngram`, `none`) at each setting on each set of prompts.
 
-    Raises `UserError`, before anything is measured or written, for drafters and settings that do not go together.
+    Returns and writes what was found. Raises `UserError`, before anything is measured or written, for drafters and
+    settings that do not go together.
     """
     drafters = {name: load_drafter(name, target) for name in names}
     for drafter in drafters.values():
         notice_other_target(drafter, target)
     for settings in grid:
         check_settings(settings, drafters)
-    if num_threads is not None:
-        require_at_least("--num-threads", num_threads)
+    if options.num_threads is not None:
+        require_at_least("--num-threads", options.num_threads)
+    if options.baselines and all(settings.batch_size > 1 for settings in grid):
+        raise UserError("--baseline: transformers decodes single prompts: add --batch-size 1")
+    baselines = make_baselines(options.baselines, target, drafters)
     require_writable(out)
     rows: dict[str, list] = {name: [] for name in drafters}
-    with progress_bar() as progress, cpu_threads(num_threads):
-        total = sum(-(-len(prompts.token_ids) // settings.batch_size) * settings.repeats for settings in grid)
-        task = progress.add_task("evaluating", total=total, detail="")
-        for settings in grid:
-            for name, row in measure(target, drafters, prompts, settings, lambda: progress.advance(task)).items():
+    with progress_bar() as progress, cpu_threads(options.num_threads):
+        work = Work(list(itertools.product(prompt_sets, grid)), options.minutes, progress)
+        for prompts, settings in work.parts():
+            for name, row in measure(target, drafters, prompts, settings, work.advance, baselines).items():
                 rows[name].append(row)
         env = environment(target)
         contents = [evaluation(target, name, drafter.kind, rows[name], env) for name, drafter in drafters.items()]
-        if with_certificate:
-            add_certificates(contents, list(drafters.values()), target, prompts, progress)
+        if options.certify:
+            add_certificates(contents, list(drafters.values()), target, prompt_sets[0], progress)
     for path, content in zip(evaluation_paths(out, list(drafters)), contents, strict=True):
         write_evaluation(path, content)
     return contents
+
+
+class Work:
+    """What is to be measured, with its share of the time and its progress bar.
+
+    A limit of time says how many repeats there are, never the figures that were found: that keeps them honest.
+    """
+
+    def __init__(
+        self, places: list[tuple[PromptSet, MeasureSettings]], minutes: float | None, progress: Progress
+    ) -> None:
+        self._places, self._seconds, self._progress = places, minutes and minutes * 60, progress
+        self._batches = [-(-len(prompts.token_ids) // settings.batch_size) for prompts, settings in places]
+        total = self._seconds or sum(n * one.repeats for n, (_, one) in zip(self._batches, places, strict=True))
+        self._task = progress.add_task("evaluating", total=total, detail="seconds" if self._seconds else "batches")
+
+    def parts(self) -> Iterator[tuple[PromptSet, MeasureSettings]]:
+        """Prompts and settings in turn; each gets its share, by its number of batches, of the time that is left."""
+        self._start = time.perf_counter()
+        for number, (prompts, settings) in enumerate(self._places):
+            if self._seconds:
+                left = self._seconds - (time.perf_counter() - self._start)
+                share = self._batches[number] / sum(self._batches[number:])
+                settings = replace(settings, seconds=left * share)
+            yield prompts, settings
+
+    def advance(self) -> None:
+        if self._seconds:
+            self._progress.update(self._task, completed=time.perf_counter() - self._start)
+        else:
+            self._progress.advance(self._task)
 
 
 def add_certificates(

@@ -16,7 +16,7 @@ from draftsmith.recipes.engine_check import EngineReport, check_engine, print_re
 from draftsmith.recipes.engine_rules import speculative_config
 from draftsmith.recipes.export import WEIGHT_FILES, Exported, export_checkpoint, write_scripts
 from draftsmith.recipes.model_card import HubApi, best_draft_length, push, schedule_of, write_card
-from draftsmith.recipes.summary import print_evaluations
+from draftsmith.recipes.printing import print_evaluations
 
 DRAFT_LENGTH = 4  # where nothing is measured or asked for
 
@@ -93,7 +93,7 @@ def measure_exported(
         for size in settings.batch_sizes
         for length in lengths
     ]
-    return compare(target, [str(exported.directory)], prompts, grid, exported.directory)[0]
+    return compare(target, [str(exported.directory)], [prompts], grid, exported.directory)[0]
 
 
 def check_exported(

@@ -13,12 +13,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftsmith.inference.schedule import Schedule, for_sglang, for_vllm
 from draftsmith.models import CHANGED_TARGET, Checkpoint, Target, build_drafter, checkpoint_of, read_checkpoint
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.engine_rules import DTYPES, RULES, check_directory, check_name, rules_for, speculative_config
 
 ENGINES = ("vllm", "sglang", "speculators", "safeailab", "fasterdecoding")
 WEIGHT_FILES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}  # else model.safetensors
+SGLANG_ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms whose draft length SGLang can change
+SGLANG_SCHEDULE = "sglang_schedule.json"
 # fmt: off
 SPECULATORS_LAYER_KEYS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -209,36 +212,38 @@ def in_fasterdecoding_layout(files: Checkpoint, target: Target) -> Checkpoint:
 
 
 def serve_command(
-    exported: Exported, engine: str, where: str, draft_length: int, schedule: list[list[int]] | None = None
+    exported: Exported, engine: str, where: str, draft_length: int, schedule: Schedule | None = None
 ) -> str:
     """The shell command that serves the target with the drafter at `where`: a directory, or its name on the Hub.
 
-    `schedule`: [first batch size, last, draft length] for vLLM to change the draft length by.
+    A schedule that speculates at all sets the draft length for vLLM by the number of running requests, and its longest
+    one in place of `draft_length`. SGLang reads a schedule from a file, which a command for a name on the Hub lacks.
     """
     draft_length = min(draft_length, exported.max_draft_length or draft_length)
+    schedule = schedule if schedule and schedule.longest else None
     if engine == "sglang":
-        return shlex.join(
-            ["python", "-m", "sglang.launch_server", "--model-path", exported.target]
-            + [
-                "--speculative-algorithm",
-                rules_for(engine, exported.kind).method,
-                "--speculative-draft-model-path",
-                where,
-            ]
-            + ["--speculative-num-steps", str(draft_length), "--speculative-eagle-topk", "1"]
-            + ["--speculative-num-draft-tokens", str(draft_length + 1)]
-        )
-    settings = speculative_config(exported.kind, where, draft_length)
+        method = rules_for(engine, exported.kind).method
+        command = ["python", "-m", "sglang.launch_server", "--model-path", exported.target]
+        command += ["--speculative-algorithm", method, "--speculative-draft-model-path", where]
+        if schedule and method in SGLANG_ADAPTIVE and Path(where).is_dir():
+            draft_length = schedule.longest
+            command += ["--speculative-adaptive", "--speculative-adaptive-config", str(Path(where) / SGLANG_SCHEDULE)]
+        command += ["--speculative-num-steps", str(draft_length), "--speculative-eagle-topk", "1"]
+        return shlex.join([*command, "--speculative-num-draft-tokens", str(draft_length + 1)])
+    settings = speculative_config(exported.kind, where, schedule.longest if schedule else draft_length)
     if schedule:
-        settings["num_speculative_tokens_per_batch_size"] = schedule
+        settings["num_speculative_tokens_per_batch_size"] = for_vllm(schedule)
     return shlex.join(["vllm", "serve", exported.target, "--speculative-config", json.dumps(settings)])
 
 
 def write_scripts(
-    exported: Exported, where: str, draft_length: int, schedule: list[list[int]] | None = None
+    exported: Exported, where: str, draft_length: int, schedule: Schedule | None = None
 ) -> dict[str, str]:
     """serve_vllm.sh, serve_sglang.sh for the engines that serve the directory; returns engine -> command."""
     commands = {e: serve_command(exported, e, where, draft_length, schedule) for e in exported.served_by()}
+    if SGLANG_SCHEDULE in commands.get("sglang", ""):
+        assert schedule is not None
+        (exported.directory / SGLANG_SCHEDULE).write_text(json.dumps(for_sglang(schedule), indent=2) + "\n")
     for engine, command in commands.items():
         script = exported.directory / f"serve_{engine}.sh"
         script.write_text(f"#!/bin/sh\nexec {command}\n")

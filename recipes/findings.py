@@ -4,48 +4,20 @@ from collections.abc import Iterable
 from typing import Any
 
 from draftsmith.recipes.results import Measured, is_sound
-from draftsmith.recipes.summary import SummaryRow, by_setting, check_text, domain_table, setting_name, speedup_text
+from draftsmith.recipes.summary import SummaryRow, by_setting, domain_table, setting_name, speedup_text
 from draftsmith.recipes.tables import Cell, Section, table_of
 from draftsmith.recipes.verdict import tone_of
 
 
 def domains(measured: Measured, rows: list[SummaryRow]) -> Section:
-    table = domain_table(by_setting(rows)[setting_name(measured.leading)])
+    leading = next(row.setting for row in rows if row.result is measured.leading)
+    table = domain_table(by_setting(rows)[leading])
     return Section(
         "domains",
         "Domains",
         "The same drafter on each kind of prompt. A domain that falls behind wants training text of its own.",
         [table] if table else [],
     )
-
-
-def baselines(measured: Measured) -> Section:
-    """Other ways of decoding, measured in the same process."""
-    words = {"generate": "model.generate", "assisted": "assisted generation", "prompt_lookup": "prompt lookup"}
-    rows = [
-        {
-            "baseline": words.get(name, name),
-            "beside": one.name,
-            "tokens/s": f"{found['tokens_per_second']:.1f}",
-            "over plain decoding": f"{found['speedup_over_plain']:.2f}×",
-            "identical outputs": identical_cell(found["identical"]),
-        }
-        for one, row in measured.leaders()
-        for name, found in (row.get("baselines") or {}).items()
-        if found
-    ]
-    note = "Of transformers, in the same process on the same prompts. Plain decoding is this package's own."
-    table = table_of("Baselines", rows, note, words=("baseline", "beside", "identical outputs"))
-    return Section("baselines", "Baselines", tables=[table] if rows else [])
-
-
-def identical_cell(identical: Any) -> Cell:
-    """The counts of a comparison, their share, or whether all were."""
-    if isinstance(identical, dict):
-        return Cell(check_text(identical))
-    if isinstance(identical, bool):
-        return Cell("yes" if identical else "no")
-    return Cell(str(identical))
 
 
 def history(measured: Measured) -> Section:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import yaml
 
+from draftsmith.inference.schedule import Schedule
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.recipes.export import WEIGHT_FILES, Exported
@@ -24,17 +25,18 @@ def best_draft_length(results: list[dict[str, Any]]) -> int:
     return max(greedy or rows, key=worth)["draft_length"]
 
 
-def schedule_of(kind: str, results: list[dict[str, Any]]) -> list[list[int]] | None:
-    """[batch size, batch size, best draft length] for each measured batch size, 0 where plain decoding was faster.
+def schedule_of(kind: str, results: list[dict[str, Any]]) -> Schedule | None:
+    """The best draft length from each measured batch size on, 0 where plain decoding was faster.
 
-    vLLM carries a length on to the batch sizes between. None where one batch size was measured, or vLLM cannot change
+    The smallest batch size stands for those below it. None where one batch size was measured, or vLLM cannot change
     the draft length of that kind.
     """
     sizes = sorted({row["batch_size"] for row in results})
     if len(sizes) < 2 or kind not in DYNAMIC_KINDS:
         return None
-    best = {size: max((row for row in results if row["batch_size"] == size), key=worth) for size in sizes}
-    return [[size, size, row["draft_length"] if row["speedup"] > 1 else 0] for size, row in best.items()]
+    best = [max((row for row in results if row["batch_size"] == size), key=worth) for size in sizes]
+    lengths = [row["draft_length"] if row["speedup"] > 1 else 0 for row in best]
+    return Schedule(tuple(zip([1, *sizes[1:]], lengths, strict=True)))
 
 
 def write_card(

@@ -28,11 +28,11 @@ from draftsmith.inference.measure import MeasureSettings, PromptSet
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling import Sampling
-from draftsmith.recipes.comparison import compare, evaluation_paths
+from draftsmith.recipes.comparison import Options, compare, evaluation_paths
 from draftsmith.recipes.deliver import DeliverySettings, deliver
+from draftsmith.recipes.printing import print_summary
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.recipes.report import build_report
-from draftsmith.recipes.summary import print_summary
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder import best_checkpoint, require_writable, worth
 
@@ -107,7 +107,7 @@ def compare_best(checkpoints: list[Path], target: Target, plan: Plan, out: Path)
     paths = evaluation_paths(out / "comparison", names)
     if not all(path.is_file() for path in paths):
         prompts = PromptSet("comparison", encode_prompts(read_prompts(source), target))
-        compare(target, names, prompts, [COMPARISON], out / "comparison", plan.num_threads)
+        compare(target, names, [prompts], [COMPARISON], out / "comparison", Options(plan.num_threads))
     results = [json.loads(path.read_text())["results"][0] for path in paths[: len(checkpoints)]]
     return max(zip(results, checkpoints, strict=True), key=lambda pair: worth(pair[0]))[1]
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from draftsmith.recipes.figures import Drawn, draw_figures
+from draftsmith.recipes.drawing import Drawn, draw_figures
 from draftsmith.recipes.panel import Profile, profiles
 from draftsmith.recipes.results import Measured, checkpoint_names, read_measured
 from draftsmith.recipes.sections import Section, sections

@@ -27,6 +27,7 @@ class Checkpoint:
     results: list[Result]
     baselines: dict[str, list[Result]]  # training-free drafters, measured in the same process
     certificate: dict[str, Any] | None  # of losslessness, where one was asked for
+    environment: dict[str, Any]  # that it was measured in
 
 
 @dataclass
@@ -78,10 +79,16 @@ class Measured:
     folder: Path
     runs: list[Run]  # the fastest first; none in the folder that `evaluate` wrote
     contenders: list[Contender]
+    elsewhere: list[Contender]  # measured under other conditions than the first: in no figure and no ratio with it
     extras: dict[
         str, list[dict[str, Any]]
     ]  # what other commands left: contents of EXTRAS by name, those that are there
     samples: list[dict[str, Any]]
+
+    @property
+    def alike_runs(self) -> list[Run]:
+        """The runs whose best checkpoint was measured under the same conditions as the contenders."""
+        return [run for run in self.runs if same_conditions(run.best.environment, self.contenders[0].environment)]
 
     @property
     def target(self) -> str:
@@ -124,10 +131,15 @@ def read_measured(folder: Path) -> Measured:
     runs = [] if evaluated else read_runs(folder)
     samples = folder / "samples.json"
     found = {name: [json.loads(path.read_text()) for path in _beside(folder, name)] for name in EXTRAS}
+    contenders = (
+        _fastest_first([compared(content) for content in evaluated]) if evaluated else read_contenders(folder, runs)
+    )
+    alike = [same_conditions(contenders[0].environment, one.environment) for one in contenders]
     return Measured(
         folder,
         runs,
-        _fastest_first([_compared(content) for content in evaluated]) if evaluated else read_contenders(folder, runs),
+        [one for one, same in zip(contenders, alike, strict=True) if same],
+        [one for one, same in zip(contenders, alike, strict=True) if not same],
         {name: contents for name, contents in found.items() if contents},
         json.loads(samples.read_text()) if samples.is_file() else [],
     )
@@ -151,9 +163,9 @@ def read_contenders(folder: Path, runs: list[Run]) -> list[Contender]:
     These are the drafters that were compared in one process, where the folder holds such a `comparison/`; else the best
     checkpoint of each run and the baselines that were measured beside the fastest.
     """
-    compared = evaluations(folder / "comparison")
-    if compared:
-        found = [_compared(content) for content in compared]
+    evaluated = evaluations(folder / "comparison")
+    if evaluated:
+        found = [compared(content) for content in evaluated]
     else:
         beside = f"measured beside {runs[0].name}, step {runs[0].best.step}"
         found = [
@@ -164,13 +176,13 @@ def read_contenders(folder: Path, runs: list[Run]) -> list[Contender]:
                 True,
                 run.target,
                 run.best.results,
-                run.environment,
+                run.best.environment,
                 run.best.certificate,
             )
             for run in runs
         ]
         found += [
-            Contender(name, name, beside, False, runs[0].target, results, runs[0].environment)
+            Contender(name, name, beside, False, runs[0].target, results, runs[0].best.environment)
             for name, results in runs[0].best.baselines.items()
         ]
     return _fastest_first(found)
@@ -180,7 +192,8 @@ def _fastest_first(contenders: list[Contender]) -> list[Contender]:
     return sorted(contenders, key=lambda one: (not one.trained, -one.results[0]["speedup"]))
 
 
-def _compared(content: dict[str, Any]) -> Contender:
+def compared(content: dict[str, Any]) -> Contender:
+    """A drafter from the content of its evaluation.json."""
     trained = content["drafter"] != content["drafter_kind"]
     name, note = checkpoint_names(Path(content["drafter"])) if trained else (content["drafter"], "")
     return Contender(
@@ -195,8 +208,34 @@ def _compared(content: dict[str, Any]) -> Contender:
     )
 
 
+def conditions(environment: dict[str, Any]) -> dict[str, str]:
+    """What the speed of decoding hangs on besides the drafter, as text by name."""
+    versions = environment["versions"]
+    return {
+        "device": environment["device"],
+        "dtype": environment["dtype"],
+        "threads": f"{environment['num_threads']} CPU threads",
+        "target": f"target {environment['target_fingerprint']}",
+        **{name: f"{name} {versions.get(name)}" for name in ("torch", "transformers", "triton")},
+    }
+
+
+def same_conditions(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether times that were measured in two environments may stand side by side."""
+    return conditions(one) == conditions(other)
+
+
+def told_apart(environments: list[dict[str, Any]]) -> list[str]:
+    """Of each environment the conditions in which not all agree, as text; nothing where all do."""
+    found = [conditions(environment) for environment in environments]
+    differing = [name for name in found[0] if len({one[name] for one in found}) > 1]
+    return [", ".join(one[name] for name in differing) for one in found]
+
+
 def checkpoint_names(path: Path) -> tuple[str, str]:
-    """Name of the run and "step N" where the path is that of a run's checkpoint; else its last part and nothing."""
+    """Name of the run and "step N" or "best" where the path is that of a run's checkpoint; else its last part."""
+    if path.name == "best":
+        return path.absolute().parent.name, "best"
     if path.parent.name == "checkpoints":
         return path.parent.parent.name, f"step {checkpoint_step(path)}"
     return path.name, ""
@@ -246,4 +285,6 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
         for path in sorted(folder.glob("evaluation.*.json"))
     }
     content = json.loads((folder / "evaluation.json").read_text())
-    return Checkpoint(checkpoint_step(folder), content["results"], baselines, content.get("certificate"))
+    return Checkpoint(
+        checkpoint_step(folder), content["results"], baselines, content.get("certificate"), content["environment"]
+    )

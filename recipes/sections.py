@@ -3,9 +3,9 @@
 from typing import Any
 
 from draftsmith.recipes.curves import settings_but
-from draftsmith.recipes.findings import baselines, calibration, diagnosis, differences, domains, history
+from draftsmith.recipes.figures import longest_chains
+from draftsmith.recipes.findings import calibration, diagnosis, differences, domains, history
 from draftsmith.recipes.panel import Profile, prediction_table
-from draftsmith.recipes.plots import longest_chains
 from draftsmith.recipes.results import DRAFT, Contender, Measured, Result
 from draftsmith.recipes.summary import (
     SummaryRow,
@@ -13,7 +13,6 @@ from draftsmith.recipes.summary import (
     certificate_text,
     comparison_table,
     draft_text,
-    setting_name,
     speedup_text,
     summary_rows,
 )
@@ -23,7 +22,7 @@ from draftsmith.recipes.verdict import tone_of
 
 def sections(measured: Measured, profiles: list[Profile]) -> list[Section]:
     """All sections that a report may have, in order."""
-    rows = summary_rows(measured.contenders)
+    rows = summary_rows([*measured.contenders, *measured.elsewhere])
     return [
         compared(measured, rows),
         acceptance(measured),
@@ -31,7 +30,6 @@ def sections(measured: Measured, profiles: list[Profile]) -> list[Section]:
         batches(measured),
         what_if(profiles),
         domains(measured, rows),
-        baselines(measured),
         history(measured),
         diagnosis(measured),
         calibration(measured),
@@ -40,8 +38,8 @@ def sections(measured: Measured, profiles: list[Profile]) -> list[Section]:
 
 
 def compared(measured: Measured, rows: list[SummaryRow]) -> Section:
-    leading = setting_name(measured.leading)
     blocks = by_setting(rows)
+    leading = next(row.setting for row in rows if row.result is measured.leading)
     return Section(
         "drafters",
         "Drafters compared",

@@ -1,16 +1,12 @@
 """The comparison of drafters: one table a setting, and what stands below it."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.text import Text
 
 from draftsmith.inference.teacher_forcing import gap_warning
 from draftsmith.inference.verify import LOSSY
-from draftsmith.recipes.results import Contender, Result, read_contenders, read_runs
-from draftsmith.recipes.tables import Cell, Table, Tone, for_terminal, table_of
+from draftsmith.recipes.results import Contender, Result, is_sound, told_apart
+from draftsmith.recipes.tables import Cell, Table, Tone, table_of
 
 PLAIN = "none"  # the name of plain decoding among drafters
 
@@ -37,7 +33,7 @@ class SummaryRow:
     @property
     def sound(self) -> bool:
         """Its output is what the target alone would write, as far as was looked; else its speed does not count."""
-        return not self.diverged and not self.lossy
+        return is_sound(self.result)
 
     @property
     def tone(self) -> Tone:
@@ -51,57 +47,28 @@ class SummaryRow:
         return None if self.drafter == PLAIN else gap_warning(self.result)
 
 
-def print_summary(folder: Path, console: Console) -> None:
-    """Print the comparison of a run, or of several runs, as tables, one a setting."""
-    print_rows(summary_rows(read_contenders(folder, read_runs(folder))), console)
-
-
-def print_evaluations(contents: list[dict[str, Any]], console: Console) -> None:
-    """Print contents of evaluation.json files, measured in one process, as tables, one a setting."""
-    print_rows(evaluation_rows(contents), console)
-
-
-def evaluation_rows(contents: list[dict[str, Any]]) -> list[SummaryRow]:
-    """The rows of evaluation.json files that were measured in one process, with plain decoding at each setting."""
-    rows = [
-        SummaryRow(setting_name(result), content["drafter"], "", content["drafter"] != content["drafter_kind"], result)
-        for content in contents
-        for result in content["results"]
-    ]
-    compared: list[SummaryRow] = []
-    for setting, same in by_setting(rows).items():
-        compared += same if any(row.drafter == PLAIN for row in same) else [*same, plain_row(setting, same[0], "")]
-    return compared
-
-
-def print_rows(rows: list[SummaryRow], console: Console) -> None:
-    """One table a setting, in the columns that fit a terminal."""
-    headings = ("drafter", "acceptance length", "speedup", "tokens/s", "ms a round", "identical outputs")
-    for setting, block in by_setting(rows).items():
-        console.print(Text(setting, style="bold"), for_terminal(comparison_table(setting, block), headings))
-        for row in block:
-            if row.gap:
-                console.print(Text(f"{row.drafter}: {row.gap}", style="bold red"))
-        if by_domain := domain_table(block):
-            console.print(Text(by_domain.title), for_terminal(by_domain))
-
-
 # --- rows
 
 
 def summary_rows(contenders: list[Contender]) -> list[SummaryRow]:
-    """The contenders and plain decoding at each setting; a setting's trained drafters first, the fastest on top."""
+    """The contenders and plain decoding at each setting; a setting's trained drafters first, the fastest on top.
+
+    What was measured under other conditions (device, threads, dtype, versions) is a setting of its own: times and
+    ratios stand side by side only where they were measured alike.
+    """
+    labels = told_apart([one.environment for one in contenders])
+    blocks: dict[str, list[SummaryRow]] = {}
+    for one, label in zip(contenders, labels, strict=True):
+        for result in one.results:
+            setting = setting_name(result) + (label and f", on {label}")
+            blocks.setdefault(setting, []).append(SummaryRow(setting, one.name, one.note, one.trained, result))
     rows = []
-    for setting in dict.fromkeys(setting_name(result) for one in contenders for result in one.results):
-        block = [
-            SummaryRow(setting, one.name, one.note, one.trained, result)
-            for one in contenders
-            for result in one.results
-            if setting_name(result) == setting
-        ]
-        block.sort(key=lambda row: (not row.trained, -row.result["speedup"]))
+    for setting, block in blocks.items():
+        block.sort(key=lambda row: (not row.trained, row.drafter == PLAIN, -row.result["speedup"]))
         note = "" if block[-1].trained else block[-1].note
-        rows += [*block, plain_row(setting, block[0], note)]
+        rows += block
+        if all(row.drafter != PLAIN for row in block):
+            rows.append(plain_row(setting, block[0], note))
     return rows
 
 
@@ -133,6 +100,7 @@ def plain_row(setting: str, beside: SummaryRow, note: str) -> SummaryRow:
         "milliseconds_per_round": None,
         "step_cost_ratio": 1.0,
         "verification_mode": "greedy",
+        "baselines": {},
         "lossless": {
             **{"checked": 0, "identical": 0, "near_tie_divergences": 0, "divergences": 0},
             "first_differences": [],
@@ -152,10 +120,9 @@ def by_setting(rows: list[SummaryRow]) -> dict[str, list[SummaryRow]]:
 
 
 def comparison_table(setting: str, block: list[SummaryRow]) -> Table:
-    """All drafters at one setting."""
-    return table_of(
-        setting[0].upper() + setting[1:], map(comparison_cells, block), words=("drafter", "identical outputs")
-    )
+    """All drafters at one setting, and what transformers reached beside them."""
+    rows = [*map(comparison_cells, block), *baseline_cells(block)]
+    return table_of(setting[0].upper() + setting[1:], rows, words=("drafter", "identical outputs"))
 
 
 def comparison_cells(row: SummaryRow) -> dict[str, Cell | str]:
@@ -175,6 +142,26 @@ def comparison_cells(row: SummaryRow) -> dict[str, Cell | str]:
         "step cost ratio": f"{result['step_cost_ratio']:.2f}",
         "identical outputs": "reference" if plain else Cell(lossless_text(result), result["verification_mode"], alarm),
     }
+
+
+def baseline_cells(block: list[SummaryRow]) -> list[dict[str, Cell | str]]:
+    """What transformers reached beside one setting's drafters, by the column headings of `comparison_cells`."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in block:
+        for name, fields in row.result.get("baselines", {}).items():
+            found.setdefault(f"{name} with {row.drafter}" if name == "assisted" else name, fields)
+    headings, checked = list(comparison_cells(block[0])), block[0].result["num_prompts"]
+    return [
+        dict.fromkeys(headings, "–")
+        | {
+            "drafter": f"transformers {name}",
+            "speedup": ratio_text(fields["speedup_over_plain"], fields["speedup_over_plain_ci95"]),
+            "tokens/s": f"{fields['tokens_per_second']:.1f}",
+            "plain tokens/s": f"{block[0].result['baseline_tokens_per_second']:.1f}",
+            "identical outputs": "not compared" if fields["identical"] is None else f"{fields['identical']}/{checked}",
+        }
+        for name, fields in found.items()
+    ]
 
 
 def domain_table(block: list[SummaryRow]) -> Table | None:
@@ -200,9 +187,12 @@ def domain_text(fields: dict[str, Any]) -> str:
 # --- words
 
 
-def speedup_text(result: dict[str, Any]) -> str:
-    low, high = result["speedup_ci95"]
-    return f"{result['speedup']:.2f}× [{low:.2f}, {high:.2f}]"
+def speedup_text(result: Result) -> str:
+    return ratio_text(result["speedup"], result["speedup_ci95"])
+
+
+def ratio_text(ratio: float, interval: list[float]) -> str:
+    return f"{ratio:.2f}× [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
 def lossless_text(result: Result) -> str:

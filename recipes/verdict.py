@@ -181,7 +181,7 @@ def where_text(measured: Measured, best: Contender, row: Result) -> str:
 
 
 def caveats_of(measured: Measured) -> list[str]:
-    rows = summary_rows(measured.contenders)
+    rows = summary_rows([*measured.contenders, *measured.elsewhere])
     blocks = by_setting(rows)
     found, beaten = [], []
     if any(row.trained for row in rows) and not any(row.trained and row.tone == "good" for row in rows):
@@ -198,7 +198,12 @@ def caveats_of(measured: Measured) -> list[str]:
             f"At {len(beaten)} of {len(blocks)} settings no trained drafter beats plain decoding and the drafters that "
             "need no training."
         ]
-    return found + beaten + [f"{row.drafter} at {row.setting}: {row.gap}." for row in rows if row.gap]
+    found += beaten + [f"{row.drafter} at {row.setting}: {row.gap}." for row in rows if row.gap]
+    return found + [
+        f"{one.name} was measured elsewhere ({one.environment['device']}, {one.environment['dtype']}, "
+        f"{count(one.environment['num_threads'], 'CPU thread')}): it has tables of its own and is in no figure."
+        for one in measured.elsewhere
+    ]
 
 
 def divergences(measured: Measured) -> list[str]:
@@ -213,7 +218,7 @@ def divergences(measured: Measured) -> list[str]:
     known = {id(result) for _, result in of_runs}
     compared = [
         (", ".join(filter(None, (one.name, one.note))), result)
-        for one in measured.contenders
+        for one in [*measured.contenders, *measured.elsewhere]
         for result in one.results
         if id(result) not in known
     ]

@@ -11,6 +11,7 @@ import yaml
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from draftsmith.inference.schedule import Schedule
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.recipes import engine_check
@@ -147,7 +148,8 @@ def test_schedule_by_batch_size() -> None:
     """The best length at each size, none where drafting does not pay; the first goes into the command itself."""
     rows = [row(1, 2, 1.2), row(1, 4, 1.5), row(8, 2, 1.1), row(8, 4, 0.9), row(32, 2, 0.8), row(32, 4, 0.5)]
     assert best_draft_length(rows) == 4
-    assert schedule_of("eagle3", rows) == [[1, 1, 4], [8, 8, 2], [32, 32, 0]]
+    assert schedule_of("eagle3", rows) == Schedule(((1, 4), (8, 2), (32, 0)))
+    assert schedule_of("eagle3", rows[2:]) == Schedule(((1, 2), (32, 0)))  # both engines want the first from 1
     assert schedule_of("medusa", rows) is None  # vLLM cannot change the number of heads
     assert schedule_of("eagle3", rows[:2]) is None
 

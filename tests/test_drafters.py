@@ -288,4 +288,6 @@ def test_ngram_takes_the_latest_copy_of_the_longest_suffix() -> None:
         [4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0],  # a run of length 4 overlaps itself
     ]
     lengths = torch.tensor([11, 11, 11, 4])
-    assert latest_match(torch.tensor(texts), lengths, longest=4, shortest=2).tolist() == [7, 5, -1, 3]
+    start, matched = latest_match(torch.tensor(texts), lengths, longest=4, shortest=2)
+    assert start.tolist() == [7, 5, -1, 3]
+    assert matched.tolist() == [3, 2, 0, 3]

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.schedule import Schedule, for_sglang, for_vllm
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.base import Draft
 from draftsmith.models.errors import UserError
@@ -127,6 +128,22 @@ def export_and_serve(checkpoint: Path, engine: str, target: Target, out: Path, d
     subprocess.run(["sh", "-n", script], check=True)
     assert script.read_text() == f"#!/bin/sh\nexec {command}\n"
     return shlex.split(command)
+
+
+def test_engines_are_told_the_schedule(tiny_target: Target, tmp_path: Path) -> None:
+    """With its longest length beside it: vLLM cuts at that, SGLang wants it among the candidates."""
+    out, schedule = tmp_path / "out", Schedule(((1, 3), (8, 5), (24, 0)))
+    exported = export_checkpoint(save_checkpoint("eagle3", tiny_target, tmp_path / "in"), "vllm", tiny_target, out)
+    commands = write_scripts(exported, str(out), 3, schedule)
+    settings = json.loads(shlex.split(commands["vllm"])[-1])
+    assert settings["num_speculative_tokens"] == 5
+    assert settings["num_speculative_tokens_per_batch_size"] == for_vllm(schedule)
+    words = shlex.split(commands["sglang"])
+    assert words[words.index("--speculative-num-steps") + 1] == "5"
+    written = Path(words[words.index("--speculative-adaptive-config") + 1])
+    assert json.loads(written.read_text()) == for_sglang(schedule)
+    assert "adaptive" not in write_scripts(exported, "name/on-the-hub", 3, schedule)["sglang"]  # no file to read there
+    assert write_scripts(exported, str(out), 3, Schedule(((1, 0),))) == write_scripts(exported, str(out), 3)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "p_eagle", "medusa", "draft_model"])

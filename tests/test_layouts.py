@@ -1,6 +1,7 @@
 """Public checkpoints of other projects, on synthetic ones of exactly their layouts: the same drafts, or a refusal."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,36 +76,36 @@ def deep_target(make_target_dir: Any) -> Target:
     return Target.from_pretrained(make_target_dir(num_hidden_layers=8), "cpu", torch.float32)
 
 
-def test_safeailab_eagle(deep_target: Target, tmp_path: Path) -> None:
+def safeailab_eagle(target: Target, folder: Path) -> Drafter:
     """EAGLE-1 names the target's architecture, and brings a copy of its embedding."""
-    drafter = noisy("eagle", deep_target)
-    embedding = {"embed_tokens.weight": deep_target.embedding.weight.detach().clone()}  # type: ignore[union-attr,operator]
-    config = llama_config(deep_target, architectures=["LlamaForCausalLM"], bias=True)
-    path = write(tmp_path / "head", config, {**drafter.engine_tensors(), **embedding}, "pytorch_model.bin")
-    assert_same(load_drafter(path, deep_target), drafter)
+    drafter = noisy("eagle", target)
+    config = llama_config(target, architectures=["LlamaForCausalLM"], bias=True)
+    write(folder, config, {**drafter.engine_tensors(), **embedding(target)}, "pytorch_model.bin")
+    return drafter
 
 
-@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
-def test_safeailab_eagle3(file: str, deep_target: Target, tmp_path: Path) -> None:
-    drafter = noisy("eagle3", deep_target, draft_vocab_size=6)
+def safeailab_eagle3(target: Target, folder: Path, file: str = "pytorch_model.bin") -> Drafter:
+    drafter = noisy("eagle3", target, draft_vocab_size=6)
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in drafter.engine_tensors().items()}
-    config = llama_config(deep_target, draft_vocab_size=6)
-    assert_same(load_drafter(write(tmp_path / "head", config, tensors, file), deep_target), drafter)
+    write(folder, llama_config(target, draft_vocab_size=6), tensors, file)
+    return drafter
 
 
-def test_specforge_eagle3(deep_target: Target, tmp_path: Path) -> None:
+def specforge_eagle3(target: Target, folder: Path) -> Drafter:
     """Nested layer ids name output layers; a whole vocabulary comes with tables that map it on itself."""
-    drafter = noisy("eagle3", deep_target, layer_ids=[2, 5, 7])
-    size = deep_target.vocab_size
+    drafter = noisy("eagle3", target, layer_ids=[2, 5, 7])
+    size = target.vocab_size
     tables = {"d2t": torch.zeros(size, dtype=torch.int64), "t2d": torch.ones(size, dtype=torch.bool)}
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in drafter.engine_tensors().items()}
     eagle = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 4, 6]}
-    config = llama_config(deep_target, draft_vocab_size=size, eagle_config=eagle)
-    path = write(tmp_path / "head", config, {**tensors, **tables}, "model.safetensors")
-    assert_same(load_drafter(path, deep_target), drafter)
+    config = llama_config(target, draft_vocab_size=size, eagle_config=eagle)
+    write(folder, config, {**tensors, **tables}, "model.safetensors")
+    return drafter
 
 
-def speculators(target: Target, drafter: Drafter, **more: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def speculators_eagle3(target: Target, folder: Path, **changes: Any) -> Drafter:
+    """The layer's config nested; copies of the target's norm, head and embedding beside the tensors."""
+    drafter = noisy("eagle3", target, draft_vocab_size=6, layer_ids=[1, 3, 6])
     layer = {**llama_config(target), "head_dim": 8, "rope_parameters": dict(target.text_config.rope_parameters)}
     config = {
         "architectures": ["Eagle3DraftModel"],
@@ -115,17 +116,46 @@ def speculators(target: Target, drafter: Drafter, **more: Any) -> tuple[dict[str
         "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": [1, 3, 6],
         "speculators_config": {"algorithm": "eagle3", "proposal_methods": [], "verifier": {"name_or_path": "x"}},
-        **more,
+        **changes,
     }
     copies = {"verifier_norm.weight": torch.ones(target.hidden_size), "verifier_lm_head.weight": torch.ones(6, 32)}
-    embedding = {"embed_tokens.weight": target.embedding.weight.detach().clone()}  # type: ignore[union-attr,operator]
-    return config, {**drafter.engine_tensors(), **copies, **embedding}
+    write(folder, config, {**drafter.engine_tensors(), **copies, **embedding(target)}, "model.safetensors")
+    return drafter
 
 
-def test_speculators_eagle3(deep_target: Target, tmp_path: Path) -> None:
-    drafter = noisy("eagle3", deep_target, draft_vocab_size=6, layer_ids=[1, 3, 6])
-    config, tensors = speculators(deep_target, drafter)
-    assert_same(load_drafter(write(tmp_path / "head", config, tensors, "model.safetensors"), deep_target), drafter)
+def fasterdecoding_medusa(target: Target, folder: Path, prefix: str = "") -> Drafter:
+    """Its config.json tells no sizes, and often fewer heads than the file has."""
+    drafter = noisy("medusa", target, num_heads=3)
+    own = drafter.engine_tensors()
+    tensors = {}
+    for head in range(3):
+        tensors[f"{prefix}{head}.0.linear.weight"] = own[f"blocks.{head}.layers.0.weight"]
+        tensors[f"{prefix}{head}.0.linear.bias"] = own[f"blocks.{head}.layers.0.bias"]
+        tensors[f"{prefix}{head}.1.weight"] = own[f"lm_heads.{head}.weight"]
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+    write(folder, config, tensors, "medusa_lm_head.pt")
+    return drafter
+
+
+def embedding(target: Target) -> dict[str, Tensor]:
+    return {"embed_tokens.weight": target.embedding.weight.detach().clone()}  # type: ignore[union-attr,operator]
+
+
+PUBLIC: dict[str, Callable[[Target, Path], Drafter]] = {  # each writes a checkpoint and returns the drafter in it
+    "SafeAILab EAGLE-1": safeailab_eagle,
+    "SafeAILab EAGLE-3": safeailab_eagle3,
+    "SafeAILab EAGLE-3, safetensors": lambda target, folder: safeailab_eagle3(target, folder, "model.safetensors"),
+    "SpecForge EAGLE-3": specforge_eagle3,
+    "speculators EAGLE-3": speculators_eagle3,
+    "FasterDecoding Medusa": fasterdecoding_medusa,
+    "FasterDecoding Medusa, prefixed": lambda target, folder: fasterdecoding_medusa(target, folder, "medusa_head."),
+}
+
+
+@pytest.mark.parametrize("layout", PUBLIC)
+def test_public_checkpoints(layout: str, deep_target: Target, tmp_path: Path) -> None:
+    drafter = PUBLIC[layout](deep_target, tmp_path / "head")
+    assert_same(load_drafter(tmp_path / "head", deep_target), drafter)
 
 
 @pytest.mark.parametrize(
@@ -136,11 +166,9 @@ def test_speculators_eagle3(deep_target: Target, tmp_path: Path) -> None:
     ],
 )
 def test_speculators_refused(changes: dict[str, Any], message: str, deep_target: Target, tmp_path: Path) -> None:
-    drafter = noisy("eagle3", deep_target, draft_vocab_size=6, layer_ids=[1, 3, 6])
-    config, tensors = speculators(deep_target, drafter, **changes)
-    path = write(tmp_path / "head", config, tensors, "model.safetensors")
+    speculators_eagle3(deep_target, tmp_path / "head", **changes)
     with pytest.raises(UserError, match=message):
-        load_drafter(path, deep_target)
+        load_drafter(tmp_path / "head", deep_target)
 
 
 def test_own_embedding_is_refused(deep_target: Target, tmp_path: Path) -> None:
@@ -150,21 +178,6 @@ def test_own_embedding_is_refused(deep_target: Target, tmp_path: Path) -> None:
     tensors = {**drafter.engine_tensors(), "embed_tokens.weight": torch.randn(deep_target.vocab_size, 32)}
     with pytest.raises(UserError, match="is not the target's embedding"):
         load_drafter(write(tmp_path / "head", config, tensors, "model.safetensors"), deep_target)
-
-
-@pytest.mark.parametrize("prefix", ["", "medusa_head."])
-def test_fasterdecoding_medusa(prefix: str, tiny_target: Target, tmp_path: Path) -> None:
-    """Its config.json tells no sizes, and often fewer heads than the file has."""
-    drafter = noisy("medusa", tiny_target, num_heads=3)
-    own = drafter.engine_tensors()
-    tensors = {}
-    for head in range(3):
-        tensors[f"{prefix}{head}.0.linear.weight"] = own[f"blocks.{head}.layers.0.weight"]
-        tensors[f"{prefix}{head}.0.linear.bias"] = own[f"blocks.{head}.layers.0.bias"]
-        tensors[f"{prefix}{head}.1.weight"] = own[f"lm_heads.{head}.weight"]
-    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
-    path = write(tmp_path / "heads", config, tensors, "medusa_lm_head.pt")
-    assert_same(load_drafter(path, tiny_target), drafter)
 
 
 def test_vllm_medusa_without_biases(tiny_target: Target, tmp_path: Path) -> None:

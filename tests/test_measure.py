@@ -10,9 +10,11 @@ import torch
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.lossless import LosslessCheck, compare, in_fp32, next_logits
-from draftsmith.inference.measure import MeasureSettings, PromptSet, bootstrap_ratio, measure, pick_prompts
+from draftsmith.inference.measure import MeasureSettings, PromptSet, measure, pick_prompts
+from draftsmith.inference.speed import bootstrap_ratio
 from draftsmith.inference.stats import Stats
 from draftsmith.models import DRAFTERS, Target, load_drafter
+from draftsmith.models.none import NoDrafter, NoneConfig
 
 DESIGN_FIELDS = {
     *("prompt_set", "num_prompts", "temperature", "top_p", "verification_mode", "batch_size", "draft_length"),
@@ -170,3 +172,23 @@ def test_the_same_prompts_are_picked_each_time() -> None:
     assert pick_prompts(ids, 8) == pick_prompts(ids, 8)
     assert pick_prompts(ids, 8) == sorted(pick_prompts(ids, 8))
     assert pick_prompts(ids, 99) == ids
+
+
+def test_each_repeat_starts_without_memories(tiny_target: Target) -> None:
+    """A drafter is told of every finished text, and before each repeat to forget: warm-up, then two alike."""
+
+    told: list[list[int] | None] = []
+
+    class Listener(NoDrafter):
+        def remember(self, token_ids: list[int]) -> None:
+            told.append(token_ids)
+
+        def forget(self) -> None:
+            told.append(None)
+
+    prompts = [tiny_target.encode(text) for text in ("a b a b", "def f(", "iron")]
+    settings = MeasureSettings(batch_size=2, max_new_tokens=4, repeats=2)
+    measure(tiny_target, {"listener": Listener(NoneConfig())}, PromptSet("some", prompts), settings)
+    answers = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target)).generate(prompts, 4).token_ids
+    texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    assert told == [*texts[:2], None, *texts, None, *texts]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from reports import (
+    ENVIRONMENT,
     result,
     write_comparison,
     write_grid,
@@ -18,9 +19,10 @@ from rich.console import Console
 
 from draftsmith.models.errors import UserError
 from draftsmith.recipes import report
+from draftsmith.recipes.printing import print_evaluations, print_summary
 from draftsmith.recipes.report import build_report
 from draftsmith.recipes.results import read_contenders, read_runs
-from draftsmith.recipes.summary import print_evaluations, print_summary, speedup_text, summary_rows
+from draftsmith.recipes.summary import speedup_text, summary_rows
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,7 @@ def test_a_lossy_mode_is_labelled_and_no_headline(tmp_path: Path) -> None:
     page = build_report(tmp_path).read_text()
     assert 'alarm">LOSSY (typical)<small>' in page
     assert 'good">' not in page[page.index("<main>") : page.index('id="history"')]
-    assert "there is no speedup to report" in page
+    assert "There is no speedup to report" in page
     console = Console(width=120, record=True, file=io.StringIO())
     print_summary(tmp_path, console)
     assert "LOSSY" in console.export_text()
@@ -201,12 +203,13 @@ def test_a_comparison_takes_the_place_of_single_evaluations(tmp_path: Path) -> N
 def test_tables_in_the_terminal(runs: Path) -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     print_summary(runs, console)
-    contents = [{"drafter": "runs/[x]/best", "drafter_kind": "eagle3", "results": [result(0.75, 4.0, divergences=2)]}]
+    content = {"target": "t", "drafter": "runs/[x]/best", "drafter_kind": "eagle3", "environment": ENVIRONMENT}
+    contents = [content | {"results": [result(0.75, 4.0, divergences=2)]}]
     print_evaluations(contents, console)
     text = console.export_text()
     assert f"{result(0.75, 4.0)['speedup']:.2f}×" in text
     assert "reference" in text
-    assert "runs/[x]/best" in text
+    assert "[x]" in text
     assert "2 DIVERGED" in text
 
 

@@ -75,9 +75,20 @@ class TrainConfig:
     target: str
     drafter: DrafterConfig
     data: DataConfig
+    init_from: str | None = None  # drafter to train on, of this project or another's; None: a new one
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    given: frozenset[str] = field(
+        default=frozenset(), compare=False
+    )  # keys that file and command line set; not written
+
+
+def contents(config: TrainConfig) -> dict[str, Any]:
+    """The settings, as nested dicts."""
+    content = asdict(config)
+    del content["given"]
+    return content
 
 
 def resolve(recipe: TrainConfig, file: Path | None = None, overrides: Iterable[str] = ()) -> TrainConfig:
@@ -85,7 +96,7 @@ def resolve(recipe: TrainConfig, file: Path | None = None, overrides: Iterable[s
 
     Raises `UserError` for unknown keys, values of the wrong type, and a file that is not such a config.
     """
-    values = flatten(asdict(recipe))
+    values = flatten(contents(recipe))
     changes = [*_file_values(file), *map(_parse_override, overrides)]
     kind = dict(changes).get("drafter.kind", recipe.drafter.kind)
     if kind != recipe.drafter.kind:
@@ -96,7 +107,9 @@ def resolve(recipe: TrainConfig, file: Path | None = None, overrides: Iterable[s
             near += [known for known in values if known.endswith("." + key.rpartition(".")[2]) and known not in near]
             raise UserError(f"unknown key {key!r}; nearest: {', '.join(near[:4]) or ', '.join(values)}")
         values[key] = value
-    return from_dict(unflatten(values))
+    config = from_dict(unflatten(values))
+    config.given = frozenset(key for key, _ in changes)
+    return config
 
 
 def from_dict(content: dict[str, Any]) -> TrainConfig:
@@ -161,7 +174,7 @@ def check(config: TrainConfig) -> None:
 
 def dump(config: TrainConfig, path: Path) -> None:
     """Write YAML that `--config` reads back to the same config."""
-    path.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    path.write_text(yaml.safe_dump(contents(config), sort_keys=False))
 
 
 def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:

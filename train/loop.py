@@ -32,12 +32,11 @@ from draftsmith.data.progress import progress_bar
 from draftsmith.data.samples import Sample, read_samples
 from draftsmith.data.vocabulary import token_counts
 from draftsmith.inference.measure import PromptSet
-from draftsmith.models import CHANGED_TARGET, DRAFTERS, Drafter, Target
+from draftsmith.models import CHANGED_TARGET, Drafter, Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses import LossSums
 from draftsmith.models.target import default_dtype, pick_device
-from draftsmith.models.vocabulary import ReducedVocabulary, ranking, with_size
 from draftsmith.train.checkpoint import checkpoints, resume, save_checkpoint
 from draftsmith.train.config import OptimizerConfig, TrainConfig
 from draftsmith.train.evaluate import (
@@ -51,6 +50,7 @@ from draftsmith.train.evaluate import (
 from draftsmith.train.features import feature_source, load_target, open_store, whole_target
 from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.run_folder import link_best, open_run
+from draftsmith.train.start import starting_drafter
 from draftsmith.train.tracking import Tracker
 from draftsmith.train.vocabulary import vocabulary_text, write_vocabulary
 
@@ -82,15 +82,11 @@ def set_up(config: TrainConfig) -> Setup:
     prompts = evaluation_prompts(config.evaluation, target)
     set_seed(config.run.seed)
     counts = token_counts(plan, target.vocab_size)
-    drafter_config = config.drafter
-    if isinstance(drafter_config, ReducedVocabulary):
-        drafter_config = with_size(drafter_config, counts, target.eos_token_ids)
-    drafter = DRAFTERS[config.drafter.kind].from_target(drafter_config, target).to(accelerator.device)
+    drafter = starting_drafter(config, target, counts).to(accelerator.device)
     if target.has_layers:
         check_capture(target, drafter.layer_ids, samples[0].token_ids)
     if prompts:
         check_evaluation(config.evaluation, drafter, target)
-    drafter.fit_vocabulary(ranking(counts, target.eos_token_ids))
     store = open_store(config, drafter, target, plan)
     share = config.data.on_policy_share
     on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if share else None

@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from draftsmith.inference.evaluation import environment
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.identity import identity
+from draftsmith.models.layouts import checkpoint_hash
 from draftsmith.train.checkpoint import checkpoints
-from draftsmith.train.config import TrainConfig, dump
+from draftsmith.train.config import TrainConfig, contents, dump
 
 
 def check_run_folder(config: TrainConfig) -> Path:
@@ -23,7 +23,7 @@ def check_run_folder(config: TrainConfig) -> Path:
     run = Path(config.run.dir)
     require_writable(run)
     existing = run / "config.yaml"
-    if existing.is_file() and yaml.safe_load(existing.read_text()) != asdict(config):
+    if existing.is_file() and yaml.safe_load(existing.read_text()) != contents(config):
         raise UserError(f"{run} holds a run with other settings: give another run.dir, or remove it to start anew")
     return run
 
@@ -36,6 +36,8 @@ def open_run(config: TrainConfig, target: Target, accelerator: Accelerator) -> P
         dump(config, run / "config.yaml")
         samples = Path(config.data.samples)
         content = {**identity(target), **environment(target), "data_hash": data_hash(samples)}
+        if config.init_from is not None:
+            content["init_from_hash"] = checkpoint_hash(config.init_from)
         (run / "environment.json").write_text(json.dumps(content, indent=2) + "\n")
     accelerator.wait_for_everyone()
     return run

@@ -2,11 +2,10 @@
 
 import hashlib
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from draftsmith.train.config import TrainConfig, flatten
+from draftsmith.train.config import TrainConfig, contents, flatten
 
 
 class Tracker:
@@ -26,7 +25,7 @@ class Tracker:
                     :12
                 ],  # a resumed run goes on in the same one
                 resume="allow",
-                config=flatten(asdict(config)),
+                config=flatten(contents(config)),
                 dir=run,
             )
 

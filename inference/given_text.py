@@ -1,0 +1,68 @@
+"""Decoding that follows a given text, one token a round, whatever is drafted.
+
+Every round runs the decoder's own kernels on its own state, at a known length of the text. That is what timing needs
+(costs.py), and what shows which drafts would have been right (choice.py).
+"""
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.generation import Generation
+from draftsmith.inference.rows import GenerationSettings, Rows
+from draftsmith.models import Drafter, Target
+from draftsmith.models.slots import SlotCache
+from draftsmith.models.trees import Shape
+
+
+class GivenRows(Rows):
+    """One row a text. After each round the token that the target chose is replaced by the text's own.
+
+    The target verifies the text's next tokens in place of what was drafted: what it has to do, such as which experts it
+    reads, then hangs on the text and not on how good a drafter is. What was drafted stays in `drafted`, [B, N].
+    """
+
+    drafted: Tensor
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        shape: Shape,
+        texts: list[list[int]],
+        num_rounds: int,
+        cache: SlotCache | None = None,
+    ) -> None:
+        """`cache`: of other rows that follow the same texts, which then serves these too."""
+        longest = max(map(len, texts))
+        mode = "synthetic" if shape.depth else "greedy"
+        settings = GenerationSettings(
+            max_new_tokens=num_rounds + 1,
+            shape=shape,
+            verification_mode=mode,  # type: ignore[arg-type]
+            stop_at_eos=False,
+            synthetic_rates=(0.0,) * shape.depth,
+        )
+        num_slots = cache.num_slots if cache else longest + shape.num_nodes + 2
+        super().__init__(target, drafter, settings, len(texts), num_slots)
+        self.cache = cache or self.cache
+        padded = torch.zeros(len(texts), num_slots, dtype=torch.int64)
+        for row, text in zip(padded, texts, strict=True):
+            row[: len(text)] = torch.tensor(text)
+        self.texts = padded.to(target.device)
+
+    @torch.inference_mode()  # in which drafters may have made their tokens
+    def draft(self) -> None:
+        state = self.state
+        state.token_ids.copy_(self.texts)
+        super().draft()
+        tokens = self._newest_draft.tokens
+        self.drafted = tokens.clone()
+        next_places = state.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        tokens.copy_(self.texts.gather(1, next_places.clamp(max=self.num_slots - 1)))
+
+
+def follow(rows: GivenRows, prompts: list[list[int]]) -> Generation:
+    """Begin to follow the texts of the rows behind their prompts; the caller steps, `num_rounds` times at most."""
+    generation = Generation(rows, prompts, list(range(len(prompts))))
+    generation.step()
+    return generation

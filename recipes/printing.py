@@ -1,0 +1,34 @@
+"""The tables of a report, or of an evaluation, in the terminal."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from draftsmith.recipes.results import compared, read_contenders, read_runs
+from draftsmith.recipes.summary import SummaryRow, by_setting, comparison_table, domain_table, summary_rows
+from draftsmith.recipes.tables import for_terminal
+
+COLUMNS = ("drafter", "acceptance length", "speedup", "tokens/s", "ms a round", "identical outputs")  # that fit
+
+
+def print_summary(folder: Path, console: Console) -> None:
+    """Print the comparison of a run, or of several runs, as tables, one a setting."""
+    print_rows(summary_rows(read_contenders(folder, read_runs(folder))), console)
+
+
+def print_evaluations(contents: list[dict[str, Any]], console: Console) -> None:
+    """Print contents of evaluation.json files as tables, one a setting."""
+    print_rows(summary_rows([compared(content) for content in contents]), console)
+
+
+def print_rows(rows: list[SummaryRow], console: Console) -> None:
+    """One table a setting, with what is wrong below it."""
+    for setting, block in by_setting(rows).items():
+        console.print(Text(setting, style="bold"), for_terminal(comparison_table(setting, block), COLUMNS))
+        for row in block:
+            if row.gap:
+                console.print(Text(f"{row.drafter}: {row.gap}", style="bold red"))
+        if by_domain := domain_table(block):
+            console.print(Text(by_domain.title), for_terminal(by_domain))

@@ -1,0 +1,191 @@
+"""Drafters broken in known ways, each named for what it is, and sound ones, of which nothing is said."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.diagnosis import Finding, Reference, diagnose, is_low, rendered, shifted
+from draftsmith.inference.replay import Recording, expected_stats, record, replay
+from draftsmith.inference.stats import Stats
+from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.models.batch import Batch
+from draftsmith.models.identity import identity
+from draftsmith.models.sampling import Sampling
+from draftsmith.models.target import Features
+from draftsmith.models.trees import Chain
+
+TEXTS = ["The smith", "def strike(", "heats it again", "A draft is", "iron iron", "x", "cheap to make", "return ["]
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|endoftext|>Q: ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'A:\n' }}{% endif %}"
+)
+NUM_TOKENS, DRAFT_LENGTH = 16, 3
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Any) -> Target:
+    """The tiny one, which chats."""
+    target = Target.from_pretrained(tiny_target_dir, "cpu", torch.float32)
+    assert target.tokenizer is not None
+    target.tokenizer.chat_template = TEMPLATE
+    return target
+
+
+@pytest.fixture(scope="module")
+def recording(target: Target) -> Recording:
+    return record(target, [rendered(target, text) for text in TEXTS], Sampling(), NUM_TOKENS, DRAFT_LENGTH)
+
+
+def rows(recording: Recording) -> Batch:
+    """All texts in one batch."""
+    texts = [prompt + answer for prompt, answer in zip(recording.prompts, recording.answers, strict=True)]
+    token_ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
+    mask = torch.zeros_like(token_ids, dtype=torch.bool)
+    for row, (text, prompt) in enumerate(zip(texts, recording.prompts, strict=True)):
+        token_ids[row, : len(text)] = torch.tensor(text)
+        mask[row, len(prompt) : len(text)] = True
+    return Batch(token_ids, mask)
+
+
+def learnt_by_heart(target: Target, recording: Recording, steps: int, shift: int = 0, **config: Any) -> Drafter:
+    """An EAGLE-3 drafter trained on the very texts, with features `shift` places later where that is not 0."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    kind = DRAFTERS["eagle3"]
+    settings = {"kind": "eagle3", "unroll_steps": DRAFT_LENGTH, "layer_ids": [1, 2], **config}
+    drafter = kind.from_target(kind.config_class(**settings), target).train()
+    batch = rows(recording)
+    drafter.fit_vocabulary(torch.bincount(batch.token_ids[batch.loss_mask], minlength=target.vocab_size))
+    features = target.features(batch, drafter.layer_ids)
+    assert features.layers is not None
+    features = Features(features.last_hidden, shifted(features.layers, shift))
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], 1e-2)
+    for _ in range(steps):
+        total, count = drafter.loss(batch, features)["loss"]
+        (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    drafter.trained_for = identity(target)
+    return drafter.eval()
+
+
+@pytest.fixture(scope="module")
+def sound(target: Target, recording: Recording) -> Drafter:
+    return learnt_by_heart(target, recording, 60)
+
+
+def found(target: Target, drafter: Drafter, recording: Recording, **more: Any) -> list[Finding]:
+    causes = diagnose(target, drafter, recording, DRAFT_LENGTH, **more)
+    print([(one["cause"], one["evidence"]) for one in causes])
+    return causes
+
+
+def acceptance(target: Target, drafter: Drafter, recording: Recording) -> Stats:
+    tracks = replay(target, recording, {"d": drafter}, DRAFT_LENGTH)["d"]
+    stats = [expected_stats(track, Chain(DRAFT_LENGTH), "greedy") for track in tracks]
+    return sum(stats[1:], stats[0])
+
+
+def test_a_sound_drafter_is_called_sound(target: Target, sound: Drafter, recording: Recording) -> None:
+    stats = acceptance(target, sound, recording)
+    assert stats.mean_acceptance_length > 0.8 * (DRAFT_LENGTH + 1)
+    assert not is_low(stats)
+    assert found(target, sound, recording, domains=["a", "b"] * 4, reference=Reference(0.9, "metrics", True)) == []
+
+
+def test_a_drafter_that_was_trained_too_little_is_not_called_miswired(target: Target, recording: Recording) -> None:
+    drafter = learnt_by_heart(target, recording, 12)
+    assert is_low(acceptance(target, drafter, recording))
+    assert {one["cause"] for one in found(target, drafter, recording)} <= {"decay with depth", "high target entropy"}
+
+
+def test_wrong_layer_ids(target: Target, sound: Drafter, recording: Recording) -> None:
+    drafter = copy.copy(sound)
+    drafter.layer_ids = (2, 3)
+    assert is_low(acceptance(target, drafter, recording))
+    first = found(target, drafter, recording)[0]
+    assert first["cause"] == "wrong layer ids"
+    assert "layer ids [1, 2]" in first["mend"]
+    right = acceptance(target, sound, recording).mean_acceptance_length
+    assert first["cost"] == pytest.approx(right - acceptance(target, drafter, recording).mean_acceptance_length)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_shifted_features(shift: int, target: Target, recording: Recording) -> None:
+    """Trained on the features of the place before, or of the place after, which hold the answer."""
+    drafter = learnt_by_heart(target, recording, 60 if shift < 0 else 15, shift)
+    first = found(target, drafter, recording)[0]
+    assert first["cause"] == "features shifted"
+    assert f"({shift:+d})" in first["evidence"]
+
+
+def test_missing_d2t(target: Target, recording: Recording) -> None:
+    drafter = learnt_by_heart(target, recording, 60, draft_vocab_size=128)
+    assert found(target, drafter, recording) == []
+    drafter.d2t.zero_()
+    causes = [one["cause"] for one in found(target, drafter, recording)]
+    assert causes[0] == "missing d2t"
+    assert "draft vocabulary" not in causes  # what the map would cover is not known
+
+
+def test_truncated_vocabulary(target: Target, recording: Recording) -> None:
+    drafter = learnt_by_heart(target, recording, 60, draft_vocab_size=24)
+    (first, *_) = found(target, drafter, recording)
+    assert first["cause"] == "draft vocabulary"
+    ids = drafter.draft_to_target()
+    assert ids is not None
+    written = torch.tensor([token for answer in recording.answers for token in answer[1:]])
+    assert first["measured"]["share_outside"] == pytest.approx(
+        float((~torch.isin(written, ids)).float().mean()), abs=0.05
+    )
+
+
+def test_wrong_template(target: Target, sound: Drafter, recording: Recording) -> None:
+    """Bare prompts for a drafter that knows them in the template; and a checkpoint of another template."""
+    bare = record(target, [target.encode(text) for text in TEXTS], Sampling(), NUM_TOKENS, DRAFT_LENGTH)
+    causes = found(target, sound, bare)
+    assert causes[0]["cause"] == "template mismatch"
+    assert causes[0]["measured"]["outside_template"] == len(TEXTS)
+    other = copy.copy(sound)
+    other.trained_for = {**(sound.trained_for or {}), "template_hash": "0" * 16}
+    (first,) = found(target, other, recording)
+    assert first["cause"] == "template mismatch"
+    assert first["measured"]["recorded"] == "0" * 16
+
+
+def test_decay_with_depth(target: Target, recording: Recording) -> None:
+    """Trained on one step, drafting three."""
+    drafter = learnt_by_heart(target, recording, 60, unroll_steps=1)
+    causes = found(target, drafter, recording)
+    assert causes[0]["cause"] == "decay with depth"
+    assert not any(one["cause"] in ("wrong layer ids", "features shifted") for one in causes)
+
+
+def test_domain_shift(target: Target, sound: Drafter, recording: Recording) -> None:
+    """Prompts that it knows and prompts that it does not; and all of the latter, against what it had before."""
+    strange = [rendered(target, text) for text in ("3.14", "zebra", "Why?", "[[[[")]
+    mixed = record(target, [*recording.prompts[:4], *strange], Sampling(), NUM_TOKENS, DRAFT_LENGTH)
+    first = found(target, sound, mixed, domains=["known"] * 4 + ["strange"] * 4)[0]
+    assert first["cause"] == "domain shift"
+    assert first["measured"]["domain"] == "strange"
+    only = dataclasses.replace(mixed, prompts=mixed.prompts[4:], answers=mixed.answers[4:])
+    reference = Reference(0.95, "evaluation.json", in_training=False)
+    assert "domain shift" in [one["cause"] for one in found(target, sound, only, reference=reference)]
+    reference = Reference(0.95, "metrics.jsonl", in_training=True)
+    assert "position-0 collapse" in [one["cause"] for one in found(target, sound, only, reference=reference)]
+
+
+def test_temperature_and_entropy(target: Target, sound: Drafter, recording: Recording) -> None:
+    """At a temperature at which the target draws almost evenly no proposal is good, and none is at fault."""
+    hot = record(target, recording.prompts, Sampling(5.0), NUM_TOKENS, DRAFT_LENGTH)
+    tracks = replay(target, recording, {"d": sound}, DRAFT_LENGTH)["d"]
+    greedy = [expected_stats(track, Chain(DRAFT_LENGTH), "greedy") for track in tracks]
+    causes = found(target, sound, hot, greedy=greedy)
+    assert {one["cause"] for one in causes} == {"high target entropy", "temperature"}
+    ceiling = next(one for one in causes if one["cause"] == "high target entropy")["measured"]
+    best = SpeculativeDecoder(target, load_drafter("none", target)).generate(recording.prompts, 1).stats.total
+    assert best.mean_acceptance_length <= ceiling["ceiling_acceptance_length"] < 2

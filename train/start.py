@@ -1,0 +1,75 @@
+"""The drafter that a run starts with: a new one, or an existing checkpoint (`init_from`)."""
+
+from dataclasses import asdict, replace
+
+from accelerate import PartialState
+from torch import Tensor
+
+from draftsmith.data.progress import notice
+from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, build_drafter, read_checkpoint
+from draftsmith.models.base import DrafterConfig
+from draftsmith.models.errors import UserError
+from draftsmith.models.identity import check_identity, differences
+from draftsmith.models.layouts import OWN_EMBEDDING
+from draftsmith.models.vocabulary import ReducedVocabulary, ranking, with_size
+from draftsmith.train.config import TrainConfig
+
+
+def starting_drafter(config: TrainConfig, target: Target, counts: Tensor) -> Drafter:
+    """In fp32, on the CPU. `counts` [V]: how often the target wrote each token, by which a new vocabulary is chosen."""
+    if config.init_from is not None:
+        return continued(config, config.init_from, target)
+    drafter_config = config.drafter
+    if isinstance(drafter_config, ReducedVocabulary):
+        drafter_config = with_size(drafter_config, counts, target.eos_token_ids)
+    drafter = DRAFTERS[drafter_config.kind].from_target(drafter_config, target)
+    drafter.fit_vocabulary(ranking(counts, target.eos_token_ids))
+    return drafter
+
+
+def continued(config: TrainConfig, source: str, target: Target) -> Drafter:
+    """The drafter of a checkpoint, to be trained on as `config.drafter` says; its shape becomes that of the config.
+
+    Layers, widths, heads and draft vocabulary are the checkpoint's, whatever the recipe has; the rest is the config's.
+    Raises `UserError` for a drafter of another kind or tokenizer, and where the user asked for another shape.
+    """
+    checkpoint, wanted = read_checkpoint(source, target), config.drafter
+    if checkpoint.kind != wanted.kind:
+        raise UserError(
+            f"init_from={source} holds a drafter of kind {checkpoint.kind}, but this recipe trains {wanted.kind}: give "
+            f"a recipe for {checkpoint.kind}, or another checkpoint"
+        )
+    own_embedding = checkpoint.tensors.pop(OWN_EMBEDDING, None) is not None
+    drafter = build_drafter(with_training_of(checkpoint, wanted), target)
+    check_shape(config, source, drafter)
+    recorded = drafter.trained_for or {}
+    mend = "give a drafter for this tokenizer, or train a new one"
+    check_identity(f"init_from={source}", recorded, target, ["tokenizer_fingerprint"], mend)
+    config.drafter = drafter.config
+    if PartialState().is_main_process:
+        keys = ["target_fingerprint"] * target.has_layers + ["template_hash"]
+        notices = [f"was made with {difference}" for difference in differences(recorded, target, keys)]
+        if own_embedding:
+            notices.append(f"has an embedding of its own, in whose place that of {target.name} is used")
+        for text in notices:
+            notice(f"init_from={source} {text}: it is trained on for {target.name}")
+    return drafter
+
+
+def with_training_of(checkpoint: Checkpoint, wanted: DrafterConfig) -> Checkpoint:
+    """The checkpoint as if it had been trained by the config: all but what its tensors decide."""
+    training = {name: value for name, value in asdict(wanted).items() if name not in wanted.of_checkpoint}
+    entry = {**checkpoint.config.get("draftsmith", {}), **training}
+    return replace(checkpoint, config={**checkpoint.config, "draftsmith": entry})
+
+
+def check_shape(config: TrainConfig, source: str, drafter: Drafter) -> None:
+    """Refuse what the user asked for and the checkpoint is not. A null asks for nothing."""
+    for name, value in asdict(config.drafter).items():
+        key, found = f"drafter.{name}", getattr(drafter.config, name)
+        if value == found:
+            continue
+        if name not in config.drafter.of_checkpoint:
+            raise UserError(f"{key}={value}: a drafter that init_from loads has {found}, leave one of them out")
+        if key in config.given and value is not None:
+            raise UserError(f"{key}={value}, but init_from={source} has {found}: leave one of them out")
