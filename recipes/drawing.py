@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from draftsmith.recipes import figures
 from draftsmith.recipes.curves import batch_curve
+from draftsmith.recipes.panel import predicted_points
 from draftsmith.recipes.results import Measured
 
 SIZE = (6.4, 3.9)  # inches
@@ -32,7 +33,6 @@ STYLE = {
     "grid.color": figures.INK,
     "grid.alpha": 0.14,
     "grid.linewidth": 0.6,
-    "hatch.linewidth": 0.6,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "draftsmith",  # the same figure gives the same file
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), figures.INK),
@@ -67,6 +67,10 @@ def has_batches(measured: Measured) -> bool:
     return any(len(batch_curve(one, measured.leading)) > 1 for one in measured.contenders)
 
 
+def has_costs(measured: Measured) -> bool:
+    return bool(predicted_points(measured))
+
+
 def has_calibration(measured: Measured) -> bool:
     return any(row.get("calibration") for _, row in measured.leaders())
 
@@ -89,6 +93,11 @@ PLOTS = {
         "Plain decoding gets cheaper a token as batches grow, verification does not: below the line speculation costs.",
         figures.batch_speedup,
         has_batches,
+    ),
+    "predicted_speedup": Plot(
+        "Costs were measured apart from any text: what is off the line, batches that empty or prompts to be read explain.",
+        figures.predicted_speedup,
+        has_costs,
     ),
     "calibration": Plot(
         "On the diagonal the drafter knows how often it is right; below it, it is too sure of itself.",

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from draftsmith.recipes.curves import batch_curve, settings_but
+from draftsmith.recipes.panel import predicted_points
 from draftsmith.recipes.results import DRAFT, Contender, Measured, Result, Run
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: told apart by all eyes
@@ -15,7 +16,6 @@ BASELINE_COLOUR = "#858C98"  # drafters without training are grey and dashed
 DASHES = ("--", ":", "-.")
 INK = "#1a1d23"  # text and axes; the page draws them in its own colour
 PHASES = {"draft": "#E69F00", "verify": "#0072B2", "host": "#9AA3AF"}
-PHASE_HATCHES = {"draft": "", "verify": "", "host": "////"}
 
 
 def line_styles(measured: Measured) -> dict[str, tuple[str, str]]:
@@ -88,7 +88,7 @@ def round_time(figure: Figure, measured: Measured) -> None:
         for phase, colour in PHASES.items():
             width = result["milliseconds_per_round"][phase]
             name = phase if place == 0 else None
-            axes.barh(place, width, 0.62, left, color=colour, hatch=PHASE_HATCHES[phase], edgecolor="white", label=name)
+            axes.barh(place, width, 0.62, left, color=colour, label=name)
             left += width
         remark = f"{result['mean_acceptance_length']:.2f} tokens for {left / plain_step:.2f} steps"
         axes.annotate(remark, (left, place), (6, 0), textcoords="offset points", va="center", fontsize=8)
@@ -118,14 +118,16 @@ def batch_speedup(figure: Figure, measured: Measured) -> None:
     legend(figure)
 
 
-def predicted_speedup(figure: Figure, measured: Measured, points: list[tuple[str, float, float]]) -> None:
-    """`points`: drafter, predicted and measured speedup."""
+def predicted_speedup(figure: Figure, measured: Measured) -> None:
+    """From costs.json and the measured acceptance length, beside what was measured."""
     axes = figure.subplots()
     styles = line_styles(measured)
-    top = 1.08 * max(max(predicted, found) for _, predicted, found in points)
-    for name in dict.fromkeys(name for name, _, _ in points):
-        pairs = [(predicted, found) for other, predicted, found in points if other == name]
-        axes.plot(*zip(*pairs, strict=True), "o", color=styles[name][0], label=name, alpha=0.85)
+    points = predicted_points(measured)
+    top = 1.08 * max(max(one.predicted, one.row["speedup"]) for one in points)
+    for name in dict.fromkeys(one.name for one in points):
+        own = [one for one in points if one.name == name]
+        found = [one.row["speedup"] for one in own]
+        axes.plot([one.predicted for one in own], found, "o", color=styles[name][0], label=name, alpha=0.85)
     axes.plot([0, top], [0, top], color=INK, linewidth=1, label="equal")
     axes.fill_between([0, top], [0, 0.95 * top], [0, 1.05 * top], color=INK, alpha=0.1, linewidth=0, label="within 5 %")
     axes.set_xlim(0, top)

@@ -1,10 +1,22 @@
 """The sections of a report that only some have: each from what one command or one measurement has left."""
 
+import statistics
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+from draftsmith.inference.costs import GOAL
+from draftsmith.recipes.panel import predicted_points
 from draftsmith.recipes.results import Measured, is_sound
-from draftsmith.recipes.summary import SummaryRow, by_setting, domain_table, setting_name, speedup_text
+from draftsmith.recipes.summary import (
+    SummaryRow,
+    by_setting,
+    count,
+    domain_table,
+    draft_text,
+    setting_name,
+    speedup_text,
+)
 from draftsmith.recipes.tables import Cell, Section, table_of
 from draftsmith.recipes.verdict import tone_of
 
@@ -99,6 +111,73 @@ def calibration_error(bins: Iterable[dict[str, float]]) -> float | None:
     bins = list(bins)
     total = sum(one["count"] for one in bins)
     return sum(one["count"] * abs(one["confidence"] - one["accepted"]) for one in bins) / total if total else None
+
+
+def cost_model(measured: Measured) -> Section:
+    """What costs.json predicts, beside what was measured."""
+    points = predicted_points(measured)
+    rows = [
+        {
+            "drafter": one.name,
+            "draft": draft_text(one.row),
+            "batch size": str(one.row["batch_size"]),
+            "predicted": f"{one.predicted:.2f}×",
+            "measured": speedup_text(one.row),
+            "error": f"{100 * one.error:+.1f} %",
+        }
+        for one in points
+    ]
+    errors = sorted(abs(one.error) for one in points)
+    lead = ""
+    if points:
+        near = sum(error <= GOAL for error in errors)
+        lead = (
+            f"From measured costs and the acceptance length alone the speedup is predicted within {100 * GOAL:.0f} % in "
+            f"{near} of {count(len(points), 'setting')}; the median error is {100 * statistics.median(errors):.1f} %."
+        )
+    table = table_of("Predicted and measured speedup", rows, words=("drafter", "draft"))
+    return Section("cost-model", "Cost model", lead, [], ["predicted_speedup"], [table] if rows else [])
+
+
+def load_test(measured: Measured) -> Section:
+    """Each load test: what it found, and its stages."""
+    contents = measured.extras.get("load", [])
+    tables = []
+    for content in contents:
+        rows = [
+            {
+                "load": f"{row['load']:g}",
+                "speculation": row["contender"],
+                "tokens/s": f"{row['throughput_tokens_per_second']:.0f}",
+                "TTFT p50 / p95 / p99": " / ".join(f"{value:.0f}" for value in row["ttft_ms"].values()),
+                "TPOT p50 / p95 / p99": " / ".join(f"{value:.1f}" for value in row["tpot_ms"].values()),
+                "goodput requests/s": Cell(
+                    f"{row['goodput_requests_per_second']:.2f}", tone="" if row["within_sla"] else "bad"
+                ),
+            }
+            for row in content["stages"]
+        ]
+        unit = "requests at once" if content["stages"][0]["mode"] == "concurrency" else "requests a second"
+        title = f"{Path(content['drafter']).name}: {content['verdict']}"
+        note = f"Load in {unit}; times in milliseconds; goodput in red where the limits of latency were missed."
+        tables.append(table_of(title, rows, note, words=("speculation",)))
+    return Section(
+        "load-test",
+        "Load test",
+        "Requests that arrive on their own, with speculation off, on, and by the schedule.",
+        tables,
+    )
+
+
+def planned(measured: Measured) -> Section:
+    """What the plan made before training said."""
+    lines = [
+        line
+        for content in measured.extras.get("plan", [])
+        for row in content.get("drafters", [])
+        for line in row.get("verdicts", [])
+    ]
+    return Section("plan", "Plan", "What measured costs said before any training.", notes=lines)
 
 
 def differences(measured: Measured) -> Section:

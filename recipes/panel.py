@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from draftsmith.inference.costs import Costs
 from draftsmith.recipes.curves import settings_but
 from draftsmith.recipes.results import DRAFT, Contender, Measured, Result
 from draftsmith.recipes.tables import Table, table_of
@@ -33,12 +34,27 @@ class Profile:
 
     name: str
     basis: str  # where the costs are from
+    known: int  # the longest draft length that the costs were measured at
     rates: list[float]  # conditional acceptance rates by position, as far as measured
     costs: list[RoundCosts]  # by batch size, rising
     measured: list[dict[str, Any]]  # batch_size, draft_length, speedup, speedup_ci95
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured row and its speedup as predicted from costs."""
+
+    name: str  # of the drafter
+    row: Result
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative."""
+        return self.predicted / self.row["speedup"] - 1
 
 
 @dataclass(frozen=True)
@@ -97,28 +113,81 @@ def profiles(measured: Measured) -> list[Profile]:
     """One for each drafter that was measured with chains; the one that the report leads with comes first."""
     leading = measured.leading
     ranked = sorted(measured.contenders, key=lambda one: -fastest(one, leading))
-    found = [measured_profile(one, leading) for one in ranked]
+    found = [profile_of(one, costs_of(measured, one), leading) for one in ranked]
     return [profile for profile in found if profile]
+
+
+def costs_of(measured: Measured, contender: Contender) -> Costs | None:
+    """Its fitted costs, where costs.json of a drafter of its kind lies in the folder."""
+    contents = [content for content in measured.extras.get("costs", []) if content["drafter_kind"] == contender.kind]
+    return Costs.from_json(contents[0]) if contents else None
 
 
 def fastest(contender: Contender, leading: Result) -> float:
     return max((row["speedup"] for row in settings_but(contender, leading, *DRAFT)), default=0.0)
 
 
-def measured_profile(contender: Contender, leading: Result) -> Profile | None:
-    """With costs from the measured rounds; None for plain decoding, for trees alone, and where nothing was accepted."""
-    rows = [row for row in settings_but(contender, leading, "batch_size", *DRAFT) if row["tree_nodes"] is None]
-    rows = [row for row in rows if row["num_drafts"]]
+def profile_of(contender: Contender, fitted: Costs | None, leading: Result) -> Profile | None:
+    """With fitted costs, or those of the measured rounds; None for plain decoding, and for trees alone."""
+    rows = chains(contender, leading)
     if not rows:
         return None
     longest = max(rows, key=lambda row: (row["draft_length"], -row["batch_size"]))
     rates = [rate for rate in longest["conditional_acceptance_rates"] if rate is not None]
     sizes = sorted({row["batch_size"] for row in rows})
-    top = REACH * longest["draft_length"]
-    costs = [measured_costs([row for row in rows if row["batch_size"] == size], top) for size in sizes]
     names = ("batch_size", "draft_length", "speedup", "speedup_ci95")
     points = [{name: row[name] for name in names} for row in rows]
-    return Profile(contender.name, basis_text(rows), rates, costs, points)
+    if fitted:
+        known = max(one["draft_length"] for one in fitted.fitted_on)
+        context = context_of(fitted, longest)
+        sizes = sorted({*sizes, *(one["batch"] for one in fitted.fitted_on)})
+        costs = [fitted_costs(fitted, size, context, max(known, longest["draft_length"])) for size in sizes]
+        return Profile(contender.name, fitted_text(fitted, context), known, rates, costs, points)
+    known = longest["draft_length"]
+    costs = [measured_costs([row for row in rows if row["batch_size"] == size], REACH * known) for size in sizes]
+    return Profile(contender.name, basis_text(rows), known, rates, costs, points)
+
+
+def chains(contender: Contender, like: Result) -> list[Result]:
+    """Its sound rows with chains, all but draft length and batch size as in another row."""
+    rows = settings_but(contender, like, "batch_size", *DRAFT)
+    return [row for row in rows if row["tree_nodes"] is None and row["num_drafts"]]
+
+
+def fitted_costs(fitted: Costs, batch_size: int, context: int, longest: int) -> RoundCosts:
+    """Costs of costs.json in plain steps."""
+    plain, lengths = fitted.plain(batch_size, context), range(longest + 1)
+    draft = [fitted.draft(length, batch_size, context) / plain for length in lengths]
+    verify = [fitted.verify(length, batch_size, context) / plain for length in lengths]
+    return RoundCosts(batch_size, draft, verify, fitted.host / plain)
+
+
+def context_of(fitted: Costs, row: Result) -> int:
+    """Tokens in the context: as many as the row's answers may have, within the contexts that costs were measured at."""
+    contexts = [one["context"] for one in fitted.fitted_on]
+    return min(max(row["max_new_tokens"], min(contexts)), max(contexts))
+
+
+def fitted_text(fitted: Costs, context: int) -> str:
+    error = fitted.held_out
+    return (
+        f"Costs are those of costs.json, measured on {fitted.device}, at a context of {context} tokens; at "
+        f"{error['settings']} settings that were left out of the fit the predicted speedup was off by "
+        f"{100 * error['median_error']:.1f} % in the median."
+    )
+
+
+def predicted_points(measured: Measured) -> list[Point]:
+    """Of each measured row with chains the speedup that costs.json and its acceptance length predict."""
+    found = []
+    for contender in measured.contenders:
+        fitted = costs_of(measured, contender)
+        if fitted is None:
+            continue
+        for row in chains(contender, measured.leading):
+            place = row["draft_length"], row["batch_size"], context_of(fitted, row)
+            found.append(Point(contender.name, row, fitted.speedup(row["mean_acceptance_length"], *place)))
+    return found
 
 
 def measured_costs(rows: list[Result], longest: int) -> RoundCosts:

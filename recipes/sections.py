@@ -4,7 +4,16 @@ from typing import Any
 
 from draftsmith.recipes.curves import settings_but
 from draftsmith.recipes.figures import longest_chains
-from draftsmith.recipes.findings import calibration, diagnosis, differences, domains, history
+from draftsmith.recipes.findings import (
+    calibration,
+    cost_model,
+    diagnosis,
+    differences,
+    domains,
+    history,
+    load_test,
+    planned,
+)
 from draftsmith.recipes.panel import Profile, prediction_table
 from draftsmith.recipes.results import DRAFT, Contender, Measured, Result
 from draftsmith.recipes.summary import (
@@ -29,10 +38,13 @@ def sections(measured: Measured, profiles: list[Profile]) -> list[Section]:
         speed(measured),
         batches(measured),
         what_if(profiles),
+        cost_model(measured),
         domains(measured, rows),
         history(measured),
         diagnosis(measured),
         calibration(measured),
+        load_test(measured),
+        planned(measured),
         differences(measured),
     ]
 

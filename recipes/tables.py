@@ -49,7 +49,7 @@ class Section:
 
     def has_data(self, drawn: set[str]) -> bool:
         """`drawn`: names of the figures that there are."""
-        return bool(self.tables or self.folded or drawn.intersection(self.figures))
+        return bool(self.tables or self.folded or self.notes or drawn.intersection(self.figures))
 
 
 def table_of(

@@ -142,11 +142,10 @@ function startPanel(root, profiles) {
     output("best").textContent = predicted[best - 1] > 1 ? `draft length ${best} (${predicted[best - 1].toFixed(2)}×)` : "no speculation";
     output("basis").textContent = profile.basis;
 
-    const longest = Math.max(...profile.measured.map((point) => point.draft_length));
     const unmoved = moved.size === 0; // measured points say nothing about other acceptance or costs
     drawChart(charts[0], {
       title: "Predicted speedup by draft length", axis: `draft length, at batch size ${costs.batch_size}`,
-      labels: predicted.map((_, i) => `${i + 1}`), predicted, chosen: length - 1, known: longest - 1,
+      labels: predicted.map((_, i) => `${i + 1}`), predicted, chosen: length - 1, known: profile.known - 1,
       measured: unmoved ? profile.measured.filter((point) => point.batch_size === costs.batch_size)
         .map((point) => ({ ...point, at: point.draft_length - 1 })) : [],
     });
