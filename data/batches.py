@@ -41,9 +41,10 @@ class BatchPlan:
     def indices(self, step: int) -> list[int]:
         """The samples of a step, counted from 0 over all epochs; every epoch is shuffled anew."""
         epoch, offset = divmod(step, self.steps_per_epoch)
-        if self._epoch_order is None or self._epoch_order[0] != epoch:
-            self._epoch_order = (epoch, self._shuffle(epoch))
-        return self._epoch_order[1][offset]
+        order = self._epoch_order  # a copy: another thread may ask for another epoch
+        if order is None or order[0] != epoch:
+            order = self._epoch_order = (epoch, self._shuffle(epoch))
+        return order[1][offset]
 
     def _shuffle(self, epoch: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -82,6 +83,10 @@ class BatchPlan:
                 documents[number, start:end] = document
                 start = end
         return Batch(token_ids, loss_mask, documents if self.packing else None)
+
+    def num_tokens(self, rows: Rows) -> int:
+        """Of a micro-batch, without padding."""
+        return sum(width(row, self.lengths) for row in rows)
 
     def _mask(self, sample: Sample) -> Tensor:
         """The tokens that the target wrote, but for the first, which nothing predicts; cut at `max_length`."""

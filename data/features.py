@@ -24,7 +24,7 @@ from torch import Tensor
 from draftsmith.data.batches import BatchPlan, Rows
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
-from draftsmith.models.errors import first_line
+from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.target import Features
 
 SHARD_BYTES = 1 << 30
@@ -122,9 +122,16 @@ class StoredFeatures:
         return Features(states[:, :, -1], layers)
 
     def _file(self, shard: Shard) -> Any:
-        """The shard, mapped into memory."""
+        """The shard, mapped into memory; `UserError` where it has gone since it was checked."""
         if shard.number not in self._open:
-            self._open[shard.number] = safe_open(self.folder / shard.file, "pt")
+            path = self.folder / shard.file
+            try:
+                self._open[shard.number] = safe_open(path, "pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(
+                    f"{path} cannot be read any more ({first_line(error)}): put it back or remove what is left of it, "
+                    "and give the same command again; it stores what is missing and goes on"
+                ) from None
         return self._open[shard.number]
 
     def problems(self, rank: int, num_ranks: int) -> list[str]:

@@ -300,11 +300,9 @@ def time_rounds(
     groups: dict[tuple[int, int], list[int]] = {}
     for index, setting in enumerate(settings):
         groups.setdefault((setting.batch, setting.context), []).append(index)
-    watched = [
-        Watched(generation)
-        for group in groups.values()
-        for generation in start_group(target, drafter, [settings[i] for i in group])
-    ]
+    watched = []
+    for group in groups.values():
+        watched += [Watched(one) for one in start_group(target, drafter, [settings[index] for index in group])]
     begin = time.perf_counter()
     for visit in range(1, MOST_VISITS + 1):
         place = 0
@@ -326,9 +324,11 @@ def start_group(target: Target, drafter: Drafter, group: list[Setting]) -> list[
     """Rounds of settings of one batch and context, at whose middle the texts have about `context` tokens."""
     batch, context = group[0].batch, group[0].context
     start = max(1, context - MOST_ROUNDS // 2)
-    length = start + MOST_ROUNDS + max(setting.nodes for setting in group) + 2
-    chance = torch.Generator().manual_seed(0)
-    texts = torch.randint(target.vocab_size, (batch, length), generator=chance).tolist()
+    most_nodes = max(setting.nodes for setting in group)
+    length = start + MOST_ROUNDS + most_nodes + 2
+    period = most_nodes + 1  # texts repeat themselves, so that n-grams are found, too
+    pieces = torch.randint(target.vocab_size, (batch, period), generator=torch.Generator().manual_seed(0))
+    texts = pieces.repeat(1, -(-length // period))[:, :length].tolist()
     plain, cache = load_drafter("none", target), None
     running = []
     for setting in group:

@@ -11,6 +11,7 @@ import torch
 
 from draftsmith.inference.generation import Generation
 from draftsmith.inference.rows import GenerationSettings, Rows
+from draftsmith.inference.schedule import Adaptive, Schedule
 from draftsmith.inference.stats import Stats
 from draftsmith.inference.verify import SAMPLED_DRAFTS, VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
@@ -107,19 +108,29 @@ class SpeculativeDecoder:
         stop_at_eos: bool = True,
         request_ids: list[int] | None = None,
         batch_size: int | None = None,
+        schedule: Schedule | Adaptive | None = None,
     ) -> Output:
         """Decode all prompts, `batch_size` (by default all) at a time: a row that is done takes the next prompt.
 
         Temperature 0 is greedy. `verification_mode` None takes `greedy` at temperature 0, else `probabilistic` where
         the drafter has probabilities and `one_hot` where it has not. A request's noise is keyed by `seed` and its id
-        (by default its place in `prompts`). Drafts have the shape of `tree`, or are chains of `draft_length`.
+        (by default its place in `prompts`). Drafts have the shape of `tree`, or are chains: of the length that
+        `schedule` gives each round, or of `draft_length`.
 
         Raises `UserError` for empty prompts, prompts that leave no room in the target's context, and settings that
         the drafter cannot follow.
         """
+        if schedule and tree:
+            raise UserError("schedule: it sets the length of chains; leave out the tree")
         sampling = check_sampling(temperature, top_p, top_k)
         settings = resolve_settings(
-            self.drafter, sampling, max_new_tokens, tree or draft_length, verification_mode, seed, stop_at_eos
+            self.drafter,
+            sampling,
+            max_new_tokens,
+            schedule or tree or draft_length,
+            verification_mode,
+            seed,
+            stop_at_eos,
         )
         token_ids = [self.encode(prompt) for prompt in prompts]
         self.check_prompts(token_ids, max_new_tokens)
@@ -249,25 +260,29 @@ def resolve_settings(
     drafter: Drafter,
     sampling: Sampling,
     max_new_tokens: int,
-    draft: int | StaticTree | DynamicTree = 4,
+    draft: int | StaticTree | DynamicTree | Schedule | Adaptive = 4,
     verification_mode: VerificationMode | None = None,
     seed: int = 0,
     stop_at_eos: bool = True,
     synthetic_rates: tuple[float, ...] = (),
 ) -> GenerationSettings:
-    """What `SpeculativeDecoder.start` needs. `draft` is the length of a chain, or a tree.
+    """What `SpeculativeDecoder.start` needs. `draft` is the length of a chain, a schedule of lengths, or a tree.
 
     A drafter that proposes nothing decodes plainly, whatever the draft and the mode. Raises `UserError` for what the
     drafter cannot do.
     """
     if drafter.max_draft_length == 0:
         draft, verification_mode, synthetic_rates = 0, None, ()
-    shape = Chain(draft) if isinstance(draft, int) else draft
-    check_shape(shape, drafter)
+    schedule = draft if isinstance(draft, Schedule | Adaptive) else None
+    draft = draft.longest if isinstance(draft, Schedule | Adaptive) else draft
+    check_shape(Chain(draft) if isinstance(draft, int) else draft, drafter)
+    shape = drafter.own_shape(draft) if isinstance(draft, int) else draft
+    if schedule and not isinstance(shape, Chain):
+        raise UserError(f"schedule: {drafter.kind} drafts no chains; leave it out and set draft_length")
     mode = resolve_mode(verification_mode, sampling, drafter, shape)
     if bool(synthetic_rates) != (mode == "synthetic"):
         raise UserError("synthetic acceptance needs both verification_mode synthetic and its rates")
-    return GenerationSettings(max_new_tokens, sampling, shape, mode, seed, stop_at_eos, synthetic_rates)
+    return GenerationSettings(max_new_tokens, sampling, shape, mode, seed, stop_at_eos, synthetic_rates, schedule)
 
 
 def resolve_mode(mode: VerificationMode | None, sampling: Sampling, drafter: Drafter, shape: Shape) -> VerificationMode:

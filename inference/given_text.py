@@ -51,10 +51,10 @@ class GivenRows(Rows):
         self.texts = padded.to(target.device)
 
     @torch.inference_mode()  # in which drafters may have made their tokens
-    def draft(self) -> None:
+    def draft(self, draft_length: int | None = None) -> None:
         state = self.state
         state.token_ids.copy_(self.texts)
-        super().draft()
+        super().draft(draft_length)
         tokens = self._newest_draft.tokens
         self.drafted = tokens.clone()
         next_places = state.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)

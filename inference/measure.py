@@ -17,6 +17,7 @@ from draftsmith.inference.baselines import Baseline
 from draftsmith.inference.decoder import Output, SpeculativeDecoder, check_sampling, resolve_settings
 from draftsmith.inference.lossless import LosslessCheck, compare
 from draftsmith.inference.rows import GenerationSettings
+from draftsmith.inference.schedule import Adaptive, Schedule
 from draftsmith.inference.speed import (
     Outputs,
     batch_totals,
@@ -50,7 +51,7 @@ class MeasureSettings:
     temperature: float = 0.0
     top_p: float = 1.0
     batch_size: int = 1
-    draft: int | StaticTree | DynamicTree = 4  # length of a chain, or a tree
+    draft: int | StaticTree | DynamicTree | Schedule | Adaptive = 4  # length of a chain, a schedule of them, or a tree
     max_new_tokens: int = 64
     repeats: int = 5  # the most, where `seconds` are given
     seed: int = 0
@@ -61,6 +62,8 @@ class MeasureSettings:
     @property
     def draft_length(self) -> int:
         """Tokens on the longest path of a draft."""
+        if isinstance(self.draft, Schedule | Adaptive):
+            return self.draft.longest
         return self.draft if isinstance(self.draft, int) else self.draft.depth
 
     def resolve(self, drafter: Drafter) -> GenerationSettings:
@@ -218,8 +221,7 @@ def result_row(
         "top_p": settings.top_p,
         "verification_mode": how.verification_mode,
         "batch_size": settings.batch_size,
-        "draft_length": settings.draft_length,
-        "tree_nodes": None if isinstance(settings.draft, int) else settings.draft.num_nodes,
+        **shape_fields(settings, how),
         "max_new_tokens": settings.max_new_tokens,
         **acceptance_fields(total),
         "baseline_tokens_per_second": speed(batch_totals(plain)),
@@ -251,6 +253,15 @@ def baseline_fields(outputs: Outputs, plain: Outputs, is_greedy: bool) -> dict[s
         "speedup_over_plain_ci95": ratio["speedup_ci95"],
         "identical": sum(own[0].token_ids == beside[0].token_ids for own, beside in texts) if is_greedy else None,
     }
+
+
+def shape_fields(settings: MeasureSettings, how: GenerationSettings) -> dict[str, Any]:
+    """As it was asked for; where a drafter made a tree of a chain, that tree."""
+    shape = settings.draft if isinstance(how.shape, Chain) else how.shape
+    schedule = {"schedule": how.schedule.to_json()} if how.schedule else {}
+    if isinstance(shape, StaticTree | DynamicTree):
+        return {"draft_length": shape.depth, "tree_nodes": shape.num_nodes}
+    return {"draft_length": settings.draft_length, "tree_nodes": None, **schedule}
 
 
 def domain_fields(

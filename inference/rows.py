@@ -8,6 +8,7 @@ Shapes: B rows, M slots a row, N drafted tokens, D nodes on the longest path of 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from draftsmith.inference import verify
 from draftsmith.inference.graphs import Replay
+from draftsmith.inference.schedule import Adaptive, Schedule
 from draftsmith.inference.verify import Verified
-from draftsmith.models.base import NO_TOKEN, DecodingState, Draft, Drafter
+from draftsmith.models.base import NO_TOKEN, DecodingState, Draft, Drafter, chain
 from draftsmith.models.sampling import Noise, Sampling, Stream, cut, sample
 from draftsmith.models.slots import SlotCache, Window, chain_window
 from draftsmith.models.target import Features, Target
@@ -34,9 +36,18 @@ class GenerationSettings:
     seed: int = 0
     stop_at_eos: bool = True
     synthetic_rates: tuple[float, ...] = ()  # chance of each depth to be accepted, for verification mode synthetic
+    schedule: Schedule | Adaptive | None = None  # of draft lengths; the shape is then a chain of the longest
 
 
 RECORD_HEAD = 4  # emitted, drafted, accepted, finished: then the tokens
+
+
+@dataclass
+class Round:
+    """The two halves of a round with drafts of one shape."""
+
+    propose: Replay[Draft]
+    verify: Replay[Tensor]
 
 
 class Rows:
@@ -68,17 +79,29 @@ class Rows:
             sample_drafts=settings.verification_mode in verify.SAMPLED_DRAFTS,
             memory=drafter.new_memory(num_rows, num_slots, settings.shape),
         )
+        if drafter.reads_predictions:
+            columns = settings.shape.num_nodes + 1
+            self.state.predictions = torch.full((num_rows, columns), NO_TOKEN, device=device)
+        self._width = num_rows  # rows from the left that a round computes
+        self._num_columns = 1  # of the features, that the last pass filled
+        self._num_unread = 0  # newest tokens of a row, at most, that the drafter has still to read from the text
+        self._rounds: dict[tuple[int, ...], Round] = {}
+        self._round: Round
         self._newest_draft: Draft
-        self._propose = Replay(self._draft_all, device)
-        self._verify_and_commit = Replay(self._verify_all, device)
 
     def clear(self) -> None:
         """Free all rows."""
         self.finished.fill_(True)
+        self._num_unread = 0
 
     @torch.no_grad()
-    def admit(self, rows: list[int], prompts: list[list[int]], request_ids: list[int]) -> Tensor:
-        """Read the prompts into the given rows, and give each its first token. Returns the record of these rows."""
+    def admit(
+        self, rows: list[int], prompts: list[list[int]], request_ids: list[int], limits: list[int] | None = None
+    ) -> Tensor:
+        """Read the prompts into the given rows, and give each its first token. Returns the record of these rows.
+
+        `limits`: most tokens that each request gets, by default the settings' for all.
+        """
         device = self.target.device
         index = torch.tensor(rows, device=device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -96,7 +119,8 @@ class Rows:
             uniforms = self.state.noise.uniforms(lengths[:, None], Stream.TARGET, rows=index)
             first = sample(cut(logits, self.settings.sampling).softmax(-1), uniforms)
         token_ids.scatter_(1, lengths[:, None], first)
-        finished = torch.isin(first[:, 0], self.eos) | (self.settings.max_new_tokens == 1)
+        most = torch.tensor(limits or [self.settings.max_new_tokens] * len(rows), device=device)
+        finished = torch.isin(first[:, 0], self.eos) | (most == 1)
 
         state = self.state
         state.token_ids[index, : token_ids.shape[1]] = token_ids
@@ -104,8 +128,10 @@ class Rows:
         state.positions[index] = lengths[:, None] - 1 + torch.arange(state.positions.shape[1], device=device)
         state.num_new[index] = 1
         state.features.put(newest, index)
+        if state.predictions is not None:
+            state.predictions[index] = NO_TOKEN
         self.finished[index] = finished
-        self.limits[index] = lengths + self.settings.max_new_tokens
+        self.limits[index] = lengths + most
         head = torch.zeros(len(prompts), RECORD_HEAD, dtype=torch.int64, device=device)
         head[:, 0], head[:, 3] = 1, finished
         return torch.cat([head, first], 1)
@@ -127,37 +153,86 @@ class Rows:
         assert found is not None
         return found
 
-    def expect(self, longest: int) -> None:
-        """No row that is not finished is longer than `longest` tokens: on a CPU the target reads no slots beyond.
+    def expect(self, longest: int, width: int) -> None:
+        """No row that is not finished is longer than `longest` tokens, and none stands right of the first `width`.
 
-        On a GPU rounds are recorded for all slots, and the kernel skips by itself what no token sees.
+        On a CPU no more is read and computed. On a GPU rounds are recorded for all slots and rows, and the kernel
+        skips by itself what no token sees.
         """
         if self.target.device.type == "cpu":
             self.cache.num_seen = min(self.num_slots, longest + self.settings.shape.num_nodes)
+            self._width = width
 
-    def draft(self) -> None:
-        """The first half of a round: every row gets a draft."""
-        self._newest_draft = self._propose()
+    def draft(self, draft_length: int | None = None) -> None:
+        """The first half of a round: every row gets a draft, of the settings' shape or a shorter chain.
+
+        Length 0 is a step of plain decoding. The drafter's memory is fed all the same.
+        """
+        whole = self.settings.shape
+        shape = whole if draft_length in (None, whole.depth) else Chain(draft_length)
+        assert shape == whole or (isinstance(whole, Chain) and shape.depth < whole.depth)
+        if shape.num_nodes and self._num_unread:
+            self._catch_up()
+        columns = 0 if shape.num_nodes else self._num_columns
+        key = (shape.num_nodes, columns, self._width)
+        if key not in self._rounds:
+            device = self.target.device
+            propose = Replay(partial(self._draft_all, shape, columns), device)
+            self._rounds[key] = Round(propose, Replay(self._verify_all, device))
+        self._round = self._rounds[key]
+        self._newest_draft = self._round.propose()
+        if not shape.num_nodes and self.drafter.reads_text_alone:
+            self._num_unread += 1
 
     def verify(self) -> Tensor:
-        """The second half: read the draft with the target, accept, commit. Returns the record: [B, 5 + D] or less."""
-        return self._verify_and_commit()
+        """The second half: read the draft with the target, accept, commit.
+
+        Returns the record of the rows computed: [B, 5 + D] or less.
+        """
+        record = self._round.verify()
+        self._num_columns = self._newest_draft.depth + 1
+        return record
 
     @torch.no_grad()
-    def _draft_all(self) -> Draft:
-        return self.drafter.propose(self.state, self.settings.shape)
+    def _draft_all(self, shape: Shape, num_columns: int) -> Draft:
+        state = self.state.first(self._width)
+        if shape.num_nodes:
+            return self.drafter.propose(state, shape)
+        if not self.drafter.reads_text_alone:  # the next pass writes over these features
+            positions = state.positions[:, :num_columns]
+            window = Window(positions, positions, positions[:, 0])
+            self.drafter.read(state.memory, state.token_ids, state.features.up_to(num_columns), window)
+        return chain(state.token_ids[:, :0])
+
+    @torch.no_grad()
+    def _catch_up(self) -> None:
+        """Let the drafter read what was committed while speculation was off, up to the two newest tokens.
+
+        Rows that have read more of their text read it again, which changes nothing.
+        """
+        state, count = self.state.first(self._width), min(self._num_unread, self.num_slots)
+        first = (state.lengths - 2 - count).clamp(min=0)
+        for start in range(0, count, PREFILL_CHUNK):
+            window = chain_window(first + start, min(PREFILL_CHUNK, count - start))
+            self.drafter.read(state.memory, state.token_ids, state.features, window)
+        self._num_unread = 0
 
     @torch.no_grad()
     def _verify_all(self) -> Tensor:
-        state, draft = self.state, self._newest_draft
+        state, draft = self.state.first(self._width), self._newest_draft
+        cache = self.cache if self._width == self.num_rows else self.cache.rows(slice(self._width))
         tokens = torch.cat([state.newest()[:, None], draft.tokens.clamp(min=0)], 1)  # [B, N + 1]
-        features = self.target.run(tokens, draft_window(state.lengths - 1, draft), self.cache, self.drafter.layer_ids)
-        verified = self._verify(self.target.logits(features.last_hidden), draft)
-        return self._commit(draft, verified, features)
+        features = self.target.run(tokens, draft_window(state.lengths - 1, draft), cache, self.drafter.layer_ids)
+        logits = self.target.logits(features.last_hidden)  # [B, N + 1, V] of what follows each column of the window
+        verified = self._verify(state, logits, draft)
+        if state.predictions is not None:
+            state.predictions.copy_(logits.argmax(-1))
+        if not draft.is_chain:
+            cache.keep_path(state.lengths - 1, verified.path)
+        return self._commit(state, draft, verified, features)
 
-    def _verify(self, logits: Tensor, draft: Draft) -> Verified:
-        """logits [B, N + 1, V] of what follows each column of the window"""
-        mode, state, rules = self.settings.verification_mode, self.state, self.rules
+    def _verify(self, state: DecodingState, logits: Tensor, draft: Draft) -> Verified:
+        mode, rules = self.settings.verification_mode, self.rules
         nodes = draft.tokens, draft.parents, draft.depth
         if mode == "greedy":
             return rules.greedy(logits, *nodes)
@@ -170,7 +245,7 @@ class Rows:
             return rules.typical(logits, *nodes)
         positions = state.lengths[:, None] + torch.arange(draft.depth + 1, device=logits.device)
         uniforms = state.noise.uniforms(positions, Stream.TARGET)
-        if mode == "one_hot":
+        if mode == "one_hot" or not draft.depth:  # without drafts all modes left draw from p
             return rules.one_hot(logits, *nodes, uniforms)
         assert draft.logits is not None
         if mode == "without_replacement":
@@ -178,34 +253,34 @@ class Rows:
         rule = rules.block if mode == "block" else rules.probabilistic
         return rule(logits, draft.logits, draft.tokens, coins, uniforms)
 
-    def _commit(self, draft: Draft, verified: Verified, features: Features) -> Tensor:
+    def _commit(self, state: DecodingState, draft: Draft, verified: Verified, features: Features) -> Tensor:
         """Append what was accepted to the rows that are not finished, and keep what the next round reads."""
-        state, num_accepted, tokens = self.state, verified.num_accepted, draft.tokens
+        num_accepted, tokens = verified.num_accepted, draft.tokens
+        limits, finished = self.limits[: len(tokens)], self.finished[: len(tokens)]
         prefix = state.lengths - 1
         if not draft.is_chain:
-            self.cache.keep_path(prefix, verified.path)
             features = features.gather(torch.cat([torch.zeros_like(verified.path[:, :1]), verified.path], 1))
             tokens = tokens.gather(1, (verified.path - 1).clamp(min=0))
-        tokens = torch.cat([tokens, verified.next_token[:, None]], 1)  # [B, D + 1]
+        tokens = torch.cat([tokens.clamp(min=0), verified.next_token[:, None]], 1)  # [B, D + 1]
         tokens.scatter_(1, num_accepted[:, None], verified.next_token[:, None])
         columns = torch.arange(state.positions.shape[1], device=tokens.device)
         positions = prefix[:, None] + columns
         columns = columns[: tokens.shape[1]]
-        # what lies past the new length is written over later
+        # what lies past the new length is some token, and is written over later
         state.token_ids.scatter_(1, state.lengths[:, None] + columns, tokens)
 
         ends_text = torch.isin(tokens, self.eos) & (columns <= num_accepted[:, None])
         until_end = torch.where(ends_text, columns + 1, tokens.shape[1] + 1).amin(1)  # [B] tokens up to an EOS
         num_emitted = torch.minimum(num_accepted + 1, until_end)
-        num_emitted = torch.minimum(num_emitted, self.limits - state.lengths) * ~self.finished
+        num_emitted = torch.minimum(num_emitted, limits - state.lengths) * ~finished
         num_drafted = (draft.tokens != NO_TOKEN).sum(1)
 
         state.lengths += num_emitted
-        self.finished |= ends_text.any(1) | (state.lengths >= self.limits)
+        finished |= ends_text.any(1) | (state.lengths >= limits)
         state.features.put(features)
         state.positions.copy_(positions)
         state.num_new.copy_(num_accepted + 1)
-        head = [num_emitted, num_drafted, torch.minimum(num_accepted, until_end), self.finished.long()]
+        head = [num_emitted, num_drafted, torch.minimum(num_accepted, until_end), finished.long()]
         return torch.cat([torch.stack(head, 1), tokens], 1)
 
 

@@ -90,8 +90,9 @@ def gap_warning(row: dict[str, Any]) -> str | None:
     gap = row.get("teacher_forced_gap")
     if gap is None or not gap["flagged"]:
         return None
+    predicted, difference = row["teacher_forced"]["mean_acceptance_length"], gap["difference"]
     return (
-        f"the decoder's acceptance length {row['mean_acceptance_length']:.2f} is not the "
-        f"{row['teacher_forced']['mean_acceptance_length']:.2f} that training predicts on the same texts "
-        f"(difference {gap['difference']:+.2f}, 95 % interval {gap['ci95'][0]:+.2f} to {gap['ci95'][1]:+.2f}): {CAUSES}"
+        f"the decoder's acceptance length {predicted + difference:.2f} is not the {predicted:.2f} that training "
+        f"predicts on the same texts (difference {difference:+.2f}, 95 % interval {gap['ci95'][0]:+.2f} to "
+        f"{gap['ci95'][1]:+.2f}): {CAUSES}"
     )

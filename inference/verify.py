@@ -206,9 +206,9 @@ def synthetic(
     column = torch.zeros(batch, 1, dtype=torch.int64, device=tokens.device)
     num_accepted = torch.zeros_like(column)
     columns = []
-    for accepted in heads.split(1, 1):
+    for head in heads.unbind(1):
         child = first_child.gather(1, column)
-        accepted = accepted & (child > 0)
+        accepted = head[:, None] & (child > 0)
         column = torch.where(accepted, child, column)
         num_accepted = num_accepted + accepted
         columns.append(column)

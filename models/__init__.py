@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from draftsmith.models.base import Drafter, drafter_entry
+from draftsmith.models.cascade import Cascade, CascadeConfig
 from draftsmith.models.draft_model import DraftModel
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.eagle3 import Eagle3
@@ -17,6 +18,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.hydra import Hydra
 from draftsmith.models.identity import check_identity, identity
 from draftsmith.models.layouts import OWN_EMBEDDING, Checkpoint, read_checkpoint
+from draftsmith.models.lookahead import Lookahead
 from draftsmith.models.medusa import Medusa
 from draftsmith.models.mlp_speculator import MLPSpeculator
 from draftsmith.models.ngram import Ngram
@@ -50,6 +52,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "draft_model": DraftModel,
     "ngram": Ngram,
     "suffix": Suffix,
+    "lookahead": Lookahead,
     "none": NoDrafter,
 }
 
@@ -87,9 +90,17 @@ def checkpoint_of(drafter: Drafter, dtype: torch.dtype) -> Checkpoint:
 def load_drafter(name: str | Path, target: Target) -> Drafter:
     """A drafter for the target, on its device and in its dtype.
 
-    `name` is a checkpoint directory, a Hub name, or the kind of a drafter that needs no training (`ngram`, `none`).
-    Raises `UserError` where there is no such drafter or it was made for another target.
+    `name` is a checkpoint directory, a Hub name, or the kind of a drafter that needs no training (`ngram`, `suffix`,
+    `lookahead`, `none`). `ngram+CHECKPOINT` and `suffix+CHECKPOINT` are cascades. Raises `UserError` where there is no
+    such drafter or it was made for another target.
     """
+    first, plus, second = str(name).partition("+")
+    if plus and first in ("ngram", "suffix"):
+        if second in DRAFTERS and not Path(second).is_dir():
+            raise UserError(f"drafter {str(name)!r}: behind the + give the directory of a trained drafter")
+        lookup = load_drafter(first, target)
+        assert isinstance(lookup, Ngram | Suffix)
+        return Cascade(CascadeConfig(), lookup, load_drafter(second, target))
     if str(name) in DRAFTERS and not Path(name).is_dir():
         drafter_class = DRAFTERS[str(name)]
         drafter = drafter_class.from_target(drafter_class.config_class(kind=str(name)), target)

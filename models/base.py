@@ -19,7 +19,7 @@ from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums, div
 from draftsmith.models.sampling import Noise, Sampling, Stream, cut, sample
 from draftsmith.models.slots import Window
 from draftsmith.models.target import Features, Target
-from draftsmith.models.trees import Shape
+from draftsmith.models.trees import Chain, Shape
 
 NO_TOKEN = -1  # fills a draft where a row has nothing to propose; matches nothing
 
@@ -77,6 +77,25 @@ class DecodingState:
     noise: Noise
     sample_drafts: bool  # draw draft tokens by chance (probabilistic verification) or take the likeliest
     memory: Any = None  # the drafter's own, of `new_memory`
+    own_drafts: bool = True  # what the last round verified was this drafter's draft
+    predictions: Tensor | None = None  # [B, N + 1] the target's likeliest token after each column of the last draft;
+    # NO_TOKEN in rows that have had none; for drafters that read it
+
+    def first(self, count: int) -> "DecodingState":
+        """A view of the first rows: what is written to it stays."""
+        if count == len(self.lengths):
+            return self
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            lengths=self.lengths[:count],
+            features=self.features.first(count),
+            positions=self.positions[:count],
+            num_new=self.num_new[:count],
+            noise=self.noise.first(count),
+            memory=self.memory and self.memory.rows(slice(count)),
+            predictions=None if self.predictions is None else self.predictions[:count],
+        )
 
     def newest(self) -> Tensor:
         """The newest committed token of each row, [B]."""
@@ -132,7 +151,9 @@ class Drafter(nn.Module):
     layer_ids: tuple[int, ...] = ()  # hidden states of the target that it reads
     can_sample: ClassVar[bool] = True  # has probabilities to draw from
     can_branch: ClassVar[bool] = False  # drafts trees too
+    reads_predictions: ClassVar[bool] = False  # what the target said of every node of its last draft
     max_draft_length: int | None = None  # nodes on a path
+    reads_text_alone: ClassVar[bool] = False  # `read` needs no features, so that what was not read can be later
     progress: float = 0.0  # share of training that is done, kept by the training loop
 
     config: Any
@@ -144,10 +165,15 @@ class Drafter(nn.Module):
     def from_target(cls, config: Any, target: Target) -> "Drafter":
         """A new drafter for the target, with starting weights."""
 
+    def own_shape(self, draft_length: int) -> Shape:
+        """The shape of its drafts where chains of this length are asked for."""
+        return Chain(draft_length)
+
     def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Any:
         """What it keeps of the rows' texts from round to round, for drafts of the shape; None where that is nothing.
 
-        `rows(index)` of it is a view of some rows. It may hold copies of the weights as they are now.
+        `rows(index)` of it is a view of some rows, by their indices [b] or a slice from the first. It may hold copies
+        of the weights as they are now.
         """
         return None
 

@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +19,15 @@ class Batch:
     documents: Tensor | None = None  # [B, T] int64: the document of its row that a token is of, padding -1; None: one
 
     def to(self, device: torch.device) -> "Batch":
-        documents = None if self.documents is None else self.documents.to(device)
-        return Batch(self.token_ids.to(device), self.loss_mask.to(device), documents)
+        """On the device; from pinned memory without waiting for the copy."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "Batch":
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        documents = None if self.documents is None else change(self.documents)
+        return Batch(change(self.token_ids), change(self.loss_mask), documents)
 
     @property
     def positions(self) -> Tensor:

@@ -57,6 +57,7 @@ class DraftModel(Drafter):
     kind = "draft_model"
     config_class = DraftModelConfig
     can_branch = True
+    reads_text_alone = True
 
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel, target: Target) -> None:
         super().__init__()
@@ -136,11 +137,11 @@ class DraftModel(Drafter):
 
         After a chain the cache lacks the newest committed token, and the one before it when the whole draft was
         accepted; both are read each round, so that rows need not be told apart. After a tree, whose nodes do not stand
-        where their text went, everything is read that the last round committed.
+        where their text went, and after another drafter's draft everything is read that the last round committed.
         """
         memory, head = state.memory, self.model.get_output_embeddings()
         newest = state.lengths - 1  # [B]
-        if isinstance(shape, Chain):
+        if isinstance(shape, Chain) and state.own_drafts:
             window = chain_window(newest - 1, 2)
         else:
             window = chain_window(state.positions[:, 0] + 1, state.positions.shape[1])

@@ -4,6 +4,7 @@ One set of functions serves the target, the drafters and the tests: accept, resi
 distribution that the draft was drawn from. All arithmetic is in fp32, cumulative sums in fp64.
 """
 
+import copy
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -84,6 +85,12 @@ class Noise:
     def assign(self, rows: Tensor, requests: Tensor) -> None:
         """Give rows [b] to other requests [b]."""
         self._keys[rows] = _mix(self._seed + requests)
+
+    def first(self, count: int) -> "Noise":
+        """That of the first rows; for reading only."""
+        noise = copy.copy(self)
+        noise._keys = self._keys[:count]
+        return noise
 
     def uniforms(
         self, positions: Tensor, stream: Stream, branch: Tensor | int = 0, rows: Tensor | slice = slice(None)

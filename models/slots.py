@@ -89,19 +89,19 @@ class SlotCache:
         self.num_seen = num_slots  # that attention reads, from the left; the host lowers it where rows are short
         self.written: Tensor  # [B * T] int64, where in `flat` the running forward pass stores its tokens
         self._num_rows = num_rows
-        self._index: Tensor | None = None  # [b] the rows of a view; None: all
+        self._index: Tensor | slice | None = None  # the rows [b] of a view, or a slice from the first; None: all
         self._layers: dict[int, LayerSlots] = {}
         self._move_tables: list[MoveTable] | None = None  # for `keep_path` on a GPU
 
-    def rows(self, index: Tensor) -> "SlotCache":
-        """For passes over some rows [b] only."""
+    def rows(self, index: Tensor | slice) -> "SlotCache":
+        """For passes over some rows only: their indices [b], or a slice from the first row on."""
         view = copy.copy(self)
         view._index = index
         return view
 
     def write_to(self, slots: Tensor) -> None:
         """Set the slots [B, T] of the next forward pass."""
-        rows = torch.arange(len(slots), device=slots.device) if self._index is None else self._index
+        rows = self._index if isinstance(self._index, Tensor) else torch.arange(len(slots), device=slots.device)
         self.written = (rows[:, None] * (self.num_slots + 1) + slots.clamp(max=self.num_slots)).flatten()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ class SlotCache:
             keys, values = keys[:, :, : self.num_seen], values[:, :, : self.num_seen]
         if self._index is None:
             return keys, values
-        return keys[self._index], values[self._index]  # copied, for prompts now and then
+        return keys[self._index], values[self._index]  # by indices copied, for prompts now and then
 
     def keep_path(self, prefix: Tensor, path: Tensor) -> None:
         """Move what stands in columns `path` [B, D] of the window at `prefix` [B] to its columns 1..D, in every layer.

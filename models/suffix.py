@@ -25,10 +25,10 @@ NOTHING = NO_TOKEN - 1  # before the beginning of a text; equals no token, nor w
 @dataclass
 class SuffixConfig(DrafterConfig):
     kind: str = "suffix"
-    longest: int = 16  # tokens of the suffix that is looked up; longer matches count as so long
+    longest: int = 8  # tokens of the suffix that is looked up; longer matches count as so long
     shortest: int = 1  # tokens that have to match for a draft
     history: int = 65_536  # tokens of finished texts that are kept, the oldest leave first; 0: this text alone
-    tokens_per_match: float = 1.0  # drafted tokens for each token that matched
+    tokens_per_match: float = 2.0  # drafted tokens for each token that matched
     copies: int = 32  # latest ones of the longest match that vote on what follows
     least_share: float = 0.1  # of these copies that a draft has to follow
 

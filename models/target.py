@@ -44,6 +44,14 @@ class Features:
         layers = None if self.layers is None else _gather_columns(self.layers, columns)
         return Features(_gather_columns(self.last_hidden, columns), layers)
 
+    def first(self, count: int) -> "Features":
+        """A view of the first rows."""
+        return Features(self.last_hidden[:count], None if self.layers is None else self.layers[:count])
+
+    def up_to(self, count: int) -> "Features":
+        """A view of the first positions."""
+        return Features(self.last_hidden[:, :count], None if self.layers is None else self.layers[:, :count])
+
     def where(self, which: Tensor, other: "Features") -> "Features":
         """These in the rows that `which` [B] marks, the other ones elsewhere."""
         mark = which[:, None, None]
@@ -217,7 +225,7 @@ class Target:
             last_hidden = run_on_slots(self.model, token_ids, window, cache)
         return Features(last_hidden, capture.side_by_side())
 
-    @torch.no_grad()
+    @torch.no_grad()  # not inference_mode: the drafter's backward pass keeps the features
     def features(self, batch: Batch, layer_ids: tuple[int, ...] = ()) -> Features:
         """Read whole rows of text at once."""
         with _Capture(self.decoder_layers, layer_ids) as capture:

@@ -72,7 +72,7 @@ class Plan:
     parents: Tensor  # [N] parent node of each node, -1 for the root
     read_at: Tensor  # [P] of each column with children its place among all that are read; 0 for the others
 
-    def rows(self, index: Tensor) -> "Plan":
+    def rows(self, index: Tensor | slice) -> "Plan":
         """The plan is the same for all rows."""
         return self
 
@@ -169,8 +169,8 @@ class Memory:
         self.plan = plan_of(shape, device)
         self.cache = SlotCache(num_rows, num_slots + shape.num_read)
 
-    def rows(self, index: Tensor) -> "Self":
-        """A view for reading the prompts of some rows [b]."""
+    def rows(self, index: Tensor | slice) -> "Self":
+        """A view of some rows: their indices [b], or a slice from the first row on."""
         view = copy.copy(self)
         view.cache = self.cache.rows(index)
         return view

@@ -72,6 +72,7 @@ def _evaluate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--batch-size", type=int, nargs="+", default=[1])
     sub.add_argument("--draft-length", type=int, nargs="+", help="of chains (4, or none where there is a --tree)")
     sub.add_argument("--tree", nargs="+", default=[], help="NODES,DEPTH,WIDTH (EAGLE-2), or a .json list of choices")
+    sub.add_argument("--schedule", type=Path, metavar="FILE", help="draft lengths by running requests (docs/load.md)")
     sub.add_argument("--verification-mode", help="by default greedy, else probabilistic or one_hot, by the drafter")
     sub.add_argument(
         "--synthetic-acceptance", type=float, nargs="+", default=[], metavar="RATE", help="accept at these chances"
@@ -80,13 +81,29 @@ def _evaluate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--baseline", nargs="+", default=[], metavar="NAME", help="of transformers: generate, assisted, prompt_lookup"
     )
-    sub.add_argument("--max-new-tokens", type=int, default=48, help="of an answer (%(default)s)")
+    sub.add_argument("--max-new-tokens", type=int, default=32, help="of an answer (%(default)s)")
     sub.add_argument("--repeats", type=int, help="of every setting (up to 5, 2 at least, that fit into 4 minutes)")
     sub.add_argument("--minutes", type=float, help="time that chooses the repeats instead, 2 at least")
     sub.add_argument("--num-threads", type=int, help="CPU threads to compute with (torch's default)")
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--out", type=Path, required=True, help="folder to write")
     _add_device(sub)
+    _add_load(sub)
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    load = parser.add_argument_group("load test", "requests that arrive over time (docs/load.md)")
+    load.add_argument("--load", action="store_true", help="speculation on, off and scheduled, under traffic")
+    load.add_argument("--rate", type=float, nargs="+", help="stages of an open test: requests a second")
+    load.add_argument("--concurrency", type=int, nargs="+", help="stages of a closed test: requests at once")
+    load.add_argument("--requests", type=int, default=40, help="of each run (%(default)s)")
+    load.add_argument("--max-batch", type=int, default=16, help="requests that an open test runs at once (%(default)s)")
+    load.add_argument("--sla-ttft-ms", type=float, help="that p95 of the time to the first token must keep")
+    load.add_argument("--sla-tpot-ms", type=float, help="that p95 of the time per later token must keep")
+    for name, text in (("prompt", "the nearest prompts are taken"), ("output", "answers are cut there at the latest")):
+        load.add_argument(
+            f"--{name}-lengths", type=float, nargs=2, metavar=("MEDIAN", "SIGMA"), help=f"lognormal; {text}"
+        )
 
 
 def _export(sub: argparse.ArgumentParser) -> None:
@@ -143,7 +160,7 @@ COMMANDS = {  # name: what --help says, and what adds its arguments
     "export": ("write a checkpoint as a serving engine loads it, with the command that serves it", _export),
     "watch": ("acceptance of a running vLLM, beside what was measured at export", _watch),
     "generate": ("stream text; tokens that were drafted and accepted are green", _generate),
-    "report": ("rebuild report.html and figures/ of a run, or of a folder of runs", _report),
+    "report": ("rebuild report.html and figures/ of a run, of a folder of runs, or of an evaluation", _report),
 }
 
 
@@ -173,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     from draftsmith.models.errors import UserError  # torch is slow to import and --help needs none of it
     from draftsmith.recipes import commands
+    from draftsmith.train.signals import Stopped
 
     try:
         getattr(commands, args.command)(args)
@@ -181,6 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return stopped.exit_code
     except KeyboardInterrupt:
         print(f"interrupted: give the same command again to go on ({args.command})", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -24,12 +24,14 @@ from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoder import check_sampling
 from draftsmith.inference.measure import LEAST_REPEATS, MeasureSettings, PromptSet
+from draftsmith.inference.schedule import read_schedule
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, first_line, require_at_least
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.trees import DynamicTree, StaticTree
 from draftsmith.recipes.comparison import Options, compare
 from draftsmith.recipes.deliver import DeliverySettings, deliver
+from draftsmith.recipes.load_test import evaluate_under_load
 from draftsmith.recipes.printing import print_evaluations
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
@@ -40,6 +42,7 @@ from draftsmith.recipes.watch import watch as watch_server
 from draftsmith.train import train as train_drafter
 from draftsmith.train.config import resolve
 from draftsmith.train.overfit import overfit
+from draftsmith.train.run_folder import measured_checkpoints
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -119,12 +122,14 @@ def train(args: argparse.Namespace) -> None:
         overfit(config, args.overfit)
         return
     run = train_drafter(config)
-    if config.evaluation.prompts and PartialState().is_main_process:
+    if measured_checkpoints(run) and PartialState().is_main_process:
         console.print(f"report: {build_report(run)}")
 
 
 def evaluate(args: argparse.Namespace) -> None:
     """A function a mode, each from the target and its prompt sets on."""
+    if args.load:
+        return evaluate_under_load(args, console)
     grid = settings_grid(args)
     target = Target.from_pretrained(args.target, args.device)
     if args.num_prompts is not None:
@@ -140,7 +145,8 @@ def settings_grid(args: argparse.Namespace) -> list[MeasureSettings]:
     """Every temperature with every batch size and every draft."""
     if args.synthetic_acceptance and args.verification_mode:
         raise UserError("--synthetic-acceptance is a verification mode of its own: leave out --verification-mode")
-    lengths = args.draft_length or ([] if args.tree else [4])
+    lengths = args.draft_length or ([] if args.tree or args.schedule else [4])
+    schedules = [read_schedule(args.schedule)] if args.schedule else []
     if args.minutes is not None:
         require_at_least("--minutes", args.minutes, 0.01)
     most = DEFAULT_REPEATS if args.minutes is None else MOST_REPEATS
@@ -159,7 +165,7 @@ def settings_grid(args: argparse.Namespace) -> list[MeasureSettings]:
         )
         for temperature in args.temperature
         for batch_size in args.batch_size
-        for draft in [*lengths, *map(parse_tree, args.tree)]
+        for draft in [*lengths, *map(parse_tree, args.tree), *schedules]
     ]
 
 

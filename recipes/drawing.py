@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -16,7 +17,7 @@ from draftsmith.recipes.results import Measured
 
 SIZE = (6.4, 3.9)  # inches
 DOTS_PER_INCH = 200
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
@@ -95,7 +96,7 @@ PLOTS = {
         has_batches,
     ),
     "predicted_speedup": Plot(
-        "Costs were measured apart from any text: what is off the line, batches that empty or prompts to be read explain.",
+        "Costs were measured apart from any text: what is off the line is due to prompts and emptying batches.",
         figures.predicted_speedup,
         has_costs,
     ),

@@ -2,6 +2,7 @@
 
 import math
 from itertools import cycle
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -241,8 +242,10 @@ def label(axes: Axes, title: str, x: str, y: str) -> None:
 
 def legend(figure: Figure) -> None:
     """One for all panels of a figure, below them."""
-    named = {}
+    named: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             named.setdefault(name, handle)
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=min(4, len(named)), frameon=False)
+    figure.legend(
+        list(named.values()), list(named), loc="outside lower center", ncols=min(4, len(named)), frameon=False
+    )

@@ -17,7 +17,7 @@ from draftsmith.recipes.summary import (
     setting_name,
     speedup_text,
 )
-from draftsmith.recipes.tables import Cell, Section, table_of
+from draftsmith.recipes.tables import Cell, Row, Section, table_of
 from draftsmith.recipes.verdict import tone_of
 
 
@@ -33,7 +33,7 @@ def domains(measured: Measured, rows: list[SummaryRow]) -> Section:
 
 
 def history(measured: Measured) -> Section:
-    rows = [
+    rows: list[Row] = [
         {
             "run": run.name,
             "step": Cell(str(checkpoint.step), "best" if checkpoint is run.best else ""),
@@ -132,7 +132,7 @@ def cost_model(measured: Measured) -> Section:
     if points:
         near = sum(error <= GOAL for error in errors)
         lead = (
-            f"From measured costs and the acceptance length alone the speedup is predicted within {100 * GOAL:.0f} % in "
+            f"From measured costs and the acceptance length the speedup is predicted within {100 * GOAL:.0f} % in "
             f"{near} of {count(len(points), 'setting')}; the median error is {100 * statistics.median(errors):.1f} %."
         )
     table = table_of("Predicted and measured speedup", rows, words=("drafter", "draft"))
@@ -182,7 +182,7 @@ def planned(measured: Measured) -> Section:
 
 def differences(measured: Measured) -> Section:
     """Of every output that differs from plain decoding: where, and what the target holds there."""
-    rows = [
+    rows: list[Row] = [
         {
             "drafter": Cell(one.name, setting_name(result)),
             "prompt": str(found["request"] + 1),

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from draftsmith.recipes.results import compared, read_contenders, read_runs
 from draftsmith.recipes.summary import SummaryRow, by_setting, comparison_table, domain_table, summary_rows
-from draftsmith.recipes.tables import for_terminal
+from draftsmith.recipes.tables import Cell, for_terminal
 
 COLUMNS = ("drafter", "acceptance length", "speedup", "tokens/s", "ms a round", "identical outputs")  # that fit
 
@@ -26,7 +26,11 @@ def print_evaluations(contents: list[dict[str, Any]], console: Console) -> None:
 def print_rows(rows: list[SummaryRow], console: Console) -> None:
     """One table a setting, with what is wrong below it."""
     for setting, block in by_setting(rows).items():
-        console.print(Text(setting, style="bold"), for_terminal(comparison_table(setting, block), COLUMNS))
+        table = comparison_table(setting, block)
+        for row, cells in zip(block, table.rows, strict=False):  # below them those of baselines
+            if row.trained and row.note:
+                cells[0] = Cell(f"{row.drafter}, {row.note}")
+        console.print(Text(setting, style="bold"), for_terminal(table, COLUMNS))
         for row in block:
             if row.gap:
                 console.print(Text(f"{row.drafter}: {row.gap}", style="bold red"))

@@ -144,11 +144,12 @@ def quickstart_draft_model() -> TrainConfig:
 
 
 def _quickstart(config: TrainConfig) -> TrainConfig:
-    """Small batches and short evaluations; steps and prompts are set by the time there is."""
+    """Small batches and short evaluations; steps and prompts are set by the time there is, so none is cut here."""
     config.data.batch_size = 8
     config.evaluation.max_new_tokens = 48
     config.evaluation.num_prompts = 8
     config.evaluation.repeats = 2  # of two checkpoints of one drafter, more prompts tell more than more repeats
+    config.evaluation.time_share = None
     return config
 
 

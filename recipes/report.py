@@ -10,7 +10,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from draftsmith.recipes.drawing import Drawn, draw_figures
 from draftsmith.recipes.panel import Profile, profiles
-from draftsmith.recipes.results import Measured, checkpoint_names, read_measured
+from draftsmith.recipes.results import Measured, checkpoint_names, measured_of, read_measured
 from draftsmith.recipes.sections import Section, sections
 from draftsmith.recipes.tables import markdown
 from draftsmith.recipes.verdict import Verdict, verdict
@@ -45,13 +45,24 @@ def build_report(folder: Path) -> Path:
     found, shapes = verdict(measured), profiles(measured)
     with_data = [one for one in sections(measured, shapes) if one.has_data(set(figures))]
     (folder / "report.json").write_text(json.dumps(as_json(measured, found, shapes), indent=2) + "\n")
-    (folder / "report.md").write_text(as_markdown(measured, found, with_data, figures), encoding="utf-8")
+    (folder / "report.md").write_text(
+        as_markdown(f"{folder.resolve().name}: draftsmith report", measured, found, with_data, figures),
+        encoding="utf-8",
+    )
     path = folder / "report.html"
-    path.write_text(as_page(measured, found, with_data, figures, shapes), encoding="utf-8")
+    path.write_text(as_page(folder.resolve().name, measured, found, with_data, figures, shapes), encoding="utf-8")
     return path
 
 
+def evaluation_markdown(contents: list[dict[str, Any]]) -> str:
+    """evaluation.md: the report of contents of evaluation.json files, without its figures."""
+    measured = measured_of(contents)
+    with_data = [one for one in sections(measured, profiles(measured)) if one.has_data(set())]
+    return as_markdown("Evaluation", measured, verdict(measured), with_data, {})
+
+
 def as_page(
+    name: str,
     measured: Measured,
     found: Verdict,
     with_data: list[Section],
@@ -67,7 +78,7 @@ def as_page(
         lstrip_blocks=True,
     )
     return environment.get_template("report.html.j2").render(
-        name=measured.folder.resolve().name,
+        name=name,
         verdict=found,
         sections=with_data,
         figures=figures,
@@ -105,8 +116,10 @@ def as_yaml(content: dict[str, Any]) -> str:
     return yaml.safe_dump(content, sort_keys=False)
 
 
-def as_markdown(measured: Measured, found: Verdict, with_data: list[Section], figures: dict[str, Drawn]) -> str:
-    parts = [f"# {measured.folder.resolve().name}: draftsmith report", f"**{found.title}**", found.text]
+def as_markdown(
+    title: str, measured: Measured, found: Verdict, with_data: list[Section], figures: dict[str, Drawn]
+) -> str:
+    parts = [f"# {title}", f"**{found.title}**", found.text]
     if found.broken:
         parts.append("Output differs from plain decoding: speculation is broken there, and its speed does not count.")
         parts.append("\n".join(f"* {line}" for line in found.broken))

@@ -1,7 +1,7 @@
 """What runs have measured, read back from their folders."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +76,13 @@ class Contender:
 class Measured:
     """Everything that a report is made of."""
 
-    folder: Path
     runs: list[Run]  # the fastest first; none in the folder that `evaluate` wrote
     contenders: list[Contender]
     elsewhere: list[Contender]  # measured under other conditions than the first: in no figure and no ratio with it
     extras: dict[
         str, list[dict[str, Any]]
     ]  # what other commands left: contents of EXTRAS by name, those that are there
-    samples: list[dict[str, Any]]
+    samples: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def alike_runs(self) -> list[Run]:
@@ -104,7 +103,7 @@ class Measured:
         rows = [row for one in self.contenders for row in one.results if same_but(row, first, "batch_size", *DRAFT)]
         smallest = min(row["batch_size"] for row in rows)
         rows = [row for row in rows if row["batch_size"] == smallest]
-        return max(rows, key=lambda row: (is_sound(row), row["speedup"]))
+        return max(rows, key=lambda row: (is_sound(row) and row["num_drafts"] > 0, row["speedup"]))
 
     def leaders(self) -> list[tuple[Contender, Result]]:
         """Each contender with its row at the leading setting, where it has one."""
@@ -131,17 +130,23 @@ def read_measured(folder: Path) -> Measured:
     runs = [] if evaluated else read_runs(folder)
     samples = folder / "samples.json"
     found = {name: [json.loads(path.read_text()) for path in _beside(folder, name)] for name in EXTRAS}
-    contenders = (
-        _fastest_first([compared(content) for content in evaluated]) if evaluated else read_contenders(folder, runs)
-    )
+    measured = measured_of(evaluated) if evaluated else _measured(runs, read_contenders(folder, runs))
+    measured.extras = {name: contents for name, contents in found.items() if contents}
+    measured.samples = json.loads(samples.read_text()) if samples.is_file() else []
+    return measured
+
+
+def measured_of(contents: list[dict[str, Any]]) -> Measured:
+    """From contents of evaluation.json files alone."""
+    return _measured([], _fastest_first([compared(content) for content in contents]))
+
+
+def _measured(runs: list[Run], contenders: list[Contender]) -> Measured:
     alike = [same_conditions(contenders[0].environment, one.environment) for one in contenders]
     return Measured(
-        folder,
         runs,
         [one for one, same in zip(contenders, alike, strict=True) if same],
         [one for one, same in zip(contenders, alike, strict=True) if not same],
-        {name: contents for name, contents in found.items() if contents},
-        json.loads(samples.read_text()) if samples.is_file() else [],
     )
 
 

@@ -25,7 +25,7 @@ from draftsmith.recipes.summary import (
     speedup_text,
     summary_rows,
 )
-from draftsmith.recipes.tables import Cell, Section, Table, percent, table_of
+from draftsmith.recipes.tables import Cell, Row, Section, Table, percent, table_of
 from draftsmith.recipes.verdict import tone_of
 
 
@@ -72,7 +72,7 @@ def compared(measured: Measured, rows: list[SummaryRow]) -> Section:
 
 def acceptance(measured: Measured) -> Section:
     drawn = longest_chains(measured)
-    by_position = [
+    by_position: list[Row] = [
         {
             "drafter": Cell(one.name, draft_text(row)),
             "acceptance length": f"{row['mean_acceptance_length']:.2f}",
@@ -99,7 +99,7 @@ def acceptance(measured: Measured) -> Section:
 
 def teacher_forced(rows: list[tuple[Contender, Result]]) -> list[Table]:
     """What the decoder accepts and what training predicts on the same texts."""
-    cells = [
+    cells: list[Row] = [
         {
             "drafter": one.name,
             "acceptance length": " / ".join(f"{side['mean_acceptance_length']:.2f}" for side in sides),
@@ -176,7 +176,10 @@ def latency_cells(name: str, row: Result, field_name: str) -> dict[str, str]:
     return {
         "drafter": name,
         **{f"TTFT {q}": f"{first[q]:.1f}" if drafts else "–" for q in first},
-        **{part.replace("_", " "): f"{value:.1f}" if drafts else "–" for part, value in parts.items()},
+        **{
+            part.replace("_", " "): f"{value:.1f}" if drafts and value is not None else "–"
+            for part, value in parts.items()
+        },
         **{f"TPOT {q}": f"{value:.2f}" for q, value in row[field_name].items()},
     }
 
@@ -184,7 +187,7 @@ def latency_cells(name: str, row: Result, field_name: str) -> dict[str, str]:
 def batches(measured: Measured) -> Section:
     """Speedup of each drafter and draft by batch size."""
     leading = measured.leading
-    rows = []
+    rows: list[Row] = []
     for one in measured.contenders:
         found = settings_but(one, leading, "batch_size", *DRAFT)
         for draft in sorted({(row["draft_length"], row["tree_nodes"] or 0) for row in found}):

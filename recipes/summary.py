@@ -6,7 +6,7 @@ from typing import Any
 from draftsmith.inference.teacher_forcing import gap_warning
 from draftsmith.inference.verify import LOSSY
 from draftsmith.recipes.results import Contender, Result, is_sound, told_apart
-from draftsmith.recipes.tables import Cell, Table, Tone, table_of
+from draftsmith.recipes.tables import Cell, Row, Table, Tone, table_of
 
 PLAIN = "none"  # the name of plain decoding among drafters
 
@@ -125,7 +125,7 @@ def comparison_table(setting: str, block: list[SummaryRow]) -> Table:
     return table_of(setting[0].upper() + setting[1:], rows, words=("drafter", "identical outputs"))
 
 
-def comparison_cells(row: SummaryRow) -> dict[str, Cell | str]:
+def comparison_cells(row: SummaryRow) -> Row:
     result, plain = row.result, row.drafter == PLAIN
     rate = result["draft_acceptance_rate"]
     phases = result["milliseconds_per_round"]
@@ -144,7 +144,7 @@ def comparison_cells(row: SummaryRow) -> dict[str, Cell | str]:
     }
 
 
-def baseline_cells(block: list[SummaryRow]) -> list[dict[str, Cell | str]]:
+def baseline_cells(block: list[SummaryRow]) -> list[Row]:
     """What transformers reached beside one setting's drafters, by the column headings of `comparison_cells`."""
     found: dict[str, dict[str, Any]] = {}
     for row in block:
@@ -152,8 +152,8 @@ def baseline_cells(block: list[SummaryRow]) -> list[dict[str, Cell | str]]:
             found.setdefault(f"{name} with {row.drafter}" if name == "assisted" else name, fields)
     headings, checked = list(comparison_cells(block[0])), block[0].result["num_prompts"]
     return [
-        dict.fromkeys(headings, "–")
-        | {
+        {
+            **dict.fromkeys(headings, "–"),
             "drafter": f"transformers {name}",
             "speedup": ratio_text(fields["speedup_over_plain"], fields["speedup_over_plain_ci95"]),
             "tokens/s": f"{fields['tokens_per_second']:.1f}",

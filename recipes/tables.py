@@ -19,6 +19,9 @@ class Cell:
     tone: Tone = ""
 
 
+Row = dict[str, Cell | str]  # by heading
+
+
 @dataclass
 class Table:
     """Rows of cells below headings. Columns named in `words` hold text, all others numbers."""

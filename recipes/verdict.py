@@ -86,6 +86,8 @@ def tone_of(row: Result) -> Tone:
 
 def title(measured: Measured, best: Contender, row: Result) -> str:
     size = f"batch size {row['batch_size']}"
+    if best.kind == PLAIN:
+        return f"Only plain decoding was measured: {row['tokens_per_second']:.1f} tokens per second at {size}."
     if tone_of(row) == "bad":
         return f"Speculation does not pay at {size}: the best drafter, {best.name}, reaches {row['speedup']:.2f}×."
     if tone_of(row) == "":

@@ -125,6 +125,12 @@ MISTAKES = {
     "unknown command": ("serve", "serve"),
     "no command": ("", "COMMAND"),
     "not a number": (EVALUATE + "{good} --repeats x", "--repeats"),
+    "time and repeats": (EVALUATE + "{good} --minutes 1", "--minutes chooses the repeats"),
+    "no time": (EVALUATE + "{good} --minutes 0", "--minutes"),
+    "the same prompts twice": (EVALUATE + "{good} {good}", "cannot be told apart"),
+    "unknown baseline": (EVALUATE + "{good} --baseline assist", "give generate, assisted, prompt_lookup"),
+    "nothing that could assist": (EVALUATE + "{good} --baseline assisted", "needs a draft model"),
+    "no single prompts": (EVALUATE + "{good} --baseline generate --batch-size 4", "add --batch-size 1"),
     "not a device": (GENERATE + "none --device gpu", "is not a device"),
     "nothing to report on": ("report {out}", "no folder"),
     "unknown drafter of the quickstart": ("quickstart --out {out} --drafters ngram", "choose from"),
@@ -216,7 +222,11 @@ def test_evaluating_twice_gives_the_same_acceptance(files: dict[str, str], tmp_p
         settings = ["--temperature", 0, 1, "--batch-size", 1, 2, "--draft-length", 2, "--max-new-tokens", 8]
         more = ["--prompts", files["good"], "--repeats", 1, "--device", "cpu"]
         assert run_cli(*command, *settings, *more, "--out", tmp_path / name) == 0
+    page = (tmp_path / "one/evaluation.md").read_text()
+    assert re.match(r"# Evaluation\n\n\*\*.*\d\.\d\d×.*\*\*\n", page)
+    assert page.count("\n**Temperature") == 4
     for folder in ("1-medusa", "2-ngram"):
+        assert (tmp_path / "one" / folder / "evaluation.md").is_file()
         rows = acceptance(tmp_path / "one" / folder / "evaluation.json")
         assert [(row["temperature"], row["batch_size"]) for row in rows] == [(0, 1), (0, 2), (1, 1), (1, 2)]
         assert rows == acceptance(tmp_path / "two" / folder / "evaluation.json")

@@ -112,7 +112,7 @@ def test_malformed_arguments_are_refused(argument: str, message: str) -> None:
 def test_dumped_config_gives_the_same_run(recipe: Callable[[], TrainConfig], tmp_path: Path) -> None:
     """`--config RUN/config.yaml` repeats a run: every value survives YAML, small floats and None among them."""
     config = resolve(recipe(), None, [*NEEDED, "optimizer.learning_rate=1e-5", "evaluation.temperatures=[0, 1e-7]"])
-    dump(config, tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(dump(config))
     assert resolve(recipe(), tmp_path / "config.yaml") == config
 
 
@@ -126,7 +126,7 @@ def test_command_line_wins_over_file_over_recipe(tmp_path: Path) -> None:
 
 def test_config_of_another_kind_is_refused(tmp_path: Path) -> None:
     """All keys of a draft model's config are keys of Medusa's too: without this check they would be taken."""
-    dump(resolve(RECIPES["draft_model"](), None, NEEDED), tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(dump(resolve(RECIPES["draft_model"](), None, NEEDED)))
     with pytest.raises(UserError, match="draft_model.*needs its own recipe"):
         resolve_eagle3("drafter.kind=draft_model")
     with pytest.raises(UserError, match="draft_model.*needs its own recipe"):

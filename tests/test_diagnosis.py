@@ -23,7 +23,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|endoftext|>Q: ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'A:\n' }}{% endif %}"
 )
-NUM_TOKENS, DRAFT_LENGTH = 16, 3
+NUM_TOKENS, DRAFT_LENGTH, STEPS = 16, 3, 90
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def learnt_by_heart(target: Target, recording: Recording, steps: int, shift: int
 
 @pytest.fixture(scope="module")
 def sound(target: Target, recording: Recording) -> Drafter:
-    return learnt_by_heart(target, recording, 60)
+    return learnt_by_heart(target, recording, STEPS)
 
 
 def found(target: Target, drafter: Drafter, recording: Recording, **more: Any) -> list[Finding]:
@@ -117,14 +117,14 @@ def test_wrong_layer_ids(target: Target, sound: Drafter, recording: Recording) -
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_shifted_features(shift: int, target: Target, recording: Recording) -> None:
     """Trained on the features of the place before, or of the place after, which hold the answer."""
-    drafter = learnt_by_heart(target, recording, 60 if shift < 0 else 15, shift)
+    drafter = learnt_by_heart(target, recording, STEPS, shift)
     first = found(target, drafter, recording)[0]
     assert first["cause"] == "features shifted"
     assert f"({shift:+d})" in first["evidence"]
 
 
 def test_missing_d2t(target: Target, recording: Recording) -> None:
-    drafter = learnt_by_heart(target, recording, 60, draft_vocab_size=128)
+    drafter = learnt_by_heart(target, recording, STEPS, draft_vocab_size=128)
     assert found(target, drafter, recording) == []
     drafter.d2t.zero_()
     causes = [one["cause"] for one in found(target, drafter, recording)]
@@ -133,7 +133,7 @@ def test_missing_d2t(target: Target, recording: Recording) -> None:
 
 
 def test_truncated_vocabulary(target: Target, recording: Recording) -> None:
-    drafter = learnt_by_heart(target, recording, 60, draft_vocab_size=24)
+    drafter = learnt_by_heart(target, recording, STEPS, draft_vocab_size=24)
     (first, *_) = found(target, drafter, recording)
     assert first["cause"] == "draft vocabulary"
     ids = drafter.draft_to_target()
@@ -159,7 +159,7 @@ def test_wrong_template(target: Target, sound: Drafter, recording: Recording) ->
 
 def test_decay_with_depth(target: Target, recording: Recording) -> None:
     """Trained on one step, drafting three."""
-    drafter = learnt_by_heart(target, recording, 60, unroll_steps=1)
+    drafter = learnt_by_heart(target, recording, STEPS, unroll_steps=1)
     causes = found(target, drafter, recording)
     assert causes[0]["cause"] == "decay with depth"
     assert not any(one["cause"] in ("wrong layer ids", "features shifted") for one in causes)

@@ -12,14 +12,14 @@ from draftsmith.inference import rows as rows_module
 from draftsmith.inference.decoder import resolve_settings
 from draftsmith.inference.generation import Generation
 from draftsmith.inference.rows import GenerationSettings, Rows
-from draftsmith.inference.verify import VerificationMode
+from draftsmith.inference.verify import SAMPLED_DRAFTS, VerificationMode
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.base import DecodingState, Draft, chain, stack_chain
 from draftsmith.models.errors import UserError
 from draftsmith.models.none import NoDrafter, NoneConfig
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.slots import SlotCache, chain_window
-from draftsmith.models.trees import Chain, DynamicTree, Shape, node_depths
+from draftsmith.models.trees import DynamicTree, Shape, node_depths
 
 PROMPTS = ["The smith heats the iron", "def strike(iron):", "A draft is cheap, a draft is cheap, a", "x"]
 TREE = DynamicTree(num_nodes=12, depth=4, width=3)
@@ -50,9 +50,8 @@ class Oracle(NoDrafter):
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         rows = []
-        for answer, prompt_length, length in zip(
-            self.answers, self.prompt_lengths, state.lengths.tolist(), strict=True
-        ):
+        lengths = state.lengths.tolist()  # of the rows up to the last that is not free
+        for answer, prompt_length, length in zip(self.answers, self.prompt_lengths, lengths, strict=False):
             told = length - prompt_length
             right = (answer + [0] * shape.depth)[told : told + shape.depth]
             rows.append([token if i < self.num_right else (token + 1) % 300 for i, token in enumerate(right)])
@@ -174,7 +173,7 @@ def test_a_queue_through_few_rows_gives_what_each_prompt_gives(
     monkeypatch.setattr(rows_module, "PREFILL_CHUNK", 7)
     prompts = [tiny_target.encode(prompt * (1 + i % 3)) for i, prompt in enumerate(PROMPTS * 3)]
     drafter = drafter_of(kind, tiny_target)
-    shape = Chain(0 if kind == "none" else 3)
+    shape = drafter.own_shape(0 if kind == "none" else 3)
     eos = plain(tiny_target).generate([prompts[4]], max_new_tokens=12, stop_at_eos=False).token_ids[0][5]
     monkeypatch.setattr(Target, "eos_token_ids", [eos])
     expected = [plain(tiny_target).generate([prompt], max_new_tokens=12).token_ids[0] for prompt in prompts]
@@ -201,12 +200,15 @@ def test_a_round_does_not_wait_for_the_device(kind: str, mode: VerificationMode,
         0.0 if mode == "greedy" else 0.8, 1.0 if mode == "greedy" else 0.9, 0 if mode == "greedy" else 20
     )
     drafter = drafter_of(kind, tiny_target)
-    rows = Rows(tiny_target, drafter, resolve_settings(drafter, sampling, 12, 3, mode), 2, CONTEXT)
+    if mode in SAMPLED_DRAFTS and not drafter.can_sample:
+        pytest.skip("it has no probabilities")
+    settings = resolve_settings(drafter, sampling, 12, 3, mode)
+    rows = Rows(tiny_target, drafter, settings, 2, CONTEXT)
     rows.admit([0, 1], [[5, 6, 7], [8, 9]], [0, 1])
     with FakeTensorMode(allow_non_fake_inputs=True):
         rows.draft()
         record = rows.verify()
-        assert record.shape == (2, 4 + 3 + 1)
+        assert record.shape == (2, 4 + settings.shape.depth + 1)
         with pytest.raises(DataDependentOutputException):
             record[0, 0].item()
 

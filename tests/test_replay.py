@@ -1,5 +1,6 @@
 """Replayed counters beside the decoder's own, and beside a walk over every outcome."""
 
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from draftsmith.inference.calibration import calibration_fields
 from draftsmith.inference.replay import Recording, Track, check_replayed, expected_stats, paired_difference, record
 from draftsmith.inference.stats import Stats
 from draftsmith.models import Drafter, Target, UserError, load_drafter
+from draftsmith.models.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.scores import draft_ids, ranks
 from draftsmith.models.trees import Chain, DynamicTree, StaticTree
@@ -73,9 +75,17 @@ def z_score(live: list[Stats], expected: list[Stats]) -> float:
     return float(np.mean(beyond) / np.std(beyond) * len(beyond) ** 0.5)
 
 
-@pytest.mark.parametrize("name", ["hydra", "reduced"])
+def near_target(target: Target) -> Drafter:
+    """A draft model that is the target with a noisy head."""
+    model = copy.deepcopy(target.model)
+    model.lm_head.weight.data += 0.3 * torch.randn_like(model.lm_head.weight)
+    return DraftModel(DraftModelConfig(), model, target).eval()
+
+
+@pytest.mark.parametrize(("name", "sampling"), [("near", Sampling(0.8, 0.7)), ("reduced", Sampling(2.0, 0.8))])
 def test_sampled_drafts_are_replayed_in_expectation(
     name: str,
+    sampling: Sampling,
     drafters: dict[str, Drafter],
     tiny_target: Target,
     prompts: list[list[int]],
@@ -83,11 +93,12 @@ def test_sampled_drafts_are_replayed_in_expectation(
 ) -> None:
     """Live counters of many requests, on the very texts they wrote; two wrong expectations are told apart."""
     monkeypatch.setattr(Target, "eos_token_ids", [])
-    sampling, many, drafter = Sampling(0.7, 0.6), prompts * 35, {"d": drafters[name]}
-    decoder = SpeculativeDecoder(tiny_target, drafters[name])
-    live = decoder.generate(many, NUM_TOKENS, 0.7, 0.6, draft_length=LONGEST, seed=2, batch_size=70)
+    many, drafter = prompts * 30, near_target(tiny_target) if name == "near" else drafters[name]
+    live = SpeculativeDecoder(tiny_target, drafter).generate(
+        many, NUM_TOKENS, sampling.temperature, sampling.top_p, draft_length=LONGEST, seed=2, batch_size=60
+    )
     so_far = [prompt + answer for prompt, answer in zip(many, live.token_ids, strict=True)]
-    beyond = record(tiny_target, so_far, sampling, LONGEST, 0, seed=1, batch_size=70).answers
+    beyond = record(tiny_target, so_far, sampling, LONGEST, 0, seed=1, batch_size=60).answers
     answers = [answer + more for answer, more in zip(live.token_ids, beyond, strict=True)]
     recording = Recording(many, answers, NUM_TOKENS, sampling)
 
@@ -95,15 +106,15 @@ def test_sampled_drafts_are_replayed_in_expectation(
         expected = [expected_stats(track, Chain(LONGEST), "probabilistic") for track in tracks]
         return abs(z_score(live.stats.requests, expected))
 
-    tracks = replay.replay(tiny_target, recording, drafter, LONGEST)["d"]
+    tracks = replay.replay(tiny_target, recording, {"d": drafter}, LONGEST)["d"]
     assert z_of(tracks) < 4
     for track in tracks:
         track.accept["probabilistic"] = np.roll(track.accept["probabilistic"], 1, 0)
     print(name, live.stats.total.draft_acceptance_rate, z_of(tracks))
     assert z_of(tracks) > 6  # shifted by one
     score = replay.score_drafter
-    monkeypatch.setattr(replay, "score_drafter", lambda *args: score(*args[:4], Sampling(0.7)))
-    uncut = replay.replay(tiny_target, recording, drafter, LONGEST)["d"]
+    monkeypatch.setattr(replay, "score_drafter", lambda *args: score(*args[:4], Sampling(sampling.temperature)))
+    uncut = replay.replay(tiny_target, recording, {"d": drafter}, LONGEST)["d"]
     print(z_of(uncut))
     assert z_of(uncut) > 6  # q before top-p, from which no draft was drawn
 

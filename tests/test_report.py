@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from reports import (
     ENVIRONMENT,
+    TEMPERATURES,
     result,
     write_comparison,
     write_grid,
@@ -200,6 +201,27 @@ def test_a_comparison_takes_the_place_of_single_evaluations(tmp_path: Path) -> N
     assert f"medusa (step 200) decodes {measured['medusa']['speedup']:.2f}×" in page
 
 
+def test_what_was_measured_elsewhere_stands_apart(tmp_path: Path) -> None:
+    """No table, and no figure, holds speeds of two machines: each has blocks with a plain row of its own."""
+    write_run(tmp_path / "eagle3", keep=0.75, draft_ms=4.0)
+    run = write_run(tmp_path / "medusa", keep=0.4, draft_ms=1.0)
+    together = {row.setting for row in summary_rows(read_contenders(tmp_path, read_runs(tmp_path)))}
+    assert len(together) == len(TEMPERATURES)
+    for path in run.glob("checkpoints/*/evaluation.json"):
+        content = json.loads(path.read_text())
+        content["environment"]["device"] = "Slide rule"
+        path.write_text(json.dumps(content))
+    blocks: dict[str, list[str]] = {}
+    for row in summary_rows(read_contenders(tmp_path, read_runs(tmp_path))):
+        blocks.setdefault(row.setting, []).append(row.drafter)
+    assert list(blocks.values()) == [["eagle3", "ngram", "none"]] * 2 + [["medusa", "none"]] * 2
+    assert [next(name for name in ("Abacus", "Slide rule") if name in block) for block in blocks] == [
+        *["Abacus"] * 2,
+        *["Slide rule"] * 2,
+    ]
+    assert "medusa was measured elsewhere (Slide rule" in build_report(tmp_path).read_text()
+
+
 def test_tables_in_the_terminal(runs: Path) -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     print_summary(runs, console)
@@ -209,7 +231,7 @@ def test_tables_in_the_terminal(runs: Path) -> None:
     text = console.export_text()
     assert f"{result(0.75, 4.0)['speedup']:.2f}×" in text
     assert "reference" in text
-    assert "[x]" in text
+    assert "[x], best" in text
     assert "2 DIVERGED" in text
 
 

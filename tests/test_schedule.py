@@ -1,10 +1,17 @@
 """Schedules of draft lengths: what they say, in the engines' words too, and that following one leaves the law."""
 
+import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from laws import RULES, World, all_drafts, independent, likeliest, outcomes, random_world
 
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoder import resolve_settings
+from draftsmith.inference.rows import GenerationSettings, Rows
 from draftsmith.inference.schedule import (
     Adaptive,
     DraftLengths,
@@ -13,7 +20,11 @@ from draftsmith.inference.schedule import (
     for_vllm,
     read_schedule,
 )
+from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.models.base import NO_TOKEN, Draft
 from draftsmith.models.errors import UserError
+from draftsmith.models.sampling import Sampling
+from draftsmith.models.trees import Chain, StaticTree
 
 SCHEDULE = Schedule(((1, 4), (8, 2), (24, 0)))
 
@@ -80,3 +91,156 @@ def test_rates_are_conditional_and_of_what_was_offered() -> None:
     lengths = DraftLengths(Adaptive((0, 2, 3), decay=0.0), 3)
     lengths.finish_round(2, [0, 1, 2, 2])  # 3 of 4 accepted the first token, 2 of these 3 the second, none was third
     assert lengths.rates == [3 / 4, 2 / 3, 1.0]
+
+
+# --- in the decoder
+
+PROMPTS = [
+    "The smith heats the iron",
+    "def strike(iron):",
+    "A draft is cheap, a draft is cheap, a",
+    "x",
+    "strike",
+    "of",
+]
+BY_ROWS = Schedule(((1, 3), (2, 0), (3, 2), (4, 0)))  # as texts end, lengths go from 0 over 2 and 0 to 3
+RESTLESS = Adaptive((0, 1, 3), decay=0.3, probe_every=4)  # untrained drafters are wrong: 0 with probes of 3 between
+KINDS = [kind for kind in DRAFTERS if kind != "none"]
+TRAINED = [kind for kind in KINDS if DRAFTERS[kind].loss is not Drafter.loss]
+WITH_MEMORY = ("draft_model", "eagle", "eagle3", "p_eagle")
+
+
+@functools.lru_cache
+def drafter_of(kind: str, target: Target) -> Drafter:
+    torch.manual_seed(1)
+    return DRAFTERS[kind].from_target(DRAFTERS[kind].config_class(kind=kind), target).eval()
+
+
+@pytest.mark.parametrize("schedule", [BY_ROWS, RESTLESS], ids=["by_rows", "restless"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_stays_what_it_is(kind: str, schedule: Schedule | Adaptive, tiny_target: Target) -> None:
+    """Greedy and one-hot, token for token; rows change hands and empty, and the draft length changes in mid-text."""
+    prompts = [tiny_target.encode(prompt) for prompt in PROMPTS]
+    plain = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target))
+    drafter = drafter_of(kind, tiny_target)
+    for sampling, mode in ((Sampling(), "greedy"), (Sampling(0.8), "one_hot")):
+        answers = plain.decode(prompts, resolve_settings(plain.drafter, sampling, 14, seed=5)).token_ids
+        settings = resolve_settings(drafter, sampling, 14, schedule, mode, seed=5)
+        generation = SpeculativeDecoder(tiny_target, drafter).start(prompts, settings, batch_size=4)
+        generation.limits = [5, 14, 9, 12, 7, 14]  # so that the number of running requests changes
+        while generation.running():
+            generation.step()
+        found = [request.token_ids for request in generation.requests]
+        assert found == [answer[:limit] for answer, limit in zip(answers, generation.limits, strict=True)]
+        stats = [request.stats for request in generation.requests]
+        total = sum(stats[1:], stats[0])
+        assert len(total.acceptance_histogram) == 3 + 1
+        assert 0 < total.num_drafts < total.num_rounds or kind not in TRAINED
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_a_drafter_that_was_off_drafts_as_one_that_never_was(
+    kind: str, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens and logits after it was off are those of one that has read the same text at once.
+
+    As a control, one whose memory was not fed meanwhile drafts otherwise, if it has a memory.
+    """
+    drafter, slots = drafter_of(kind, tiny_target), 96
+    prompts = [tiny_target.encode(prompt) for prompt in PROMPTS[:3]]
+    settings = GenerationSettings(64, shape=Chain(3), stop_at_eos=False)
+
+    def draft_after(texts: list[list[int]], draft_lengths: list[int]) -> tuple[Rows, Draft]:
+        rows = Rows(tiny_target, drafter, settings, 3, slots)
+        rows.admit([0, 1, 2], texts, [0, 1, 2])
+        for draft_length in draft_lengths:
+            rows.draft(draft_length)
+            rows.verify()
+        rows.draft(3)
+        greedy = rows._newest_draft
+        rows.state.sample_drafts, rows.state.sampling = True, Sampling(1.0)
+        return rows, replace(greedy, logits=drafter.propose(rows.state, Chain(3)).logits)
+
+    switched, found = draft_after(prompts, [3, 0, 0, 0, 1, 0, 2, 0, 0])
+    ends = switched.state.lengths.tolist()
+    texts = [row[: end - 1].tolist() for row, end in zip(switched.state.token_ids, ends, strict=True)]
+    fresh, expected = draft_after(texts, [])
+    assert fresh.state.newest().tolist() == switched.state.newest().tolist()  # greedy decoding is what it was
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
+
+    if kind in WITH_MEMORY:
+        read = type(drafter).read
+        in_rows = lambda self, memory, ids, *rest: ids.shape[1] == slots or read(self, memory, ids, *rest)  # noqa: E731
+        monkeypatch.setattr(type(drafter), "read", in_rows)  # of prompts only
+        unfed = draft_after(prompts, [3, 0, 0, 0, 1, 0, 2, 0, 0])[1]
+        assert (unfed.logits - expected.logits).abs().max() > 0.01
+
+
+def test_what_a_schedule_cannot_go_with_is_refused(tiny_target: Target) -> None:
+    decoder = SpeculativeDecoder(tiny_target, drafter_of("medusa", tiny_target))
+    for settings in (
+        {"tree": StaticTree(((0,), (1,)))},
+        {"schedule": Schedule(((1, 9),))},
+        {"schedule": Schedule(((1, 0),))},
+    ):
+        with pytest.raises(UserError):
+            decoder.generate(PROMPTS, **{"schedule": SCHEDULE, **settings})
+
+
+# --- the law of Adaptive
+
+
+def after(world: World, text: list[int]) -> World:
+    """The laws of what follows a text."""
+    depth, row = world.context(text)
+    widths = [world.vocab_size**length for length in range(len(world.p) - depth)]
+    p, q = (
+        [laws[depth + i][row * width : (row + 1) * width] for i, width in enumerate(widths)]
+        for laws in (world.p, world.q)
+    )
+    return World(p, q)
+
+
+def distance_of_adaptive(mode: str, cheats: bool = False) -> float:
+    """Total variation between the law of three tokens that rounds of adaptive length write, and the target's.
+
+    Exact: over every draft and all coins of every round. After a first round of two drafts the costs are such that
+    speculation is switched off if none was accepted, and one token is drafted if one was. The cheat drops a drafted
+    token 1 before it is verified.
+    """
+    world, length = random_world("any", 5, 3, seed=3), 3
+    adaptive = Adaptive((0, 1, 2), ((1, (1.0, 1.3, 1.6)),), decay=0.2, probe_every=3)
+    draw, rule = (likeliest if mode == "one_hot" else independent), RULES[mode]
+    law = -world.continuations([], length)
+    chances = {((), ()): 1.0}  # of each text with its rounds: (draft length, number accepted)
+    chosen = set()
+    while chances:
+        (text, rounds), chance = chances.popitem()
+        if len(text) >= length:
+            law[world.context(list(text[:length]))[1]] += chance
+            continue
+        lengths = DraftLengths(adaptive, 2)
+        for draft_length, num_accepted in rounds:
+            assert lengths.next(1) == draft_length
+            lengths.finish_round(draft_length, [num_accepted])
+        draft_length = lengths.next(1)
+        chosen.add((rounds[:1], draft_length))
+        here, parents = after(world, list(text)), list(range(-1, draft_length - 1))
+        drafts = all_drafts(here, parents, draw)
+        if cheats:
+            drafts = [(weight, [NO_TOKEN if token == 1 else token for token in tokens]) for weight, tokens in drafts]
+        for outcome in outcomes(rule, parents, [(here, drafts)]):
+            key = (*text, *outcome.emitted), (*rounds, (draft_length, len(outcome.path)))
+            chances[key] = chances.get(key, 0.0) + chance * outcome.probability
+    assert {(((2, 0),), 0), (((2, 1),), 1)} <= chosen  # what was accepted decides
+    return float(law.abs().sum() / 2)
+
+
+@pytest.mark.parametrize("mode", ["one_hot", "probabilistic", "block"])
+def test_adaptive_lengths_leave_the_law(mode: str) -> None:
+    assert distance_of_adaptive(mode) < 1e-8  # a few integrations, each within EXACT
+
+
+def test_a_length_that_looks_at_the_token_offered_is_found() -> None:
+    assert distance_of_adaptive("probabilistic", cheats=True) > 0.01

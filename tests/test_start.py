@@ -18,7 +18,7 @@ from draftsmith.recipes.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.checkpoint import checkpoints
 from draftsmith.train.config import resolve
-from draftsmith.train.loop import set_up
+from draftsmith.train.setup import set_up
 
 LAYOUTS = [name for name in PUBLIC if "," not in name]  # without variants of one layout
 FAMILIES = ["eagle", "eagle3", "p_eagle", "medusa", "hydra", "mlp_speculator", "draft_model"]

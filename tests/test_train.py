@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from runs import arguments, base_of, final_weights, make_config, of_the_run, write_held_out
 
-from draftsmith.data.prepare import PrepareSettings, prepare
 from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.recipes import RECIPES
-from draftsmith.train import TrainConfig, train
+from draftsmith.train import train
 from draftsmith.train.checkpoint import checkpoint_name, checkpoints
 from draftsmith.train.config import resolve
 from draftsmith.train.evaluate import log_evaluation
 from draftsmith.train.run_folder import link_best
+from draftsmith.train.stages import STAGES
 from draftsmith.train.tracking import Tracker, read_metrics
 
 TRAINABLE = [kind for kind in DRAFTERS if kind in RECIPES]  # recipes are named after the kind they train
@@ -38,47 +38,12 @@ EVALUATION_FIELDS = """
 
 @pytest.fixture(scope="module")
 def base(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Overrides that every run here shares: target, samples, a device."""
-    folder = tmp_path_factory.mktemp("data")
-    prompts = folder / "prompts.txt"
-    prompts.write_text("".join(f"strike {'the iron ' * (i // 2 % 4)}{i}\n" for i in range(48)))
-    prepare(tiny_target, str(prompts), folder / "samples", PrepareSettings(max_new_tokens=24))
-    return {
-        "target": str(tiny_target_dir),
-        "data.samples": str(folder / "samples"),
-        "data.batch_size": 16,
-        "run.device": "cpu",
-        "run.log_every": 1,
-        "optimizer.learning_rate": 3e-3,
-    }
+    return base_of(tiny_target_dir, tiny_target, tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "held_out.txt"
-    path.write_text("heat the iron\nheats it again, and\nreturn [iron.hit()\n")
-    return path
-
-
-def arguments(base: dict[str, Any], folder: Path, **parts: dict[str, Any]) -> list[str]:
-    """`key=value` arguments; `parts` by section, as in run={"steps": 3}."""
-    changes = {f"{part}.{key}": value for part, values in parts.items() for key, value in values.items()}
-    return [f"{key}={value}" for key, value in {**base, "run.dir": folder, **changes}.items()]
-
-
-# A draft vocabulary is larger than the tiny target's; what is drawn by chance differs from batch to batch.
-CHANGES = {"draft_vocab_size": None, "noise": 0.0, "keep_ratio": 1.0}
-
-
-def make_config(kind: str, base: dict[str, Any], folder: Path, **parts: dict[str, Any]) -> TrainConfig:
-    recipe = RECIPES[kind]()
-    for name in CHANGES.keys() & vars(recipe.drafter).keys():
-        setattr(recipe.drafter, name, CHANGES[name])
-    return resolve(recipe, None, arguments(base, folder, **parts))
-
-
-def final_weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(checkpoints(run)[-1] / "model.safetensors")
+    return write_held_out(tmp_path_factory.mktemp("prompts"))
 
 
 @every_kind
@@ -96,8 +61,8 @@ def test_micro_batches_do_not_change_the_gradient(kind: str, base: dict[str, Any
         for name, weight in final_weights(runs[size]).items():
             torch.testing.assert_close(weight, final_weights(runs[16])[name], atol=1e-5, rtol=1e-5)
         for line, expected in zip(read_metrics(runs[size]), read_metrics(runs[16]), strict=True):
-            for name in expected.keys() - {"tokens_per_second"}:
-                assert line[name] == pytest.approx(expected[name], rel=1e-4), name
+            for name, value in of_the_run(expected).items():
+                assert line[name] == pytest.approx(value, rel=1e-4), name
 
 
 @every_kind
@@ -214,7 +179,7 @@ def test_every_checkpoint_is_measured(name: str, kind: str, step: int, evaluated
     """The names of the fields are a contract: reports and users' scripts read them."""
     checkpoint = evaluated / "checkpoints" / checkpoint_name(step)
     content = json.loads((checkpoint / name).read_text())
-    assert set(content) == {"target", "drafter", "drafter_kind", "environment", "results"}
+    assert set(content) == {"target", "drafter", "drafter_kind", "environment", "results", "cost"}
     assert content["drafter_kind"] == kind
     assert content["environment"]["target_fingerprint"]
     assert [row["temperature"] for row in content["results"]] == [0.0, 1.0]
@@ -257,6 +222,9 @@ def test_metrics_hold_training_and_evaluation(evaluated: Path) -> None:
         row = json.loads((evaluated / "checkpoints" / checkpoint_name(step) / "evaluation.json").read_text())
         assert line["speedup"] == row["results"][0]["speedup"]
         assert line["acceptance_length"] == row["results"][0]["mean_acceptance_length"]
+        assert [line["speedup_low"], line["speedup_high"]] == row["results"][0]["speedup_ci95"]
+        rates = row["results"][0]["per_position_acceptance_rates"]
+        assert [line[f"acceptance_at_{i}"] for i in range(4)] == rates
 
 
 def test_folder_of_a_run(evaluated: Path) -> None:
@@ -320,10 +288,26 @@ def test_kill_around_an_evaluation(state: str, base: dict[str, Any], prompts: Pa
     assert [(line["step"], "speedup" in line) for line in read_metrics(run)] == [(1, False), (2, False), (2, True)]
 
 
-def test_wandb_offline(base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_logged_step_says(base: dict[str, Any], prompts: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Shares of the time add up, a trace is there when asked for, and wandb offline holds the same numbers."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    run = train(make_config("medusa", base, tmp_path, run={"steps": 2, "wandb_project": "test"}))
-    assert list((run / "wandb").glob("offline-run-*/*.wandb"))
-    assert [line["step"] for line in read_metrics(run)] == [1, 2]
+    evaluation = {"prompts": prompts, "max_new_tokens": 4, "repeats": 1}
+    changes = {"steps": 8, "checkpoint_every": 4, "wandb_project": "test", "profile": True}
+    run = train(make_config("medusa", base, tmp_path, run=changes, evaluation=evaluation))
+    (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
+    assert b"time_share_target" in file.read_bytes()
+    assert b"acceptance_at_3" in file.read_bytes()
+    lines = [line for line in read_metrics(run) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    for line in lines:
+        shares = [line[f"time_share_{stage}"] for stage in STAGES]
+        assert sum(shares) == pytest.approx(1)
+        assert min(shares) >= 0
+        assert line["tokens_per_second"] == line["tokens_per_second_per_device"] > 0
+        assert line["model_flop_utilisation"] is None  # of a CPU no peak is known
+        assert 0.01 < line["peak_memory_gb"] < 64
+    assert lines[4]["time_share_evaluation"] > 0.1 > lines[3]["time_share_evaluation"]  # of the checkpoint after step 4
+    trace = json.loads((run / "profile" / "trace.json").read_text())
+    assert any("backward" in event.get("name", "").lower() for event in trace["traceEvents"])

@@ -43,6 +43,7 @@ class OptimizerConfig:
     warmup_share: float = 0.04  # of all steps, linear
     final_share: float = 0.1  # of the peak, reached on a cosine
     max_gradient_norm: float = 0.5
+    max_nonfinite_steps: int = 5  # in a row; each is skipped, so many end the run
 
 
 @dataclass
@@ -57,6 +58,8 @@ class EvaluationConfig:
     num_threads: int | None = None  # of the CPU, while measuring; None: as many as in training
     untrained: bool = False  # measure the drafter before its first step, too
     baselines: list[str] = field(default_factory=lambda: ["ngram"])  # training-free drafters measured beside
+    time_share: float | None = 0.2  # of training's time, kept by fewer repeats, then prompts; None: no limit
+    patience: int | None = None  # stop after so many checkpoints without a better speedup; None: go through all steps
 
 
 @dataclass
@@ -68,6 +71,10 @@ class RunConfig:
     seed: int = 0
     device: str | None = None  # None: the GPU if there is one
     wandb_project: str | None = None  # None: no wandb
+    keep_checkpoints: int | None = None  # so many of the newest keep their weights, as does the best; None: all
+    timeout: float = 1800.0  # seconds that a process waits for the others before it gives up
+    stuck_after: float = 300.0  # seconds at one place after which a process says where it is
+    profile: bool = False  # write a trace of a few steps into profile/
 
 
 @dataclass
@@ -127,7 +134,7 @@ def check(config: TrainConfig) -> None:
     for key, text in {"target": config.target, "data.samples": config.data.samples, "run.dir": config.run.dir}.items():
         if not text:
             raise UserError(f"{key} is not set: give {key}=...")
-    positive = {
+    positive: dict[str, float | None] = {
         "data.batch_size": config.data.batch_size,
         "data.max_length": config.data.max_length,
         "run.steps": config.run.steps,
@@ -138,9 +145,16 @@ def check(config: TrainConfig) -> None:
         "evaluation.batch_size": config.evaluation.batch_size,
         "evaluation.max_new_tokens": config.evaluation.max_new_tokens,
         "evaluation.draft_length": config.evaluation.draft_length,
+        "optimizer.max_nonfinite_steps": config.optimizer.max_nonfinite_steps,
+        "run.timeout": config.run.timeout,
+        "run.stuck_after": config.run.stuck_after,
+        "evaluation.patience": config.evaluation.patience,
+        "evaluation.num_threads": config.evaluation.num_threads,
+        "run.keep_checkpoints": config.run.keep_checkpoints,
     }
     for key, value in positive.items():
-        require_at_least(key, value)
+        if value is not None:
+            require_at_least(key, value)
     if config.data.tokens_per_micro_batch < config.data.max_length:
         raise UserError(
             f"data.tokens_per_micro_batch={config.data.tokens_per_micro_batch} holds no row of "
@@ -150,14 +164,13 @@ def check(config: TrainConfig) -> None:
         value = getattr(config.data, key)
         if config.data.features == "online" and value != getattr(DataConfig, key):
             raise UserError(f"data.{key}={value} is of stored features: give data.features=stored, too")
-    if config.evaluation.num_threads is not None:
-        require_at_least("evaluation.num_threads", config.evaluation.num_threads)
     for key, share in {
-        "on_policy_share": config.data.on_policy_share,
-        "on_policy_rise": config.data.on_policy_rise,
+        "data.on_policy_share": config.data.on_policy_share,
+        "data.on_policy_rise": config.data.on_policy_rise,
+        "evaluation.time_share": config.evaluation.time_share,
     }.items():
-        if not 0 <= share <= 1:
-            raise UserError(f"data.{key}={share}: give a share from 0 to 1")
+        if share is not None and not 0 <= share <= 1:
+            raise UserError(f"{key}={share}: give a share from 0 to 1")
     if config.data.on_policy_share and config.data.features == "stored":
         raise UserError(
             "data.on_policy_share: the drafter's own text has no stored features; give data.features=online"
@@ -165,6 +178,8 @@ def check(config: TrainConfig) -> None:
     if config.data.on_policy_rise and not config.data.on_policy_share:
         raise UserError("data.on_policy_rise has no effect without data.on_policy_share: set it, or leave both out")
     require_at_least("optimizer.learning_rate", config.optimizer.learning_rate, 0)
+    if config.evaluation.patience and not config.evaluation.prompts:
+        raise UserError("evaluation.patience has no effect without evaluation.prompts: give prompts, or leave it out")
     if not config.evaluation.temperatures:
         raise UserError("evaluation.temperatures is empty: give at least one")
     for name in config.evaluation.baselines:
@@ -172,9 +187,9 @@ def check(config: TrainConfig) -> None:
             raise UserError(f"evaluation.baselines: no drafter {name!r}; there are {', '.join(DRAFTERS)}")
 
 
-def dump(config: TrainConfig, path: Path) -> None:
-    """Write YAML that `--config` reads back to the same config."""
-    path.write_text(yaml.safe_dump(contents(config), sort_keys=False))
+def dump(config: TrainConfig) -> str:
+    """YAML that `--config` reads back to the same config."""
+    return yaml.safe_dump(contents(config), sort_keys=False)
 
 
 def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from draftsmith.models import DRAFTERS, Target
+from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.losses import CHUNK_ELEMENTS
 from draftsmith.models.target import Whole, drop_layers
 from draftsmith.train.config import TrainConfig
@@ -30,6 +30,30 @@ class Device:
 
 H100 = Device("H100 80 GB", 989e12, 80e9)
 H200 = Device("H200 141 GB", 989e12, 141e9)
+
+# Dense bf16 peak by what CUDA calls the device, of NVIDIA's data sheets; of cards for workstations with fp32 sums.
+PEAKS = {
+    "A100": 312e12,
+    "A10": 125e12,
+    "A40": 150e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "H20": 148e12,
+    "H100": H100.peak,
+    "H200": H200.peak,
+    "GH200": H200.peak,
+    "B200": 2250e12,
+    "RTX 3090": 71e12,
+    "RTX 4090": 165e12,
+}
+
+
+def peak_of(device: torch.device) -> float | None:
+    """Dense bf16 operations a second of a device; None of a CPU, and of a GPU that is not in the table."""
+    if device.type != "cuda":
+        return None
+    name = f" {torch.cuda.get_device_name(device)} ".replace("-", " ")
+    return next((peak for known, peak in PEAKS.items() if f" {known} " in name), None)
 
 
 @dataclass(frozen=True)
@@ -97,28 +121,44 @@ class Estimate:
 
 
 def estimate(config: TrainConfig, target_config: PretrainedConfig, tokens_per_sample: int) -> Estimate:
-    """What a recipe takes for a target of this shape, its features made online in bf16.
+    """What a recipe takes for a target of this shape in bf16.
 
-    `tokens_per_sample`: prompt and answer. A token passes once through the target's layers; through what the drafter
-    trains once, or as often as the recurrence is unrolled; through the target's head once, or once for each head that
-    is taught by itself.
+    `tokens_per_sample`: prompt and answer.
     """
     size = target_size(target_config)
-    with torch.device("meta"):
-        drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, meta_target(target_config, config.target))
-    trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+    drafter = meta_drafter(config, target_config)
+    trained = num_trained(drafter)
     passes = getattr(config.drafter, "unroll_steps", 1)
-    teachers = getattr(config.drafter, "num_heads", 1)  # EAGLE's depths share theirs
     tokens = config.run.steps * config.data.batch_size * tokens_per_sample
-    operations = tokens * (2 * size.active_layers + 2 * teachers * size.head + 6 * passes * trained)
 
     text = target_config.get_text_config()
     width, inner = text.hidden_size, int(getattr(text, "intermediate_size", 4 * text.hidden_size))
     kept = (len(drafter.layer_ids) + 1) * width + passes * (12 * width + 4 * inner)  # values a token, of 2 bytes
     logits = LOGIT_COPIES * CHUNK_ELEMENTS * 4
     return Estimate(
-        operations=operations,
+        operations=tokens * operations_per_token(config, size, trained),
         target_bytes=2 * size.total,
         drafter_bytes=TRAINED_BYTES * trained,
         working_bytes=2 * kept * config.data.tokens_per_micro_batch + logits,
     )
+
+
+def meta_drafter(config: TrainConfig, target_config: PretrainedConfig) -> Drafter:
+    with torch.device("meta"):
+        return DRAFTERS[config.drafter.kind].from_target(config.drafter, meta_target(target_config, config.target))
+
+
+def num_trained(drafter: Drafter) -> int:
+    return sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+
+
+def operations_per_token(config: TrainConfig, size: TargetSize, trained: int) -> float:
+    """Of target and drafter together, `trained` being the drafter's trained parameters; stored features need no layers.
+
+    A token passes once through the target's layers; through what the drafter trains once, or as often as the recurrence
+    is unrolled; through the target's head once, or once for each head that is taught by itself.
+    """
+    passes = getattr(config.drafter, "unroll_steps", 1)
+    teachers = getattr(config.drafter, "num_heads", 1)  # EAGLE's depths share theirs
+    layers = size.active_layers if config.data.features == "online" else 0
+    return 2 * layers + 2 * teachers * size.head + 6 * passes * trained

@@ -1,21 +1,38 @@
 """Evaluation after a checkpoint: the drafter beside plain decoding and the training-free baselines."""
 
+import json
+import signal
+import time
+import traceback
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import rich
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
 from rich.markup import escape
 
-from draftsmith.data.progress import progress_bar
+from draftsmith.data.progress import notice, progress_bar
 from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
 from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure
 from draftsmith.inference.teacher_forcing import gap_warning
 from draftsmith.models import CHANGED_TARGET, Drafter, Target, load_drafter
+from draftsmith.models.errors import UserError, first_line
+from draftsmith.train.budget import Cost, affordable, checkpoints_without_gain
 from draftsmith.train.checkpoint import checkpoint_step, checkpoints
-from draftsmith.train.config import EvaluationConfig
-from draftsmith.train.run_folder import first_result, results, worth
+from draftsmith.train.config import EvaluationConfig, TrainConfig
+from draftsmith.train.features import whole_target
+from draftsmith.train.pooling import Row, pool, share_of, subset
+from draftsmith.train.run_folder import first_result, link_best, measured_checkpoints, worth
+from draftsmith.train.signals import Stopped, StopRequest
+from draftsmith.train.stages import Stages
 from draftsmith.train.tracking import Tracker
+
+ERROR = "evaluation.error.txt"
 
 
 def evaluation_prompts(config: EvaluationConfig, target: Target) -> PromptSet | None:
@@ -25,7 +42,7 @@ def evaluation_prompts(config: EvaluationConfig, target: Target) -> PromptSet | 
     return read_prompt_set(config.prompts, target, config.num_prompts, config.max_new_tokens)
 
 
-def evaluation_settings(config: EvaluationConfig) -> list[MeasureSettings]:
+def evaluation_settings(config: EvaluationConfig, repeats: int) -> list[MeasureSettings]:
     """One setting for each temperature."""
     return [
         MeasureSettings(
@@ -33,7 +50,7 @@ def evaluation_settings(config: EvaluationConfig) -> list[MeasureSettings]:
             batch_size=config.batch_size,
             draft=config.draft_length,
             max_new_tokens=config.max_new_tokens,
-            repeats=config.repeats,
+            repeats=repeats,
         )
         for temperature in config.temperatures
     ]
@@ -42,7 +59,7 @@ def evaluation_settings(config: EvaluationConfig) -> list[MeasureSettings]:
 def check_evaluation(config: EvaluationConfig, drafter: Drafter, target: Target) -> None:
     """Refuse, before training, settings that the first checkpoint could not be measured with."""
     drafters = {drafter.kind: drafter, **{name: load_drafter(name, target) for name in config.baselines}}
-    for settings in evaluation_settings(config):
+    for settings in evaluation_settings(config, config.repeats):
         check_settings(settings, drafters)
 
 
@@ -52,33 +69,172 @@ def is_measured(checkpoint: Path, config: EvaluationConfig) -> bool:
     return all((checkpoint / file).is_file() for file in files)
 
 
-def evaluate_checkpoint(checkpoint: Path, target: Target, prompts: PromptSet, config: EvaluationConfig) -> None:
-    """Measure the checkpoint as it lies on disk and write evaluation.json into it.
+@dataclass
+class Evaluator:
+    """Measures a run's checkpoints on all its processes, within a share of the time.
 
-    What the baselines did in the same process goes to evaluation.NAME.json beside it. A target that was trained along
-    is measured as it is now, plainly and with all drafters.
+    An evaluation that fails is told once and written down; training goes on, on all processes alike.
     """
-    if (checkpoint / CHANGED_TARGET).is_dir():
-        target = Target.from_pretrained(checkpoint / CHANGED_TARGET, target.device, target.dtype)
-    drafters: dict[str, Drafter] = {name: load_drafter(name, target) for name in [*config.baselines, str(checkpoint)]}
-    rows: dict[str, list] = {name: [] for name in drafters}
-    num_batches = -(-len(prompts.token_ids) // config.batch_size)
-    with progress_bar() as progress, cpu_threads(config.num_threads):
-        total = num_batches * config.repeats * len(config.temperatures)
-        task = progress.add_task(f"evaluating {checkpoint.name}", total=total, detail="")
-        for settings in evaluation_settings(config):
-            measured = measure(target, drafters, prompts, settings, lambda: progress.advance(task))
-            for name, row in measured.items():
-                rows[name].append(row)
-        env = environment(target)
-    for name, drafter in drafters.items():
-        file = "evaluation.json" if name == str(checkpoint) else f"evaluation.{name}.json"
-        write_evaluation(checkpoint / file, evaluation(target, name, drafter.kind, rows[name], env))
+
+    config: TrainConfig
+    accelerator: Accelerator
+    target: Target
+    prompts: PromptSet
+    run: Path
+    tracker: Tracker | None  # on the main process
+    stages: Stages
+    stop: StopRequest
+
+    def newest(self, training_seconds: float) -> str | None:
+        """Measure the newest checkpoint where that is due and not done; why training should stop, if it should.
+
+        On every process, with the same answer. Raises `Stopped` where a signal came meanwhile.
+        """
+        checkpoint, run = checkpoints(self.run)[-1], self.config.run
+        if checkpoint_step(checkpoint) % run.checkpoint_every and checkpoint_step(checkpoint) != run.steps:
+            return None  # saved on a signal
+        self.stages.enter("evaluation")
+        if not is_measured(checkpoint, self.config.evaluation):
+            self._measure(checkpoint, training_seconds)
+        reason = None
+        if self.tracker and (checkpoint / "evaluation.json").is_file():
+            log_evaluation(checkpoint, self.tracker)
+            link_best(self.run)
+            reason = self._reason_to_stop(checkpoint_step(checkpoint))
+        return broadcast_object_list([reason])[0]
+
+    def _measure(self, checkpoint: Path, training_seconds: float) -> None:
+        start = time.perf_counter()
+        config = self.config.evaluation
+        amount = affordable(config, len(self.prompts.token_ids), costs(self.run), training_seconds)
+        amount = broadcast_object_list([amount])[0]  # clocks differ
+        rank, num_ranks = self.accelerator.process_index, self.accelerator.num_processes
+        shares = [share_of(amount.num_prompts, other, num_ranks) for other in range(num_ranks)]
+        contents, failed, stopped = None, "", False
+        try:
+            if shares[rank]:
+                own = subset(self.prompts, shares[rank])
+                contents = self._own_contents(checkpoint, own, amount.repeats if rank == 0 else 1)
+        except Stopped:
+            stopped = True
+        except Exception as error:  # whatever it is, it is no reason to end a training of days
+            failed = f"process {rank}: {type(error).__name__}: {first_line(error)}\n\n{traceback.format_exc()}\n"
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+        found = gather_object([(contents, failed, stopped)])
+        if any(stopped for _, _, stopped in found):
+            raise Stopped(self.stop.received or signal.SIGTERM, checkpoint.name)
+        failures = "".join(failed for _, failed, _ in found)
+        seconds = time.perf_counter() - start
+        if self.tracker and not failures:
+            cost = Cost(seconds, training_seconds, amount.num_prompts, amount.repeats, config.time_share)
+            try:
+                write(checkpoint, [contents for contents, _, _ in found if contents], shares, cost)
+            except Exception as error:
+                failures = f"process 0: {type(error).__name__}: {first_line(error)}\n\n{traceback.format_exc()}\n"
+        if self.tracker and failures:
+            (checkpoint / ERROR).write_text(failures)
+            self.tracker.log(checkpoint_step(checkpoint), {"evaluation_failed": 1, "evaluation_seconds": seconds})
+            notice(
+                f"the evaluation of {checkpoint.name} failed after {seconds:.0f} s, training goes on; "
+                f"{failures.splitlines()[0]} (all of it in {checkpoint / ERROR})"
+            )
+
+    def _own_contents(self, checkpoint: Path, prompts: PromptSet, repeats: int) -> dict[str, Any]:
+        """What this process measures, by the file that it belongs into: the checkpoint's, and those of baselines."""
+        config = self.config.evaluation
+        target = whole_target(self.config, self.target)
+        if (checkpoint / CHANGED_TARGET).is_dir():  # trained along: measured as it is now, with all drafters
+            target = Target.from_pretrained(checkpoint / CHANGED_TARGET, target.device, target.dtype)
+        drafters = {name: load_drafter(name, target) for name in [*config.baselines, str(checkpoint)]}
+        num_batches = -(-len(prompts.token_ids) // config.batch_size) * repeats * len(config.temperatures)
+        deadline = time.perf_counter() + self.config.run.timeout / 2
+
+        def on_batch() -> None:
+            self.stages.enter("evaluation")
+            progress.advance(task)
+            if self.stop.received is not None:
+                raise Stopped(self.stop.received, checkpoint.name)
+            if self.accelerator.num_processes > 1 and time.perf_counter() > deadline:
+                raise UserError(
+                    f"evaluation takes more than half of run.timeout={self.config.run.timeout:g} s, after which the "
+                    "other processes would give up: raise it, or take fewer evaluation.num_prompts"
+                )
+
+        rows: dict[str, list[Row]] = {name: [] for name in drafters}
+        with progress_bar(self.accelerator.is_main_process) as progress, cpu_threads(config.num_threads):
+            task = progress.add_task(f"evaluating {checkpoint.name}", total=num_batches, detail="")
+            for settings in evaluation_settings(config, repeats):
+                for name, row in measure(target, drafters, prompts, settings, on_batch).items():
+                    rows[name].append(row)
+            env = environment(target)
+        files = {name: f"evaluation.{name}.json" for name in config.baselines} | {str(checkpoint): "evaluation.json"}
+        return {
+            files[name]: evaluation(target, name, drafter.kind, rows[name], env) for name, drafter in drafters.items()
+        }
+
+    def _reason_to_stop(self, step: int) -> str | None:
+        patience = self.config.evaluation.patience
+        rows = [first_result(checkpoint) for checkpoint in measured_checkpoints(self.run)]
+        if patience is None or checkpoints_without_gain(rows) < patience:
+            return None
+        reason = f"no better speedup in the last {patience} checkpoints (evaluation.patience)"
+        assert self.tracker
+        self.tracker.log(step, {"stopped_early": reason})
+        rich.print(f"training stops at step {step}: {escape(reason)}")
+        return reason
+
+
+def write(checkpoint: Path, of_ranks: list[dict[str, Any]], shares: list[list[int]], cost: Cost) -> None:
+    """The files of an evaluation from what each rank with a share of the prompts measured for them."""
+    shares = [share for share in shares if share]
+    for file, own in of_ranks[0].items():
+        rows = zip(*(contents[file]["results"] for contents in of_ranks), strict=True)
+        pooled = [pool(list(of_setting), shares) for of_setting in rows]
+        write_evaluation(checkpoint / file, {**own, "results": pooled, "cost": asdict(cost)})
+    (checkpoint / ERROR).unlink(missing_ok=True)
+
+
+def costs(run: Path) -> list[Cost]:
+    """Of the evaluations so far, oldest first."""
+    contents = [json.loads((checkpoint / "evaluation.json").read_text()) for checkpoint in measured_checkpoints(run)]
+    return [Cost(**content["cost"]) for content in contents]
+
+
+def log_evaluation(checkpoint: Path, tracker: Tracker) -> None:
+    """Tell the tracker and the console what the checkpoint's first setting gave."""
+    content = json.loads((checkpoint / "evaluation.json").read_text())
+    first, cost = content["results"][0], Cost(**content["cost"])
+    low, high = first["speedup_ci95"]
+    metrics = {
+        "acceptance_length": first["mean_acceptance_length"],
+        "speedup": first["speedup"],
+        "speedup_low": low,
+        "speedup_high": high,
+        "step_cost_ratio": first["step_cost_ratio"],
+        "divergences": first["lossless"]["divergences"],
+        "evaluation_seconds": cost.seconds,
+    }
+    by_position = {f"acceptance_at_{i}": rate for i, rate in enumerate(first["per_position_acceptance_rates"])}
+    tracker.log(checkpoint_step(checkpoint), {**metrics, **by_position})
+    rich.print(
+        f"{checkpoint.name}: acceptance length {first['mean_acceptance_length']:.2f}, speedup {first['speedup']:.2f} "
+        + escape(f"[{low:.2f}, {high:.2f}]")
+        + f", in {cost.seconds:.0f} s: {cost.num_prompts} prompts, {cost.repeats} times"
+    )
+    if first["lossless"]["divergences"]:
+        rich.print("[bold red]speculative output differs from plain decoding: see evaluation.json, and report this")
+    for row in content["results"]:
+        if warning := gap_warning(row):
+            rich.print(f"[bold red]{escape(warning)}")
 
 
 def what_training_brought(run: Path) -> str:
     """The best trained checkpoint beside the drafter as it was before its first step, on the same prompts."""
-    untrained, *trained = [first_result(checkpoint) for checkpoint in checkpoints(run)]
+    measured = measured_checkpoints(run)
+    if len(measured) < 2 or checkpoint_step(measured[0]):
+        return "what training brought is not known: its evaluations failed"
+    untrained, *trained = map(first_result, measured)
     best = max(trained, key=worth)
     before, after = untrained["mean_acceptance_length"], best["mean_acceptance_length"]
     change = (
@@ -87,17 +243,3 @@ def what_training_brought(run: Path) -> str:
     if after <= before:
         return f"training brought nothing: {change}"
     return f"what training brought: {change}"
-
-
-def log_evaluation(checkpoint: Path, tracker: Tracker) -> None:
-    """Tell the tracker and the console what the checkpoint's first setting gave."""
-    first = first_result(checkpoint)
-    metrics = {"acceptance_length": first["mean_acceptance_length"], "speedup": first["speedup"]}
-    tracker.log(checkpoint_step(checkpoint), {**metrics, "divergences": first["lossless"]["divergences"]})
-    summary = "{}: acceptance length {:.2f}, speedup {:.2f} [{:.2f}, {:.2f}]"
-    rich.print(escape(summary.format(checkpoint.name, *metrics.values(), *first["speedup_ci95"])))
-    if first["lossless"]["divergences"]:
-        rich.print("[bold red]speculative output differs from plain decoding: see evaluation.json, and report this")
-    for row in results(checkpoint):
-        if warning := gap_warning(row):
-            rich.print(f"[bold red]{escape(warning)}")

@@ -6,123 +6,176 @@ the whole step, over all ranks and micro-batches, so that neither changes the gr
 
 import contextlib
 import math
-import time
-from collections import defaultdict
-from dataclasses import dataclass
+import signal
 from pathlib import Path
 
 import rich
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from rich.markup import escape
 from torch import Tensor
 
-from draftsmith.data.batches import BatchPlan, Rows
-from draftsmith.data.checks import (
-    check_capture,
-    check_prepared,
-    check_samples,
-    notice_padding,
-    notice_seen_prompts,
-    shown_sample,
-)
-from draftsmith.data.features import FeatureSource, StoredFeatures
+from draftsmith.data.batches import Rows
+from draftsmith.data.features import FeatureSource
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.samples import Sample, read_samples
-from draftsmith.data.vocabulary import token_counts
-from draftsmith.inference.measure import PromptSet
-from draftsmith.models import CHANGED_TARGET, Drafter, Target
+from draftsmith.models import Drafter
 from draftsmith.models.batch import Batch
-from draftsmith.models.errors import UserError
 from draftsmith.models.losses import LossSums
-from draftsmith.models.target import default_dtype, pick_device
-from draftsmith.train.checkpoint import checkpoints, resume, save_checkpoint
-from draftsmith.train.config import OptimizerConfig, TrainConfig
-from draftsmith.train.evaluate import (
-    check_evaluation,
-    evaluate_checkpoint,
-    evaluation_prompts,
-    is_measured,
-    log_evaluation,
-    what_training_brought,
+from draftsmith.train.checkpoint import (
+    checkpoint_name,
+    checkpoints,
+    hook_state,
+    resume,
+    rotate,
+    save_checkpoint,
+    seed_step,
 )
-from draftsmith.train.features import feature_source, load_target, open_store, whole_target
-from draftsmith.train.on_policy import OnPolicy
-from draftsmith.train.run_folder import link_best, open_run
-from draftsmith.train.start import starting_drafter
+from draftsmith.train.config import OptimizerConfig, TrainConfig
+from draftsmith.train.evaluate import Evaluator, what_training_brought
+from draftsmith.train.faults import NonFinite, in_one_line, is_finite
+from draftsmith.train.features import feature_source
+from draftsmith.train.meter import Meter
+from draftsmith.train.prefetch import prefetched
+from draftsmith.train.profiling import profiled
+from draftsmith.train.run_folder import open_run
+from draftsmith.train.setup import Setup, set_up, show_data
+from draftsmith.train.signals import Stopped, StopRequest
+from draftsmith.train.stages import Stages, watched
 from draftsmith.train.tracking import Tracker
-from draftsmith.train.vocabulary import vocabulary_text, write_vocabulary
 
 
-@dataclass
-class Setup:
-    """Everything a run needs, checked and loaded before anything is written."""
+def train(config: TrainConfig) -> Path:
+    """Train, checkpoint, evaluate; go on where an earlier run of the same config stopped. Returns the run's folder.
 
-    accelerator: Accelerator
-    target: Target  # without its layers where features are stored
-    drafter: Drafter
-    plan: BatchPlan
-    store: StoredFeatures | None
-    prompts: PromptSet | None
-    on_policy: OnPolicy | None
-
-
-def set_up(config: TrainConfig) -> Setup:
-    """Load target and data and build the drafter; raises `UserError` for whatever does not fit together."""
-    device = pick_device(config.run.device)
-    mixed_precision = "bf16" if default_dtype(device) == torch.bfloat16 else "no"
-    accelerator = Accelerator(mixed_precision=mixed_precision, cpu=device.type == "cpu")
-    folder = Path(config.data.samples)
-    samples = read_samples(folder, config.data.drop_cut)
-    target = load_target(config, accelerator.device)
-    check_prepared(folder, target)
-    check_samples(samples, target, min(config.data.max_length, target.context), str(folder))
-    plan = plan_batches(config, samples, target, accelerator.num_processes)
-    prompts = evaluation_prompts(config.evaluation, target)
-    set_seed(config.run.seed)
-    counts = token_counts(plan, target.vocab_size)
-    drafter = starting_drafter(config, target, counts).to(accelerator.device)
-    if target.has_layers:
-        check_capture(target, drafter.layer_ids, samples[0].token_ids)
-    if prompts:
-        check_evaluation(config.evaluation, drafter, target)
-    store = open_store(config, drafter, target, plan)
-    share = config.data.on_policy_share
-    on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if share else None
-    return Setup(accelerator, target, drafter, plan, store, prompts, on_policy)
+    Raises `Stopped` after a checkpoint where a signal asked for that.
+    """
+    setup = set_up(config)
+    accelerator = setup.accelerator
+    run, stages = open_run(config, setup.target, accelerator), Stages(accelerator.device)
+    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    with watched(stages, rank, num_ranks, config.run.stuck_after), in_one_line(stages, num_ranks):
+        here = Run(config, setup, run, stages)
+        with here.stop:
+            here.go()
+    return run
 
 
-def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num_ranks: int) -> BatchPlan:
-    """The plan of the config's batches; `UserError` where they cannot be made."""
-    data = config.data
-    if data.batch_size % num_ranks:
-        raise UserError(f"data.batch_size={data.batch_size}: give a multiple of {num_ranks} processes")
-    length = min(data.max_length, target.context)
-    plan = BatchPlan(samples, data.batch_size, length, data.tokens_per_micro_batch, config.run.seed, data.packing)
-    if len(plan.trained) < data.batch_size:
-        raise UserError(
-            f"data.batch_size={data.batch_size} exceeds the {len(plan.trained)} samples in {data.samples} that have "
-            f"something to train on within data.max_length={length}"
-        )
-    return plan
+class Run:
+    """A run on one of its processes, from where its folder says that it is."""
+
+    def __init__(self, config: TrainConfig, setup: Setup, run: Path, stages: Stages) -> None:
+        self.config, self.setup, self.folder, self.stages = config, setup, run, stages
+        self.stop = StopRequest()
+        self.accelerator, self.drafter, self.plan = setup.accelerator, setup.drafter, setup.plan
+        self.source = feature_source(config, setup.store, self.drafter, setup.target, self.accelerator)
+        on_main = self.accelerator.is_main_process
+        if on_main:
+            show_data(setup, run, self.source)
+        self.model, self.optimizer = self.accelerator.prepare(self.drafter, adamw(self.drafter, config.optimizer))
+        hook_state(self.accelerator)
+        self.first_step, self.earlier_seconds = resume(self.accelerator, run)
+        self.tracker = Tracker(config, run, self.first_step) if on_main else None
+        self.evaluator: Evaluator | None = None
+        if setup.prompts:
+            self.evaluator = Evaluator(
+                config, self.accelerator, setup.target, setup.prompts, run, self.tracker, stages, self.stop
+            )
+
+    def go(self) -> None:
+        """All steps that are left."""
+        config, accelerator, stages = self.config, self.accelerator, self.stages
+        meter = Meter(config, accelerator, self.drafter, stages)
+        nonfinite = NonFinite(self.folder, config.optimizer.max_nonfinite_steps, accelerator.is_main_process)
+        reason = self.before_steps()
+        steps = range(self.first_step, config.run.steps if reason is None else self.first_step)
+        self.model.train()
+        with (
+            progress_bar(accelerator.is_main_process) as progress,
+            profiled(self.folder, config.run.profile and accelerator.is_main_process) as profiler_step,
+        ):
+            task = progress.add_task(
+                f"training {config.drafter.kind}", total=config.run.steps, completed=self.first_step, detail=""
+            )
+            stages.enter("data")
+            for step, loaded in zip(steps, prefetched(self.load, steps), strict=True):
+                done, last = step + 1, step + 1 == config.run.steps
+                stages.step = done
+                seed_step(config.run.seed, step, accelerator.process_index)
+                rate = learning_rate(step, config.run.steps, config.optimizer)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate
+                self.drafter.progress = step / config.run.steps
+                batches = [(rows, batch.to(accelerator.device)) for rows, batch in loaded]
+                if self.setup.on_policy and self.setup.on_policy.is_due(step):
+                    batches = [(rows, self.setup.on_policy.rewrite(batch, step)) for rows, batch in batches]
+
+                batch_sums = gradients(accelerator, self.model, batches, self.source, stages)
+                stages.enter("communication")
+                norm = accelerator.clip_grad_norm_(self.model.parameters(), config.optimizer.max_gradient_norm)
+                finite = is_finite(norm, [sums["loss"][0] for sums in batch_sums])
+                finite_everywhere, stopped_by = agree(accelerator, finite, self.stop.received)
+                stages.enter("optimizer")
+                if finite_everywhere:
+                    self.optimizer.step()
+                    meter.add(batch_sums, sum(self.plan.num_tokens(rows) for rows, _ in batches))
+                else:
+                    meter.skip()
+                self.optimizer.zero_grad()
+                nonfinite.note(finite_everywhere, done, self.plan.indices(step))
+
+                if done % config.run.log_every == 0 or last:
+                    gradient_norm = float(norm) if finite_everywhere else None
+                    values = {**meter.take(), "learning_rate": rate, "gradient_norm": gradient_norm}
+                    if self.tracker:
+                        self.tracker.log(done, values)
+                    progress.update(task, detail="" if values["loss"] is None else f"loss {values['loss']:.3f}")
+                progress.update(task, completed=done)
+                profiler_step()
+                if done % config.run.checkpoint_every == 0 or last or stopped_by:
+                    reason = self.keep(done, evaluate=stopped_by is None)
+                if stopped_by:
+                    raise Stopped(stopped_by, checkpoint_name(done))
+                if reason:
+                    break
+                stages.enter("data")
+        if self.tracker:
+            self.tracker.finish()
+            if config.evaluation.untrained and self.evaluator:
+                rich.print(escape(what_training_brought(self.folder)))
+
+    def load(self, step: int) -> list[tuple[Rows, Batch]]:
+        """This rank's micro-batches of a step, in memory from which a GPU can copy them by itself."""
+        groups = self.plan.micro_batches(step, self.accelerator.process_index, self.accelerator.num_processes)
+        batches = [self.plan.collate(rows) for rows in groups]
+        if self.accelerator.device.type == "cuda":
+            batches = [batch.pin_memory() for batch in batches]
+        return list(zip(groups, batches, strict=True))
+
+    def before_steps(self) -> str | None:
+        """Measure what an earlier run left unmeasured, or the untrained drafter; why to stop at once, if so."""
+        if not checkpoints(self.folder) and self.config.evaluation.untrained and self.evaluator:
+            return self.keep(0)
+        if checkpoints(self.folder) and self.evaluator:
+            return self.evaluator.newest(self.earlier_seconds)
+        return None
+
+    def keep(self, step: int, evaluate: bool = True) -> str | None:
+        """Save a checkpoint and measure it, and let go of old ones; why training should stop, if it should."""
+        self.stages.enter("checkpoint")
+        seconds = self.earlier_seconds + self.stages.training_seconds()
+        save_checkpoint(self.accelerator, self.drafter, self.folder, step, seconds)
+        reason = self.evaluator.newest(seconds) if self.evaluator and evaluate else None
+        if self.accelerator.is_main_process:
+            rotate(self.folder, self.config.run.keep_checkpoints)
+        return reason
 
 
-def show_data(setup: Setup, run: Path, source: FeatureSource) -> None:
-    """Tell the user what is trained on: a sample with its mask, and what is odd about the data."""
-    plan = setup.plan
-    if plan.cut():
-        rich.print(escape(plan.cut()))
-    if vocabulary := write_vocabulary(run, setup.drafter, plan, source, setup.target):
-        rich.print(escape(vocabulary_text(vocabulary)))
-    notice_padding(setup.target)
-    if setup.prompts:
-        notice_seen_prompts(setup.prompts.token_ids, plan.samples)
-    rich.print(shown_sample(plan.samples[plan.trained[0]], setup.target))
-    if setup.drafter.changes_target():
-        rich.print(
-            f"[bold]this changes the target[/]: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with"
-        )
+def adamw(drafter: Drafter, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Over what is trained; one kernel for all tensors on a GPU."""
+    trainable = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    fused = trainable[0].device.type == "cuda"
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(trainable, betas=betas, weight_decay=config.weight_decay, fused=fused)
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
@@ -135,82 +188,22 @@ def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
     return config.learning_rate * share
 
 
-def train(config: TrainConfig) -> Path:
-    """Train, checkpoint, evaluate; go on where an earlier run of the same config stopped. Returns the run's folder."""
-    setup = set_up(config)
-    accelerator, target = setup.accelerator, setup.target
-    run = open_run(config, target, accelerator)
-    source = feature_source(config, setup.store, setup.drafter, target, accelerator)
-    if accelerator.is_main_process:
-        show_data(setup, run, source)
-    trainable = [parameter for parameter in setup.drafter.parameters() if parameter.requires_grad]
-    betas = (config.optimizer.beta1, config.optimizer.beta2)
-    optimizer = torch.optim.AdamW(trainable, betas=betas, weight_decay=config.optimizer.weight_decay)
-    model, optimizer = accelerator.prepare(setup.drafter, optimizer)
-    first_step = resume(accelerator, run)
-    tracker = Tracker(config, run, first_step) if accelerator.is_main_process else None
-
-    def evaluate() -> None:
-        if tracker and setup.prompts:
-            newest = checkpoints(run)[-1]
-            if not is_measured(newest, config.evaluation):
-                evaluate_checkpoint(newest, whole_target(config, target), setup.prompts, config.evaluation)
-            log_evaluation(newest, tracker)
-            link_best(run)
-        accelerator.wait_for_everyone()
-
-    if config.evaluation.untrained and setup.prompts and not checkpoints(run):
-        save_checkpoint(accelerator, setup.drafter, run, 0)
-    if checkpoints(run):
-        evaluate()  # a kill between a checkpoint and the end of its evaluation leaves this to do, too
-    totals = Totals()
-    model.train()
-    with progress_bar(accelerator.is_main_process) as progress:
-        task = progress.add_task(
-            f"training {config.drafter.kind}", total=config.run.steps, completed=first_step, detail=""
-        )
-        for step in range(first_step, config.run.steps):
-            rate = learning_rate(step, config.run.steps, config.optimizer)
-            setup.drafter.progress = step / config.run.steps
-            micro_batches = setup.plan.micro_batches(step, accelerator.process_index, accelerator.num_processes)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            batches = [setup.plan.collate(rows).to(accelerator.device) for rows in micro_batches]
-            if setup.on_policy and setup.on_policy.is_due(step):
-                batches = [setup.on_policy.rewrite(batch, step) for batch in batches]
-            with_rows = list(zip(micro_batches, batches, strict=True))
-            batch_sums = gradients(accelerator, model, with_rows, source)
-            norm = accelerator.clip_grad_norm_(model.parameters(), config.optimizer.max_gradient_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-
-            done, last = step + 1, step + 1 == config.run.steps
-            totals.add(batch_sums)
-            if done % config.run.log_every == 0 or last:
-                values = {**totals.means(accelerator), "learning_rate": rate, "gradient_norm": float(norm)}
-                if tracker:
-                    tracker.log(done, values)
-                progress.update(task, detail=f"loss {values['loss']:.3f}")
-            progress.update(task, completed=done)
-            if done % config.run.checkpoint_every == 0 or last:
-                save_checkpoint(accelerator, setup.drafter, run, done)
-                evaluate()
-    if tracker:
-        tracker.finish()
-        if config.evaluation.untrained and setup.prompts:
-            rich.print(escape(what_training_brought(run)))
-    return run
-
-
 def gradients(
-    accelerator: Accelerator, model: torch.nn.Module, batches: list[tuple[Rows, Batch]], source: FeatureSource
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    batches: list[tuple[Rows, Batch]],
+    source: FeatureSource,
+    stages: Stages,
 ) -> list[LossSums]:
     """Leave in the parameters the gradient of the step's mean loss per trained token; return each batch's sums."""
+    stages.enter("communication")
     own_tokens = torch.stack([batch.loss_mask.sum() for _, batch in batches]).sum()
     num_tokens = accelerator.reduce(own_tokens, "sum").clamp(min=1)
     batch_sums = []
     for number, (rows, batch) in enumerate(batches, 1):
+        stages.enter("target")
         features = source(rows, batch)
+        stages.enter("drafter")
         synchronise = contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(model)
         with synchronise, accelerator.autocast():
             sums = model(batch, features)
@@ -220,26 +213,13 @@ def gradients(
     return batch_sums
 
 
-class Totals:
-    """Sums and counts since the last logged step."""
+def agree(accelerator: Accelerator, finite: Tensor, received: int | None) -> tuple[bool, int | None]:
+    """What all ranks act on alike after a step: whether it was finite on each, and a signal that one of them got.
 
-    def __init__(self) -> None:
-        self._pairs: dict[str, list[Tensor]] = defaultdict(list)
-        self._since = time.perf_counter()
-
-    def add(self, batch_sums: list[LossSums]) -> None:
-        for sums in batch_sums:
-            for name, pair in sums.items():
-                self._pairs[name].append(torch.stack([value.double() for value in pair]))
-
-    def means(self, accelerator: Accelerator) -> dict[str, float]:
-        """Means over everything added on all ranks, and trained tokens per second; begins anew."""
-        reduced = {
-            name: accelerator.reduce(torch.stack(pairs).sum(0), "sum").tolist() for name, pairs in self._pairs.items()
-        }
-        now = time.perf_counter()
-        means = {name: total / max(1, count) for name, (total, count) in reduced.items()}
-        means["tokens_per_second"] = reduced["loss"][1] / (now - self._since)
-        self._pairs.clear()
-        self._since = now
-        return means
+    Waits for the device, once a step.
+    """
+    signals = [received == signal.SIGTERM, received == signal.SIGINT]
+    flags = torch.cat([(~finite).float()[None], torch.tensor(signals, dtype=torch.float32, device=finite.device)])
+    nonfinite, terminated, interrupted = accelerator.reduce(flags, "sum").tolist()
+    stopped_by = signal.SIGTERM if terminated else signal.SIGINT if interrupted else None
+    return not nonfinite, stopped_by

@@ -19,7 +19,9 @@ from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.losses import LossSums
 from draftsmith.models.target import Features
 from draftsmith.train.config import EvaluationConfig, TrainConfig
-from draftsmith.train.loop import Setup, gradients, learning_rate, set_up
+from draftsmith.train.loop import gradients, learning_rate
+from draftsmith.train.setup import Setup, set_up
+from draftsmith.train.stages import Stages
 
 GOAL = 0.9  # of the longest possible acceptance length, K + 1
 CHECKS = 8  # the decoder is asked so many times, evenly over the steps
@@ -84,7 +86,7 @@ def overfit(config: TrainConfig, num_sequences: int) -> Overfit:
         raise UserError("--overfit learns the target's text by heart: leave out data.on_policy_share")
     setup = set_up(config)
     drafter, steps = setup.drafter, config.run.steps
-    gate = Gate(setup, num_sequences, config.evaluation)
+    gate, stages = Gate(setup, num_sequences, config.evaluation), Stages(setup.accelerator.device)
     model, optimizer = setup.accelerator.prepare(
         drafter, torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], weight_decay=0.0)
     )
@@ -93,7 +95,7 @@ def overfit(config: TrainConfig, num_sequences: int) -> Overfit:
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, steps, config.optimizer)
-            (sums,) = gradients(setup.accelerator, model, [([], gate.batch)], gate.features)
+            (sums,) = gradients(setup.accelerator, model, [([], gate.batch)], gate.features, stages)
             setup.accelerator.clip_grad_norm_(model.parameters(), config.optimizer.max_gradient_norm)
             optimizer.step()
             optimizer.zero_grad()

@@ -33,12 +33,12 @@ def open_run(config: TrainConfig, target: Target, accelerator: Accelerator) -> P
     run = check_run_folder(config)
     if accelerator.is_main_process:
         (run / "checkpoints").mkdir(exist_ok=True)
-        dump(config, run / "config.yaml")
+        write_whole(run / "config.yaml", dump(config))
         samples = Path(config.data.samples)
         content = {**identity(target), **environment(target), "data_hash": data_hash(samples)}
         if config.init_from is not None:
             content["init_from_hash"] = checkpoint_hash(config.init_from)
-        (run / "environment.json").write_text(json.dumps(content, indent=2) + "\n")
+        write_whole(run / "environment.json", json.dumps(content, indent=2) + "\n")
     accelerator.wait_for_everyone()
     return run
 
@@ -48,8 +48,9 @@ def link_best(run: Path) -> Path | None:
 
     A checkpoint whose output differed from plain decoding comes after all others.
     """
-    measured = [checkpoint for checkpoint in checkpoints(run) if (checkpoint / "evaluation.json").is_file()]
+    measured = measured_checkpoints(run)
     if not measured:
+        (run / "best").unlink(missing_ok=True)
         return None
     best = max(measured, key=lambda checkpoint: worth(first_result(checkpoint)))
     temporary = run / ".best"
@@ -57,6 +58,11 @@ def link_best(run: Path) -> Path | None:
     os.symlink(best.relative_to(run), temporary)
     temporary.replace(run / "best")
     return best
+
+
+def measured_checkpoints(run: Path) -> list[Path]:
+    """Those with an evaluation, oldest first."""
+    return [checkpoint for checkpoint in checkpoints(run) if (checkpoint / "evaluation.json").is_file()]
 
 
 def best_checkpoint(run: Path) -> Path:
@@ -77,6 +83,13 @@ def results(checkpoint: Path) -> list[dict[str, Any]]:
 def first_result(checkpoint: Path) -> dict[str, Any]:
     """The first of them."""
     return results(checkpoint)[0]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write whole or not at all: a resumed run reads these files before it writes them anew."""
+    partial = path.with_name(f".{path.name}")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def require_writable(folder: Path) -> None:

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.train.config import TrainConfig, contents, flatten
+from draftsmith.train.run_folder import write_whole
+
+OF_EVALUATIONS = {"speedup", "evaluation_failed", "stopped_early"}  # each in lines of its own
 
 
 class Tracker:
@@ -47,11 +50,11 @@ class Tracker:
         if self._file.is_file():
             lines = [line for line in self._file.read_text().splitlines(keepends=True) if line.endswith("\n")]
             kept = [line for line in lines if is_kept(json.loads(line), step)]
-            self._file.write_text("".join(kept))
+            write_whole(self._file, "".join(kept))
 
 
 def is_kept(line: dict[str, Any], step: int) -> bool:
-    return line["step"] < step or (line["step"] == step and "speedup" not in line)
+    return line["step"] < step or (line["step"] == step and not OF_EVALUATIONS & line.keys())
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

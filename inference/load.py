@@ -1,0 +1,353 @@
+"""A load test: requests arrive over time, and wait where the rows are full. What do they get, and how fast?
+
+Open: requests arrive by a Poisson process of some rate, whatever has become of those before. Closed: so many clients
+send their next request when they have the answer to the last. Each load is a stage, and a stage is run by every
+contender on the same requests. docs/load.md defines what is counted.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from draftsmith.inference.decoder import SpeculativeDecoder
+from draftsmith.inference.generation import Generation
+from draftsmith.inference.rows import GenerationSettings
+from draftsmith.inference.schedule import Adaptive, Schedule
+from draftsmith.inference.speed import percentiles
+
+WARM_UP_SHARE = 0.2  # of a run's requests, from the first on, that only bring it to a steady state
+SLA_PERCENTILE = "p95"
+
+
+# --- traffic
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lognormal lengths in tokens: half of them below the median, two thirds within a factor of exp(sigma) of it."""
+
+    median: float
+    sigma: float
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """[count] int64, at least 1"""
+        return np.maximum(1, np.rint(self.median * np.exp(self.sigma * rng.standard_normal(count)))).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Load:
+    """One stage: arrivals a second, or requests at once."""
+
+    mode: Literal["rate", "concurrency"]
+    value: float
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A request of the plan."""
+
+    prompt: int  # which of the prompts
+    max_new_tokens: int
+    seconds: float  # of its arrival, since the start; meaningless among closed clients
+
+
+def plan_requests(
+    load: Load,
+    prompts: list[list[int]],
+    count: int,
+    max_new_tokens: int,
+    seed: int,
+    prompt_lengths: Lengths | None = None,
+    output_lengths: Lengths | None = None,
+) -> list[Sent]:
+    """Requests of one run, the same for the same seed.
+
+    Prompts are drawn from the user's with replacement; with `prompt_lengths` each is the one whose length comes nearest
+    to one drawn from there. Answers end at their end of text or at `max_new_tokens`, and at a length drawn from
+    `output_lengths` where that comes first. Between two arrivals passes an exponential time.
+    """
+    rng = np.random.default_rng(seed)
+    gaps = rng.exponential(1 / load.value, count)
+    picks = rng.integers(len(prompts), size=count)
+    if prompt_lengths is not None:
+        own = np.array([len(prompt) for prompt in prompts])
+        ties = rng.permutation(len(prompts))  # of equally near prompts any
+        wanted = prompt_lengths.draw(rng, count)
+        picks = ties[np.abs(own[ties] - wanted[:, None]).argmin(1)]
+    limits = np.full(count, max_new_tokens)
+    if output_lengths is not None:
+        limits = np.minimum(output_lengths.draw(rng, count), max_new_tokens)
+    seconds = np.cumsum(gaps) - gaps[0]
+    return [Sent(int(p), int(n), float(s)) for p, n, s in zip(picks, limits, seconds, strict=True)]
+
+
+# --- serving
+
+
+@dataclass(frozen=True)
+class Clock:
+    now: Callable[[], float] = time.perf_counter
+    wait: Callable[[float], None] = time.sleep
+
+
+@dataclass
+class Answer:
+    """One request from its arrival to its end, in seconds since the start of the run."""
+
+    arrived: float
+    admitted: float
+    first_token: float
+    finished: float
+    token_ids: list[int]
+
+    @property
+    def ttft(self) -> float:
+        return self.first_token - self.arrived
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per token after the first; None of a single token."""
+        after_first = len(self.token_ids) - 1
+        return (self.finished - self.first_token) / after_first if after_first else None
+
+
+@dataclass
+class Run:
+    """What one contender did with the requests of one stage."""
+
+    answers: list[Answer]  # in the order of the plan
+    steps: list[tuple[float, float, int, int]]  # when each began and ended, its new tokens, requests in rows
+    num_drafts: float
+    num_draft_tokens: float
+    num_accepted_tokens: float
+    num_rounds: float
+
+
+def serve(generation: Generation, plan: list[Sent], prompts: list[list[int]], load: Load, clock: Clock) -> Run:
+    """Send the requests as they are due and decode until the last has ended. `generation` must tell time by `clock`."""
+    start = clock.now()
+    waiting = deque(enumerate(plan))
+    arrived: list[float] = []
+    steps: list[tuple[float, float, int, int]] = []
+
+    def is_due() -> bool:
+        if load.mode == "rate":
+            return waiting[0][1].seconds <= clock.now() - start
+        return len(arrived) - generation.num_finished < load.value
+
+    while waiting or generation.running():
+        while waiting and is_due():
+            number, sent = waiting.popleft()
+            arrived.append(sent.seconds if load.mode == "rate" else clock.now() - start)
+            generation.add(prompts[sent.prompt], number, sent.max_new_tokens)
+        if not generation.running():
+            clock.wait(max(0.0, start + waiting[0][1].seconds - clock.now()))
+            continue
+        began, num_running = clock.now() - start, generation.num_running
+        tokens = sum(len(emission.token_ids) for emission in generation.step())
+        steps.append((began, clock.now() - start, tokens, max(num_running, generation.num_running)))
+    answers = [
+        Answer(at, request.admitted - start, request.first_token - start, request.finished - start, request.token_ids)
+        for at, request in zip(arrived, generation.requests, strict=True)
+    ]
+    stats = [request.stats for request in generation.requests]
+    total = sum(stats[1:], stats[0])
+    return Run(answers, steps, total.num_drafts, total.num_draft_tokens, total.num_accepted_tokens, total.num_rounds)
+
+
+# --- what a stage shows
+
+
+@dataclass(frozen=True)
+class Sla:
+    """Milliseconds that 95 of 100 requests must keep; None asks for nothing."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    def kept_by(self, answer: Answer) -> bool:
+        slow_start = self.ttft_ms is not None and answer.ttft * 1000 > self.ttft_ms
+        slow_tokens = self.tpot_ms is not None and answer.tpot is not None and answer.tpot * 1000 > self.tpot_ms
+        return not (slow_start or slow_tokens)
+
+    def kept_at(self, row: dict[str, Any]) -> bool:
+        """By the 95th percentiles of a stage."""
+        limits = {"ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms}
+        return all(limit is None or row[name][SLA_PERCENTILE] <= limit for name, limit in limits.items())
+
+
+def stage_row(load: Load, contender: str, runs: list[Run], sla: Sla) -> dict[str, Any]:
+    """One entry of `stages` in load.json (docs/load.md), pooled over the repeats.
+
+    The first fifth of a run's requests is left out, and times are counted from the arrival of the first request behind
+    them to that of the last one: before, the rows fill, and after, they run empty.
+    """
+    counted, tokens, seconds, busy = [], 0, 0.0, 0.0
+    for run in runs:
+        kept = run.answers[int(len(run.answers) * WARM_UP_SHARE) :]
+        begin, end = min(answer.arrived for answer in kept), max(answer.arrived for answer in kept)
+        counted += kept
+        seconds += end - begin
+        tokens += sum(new for _, at, new, _ in run.steps if begin < at <= end)
+        busy += time_running(run.steps, begin, end)
+    tpots = [answer.tpot * 1000 for answer in counted if answer.tpot is not None]
+    kept_sla = sum(map(sla.kept_by, counted))
+    drafts, rounds = sum(run.num_drafts for run in runs), sum(run.num_rounds for run in runs)
+    row = {
+        "mode": load.mode,
+        "load": load.value,
+        "contender": contender,
+        "num_counted": len(counted),
+        "seconds": seconds,
+        "throughput_tokens_per_second": tokens / seconds,
+        "requests_per_second": len(counted) / seconds,
+        "mean_running": busy / seconds,
+        "ttft_ms": percentiles([answer.ttft * 1000 for answer in counted]),
+        "queue_ms": percentiles([(answer.admitted - answer.arrived) * 1000 for answer in counted]),
+        "prefill_ms": percentiles([(answer.first_token - answer.admitted) * 1000 for answer in counted]),
+        "tpot_ms": percentiles(tpots),
+        "sla_share": kept_sla / len(counted),
+        "goodput_requests_per_second": kept_sla / seconds,
+        "mean_acceptance_length": 1 + sum(run.num_accepted_tokens for run in runs) / drafts if drafts else 1.0,
+        "mean_draft_length": sum(run.num_draft_tokens for run in runs) / max(1, rounds),
+    }
+    return {**row, "within_sla": sla.kept_at(row)}
+
+
+def time_running(steps: list[tuple[float, float, int, int]], begin: float, end: float) -> float:
+    """Requests in rows, integrated over the time from `begin` to `end`; idle waits count as none."""
+    return sum(count * max(0.0, min(to, end) - max(since, begin)) for since, to, _, count in steps)
+
+
+def operating_points(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any] | None]:
+    """Of each contender the stage of the largest throughput within the SLA; None where no stage kept it."""
+    names = dict.fromkeys(row["contender"] for row in rows)
+    kept = {name: [row for row in rows if row["contender"] == name and row["within_sla"]] for name in names}
+    return {
+        name: max(own, key=lambda row: row["throughput_tokens_per_second"]) if own else None
+        for name, own in kept.items()
+    }
+
+
+def gains(rows: list[dict[str, Any]], contender: str) -> dict[float, float]:
+    """How much faster than with speculation off, at each load.
+
+    Closed clients take what they get: throughput over throughput. At a given rate of arrivals everybody is answered in
+    the end, only later: the median time per token of off over that of the contender.
+    """
+    by_load: dict[float, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_load.setdefault(row["load"], {})[row["contender"]] = row
+    found = {}
+    for load, of_load in by_load.items():
+        one, off = of_load[contender], of_load["off"]
+        if one["mode"] == "concurrency":
+            found[load] = one["throughput_tokens_per_second"] / off["throughput_tokens_per_second"]
+        else:
+            found[load] = off["tpot_ms"]["p50"] / one["tpot_ms"]["p50"]
+    return found
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """Up to which load speculation pays, in one line."""
+    unit = "requests at once" if rows[0]["mode"] == "concurrency" else "requests a second"
+    ratios = sorted(gains(rows, "on").items())
+    until = next((i for i, (_, gain) in enumerate(ratios) if gain <= 1), len(ratios))
+    if until == 0:
+        return f"speculation does not pay at {ratios[0][0]:g} {unit}: {ratios[0][1]:.2f}x"
+    pays = f"speculation pays up to {ratios[until - 1][0]:g} {unit} ({ratios[until - 1][1]:.2f}x there)"
+    if until == len(ratios):
+        return f"{pays}, the highest load tried"
+    return f"{pays}; off from {ratios[until][0]:g} ({ratios[until][1]:.2f}x)"
+
+
+# --- the test
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    loads: tuple[Load, ...]  # of one mode, rising
+    num_requests: int = 40  # of a run
+    repeats: int = 3  # runs of each stage and contender
+    max_batch: int = 16  # rows that an open stage decodes in
+    seed: int = 0
+    sla: Sla = Sla()
+    prompt_lengths: Lengths | None = None
+    output_lengths: Lengths | None = None
+
+
+def run_load_test(
+    decoders: dict[str, SpeculativeDecoder],
+    how: dict[str, GenerationSettings],
+    prompts: list[list[int]],
+    settings: LoadSettings,
+    clock: Clock = Clock(),
+    on_progress: Callable[[], None] = lambda: None,
+) -> tuple[list[dict[str, Any]], dict[str, list[list[int]]]]:
+    """Rows of `stages`, and the answers of each contender in the order of all requests.
+
+    Stage by stage, repeat by repeat, each contender serves the same requests, in an order that rotates.
+    """
+    rows: list[dict[str, Any]] = []
+    texts: dict[str, list[list[int]]] = {name: [] for name in decoders}
+    longest, names = max(map(len, prompts)), list(decoders)
+    for load in settings.loads:
+        num_rows = int(load.value) if load.mode == "concurrency" else settings.max_batch
+        for name, decoder in decoders.items():  # warm-up, not counted
+            warm = [prompts[i % len(prompts)] for i in range(num_rows)]
+            generation = Generation(decoder.rows_for(how[name], num_rows, longest), [], [])
+            for number, prompt in enumerate(warm):
+                generation.add(prompt, number, min(8, how[name].max_new_tokens))
+            while generation.running():
+                generation.step()
+        runs: dict[str, list[Run]] = {name: [] for name in decoders}
+        for repeat in range(settings.repeats):
+            plan = plan_requests(
+                load,
+                prompts,
+                settings.num_requests,
+                how[names[0]].max_new_tokens,
+                settings.seed + repeat,
+                settings.prompt_lengths,
+                settings.output_lengths,
+            )
+            for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+                decoders[name].drafter.forget()
+                generation = Generation(decoders[name].rows_for(how[name], num_rows, longest), [], [], now=clock.now)
+                runs[name].append(serve(generation, plan, prompts, load, clock))
+                on_progress()
+        rows += [stage_row(load, name, runs[name], settings.sla) for name in names]
+        for name in names:
+            texts[name] += [answer.token_ids for run in runs[name] for answer in run.answers]
+    return rows, texts
+
+
+def measure_round_costs(
+    decoder: SpeculativeDecoder,
+    how: GenerationSettings,
+    prompts: list[list[int]],
+    candidates: Sequence[int],
+    sizes: Sequence[int],
+    num_rounds: int = 8,
+) -> Adaptive:
+    """An adaptive schedule whose costs are medians of a few rounds at each number of requests and draft length."""
+    table = []
+    for size in sizes:
+        times = []
+        for length in candidates:
+            constant = replace(how, schedule=Schedule(((1, length),)))
+            batch = [prompts[i % len(prompts)] for i in range(size)]
+            generation = Generation(decoder.rows_for(constant, size, max(map(len, prompts))), batch, list(range(size)))
+            generation.step()
+            seconds: list[float] = []
+            while generation.running() and generation.num_running == size and len(seconds) < num_rounds:
+                before = time.perf_counter()
+                generation.step()
+                seconds.append(time.perf_counter() - before)
+            times.append(float(np.median(seconds)) * 1000)
+        table.append((size, tuple(times)))
+    return Adaptive(tuple(candidates), tuple(table))

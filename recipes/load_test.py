@@ -1,0 +1,225 @@
+"""`draftsmith evaluate --load`: a drafter under traffic, with speculation on, off and scheduled."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.data.checks import notice_other_target
+from draftsmith.data.progress import progress_bar
+from draftsmith.data.prompts import read_prompt_set
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.clock import cpu_threads
+from draftsmith.inference.decoder import check_sampling, resolve_settings
+from draftsmith.inference.evaluation import environment, write_evaluation
+from draftsmith.inference.load import (
+    Lengths,
+    Load,
+    LoadSettings,
+    Sla,
+    measure_round_costs,
+    operating_points,
+    run_load_test,
+    verdict,
+)
+from draftsmith.inference.schedule import Adaptive, Schedule, read_schedule
+from draftsmith.models import Target, load_drafter
+from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.recipes.figures import BASELINE_COLOUR, COLOURS, label
+from draftsmith.train.run_folder import require_writable
+
+REPEATS = 3
+CONTENDER_COLOURS = {"off": BASELINE_COLOUR, "on": COLOURS[1], "scheduled": COLOURS[2]}
+
+
+def evaluate_under_load(args: argparse.Namespace, console: Console) -> None:
+    """The command. Raises `UserError`, before anything is measured or written, for settings that do not go together."""
+    settings = load_settings(args)
+    refuse_ignored(args)
+    target = Target.from_pretrained(args.target, args.device)
+    prompts = read_prompt_set(args.prompts[0], target, args.num_prompts, args.max_new_tokens)
+    drafter, plain = load_drafter(args.drafter[0], target), load_drafter("none", target)
+    notice_other_target(drafter, target)
+    sampling = check_sampling(args.temperature[0], args.top_p, 0)
+    draft_length = args.draft_length[0] if args.draft_length else 4
+    common = sampling, args.max_new_tokens
+    how = {
+        "off": resolve_settings(plain, *common, seed=args.seed),
+        "on": resolve_settings(drafter, *common, draft_length, args.verification_mode, args.seed),
+    }
+    decoders = {"off": SpeculativeDecoder(target, plain), "on": SpeculativeDecoder(target, drafter)}
+    require_writable(args.out)
+    with progress_bar() as progress, cpu_threads(args.num_threads):
+        task = progress.add_task("load test", total=len(settings.loads) * settings.repeats * 3, detail="")
+        if args.schedule:
+            schedule: Schedule | Adaptive = read_schedule(args.schedule)
+        else:
+            most = (
+                max(load.value for load in settings.loads)
+                if settings.loads[0].mode == "concurrency"
+                else args.max_batch
+            )
+            sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= most]
+            lengths = sorted({0, 1, draft_length // 2, draft_length})
+            schedule = measure_round_costs(decoders["on"], how["on"], prompts.token_ids, lengths, sizes)
+        how["scheduled"] = resolve_settings(drafter, *common, schedule, args.verification_mode, args.seed)
+        decoders["scheduled"] = SpeculativeDecoder(target, drafter)
+        rows, texts = run_load_test(
+            decoders, how, prompts.token_ids, settings, on_progress=lambda: progress.advance(task)
+        )
+        env = environment(target)
+    content = {
+        "target": target.name,
+        "drafter": args.drafter[0],
+        "drafter_kind": drafter.kind,
+        "environment": env,
+        "traffic": {**asdict(settings), "prompt_set": prompts.name, "num_prompts": len(prompts.token_ids)},
+        "temperature": args.temperature[0],
+        "max_new_tokens": args.max_new_tokens,
+        "draft_length": draft_length,
+        "schedule": schedule.to_json(),
+        "stages": rows,
+        "operating_points": operating_points(rows),
+        "identical": identical(texts) if how["on"].verification_mode in ("greedy", "one_hot") else None,
+        "verdict": verdict(rows),
+    }
+    write_evaluation(args.out / "load.json", content)
+    draw(content, args.out / "load.png")
+    print_load(content, console)
+    console.print(f"wrote {args.out / 'load.json'} and load.png", soft_wrap=True, highlight=False)
+
+
+def load_settings(args: argparse.Namespace) -> LoadSettings:
+    if bool(args.rate) == bool(args.concurrency):
+        raise UserError("--load: give either --rate (requests a second) or --concurrency (requests at once)")
+    values = sorted(args.rate or args.concurrency)
+    for value in values:
+        require_at_least("--rate" if args.rate else "--concurrency", value, 0.001 if args.rate else 1)
+    require_at_least("--requests", args.requests, 10)
+    repeats = REPEATS if args.repeats is None else args.repeats
+    require_at_least("--repeats", repeats)
+    require_at_least("--max-batch", args.max_batch)
+    most = max(values) if args.concurrency else 0
+    if args.requests < 2 * most:
+        raise UserError(f"--requests {args.requests}: give at least {2 * most}, two for each client of the last stage")
+    return LoadSettings(
+        loads=tuple(Load("rate" if args.rate else "concurrency", value) for value in values),
+        num_requests=args.requests,
+        repeats=repeats,
+        max_batch=args.max_batch,
+        seed=args.seed,
+        sla=Sla(args.sla_ttft_ms, args.sla_tpot_ms),
+        prompt_lengths=lengths_of("--prompt-lengths", args.prompt_lengths),
+        output_lengths=lengths_of("--output-lengths", args.output_lengths),
+    )
+
+
+def lengths_of(name: str, values: list[float] | None) -> Lengths | None:
+    if values is None:
+        return None
+    require_at_least(f"{name} MEDIAN", values[0])
+    require_at_least(f"{name} SIGMA", values[1], 0)
+    return Lengths(*values)
+
+
+def refuse_ignored(args: argparse.Namespace) -> None:
+    """A load test is of one drafter and one setting."""
+    if len(args.prompts) > 1 or args.minutes is not None or args.baseline:
+        raise UserError("--load: give one set of --prompts, and leave out --minutes and --baseline")
+    if len(args.drafter) > 1 or len(args.temperature) > 1 or len(args.draft_length or []) > 1:
+        raise UserError("--load: give one --drafter, one --temperature and one --draft-length")
+    if args.tree or args.certify or args.synthetic_acceptance or args.batch_size != [1]:
+        raise UserError(
+            "--load: --tree, --certify, --synthetic-acceptance and --batch-size have no effect: leave them out"
+        )
+    if args.drafter == ["none"]:
+        raise UserError("--load: plain decoding is measured beside any drafter; give another --drafter")
+
+
+def identical(texts: dict[str, list[list[int]]]) -> dict[str, Any]:
+    """Answers that are token for token those with speculation off.
+
+    Requests meet other neighbours in the batch with each contender, which may turn a near tie around in low precision.
+    """
+    off = texts["off"]
+    return {
+        name: {"checked": len(off), "identical": sum(a == b for a, b in zip(off, own, strict=True))}
+        for name, own in texts.items()
+        if name != "off"
+    }
+
+
+# --- what a person reads
+
+
+def print_load(content: dict[str, Any], console: Console) -> None:
+    mode = content["stages"][0]["mode"]
+    table = Table(title=f"{content['drafter']} under load, draft length {content['draft_length']}")
+    table.add_column("requests at once" if mode == "concurrency" else "requests/s", justify="right")
+    table.add_column("speculation")
+    for name in ("tokens/s", "running", "queue p95", "TTFT p50", "p95", "p99", "TPOT p50", "p95", "p99", "drafted"):
+        table.add_column(name, justify="right")
+    table.add_column("goodput req/s", justify="right")
+    for row in content["stages"]:
+        times = [row["queue_ms"]["p95"], *row["ttft_ms"].values(), *row["tpot_ms"].values()]
+        table.add_row(
+            f"{row['load']:g}",
+            row["contender"],
+            f"{row['throughput_tokens_per_second']:.0f}",
+            f"{row['mean_running']:.1f}",
+            *(f"{milliseconds:.1f}" for milliseconds in times),
+            f"{row['mean_draft_length']:.1f}",
+            f"{row['goodput_requests_per_second']:.2f}" + ("" if row["within_sla"] else " (SLA missed)"),
+        )
+    console.print(table)
+    for name, point in content["operating_points"].items():
+        found = "no load keeps the SLA"
+        if point is not None:
+            found = f"{point['throughput_tokens_per_second']:.0f} tokens/s at {point['load']:g}"
+        console.print(f"operating point, {name}: {found}", highlight=False)
+    for name, check in (content["identical"] or {}).items():
+        console.print(f"{name}: {check['identical']} of {check['checked']} answers are those of off", highlight=False)
+    console.print(content["verdict"], style="bold", highlight=False)
+
+
+def draw(content: dict[str, Any], path: Path) -> None:
+    """Throughput against the 95th percentiles of TPOT and TTFT; a line is a contender, a point a stage."""
+    figure = Figure(figsize=(9.6, 4.2), dpi=150, layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    sla = content["traffic"]["sla"]
+    for axes, (field, title) in zip(
+        panels, (("tpot_ms", "Time per token"), ("ttft_ms", "Time to first token")), strict=True
+    ):
+        draw_panel(axes, content, field)
+        label(axes, f"{title}, from arrival" if field == "ttft_ms" else title, f"{field[:4].upper()} p95, ms", "")
+        if sla[field] is not None:
+            axes.axvline(sla[field], color="black", linestyle="--", linewidth=1)
+            axes.annotate(" SLA", (sla[field], 0.02), xycoords=("data", "axes fraction"), fontsize=8)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("throughput, tokens per second", fontsize=9)
+    panels[0].legend(fontsize=8, title="speculation", title_fontsize=8)
+    figure.suptitle(content["verdict"], fontsize=10)
+    figure.savefig(path, metadata={"Software": None})
+
+
+def draw_panel(axes: Axes, content: dict[str, Any], field: str) -> None:
+    for name, colour in CONTENDER_COLOURS.items():
+        rows = [row for row in content["stages"] if row["contender"] == name]
+        xs = [row[field]["p95"] for row in rows]
+        ys = [row["throughput_tokens_per_second"] for row in rows]
+        axes.plot(xs, ys, marker="o", markersize=4, color=colour, label=name)
+        for x, y, row in zip(xs, ys, rows, strict=True):
+            axes.annotate(f"{row['load']:g}", (x, y), (4, 3), textcoords="offset points", fontsize=7, color=colour)
+        point = content["operating_points"][name]
+        if point is not None:
+            place = point[field]["p95"], point["throughput_tokens_per_second"]
+            axes.plot(*place, marker="o", markersize=11, markerfacecolor="none", color=colour)

@@ -1,0 +1,177 @@
+"""`evaluate --replay`: every drafter, draft length, tree and verification mode from one recording of the target.
+
+No time is measured: one plain decoding of the prompts a temperature and one pass over each text score everything
+(inference/replay.py). Written to replay.json. Also what `evaluate` says of rows whose acceptance is low.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.inference.calibration import calibration_fields
+from draftsmith.inference.decoder import check_shape
+from draftsmith.inference.diagnosis import Reference, diagnose, is_low
+from draftsmith.inference.evaluation import environment, write_evaluation
+from draftsmith.inference.measure import PromptSet, acceptance_fields
+from draftsmith.inference.replay import (
+    Track,
+    check_replayed,
+    expected_stats,
+    length_interval,
+    paired_difference,
+    record,
+    replay,
+)
+from draftsmith.inference.stats import Stats
+from draftsmith.inference.verify import VerificationMode
+from draftsmith.models import Drafter, Target, load_drafter
+from draftsmith.models.errors import require_at_least
+from draftsmith.models.sampling import Sampling
+from draftsmith.models.trees import Chain, StaticTree
+from draftsmith.train.run_folder import require_writable
+
+LONGEST = 8  # draft length up to which chains are replayed where none is given
+DIAGNOSED_PROMPTS = 16  # first ones of a set that a diagnosis reads
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    samplings: tuple[Sampling, ...] = (Sampling(),)
+    longest: int = LONGEST  # chains of 1 to so many tokens
+    trees: tuple[StaticTree, ...] = ()
+    max_new_tokens: int = 64
+    seed: int = 0
+
+
+def replay_drafters(
+    target: Target, names: list[str], prompts: PromptSet, settings: ReplaySettings, out: Path
+) -> dict[str, Any]:
+    """Replay drafters (checkpoints, Hub names, `ngram`); returns and writes the content of OUT/replay.json.
+
+    Of rows beyond the first drafter's, `difference` is their acceptance length less that drafter's at the same setting,
+    with a paired interval. Raises `UserError`, before anything is decoded, for what cannot be replayed.
+    """
+    require_at_least("--draft-length", settings.longest)
+    drafters = {name: load_drafter(name, target) for name in names}
+    for drafter in drafters.values():
+        check_replayed(drafter)
+        for tree in settings.trees:
+            check_replayed(drafter, tree)
+            if drafter.can_branch:
+                check_shape(tree, drafter)
+    require_writable(out)
+    longest = max([settings.longest, *(tree.depth for tree in settings.trees)])
+    rows: list[dict[str, Any]] = []
+    for sampling in settings.samplings:
+        recording = record(target, prompts.token_ids, sampling, settings.max_new_tokens, longest, settings.seed)
+        tracks = replay(target, recording, drafters, longest)
+        for name, drafter in drafters.items():
+            for shape, mode in settings_of(drafter, sampling, settings):
+                stats = [expected_stats(track, shape, mode) for track in tracks[name]]
+                row = {"drafter": name, **replayed_row(prompts, sampling, shape, mode, stats, settings, tracks[name])}
+                if name != names[0] and (shape, mode) in settings_of(drafters[names[0]], sampling, settings):
+                    others = [expected_stats(track, shape, mode) for track in tracks[names[0]]]
+                    row["difference"] = {"from": names[0], **paired_difference(stats, others)}
+                rows.append(row)
+    content = {"target": target.name, "environment": environment(target), "results": rows}
+    write_evaluation(out / "replay.json", content)
+    return content
+
+
+def settings_of(
+    drafter: Drafter, sampling: Sampling, settings: ReplaySettings
+) -> list[tuple[Chain | StaticTree, VerificationMode]]:
+    """The shapes and verification modes that a drafter is replayed with at a temperature."""
+    exact: VerificationMode = "greedy" if sampling.greedy else "one_hot"
+    modes: list[VerificationMode] = [exact]
+    if not sampling.greedy and drafter.can_sample:
+        modes.append("probabilistic")
+    chains = [
+        Chain(depth) for depth in range(1, min(settings.longest, drafter.max_draft_length or settings.longest) + 1)
+    ]
+    trees = settings.trees if drafter.can_branch else ()
+    return [*((chain, mode) for mode in modes for chain in chains), *((tree, exact) for tree in trees)]
+
+
+def replayed_row(
+    prompts: PromptSet,
+    sampling: Sampling,
+    shape: Chain | StaticTree,
+    mode: VerificationMode,
+    stats: list[Stats],
+    settings: ReplaySettings,
+    tracks: list[Track],
+) -> dict[str, Any]:
+    """One row of replay.json; its counters are expected values, which may be fractions."""
+    is_chain = isinstance(shape, Chain)
+    return {
+        "prompt_set": prompts.name,
+        "num_prompts": len(prompts.token_ids),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "verification_mode": mode,
+        "draft_length": shape.depth,
+        "tree_nodes": None if is_chain else shape.num_nodes,
+        "max_new_tokens": settings.max_new_tokens,
+        **acceptance_fields(sum(stats[1:], stats[0])),
+        "mean_acceptance_length_ci95": length_interval(stats),
+        **(calibration_fields(tracks, shape.depth, mode) if is_chain else {}),
+    }
+
+
+# --- low acceptance
+
+
+def add_diagnoses(
+    contents: list[dict[str, Any]], drafters: list[Drafter], target: Target, prompt_sets: list[PromptSet]
+) -> None:
+    """Put `diagnosis` into greedy rows of chains of trained drafters whose acceptance is low.
+
+    Of several rows of one drafter, prompt set and draft length, which differ in batch size, all get the same.
+    """
+    sets = {prompts.name: prompts for prompts in prompt_sets}
+    for content, drafter in zip(contents, drafters, strict=True):
+        known: dict[tuple[str, int], list] = {}
+        for row in content["results"]:
+            chain = row["verification_mode"] == "greedy" and row["tree_nodes"] is None
+            if not (chain and drafter.trainable() and is_low(stats_of(row))):
+                continue
+            key = row["prompt_set"], row["draft_length"]
+            if key not in known:
+                prompts, length = sets[key[0]], row["draft_length"]
+                picked = prompts.token_ids[:DIAGNOSED_PROMPTS]
+                recording = record(target, picked, Sampling(), row["max_new_tokens"], length)
+                domains = prompts.domains[:DIAGNOSED_PROMPTS]
+                known[key] = diagnose(target, drafter, recording, length, domains, reference_of(content["drafter"]))
+            row["diagnosis"] = known[key]
+
+
+def stats_of(row: dict[str, Any]) -> Stats:
+    """The counters of a row that acceptance is judged by."""
+    return Stats(row["draft_length"], row["num_drafts"], acceptance_histogram=row["acceptance_histogram"])
+
+
+def reference_of(name: str) -> Reference | None:
+    """What the checkpoint in a folder accepted of first tokens: by its own evaluation, else in training."""
+    folder = Path(name)
+    if (folder / "evaluation.json").is_file():
+        for row in json.loads((folder / "evaluation.json").read_text())["results"]:
+            first = row["conditional_acceptance_rates"][0] if row["conditional_acceptance_rates"] else None
+            if row["verification_mode"] == "greedy" and row["tree_nodes"] is None and first is not None:
+                return Reference(first, str(folder / "evaluation.json"), in_training=False)
+    metrics = folder.resolve().parent.parent / "metrics.jsonl"
+    if metrics.is_file():
+        lines = [json.loads(line) for line in metrics.read_text().splitlines() if "accuracy_0" in line]
+        if lines:
+            return Reference(lines[-1]["accuracy_0"], str(metrics), in_training=True)
+    return None
+
+
+def diagnosis_lines(row: dict[str, Any]) -> list[str]:
+    """What a row's diagnosis says, a cause a line; none where acceptance is not low."""
+    if "diagnosis" not in row:
+        return []
+    if not row["diagnosis"]:
+        return ["acceptance is low, and nothing wrong was found: train longer, or on more text like these prompts"]
+    return [f"{one['cause']}: {one['evidence']}. To mend it, {one['mend']}" for one in row["diagnosis"]]

@@ -1,0 +1,186 @@
+"""The load test with a clock that ticks when it is read: arrivals, what is counted, and what is made of it."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoder import resolve_settings
+from draftsmith.inference.generation import Generation
+from draftsmith.inference.load import (
+    Answer,
+    Clock,
+    Lengths,
+    Load,
+    LoadSettings,
+    Run,
+    Sla,
+    operating_points,
+    plan_requests,
+    run_load_test,
+    serve,
+    stage_row,
+    time_running,
+    verdict,
+)
+from draftsmith.inference.schedule import Schedule
+from draftsmith.models import DRAFTERS, Target, load_drafter
+from draftsmith.models.sampling import Sampling
+
+PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17], [18]]
+
+
+class Ticking:
+    """A clock that goes on by a millisecond whenever it is read, and by what is waited."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def now(self) -> float:
+        self.seconds += 0.001
+        return self.seconds
+
+    def wait(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def clock(self) -> Clock:
+        return Clock(self.now, self.wait)
+
+
+def decoder_of(name: str, target: Target) -> SpeculativeDecoder:
+    return SpeculativeDecoder(target, load_drafter(name, target))
+
+
+def test_arrivals_are_poisson() -> None:
+    """Gaps have mean and standard deviation 1 / rate and no memory; the plan depends on the seed alone."""
+    plan = plan_requests(Load("rate", 4.0), PROMPTS, 20_000, 8, seed=1)
+    gaps = np.diff([sent.seconds for sent in plan])
+    assert plan[0].seconds == 0
+    assert gaps.mean() == pytest.approx(0.25, rel=0.03)
+    assert gaps.std() == pytest.approx(0.25, rel=0.03)
+    assert (gaps > 0.25).mean() == pytest.approx(np.exp(-1), abs=0.015)
+    assert abs(np.corrcoef(gaps[:-1], gaps[1:])[0, 1]) < 0.03
+    assert {sent.prompt for sent in plan} == {0, 1, 2, 3}
+    assert plan == plan_requests(Load("rate", 4.0), PROMPTS, 20_000, 8, seed=1)
+    assert plan != plan_requests(Load("rate", 4.0), PROMPTS, 20_000, 8, seed=2)
+    slower = plan_requests(Load("rate", 2.0), PROMPTS, 20_000, 8, seed=1)  # the same requests, further apart
+    assert [sent.prompt for sent in plan] == [sent.prompt for sent in slower]
+    assert [2 * sent.seconds for sent in plan] == pytest.approx([sent.seconds for sent in slower])
+
+
+def test_lengths_are_those_asked_for() -> None:
+    """Prompts of the nearest length, limits cut at the most; half of a lognormal lies below its median."""
+    lengths = Lengths(20, 0.5).draw(np.random.default_rng(0), 20_000)
+    assert np.median(lengths) == pytest.approx(20, abs=1)
+    assert np.log(lengths).std() == pytest.approx(0.5, abs=0.02)
+    plan = plan_requests(Load("rate", 1.0), PROMPTS, 500, 30, 0, Lengths(2, 0.0), Lengths(20, 0.5))
+    assert {sent.prompt for sent in plan} == {1}
+    assert max(sent.max_new_tokens for sent in plan) == 30
+    assert 1 <= min(sent.max_new_tokens for sent in plan) < 20
+
+
+@pytest.mark.parametrize("load", [Load("rate", 40.0), Load("rate", 0.5), Load("concurrency", 3)])
+@pytest.mark.parametrize("name", ["none", "ngram"])
+def test_a_run(name: str, load: Load, tiny_target: Target) -> None:
+    """Every request is answered as alone; its times are in order, and queue, prefill and decoding add up."""
+    decoder, ticking = decoder_of(name, tiny_target), Ticking()
+    settings = resolve_settings(decoder.drafter, Sampling(), 12, 3)
+    plan = plan_requests(load, PROMPTS, 12, 12, 0, output_lengths=Lengths(8, 0.5))
+    clock = ticking.clock()
+    generation = Generation(decoder.rows_for(settings, 3, 7), [], [], now=clock.now)
+    run = serve(generation, plan, PROMPTS, load, clock)
+    alone = decoder_of("none", tiny_target)
+    for sent, answer in zip(plan, run.answers, strict=True):
+        expected = alone.generate([PROMPTS[sent.prompt]], sent.max_new_tokens).token_ids[0]
+        assert answer.token_ids == expected
+        assert answer.arrived <= answer.admitted < answer.first_token <= answer.finished
+        queue, prefill = answer.admitted - answer.arrived, answer.first_token - answer.admitted
+        decoding = (answer.tpot or 0.0) * (len(answer.token_ids) - 1)
+        assert answer.ttft == pytest.approx(queue + prefill)
+        assert answer.finished - answer.arrived == pytest.approx(queue + prefill + decoding)
+        if load.mode == "rate":
+            assert answer.arrived == sent.seconds  # not when the decoder had time to look
+    assert max(running for *_, running in run.steps) <= 3
+    assert sum(tokens for _, _, tokens, _ in run.steps) == sum(len(answer.token_ids) for answer in run.answers)
+    if load.mode == "concurrency":  # a client sends when its last answer has come
+        events = sorted(itertools.chain(*(((a.arrived, 1), (a.finished, -1)) for a in run.answers)))
+        assert max(itertools.accumulate(change for _, change in events)) == 3
+    elif load.value == 0.5:
+        assert all(answer.admitted - answer.arrived < 0.1 for answer in run.answers)  # nobody else is there
+        assert run.steps[-1][1] > plan[-1].seconds > 5  # and it waited for them
+    row = stage_row(load, name, [run], Sla())
+    assert row["num_counted"] == 10  # of 12, the first fifth left out
+
+
+def answer(arrived: float, queue: float, prefill: float, tpot: float, num_tokens: int) -> Answer:
+    first = arrived + queue + prefill
+    return Answer(arrived, arrived + queue, first, first + tpot * (num_tokens - 1), [0] * num_tokens)
+
+
+def test_what_a_stage_shows() -> None:
+    """Ten requests a second apart, of which two warm up; the sixth waits long, the eighth decodes slowly."""
+    answers = [answer(float(i), 0.1, 0.2, 0.01, 11) for i in range(10)]
+    answers[0] = answer(0.0, 50.0, 0.2, 1.0, 11)  # counts nowhere
+    answers[5] = answer(5.0, 1.1, 0.2, 0.01, 11)
+    answers[7] = answer(7.0, 0.1, 0.2, 0.05, 11)
+    steps = [(float(i) - 0.5, float(i) + 0.5, 11, 2) for i in range(10)]
+    run = Run(answers, steps, num_drafts=4, num_draft_tokens=8, num_accepted_tokens=6, num_rounds=8)
+    row = stage_row(Load("rate", 1.0), "on", [run, run], Sla(ttft_ms=400, tpot_ms=20))
+    assert row["num_counted"] == 16
+    assert row["seconds"] == pytest.approx(2 * 7)  # from the third arrival to the tenth
+    assert row["throughput_tokens_per_second"] == pytest.approx(11)  # 7 steps lie between them
+    assert row["mean_running"] == pytest.approx(2)
+    ttft = [300.0] * 7 + [1300.0]
+    assert list(row["ttft_ms"].values()) == pytest.approx([np.percentile(ttft * 2, q) for q in (50, 95, 99)])
+    assert row["tpot_ms"]["p50"] == pytest.approx(10)
+    assert row["queue_ms"]["p50"] == pytest.approx(100)
+    assert row["prefill_ms"]["p99"] == pytest.approx(200)
+    assert row["sla_share"] == pytest.approx(6 / 8)
+    assert row["goodput_requests_per_second"] == pytest.approx(6 / 7)
+    assert not row["within_sla"]
+    assert stage_row(Load("rate", 1.0), "on", [run], Sla(2000, 60))["within_sla"]
+    assert (row["mean_acceptance_length"], row["mean_draft_length"]) == (2.5, 1.0)
+
+
+def test_idle_time_is_no_running_time() -> None:
+    """Steps end at 1 and at 5 s and the second took 1 s: between them nothing ran."""
+    assert time_running([(0.0, 1.0, 1, 3), (4.0, 5.0, 1, 2)], 0.5, 4.5) == pytest.approx(0.5 * 3 + 0.5 * 2)
+
+
+def stage(
+    load: float, contender: str, throughput: float, tpot: float, within: bool = True, mode: str = "concurrency"
+) -> dict:
+    row = {"mode": mode, "load": load, "contender": contender, "throughput_tokens_per_second": throughput}
+    return {**row, "tpot_ms": {"p50": tpot}, "within_sla": within}
+
+
+def test_operating_point_and_verdict() -> None:
+    """The largest throughput within the SLA, and the load from which speculation no longer pays."""
+    speeds = {1: (100, 180, True), 4: (300, 400, True), 8: (500, 450, True), 16: (600, 500, False)}
+    rows = []
+    for load, (off, on, within) in speeds.items():
+        rows += [stage(load, "off", off, 10.0), stage(load, "on", on, 10.0, within)]
+    points = operating_points(rows)
+    assert (points["off"]["load"], points["on"]["load"]) == (16, 8)
+    assert verdict(rows) == "speculation pays up to 4 requests at once (1.33x there); off from 8 (0.90x)"
+    assert verdict(rows[:4]) == "speculation pays up to 4 requests at once (1.33x there), the highest load tried"
+    assert verdict(rows[4:]) == "speculation does not pay at 8 requests at once: 0.90x"
+    assert operating_points([stage(1, "on", 5.0, 1.0, within=False)]) == {"on": None}
+    at_rate = [stage(2.0, name, 50, tpot, mode="rate") for name, tpot in (("off", 12.0), ("on", 8.0))]
+    assert verdict(at_rate) == "speculation pays up to 2 requests a second (1.50x there), the highest load tried"
+
+
+def test_on_off_and_scheduled_give_the_same_texts(tiny_target: Target) -> None:
+    """Every contender serves the same requests of every stage and repeat, and answers them alike."""
+    medusa = DRAFTERS["medusa"].from_target(DRAFTERS["medusa"].config_class(kind="medusa"), tiny_target).eval()
+    decoders = {"off": decoder_of("none", tiny_target)}
+    decoders |= {name: SpeculativeDecoder(tiny_target, medusa) for name in ("on", "scheduled")}
+    draft = {"off": 0, "on": 3, "scheduled": Schedule(((1, 3), (2, 0)))}
+    how = {name: resolve_settings(decoders[name].drafter, Sampling(), 6, draft[name]) for name in decoders}
+    settings = LoadSettings((Load("concurrency", 1), Load("concurrency", 2)), num_requests=6, repeats=2)
+    rows, texts = run_load_test(decoders, how, PROMPTS, settings, Ticking().clock())
+    assert texts["on"] == texts["scheduled"] == texts["off"]
+    assert len(texts["off"]) == 2 * 2 * 6
+    assert [(row["load"], row["contender"]) for row in rows] == list(itertools.product((1, 2), decoders))
+    assert [row["mean_draft_length"] > 0 for row in rows] == [False, True, True, False, True, False]

@@ -1,0 +1,107 @@
+"""What a run needs, loaded and checked before anything is written."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import rich
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, set_seed
+from rich.markup import escape
+
+from draftsmith.data.batches import BatchPlan
+from draftsmith.data.checks import (
+    check_capture,
+    check_prepared,
+    check_samples,
+    notice_padding,
+    notice_seen_prompts,
+    shown_sample,
+)
+from draftsmith.data.features import FeatureSource, StoredFeatures
+from draftsmith.data.samples import Sample, read_samples
+from draftsmith.data.vocabulary import token_counts
+from draftsmith.inference.measure import PromptSet
+from draftsmith.models import CHANGED_TARGET, Drafter, Target
+from draftsmith.models.errors import UserError
+from draftsmith.models.target import default_dtype, pick_device
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.evaluate import check_evaluation, evaluation_prompts
+from draftsmith.train.features import load_target, open_store
+from draftsmith.train.on_policy import OnPolicy
+from draftsmith.train.start import starting_drafter
+from draftsmith.train.vocabulary import vocabulary_text, write_vocabulary
+
+
+@dataclass
+class Setup:
+    """Everything a run needs, checked and loaded before anything is written."""
+
+    accelerator: Accelerator
+    target: Target  # without its layers where features are stored
+    drafter: Drafter
+    plan: BatchPlan
+    store: StoredFeatures | None
+    prompts: PromptSet | None
+    on_policy: OnPolicy | None
+
+
+def set_up(config: TrainConfig) -> Setup:
+    """Load target and data and build the drafter; raises `UserError` for whatever does not fit together."""
+    device = pick_device(config.run.device)
+    mixed_precision = "bf16" if default_dtype(device) == torch.bfloat16 else "no"
+    process_group = InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout))
+    accelerator = Accelerator(
+        mixed_precision=mixed_precision, cpu=device.type == "cpu", kwargs_handlers=[process_group]
+    )
+    folder = Path(config.data.samples)
+    samples = read_samples(folder, config.data.drop_cut)
+    target = load_target(config, accelerator.device)
+    check_prepared(folder, target)
+    check_samples(samples, target, min(config.data.max_length, target.context), str(folder))
+    plan = plan_batches(config, samples, target, accelerator.num_processes)
+    prompts = evaluation_prompts(config.evaluation, target)
+    set_seed(config.run.seed)
+    counts = token_counts(plan, target.vocab_size)
+    drafter = starting_drafter(config, target, counts).to(accelerator.device)
+    if target.has_layers:
+        check_capture(target, drafter.layer_ids, samples[0].token_ids)
+    if prompts:
+        check_evaluation(config.evaluation, drafter, target)
+    store = open_store(config, drafter, target, plan)
+    share = config.data.on_policy_share
+    on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if share else None
+    return Setup(accelerator, target, drafter, plan, store, prompts, on_policy)
+
+
+def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num_ranks: int) -> BatchPlan:
+    """The plan of the config's batches; `UserError` where they cannot be made."""
+    data = config.data
+    if data.batch_size % num_ranks:
+        raise UserError(f"data.batch_size={data.batch_size}: give a multiple of {num_ranks} processes")
+    length = min(data.max_length, target.context)
+    plan = BatchPlan(samples, data.batch_size, length, data.tokens_per_micro_batch, config.run.seed, data.packing)
+    if len(plan.trained) < data.batch_size:
+        raise UserError(
+            f"data.batch_size={data.batch_size} exceeds the {len(plan.trained)} samples in {data.samples} that have "
+            f"something to train on within data.max_length={length}"
+        )
+    return plan
+
+
+def show_data(setup: Setup, run: Path, source: FeatureSource) -> None:
+    """Tell the user what is trained on: a sample with its mask, and what is odd about the data."""
+    plan = setup.plan
+    if plan.cut():
+        rich.print(escape(plan.cut()))
+    if vocabulary := write_vocabulary(run, setup.drafter, plan, source, setup.target):
+        rich.print(escape(vocabulary_text(vocabulary)))
+    notice_padding(setup.target)
+    if setup.prompts:
+        notice_seen_prompts(setup.prompts.token_ids, plan.samples)
+    rich.print(shown_sample(plan.samples[plan.trained[0]], setup.target))
+    if setup.drafter.changes_target():
+        rich.print(
+            f"[bold]this changes the target[/]: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with"
+        )
