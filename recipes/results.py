@@ -79,9 +79,7 @@ class Measured:
     runs: list[Run]  # the fastest first; none in the folder that `evaluate` wrote
     contenders: list[Contender]
     elsewhere: list[Contender]  # measured under other conditions than the first: in no figure and no ratio with it
-    extras: dict[
-        str, list[dict[str, Any]]
-    ]  # what other commands left: contents of EXTRAS by name, those that are there
+    extras: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # contents of EXTRAS by name
     samples: list[dict[str, Any]] = field(default_factory=list)
 
     @property
