@@ -16,11 +16,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.data.feature_writer import size_text
-from draftsmith.models import Drafter
+from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.target import default_dtype, pick_device
 from draftsmith.train.config import TrainConfig
@@ -123,13 +122,18 @@ class Placement:
         return f"{self.layout}; on each device {sizes}, of {size_text(self.free)} that are free"
 
 
-def placement(config: TrainConfig, accelerator: Accelerator, target_config: PretrainedConfig) -> Placement:
-    """What will lie on each device, from shapes alone. Raises `UserError` where weights and optimiser cannot fit."""
-    count, size = accelerator.num_processes, target_size(target_config)
+def placement(config: TrainConfig, accelerator: Accelerator, target: Target) -> Placement:
+    """What will lie on each device, from shapes alone: `target` has no weights.
+
+    Raises `UserError` where weights and optimiser cannot fit. A drafter that `init_from` loads is not counted.
+    """
+    count, size = accelerator.num_processes, target_size(target.model.config)
     layers = size.layers / (count if config.run.target_placement == "sharded" else 1)
     if config.data.features == "stored":
         layers = 0.0
-    taken = estimate(config, target_config, tokens_per_sample=1)
+    with torch.device("meta"):
+        drafter = DRAFTERS["none" if config.init_from else config.drafter.kind].from_target(config.drafter, target)
+    taken = estimate(config, target.model.config, tokens_per_sample=1, drafter=drafter)
     bytes_each = torch.finfo(default_dtype(accelerator.device)).bits // 8
     device, layout = accelerator.device, layout_of(accelerator)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available / count

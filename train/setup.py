@@ -49,7 +49,7 @@ def set_up(config: TrainConfig) -> Setup:
     """Load target and data and build the drafter; raises `UserError` for whatever does not fit together."""
     accelerator = make_accelerator(config)
     check_placement(config, accelerator)
-    placed = placement(config, accelerator, Target.without_weights(config.target).text_config)
+    placed = placement(config, accelerator, Target.without_weights(config.target))
     if accelerator.is_main_process:
         rich.print(escape(placed.text()))
     folder = Path(config.data.samples)
