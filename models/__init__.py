@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from draftsmith.models.base import Drafter, drafter_entry
+from draftsmith.models.base import OWN_EMBEDDING, Drafter, drafter_entry
 from draftsmith.models.cascade import Cascade, CascadeConfig
 from draftsmith.models.draft_model import DraftModel
 from draftsmith.models.eagle import Eagle
@@ -17,7 +17,7 @@ from draftsmith.models.eagle3 import Eagle3
 from draftsmith.models.errors import UserError
 from draftsmith.models.hydra import Hydra
 from draftsmith.models.identity import check_identity, identity
-from draftsmith.models.layouts import OWN_EMBEDDING, Checkpoint, read_checkpoint
+from draftsmith.models.layouts import Checkpoint, read_checkpoint
 from draftsmith.models.lookahead import Lookahead
 from draftsmith.models.medusa import Medusa
 from draftsmith.models.mlp_speculator import MLPSpeculator
@@ -122,10 +122,10 @@ def build_drafter(checkpoint: Checkpoint, target: Target) -> Drafter:
         raise UserError(
             f"this checkpoint holds a drafter of kind {checkpoint.kind!r}, which this version does not know"
         )
-    if OWN_EMBEDDING in checkpoint.tensors:
+    if OWN_EMBEDDING in checkpoint.tensors and not DRAFTERS[checkpoint.kind].can_embed:
         raise UserError(
             f"this drafter's {OWN_EMBEDDING} is not the target's embedding: give the target that it was trained on "
-            "(drafters with an embedding of their own are not supported)"
+            f"(a drafter of kind {checkpoint.kind} cannot have an embedding of its own)"
         )
     own = dict(checkpoint.config.get("draftsmith", {}))
     trained_for, recorded_hash = own.pop("trained_for", {}), own.pop("draft_vocab_hash", None)

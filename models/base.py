@@ -21,6 +21,7 @@ from draftsmith.models.slots import Window
 from draftsmith.models.target import Features, Target
 from draftsmith.models.trees import Chain, Shape
 
+OWN_EMBEDDING = "embed_tokens.weight"  # of a checkpoint; without it the embedding is the target's
 NO_TOKEN = -1  # fills a draft where a row has nothing to propose; matches nothing
 
 
@@ -151,6 +152,7 @@ class Drafter(nn.Module):
     layer_ids: tuple[int, ...] = ()  # hidden states of the target that it reads
     can_sample: ClassVar[bool] = True  # has probabilities to draw from
     can_branch: ClassVar[bool] = False  # drafts trees too
+    can_embed: ClassVar[bool] = False  # a checkpoint may bring an embedding in place of the target's
     reads_predictions: ClassVar[bool] = False  # what the target said of every node of its last draft
     max_draft_length: int | None = None  # nodes on a path
     reads_text_alone: ClassVar[bool] = False  # `read` needs no features, so that what was not read can be later

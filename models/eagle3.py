@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.base import (
+    OWN_EMBEDDING,
     DecodingState,
     Draft,
     Drafter,
@@ -41,10 +42,11 @@ from draftsmith.models.vocabulary import ReducedVocabulary
 
 @dataclass
 class Eagle3Config(ReducedVocabulary):
-    of_checkpoint = (*ReducedVocabulary.of_checkpoint, "layer_ids", "intermediate_size")
+    of_checkpoint = (*ReducedVocabulary.of_checkpoint, "layer_ids", "intermediate_size", "norm_before_residual")
     kind: str = "eagle3"
     layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
     intermediate_size: int | None = None  # None: the target's
+    norm_before_residual: bool = False  # the layer's residual is the normed feature; of vLLM's engines, not of SGLang's
     unroll_steps: int = 4  # length of the training-time test
     step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k
     divergence: Divergence = "forward_kl"
@@ -54,7 +56,10 @@ class Eagle3Config(ReducedVocabulary):
 
 
 class Layer(DecoderLayer):
-    """The one decoder layer. It reads embedding and feature side by side; its residual is the un-normed feature."""
+    """The one decoder layer. It reads embedding and feature side by side; its residual is the feature.
+
+    That is the un-normed one, or with `norm_before_residual` what `hidden_norm` makes of it.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config, 2 * config.hidden_size)
@@ -72,6 +77,7 @@ class Eagle3(Drafter):
     kind = "eagle3"
     config_class = Eagle3Config
     can_branch = True
+    can_embed = True
     d2t: Tensor  # [Vd] int64, target id - draft id; only with a reduced vocabulary, for engines reject it otherwise
     t2d: Tensor  # [V] bool, in the draft vocabulary?
 
@@ -91,6 +97,7 @@ class Eagle3(Drafter):
         )
         if vocab > target.vocab_size:
             raise UserError(f"draft_vocab_size {vocab} exceeds the target's vocabulary of {target.vocab_size}")
+        self.embed_tokens: nn.Embedding | None = None  # frozen, of checkpoints that bring their own
         self.fc = nn.Linear(len(self.layer_ids) * target.hidden_size, width, bias=False)
         self.layers = nn.ModuleList([Layer(layer_config)])
         self.norm = RMSNorm(width, layer_config.rms_norm_eps)
@@ -103,6 +110,11 @@ class Eagle3(Drafter):
     @property
     def layer(self) -> Layer:
         return cast(Layer, self.layers[0])
+
+    @property
+    def embedding(self) -> nn.Module:
+        """Of the tokens that it reads."""
+        return self.embed_tokens or self.target.embedding
 
     # --- built for a target
 
@@ -186,7 +198,7 @@ class Eagle3(Drafter):
             **engine_layer_config(self.layer_config, self.target),
             "target_hidden_size": self.target.hidden_size,
             "draft_vocab_size": self.lm_head.out_features,
-            "norm_before_residual": False,
+            "norm_before_residual": self.config.norm_before_residual,
             "num_aux_hidden_states": len(self.layer_ids),
             "eagle_aux_hidden_state_layer_ids": list(self.layer_ids),
             "eagle_config": {
@@ -201,15 +213,19 @@ class Eagle3(Drafter):
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Eagle3":
         check_same_shape("this EAGLE-3 drafter", config, target)
-        for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        for flag in ("norm_before_fc", "fc_norm", "norm_output"):
             if config.get(flag):
                 raise UserError(f"this EAGLE-3 drafter was trained with {flag}, which draftsmith does not know")
         own = config.get("draftsmith", {})
         layer_ids = config.get("eagle_aux_hidden_state_layer_ids") or default_layer_ids(target.num_layers)
-        drafter_config = Eagle3Config(
-            **{**own, "layer_ids": list(layer_ids), "draft_vocab_size": config.get("draft_vocab_size")}
-        )
-        drafter = cls(drafter_config, layer_config_of(config), target)
+        sizes = {
+            "layer_ids": list(layer_ids),
+            "draft_vocab_size": config.get("draft_vocab_size"),
+            "norm_before_residual": bool(config.get("norm_before_residual")),
+        }
+        drafter = cls(Eagle3Config(**{**own, **sizes}), layer_config_of(config), target)
+        if OWN_EMBEDDING in tensors:
+            drafter.embed_tokens = nn.Embedding(target.vocab_size, drafter.fc.out_features).requires_grad_(False)
         load_tensors(drafter, tensors, "this EAGLE-3 drafter")
         return drafter
 

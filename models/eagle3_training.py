@@ -53,7 +53,8 @@ class Unrolling:
     def __init__(self, drafter: "Eagle3", batch: Batch, slots: DraftingSlots, num_steps: int) -> None:
         self.layer, self.slots = drafter.layer, slots
         self.positions = batch.positions.expand_as(batch.token_ids).flatten()  # [S]
-        embedded = drafter.target.embedding(batch.token_ids.flatten())
+        self.norm_before_residual = drafter.config.norm_before_residual
+        embedded = drafter.embedding(batch.token_ids.flatten())
         width = embedded.shape[1]
         of_tokens, self.of_features = self.layer.self_attn.qkv_proj.weight.split(width, 1)
         # what a token adds to queries, keys and values is the same at every step: [S, (Nq + 2 Nkv) D]
@@ -79,4 +80,6 @@ class Unrolling:
 
     def finish(self, hidden: Tensor, query: Tensor, text: KeyValue, own: list[KeyValue]) -> Tensor:
         attended = unrolled_attention(query, text, own, self.slots.spans)
+        if self.norm_before_residual:
+            hidden = self.layer.hidden_norm(hidden)
         return self.layer.finish(hidden[None], attended[None])[0]

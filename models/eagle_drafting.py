@@ -75,7 +75,8 @@ class Memory(tree_drafting.Memory):
 class Eagle3Memory(Memory):
     def __init__(self, drafter: "Eagle3", num_rows: int, num_slots: int, shape: Shape) -> None:
         layer = drafter.layer
-        super().__init__(layer, drafter.target.embedding, drafter.rotary, num_rows, num_slots, shape)
+        super().__init__(layer, drafter.embedding, drafter.rotary, num_rows, num_slots, shape)
+        self.norm_before_residual = drafter.config.norm_before_residual
         self.ids = drafter.draft_to_target()
         self.input_norm = decoding_norm(layer.input_layernorm, layer.hidden_norm)
         store_for_decoding(drafter.lm_head)
@@ -83,7 +84,8 @@ class Eagle3Memory(Memory):
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         both = torch.stack([embedded, hidden], 2)  # [B, T, 2, H]
-        return self.input_norm(both).flatten(2), hidden
+        normed = self.input_norm(both)
+        return normed.flatten(2), normed[:, :, 1] if self.norm_before_residual else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(self.final_norm(hidden), self.head)

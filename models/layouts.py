@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draftsmith.models.base import OWN_EMBEDDING
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.target import Target
 
@@ -40,7 +41,6 @@ ARCHITECTURES = {
     "PeagleLlamaForCausalLM": "p_eagle",
 }
 PATTERNS = ["*.json", "*.safetensors", "pytorch_model.bin", "medusa_lm_head.pt"]  # what a checkpoint may consist of
-OWN_EMBEDDING = "embed_tokens.weight"  # of EAGLEs, whose embedding is the target's
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3 variants
 RENAMED_HEAD = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 

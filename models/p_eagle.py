@@ -258,6 +258,10 @@ class PEagle(Drafter):
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "PEagle":
+        if config.get("norm_before_residual"):
+            raise UserError(
+                "this P-EAGLE drafter was trained with norm_before_residual, which draftsmith's does not know"
+            )
         own = config.get("draftsmith", {})
         tensors = {deeper_name(name, "layers.", "deeper.", -1): tensor for name, tensor in tensors.items()}
         rest = {name: t for name, t in tensors.items() if name == "mask_hidden" or name.startswith("deeper.")}

@@ -12,7 +12,7 @@ from draftsmith.inference.measure import MeasureSettings, PromptSet
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.comparison import compare
-from draftsmith.recipes.engine_check import EngineReport, check_engine, print_reports
+from draftsmith.recipes.engine_check import EngineReport, add_speed, check_engine, print_reports
 from draftsmith.recipes.engine_rules import speculative_config
 from draftsmith.recipes.export import WEIGHT_FILES, Exported, export_checkpoint, write_scripts
 from draftsmith.recipes.model_card import HubApi, best_draft_length, push, schedule_of, write_card
@@ -99,10 +99,12 @@ def measure_exported(
 def check_exported(
     exported: Exported, engine: str, target: Target, prompts: PromptSet, draft_length: int, max_new_tokens: int
 ) -> EngineReport:
-    """Let an engine serve the directory; writes its engine_check.json."""
+    """Let an engine serve the directory, and an environment the bare target too; writes its engine_check.json."""
     draft_length = min(draft_length, exported.max_draft_length or draft_length)
     settings = speculative_config(exported.kind, str(exported.directory.resolve()), draft_length)
     drafter = load_drafter(exported.directory, target)
     report = check_engine(engine, settings, drafter, target, prompts.token_ids, max_new_tokens)
+    if not engine.startswith("http"):
+        report = add_speed(report, Path(engine), target, prompts.token_ids, max_new_tokens)
     (exported.directory / "engine_check.json").write_text(json.dumps(report.row(), indent=2) + "\n")
     return report

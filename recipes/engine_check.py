@@ -5,11 +5,12 @@ The engine is an environment that has vLLM (`vllm_server.py` runs under its inte
 
 import json
 import os
+import re
 import subprocess
 import tempfile
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,23 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoder import OutputStats
 from draftsmith.inference.lossless import LosslessCheck, compare
 from draftsmith.inference.stats import Stats
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.recipes import watch
+from draftsmith.recipes.engine_speed import EngineSpeed, TimedRequest, engine_speed
 from draftsmith.recipes.watch import Counters
 
 SERVER = Path(__file__).with_name("vllm_server.py")
 TOLERANCE = 0.02  # largest relative difference of mean acceptance lengths that counts as agreement
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
 OUR_BATCH_SIZE = 16
+LOGGED = re.compile(r"(\(\w+ pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?(.*)")  # process, what it says
+ERROR = re.compile(r"[\w.]*(?:Error|Exception)(?:: |$)")
+WRAPPED = "root cause"  # what errors say that only point to another one
+PYDANTIC = re.compile(r"\d+ validation errors? for ")
 
 
 @dataclass
@@ -37,6 +44,7 @@ class EngineRun:
     version: str
     token_ids: list[list[int]]
     counters: Counters
+    timed: list[TimedRequest] = field(default_factory=list)  # the prompts again, one by one; none from an address
 
 
 @dataclass
@@ -45,10 +53,18 @@ class EngineReport:
 
     kind: str
     draft_length: int
-    num_prompts: int
-    ours: Stats
+    stats: OutputStats  # ours
     engine: EngineRun
     texts: LosslessCheck  # the engine's texts against ours
+    speed: EngineSpeed | None = None  # with the drafter against without it; None: not timed
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.stats.requests)
+
+    @property
+    def ours(self) -> Stats:
+        return self.stats.total
 
     @property
     def relative_difference(self) -> float:
@@ -82,6 +98,7 @@ class EngineReport:
             "relative_difference": self.relative_difference,
             "texts": self.texts.as_dict(),
             "agrees": self.agrees,
+            "speed": None if self.speed is None else self.speed.as_dict(),
         }
 
 
@@ -110,13 +127,30 @@ def check_engine(
     if not run.counters.num_drafts:
         raise UserError(f"{engine} drafted nothing: it does not serve with this drafter")
     texts = compare(target, prompts, output.token_ids, run.token_ids)
-    return EngineReport(drafter.kind, draft_length, len(prompts), output.stats.total, run, texts)
+    return EngineReport(drafter.kind, draft_length, output.stats, run, texts)
+
+
+def add_speed(
+    report: EngineReport, venv: Path, target: Target, prompts: list[list[int]], max_new_tokens: int
+) -> EngineReport:
+    """Decode the prompts without the drafter too, for what it was worth; `report` is of that environment."""
+    plain = run_venv(venv, None, target, prompts, max_new_tokens)
+    return replace(report, speed=engine_speed(plain.timed, report.engine.timed, report.stats))
 
 
 def run_venv(
-    venv: Path, settings: dict[str, Any] | None, target: Target, prompts: list[list[int]], max_new_tokens: int
+    venv: Path,
+    settings: dict[str, Any] | None,
+    target: Target,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    plugins: Path | None = None,
 ) -> EngineRun:
-    """Decode with the vLLM of an environment, in the target's precision. `settings` None: without a drafter."""
+    """Decode with the vLLM of an environment, in the target's precision. `settings` None: without a drafter.
+
+    All prompts at once, which is counted, then each of them alone, which is timed. `plugins`: a folder from which
+    vLLM imports what the settings name.
+    """
     python = venv / "bin" / "python"
     if not python.is_file():
         raise UserError(f"--check {venv}: no bin/python there: give an environment with vLLM, or an http address")
@@ -135,6 +169,8 @@ def run_venv(
     }
     # PYTHONPATH is for our interpreter; the rest may be needed to find compilers and devices
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if plugins:
+        environment["PYTHONPATH"] = str(plugins.resolve())
     with tempfile.TemporaryDirectory() as folder:
         asked, answer = Path(folder) / "job.json", Path(folder) / "result.json"
         asked.write_text(json.dumps(job))
@@ -145,9 +181,10 @@ def run_venv(
             text=True,
         )
         if process.returncode:
-            raise UserError(f"vLLM in {venv} failed: {last_error(process.stderr)}")
+            raise UserError(f"vLLM in {venv} failed: {root_cause(process.stdout, process.stderr)}")
         result = json.loads(answer.read_text())
-    return EngineRun(f"vLLM {result['version']}", result["token_ids"], counters_of(result["counters"]))
+    timed = [TimedRequest(**one) for one in result["timed"]]
+    return EngineRun(f"vLLM {result['version']}", result["token_ids"], counters_of(result["counters"]), timed)
 
 
 def counters_of(found: dict[str, Any]) -> Counters:
@@ -160,11 +197,26 @@ def counters_of(found: dict[str, Any]) -> Counters:
     )
 
 
-def last_error(text: str) -> str:
-    """The last line of a traceback that names an error: the innermost comes first, the engine's own wrapping last."""
-    lines = [line.split(") ", 1)[-1].strip() for line in text.splitlines()]
-    errors = [line for line in lines if "Error: " in line and not line.startswith("RuntimeError: Engine core")]
-    return errors[-1] if errors else (lines or ["no message"])[-1]
+def root_cause(stdout: str, stderr: str) -> str:
+    """The error that a failed vLLM died of, in one line.
+
+    Its processes log their tracebacks to stdout, the one that fails first; those that wait for it then raise errors
+    of their own, in the end that of the main process on stderr. An error of the settings stands on stderr alone.
+    """
+    for text in (stdout, stderr):
+        errors: dict[str, str] = {}  # process -> the last error that it logged
+        lines = text.splitlines()
+        for number, line in enumerate(lines):
+            match = LOGGED.fullmatch(line)
+            assert match is not None
+            process, message = match.groups(default="")
+            if ERROR.match(message) and WRAPPED not in message:
+                if PYDANTIC.search(message):  # says what is wrong on the next line
+                    message = f"{message}: {''.join(lines[number + 1 : number + 2]).strip()}"
+                errors[process] = message
+        if errors:
+            return next(iter(errors.values()))
+    return (stdout + stderr).strip().rpartition("\n")[2] or "no message"
 
 
 def run_endpoint(url: str, prompts: list[list[int]], max_new_tokens: int) -> EngineRun:
@@ -210,3 +262,6 @@ def print_reports(reports: list[EngineReport], console: Console) -> None:
     if reports:
         console.print(f"{reports[0].engine.version} / draftsmith, {reports[0].num_prompts} prompts, temperature 0")
         console.print(table)
+    for report in reports:
+        if report.speed:
+            console.print(f"{report.kind}, {report.speed.text()}", soft_wrap=True, highlight=False)

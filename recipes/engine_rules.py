@@ -9,7 +9,7 @@ I inner width, V target vocabulary, R draft vocabulary.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models import Target
+from draftsmith.models.base import OWN_EMBEDDING
 from draftsmith.models.errors import UserError
 
 VLLM, SGLANG = "vLLM 0.32.0", "SGLang 0.5.23"
@@ -78,6 +79,7 @@ class Rules:
     missing: str  # what becomes of a tensor that is not there
     unexpected: str  # what becomes of one that the engine does not know
     dropped: tuple[str, ...] = ()  # unknown names that are dropped without a word, where others are refused
+    optional: dict[str, str] = field(default_factory=dict)  # tensors that may be there, as `tensors`
     parallel_drafting: bool = False  # vLLM's setting for drafters that draft all tokens in one pass
 
 
@@ -109,7 +111,8 @@ EAGLE_FIXED = {
     "attention_bias": False,  # SGLang has no bias there
     "mlp_bias": False,
 }
-EAGLE3_FIXED = {**EAGLE_FIXED, "norm_before_residual": False}  # speculators' format has it true where it is missing
+EAGLE3_FIXED = {**EAGLE_FIXED, "norm_before_residual": False}  # what SGLang computes, whatever config.json says
+VLLM_EAGLE3_KEYS: dict[str, type] = {**EAGLE3_KEYS, "norm_before_residual": bool}  # speculators' format: default true
 P_EAGLE_KEYS: dict[str, type] = {**EAGLE3_KEYS, "num_hidden_layers": int, "pard_token": int}
 P_EAGLE_FIXED = {
     **{key: value for key, value in EAGLE3_FIXED.items() if key != "num_hidden_layers"},
@@ -130,7 +133,16 @@ REFUSED = "would be refused"
 
 RULES = {
     ("vllm", "eagle3"): Rules(
-        VLLM, "eagle3", "LlamaForCausalLMEagle3", EAGLE3, EAGLE3_KEYS, EAGLE3_FIXED, RANDOM, REFUSED, ("*.bias",)
+        VLLM,
+        "eagle3",
+        "LlamaForCausalLMEagle3",
+        EAGLE3,
+        VLLM_EAGLE3_KEYS,
+        EAGLE_FIXED,
+        RANDOM,
+        REFUSED,
+        ("*.bias",),
+        {OWN_EMBEDDING: "V H"},
     ),
     ("sglang", "eagle3"): Rules(
         SGLANG, "EAGLE3", "LlamaForCausalLMEagle3", EAGLE3, EAGLE3_KEYS, EAGLE3_FIXED, RANDOM, DROPPED
@@ -151,7 +163,7 @@ RULES = {
         RANDOM,
         REFUSED,
         ("*.bias",),
-        True,
+        parallel_drafting=True,
     ),
     ("vllm", "medusa"): Rules(VLLM, "medusa", "MedusaModel", {}, MEDUSA_KEYS, MEDUSA_FIXED, REFUSED, DROPPED),
     ("vllm", "draft_model"): Rules(VLLM, "draft_model", None, {}, {"vocab_size": int}, {}, REFUSED, REFUSED),
@@ -181,14 +193,28 @@ def rules_for(engine: str, kind: str) -> Rules:
 def check_directory(engine: str, kind: str, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> None:
     """Refuse what the engine would not load, or would load as something else than what was trained."""
     rules = rules_for(engine, kind)
-    found = [
-        *config_problems(rules, config, target),
-        *tensor_problems(rules, expected_shapes(rules, config, target), tensors),
-        *(capture_problems(kind, config, target) if kind in ("eagle3", "p_eagle") else []),
-    ]
+    found = directory_problems(rules, kind, config, tensors, target)
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise UserError(f"{rules.engine} would not serve what was trained: {found[0]}{more}")
+
+
+def engines_that_serve(kind: str, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> list[str]:
+    """Those that load these files as what was trained."""
+    rules = {engine: RULES[engine, kind] for engine in ("vllm", "sglang") if (engine, kind) in RULES}
+    return [engine for engine in rules if not directory_problems(rules[engine], kind, config, tensors, target)]
+
+
+def directory_problems(
+    rules: Rules, kind: str, config: dict[str, Any], tensors: dict[str, Tensor], target: Target
+) -> list[str]:
+    present = {name: text for name, text in rules.optional.items() if name in tensors}
+    expected = expected_shapes(replace(rules, tensors={**rules.tensors, **present}), config, target)
+    return [
+        *config_problems(rules, config, target),
+        *tensor_problems(rules, expected, tensors),
+        *(capture_problems(kind, config, target) if kind in ("eagle3", "p_eagle") else []),
+    ]
 
 
 def speculative_config(kind: str, model: str, draft_length: int) -> dict[str, Any]:

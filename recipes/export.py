@@ -8,6 +8,7 @@ import json
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,11 +16,22 @@ from torch import Tensor
 
 from draftsmith.inference.schedule import Schedule, for_sglang, for_vllm
 from draftsmith.models import CHANGED_TARGET, Checkpoint, Target, build_drafter, checkpoint_of, read_checkpoint
+from draftsmith.models.base import OWN_EMBEDDING
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.engine_rules import DTYPES, RULES, check_directory, check_name, rules_for, speculative_config
+from draftsmith.recipes import vllm_medusa
+from draftsmith.recipes.engine_rules import (
+    DTYPES,
+    RULES,
+    check_directory,
+    check_name,
+    engines_that_serve,
+    rules_for,
+    speculative_config,
+)
 
 ENGINES = ("vllm", "sglang", "speculators", "safeailab", "fasterdecoding")
 WEIGHT_FILES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}  # else model.safetensors
+PLUGIN = Path(vllm_medusa.__file__)  # lies beside Medusa heads, for a vLLM that has none of its own
 SGLANG_ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms whose draft length SGLang can change
 SGLANG_SCHEDULE = "sglang_schedule.json"
 # fmt: off
@@ -40,17 +52,7 @@ class Exported:
     kind: str
     target: str
     max_draft_length: int | None
-
-    def served_by(self) -> list[str]:
-        """The engines that serve it."""
-        if self.engine in WEIGHT_FILES:
-            return []
-        if self.engine == "speculators":
-            return ["vllm"]
-        same = [engine for engine in ("vllm", "sglang") if (engine, self.kind) in RULES]
-        if self.kind == "eagle":  # the one kind whose architecture has two names
-            same = [self.engine]
-        return same
+    served_by: tuple[str, ...]  # the engines
 
 
 def export_checkpoint(checkpoint: str | Path, engine: str, target: Target, out: Path) -> Exported:
@@ -74,7 +76,11 @@ def export_checkpoint(checkpoint: str | Path, engine: str, target: Target, out: 
         check_name(RULES["vllm", files.kind].method, out)
     write(files, engine, out, target)
     check_round_trip(files.kind, source, out, target)
-    return Exported(out, engine, files.kind, target.name, drafter.max_draft_length)
+    if engine in ("vllm", "sglang"):
+        served_by = engines_that_serve(files.kind, files.config, files.tensors, target)
+    else:
+        served_by = ["vllm"] if engine == "speculators" else []
+    return Exported(out, engine, files.kind, target.name, drafter.max_draft_length, tuple(served_by))
 
 
 def dtype_of(tensors: dict[str, Tensor]) -> torch.dtype:
@@ -95,6 +101,8 @@ def write(files: Checkpoint, engine: str, out: Path, target: Target) -> None:
             save_file(files.tensors, out / "model.safetensors", metadata={"format": "pt"})
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}") from None
+    if files.kind == "medusa" and engine == "vllm":
+        (out / PLUGIN.name).write_text(PLUGIN.read_text())
     if files.kind == "draft_model":
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(out)
@@ -148,7 +156,7 @@ def in_speculators_layout(files: Checkpoint, target: Target) -> Checkpoint:
             "speculators_model_type": "eagle3",
             "transformer_layer_config": {key: files.config[key] for key in SPECULATORS_LAYER_KEYS},
             **{key: files.config[key] for key in kept},
-            "norm_before_residual": False,  # vLLM takes a missing key for True
+            "norm_before_residual": files.config["norm_before_residual"],  # vLLM takes a missing key for True
             "norm_before_fc": False,
             "norm_output": False,
             "embed_requires_grad": False,
@@ -170,6 +178,10 @@ def in_safeailab_layout(files: Checkpoint, target: Target) -> Checkpoint:
         ids, reference = config["eagle_aux_hidden_state_layer_ids"], [2, target.num_layers // 2, target.num_layers - 3]
         if ids != reference:
             raise UserError(f"SafeAILab's code reads the layers {reference}, but this drafter was trained on {ids}")
+        if config["norm_before_residual"] or OWN_EMBEDDING in files.tensors:
+            raise UserError(
+                "SafeAILab's layout has no norm_before_residual and shares the target's embedding: export for vllm"
+            )
         if config["hidden_size"] != target.hidden_size:
             raise UserError("SafeAILab's code cannot load a drafter of another width than the target's")
     for key in ("target_hidden_size", "eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states"):
@@ -236,11 +248,30 @@ def serve_command(
     return shlex.join(["vllm", "serve", exported.target, "--speculative-config", json.dumps(settings)])
 
 
+def plugin_command(exported: Exported, where: str, draft_length: int) -> str:
+    """vLLM imports the plug-in from a folder: where `where` is a name on the Hub, run it in a copy of the directory."""
+    folder = where if Path(where).is_dir() else "."
+    settings = plugin_config(min(draft_length, exported.max_draft_length or draft_length))
+    command = ["env", f"PYTHONPATH={folder}", "vllm", "serve", exported.target]
+    return shlex.join([*command, "--speculative-config", json.dumps(settings)])
+
+
+def plugin_config(draft_length: int) -> dict[str, Any]:
+    """What vLLM is told of the plug-in."""
+    name = f"{PLUGIN.stem}.{vllm_medusa.MedusaProposer.__name__}"
+    return {"method": "custom_class", "model": name, "num_speculative_tokens": draft_length}
+
+
 def write_scripts(
     exported: Exported, where: str, draft_length: int, schedule: Schedule | None = None
 ) -> dict[str, str]:
-    """serve_vllm.sh, serve_sglang.sh for the engines that serve the directory; returns engine -> command."""
-    commands = {e: serve_command(exported, e, where, draft_length, schedule) for e in exported.served_by()}
+    """serve_vllm.sh, serve_sglang.sh for the engines that serve the directory; returns engine -> command.
+
+    serve_vllm_plugin.sh serves Medusa heads with a vLLM newer than 0.32.
+    """
+    commands = {e: serve_command(exported, e, where, draft_length, schedule) for e in exported.served_by}
+    if (exported.directory / PLUGIN.name).is_file():
+        commands["vllm_plugin"] = plugin_command(exported, where, draft_length)
     if SGLANG_SCHEDULE in commands.get("sglang", ""):
         assert schedule is not None
         (exported.directory / SGLANG_SCHEDULE).write_text(json.dumps(for_sglang(schedule), indent=2) + "\n")

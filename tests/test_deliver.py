@@ -11,13 +11,16 @@ import yaml
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from draftsmith.inference.decoder import OutputStats
 from draftsmith.inference.schedule import Schedule
+from draftsmith.inference.stats import Stats
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.recipes import engine_check
 from draftsmith.recipes.deliver import DeliverySettings, deliver
-from draftsmith.recipes.engine_check import check_engine, last_error
-from draftsmith.recipes.export import Exported
+from draftsmith.recipes.engine_check import add_speed, check_engine, root_cause
+from draftsmith.recipes.engine_speed import TimedRequest, engine_speed
+from draftsmith.recipes.export import export_checkpoint, write_scripts
 from draftsmith.recipes.model_card import best_draft_length, schedule_of, sha256
 
 PROMPTS = ["heat the iron", "A draft is", "return [iron.hit()", "strikes it, and"]
@@ -78,6 +81,7 @@ def test_everything_beside_the_weights(tiny_target: Target, prompts: str, tmp_pa
         "README.md",
         "config.json",
         "evaluation.json",
+        "evaluation.md",
         "model.safetensors",
         "serve_sglang.sh",
         "serve_vllm.sh",
@@ -154,25 +158,27 @@ def test_schedule_by_batch_size() -> None:
     assert schedule_of("eagle3", rows[:2]) is None
 
 
-def test_which_engines_serve_a_directory() -> None:
+@pytest.mark.parametrize(
+    ("engine", "kind", "served_by"),
+    [
+        ("vllm", "eagle3", ["vllm", "sglang"]),
+        ("vllm", "eagle", ["vllm"]),
+        ("sglang", "eagle", ["sglang"]),
+        ("vllm", "medusa", ["vllm"]),
+        ("vllm", "p_eagle", ["vllm"]),
+        ("speculators", "eagle3", ["vllm"]),
+        ("fasterdecoding", "medusa", []),
+    ],
+)
+def test_which_engines_serve_a_directory(
+    engine: str, kind: str, served_by: list[str], tiny_target: Target, tmp_path: Path
+) -> None:
     """One directory of an EAGLE-3 drafter serves both; EAGLE-1 has an architecture of another name for each."""
-    served = {
-        (engine, kind): Exported(Path("x"), engine, kind, "t", None).served_by()
-        for engine, kind in (
-            ("vllm", "eagle3"),
-            ("sglang", "eagle"),
-            ("vllm", "medusa"),
-            ("vllm", "p_eagle"),
-            ("speculators", "eagle3"),
-        )
-    }
-    assert served == {
-        ("vllm", "eagle3"): ["vllm", "sglang"],
-        ("sglang", "eagle"): ["sglang"],
-        ("vllm", "medusa"): ["vllm"],
-        ("vllm", "p_eagle"): ["vllm"],
-        ("speculators", "eagle3"): ["vllm"],
-    }
+    checkpoint = save_checkpoint(kind, tiny_target, tmp_path / "checkpoint")
+    exported = export_checkpoint(checkpoint, engine, tiny_target, tmp_path / "out")
+    assert list(exported.served_by) == served_by
+    scripts = write_scripts(exported, "somewhere", 2)
+    assert {path.name for path in (tmp_path / "out").glob("*.sh")} == {f"serve_{name}.sh" for name in scripts}
 
 
 # --- the check against an engine, with a script in its place
@@ -181,9 +187,13 @@ def test_which_engines_serve_a_directory() -> None:
 FAKE_ENGINE = """
 import json, sys
 job = json.load(open(sys.argv[2]))
-assert job["llm"]["speculative_config"]["num_speculative_tokens"] == 2
-text = json.load(open({text!r}))
-json.dump({{"version": "0", **text}}, open(sys.argv[3], "w"))
+settings, answer = job["llm"]["speculative_config"], json.load(open({text!r}))
+if settings:
+    assert settings["num_speculative_tokens"] == 2
+else:  # without the drafter: two and a half times as slow
+    for request in answer["timed"]:
+        request.update(seconds=2.5 * request["seconds"], num_drafts=0)
+json.dump({{"version": "0", **answer}}, open(sys.argv[3], "w"))
 """
 
 
@@ -217,14 +227,19 @@ def test_disagreement_is_found(change: str, tiny_target: Target, tmp_path: Path)
             "num_accepted_tokens": total.num_accepted_tokens if change != "counters" else 0,
             "num_accepted_tokens_per_pos": [1, 0],
         },
+        "timed": [{"seconds": 0.02, "num_tokens": 10, "num_drafts": 5}] * len(prompts),
     }
     if change == "text":
         answer["token_ids"] = [[(ids[0] + 1) % 300, *ids[1:]] for ids in output.token_ids]
     settings = {"method": "ngram", "num_speculative_tokens": 2}
-    report = check_engine(str(fake_venv(tmp_path / "venv", answer)), settings, drafter, tiny_target, prompts, 40)
+    venv = fake_venv(tmp_path / "venv", answer)
+    report = check_engine(str(venv), settings, drafter, tiny_target, prompts, 40)
     assert report.agrees == (change == "none")
     assert report.row()["agrees"] == report.agrees
     assert report.texts.identical == (0 if change == "text" else len(prompts))
+    row = add_speed(report, venv, tiny_target, prompts, 40).row()["speed"]
+    assert row["measured_speedup"] == pytest.approx(2.5)
+    assert row["forecast_speedup"] == pytest.approx(row["acceptance_length"] * 5 / 4)
 
 
 def test_no_environment(tiny_target: Target, tmp_path: Path) -> None:
@@ -232,13 +247,81 @@ def test_no_environment(tiny_target: Target, tmp_path: Path) -> None:
         engine_check.run_venv(tmp_path, None, tiny_target, [[1, 2]], 4)
 
 
-def test_cause_of_a_failure() -> None:
-    """vLLM wraps the error of its worker twice."""
-    text = (
-        "(Worker pid=1) ERROR [executor.py:953] ValueError: There is no module or parameter named 'model.x'\n"
-        "RuntimeError: Engine core initialization failed. See root cause above.\n"
-    )
-    assert last_error(text).endswith("ValueError: There is no module or parameter named 'model.x'")
+WORKER = "(Worker pid=31475) ERROR 11-21 17:44:45 [multiproc_executor.py:1063] "
+CORE = "(EngineCore pid=30304) ERROR 11-21 17:44:45 [core.py:1512] "
+IN_THE_WORKER = f"""\
+(Worker pid=31475) WARNING 11-21 17:44:30 [__init__.py:211] min_p won't work with speculative decoding.
+{WORKER}Traceback (most recent call last):
+{WORKER}KeyError: 'fc'
+{WORKER}During handling of the above exception, another exception occurred:
+{WORKER}    assert not SYNTHETIC_MODE, "Synthetic acceptance not supported with CPU sampling"
+{WORKER}AssertionError: Synthetic acceptance not supported with CPU sampling
+{CORE}    raise RuntimeError(
+{CORE}RuntimeError: Worker failed with error 'Synthetic', please check the stack trace above for the root cause
+"""
+IN_THE_CORE = f"""\
+{CORE}EngineCore failed to start.
+{CORE}ValueError: There is no module or parameter named 'model.x' in Eagle3LlamaForCausalLM.
+"""
+DEAD = """\
+    raise self._format_exception(outputs) from None
+vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.
+  warnings.warn('resource_tracker: There appear to be 1 leaked shared_memory objects
+"""
+IN_THE_SETTINGS = """\
+Traceback (most recent call last):
+pydantic_core._pydantic_core.ValidationError: 1 validation error for SpeculativeConfig
+  Value error, synthetic_acceptance_rates must have length 3, got [0.0]. [type=value_error]
+    For further information visit https://errors.pydantic.dev/2.12/v/value_error
+"""
+
+
+@pytest.mark.parametrize(
+    ("stdout", "stderr", "cause"),
+    [
+        (IN_THE_WORKER, DEAD, "AssertionError: Synthetic acceptance not supported with CPU sampling"),
+        (IN_THE_CORE, DEAD, "ValueError: There is no module or parameter named 'model.x' in Eagle3LlamaForCausalLM."),
+        (
+            "WARNING 11-21 17:44:30 [a.py:1] careful\n",
+            IN_THE_SETTINGS,
+            "must have length 3, got [0.0]. [type=value_error]",
+        ),
+        ("", "Loading\nKilled\n", "Killed"),
+        ("", "", "no message"),
+    ],
+)
+def test_cause_of_a_failure(stdout: str, stderr: str, cause: str) -> None:
+    """Logs of vLLM 0.32.0, shortened: of a failing worker, engine and argument, and of none that says why."""
+    found = root_cause(stdout, stderr)
+    assert found.endswith(cause)
+    assert "\n" not in found
+
+
+# --- its speed
+
+
+def timed(seconds: float, num_tokens: int, num_drafts: int = 0) -> TimedRequest:
+    return TimedRequest(seconds, num_tokens, num_drafts)
+
+
+def test_forecast_of_speed() -> None:
+    """Times from the first and third prompt, forecast for the second and fourth: 3 tokens a draft at half a round."""
+    plain = [timed(0.4, 40), timed(9, 90), timed(0.6, 60), timed(1, 10)]  # 10 ms; on the others 100 ms
+    drafted = [
+        timed(0.5, 40, 20),
+        timed(2, 60, 30),
+        timed(0.1, 20, 10),
+        timed(2, 40, 10),
+    ]  # 20 ms; others 40 ms a token
+    ours = OutputStats([Stats(2, num_drafts=10, num_accepted_tokens=n) for n in (0, 15, 0, 25)])
+    found = engine_speed(plain, drafted, ours)
+    assert found is not None
+    assert (found.plain_step_ms, found.round_ms) == pytest.approx((10, 20))
+    assert found.acceptance_length == 3
+    assert found.forecast_speedup == pytest.approx(3 * 10 / 20)
+    assert found.measured_speedup == pytest.approx(100 / 40)
+    assert engine_speed(plain[:1], drafted[:1], ours) is None
+    assert engine_speed([timed(0.1, 1), timed(0, 0)], drafted[:2], ours) is None
 
 
 def test_quantised_checkpoint_is_not_exported_as_such(tiny_target: Target, tmp_path: Path) -> None:

@@ -11,8 +11,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.models import DRAFTERS, Checkpoint, Target, checkpoint_of
+from draftsmith.models.base import OWN_EMBEDDING
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.engine_rules import check_directory, check_name, guessed_method, sglang_layers, vllm_layers
+from draftsmith.recipes.engine_rules import (
+    check_directory,
+    check_name,
+    engines_that_serve,
+    guessed_method,
+    sglang_layers,
+    vllm_layers,
+)
 from draftsmith.recipes.export import adapt
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
@@ -59,8 +67,7 @@ EAGLE3_TRAPS: dict[str, tuple[Change, str]] = {
     "two types": (halved("fc.weight"), "one floating-point type was due"),
     "null": (new_key("use_cache", None), "use_cache null"),
     "tied": (new_key("tie_word_embeddings", True), "tie_word_embeddings True, not False"),
-    "norm before the residual": (new_key("norm_before_residual", True), "norm_before_residual True, not False"),
-    "flag left out": (without("norm_before_residual"), "norm_before_residual None, not False"),
+    "flag left out": (without("norm_before_residual"), "norm_before_residual None, "),
     "two layers": (new_key("num_hidden_layers", 2), "num_hidden_layers 2, not 1"),
     "attention bias": (new_key("attention_bias", True), "attention_bias True"),
     "quantised as the target": (new_key("quantization_config", {"quant_method": "fp8"}), "quantization_config"),
@@ -119,6 +126,28 @@ def test_eagle3_trap_is_refused(trap: str, engine: str, tiny_target: Target) -> 
     change(files.config, files.tensors)
     with pytest.raises(UserError) as caught:
         check_directory(engine, files.kind, files.config, files.tensors, tiny_target)
+    assert message in str(caught.value)
+
+
+ONLY_VLLM: dict[str, tuple[Change, str]] = {
+    "norm before the residual": (new_key("norm_before_residual", True), "norm_before_residual True, not False"),
+    "own embedding": (
+        lambda config, tensors: tensors.update({OWN_EMBEDDING: torch.zeros(config["vocab_size"], 32)}),
+        "embed_tokens.weight is unknown and would be dropped without a word",
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", ONLY_VLLM)
+def test_what_vllm_alone_reads(variant: str, tiny_target: Target) -> None:
+    """Of the EAGLE-3 variants that are out there."""
+    files = files_for("vllm", "eagle3", tiny_target, draft_vocab_size=6, layer_ids=[1, 2, 3])
+    assert engines_that_serve("eagle3", files.config, files.tensors, tiny_target) == ["vllm", "sglang"]
+    change, message = ONLY_VLLM[variant]
+    change(files.config, files.tensors)
+    assert engines_that_serve("eagle3", files.config, files.tensors, tiny_target) == ["vllm"]
+    with pytest.raises(UserError) as caught:
+        check_directory("sglang", "eagle3", files.config, files.tensors, tiny_target)
     assert message in str(caught.value)
 
 

@@ -24,11 +24,14 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith.data.prepare import PrepareSettings, prepare
-from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.lossless import compare
+from draftsmith.inference.schedule import Schedule
+from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.ngram import Ngram, NgramConfig
 from draftsmith.models.sampling import Sampling
-from draftsmith.recipes.engine_check import EngineReport, check_engine, print_reports, run_venv
+from draftsmith.recipes.engine_check import ENVIRONMENT, EngineReport, check_engine, print_reports, run_venv
 from draftsmith.recipes.engine_rules import (
     DROPPED,
     RANDOM,
@@ -38,7 +41,8 @@ from draftsmith.recipes.engine_rules import (
     speculative_config,
     tensor_problems,
 )
-from draftsmith.recipes.export import export_checkpoint
+from draftsmith.recipes.export import export_checkpoint, plugin_config, serve_command
+from draftsmith.recipes.model_card import DYNAMIC_KINDS
 from draftsmith.recipes.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.recipes.watch import Counters, read_counters, watch
@@ -334,10 +338,45 @@ def wait_for(url: str, server: subprocess.Popen, log: Path) -> None:
 
 def test_plain_vllm_writes_our_text(venv: Path, target: Target, held_out: list[list[int]]) -> None:
     """Without any drafter: what differs with one is then the drafter's doing."""
-    from draftsmith.inference import SpeculativeDecoder
-    from draftsmith.inference.lossless import compare
-
     run = run_venv(venv, None, target, held_out[:20], MAX_NEW_TOKENS)
     plain = SpeculativeDecoder(target, load_drafter("none", target)).generate(held_out[:20], MAX_NEW_TOKENS)
     assert run.counters == Counters()
     assert compare(target, held_out[:20], plain.token_ids, run.token_ids).divergences == 0
+
+
+def test_vllm_reads_the_schedule(venv: Path, target: Target, tmp_path: Path) -> None:
+    """The command with the lengths by batch size goes through vLLM's own command line, checks and scheduler's table."""
+    schedule = Schedule(((1, 4), (8, 2), (24, 0)))
+    commands = []
+    for kind in DYNAMIC_KINDS:
+        drafter_class, name = DRAFTERS[kind], kind.replace("eagle", "e")
+        drafter = drafter_class.from_target(drafter_class.config_class(kind=kind), target)
+        save_drafter(drafter, tmp_path / f"checkpoint-{name}")
+        exported = export_checkpoint(tmp_path / f"checkpoint-{name}", "vllm", target, tmp_path / f"out-{name}")
+        commands.append(serve_command(exported, "vllm", str(exported.directory), 3, schedule))
+    (tmp_path / "commands.json").write_text(json.dumps(commands))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    script = Path(__file__).with_name("vllm_reads.py")
+    answer = tmp_path / "answer.json"
+    command = [str(venv / "bin/python"), str(script), str(tmp_path / "commands.json"), str(answer)]
+    subprocess.run(command, env={**ENVIRONMENT, **environment}, check=True, capture_output=True)
+    for kind, found in zip(DYNAMIC_KINDS, json.loads(answer.read_text()), strict=True):
+        assert found["method"] == kind
+        assert found["num_speculative_tokens"] == schedule.longest
+        assert found["lengths"][1:] == [schedule.draft_length(n) for n in range(1, len(found["lengths"]))]
+        assert len(found["lengths"]) > 25
+
+
+def test_medusa_as_a_plug_in(
+    venv: Path, target: Target, samples: Path, held_out: list[list[int]], folder: Path
+) -> None:
+    """What newer vLLMs need for Medusa heads, in the one that has heads of its own too."""
+    checkpoint = train_briefly("medusa", target, samples, folder / "run-plug-in")
+    out = folder / "out-plug-in"
+    export_checkpoint(checkpoint, "vllm", target, out)
+    ours = SpeculativeDecoder(target, load_drafter(out, target)).generate(held_out, MAX_NEW_TOKENS, draft_length=4)
+    run = run_venv(venv, plugin_config(4), target, held_out, MAX_NEW_TOKENS, plugins=out)
+    assert compare(target, held_out, ours.token_ids, run.token_ids).divergences == 0
+    expected = ours.stats.total.mean_acceptance_length
+    assert run.counters.mean_acceptance_length == pytest.approx(expected, rel=0.02)
+    assert run.counters.num_accepted_tokens > len(held_out)

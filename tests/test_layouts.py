@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from test_drafters import first_round
 from torch import Tensor
 
 from draftsmith.models import DRAFTERS, Drafter, Target, checkpoint_of, load_drafter, read_checkpoint, save_drafter
+from draftsmith.models.base import OWN_EMBEDDING
 from draftsmith.models.errors import UserError
 from draftsmith.models.layouts import medusa_name
+from draftsmith.models.trees import Chain
 from draftsmith.recipes.export import export_checkpoint
 
 
@@ -171,13 +174,111 @@ def test_speculators_refused(changes: dict[str, Any], message: str, deep_target:
         load_drafter(tmp_path / "head", deep_target)
 
 
-def test_own_embedding_is_refused(deep_target: Target, tmp_path: Path) -> None:
+def test_own_embedding_of_eagle1_is_refused(deep_target: Target, tmp_path: Path) -> None:
     """Ours is the target's: another one would be dropped, and the drafter be another."""
-    drafter = noisy("eagle3", deep_target, draft_vocab_size=6)
-    config = llama_config(deep_target, draft_vocab_size=6)
-    tensors = {**drafter.engine_tensors(), "embed_tokens.weight": torch.randn(deep_target.vocab_size, 32)}
+    tensors = {**noisy("eagle", deep_target).engine_tensors(), **own_embedding(deep_target)}
+    config = llama_config(deep_target, architectures=["LlamaForCausalLM"])
     with pytest.raises(UserError, match="is not the target's embedding"):
         load_drafter(write(tmp_path / "head", config, tensors, "model.safetensors"), deep_target)
+
+
+@pytest.mark.parametrize("flag", ["norm_before_fc", "fc_norm", "norm_output"])
+def test_unknown_norms_are_refused(flag: str, deep_target: Target, tmp_path: Path) -> None:
+    speculators_eagle3(deep_target, tmp_path / "head", **{flag: True})
+    with pytest.raises(UserError, match=f"was trained with {flag}"):
+        load_drafter(tmp_path / "head", deep_target)
+
+
+# --- variants of public EAGLE-3 heads
+
+
+def own_embedding(target: Target) -> dict[str, Tensor]:
+    return {OWN_EMBEDDING: torch.randn(target.vocab_size, target.hidden_size)}
+
+
+def plain_drafts(
+    tensors: dict[str, Tensor],
+    embedding: Tensor,
+    config: dict[str, Any],
+    features: Tensor,
+    token_ids: list[int],
+    count: int,
+) -> list[int]:
+    """What an EAGLE-3 head drafts behind a text, by vLLM's model written out: no cache, all is computed each time.
+
+    features [T, 3 * H] are the target's of all tokens but the newest; slot t reads those and the token behind it.
+    """
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    width = tensors["norm.weight"].shape[0]
+    head_dim = tensors["layers.0.self_attn.o_proj.weight"].shape[1] // heads
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).rsqrt() * tensors[f"{name}.weight"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ tensors[f"{name}.weight"].T
+
+    def rotated(x: Tensor) -> Tensor:  # [T, heads, D]
+        frequencies = config["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim)
+        angles = (torch.arange(len(x))[:, None] * frequencies).repeat(1, 2)[:, None]
+        first, second = x.chunk(2, -1)
+        return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+
+    hidden, fed, drafts = linear(features, "fc"), list(token_ids[1:]), []
+    for _ in range(count):
+        normed = norm(hidden, "layers.0.hidden_norm")
+        x = torch.cat([norm(embedding[fed], "layers.0.input_layernorm"), normed], -1)
+        q, k, v = (linear(x, f"layers.0.self_attn.{name}_proj").unflatten(1, (-1, head_dim)) for name in "qkv")
+        k, v = (part.repeat_interleave(heads // kv_heads, 1) for part in (rotated(k), v))
+        scores = torch.einsum("thd,shd->hts", rotated(q), k) / head_dim**0.5
+        scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), float("-inf"))
+        attended = torch.einsum("hts,shd->thd", scores.softmax(-1), v).flatten(1)
+        residual = normed if config.get("norm_before_residual") else hidden
+        residual = residual + linear(attended, "layers.0.self_attn.o_proj")
+        y = norm(residual, "layers.0.post_attention_layernorm")
+        gated = torch.nn.functional.silu(linear(y, "layers.0.mlp.gate_proj")) * linear(y, "layers.0.mlp.up_proj")
+        newest = (residual + linear(gated, "layers.0.mlp.down_proj"))[-1:]
+        drafted = int(linear(norm(newest, "norm"), "lm_head").argmax())
+        token = drafted + int(tensors["d2t"][drafted])
+        drafts.append(token)
+        fed.append(token)
+        hidden = torch.cat([hidden, newest])
+    assert hidden.shape[1] == width
+    return drafts
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_variants_of_eagle3(norm_before_residual: bool, own: bool, deep_target: Target, tmp_path: Path) -> None:
+    """An embedding of its own, and a residual behind the norm: the drafts of the plain forward, exported too."""
+    torch.manual_seed(1)
+    drafter = noisy("eagle3", deep_target, draft_vocab_size=40)
+    tensors = {
+        name: 3 * tensor if tensor.is_floating_point() else tensor for name, tensor in drafter.engine_tensors().items()
+    }
+    tensors["d2t"] = torch.arange(40) * 3  # draft id i is target id 4 i
+    tensors["t2d"] = torch.arange(deep_target.vocab_size) % 4 == 0
+    tensors["t2d"][160:] = False
+    tensors |= own_embedding(deep_target) if own else {}
+    config = llama_config(deep_target, draft_vocab_size=40, norm_before_residual=norm_before_residual)
+    head = write(tmp_path / "head", config, tensors, "model.safetensors")
+
+    export_checkpoint(head, "vllm", deep_target, tmp_path / "out")
+    if own or norm_before_residual:
+        with pytest.raises(UserError, match=r"SGLang .* would not serve what was trained"):
+            export_checkpoint(head, "sglang", deep_target, tmp_path / "sglang")
+    text = deep_target.encode("heat the iron and strike it")
+    with torch.no_grad():
+        states = deep_target.model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+    features = torch.cat([states[i] for i in (2, 4, 5)], -1)[0]
+    table = tensors[OWN_EMBEDDING] if own else deep_target.embedding.weight
+    expected = plain_drafts(tensors, table, config, features, text, 4)
+    assert len(set(expected)) > 1
+    for directory in (head, tmp_path / "out"):
+        drafter = load_drafter(directory, deep_target)
+        assert drafter.propose(first_round(drafter, deep_target, torch.tensor([text])), Chain(4)).tokens.tolist() == [
+            expected
+        ]
 
 
 def test_vllm_medusa_without_biases(tiny_target: Target, tmp_path: Path) -> None:

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from draftsmith.data.progress import notice
 from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, build_drafter, read_checkpoint
-from draftsmith.models.base import DrafterConfig
+from draftsmith.models.base import OWN_EMBEDDING, DrafterConfig
 from draftsmith.models.errors import UserError
 from draftsmith.models.identity import check_identity, differences
-from draftsmith.models.layouts import OWN_EMBEDDING
 from draftsmith.models.vocabulary import ReducedVocabulary, ranking, with_size
 from draftsmith.train.config import TrainConfig
 
