@@ -30,8 +30,10 @@ from draftsmith.recipes.comparison import Options, compare
 from draftsmith.recipes.quickstart import EMBEDDED_TARGET, write_jsonl
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.train import TrainConfig, train
+from draftsmith.train.checkpoint import checkpoint_step
 
 NUM_HELD_OUT, MAX_NEW_TOKENS = 24, 96
+COST = "cost.json"  # CPU time of a training run
 FAMILIES = ["eagle3", "eagle", "p_eagle", "medusa", "hydra", "mlp_speculator", "draft_model"]
 # name -> fields of the drafter that differ from quickstart_eagle3's, whose loss is forward_kl and whose unroll is 3
 EAGLE3_VARIANTS: dict[str, dict[str, Any]] = {
@@ -45,23 +47,25 @@ EAGLE3_VARIANTS: dict[str, dict[str, Any]] = {
     "vocabulary-512": {"draft_vocab_size": 512},
     "vocabulary-1024": {"draft_vocab_size": 1024},
 }
+LOOKUPS = ["ngram", "suffix", "lookahead", "suffix+hydra"]
 GROUPS = {
-    "families": [*FAMILIES, "untrained", "ngram"],
+    "families": [*FAMILIES, "untrained", *LOOKUPS],
     "loss": ["eagle3", *(name for name in EAGLE3_VARIANTS if name.startswith("loss"))],
     "unroll": ["unroll-1", "eagle3", "unroll-5", "unroll-7"],
-    "text": ["eagle3", "text-given", "draft_model", "text-given-draft_model"],
+    "text": ["eagle3", "text-given", "draft_model", "text-given-draft_model", "text-own-draft_model"],
     "vocabulary": [*(name for name in EAGLE3_VARIANTS if name.startswith("vocabulary")), "eagle3"],
 }
 
 
 def config_of(name: str, runs: Path) -> TrainConfig:
     given = name.startswith("text-given")
-    kind = "draft_model" if name == "text-given-draft_model" else name if name in FAMILIES else "eagle3"
+    kind = "draft_model" if name.endswith("-draft_model") else name if name in FAMILIES else "eagle3"
     config = RECIPES[f"quickstart_{kind}"]()
     config.drafter = replace(config.drafter, **EAGLE3_VARIANTS.get(name, {}))
     config.target = str(EMBEDDED_TARGET)
     config.data.samples = str(runs / ("given" if given else "samples"))
     config.data.max_length = 256
+    config.data.on_policy_share = 0.5 if name.startswith("text-own") else 0.0  # which the draft model writes itself
     config.run.dir = str(runs / name)
     config.run.device = "cpu"
     config.evaluation.untrained = False
@@ -129,7 +133,17 @@ def train_one(name: str, runs: Path, minutes: float) -> None:
     config = config_of(name, runs)
     config.run.steps = config.run.checkpoint_every = steps_for(config, minutes, target)
     config.run.log_every = max(1, config.run.steps // 20)
+    start = time.process_time()
     train(config)
+    (runs / name / COST).write_text(json.dumps({"cpu_seconds": time.process_time() - start}))
+
+
+def trained_tokens(config: TrainConfig, steps: int) -> int:
+    """Tokens that so many steps train on."""
+    data = config.data
+    samples = read_samples(Path(data.samples))
+    plan = BatchPlan(samples, data.batch_size, data.max_length, data.tokens_per_micro_batch, config.run.seed)
+    return sum(len(plan.written(index)) for step in range(steps) for index in plan.indices(step))
 
 
 # --- comparison
@@ -139,39 +153,41 @@ def compare_group(group: str, runs: Path) -> None:
     target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
     lines = (runs / "held_out.jsonl").read_text().splitlines()
     prompts = PromptSet("held_out", [target.encode(json.loads(line)["prompt"]) for line in lines])
-    names = [
-        name if name == "ngram" else str(next((runs / name / "checkpoints").glob("step-*"))) for name in GROUPS[group]
-    ]
+    names = [drafter_of(name, runs) for name in GROUPS[group]]
     repeats = 3 if group == "families" else 1
     grid = [MeasureSettings(temperature, max_new_tokens=64, repeats=repeats) for temperature in (0.0, 1.0)]
     contents = compare(target, names, [prompts], grid, runs / "comparison" / group, Options(num_threads=1))
     env = environment(target)
     print(f"{env['device']}, 1 thread, torch {env['versions']['torch']}, commit {env['git_commit']}")
     print(f"{len(lines)} held-out prompts, up to 64 new tokens, draft length 4, {repeats} repeats\n")
-    columns = ["drafter", "parameters trained", "MB a draft step", "steps", "tokens/s in training"]
+    columns = ["drafter", "parameters trained", "MB a draft step", "steps", "tokens/CPU s in training"]
     columns += ["acceptance length T=0", "T=1", "accepted given those before, T=0", "speedup T=0", "T=1"]
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for name, content in zip(GROUPS[group], contents, strict=True):
         print("| " + " | ".join([name, *facts(name, runs, target), *figures(content["results"])]) + " |")
 
 
+def drafter_of(name: str, runs: Path) -> str:
+    """A drafter's name as `evaluate` takes it."""
+    lookup, plus, trained = name.partition("+")
+    if plus:
+        return f"{lookup}+{drafter_of(trained, runs)}"
+    return name if name in LOOKUPS else str(next((runs / name / "checkpoints").glob("step-*")))
+
+
 def facts(name: str, runs: Path, target: Target) -> list[str]:
     """Parameters, bytes read a drafted token, steps, and trained tokens a second."""
-    if name == "ngram":
-        return ["0", "0", "0", "-"]
+    if name in LOOKUPS:
+        return ["-"] * 4 if "+" in name else ["0", "0", "0", "-"]
     config = config_of("draft_model" if name == "untrained" else name, runs)
     drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, target)
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    metrics = runs / name / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
-    speeds = sorted(line["tokens_per_second"] for line in lines[1:])
-    middle = f"{speeds[len(speeds) // 2]:.0f}" if speeds else "-"
-    return [
-        f"{trained / 1e6:.2f} M",
-        f"{bytes_read(drafter) / 1e6:.2f}",
-        str(lines[-1]["step"]) if lines else "0",
-        middle,
-    ]
+    steps, speed = 0, "-"
+    if name != "untrained":
+        steps = checkpoint_step(next((runs / name / "checkpoints").glob("step-*")))
+        seconds = json.loads((runs / name / COST).read_text())["cpu_seconds"]
+        speed = f"{trained_tokens(config, steps) / seconds:.0f}"
+    return [f"{trained / 1e6:.2f} M", f"{bytes_read(drafter) / 1e6:.2f}", str(steps), speed]
 
 
 def bytes_read(drafter: Any) -> int:

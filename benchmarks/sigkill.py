@@ -30,7 +30,7 @@ from draftsmith.train.checkpoint import WEIGHTS, checkpoints, damage, resumable
 from draftsmith.train.tracking import read_metrics
 
 CHECKPOINT_EVERY = 5
-MOST_STEPS = 8  # from one kill to the next
+STEPS_A_KILL, MOST_STEPS = 4, 8  # on average with those done twice, and at most
 STARTING_SHARE = 0.25  # of the kills
 LAUNCHER_SECONDS = 5.0  # after a process has died until the others are killed
 
@@ -67,12 +67,12 @@ def newest_step(run: Path) -> int:
     return max((json.loads(line)["step"] for line in lines if line.endswith(b"\n")), default=0)
 
 
-def wait(run: Path, chance: random.Random, start: float, per_step: float) -> None:
-    """Up to a random moment: while the run starts, or within its next steps, checkpoints and evaluations."""
+def wait(run: Path, most: int, chance: random.Random, start: float, per_step: float) -> None:
+    """Up to a random moment: while the run starts, or in its next steps, checkpoints, evaluations; by step `most`."""
     if chance.random() < STARTING_SHARE:
         time.sleep(chance.uniform(0, start))
         return
-    awaited = newest_step(run) + chance.randint(1, MOST_STEPS)
+    awaited = min(most, newest_step(run) + chance.randint(1, MOST_STEPS))
     while newest_step(run) < awaited:
         time.sleep(0.005)
     time.sleep(chance.uniform(0, 2 * per_step))
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--samples", type=Path, help="of that target")
     parser.add_argument("--seed", type=int, default=random.randrange(10_000))
     args = parser.parse_args()
-    args.steps = (MOST_STEPS + 2) * args.kills + CHECKPOINT_EVERY
+    args.steps = STEPS_A_KILL * args.kills + 2 * CHECKPOINT_EVERY
     chance = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -126,7 +126,7 @@ def main() -> None:
             start, per_step = run_whole(args, whole, log)
             for number in range(args.kills):
                 pids = fork_ranks(command(args, killed), 2, log)
-                wait(killed, chance, start, per_step)
+                wait(killed, args.steps - CHECKPOINT_EVERY, chance, start, per_step)
                 done = kill(pids, chance)
                 check_files(killed)
                 print(f"{number + 1:3}: {done}, step {newest_step(killed)}", flush=True)

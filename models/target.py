@@ -7,6 +7,7 @@ import contextlib
 import copy
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -93,8 +96,12 @@ class Target:
         name: str,
         fuse_layers: bool = True,
         whole: "Whole | None" = None,
+        decodes: bool = True,
     ) -> None:
-        """`whole`: what `model` does not tell of the target where its layers are left out."""
+        """`whole`: what `model` does not tell of the target where its layers are left out.
+
+        `decodes`: whether it will be asked for more than `features`; else that is not checked.
+        """
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
@@ -102,10 +109,11 @@ class Target:
         self.head_module: nn.Module = model.get_output_embeddings()
         self.embedding: nn.Module = model.get_input_embeddings()
         self._whole = whole
+        self._fingerprint = whole.fingerprint if whole else None
         if whole is None:
             self.decoder_layers = _decoder_layers(model)
             self.fused_decoder = fuse(model) if fuse_layers else None  # what `run` takes instead of stock modelling
-            if model.device.type != "meta":
+            if decodes and model.device.type != "meta":
                 check_decodes_exactly(self)
 
     @classmethod
@@ -125,6 +133,30 @@ class Target:
         check_served_family(config, str(name))
         model, tokenizer = _load(name, config, device, dtype or default_dtype(device))
         return cls(model, tokenizer, str(name), fuse_layers)
+
+    @classmethod
+    def sharded_from_pretrained(
+        cls, name: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> "Target":
+        """One whose layers lie in pieces on all processes, which call `features` together and nothing that decodes.
+
+        Each process loads the whole target into the CPU's memory, on a machine one after another. Defaults and errors
+        as those of `from_pretrained`.
+        """
+        device = pick_device(device)
+        config = _read_config(name)
+        check_served_family(config, str(name))
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+            if turn == int(os.environ.get("LOCAL_RANK", "0")):
+                model, tokenizer = _load(name, config, torch.device("cpu"), dtype or default_dtype(device))
+                target = cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
+                target._fingerprint = target.fingerprint()
+                for layer in target.decoder_layers:
+                    fully_shard(layer, mesh=mesh)
+                model.to(device)  # type: ignore[arg-type]  # all else: embedding, head, norm, buffers
+            torch.distributed.barrier()
+        return target
 
     @classmethod
     def ends_from_pretrained(
@@ -243,8 +275,8 @@ class Target:
 
     def fingerprint(self) -> str:
         """16 hex digits over the config and a sample of every weight: the same target gives the same digits."""
-        if self._whole is not None:
-            return self._whole.fingerprint
+        if self._fingerprint is not None:
+            return self._fingerprint
         return self._digest(self.model.named_parameters())
 
     def ends_fingerprint(self) -> str:

@@ -194,7 +194,7 @@ COMMANDS = {  # name: what --help says, and what adds its arguments
     "export": ("write a checkpoint as a serving engine loads it, with the command that serves it", _export),
     "watch": ("acceptance of a running vLLM, beside what was measured at export", _watch),
     "generate": ("stream text; tokens that were drafted and accepted are green", _generate),
-    "report": ("rebuild report.html and figures/ of a run, or of a folder of runs", _report),
+    "report": ("rebuild report.html and figures/ of a run, of a folder of runs, or of an evaluation", _report),
 }
 
 

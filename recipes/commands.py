@@ -39,7 +39,8 @@ from draftsmith.recipes.printing import print_evaluations
 from draftsmith.recipes.quickstart import run_quickstart
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.recipes.replays import replay_drafters, replay_settings
-from draftsmith.recipes.report import build_report, certificate_text
+from draftsmith.recipes.report import build_report
+from draftsmith.recipes.summary import certificate_text
 from draftsmith.recipes.targets import TARGET_RECIPES
 from draftsmith.recipes.watch import watch as watch_server
 from draftsmith.train import train as train_drafter

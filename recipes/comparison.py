@@ -18,8 +18,8 @@ from draftsmith.inference.evaluation import environment, evaluation, write_evalu
 from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
-from draftsmith.recipes.evaluation_page import evaluation_page
 from draftsmith.recipes.replays import add_diagnoses
+from draftsmith.recipes.report import evaluation_markdown
 from draftsmith.train.run_folder import require_writable
 
 
@@ -70,8 +70,8 @@ def compare(
             add_certificates(contents, list(drafters.values()), target, prompt_sets[0], progress)
     for path, content in zip(evaluation_paths(out, list(drafters)), contents, strict=True):
         write_evaluation(path, content)
-        path.with_suffix(".md").write_text(evaluation_page([content]), encoding="utf-8")
-    (out / "evaluation.md").write_text(evaluation_page(contents), encoding="utf-8")
+        path.with_suffix(".md").write_text(evaluation_markdown([content]), encoding="utf-8")
+    (out / "evaluation.md").write_text(evaluation_markdown(contents), encoding="utf-8")
     return contents
 
 

@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.inference.calibration import calibration_fields
+from draftsmith.inference.case import Reference
 from draftsmith.inference.decoder import check_sampling, check_shape
-from draftsmith.inference.diagnosis import Reference, diagnose, is_low
+from draftsmith.inference.diagnosis import diagnose, is_low
 from draftsmith.inference.evaluation import environment, write_evaluation
 from draftsmith.inference.measure import MeasureSettings, PromptSet, acceptance_fields
 from draftsmith.inference.replay import (

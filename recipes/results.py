@@ -1,18 +1,22 @@
 """What runs have measured, read back from their folders."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from draftsmith.inference.verify import LOSSY
 from draftsmith.models.errors import UserError
 from draftsmith.train.checkpoint import checkpoint_step, checkpoints
 from draftsmith.train.tracking import read_metrics
 from draftsmith.train.vocabulary import read_vocabulary, vocabulary_text
 
 Result = dict[str, Any]  # a row of `results` in evaluation.json
+DRAFT = ("draft_length", "tree_nodes")  # what a round drafts
+SETTING = ("prompt_set", "num_prompts", "temperature", "top_p", "batch_size", *DRAFT, "max_new_tokens")
+EXTRAS = ("costs", "choice", "load", "plan")  # NAME.json that other commands write
 
 
 @dataclass
@@ -55,11 +59,105 @@ class Contender:
     """A drafter as it stands in the comparison."""
 
     name: str
+    kind: str
     note: str  # which checkpoint, or beside which it was measured
     trained: bool
+    target: str
     results: list[Result]
     environment: dict[str, Any]  # that it was measured in
     certificate: dict[str, Any] | None = None
+
+    def at(self, setting: Result) -> Result | None:
+        """Its row at the setting of another row."""
+        return next((row for row in self.results if same_but(row, setting)), None)
+
+
+@dataclass
+class Measured:
+    """Everything that a report is made of."""
+
+    runs: list[Run]  # the fastest first; none in the folder that `evaluate` wrote
+    contenders: list[Contender]
+    elsewhere: list[Contender]  # measured under other conditions than the first: in no figure and no ratio with it
+    extras: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # contents of EXTRAS by name
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def alike_runs(self) -> list[Run]:
+        """The runs whose best checkpoint was measured under the same conditions as the contenders."""
+        return [run for run in self.runs if same_conditions(run.best.environment, self.contenders[0].environment)]
+
+    @property
+    def target(self) -> str:
+        return self.runs[0].target if self.runs else self.contenders[0].target
+
+    @property
+    def leading(self) -> Result:
+        """The row that the report leads with: the fastest sound one at the first temperature and smallest batch size.
+
+        Where none is sound, the fastest.
+        """
+        first = self.contenders[0].results[0]
+        rows = [row for one in self.contenders for row in one.results if same_but(row, first, "batch_size", *DRAFT)]
+        smallest = min(row["batch_size"] for row in rows)
+        rows = [row for row in rows if row["batch_size"] == smallest]
+        return max(rows, key=lambda row: (is_sound(row) and row["num_drafts"] > 0, row["speedup"]))
+
+    def leaders(self) -> list[tuple[Contender, Result]]:
+        """Each contender with its row at the leading setting, where it has one."""
+        rows = [(one, one.at(self.leading)) for one in self.contenders]
+        return [(one, row) for one, row in rows if row is not None]
+
+
+def is_sound(row: Result) -> bool:
+    """Its output is what the target alone would write, as far as was looked; else its speed does not count."""
+    return row["lossless"]["divergences"] == 0 and row["verification_mode"] not in LOSSY
+
+
+def same_but(row: Result, other: Result, *free: str) -> bool:
+    """Whether two rows share their setting, but for the fields in `free`."""
+    return all(row[name] == other[name] for name in SETTING if name not in free)
+
+
+def read_measured(folder: Path) -> Measured:
+    """What lies in the folder of a run, of several runs, or of an evaluation.
+
+    Raises `UserError` where nothing there was evaluated.
+    """
+    evaluated = [] if _configs(folder) else evaluations(folder)
+    runs = [] if evaluated else read_runs(folder)
+    samples = folder / "samples.json"
+    found = {name: [json.loads(path.read_text()) for path in _beside(folder, name)] for name in EXTRAS}
+    measured = measured_of(evaluated) if evaluated else _measured(runs, read_contenders(folder, runs))
+    measured.extras = {name: contents for name, contents in found.items() if contents}
+    measured.samples = json.loads(samples.read_text()) if samples.is_file() else []
+    return measured
+
+
+def measured_of(contents: list[dict[str, Any]]) -> Measured:
+    """From contents of evaluation.json files alone."""
+    return _measured([], _fastest_first([compared(content) for content in contents]))
+
+
+def _measured(runs: list[Run], contenders: list[Contender]) -> Measured:
+    alike = [same_conditions(contenders[0].environment, one.environment) for one in contenders]
+    return Measured(
+        runs,
+        [one for one, same in zip(contenders, alike, strict=True) if same],
+        [one for one, same in zip(contenders, alike, strict=True) if not same],
+    )
+
+
+def _beside(folder: Path, name: str) -> list[Path]:
+    """Files NAME.json of a folder, of the comparison in it, or of the drafters in either."""
+    patterns = (f"{name}.json", f"comparison/{name}.json", f"*/{name}.json", f"comparison/*/{name}.json")
+    return list(dict.fromkeys(path for pattern in patterns for path in sorted(folder.glob(pattern))))
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    """What `evaluate` has written into a folder: contents of evaluation.json, one a drafter."""
+    paths = [path for path in (folder / "evaluation.json",) if path.is_file()]
+    return [json.loads(path.read_text()) for path in paths or sorted(folder.glob("*/evaluation.json"))]
 
 
 def read_contenders(folder: Path, runs: list[Run]) -> list[Contender]:
@@ -68,29 +166,49 @@ def read_contenders(folder: Path, runs: list[Run]) -> list[Contender]:
     These are the drafters that were compared in one process, where the folder holds such a `comparison/`; else the best
     checkpoint of each run and the baselines that were measured beside the fastest.
     """
-    paths = sorted((folder / "comparison").glob("*/evaluation.json"))
-    if paths:
-        found = [compared(json.loads(path.read_text())) for path in paths]
+    evaluated = evaluations(folder / "comparison")
+    if evaluated:
+        found = [compared(content) for content in evaluated]
     else:
         beside = f"measured beside {runs[0].name}, step {runs[0].best.step}"
         found = [
             Contender(
-                run.name, f"step {run.best.step}", True, run.best.results, run.best.environment, run.best.certificate
+                run.name,
+                run.kind,
+                f"step {run.best.step}",
+                True,
+                run.target,
+                run.best.results,
+                run.best.environment,
+                run.best.certificate,
             )
             for run in runs
         ]
         found += [
-            Contender(name, beside, False, results, runs[0].best.environment)
+            Contender(name, name, beside, False, runs[0].target, results, runs[0].best.environment)
             for name, results in runs[0].best.baselines.items()
         ]
-    return sorted(found, key=lambda one: (not one.trained, -one.results[0]["speedup"]))
+    return _fastest_first(found)
+
+
+def _fastest_first(contenders: list[Contender]) -> list[Contender]:
+    return sorted(contenders, key=lambda one: (not one.trained, -one.results[0]["speedup"]))
 
 
 def compared(content: dict[str, Any]) -> Contender:
     """A drafter from the content of its evaluation.json."""
     trained = content["drafter"] != content["drafter_kind"]
     name, note = checkpoint_names(Path(content["drafter"])) if trained else (content["drafter"], "")
-    return Contender(name, note, trained, content["results"], content["environment"], content.get("certificate"))
+    return Contender(
+        name,
+        content["drafter_kind"],
+        note,
+        trained,
+        content["target"],
+        content["results"],
+        content["environment"],
+        content.get("certificate"),
+    )
 
 
 def conditions(environment: dict[str, Any]) -> dict[str, str]:
@@ -133,13 +251,20 @@ def read_runs(folder: Path) -> list[Run]:
     """
     if not folder.is_dir():
         raise UserError(f"no folder {folder}: give the folder of a run, such as runs/NAME")
-    configs = [folder / "config.yaml"] if (folder / "config.yaml").is_file() else sorted(folder.glob("*/config.yaml"))
+    configs = _configs(folder)
     if not configs:
-        raise UserError(f"{folder} holds no run: give a folder with a config.yaml, or one that holds such folders")
+        raise UserError(
+            f"{folder} holds no run and no evaluation: give the folder of a run, of runs, or of an evaluation"
+        )
     runs = [run for run in (_read_run(config.parent) for config in configs) if run.checkpoints]
     if not runs:
         raise UserError(f"no checkpoint in {folder} has been evaluated yet: train with evaluation.prompts set")
     return sorted(runs, key=lambda run: run.first_result["speedup"], reverse=True)
+
+
+def _configs(folder: Path) -> list[Path]:
+    own = folder / "config.yaml"
+    return [own] if own.is_file() else sorted(folder.glob("*/config.yaml"))
 
 
 def _read_run(folder: Path) -> Run:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.diagnosis import Finding, Reference, diagnose, is_low, rendered, shifted
+from draftsmith.inference.case import Finding, Reference
+from draftsmith.inference.diagnosis import diagnose, is_low
+from draftsmith.inference.miswiring import rendered, shifted
 from draftsmith.inference.replay import Recording, expected_stats, record, replay
 from draftsmith.inference.stats import Stats
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter

@@ -36,9 +36,9 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock, draft, verify = Clock(), Rows.draft, Rows.verify
 
-    def timed_draft(rows: Rows) -> None:
+    def timed_draft(rows: Rows, draft_length: int | None = None) -> None:
         clock.now += clock.costs["draft"] if rows.settings.shape.depth else 0
-        draft(rows)
+        draft(rows, draft_length)
 
     def timed_verify(rows: Rows) -> object:
         clock.now += clock.costs["verify"] if rows.settings.shape.depth else 1.0

@@ -13,7 +13,7 @@ from test_teacher_forcing import TEXTS, TRAINABLE, trained
 
 from draftsmith.inference import SpeculativeDecoder, replay
 from draftsmith.inference.calibration import calibration_fields
-from draftsmith.inference.diagnosis import Reference
+from draftsmith.inference.case import Reference
 from draftsmith.inference.measure import MeasureSettings, PromptSet, measure
 from draftsmith.inference.replay import (
     Recording,

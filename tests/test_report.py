@@ -4,104 +4,26 @@ import io
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
+from reports import (
+    ENVIRONMENT,
+    TEMPERATURES,
+    result,
+    write_comparison,
+    write_grid,
+    write_results,
+    write_run,
+    write_samples,
+)
 from rich.console import Console
 
 from draftsmith.models.errors import UserError
 from draftsmith.recipes import report
 from draftsmith.recipes.printing import print_evaluations, print_summary
-from draftsmith.recipes.report import build_report, summary_rows
+from draftsmith.recipes.report import build_report
 from draftsmith.recipes.results import read_contenders, read_runs
-
-PLAIN_MILLISECONDS = 10.0
-TEMPERATURES = (0.0, 1.0)
-ENVIRONMENT = {
-    "versions": {"python": "3.12.1", "torch": "2.11.0"},
-    "device": "Abacus 9000, 2 cores",
-    "num_threads": 2,
-    "dtype": "float32",
-    "target_fingerprint": "0123456789abcdef",
-    "git_commit": "abc1234",
-    "command": "draftsmith quickstart",
-    "template_hash": None,
-    "data_hash": "fedcba9876543210",
-}
-
-
-def result(keep: float, draft_ms: float, temperature: float = 0.0, divergences: int = 0) -> dict[str, Any]:
-    """A row of evaluation.json in which each drafted token is accepted with chance `keep`, K = 4."""
-    drafts, checked = 1000, 0 if temperature else 16
-    survived = [round(drafts * keep**i) for i in range(6)]
-    survived[5] = 0
-    accepted = sum(survived[1:])
-    length = 1 + accepted / drafts
-    round_ms = draft_ms + PLAIN_MILLISECONDS + 1
-    speedup = length * PLAIN_MILLISECONDS / round_ms
-    times = {"p50": PLAIN_MILLISECONDS, "p95": 11.0, "p99": 12.0}
-    return {
-        "prompt_set": "held_out", "num_prompts": 16, "temperature": temperature, "top_p": 1.0,
-        "verification_mode": "probabilistic" if temperature else "greedy", "batch_size": 1, "draft_length": 4,
-        "tree_nodes": None, "max_new_tokens": 64, "num_drafts": drafts, "num_draft_tokens": 4 * drafts,
-        "num_accepted_tokens": accepted, "num_emitted_tokens": drafts + accepted,
-        "mean_acceptance_length": length, "draft_acceptance_rate": accepted / drafts / 4,
-        "per_position_acceptance_rates": [n / drafts for n in survived[1:5]],
-        "conditional_acceptance_rates": [survived[i + 1] / survived[i] if survived[i] else None for i in range(4)],
-        "acceptance_histogram": [a - b for a, b in zip(survived[:5], survived[1:], strict=True)],
-        "baseline_tokens_per_second": 100.0, "tokens_per_second": 100 * speedup, "speedup": speedup,
-        "speedup_ci95": [speedup - 0.09, speedup + 0.08], "repeats": 5, "ttft_ms": times, "tpot_ms": times,
-        "baseline_tpot_ms": times,
-        "milliseconds_per_round": {"draft": draft_ms, "verify": PLAIN_MILLISECONDS, "host": 1.0},
-        "step_cost_ratio": length / speedup,
-        "lossless": {
-            "checked": checked, "identical": max(0, checked - 1 - divergences),
-            "near_tie_divergences": min(1, checked), "divergences": min(divergences, checked),
-            "first_differences": [
-                {
-                    "request": 2, "position": 16, "plain_token": 71, "speculative_token": 61, "top_two_gap": 0.0,
-                    "top_two_gap_fp32": 0.0069, "token_gap_fp32": 0.0069, "near_tie_gap": 0.28, "near_tie": True,
-                }
-            ][:checked],
-        },
-    }  # fmt: skip
-
-
-def write_results(path: Path, results: list[dict[str, Any]], drafter: str = "d", kind: str = "k") -> None:
-    content = {"target": "t", "drafter": drafter, "drafter_kind": kind, "environment": ENVIRONMENT, "results": results}
-    path.write_text(json.dumps(content))
-
-
-def write_run(folder: Path, keep: float, draft_ms: float, divergences: int = 0) -> Path:
-    """A run of 400 steps and two checkpoints, the second one the better."""
-    folder.mkdir(parents=True)
-    config = {"target": "models/tiny_target", "drafter": {"kind": folder.name}, "run": {"steps": 400}}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    (folder / "environment.json").write_text(json.dumps(ENVIRONMENT))
-    lines: list[dict[str, Any]] = []
-    for step in range(10, 401, 10):
-        simulated = 1 + 2.2 * keep * step / (step + 80)
-        lines.append({"step": step, "loss": 6 / step**0.3, "simulated_acceptance_length": simulated})
-        if step % 200 == 0:
-            rows = [result(keep * step / 400, draft_ms, temperature, divergences) for temperature in TEMPERATURES]
-            checkpoint = folder / "checkpoints" / f"step-{step:06d}"
-            checkpoint.mkdir(parents=True)
-            write_results(checkpoint / "evaluation.json", rows)
-            write_results(checkpoint / "evaluation.ngram.json", [result(0.25, 0.3, t) for t in TEMPERATURES])
-            length, speedup = rows[0]["mean_acceptance_length"], rows[0]["speedup"]
-            lines.append({"step": step, "acceptance_length": length, "speedup": speedup})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
-
-
-def write_samples(folder: Path) -> None:
-    pieces = [{"text": "    if a <b>&", "accepted": True}, {"text": " 1:\n", "accepted": False}]
-    rounds = [{"text": "    if a <b>& 1:\n", "num_tokens": 4, "num_accepted": 3, "pieces": pieces}] * 3
-    drafter = str(folder / "eagle3/checkpoints/step-000400")
-    prompt = "<script>alert(1)</script>\ndef f(a):\n"
-    samples = [{"prompt": prompt, "drafter": drafter, "temperature": 0.0, "rounds": rounds}]
-    (folder / "samples.json").write_text(json.dumps(samples))
+from draftsmith.recipes.summary import speedup_text, summary_rows
 
 
 @pytest.fixture(scope="module")
@@ -122,26 +44,29 @@ def page(runs: Path) -> str:
 
 
 def test_report_stands_alone(runs: Path, page: str) -> None:
-    figures = sorted(path.name for path in (runs / "figures").iterdir())
+    figures = sorted(path.stem for path in (runs / "figures").iterdir())
+    assert figures == sorted(re.findall(r'<svg [^>]*data-figure="(\w+)"', page))
     assert len(figures) == 6
-    assert page.count('src="data:image/png;base64,') == len(figures)
-    assert not re.search(r"""(src|href)="(?!data:)|url\(|@import|<script|<link""", page)
+    text = re.sub(r"""xmlns(:xlink)?="[^"]*"|"http://www.w3.org/2000/svg"|(url\(|href=")#""", "", page)
+    assert not re.search(r"""(src|href)=|url\(|@import|<script [^t]|<link|https?://""", text)
 
 
-def test_headline_and_numbers(page: str) -> None:
+def test_verdict_and_numbers(page: str) -> None:
     best = result(0.75, 4.0)
     low, high = best["speedup_ci95"]
     assert f"eagle3 (step 400) decodes {best['speedup']:.2f}× as fast as plain decoding" in page
     assert f"95 % interval {low:.2f} to {high:.2f}" in page
     assert "tiny_target on Abacus 9000" in page
     for drafter in ("eagle3", "medusa", "draft_model", "ngram", "none"):
-        assert f"<td>{drafter}<small>" in page
-    assert f"<td>{best['mean_acceptance_length']:.2f}</td>" in page
+        assert f">{drafter}<small>" in page
+    assert f"<h1>{best['speedup']:.2f}× at batch size 1: use eagle3.</h1>" in page
+    assert "Lossless: 15 of 16 compared outputs are identical to plain decoding&#39;s, the other 1 part" in page
+    assert f"{best['mean_acceptance_length']:.2f}</td>" in page
     assert "4.00 / 10.00 / 1.00" in page
     assert "15/16, 1 near tie" in page
     difference = ["3", "17", "71 → 61", "0", "0.0069", "0.28", "near tie"]
-    assert "".join(f"<td>{text}</td>" for text in difference) in page
-    assert "<td>not compared<small>probabilistic</small></td>" in page
+    assert difference == re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("near tie up to") :])[:7]
+    assert ">not compared<small>probabilistic</small></td>" in page
     assert "measured beside eagle3, step 400" in page
     assert "abc1234" in page
     assert "No trained drafter is measurably faster" not in page
@@ -151,7 +76,7 @@ def test_headline_and_numbers(page: str) -> None:
 @pytest.fixture
 def _no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take two seconds."""
-    monkeypatch.setattr(report, "draw_figures", lambda runs, contenders, folder: [])
+    monkeypatch.setattr(report, "draw_figures", lambda measured, folder: {})
 
 
 @pytest.mark.usefixtures("_no_figures")
@@ -159,6 +84,7 @@ def test_says_when_nothing_is_faster(tmp_path: Path) -> None:
     page = build_report(write_run(tmp_path / "medusa", keep=0.3, draft_ms=6.0)).read_text()
     assert "No trained drafter is measurably faster than plain decoding here: no 95 % interval lies above 1.0." in page
     assert "no trained drafter beats ngram, which needs no training" in page
+    assert f"<h1>{result(0.25, 0.3)['speedup']:.2f}× at batch size 1: use ngram.</h1>" in page
 
 
 @pytest.mark.usefixtures("_no_figures")
@@ -167,17 +93,9 @@ def test_divergence_stands_out_and_is_no_headline(tmp_path: Path) -> None:
     write_run(tmp_path / "medusa", keep=0.6, draft_ms=1.0)
     page = build_report(tmp_path).read_text()
     assert "speculation is broken" in page
-    assert '<td class="diverged">12/16, 1 near tie, 3 DIVERGED<small>greedy</small></td>' in page
-    assert '<p class="headline">medusa' in page
-    assert "there is no speedup to report" in build_report(tmp_path / "eagle3").read_text()
-
-
-def write_comparison(folder: Path, number: int, **changes: Any) -> None:
-    path = folder / f"comparison/{number}-some/evaluation.json"
-    path.parent.mkdir(parents=True)
-    name = str(folder / "eagle3/checkpoints/step-000200")
-    write_results(path, [{**result(0.9, 1.0), **changes.pop("result", {})}], name, "eagle3")
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    assert 'alarm">12/16, 1 near tie, 3 DIVERGED<small>greedy</small></td>' in page
+    assert "<p>medusa (step 400) decodes" in page
+    assert "1: use ngram.</h1>" in build_report(tmp_path / "eagle3").read_text()  # the run's other drafter is broken
 
 
 @pytest.mark.usefixtures("_no_figures")
@@ -186,9 +104,9 @@ def test_a_lossy_mode_is_labelled_and_no_headline(tmp_path: Path) -> None:
     check = {"checked": 0, "identical": 0, "near_tie_divergences": 0, "divergences": 0, "first_differences": []}
     write_comparison(tmp_path, 1, result={"verification_mode": "typical", "lossless": check})
     page = build_report(tmp_path).read_text()
-    assert '<td class="diverged">LOSSY (typical)<small>' in page
-    assert '<td class="faster">' not in page
-    assert "there is no speedup to report" in page
+    assert 'alarm">LOSSY (typical)<small>' in page
+    assert 'good">' not in page[page.index("<main>") : page.index('id="history"')]
+    assert "There is no speedup to report" in page
     console = Console(width=120, record=True, file=io.StringIO())
     print_summary(tmp_path, console)
     assert "LOSSY" in console.export_text()
@@ -204,9 +122,9 @@ def test_what_training_predicts_stands_beside_the_decoder(flagged: bool, tmp_pat
     write_comparison(tmp_path, 1, result={"teacher_forced": predicted, "teacher_forced_gap": gap})
     page = build_report(tmp_path).read_text()
     cells = ["4.10 / 4.57", "90.0 % / 97.0 %", "90.0 % / 88.8 %", "90.0 % / 77.7 %", "90.0 % / –"]
-    assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+    assert cells == re.findall(r"<td[^>]*>([^<]* / [^<]*)</td>", page[page.index("as training predicts") :])[:5]
     assert page.count("-0.47 [-0.60, -0.30]") == 1
-    assert ('class="diverged">-0.47' in page) == flagged
+    assert ('alarm">-0.47' in page) == flagged
     console = Console(width=120, record=True, file=io.StringIO())
     print_summary(tmp_path, console)
     for text in (page, console.export_text()):
@@ -222,12 +140,12 @@ def test_domains_stand_below_their_setting(tmp_path: Path) -> None:
     write_run(tmp_path / "eagle3", keep=0.9, draft_ms=1.0)
     write_comparison(tmp_path, 1, result={"domains": domains})
     page = build_report(tmp_path).read_text()
-    assert "<th>code (12 prompts)</th>" in page
-    assert "<td>3.46, 2.34×</td>" in page
+    assert ">code (12 prompts)</th>" in page
+    assert ">3.46, 2.34×</td>" in page
     console = Console(width=120, record=True, file=io.StringIO())
     print_summary(tmp_path, console)
     printed = console.export_text()
-    assert "no domain (1 prompt)" in printed
+    assert "domain (1 prompt)" in printed
     assert printed.count("1.23") == 1  # in the drafter's row, not in that of plain decoding
 
 
@@ -307,7 +225,7 @@ def test_what_was_measured_elsewhere_stands_apart(tmp_path: Path) -> None:
 def test_tables_in_the_terminal(runs: Path) -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     print_summary(runs, console)
-    content = {"drafter": "runs/[x]/best", "drafter_kind": "eagle3", "environment": ENVIRONMENT}
+    content = {"target": "t", "drafter": "runs/[x]/best", "drafter_kind": "eagle3", "environment": ENVIRONMENT}
     contents = [content | {"results": [result(0.75, 4.0, divergences=2)]}]
     print_evaluations(contents, console)
     text = console.export_text()
@@ -328,3 +246,16 @@ def test_nothing_to_report(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="evaluated yet"):
         build_report(run)
     assert not (run / "report.html").exists()
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_an_evaluation_is_reported_without_a_run(tmp_path: Path) -> None:
+    write_grid(tmp_path)
+    page = build_report(tmp_path).read_text()
+    best = max(json.loads((tmp_path / "report.json").read_text())["drafters"][0]["results"], key=lambda r: r["speedup"])
+    title = f"{best['speedup']:.2f}× at batch size 1, break-even near batch size 9: use eagle3 with draft length 2."
+    assert f"<h1>{title}</h1>" in page
+    written = (tmp_path / "report.md").read_text()
+    assert f"**{title}**" in written
+    assert f"| eagle3 | draft length 2 | {speedup_text(best)} |" in written
+    assert "Predicted speedup of eagle3" in written

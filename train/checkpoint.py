@@ -23,6 +23,7 @@ from draftsmith.data.feature_writer import size_text
 from draftsmith.data.progress import notice
 from draftsmith.models import CHANGED_TARGET, Drafter, save_drafter
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.train.placement import whole_weights
 
 TRAINER, MANIFEST, PROGRESS = "trainer", "manifest.json", "progress.json"
 WEIGHTS = "model.safetensors"
@@ -88,7 +89,8 @@ def save_checkpoint(accelerator: Accelerator, drafter: Drafter, run: Path, step:
         partial.rename(final)
 
     on_main = accelerator.is_main_process
-    failed = failures(accelerator, run, write_drafter if on_main else None)
+    with whole_weights(accelerator, drafter):
+        failed = failures(accelerator, run, write_drafter if on_main else None)
     failed = failed or failures(accelerator, run, lambda: accelerator.save_state(str(partial / TRAINER)))
     failed = failed or failures(accelerator, run, finish if on_main else None)
     if failed:

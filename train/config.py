@@ -70,6 +70,7 @@ class RunConfig:
     log_every: int = 10  # steps
     seed: int = 0
     device: str | None = None  # None: the GPU if there is one
+    target_placement: Literal["replicated", "sharded"] = "replicated"  # its layers whole on each device, or in pieces
     wandb_project: str | None = None  # None: no wandb
     keep_checkpoints: int | None = None  # so many of the newest keep their weights, as does the best; None: all
     timeout: float = 1800.0  # seconds that a process waits for the others before it gives up

@@ -62,7 +62,8 @@ def in_one_line(stages: Stages, num_ranks: int) -> Iterator[None]:
     except RuntimeError as error:
         if num_ranks == 1 or not (isinstance(error, DistError) or any(name in str(error) for name in LOST)):
             raise
+        place = stages.now[0] or "start"
         raise UserError(
-            f"lost another of the {num_ranks} processes at step {stages.step}, {stages.now[0]} ({first_line(error)}): "
+            f"lost another of the {num_ranks} processes at step {stages.step}, {place} ({first_line(error)}): "
             f"see what that one said; {AGAIN}"
         ) from error

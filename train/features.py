@@ -21,7 +21,8 @@ def load_target(config: TrainConfig, device: torch.device) -> Target:
     folder = Path(config.data.samples)
     fingerprint = read_prepared(folder)["target_fingerprint"]
     if config.data.features == "online" or fingerprint is None:  # None: written by a server, to be compared with
-        target = Target.from_pretrained(config.target, device)
+        load = Target.from_pretrained if config.run.target_placement == "replicated" else Target.sharded_from_pretrained
+        target = load(config.target, device)
         check_same_target(folder, target)
         if config.data.features == "online":
             return target

@@ -6,6 +6,7 @@ the whole step, over all ranks and micro-batches, so that neither changes the gr
 
 import contextlib
 import math
+import os
 import signal
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from rich.markup import escape
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from draftsmith.data.batches import Rows
 from draftsmith.data.features import FeatureSource
@@ -21,6 +23,7 @@ from draftsmith.data.progress import progress_bar
 from draftsmith.models import Drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.losses import LossSums
+from draftsmith.models.target import pick_device
 from draftsmith.train.checkpoint import (
     checkpoint_name,
     checkpoints,
@@ -35,6 +38,7 @@ from draftsmith.train.evaluate import Evaluator, what_training_brought
 from draftsmith.train.faults import NonFinite, in_one_line, is_finite
 from draftsmith.train.features import feature_source
 from draftsmith.train.meter import Meter
+from draftsmith.train.placement import gather_as_one, steps_in_backward
 from draftsmith.train.prefetch import prefetched
 from draftsmith.train.profiling import profiled
 from draftsmith.train.run_folder import open_run
@@ -49,13 +53,12 @@ def train(config: TrainConfig) -> Path:
 
     Raises `Stopped` after a checkpoint where a signal asked for that.
     """
-    setup = set_up(config)
-    accelerator = setup.accelerator
-    run, stages = open_run(config, setup.target, accelerator), Stages(accelerator.device)
-    rank, num_ranks = accelerator.process_index, accelerator.num_processes
-    with watched(stages, rank, num_ranks, config.run.stuck_after), in_one_line(stages, num_ranks):
+    stages, num_ranks = Stages(pick_device(config.run.device)), int(os.environ.get("WORLD_SIZE", "1"))
+    with in_one_line(stages, num_ranks):  # from the start, in which processes find each other
+        setup = set_up(config)
+        run = open_run(config, setup.target, setup.accelerator)
         here = Run(config, setup, run, stages)
-        with here.stop:
+        with watched(stages, setup.accelerator.process_index, num_ranks, config.run.stuck_after), here.stop:
             here.go()
     return run
 
@@ -72,6 +75,7 @@ class Run:
         if on_main:
             show_data(setup, run, self.source)
         self.model, self.optimizer = self.accelerator.prepare(self.drafter, adamw(self.drafter, config.optimizer))
+        gather_as_one(self.accelerator, self.drafter)
         hook_state(self.accelerator)
         self.first_step, self.earlier_seconds = resume(self.accelerator, run)
         self.tracker = Tracker(config, run, self.first_step) if on_main else None
@@ -85,7 +89,9 @@ class Run:
         """All steps that are left."""
         config, accelerator, stages = self.config, self.accelerator, self.stages
         meter = Meter(config, accelerator, self.drafter, stages)
-        nonfinite = NonFinite(self.folder, config.optimizer.max_nonfinite_steps, accelerator.is_main_process)
+        # a step that DeepSpeed has taken cannot be skipped
+        most_nonfinite = 1 if steps_in_backward(accelerator) else config.optimizer.max_nonfinite_steps
+        nonfinite = NonFinite(self.folder, most_nonfinite, accelerator.is_main_process)
         reason = self.before_steps()
         steps = range(self.first_step, config.run.steps if reason is None else self.first_step)
         self.model.train()
@@ -111,7 +117,7 @@ class Run:
 
                 batch_sums = gradients(accelerator, self.model, batches, self.source, stages)
                 stages.enter("communication")
-                norm = accelerator.clip_grad_norm_(self.model.parameters(), config.optimizer.max_gradient_norm)
+                norm = gradient_norm(accelerator, self.model, config.optimizer.max_gradient_norm)
                 finite = is_finite(norm, [sums["loss"][0] for sums in batch_sums])
                 finite_everywhere, stopped_by = agree(accelerator, finite, self.stop.received)
                 stages.enter("optimizer")
@@ -124,8 +130,8 @@ class Run:
                 nonfinite.note(finite_everywhere, done, self.plan.indices(step))
 
                 if done % config.run.log_every == 0 or last:
-                    gradient_norm = float(norm) if finite_everywhere else None
-                    values = {**meter.take(), "learning_rate": rate, "gradient_norm": gradient_norm}
+                    norm_value = float(norm) if finite_everywhere else None
+                    values = {**meter.take(), "learning_rate": rate, "gradient_norm": norm_value}
                     if self.tracker:
                         self.tracker.log(done, values)
                     progress.update(task, detail="" if values["loss"] is None else f"loss {values['loss']:.3f}")
@@ -204,13 +210,23 @@ def gradients(
         stages.enter("target")
         features = source(rows, batch)
         stages.enter("drafter")
-        synchronise = contextlib.nullcontext() if number == len(batches) else accelerator.no_sync(model)
+        last = number == len(batches)
+        accelerator.gradient_state._set_sync_gradients(last)  # DeepSpeed steps where this is set
+        synchronise = contextlib.nullcontext() if last else accelerator.no_sync(model)
         with synchronise, accelerator.autocast():
             sums = model(batch, features)
             # gradients are averaged over ranks: multiply by their number to divide by all tokens just once
             accelerator.backward(sums["loss"][0] / num_tokens * accelerator.num_processes)
         batch_sums.append({name: (total.detach(), count) for name, (total, count) in sums.items()})
     return batch_sums
+
+
+def gradient_norm(accelerator: Accelerator, model: torch.nn.Module, most: float) -> Tensor:
+    """Clip the gradient to the norm `most`; the norm that it had, on the device."""
+    norm = accelerator.clip_grad_norm_(model.parameters(), most)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    return torch.as_tensor(norm, device=accelerator.device)
 
 
 def agree(accelerator: Accelerator, finite: Tensor, received: int | None) -> tuple[bool, int | None]:

@@ -1,13 +1,11 @@
 """What a run needs, loaded and checked before anything is written."""
 
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import rich
-import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import set_seed
 from rich.markup import escape
 
 from draftsmith.data.batches import BatchPlan
@@ -25,11 +23,11 @@ from draftsmith.data.vocabulary import token_counts
 from draftsmith.inference.measure import PromptSet
 from draftsmith.models import CHANGED_TARGET, Drafter, Target
 from draftsmith.models.errors import UserError
-from draftsmith.models.target import default_dtype, pick_device
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.evaluate import check_evaluation, evaluation_prompts
 from draftsmith.train.features import load_target, open_store
 from draftsmith.train.on_policy import OnPolicy
+from draftsmith.train.placement import check_placement, make_accelerator, placement
 from draftsmith.train.start import starting_drafter
 from draftsmith.train.vocabulary import vocabulary_text, write_vocabulary
 
@@ -49,12 +47,11 @@ class Setup:
 
 def set_up(config: TrainConfig) -> Setup:
     """Load target and data and build the drafter; raises `UserError` for whatever does not fit together."""
-    device = pick_device(config.run.device)
-    mixed_precision = "bf16" if default_dtype(device) == torch.bfloat16 else "no"
-    process_group = InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout))
-    accelerator = Accelerator(
-        mixed_precision=mixed_precision, cpu=device.type == "cpu", kwargs_handlers=[process_group]
-    )
+    accelerator = make_accelerator(config)
+    check_placement(config, accelerator)
+    placed = placement(config, accelerator, Target.without_weights(config.target))
+    if accelerator.is_main_process:
+        rich.print(escape(placed.text()))
     folder = Path(config.data.samples)
     samples = read_samples(folder, config.data.drop_cut)
     target = load_target(config, accelerator.device)

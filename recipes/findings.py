@@ -1,0 +1,208 @@
+"""The sections of a report that only some have: each from what one command or one measurement has left."""
+
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from draftsmith.inference.costs import GOAL
+from draftsmith.recipes.panel import predicted_points
+from draftsmith.recipes.results import Measured, is_sound
+from draftsmith.recipes.summary import (
+    SummaryRow,
+    by_setting,
+    count,
+    domain_table,
+    draft_text,
+    setting_name,
+    speedup_text,
+)
+from draftsmith.recipes.tables import Cell, Row, Section, table_of
+from draftsmith.recipes.verdict import tone_of
+
+
+def domains(measured: Measured, rows: list[SummaryRow]) -> Section:
+    leading = next(row.setting for row in rows if row.result is measured.leading)
+    table = domain_table(by_setting(rows)[leading])
+    return Section(
+        "domains",
+        "Domains",
+        "The same drafter on each kind of prompt. A domain that falls behind wants training text of its own.",
+        [table] if table else [],
+    )
+
+
+def history(measured: Measured) -> Section:
+    rows: list[Row] = [
+        {
+            "run": run.name,
+            "step": Cell(str(checkpoint.step), "best" if checkpoint is run.best else ""),
+            "acceptance length": f"{row['mean_acceptance_length']:.2f}",
+            "speedup": Cell(speedup_text(row), tone=tone_of(row) if is_sound(row) else ""),
+        }
+        for run in measured.runs
+        for checkpoint in run.checkpoints
+        for row in checkpoint.results[:1]
+    ]
+    return Section(
+        "history",
+        "History over checkpoints",
+        "Where curves still rise, more training pays; where the loss falls and they do not, it will not.",
+        figures=["speedup_by_checkpoint", "acceptance_by_checkpoint", "training"],
+        folded=[table_of("Checkpoints", rows, words=("run",))] if rows else [],
+    )
+
+
+def diagnosis(measured: Measured) -> Section:
+    rows = [
+        {
+            "drafter": one.name,
+            "cause": str(found["cause"]).replace("_", " "),
+            "measured": value_text(found["measured"]),
+            "evidence": value_text(found["evidence"]),
+            "what to do": found["mend"],
+        }
+        for one, row in measured.leaders()
+        for found in row.get("diagnosis") or []
+    ]
+    words = ("drafter", "cause", "measured", "evidence", "what to do")
+    return Section(
+        "diagnosis",
+        "Diagnosis",
+        "Where acceptance is lost, and what the measurements point to.",
+        [table_of("", rows, words=words)] if rows else [],
+    )
+
+
+def value_text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name.replace('_', ' ')} {value_text(one)}" for name, one in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(value_text, value))
+    return "–" if value is None else str(value)
+
+
+def calibration(measured: Measured) -> Section:
+    rows = [
+        {
+            "drafter": one.name,
+            **{
+                f"token {depth + 1}": f"{error:.3f}"
+                for depth, error in enumerate(map(calibration_error, row["calibration"]))
+                if error is not None
+            },
+        }
+        for one, row in measured.leaders()
+        if row.get("calibration")
+    ]
+    note = "Mean distance between the drafter's probability of its token and the share accepted, weighted by number."
+    return Section(
+        "calibration",
+        "Calibration",
+        "Whether the drafter's confidence can be believed: an adaptive draft length and a dynamic tree stand on it.",
+        [table_of("Calibration error by position", rows, note)] if rows else [],
+        ["calibration"],
+    )
+
+
+def calibration_error(bins: Iterable[dict[str, float]]) -> float | None:
+    bins = list(bins)
+    total = sum(one["count"] for one in bins)
+    return sum(one["count"] * abs(one["confidence"] - one["accepted"]) for one in bins) / total if total else None
+
+
+def cost_model(measured: Measured) -> Section:
+    """What costs.json predicts, beside what was measured."""
+    points = predicted_points(measured)
+    rows = [
+        {
+            "drafter": one.name,
+            "draft": draft_text(one.row),
+            "batch size": str(one.row["batch_size"]),
+            "predicted": f"{one.predicted:.2f}×",
+            "measured": speedup_text(one.row),
+            "error": f"{100 * one.error:+.1f} %",
+        }
+        for one in points
+    ]
+    errors = sorted(abs(one.error) for one in points)
+    lead = ""
+    if points:
+        near = sum(error <= GOAL for error in errors)
+        lead = (
+            f"From measured costs and the acceptance length the speedup is predicted within {100 * GOAL:.0f} % in "
+            f"{near} of {count(len(points), 'setting')}; the median error is {100 * statistics.median(errors):.1f} %."
+        )
+    table = table_of("Predicted and measured speedup", rows, words=("drafter", "draft"))
+    return Section("cost-model", "Cost model", lead, [], ["predicted_speedup"], [table] if rows else [])
+
+
+def load_test(measured: Measured) -> Section:
+    """Each load test: what it found, and its stages."""
+    contents = measured.extras.get("load", [])
+    tables = []
+    for content in contents:
+        rows = [
+            {
+                "load": f"{row['load']:g}",
+                "speculation": row["contender"],
+                "tokens/s": f"{row['throughput_tokens_per_second']:.0f}",
+                "TTFT p50 / p95 / p99": " / ".join(f"{value:.0f}" for value in row["ttft_ms"].values()),
+                "TPOT p50 / p95 / p99": " / ".join(f"{value:.1f}" for value in row["tpot_ms"].values()),
+                "goodput requests/s": Cell(
+                    f"{row['goodput_requests_per_second']:.2f}", tone="" if row["within_sla"] else "bad"
+                ),
+            }
+            for row in content["stages"]
+        ]
+        unit = "requests at once" if content["stages"][0]["mode"] == "concurrency" else "requests a second"
+        title = f"{Path(content['drafter']).name}: {content['verdict']}"
+        note = f"Load in {unit}; times in milliseconds; goodput in red where the limits of latency were missed."
+        tables.append(table_of(title, rows, note, words=("speculation",)))
+    return Section(
+        "load-test",
+        "Load test",
+        "Requests that arrive on their own, with speculation off, on, and by the schedule.",
+        tables,
+    )
+
+
+def planned(measured: Measured) -> Section:
+    """What the plan made before training said."""
+    lines = [
+        line
+        for content in measured.extras.get("plan", [])
+        for row in content.get("drafters", [])
+        for line in row.get("verdicts", [])
+    ]
+    return Section("plan", "Plan", "What measured costs said before any training.", notes=lines)
+
+
+def differences(measured: Measured) -> Section:
+    """Of every output that differs from plain decoding: where, and what the target holds there."""
+    rows: list[Row] = [
+        {
+            "drafter": Cell(one.name, setting_name(result)),
+            "prompt": str(found["request"] + 1),
+            "token": str(found["position"] + 1),
+            "plain → speculative": " → ".join(
+                "end" if found[which] is None else str(found[which]) for which in ("plain_token", "speculative_token")
+            ),
+            "top-2 gap": f"{found['top_two_gap']:.2g}",
+            "top-2 gap in fp32": f"{found['top_two_gap_fp32']:.2g}",
+            "near tie up to": f"{found['near_tie_gap']:.2g}",
+            "verdict": Cell("near tie") if found["near_tie"] else Cell("DIVERGED", tone="alarm"),
+        }
+        for one in measured.contenders
+        for result in one.results
+        for found in result["lossless"]["first_differences"]
+    ]
+    note = (
+        "The first difference of each output: prompt, place in the answer, and the two token ids; then the gap between "
+        "the target's two highest logits there, re-scored in one plain pass. A near tie is a difference between two "
+        "tokens that are no further apart in fp32 than the run's rounding can turn around, as measured at that place."
+    )
+    table = table_of("", rows, note, words=("drafter", "verdict"))
+    return Section("differences", "Where outputs differ from plain decoding", tables=[table] if rows else [])

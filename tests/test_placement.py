@@ -1,0 +1,149 @@
+"""The same run in every layout: processes, accumulation, and what is in pieces where change nothing that is learnt.
+
+tests/data/trajectory.json holds losses and gradient norms of one process. Layouts that accelerate has for GPUs only run
+on processes of a CPU that it takes for them (as_gpus.py): the same code but for kernels and links between devices.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from runs import arguments, base_of, final_weights, make_config
+
+import draftsmith.recipes
+from draftsmith.data.samples import SAMPLES, Sample, Span, sample_line
+from draftsmith.models import Target
+from draftsmith.models.errors import UserError
+from draftsmith.train import train
+from draftsmith.train.tracking import read_metrics
+
+TESTS = Path(__file__).parent
+LAUNCH = Path(draftsmith.recipes.__file__).parent / "launch"
+TRAJECTORY = TESTS / "data" / "trajectory.json"
+TOLERANCE = 1e-4  # relative; sums in another order differ by 1e-7 a step
+RUN = {"steps": 4, "checkpoint_every": 4}
+
+
+@pytest.fixture(scope="module")
+def base(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Samples of very different lengths, the same on every machine."""
+    folder = tmp_path_factory.mktemp("data")
+    base = base_of(tiny_target_dir, tiny_target, folder)
+    chance = random.Random(0)
+    with open(folder / "samples" / SAMPLES, "w") as file:
+        for _ in range(48):
+            length = chance.randrange(8, 60)
+            ids = [chance.randrange(3, 300) for _ in range(length)]
+            file.write(sample_line(Sample(ids, [Span(length // 3, length)], "random")))
+    return base
+
+
+def trajectory(run: Path) -> list[list[float]]:
+    return [[line["loss"], line["gradient_norm"]] for line in read_metrics(run)]
+
+
+def expected() -> list[list[float]]:
+    return json.loads(TRAJECTORY.read_text())
+
+
+@pytest.fixture(scope="module")
+def one_process(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(make_config("eagle3", base, tmp_path_factory.mktemp("one"), run=RUN))
+
+
+def launch(
+    config: str, base: dict[str, Any], run: Path, *options: str, script: bool = True, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch` with a config of recipes/launch, in a fresh process."""
+    program = [str(TESTS / "as_gpus.py")] if script else ["-m", "draftsmith.train"]
+    settings = [key for key in arguments(base, run, run=RUN) if not key.startswith("run.device")]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / f"{config}.yaml")]
+    command += [*options, "--main_process_port", "0", *program, "eagle3", *settings, "drafter.draft_vocab_size=null"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", **environment}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=400)
+
+
+@pytest.mark.parametrize("config", sorted(path.stem for path in LAUNCH.glob("*.yaml")))
+def test_launcher_configs_are_read_by_accelerate(config: str) -> None:
+    """It refuses keys that it does not know."""
+    read = load_config_from_file(str(LAUNCH / f"{config}.yaml"))
+    assert read.num_processes >= read.num_machines
+
+
+def test_one_process_gives_the_trajectory(one_process: Path) -> None:
+    assert trajectory(one_process) == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+
+
+def test_accumulation_gives_the_trajectory(base: dict[str, Any], tmp_path: Path) -> None:
+    data = {"tokens_per_micro_batch": 150, "max_length": 60}
+    run = train(make_config("eagle3", base, tmp_path, data=data, run=RUN))
+    assert trajectory(run) == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "options"),
+    [
+        ("one_gpu", "1 x cpu, one process", ()),
+        ("cpu", "2 x cpu, DDP", ()),
+        ("fsdp2", "2 x cpu, FSDP2, target sharded", ("--num_processes", "2")),
+        ("zero2", "1 x cpu, ZeRO-2", ("--num_processes", "1")),
+        ("zero3", "2 x cpu, ZeRO-3", ("--num_processes", "2")),
+    ],
+)
+def test_layouts_give_the_trajectory(
+    config: str, layout: str, options: tuple[str, ...], base: dict[str, Any], one_process: Path, tmp_path: Path
+) -> None:
+    placed = {"run.target_placement": "sharded"} if "sharded" in layout else {}
+    of_gpus = config in ("fsdp2", "zero2", "zero3")
+    done = launch(config, {**base, **placed}, tmp_path / "run", *options, script=of_gpus)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert " ".join(done.stdout.split()).startswith(layout)
+    assert trajectory(tmp_path / "run") == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+    weights = final_weights(one_process)
+    for name, weight in final_weights(tmp_path / "run").items():
+        torch.testing.assert_close(weight, weights[name], atol=1e-5, rtol=1e-4)
+
+
+def test_means_of_means_are_found(base: dict[str, Any], tmp_path: Path) -> None:
+    """Each process dividing by its own tokens is the bug that the trajectory is there for."""
+    done = launch("fsdp2", base, tmp_path / "run", "--num_processes", "2", PER_RANK_MEAN="1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert trajectory(tmp_path / "run") != [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"run.target_placement": "sharded"}, "needs several processes"),
+        ({"run.target_placement": "sharded", "data.features": "stored"}, "needs several processes"),
+    ],
+)
+def test_targets_in_pieces_are_refused(
+    changes: dict[str, Any], reason: str, base: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=reason):
+        train(make_config("eagle3", {**base, **changes}, tmp_path, run=RUN))
+
+
+def test_what_cannot_fit_is_refused(base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the target is loaded, with what would help."""
+    memory = type("Memory", (), {"available": 100_000})
+    monkeypatch.setattr("draftsmith.train.placement.psutil.virtual_memory", memory)
+    with pytest.raises(UserError, match=r"do not fit .* of 100 kB that are free\): data.features=stored"):
+        train(make_config("eagle3", base, tmp_path, run=RUN))
+
+
+def test_asking_a_cpu_for_fsdp_is_refused(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    done = launch("fsdp2", base, tmp_path / "run", "--num_processes", "1", script=False)
+    assert done.returncode != 0
+    assert "start with recipes/launch/cpu.yaml" in done.stderr

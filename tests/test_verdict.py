@@ -1,0 +1,94 @@
+"""The verdict says what was measured, in every case, and nothing else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reports import result, slower, write_grid, write_results
+
+from draftsmith.recipes.curves import break_even
+from draftsmith.recipes.panel import Change, acceptance_length, profiles, speedups
+from draftsmith.recipes.results import read_measured
+from draftsmith.recipes.verdict import Verdict, verdict
+
+
+def verdict_of(folder: Path, *rows: dict[str, Any], **extras: Any) -> Verdict:
+    write_results(folder / "evaluation.json", list(rows), "runs/eagle3/checkpoints/step-000400", "eagle3")
+    for name, content in extras.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return verdict(read_measured(folder))
+
+
+def paying(batch_size: int = 1, length: int = 4) -> dict[str, Any]:
+    return result(0.75, 4.0, batch_size=batch_size, length=length)
+
+
+def losing(batch_size: int = 1) -> dict[str, Any]:
+    return slower(paying(batch_size), 3.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "title", "tone"),
+    [
+        ([paying()], "2.03× at batch size 1: use eagle3.", "good"),
+        ([paying(), paying(4)], "2.03× at batch size 1, still 2.03× at batch size 4: use eagle3.", "good"),
+        ([paying(), losing(4)], "2.03× at batch size 1, break-even near batch size 3: use eagle3.", "good"),
+        ([paying(), paying(length=1)], "2.03× at batch size 1: use eagle3 with draft length 4.", "good"),
+        ([losing()], "Speculation does not pay at batch size 1: the best drafter, eagle3, reaches 0.68×.", "bad"),
+        ([result(0.3, 3.0)], "No measurable gain at batch size 1: the best drafter, eagle3, reaches 1.02×.", ""),
+        (
+            [result(0.75, 4.0, divergences=1)],
+            "There is no speedup to report: no drafter leaves the output of plain decoding as it is.",
+            "alarm",
+        ),
+    ],
+)
+def test_title(rows: list[dict[str, Any]], title: str, tone: str, tmp_path: Path) -> None:
+    found = verdict_of(tmp_path, *rows)
+    assert (found.title, found.tone) == (title, tone)
+    assert bool(found.broken) == (tone == "alarm")
+
+
+def test_a_choice_made_on_other_prompts_comes_before_the_fastest_row(tmp_path: Path) -> None:
+    found = verdict_of(tmp_path, paying(), paying(length=1), choice={"draft_length": 3})
+    assert "with draft length 3" in found.title
+
+
+def test_says_where_it_pays_though_not_at_the_smallest_batch(tmp_path: Path) -> None:
+    assert "It does pay at batch size 4 (2.03×)." in verdict_of(tmp_path, losing(), paying(4)).text
+
+
+def test_sampled_outputs_are_not_said_to_be_identical(tmp_path: Path) -> None:
+    text = verdict_of(tmp_path, result(0.75, 4.0, temperature=1.0)).text
+    assert "Outputs were not compared" in text
+    assert "identical" not in text
+
+
+def test_break_even_lies_on_the_line_over_the_logarithm() -> None:
+    curve = [{"batch_size": 2, "speedup": 1.5}, {"batch_size": 32, "speedup": 0.5}]
+    found = break_even(curve)
+    assert found is not None
+    assert found.batch_size == pytest.approx(8.0)
+    assert (found.last_above, found.first_below) == (2, 32)
+    assert break_even(curve[:1]) is None
+    assert break_even(curve[::-1]) is None
+
+
+def test_predictions_are_the_measured_speedups_where_costs_lie_on_a_line(tmp_path: Path) -> None:
+    """The costs of the grid are straight lines, so every measured point has to lie on the predicted curve."""
+    write_grid(tmp_path)
+    for profile in profiles(read_measured(tmp_path)):
+        for point in profile.measured:
+            costs = next(costs for costs in profile.costs if costs.batch_size == point["batch_size"])
+            assert speedups(profile, costs)[point["draft_length"] - 1] == pytest.approx(point["speedup"], rel=0.01)
+
+
+def test_moving_acceptance_and_costs(tmp_path: Path) -> None:
+    write_grid(tmp_path)
+    profile = profiles(read_measured(tmp_path))[0]
+    costs = profile.costs[0]
+    assert speedups(profile, costs, Change(first_rate=profile.rates[0])) == pytest.approx(speedups(profile, costs))
+    perfect = speedups(profile, costs, Change(first_rate=0.999, draft_scale=0.0))
+    assert perfect[3] == pytest.approx(5 / (costs.verify[4] + costs.host), rel=0.01)
+    assert acceptance_length([0.5], 3) == 1.875  # the last rate goes on

@@ -1,0 +1,171 @@
+"""What lies where: the drafter as the launcher's config says (recipes/launch), the target as run.target_placement does.
+
+Under DDP each device holds the whole drafter. FSDP2 and DeepSpeed ZeRO hold it in pieces, which are put together for
+as long as a checkpoint is written. The target's layers are whole on each device, or in pieces on all.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from draftsmith.data.feature_writer import size_text
+from draftsmith.models import DRAFTERS, Drafter, Target
+from draftsmith.models.errors import UserError
+from draftsmith.models.target import default_dtype, pick_device
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.estimates import estimate, target_size
+
+
+def make_accelerator(config: TrainConfig) -> Accelerator:
+    """Processes and their devices, as the launcher started them. Raises `UserError` for a layout that is not served."""
+    device = pick_device(config.run.device)
+    mixed_precision = "bf16" if default_dtype(device) == torch.bfloat16 else "no"
+    process_group = InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout))
+    sharded = next((name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}") == "true"), None)
+    accelerator = Accelerator(
+        mixed_precision=mixed_precision,
+        cpu=device.type == "cpu" and not sharded,  # with it accelerate would forget that it was asked to shard
+        kwargs_handlers=[process_group],
+    )
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if sharded and (accelerator.distributed_type.name != sharded or accelerator.num_processes != started):
+        raise UserError(
+            f"accelerate does not run {sharded} in {started} processes on {device.type}: on a CPU start with "
+            "recipes/launch/cpu.yaml"
+        )
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise UserError("fsdp_version 1 is not served: set fsdp_version: 2, as in recipes/launch/fsdp2.yaml")
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        unset_hf_deepspeed_config()  # else transformers would load the target as a model that DeepSpeed trains
+        settings = accelerator.state.deepspeed_plugin.deepspeed_config
+        settings["train_micro_batch_size_per_gpu"] = 1  # asked for, and of no effect: we make the batches
+        settings["gradient_clipping"] = config.optimizer.max_gradient_norm
+    return accelerator
+
+
+def check_placement(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Refuse what cannot be done with a target in pieces."""
+    if config.run.target_placement == "replicated":
+        return
+    reasons = {
+        "needs several processes": accelerator.num_processes == 1,
+        "has no effect on stored features": config.data.features == "stored",
+        "leaves no process a target to evaluate with: leave out evaluation.prompts, and run draftsmith evaluate": (
+            config.evaluation.prompts is not None
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UserError(f"run.target_placement=sharded {reason}")
+
+
+def gather_as_one(accelerator: Accelerator, drafter: Drafter) -> None:
+    """Let ZeRO-3 put all weights together for a pass: losses use some of them outside of the layers they belong to."""
+    if layout_of(accelerator) == "ZeRO-3":
+        import deepspeed
+
+        for parameter in drafter.parameters():
+            deepspeed.zero.register_external_parameter(drafter, parameter)
+
+
+def steps_in_backward(accelerator: Accelerator) -> bool:
+    """Whether the backward pass of a step's last micro-batch clips and steps, too, as DeepSpeed's does."""
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+@contextlib.contextmanager
+def whole_weights(accelerator: Accelerator, drafter: Drafter) -> Iterator[None]:
+    """The drafter with all of each weight, for as long as the block lasts. All processes call this together."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(drafter.parameters())):  # does nothing below ZeRO-3
+            yield
+        return
+    pieces: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in drafter.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                pieces.append((module, name, parameter))
+                module._parameters[name] = nn.Parameter(parameter.full_tensor(), requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, parameter in pieces:
+            module._parameters[name] = parameter
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What one device holds, in bytes."""
+
+    layout: str
+    target: float
+    drafter: float  # weights, gradients, optimiser
+    working: float  # of a micro-batch, an estimate
+    free: float
+
+    def text(self) -> str:
+        """One line for the start of a run."""
+        parts = {"target": self.target, "drafter and optimiser": self.drafter, "a micro-batch": self.working}
+        sizes = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
+        return f"{self.layout}; on each device {sizes}, of {size_text(self.free)} that are free"
+
+
+def placement(config: TrainConfig, accelerator: Accelerator, target: Target) -> Placement:
+    """What will lie on each device, from shapes alone: `target` has no weights.
+
+    Raises `UserError` where weights and optimiser cannot fit. A drafter that `init_from` loads is not counted.
+    """
+    count, size = accelerator.num_processes, target_size(target.model.config)
+    layers = size.layers / (count if config.run.target_placement == "sharded" else 1)
+    if config.data.features == "stored":
+        layers = 0.0
+    with torch.device("meta"):
+        drafter = DRAFTERS["none" if config.init_from else config.drafter.kind].from_target(config.drafter, target)
+    taken = estimate(config, target.model.config, tokens_per_sample=1, drafter=drafter)
+    bytes_each = torch.finfo(default_dtype(accelerator.device)).bits // 8
+    device, layout = accelerator.device, layout_of(accelerator)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available / count
+    found = Placement(
+        f"{count} x {device.type}, {layout}, target {config.run.target_placement}",
+        bytes_each * (layers + size.head + size.embedding),
+        taken.drafter_bytes * drafter_share(layout, count),
+        taken.working_bytes * bytes_each / 2,
+        free,
+    )
+    if found.target + found.drafter > found.free:
+        mends = {
+            "give run.target_placement=sharded": config.run.target_placement == "replicated" and count > 1,
+            "data.features=stored": config.data.features == "online",
+            "start with recipes/launch/fsdp2.yaml": layout == "DDP",
+        }
+        mend = ", or ".join(name for name, helps in mends.items() if helps) or "take more or larger devices"
+        raise UserError(f"target and drafter do not fit ({found.text()}): {mend}")
+    return found
+
+
+def layout_of(accelerator: Accelerator) -> str:
+    """What the drafter's weights, gradients and optimiser are spread by."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return "FSDP2"
+    return "DDP" if accelerator.num_processes > 1 else "one process"
+
+
+def drafter_share(layout: str, count: int) -> float:
+    """Part of fp32 weights, gradients and two moments, 4 + 4 + 8 bytes, that a device holds."""
+    if layout in ("FSDP2", "ZeRO-3"):
+        return 1 / count
+    return 0.25 + 0.75 / count if layout == "ZeRO-2" else 1.0
