@@ -290,6 +290,7 @@ def domain_fields(
 
 def acceptance_fields(total: Stats) -> dict[str, Any]:
     return {
+        "num_rounds": total.num_rounds,
         "num_drafts": total.num_drafts,
         "num_draft_tokens": total.num_draft_tokens,
         "num_accepted_tokens": total.num_accepted_tokens,

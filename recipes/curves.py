@@ -28,6 +28,7 @@ class BreakEven:
     batch_size: float  # on the straight line between both, over the logarithm of the batch size
     last_above: int
     first_below: int
+    is_clear: bool  # whether the intervals at both sizes lie on their sides of 1
 
 
 def break_even(curve: list[Result]) -> BreakEven | None:
@@ -37,5 +38,6 @@ def break_even(curve: list[Result]) -> BreakEven | None:
         if above > 1 >= below:
             low, high = math.log(row["batch_size"]), math.log(following["batch_size"])
             size = math.exp(low + (high - low) * (above - 1) / (above - below))
-            return BreakEven(size, row["batch_size"], following["batch_size"])
+            is_clear = row["speedup_ci95"][0] > 1 > following["speedup_ci95"][1]
+            return BreakEven(size, row["batch_size"], following["batch_size"], is_clear)
     return None

@@ -118,9 +118,10 @@ def profiles(measured: Measured) -> list[Profile]:
 
 
 def costs_of(measured: Measured, contender: Contender) -> Costs | None:
-    """Its fitted costs, where costs.json of a drafter of its kind lies in the folder."""
-    contents = [content for content in measured.extras.get("costs", []) if content["drafter_kind"] == contender.kind]
-    return Costs.from_json(contents[0]) if contents else None
+    """Its fitted costs: those of its own costs.json, else those of another drafter of its kind in the folder."""
+    of_kind = [content for content in measured.extras.get("costs", []) if content["drafter_kind"] == contender.kind]
+    content = measured.extra_of("costs", contender) or next(iter(of_kind), None)
+    return Costs.from_json(content) if content else None
 
 
 def fastest(contender: Contender, leading: Result) -> float:

@@ -103,6 +103,11 @@ class Measured:
         rows = [row for row in rows if row["batch_size"] == smallest]
         return max(rows, key=lambda row: (is_sound(row) and row["num_drafts"] > 0, row["speedup"]))
 
+    def extra_of(self, name: str, contender: Contender) -> dict[str, Any] | None:
+        """The content of the NAME.json that was written for a contender."""
+        contents = self.extras.get(name, [])
+        return next((one for one in contents if drafter_name(one["drafter"]) == contender.name), None)
+
     def leaders(self) -> list[tuple[Contender, Result]]:
         """Each contender with its row at the leading setting, where it has one."""
         rows = [(one, one.at(self.leading)) for one in self.contenders]
@@ -233,6 +238,11 @@ def told_apart(environments: list[dict[str, Any]]) -> list[str]:
     found = [conditions(environment) for environment in environments]
     differing = [name for name in found[0] if len({one[name] for one in found}) > 1]
     return [", ".join(one[name] for name in differing) for one in found]
+
+
+def drafter_name(drafter: str) -> str:
+    """As reports call it: the run of a checkpoint, else the name that was given."""
+    return checkpoint_names(Path(drafter))[0]
 
 
 def checkpoint_names(path: Path) -> tuple[str, str]:

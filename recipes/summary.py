@@ -122,7 +122,23 @@ def by_setting(rows: list[SummaryRow]) -> dict[str, list[SummaryRow]]:
 def comparison_table(setting: str, block: list[SummaryRow]) -> Table:
     """All drafters at one setting, and what transformers reached beside them."""
     rows = [*map(comparison_cells, block), *baseline_cells(block)]
-    return table_of(setting[0].upper() + setting[1:], rows, words=("drafter", "identical outputs"))
+    return table_of(setting[0].upper() + setting[1:], rows, idle_note(block), words=("drafter", "identical outputs"))
+
+
+def idle_note(block: list[SummaryRow]) -> str:
+    """Of drafters that had nothing to draft in some rounds: which of their numbers count those rounds."""
+    parts = [
+        f"{row.drafter} drafted in {100 * result['num_drafts'] / result['num_rounds']:.0f} % of its rounds"
+        for row in block
+        for result in [row.result]
+        if 0 < result["num_drafts"] < result.get("num_rounds", 0)
+    ]
+    if not parts:
+        return ""
+    return (
+        f"{', '.join(parts)}. Acceptance length and draft acceptance count the rounds with a draft only; speedup and "
+        "milliseconds count all, so the step cost ratio sets one against the other and says less there."
+    )
 
 
 def comparison_cells(row: SummaryRow) -> Row:

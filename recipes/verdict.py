@@ -38,6 +38,7 @@ class Verdict:
 def verdict(measured: Measured) -> Verdict:
     row = measured.leading
     best = next(one for one in measured.contenders if any(other is row for other in one.results))
+    row = chosen_row(measured, best, row) or row
     broken, caveats = divergences(measured), caveats_of(measured)
     if not is_sound(row):
         return Verdict(
@@ -59,6 +60,16 @@ def verdict(measured: Measured) -> Verdict:
     return Verdict(title(measured, best, row), text, tone_of(row), facts(best, row), broken, caveats)
 
 
+def chosen_row(measured: Measured, best: Contender, row: Result) -> Result | None:
+    """The row of the draft that was chosen on other prompts, whose speed no choice among these has flattered."""
+    choice = measured.extra_of("choice", best)
+    if choice is None or not choice["draft_length"]:
+        return None
+    nodes = len(choice["tree"]) if choice["tree"] else None
+    rows = [other for other in settings_but(best, row, *DRAFT) if other["tree_nodes"] == nodes]
+    return next((other for other in rows if nodes or other["draft_length"] == choice["draft_length"]), None)
+
+
 def facts(best: Contender, row: Result) -> list[Fact]:
     low, high = row["speedup_ci95"]
     crossing = break_even(batch_curve(best, row))
@@ -67,7 +78,7 @@ def facts(best: Contender, row: Result) -> list[Fact]:
         Fact("Acceptance length", f"{row['mean_acceptance_length']:.2f}", f"tokens a round, {draft_text(row)}"),
         Fact("Cost of a round", f"{row['step_cost_ratio']:.2f}", "plain steps"),
     ]
-    if crossing:
+    if crossing and crossing.is_clear:
         between = f"between {crossing.last_above} and {crossing.first_below}"
         found.append(Fact("Break-even", f"batch {crossing.batch_size:.0f}", between))
     check = row["lossless"]
@@ -92,15 +103,12 @@ def title(measured: Measured, best: Contender, row: Result) -> str:
         return f"Speculation does not pay at {size}: the best drafter, {best.name}, reaches {row['speedup']:.2f}×."
     if tone_of(row) == "":
         return f"No measurable gain at {size}: the best drafter, {best.name}, reaches {row['speedup']:.2f}×."
-    parts = [f"{row['speedup']:.2f}× at {size}", break_even_text(measured, batch_curve(best, row))]
-    return f"{', '.join(filter(None, parts))}: use {best.name}{with_draft(measured, best, row)}."
+    parts = [f"{row['speedup']:.2f}× at {size}", break_even_text(batch_curve(best, row))]
+    return f"{', '.join(filter(None, parts))}: use {best.name}{with_draft(best, row)}."
 
 
-def with_draft(measured: Measured, best: Contender, row: Result) -> str:
+def with_draft(best: Contender, row: Result) -> str:
     """The draft to use, where there was something to choose from."""
-    for choice in measured.extras.get("choice", []):
-        if choice.get("draft_length") and choice.get("drafter_kind", best.kind) == best.kind:
-            return f" with draft length {choice['draft_length']}"
     drafts = {tuple(other[name] for name in DRAFT) for other in settings_but(best, row, *DRAFT)}
     if len(drafts) < 2:
         return ""
@@ -111,12 +119,15 @@ def with_draft(measured: Measured, best: Contender, row: Result) -> str:
     )
 
 
-def break_even_text(measured: Measured, curve: list[Result]) -> str:
-    """Where speculation stops to pay, as far as batch sizes were measured."""
+def break_even_text(curve: list[Result]) -> str:
+    """Where speculation stops to pay, as far as batch sizes were measured and intervals tell."""
     crossing = break_even(curve)
-    if crossing:
+    if crossing and crossing.is_clear:
         return f"break-even near batch size {crossing.batch_size:.0f}"
-    if len(curve) > 1 and curve[-1]["speedup"] > 1:
+    unclear = next((row for row in curve[1:] if tone_of(row) != "good"), None)
+    if unclear:
+        return f"no measurable gain at batch size {unclear['batch_size']}"
+    if len(curve) > 1:
         return f"still {curve[-1]['speedup']:.2f}× at batch size {curve[-1]['batch_size']}"
     return ""
 

@@ -34,6 +34,11 @@ def losing(batch_size: int = 1) -> dict[str, Any]:
         ([paying()], "2.03× at batch size 1: use eagle3.", "good"),
         ([paying(), paying(4)], "2.03× at batch size 1, still 2.03× at batch size 4: use eagle3.", "good"),
         ([paying(), losing(4)], "2.03× at batch size 1, break-even near batch size 3: use eagle3.", "good"),
+        (
+            [paying(), {**paying(4), "speedup": 1.02, "speedup_ci95": [0.97, 1.08]}],
+            "2.03× at batch size 1, no measurable gain at batch size 4: use eagle3.",
+            "good",
+        ),
         ([paying(), paying(length=1)], "2.03× at batch size 1: use eagle3 with draft length 4.", "good"),
         ([losing()], "Speculation does not pay at batch size 1: the best drafter, eagle3, reaches 0.68×.", "bad"),
         ([result(0.3, 3.0)], "No measurable gain at batch size 1: the best drafter, eagle3, reaches 1.02×.", ""),
@@ -51,8 +56,12 @@ def test_title(rows: list[dict[str, Any]], title: str, tone: str, tmp_path: Path
 
 
 def test_a_choice_made_on_other_prompts_comes_before_the_fastest_row(tmp_path: Path) -> None:
-    found = verdict_of(tmp_path, paying(), paying(length=1), choice={"draft_length": 3})
-    assert "with draft length 3" in found.title
+    choice = {"drafter": "runs/eagle3/checkpoints/step-000400", "draft_length": 1, "tree": None}
+    assert "with draft length 4" in verdict_of(tmp_path, paying(), paying(length=1)).title
+    chosen, row = verdict_of(tmp_path, paying(), paying(length=1), choice=choice), paying(length=1)
+    assert chosen.title == f"{row['speedup']:.2f}× at batch size 1: use eagle3 with draft length 1."
+    other = {**choice, "drafter": "runs/medusa/checkpoints/step-000400"}
+    assert "with draft length 4" in verdict_of(tmp_path, paying(), paying(length=1), choice=other).title
 
 
 def test_says_where_it_pays_though_not_at_the_smallest_batch(tmp_path: Path) -> None:
@@ -66,11 +75,14 @@ def test_sampled_outputs_are_not_said_to_be_identical(tmp_path: Path) -> None:
 
 
 def test_break_even_lies_on_the_line_over_the_logarithm() -> None:
-    curve = [{"batch_size": 2, "speedup": 1.5}, {"batch_size": 32, "speedup": 0.5}]
+    curve = [
+        {"batch_size": 2, "speedup": 1.5, "speedup_ci95": [1.4, 1.6]},
+        {"batch_size": 32, "speedup": 0.5, "speedup_ci95": [0.4, 1.1]},
+    ]
     found = break_even(curve)
     assert found is not None
     assert found.batch_size == pytest.approx(8.0)
-    assert (found.last_above, found.first_below) == (2, 32)
+    assert (found.last_above, found.first_below, found.is_clear) == (2, 32, False)
     assert break_even(curve[:1]) is None
     assert break_even(curve[::-1]) is None
 
