@@ -131,7 +131,7 @@ def idle_note(block: list[SummaryRow]) -> str:
         f"{row.drafter} drafted in {100 * result['num_drafts'] / result['num_rounds']:.0f} % of its rounds"
         for row in block
         for result in [row.result]
-        if 0 < result["num_drafts"] < result.get("num_rounds", 0)
+        if row.drafter != PLAIN and 0 < result["num_drafts"] < result.get("num_rounds", 0)
     ]
     if not parts:
         return ""
