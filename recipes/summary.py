@@ -101,6 +101,7 @@ def plain_row(setting: str, beside: SummaryRow, note: str) -> SummaryRow:
         "step_cost_ratio": 1.0,
         "verification_mode": "greedy",
         "baselines": {},
+        "diagnosis": [],
         "lossless": {
             **{"checked": 0, "identical": 0, "near_tie_divergences": 0, "divergences": 0},
             "first_differences": [],
