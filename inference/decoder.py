@@ -188,10 +188,15 @@ class SpeculativeDecoder:
         return rows
 
     def stream(
-        self, prompt: str | list[int], max_new_tokens: int, sampling: Sampling, draft_length: int, seed: int
+        self,
+        prompt: str | list[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        draft: int | Schedule | Adaptive,
+        seed: int,
     ) -> Iterator[StreamedRound]:
-        """Decode one prompt and yield what reading the prompt, then each round, adds."""
-        settings = resolve_settings(self.drafter, sampling, max_new_tokens, draft_length, seed=seed)
+        """Decode one prompt, `draft` as in `resolve_settings`; yield what reading the prompt, then each round, adds."""
+        settings = resolve_settings(self.drafter, sampling, max_new_tokens, draft, seed=seed)
         token_ids = self.encode(prompt)
         self.check_prompts([token_ids], max_new_tokens)
         generation = Generation(self.rows_for(settings, 1, len(token_ids)), [token_ids], [0], lag=0)

@@ -172,7 +172,8 @@ def _generate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--max-new-tokens", type=int, default=128)
     sub.add_argument("--temperature", type=float, default=0.0)
     sub.add_argument("--top-p", type=float, default=1.0)
-    sub.add_argument("--draft-length", type=int, default=4)
+    sub.add_argument("--draft-length", type=int, help="of its chains (4)")
+    sub.add_argument("--schedule", type=Path, help="of draft lengths, a .json file (docs/load.md)")
     sub.add_argument("--seed", type=int, default=0)
     _add_device(sub)
 

@@ -252,9 +252,12 @@ def watch(args: argparse.Namespace) -> None:
 
 def generate(args: argparse.Namespace) -> None:
     sampling = check_sampling(args.temperature, args.top_p, 0)
+    if args.schedule and args.draft_length is not None:
+        raise UserError("--schedule sets the draft length: leave out --draft-length")
+    draft = read_schedule(args.schedule) if args.schedule else 4 if args.draft_length is None else args.draft_length
     target = Target.from_pretrained(args.target, args.device)
     decoder = SpeculativeDecoder(target, load_drafter(args.drafter, target))
-    rounds = decoder.stream(args.prompt, args.max_new_tokens, sampling, args.draft_length, args.seed)
+    rounds = decoder.stream(args.prompt, args.max_new_tokens, sampling, draft, args.seed)
     first = next(rounds)  # what is wrong with the settings shows before anything is printed
     write(args.prompt, "\x1b[2m")
     for round in itertools.chain([first], rounds):

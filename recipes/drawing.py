@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from draftsmith.recipes import figures
 from draftsmith.recipes.curves import batch_curve
+from draftsmith.recipes.load_figure import load_tests
 from draftsmith.recipes.panel import predicted_points
 from draftsmith.recipes.results import Measured
 
@@ -76,6 +77,10 @@ def has_calibration(measured: Measured) -> bool:
     return any(row.get("calibration") for _, row in measured.leaders())
 
 
+def has_load(measured: Measured) -> bool:
+    return bool(measured.extras.get("load"))
+
+
 PLOTS = {
     "acceptance_by_position": Plot(
         "How far drafts hold. A falling right panel says that the drafter loses the thread within a draft.",
@@ -104,6 +109,11 @@ PLOTS = {
         "On the diagonal the drafter knows how often it is right; below it, it is too sure of itself.",
         figures.calibration,
         has_calibration,
+    ),
+    "load": Plot(
+        "Up is more throughput, left is less waiting; a number is the load, a ring the operating point within the SLA.",
+        load_tests,
+        has_load,
     ),
     "speedup_by_checkpoint": Plot(
         "What counts: tokens per second over those of plain decoding, measured in turns with it.",

@@ -2,22 +2,24 @@
 
 import statistics
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from draftsmith.inference.costs import GOAL
+from draftsmith.inference.load import Gain, gains
+from draftsmith.recipes.curves import settings_but
 from draftsmith.recipes.panel import predicted_points
-from draftsmith.recipes.results import Measured, is_sound
+from draftsmith.recipes.results import DRAFT, Measured, drafter_name, is_sound
 from draftsmith.recipes.summary import (
     SummaryRow,
     by_setting,
     count,
     domain_table,
     draft_text,
+    ratio_text,
     setting_name,
     speedup_text,
 )
-from draftsmith.recipes.tables import Cell, Row, Section, table_of
+from draftsmith.recipes.tables import Cell, Row, Section, Tone, table_of
 from draftsmith.recipes.verdict import tone_of
 
 
@@ -144,28 +146,98 @@ def load_test(measured: Measured) -> Section:
     contents = measured.extras.get("load", [])
     tables = []
     for content in contents:
+        stages = content["stages"]
+        found = {name: gains(stages, name) for name in {row["contender"] for row in stages}}
         rows = [
             {
                 "load": f"{row['load']:g}",
                 "speculation": row["contender"],
                 "tokens/s": f"{row['throughput_tokens_per_second']:.0f}",
+                "over off": gain_cell(found[row["contender"]][row["load"]]) if row["contender"] != "off" else "1.00×",
+                "drafted a round": f"{row['mean_draft_length']:.1f}",
                 "TTFT p50 / p95 / p99": " / ".join(f"{value:.0f}" for value in row["ttft_ms"].values()),
                 "TPOT p50 / p95 / p99": " / ".join(f"{value:.1f}" for value in row["tpot_ms"].values()),
                 "goodput requests/s": Cell(
                     f"{row['goodput_requests_per_second']:.2f}", tone="" if row["within_sla"] else "bad"
                 ),
             }
-            for row in content["stages"]
+            for row in stages
         ]
-        unit = "requests at once" if content["stages"][0]["mode"] == "concurrency" else "requests a second"
-        title = f"{Path(content['drafter']).name}: {content['verdict']}"
-        note = f"Load in {unit}; times in milliseconds; goodput in red where the limits of latency were missed."
+        unit = "requests at once" if stages[0]["mode"] == "concurrency" else "requests a second"
+        title = f"{drafter_name(content['drafter'])}: {content['verdict']}"
+        note = (
+            f"Load in {unit}; times in milliseconds. Over off: throughput of clients that wait for their answers, else "
+            "the median time per token; from the worst to the best repeat, green or red where all agree. Goodput in "
+            "red where the limits of latency were missed."
+        )
         tables.append(table_of(title, rows, note, words=("speculation",)))
     return Section(
         "load-test",
         "Load test",
         "Requests that arrive on their own, with speculation off, on, and by the schedule.",
         tables,
+        ["load"],
+    )
+
+
+def gain_cell(gain: Gain) -> Cell:
+    tone: Tone = "good" if gain.lowest > 1 else "bad" if gain.highest < 1 else ""
+    return Cell(ratio_text(gain.ratio, [gain.lowest, gain.highest]), tone=tone)
+
+
+def choices(measured: Measured) -> Section:
+    """What `evaluate --choose` has chosen, from acceptance on other prompts and measured costs."""
+    rows: list[Row] = []
+    notes = []
+    for content in measured.extras.get("choice", []):
+        name = drafter_name(content["drafter"])
+        rows += [
+            {
+                "drafter": name,
+                "batch size": str(one["batch_size"]),
+                "best draft": draft_text(one) if one["draft_length"] else "speculation off",
+                "tokens a round": f"{one['acceptance_length']:.2f}",
+                "predicted speedup": f"{one['speedup']:.2f}×",
+                "measured": measured_text(measured, name, one),
+            }
+            for one in content["predicted"]
+        ]
+        notes.append(choice_text(name, content))
+    note = (
+        "Predicted from the acceptance on the prompts of the fit and from measured costs; measured on the prompts of "
+        "this report, where that draft was decoded."
+    )
+    return Section(
+        "choice",
+        "Choice",
+        "The draft to serve with, chosen on prompts that this report does not measure.",
+        [table_of("", rows, note, words=("drafter", "best draft"))] if rows else [],
+        notes=notes,
+    )
+
+
+def measured_text(measured: Measured, name: str, one: dict[str, Any]) -> str:
+    """The speedup of a chosen draft on the report's own prompts."""
+    rows = [
+        row
+        for contender in measured.contenders
+        if contender.name == name
+        for row in settings_but(contender, measured.leading, "batch_size", *DRAFT)
+    ]
+    same = ("batch_size", "draft_length", "tree_nodes")
+    found = next((row for row in rows if all(row[field] == one[field] for field in same)), None)
+    return speedup_text(found) if found else "–"
+
+
+def choice_text(name: str, content: dict[str, Any]) -> str:
+    """The schedule and the tree in words."""
+    steps = [f"{length or 'no'} tokens from {start} on" for start, length in content["schedule"]["draft_lengths"]]
+    tree = content["tree"]
+    shape = f"; a tree of {len(tree)} nodes and depth {max(map(len, tree))}" if tree else "; no tree beats the chain"
+    vllm = content["vllm"]["num_speculative_tokens_per_batch_size"]
+    return (
+        f"{name}, fitted on {content['fitted_on']}. Schedule by running requests: {', '.join(steps)} "
+        f"(vLLM: num_speculative_tokens_per_batch_size {vllm}){shape}."
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
+import matplotlib
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -30,11 +30,11 @@ from draftsmith.inference.load import (
 from draftsmith.inference.schedule import Adaptive, Schedule, read_schedule
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
-from draftsmith.recipes.figures import BASELINE_COLOUR, COLOURS, label
+from draftsmith.recipes.drawing import DOTS_PER_INCH, STYLE
+from draftsmith.recipes.load_figure import draw_load
 from draftsmith.train.run_folder import require_writable
 
 REPEATS = 3
-CONTENDER_COLOURS = {"off": BASELINE_COLOUR, "on": COLOURS[1], "scheduled": COLOURS[2]}
 
 
 def evaluate_under_load(args: argparse.Namespace, console: Console) -> None:
@@ -199,38 +199,9 @@ def print_load(content: dict[str, Any], console: Console) -> None:
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    """Throughput against the 95th percentiles of TPOT and TTFT; a line is a contender, a point a stage."""
-    figure = Figure(figsize=(9.6, 4.2), dpi=150, layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    sla = content["traffic"]["sla"]
-    for axes, (field, title) in zip(
-        panels, (("tpot_ms", "Time per token"), ("ttft_ms", "Time to first token")), strict=True
-    ):
-        draw_panel(axes, content, field)
-        label(axes, f"{title}, from arrival" if field == "ttft_ms" else title, f"{field[:4].upper()} p95, ms", "")
-        if sla[field] is not None:
-            axes.axvline(sla[field], color="black", linestyle="--", linewidth=1)
-            axes.annotate(" SLA", (sla[field], 0.02), xycoords=("data", "axes fraction"), fontsize=8)
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.25, linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("throughput, tokens per second", fontsize=9)
-    panels[0].legend(fontsize=8, title="speculation", title_fontsize=8)
-    figure.suptitle(content["verdict"], fontsize=10)
-    figure.savefig(path, metadata={"Software": None})
-
-
-def draw_panel(axes: Axes, content: dict[str, Any], field: str) -> None:
-    for name, colour in CONTENDER_COLOURS.items():
-        rows = [row for row in content["stages"] if row["contender"] == name]
-        xs = [row[field]["p95"] for row in rows]
-        ys = [row["throughput_tokens_per_second"] for row in rows]
-        axes.plot(xs, ys, marker="o", markersize=4, color=colour, label=name)
-        for x, y, row in zip(xs, ys, rows, strict=True):
-            axes.annotate(f"{row['load']:g}", (x, y), (4, 3), textcoords="offset points", fontsize=7, color=colour)
-        point = content["operating_points"][name]
-        if point is not None:
-            place = point[field]["p95"], point["throughput_tokens_per_second"]
-            axes.plot(*place, marker="o", markersize=11, markerfacecolor="none", color=colour)
+    """load.png: what the report draws of a load test, under its verdict."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9.6, 4.4), layout="constrained")
+        draw_load(figure, content)
+        figure.suptitle(content["verdict"], fontsize=10)
+        figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None})

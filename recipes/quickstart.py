@@ -249,7 +249,7 @@ def write_sample_texts(path: Path, target: Target, drafter: Path, source: Path) 
                     "num_accepted": round.num_accepted,
                     "pieces": [{"text": piece.text, "accepted": piece.drafted} for piece in round.pieces],
                 }
-                for round in decoder.stream(prompt, 96, Sampling(), draft_length=4, seed=0)
+                for round in decoder.stream(prompt, 96, Sampling(), draft=4, seed=0)
             ],
         }
         for prompt in prompts

@@ -6,6 +6,7 @@ from draftsmith.recipes.curves import settings_but
 from draftsmith.recipes.figures import longest_chains
 from draftsmith.recipes.findings import (
     calibration,
+    choices,
     cost_model,
     diagnosis,
     differences,
@@ -37,6 +38,7 @@ def sections(measured: Measured, profiles: list[Profile]) -> list[Section]:
         acceptance(measured),
         speed(measured),
         batches(measured),
+        choices(measured),
         what_if(profiles),
         cost_model(measured),
         domains(measured, rows),

@@ -101,6 +101,7 @@ def plain_row(setting: str, beside: SummaryRow, note: str) -> SummaryRow:
         "step_cost_ratio": 1.0,
         "verification_mode": "greedy",
         "baselines": {},
+        "diagnosis": [],
         "lossless": {
             **{"checked": 0, "identical": 0, "near_tie_divergences": 0, "divergences": 0},
             "first_differences": [],
@@ -131,7 +132,7 @@ def idle_note(block: list[SummaryRow]) -> str:
         f"{row.drafter} drafted in {100 * result['num_drafts'] / result['num_rounds']:.0f} % of its rounds"
         for row in block
         for result in [row.result]
-        if 0 < result["num_drafts"] < result.get("num_rounds", 0)
+        if row.drafter != PLAIN and 0 < result["num_drafts"] < result.get("num_rounds", 0)
     ]
     if not parts:
         return ""

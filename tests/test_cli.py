@@ -88,6 +88,10 @@ MISTAKES = {
     "no such target on the Hub": ("generate x --target no/target --drafter ngram", "no target"),
     "no such target to train for": ("train medusa target=/no/target data.samples={samples} run.dir={out}", "no target"),
     "no such drafter": (GENERATE + "/no/drafter", "no drafter"),
+    "draft length beside a schedule": (
+        GENERATE + "ngram --draft-length 2 --schedule s.json",
+        "leave out --draft-length",
+    ),
     "drafter to be trained": (GENERATE + "eagle3", "needs a checkpoint"),
     "drafter of another width": (
         "generate x --target {wide} --drafter {medusa}",
@@ -261,15 +265,16 @@ def test_evaluate_reproduces_what_training_measured(files: dict[str, str], tmp_p
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_generated_text_does_not_depend_on_the_drafter(
-    temperature: int, files: dict[str, str], capsys: pytest.CaptureFixture[str]
+    temperature: int, files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Lossless to the character, also at temperature 1, where n-grams are verified on the noise of plain sampling."""
     texts = []
-    for drafter in ("none", "ngram"):
-        command = ["generate", "the iron, the iron,", "--target", files["target"], "--drafter", drafter]
+    (tmp_path / "schedule.json").write_text('{"draft_lengths": [[1, 2], [4, 0]]}')
+    for draft in (["none"], ["ngram"], ["ngram", "--schedule", tmp_path / "schedule.json"]):
+        command = ["generate", "the iron, the iron,", "--target", files["target"], "--drafter", *draft]
         assert run_cli(*command, "--temperature", temperature, "--max-new-tokens", 60, "--device", "cpu") == 0
         texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
     assert len(texts[0]) > len("the iron, the iron,") + 20
 
 

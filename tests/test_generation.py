@@ -281,7 +281,7 @@ def test_sampled_text_has_the_law_of_the_target(tiny_target: Target) -> None:
 
 def test_stream_gives_the_text_of_generate(tiny_target: Target) -> None:
     decoder = SpeculativeDecoder(tiny_target, drafter_of("ngram", tiny_target))
-    rounds = list(decoder.stream(PROMPTS[2], 40, Sampling(), draft_length=4, seed=0))
+    rounds = list(decoder.stream(PROMPTS[2], 40, Sampling(), draft=4, seed=0))
     whole = decoder.generate([PROMPTS[2]], max_new_tokens=40)
     assert "".join(piece.text for round in rounds for piece in round.pieces) == whole.texts[0]
     assert sum(round.num_tokens for round in rounds) == len(whole.token_ids[0])

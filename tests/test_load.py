@@ -157,10 +157,17 @@ def test_idle_time_is_no_running_time() -> None:
 
 
 def stage(
-    load: float, contender: str, throughput: float, tpot: float, within: bool = True, mode: str = "concurrency"
+    load: float,
+    contender: str,
+    throughput: float,
+    tpot: float,
+    within: bool = True,
+    mode: str = "concurrency",
+    spread: tuple[float, ...] = (1.0,),
 ) -> dict:
     row = {"mode": mode, "load": load, "contender": contender, "throughput_tokens_per_second": throughput}
-    return {**row, "tpot_ms": {"p50": tpot}, "within_sla": within}
+    repeats = [{"throughput_tokens_per_second": throughput * factor, "tpot_ms": tpot} for factor in spread]
+    return {**row, "tpot_ms": {"p50": tpot}, "within_sla": within, "repeats": repeats}
 
 
 def test_operating_point_and_verdict() -> None:
@@ -171,12 +178,20 @@ def test_operating_point_and_verdict() -> None:
         rows += [stage(load, "off", off, 10.0), stage(load, "on", on, 10.0, within)]
     points = operating_points(rows)
     assert (points["off"]["load"], points["on"]["load"]) == (16, 8)
-    assert verdict(rows) == "speculation pays up to 4 requests at once (1.33x there); off from 8 (0.90x)"
-    assert verdict(rows[:4]) == "speculation pays up to 4 requests at once (1.33x there), the highest load tried"
-    assert verdict(rows[4:]) == "speculation does not pay at 8 requests at once: 0.90x"
+    assert verdict(rows) == "speculation pays up to 4 requests at once (1.33x); it does not pay at 8 (0.90x)"
+    assert verdict(rows[:4]) == "speculation pays up to 4 requests at once (1.33x), the highest load tried"
+    assert verdict(rows[4:]) == "speculation does not pay at 8 requests at once (0.90x)"
     assert operating_points([stage(1, "on", 5.0, 1.0, within=False)]) == {"on": None}
     at_rate = [stage(2.0, name, 50, tpot, mode="rate") for name, tpot in (("off", 12.0), ("on", 8.0))]
-    assert verdict(at_rate) == "speculation pays up to 2 requests a second (1.50x there), the highest load tried"
+    assert verdict(at_rate) == "speculation pays up to 2 requests a second (1.50x), the highest load tried"
+
+
+def test_a_gain_that_not_every_repeat_shows_is_not_called_one() -> None:
+    off = stage(1, "off", 100, 10.0, spread=(1.0, 1.0))
+    rows = [off, stage(1, "on", 110, 10.0, spread=(0.9, 1.1))]
+    assert verdict(rows) == "no clear gain at 1 requests at once (1.10x, 0.99x to 1.21x over repeats)"
+    rows = [off, stage(1, "on", 110, 10.0, spread=(0.96, 1.04))]
+    assert verdict(rows).startswith("speculation pays up to 1 requests at once (1.10x, 1.06x to 1.14x over repeats)")
 
 
 def test_on_off_and_scheduled_give_the_same_texts(tiny_target: Target) -> None:

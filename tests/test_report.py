@@ -259,3 +259,46 @@ def test_an_evaluation_is_reported_without_a_run(tmp_path: Path) -> None:
     assert f"**{title}**" in written
     assert f"| eagle3 | draft length 2 | {speedup_text(best)} |" in written
     assert "Predicted speedup of eagle3" in written
+
+
+def test_what_other_commands_left_is_shown(tmp_path: Path) -> None:
+    """A choice beside the speedup measured for it, and a load test with its figure."""
+    write_grid(tmp_path)
+    predicted = {"batch_size": 1, "draft_length": 2, "tree_nodes": None, "acceptance_length": 1.9, "speedup": 1.55}
+    choice = {
+        "drafter": "eagle3/checkpoints/step-000400", "draft_length": 2, "tree": None, "fitted_on": "others",
+        "schedule": {"draft_lengths": [[1, 2], [8, 0]]}, "predicted": [predicted],
+        "vllm": {"num_speculative_tokens_per_batch_size": [[1, 7, 2], [8, 8, 0]]},
+    }  # fmt: skip
+    times = {"p50": 1.0, "p95": 2.0, "p99": 3.0}
+    stage = {
+        "mode": "concurrency", "load": 2, "throughput_tokens_per_second": 90.0, "ttft_ms": times, "tpot_ms": times,
+        "goodput_requests_per_second": 1.0, "within_sla": True, "mean_draft_length": 2.0,
+        "repeats": [{"throughput_tokens_per_second": 90.0, "tpot_ms": 1.0}],
+    }  # fmt: skip
+    load = {
+        "drafter": choice["drafter"],
+        "stages": [{**stage, "contender": name} for name in ("off", "on", "scheduled")],
+        "operating_points": {"off": stage, "on": None, "scheduled": stage},
+        "traffic": {"sla": {"ttft_ms": None, "tpot_ms": 2.5}},
+        "verdict": "no clear gain",
+    }
+    (tmp_path / "1-eagle3/choice.json").write_text(json.dumps(choice))
+    (tmp_path / "load.json").write_text(json.dumps(load))
+    page = build_report(tmp_path).read_text()
+    section = page[page.index('id="choice"') :]
+    row = json.loads((tmp_path / "1-eagle3/evaluation.json").read_text())["results"][1]
+    cells = ["eagle3", "1", "draft length 2", "1.90", "1.55×", speedup_text(row)]
+    assert cells == re.findall(r"<td[^>]*>([^<]*)</td>", section)[: len(cells)]
+    assert "2 tokens from 1 on, no tokens from 8 on" in section
+    assert 'data-figure="load"' in page
+    assert (tmp_path / "figures/load.png").is_file()
+
+
+@pytest.mark.parametrize("drafts", [1000, 250])
+def test_rounds_without_a_draft_are_told_of(drafts: int, tmp_path: Path) -> None:
+    row = {**result(0.6, 1.0), "num_drafts": drafts, "num_rounds": 1000}
+    write_results(tmp_path / "evaluation.json", [row], "ngram", "ngram")
+    page = build_report(tmp_path).read_text()
+    assert ("ngram drafted in 25 % of its rounds" in page) == (drafts < 1000)
+    assert "none drafted in" not in page
