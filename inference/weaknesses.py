@@ -60,7 +60,7 @@ def decay(case: Case) -> Iterator[Finding]:
         yield finding(
             "decay with depth",
             {"conditional_rates": found.tolist(), "as_first_tokens": expected.tolist(), "gain": gain},
-            f"given those before, {listed(found)} are accepted by depth, of the same tokens as first of a draft "
+            f"accepted by depth, given those before: {listed(found)}; the same tokens as first of a draft: "
             f"{listed(expected)}; without that fall {plus(gain)}",
             "train as many depths as are drafted (drafter.unroll_steps, num_heads), longer, or draft fewer tokens",
             gain["difference"],
