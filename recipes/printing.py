@@ -35,7 +35,7 @@ def print_rows(rows: list[SummaryRow], console: Console) -> None:
         for row in block:
             if row.gap:
                 console.print(Text(f"{row.drafter}: {row.gap}", style="bold red"))
-            for line in diagnosis_lines(row.result):
+            for line in diagnosis_lines(row.result) if row.trained else []:
                 console.print(Text(f"{row.drafter}: {line}", style="yellow"))
         if by_domain := domain_table(block):
             console.print(Text(by_domain.title), for_terminal(by_domain))
