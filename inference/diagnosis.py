@@ -18,7 +18,6 @@ from draftsmith.inference.weaknesses import (
     domain_shift,
     less_than_before,
     outside_vocabulary,
-    temperature,
     uncertain_target,
 )
 from draftsmith.models import Drafter, Target
@@ -46,20 +45,16 @@ def diagnose(
     draft_length: int,
     domains: list[str] | None = None,
     reference: Reference | None = None,
-    greedy: list[Stats] | None = None,
 ) -> list[Finding]:
     """The causes that the evidence points to, the costliest first; empty where nothing wrong was found.
 
-    `domains` and `greedy`, its counters at temperature 0, by prompt. The drafter is in evaluation mode and can be
-    replayed. A finding has `cause`, `measured` (figures), `evidence` (a sentence), `mend` and `cost`, tokens a round or
-    None where no experiment tells.
+    `domains` by prompt. The drafter is in evaluation mode and can be replayed. A finding has `cause`, `measured`
+    (figures), `evidence` (a sentence), `mend` and `cost`, tokens a round or None where no experiment tells.
     """
     tracks = replay(target, recording, {"d": drafter}, draft_length)["d"]
     case = Case(target, drafter, recording, draft_length, tracks, domains or [], reference)
     wiring = [*other_identity(case), *other_wiring(case), *other_map(case)]
     found = [*wiring, *other_template(case), *decay(case), *uncertain_target(case), *domain_shift(case)]
-    if greedy is not None:
-        found += temperature(case, greedy)
     if not any(one["cause"] == "missing d2t" for one in wiring):
         found += outside_vocabulary(case)
     if not any(one["cost"] for one in found):

@@ -109,14 +109,14 @@ def uncertain_target(case: Case) -> Iterator[Finding]:
         )
 
 
-def temperature(case: Case, greedy: list[Stats]) -> Iterator[Finding]:
-    """The same drafter and prompts at temperature 0."""
-    gain = paired_difference(greedy, case.stats(case.tracks))
+def temperature(drawn: list[Stats], greedy: list[Stats], above_zero: float) -> Iterator[Finding]:
+    """The same drafter and prompts at a temperature above 0 and at 0, by prompt."""
+    gain = paired_difference(greedy, drawn)
     if len(greedy) >= LEAST_PROMPTS and gain["ci95"][0] > 0 and gain["difference"] >= WORTH:
         yield finding(
             "temperature",
-            {"temperature": case.recording.sampling.temperature, "gain_at_0": gain},
-            f"at temperature 0 instead of {case.recording.sampling.temperature:g}, {plus(gain)}",
+            {"temperature": above_zero, "gain_at_0": gain},
+            f"at temperature 0 instead of {above_zero:g}, {plus(gain)}",
             "lower the temperature where that serves, or train on text drawn at it",
             gain["difference"],
         )

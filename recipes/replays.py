@@ -17,12 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.inference.calibration import calibration_fields
-from draftsmith.inference.case import Reference
+from draftsmith.inference.case import Finding, Reference
 from draftsmith.inference.decoder import check_sampling, check_shape
 from draftsmith.inference.diagnosis import diagnose, is_low
 from draftsmith.inference.evaluation import environment, write_evaluation
 from draftsmith.inference.measure import MeasureSettings, PromptSet, acceptance_fields
 from draftsmith.inference.replay import (
+    REPLAYED_MODES,
+    Recording,
     Track,
     check_replayed,
     check_replayed_as,
@@ -34,6 +36,7 @@ from draftsmith.inference.replay import (
 )
 from draftsmith.inference.stats import Stats
 from draftsmith.inference.verify import VerificationMode
+from draftsmith.inference.weaknesses import temperature
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.sampling import Sampling
@@ -182,25 +185,41 @@ def replayed_row(
 def add_diagnoses(
     contents: list[dict[str, Any]], drafters: list[Drafter], target: Target, prompt_sets: list[PromptSet]
 ) -> None:
-    """Put `diagnosis` into greedy rows of chains of trained drafters whose acceptance is low.
+    """Put `diagnosis` into rows of chains of trained drafters whose acceptance is low.
 
-    Of several rows of one drafter, prompt set and draft length, which differ in batch size, all get the same.
+    Greedy rows get the whole diagnosis. Sampled ones are only told where temperature 0, measured in the same run, is
+    better. Of several rows of one setting, which differ in batch size, all get the same.
     """
     sets = {prompts.name: prompts for prompts in prompt_sets}
     for content, drafter in zip(contents, drafters, strict=True):
-        known: dict[tuple[str, int], list] = {}
-        for row in content["results"]:
-            chain = row["verification_mode"] == "greedy" and row["tree_nodes"] is None
-            if not (chain and drafter.trainable() and is_low(stats_of(row))):
+        chains = [row for row in content["results"] if row["tree_nodes"] is None and drafter.trainable()]
+        greedy = {(row["prompt_set"], row["draft_length"]) for row in chains if row["verification_mode"] == "greedy"}
+        known: dict[tuple, list[Finding]] = {}
+        for row in chains:
+            setting = row["prompt_set"], row["draft_length"]
+            if setting not in greedy or row["verification_mode"] not in REPLAYED_MODES or not is_low(stats_of(row)):
                 continue
-            key = row["prompt_set"], row["draft_length"]
+            key = *setting, row["temperature"], row["top_p"], row["verification_mode"]
             if key not in known:
-                prompts, length = sets[key[0]], row["draft_length"]
-                picked = prompts.token_ids[:DIAGNOSED_PROMPTS]
-                recording = record(target, picked, Sampling(), row["max_new_tokens"], length)
-                domains = prompts.domains[:DIAGNOSED_PROMPTS]
-                known[key] = diagnose(target, drafter, recording, length, domains, reference_of(content["drafter"]))
-            row["diagnosis"] = known[key]
+                known[key] = diagnosed(row, drafter, target, sets[row["prompt_set"]], content["drafter"])
+            if known[key] or row["verification_mode"] == "greedy":
+                row["diagnosis"] = known[key]
+
+
+def diagnosed(row: dict[str, Any], drafter: Drafter, target: Target, prompts: PromptSet, name: str) -> list[Finding]:
+    """The findings for one row, on the first prompts of its set."""
+    length, picked = row["draft_length"], prompts.token_ids[:DIAGNOSED_PROMPTS]
+    recording = record(target, picked, Sampling(), row["max_new_tokens"], length)
+    if row["verification_mode"] == "greedy":
+        return diagnose(target, drafter, recording, length, prompts.domains[:DIAGNOSED_PROMPTS], reference_of(name))
+
+    def stats(texts: Recording, mode: VerificationMode) -> list[Stats]:
+        return [expected_stats(one, Chain(length), mode) for one in replay(target, texts, {"d": drafter}, length)["d"]]
+
+    sampling = Sampling(row["temperature"], row["top_p"])
+    drawn = record(target, picked, sampling, row["max_new_tokens"], length)
+    at_zero, above = stats(recording, "greedy"), stats(drawn, row["verification_mode"])
+    return list(temperature(above, at_zero, row["temperature"]))
 
 
 def stats_of(row: dict[str, Any]) -> Stats:

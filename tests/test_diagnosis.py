@@ -6,19 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from test_teacher_forcing import batch_of
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.case import Finding, Reference
 from draftsmith.inference.diagnosis import diagnose, is_low
+from draftsmith.inference.measure import PromptSet
 from draftsmith.inference.miswiring import rendered, shifted
 from draftsmith.inference.replay import Recording, expected_stats, record, replay
 from draftsmith.inference.stats import Stats
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
-from draftsmith.models.batch import Batch
 from draftsmith.models.identity import identity
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import Features
 from draftsmith.models.trees import Chain
+from draftsmith.recipes.replays import add_diagnoses
 
 TEXTS = ["The smith", "def strike(", "heats it again", "A draft is", "iron iron", "x", "cheap to make", "return ["]
 TEMPLATE = (
@@ -42,17 +44,6 @@ def recording(target: Target) -> Recording:
     return record(target, [rendered(target, text) for text in TEXTS], Sampling(), NUM_TOKENS, DRAFT_LENGTH)
 
 
-def rows(recording: Recording) -> Batch:
-    """All texts in one batch."""
-    texts = [prompt + answer for prompt, answer in zip(recording.prompts, recording.answers, strict=True)]
-    token_ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
-    mask = torch.zeros_like(token_ids, dtype=torch.bool)
-    for row, (text, prompt) in enumerate(zip(texts, recording.prompts, strict=True)):
-        token_ids[row, : len(text)] = torch.tensor(text)
-        mask[row, len(prompt) : len(text)] = True
-    return Batch(token_ids, mask)
-
-
 def learnt_by_heart(target: Target, recording: Recording, steps: int, shift: int = 0, **config: Any) -> Drafter:
     """An EAGLE-3 drafter trained on the very texts, with features `shift` places later where that is not 0."""
     torch.set_num_threads(1)
@@ -60,7 +51,7 @@ def learnt_by_heart(target: Target, recording: Recording, steps: int, shift: int
     kind = DRAFTERS["eagle3"]
     settings = {"kind": "eagle3", "unroll_steps": DRAFT_LENGTH, "layer_ids": [1, 2], **config}
     drafter = kind.from_target(kind.config_class(**settings), target).train()
-    batch = rows(recording)
+    batch = batch_of(recording.prompts, recording.answers)
     drafter.fit_vocabulary(torch.bincount(batch.token_ids[batch.loss_mask], minlength=target.vocab_size))
     features = target.features(batch, drafter.layer_ids)
     assert features.layers is not None
@@ -182,13 +173,36 @@ def test_domain_shift(target: Target, sound: Drafter, recording: Recording) -> N
     assert "position-0 collapse" in [one["cause"] for one in found(target, sound, only, reference=reference)]
 
 
-def test_temperature_and_entropy(target: Target, sound: Drafter, recording: Recording) -> None:
+def test_target_entropy(target: Target, sound: Drafter, recording: Recording) -> None:
     """At a temperature at which the target draws almost evenly no proposal is good, and none is at fault."""
     hot = record(target, recording.prompts, Sampling(5.0), NUM_TOKENS, DRAFT_LENGTH)
-    tracks = replay(target, recording, {"d": sound}, DRAFT_LENGTH)["d"]
-    greedy = [expected_stats(track, Chain(DRAFT_LENGTH), "greedy") for track in tracks]
-    causes = found(target, sound, hot, greedy=greedy)
-    assert {one["cause"] for one in causes} == {"high target entropy", "temperature"}
-    ceiling = next(one for one in causes if one["cause"] == "high target entropy")["measured"]
+    (entropy,) = found(target, sound, hot)
+    assert entropy["cause"] == "high target entropy"
+    ceiling = entropy["measured"]
     best = SpeculativeDecoder(target, load_drafter("none", target)).generate(recording.prompts, 1).stats.total
     assert best.mean_acceptance_length <= ceiling["ceiling_acceptance_length"] < 2
+
+
+def test_temperature(target: Target, sound: Drafter, recording: Recording) -> None:
+    """A sampled row is told where temperature 0, measured in the same run, is better."""
+    setting = {"prompt_set": "p", "tree_nodes": None, "max_new_tokens": NUM_TOKENS, "draft_length": DRAFT_LENGTH}
+    well = {"temperature": 0.0, "verification_mode": "greedy", "num_drafts": 40, "acceptance_histogram": [0, 0, 0, 40]}
+    badly = {
+        "temperature": 5.0,
+        "verification_mode": "one_hot",
+        "num_drafts": 40,
+        "acceptance_histogram": [40, 0, 0, 0],
+    }
+    prompts = PromptSet("p", recording.prompts)
+
+    def diagnosed(*rows: dict[str, Any]) -> list[dict[str, Any]]:
+        results = [{**setting, "top_p": 1.0, **row} for row in rows]
+        add_diagnoses([{"drafter": "d", "results": results}], [sound], target, [prompts])
+        return results
+
+    greedy, sampled = diagnosed(well, badly)
+    assert "diagnosis" not in greedy
+    (finding,) = sampled["diagnosis"]
+    assert (finding["cause"], finding["measured"]["temperature"]) == ("temperature", 5.0)
+    assert finding["cost"] > 1
+    assert "diagnosis" not in diagnosed(badly)[0]

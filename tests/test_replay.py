@@ -50,26 +50,25 @@ def drafters(tiny_target: Target, prompts: list[list[int]]) -> dict[str, Drafter
     return {**made, "ngram": load_drafter("ngram", tiny_target)}
 
 
-@pytest.mark.parametrize("ends", [False, True], ids=["cut", "ended"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_counters_are_the_decoders(
     temperature: float,
-    ends: bool,
     drafters: dict[str, Drafter],
     tiny_target: Target,
     prompts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of every prompt, drafter and shape, in fp32: what is drafted without chance is replayed exactly."""
+    """Of every prompt, drafter and shape, in fp32, cut or ended: what is drafted without chance is replayed exactly."""
     sampling, mode = Sampling(temperature, 0.95 if temperature else 1.0), "one_hot" if temperature else "greedy"
     monkeypatch.setattr(Target, "eos_token_ids", [])
-    if ends:
-        cut = record(tiny_target, prompts, sampling, NUM_TOKENS, LONGEST, seed=3).answers
-        monkeypatch.setattr(Target, "eos_token_ids", [cut[0][NUM_TOKENS // 2], cut[1][NUM_TOKENS], cut[2][0]])
+    cut = record(tiny_target, prompts, sampling, NUM_TOKENS, LONGEST, seed=3).answers
+    ends = [cut[0][NUM_TOKENS // 2], cut[1][NUM_TOKENS], cut[2][0]]  # amid, behind the limit, at once
+    monkeypatch.setattr(Target, "eos_token_ids", ends)
     recording = record(tiny_target, prompts, sampling, NUM_TOKENS, LONGEST, seed=3, batch_size=4)
+    assert {recording.answers[i][:NUM_TOKENS][-1] in ends for i in range(len(prompts))} == {True, False}
     tracks = replay.replay(tiny_target, recording, drafters, LONGEST)
     for name, drafter in drafters.items():
-        for shape in [Chain(1), Chain(LONGEST), *([TREE] if drafter.can_branch else [])]:
+        for shape in [Chain(2), Chain(LONGEST), *([TREE] if drafter.can_branch else [])]:
             draft = {"draft_length": shape.depth} if isinstance(shape, Chain) else {"tree": shape}
             output = SpeculativeDecoder(tiny_target, drafter).generate(
                 prompts, NUM_TOKENS, temperature, sampling.top_p, verification_mode=mode, seed=3, **draft
@@ -100,11 +99,11 @@ def test_sampled_drafts_are_replayed_in_expectation(
 ) -> None:
     """Live counters of many requests, on the very texts they wrote; two wrong expectations are told apart."""
     monkeypatch.setattr(Target, "eos_token_ids", [])
-    many, drafter, sampling = prompts * 25, near_target(tiny_target), Sampling(1.0, 0.7)
+    many, drafter, sampling = prompts * 20, near_target(tiny_target), Sampling(1.0, 0.7)
     decoder = SpeculativeDecoder(tiny_target, drafter)
-    live = decoder.generate(many, NUM_TOKENS, 1.0, 0.7, draft_length=LONGEST, seed=2, batch_size=50)
+    live = decoder.generate(many, NUM_TOKENS, 1.0, 0.7, draft_length=LONGEST, seed=2, batch_size=120)
     so_far = [prompt + answer for prompt, answer in zip(many, live.token_ids, strict=True)]
-    beyond = record(tiny_target, so_far, sampling, LONGEST, 0, seed=1, batch_size=50).answers
+    beyond = record(tiny_target, so_far, sampling, LONGEST, 0, seed=1, batch_size=120).answers
     answers = [answer + more for answer, more in zip(live.token_ids, beyond, strict=True)]
     recording = Recording(many, answers, NUM_TOKENS, sampling)
 
@@ -226,21 +225,21 @@ def test_evaluate_replay(
 def test_low_acceptance_is_diagnosed_in_evaluations(
     drafters: dict[str, Drafter], tiny_target: Target, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    """Greedy chains of trained drafters only; a checkpoint's own evaluation or its run's training says what it had."""
+    """Chains of trained drafters only; and what the checkpoint accepted before."""
     few = PromptSet("some", prompts)
     names = {"eagle3": drafters["eagle3"], "ngram": drafters["ngram"]}
     rows: dict[str, list] = {name: [] for name in names}
     for temperature in (0.0, 1.0):
-        settings = MeasureSettings(temperature, draft=2, max_new_tokens=8, repeats=1)
+        settings = MeasureSettings(temperature, batch_size=len(prompts), draft=2, max_new_tokens=8, repeats=1)
         for name, row in measure(tiny_target, names, few, settings).items():
             rows[name].append(row)
     assert len(rows["eagle3"][0]["calibration"]) == 2
     contents = [{"drafter": name, "results": rows[name]} for name in names]
     add_diagnoses(contents, list(names.values()), tiny_target, [few])
-    greedy, sampled = rows["eagle3"]
+    greedy = rows["eagle3"][0]
     assert "diagnosis" in greedy
     assert diagnosis_lines(greedy)
-    assert not any("diagnosis" in row for row in (sampled, *rows["ngram"]))
+    assert not any("diagnosis" in row for row in rows["ngram"])
 
     checkpoint = tmp_path / "checkpoints" / "step-000010"
     checkpoint.mkdir(parents=True)

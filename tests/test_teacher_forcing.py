@@ -24,24 +24,30 @@ def prompts(tiny_target: Target) -> list[list[int]]:
     return [tiny_target.encode(text) for text in TEXTS]
 
 
+def batch_of(prompts: list[list[int]], answers: list[list[int]]) -> Batch:
+    """Prompts and answers, padded, loss on the answers."""
+    texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    token_ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
+    mask = torch.zeros_like(token_ids, dtype=torch.bool)
+    for row, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
+        token_ids[row, : len(text)] = torch.tensor(text)
+        mask[row, len(prompt) : len(text)] = True
+    return Batch(token_ids, mask)
+
+
 def trained(kind: str, target: Target, prompts: list[list[int]], num_steps: int = 20, **config: Any) -> Drafter:
     """After a few steps on half of the answers, so that some drafts are followed and some are not."""
     torch.manual_seed(1)
     drafter_class = DRAFTERS[kind]
     drafter = drafter_class.from_target(drafter_class.config_class(kind=kind, **config), target).train()
-    answers = (
-        SpeculativeDecoder(target, DRAFTERS["none"].from_target(None, target)).generate(prompts[::2], 28).token_ids
-    )
-    batches = [
-        Batch(torch.tensor([p + a]), torch.arange(len(p + a))[None] >= len(p))
-        for p, a in zip(prompts[::2], answers, strict=True)
-    ]
-    features = [target.features(batch, drafter.layer_ids) for batch in batches]
+    plain = SpeculativeDecoder(target, DRAFTERS["none"].from_target(None, target))
+    answers = plain.generate(prompts[::2], 28, batch_size=len(prompts)).token_ids
+    batch = batch_of(prompts[::2], answers)
+    features = target.features(batch, drafter.layer_ids)
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], 1e-2)
     for _ in range(num_steps):
-        for batch, read in zip(batches, features, strict=True):
-            total, count = drafter.loss(batch, read)["loss"]
-            (total / count).backward()
+        total, count = drafter.loss(batch, features)["loss"]
+        (total / count).backward()
         optimizer.step()
         optimizer.zero_grad()
     return drafter.eval()
