@@ -125,15 +125,13 @@ class Placement:
 def placement(config: TrainConfig, accelerator: Accelerator, target: Target) -> Placement:
     """What will lie on each device, from shapes alone: `target` has no weights.
 
-    Raises `UserError` where weights and optimiser cannot fit. A drafter that `init_from` loads is not counted.
+    Raises `UserError` where weights and optimiser cannot fit. A drafter that starts from files is not counted.
     """
     count, size = accelerator.num_processes, target_size(target.model.config)
     layers = size.layers / (count if config.run.target_placement == "sharded" else 1)
     if config.data.features == "stored":
         layers = 0.0
-    with torch.device("meta"):
-        drafter = DRAFTERS["none" if config.init_from else config.drafter.kind].from_target(config.drafter, target)
-    taken = estimate(config, target.model.config, tokens_per_sample=1, drafter=drafter)
+    taken = estimate(config, target.model.config, tokens_per_sample=1, drafter=drafter_without_weights(config, target))
     bytes_each = torch.finfo(default_dtype(accelerator.device)).bits // 8
     device, layout = accelerator.device, layout_of(accelerator)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available / count
@@ -153,6 +151,13 @@ def placement(config: TrainConfig, accelerator: Accelerator, target: Target) -> 
         mend = ", or ".join(name for name, helps in mends.items() if helps) or "take more or larger devices"
         raise UserError(f"target and drafter do not fit ({found.text()}): {mend}")
     return found
+
+
+def drafter_without_weights(config: TrainConfig, target: Target) -> Drafter:
+    """Of the config's shape; one without any parameters where files decide on the shape."""
+    from_files = config.init_from or getattr(config.drafter, "model", None)
+    with torch.device("meta"):
+        return DRAFTERS["none" if from_files else config.drafter.kind].from_target(config.drafter, target)
 
 
 def layout_of(accelerator: Accelerator) -> str:
