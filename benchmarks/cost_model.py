@@ -170,9 +170,8 @@ def main() -> None:
     parser.add_argument("--kinds", default="hydra,medusa,eagle3,draft_model")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "cost_model.png")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "cost_model.txt")
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--seconds", type=float, default=20, help="of measuring costs, about, for each drafter")
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=12, help="of measuring costs, about, for each drafter")
     parser.add_argument("--thread-time", action="store_true")
     args = parser.parse_args()
     if args.thread_time:
@@ -181,7 +180,7 @@ def main() -> None:
     with cpu_threads(1):
         target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
         held_out = str(args.runs / "held_out.jsonl")
-        prompts = read_prompt_set(held_out, target, args.prompts, args.new_tokens).token_ids
+        prompts = read_prompt_set(held_out, target, max(BATCHES), args.new_tokens).token_ids
         env = environment(target)
         for kind in args.kinds.split(","):
             (checkpoint,) = sorted((args.runs / kind / "checkpoints").glob("step-*"))[-1:]
