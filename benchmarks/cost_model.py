@@ -1,15 +1,17 @@
 """Predicted against measured speedup, on settings that the cost model was not fitted on.
 
-    python benchmarks/cost_model.py RUNS [--kinds hydra,medusa,eagle3,draft_model]
+    python benchmarks/cost_model.py RUNS [--kinds hydra,medusa,eagle3,draft_model] [--out docs/cost_model.png]
 
 RUNS is the folder of benchmarks/families.py, with a checkpoint of each kind and held_out.jsonl. Writes
-benchmarks/results/cost_model.txt and docs/cost_model.png. Acceptance is that of the measured rounds, rows that are done
-counted as running, so that what is compared is the costs alone.
+benchmarks/results/cost_model.txt and the figure. The rounds that each request takes are those measured, so that what is
+compared is the costs alone. All settings are measured twice, one visit after the other: how much the two differ is
+noise, which no prediction can be better than. Decoding computes with one thread; `--thread-time` counts the time of
+that thread instead of the wall's, for a machine that does other things too.
 """
 
 import argparse
-import itertools
-import statistics
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib
@@ -21,90 +23,177 @@ import numpy as np
 
 from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.costs import CostRange, Costs, measure_costs
-from draftsmith.inference.decoder import Output, check_sampling, resolve_settings
+from draftsmith.inference.decoder import check_sampling, resolve_settings
 from draftsmith.inference.evaluation import environment
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.recipes.quickstart import EMBEDDED_TARGET
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_NEW_TOKENS, REPEATS, NUM_PROMPTS = 64, 3, 12
-BATCHES, LENGTHS = (2, 3, 6, 12), (1, 3, 5, 7)  # the fit takes 1, 4, 16 and 1, 2, 4, 8
+BATCHES, LENGTHS = (1, 2, 3, 6, 12), (3, 5, 7)  # the fit takes 1, 2, 4, 8, 16 and 1, 2, 4, 8
+PARTS, REPEATS, VISITS = 3, 2, 2  # batches of prompts, at most; runs of a visit, after one to warm up
 
 
-def seconds_of_rounds(outputs: list[Output]) -> float:
-    """From the first token on, median over repeats."""
-    return statistics.median(output.timing.total - output.timing.to_first_token for output in outputs)
+@dataclass
+class Times:
+    """Of one setting: predicted milliseconds, and those measured in each visit, summed over batches of prompts."""
+
+    predicted: float = 0.0
+    visits: list[float] = field(default_factory=lambda: [0.0] * VISITS)
+    tokens: int = 0
+    rounds: int = 0  # of the request with the most in each batch of prompts
 
 
-def rows_of(target: Target, drafter: Drafter, costs: Costs, prompts: list[list[int]]) -> list[tuple]:
-    """(batch, draft length, acceptance length, predicted, measured) of each setting."""
-    plain = load_drafter("none", target)
-    limits = check_sampling(0, 1, 0), MAX_NEW_TOKENS
-    found = []
-    for batch, length in itertools.product(BATCHES, LENGTHS):
-        if drafter.max_draft_length is not None and length > drafter.max_draft_length:
-            continue
-        tokens = rounds = 0
-        predicted_ms = measured_s = plain_ms = plain_s = 0.0
-        for start in range(0, len(prompts), batch):
-            part = prompts[start : start + batch]
-            runs = []
-            for one, draft in ((drafter, length), (plain, 0)):
-                settings = resolve_settings(one, *limits, draft, stop_at_eos=False)
-                runs.append((SpeculativeDecoder(target, one), settings))
-            outputs: list[list[Output]] = [[], []]
-            for _ in range(REPEATS + 1):  # the first to warm up
-                for (decoder, settings), kept in zip(runs, outputs, strict=True):
-                    kept.append(decoder.decode(part, settings))
-            context = round(statistics.mean(map(len, part)) + MAX_NEW_TOKENS / 2)
-            num_rounds = max(request.num_rounds for request in outputs[0][0].stats.requests)
-            tokens, rounds = tokens + MAX_NEW_TOKENS - 1, rounds + num_rounds
-            predicted_ms += num_rounds * costs.round(length, len(part), context)
-            plain_ms += (MAX_NEW_TOKENS - 1) * costs.plain(len(part), context)
-            measured_s += seconds_of_rounds(outputs[0][1:])
-            plain_s += seconds_of_rounds(outputs[1][1:])
-        found.append((batch, length, tokens / rounds, plain_ms / predicted_ms, plain_s / measured_s))
-    return found
+@dataclass
+class Row:
+    kind: str
+    batch: int
+    draft_length: int
+    acceptance_length: float
+    predicted: float
+    visits: list[float]  # measured speedup in each
+
+    @property
+    def measured(self) -> float:
+        return float(np.mean(self.visits))
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    @property
+    def noise(self) -> float:
+        return self.visits[1] / self.visits[0] - 1
+
+
+def decode(decoder: SpeculativeDecoder, draft_length: int, prompts: list[list[int]], new: int) -> tuple[float, list]:
+    """Milliseconds from the first token on, and the rounds of each request."""
+    settings = resolve_settings(decoder.drafter, check_sampling(0, 1, 0), new, draft_length, stop_at_eos=False)
+    generation = decoder.start(prompts, settings)
+    generation.step()
+    start = time.perf_counter()
+    while generation.running():
+        generation.step()
+    return (time.perf_counter() - start) * 1000, [request.stats.num_rounds for request in generation.requests]
+
+
+def predict(costs: Costs, draft_length: int, rounds: list[int], longest: int, new: int) -> float:
+    """Milliseconds of all rounds. Rows right of the last that runs are not computed, and texts grow meanwhile."""
+    total = 0.0
+    for number in range(max(rounds)):
+        width = 1 + max(row for row, count in enumerate(rounds) if count > number)
+        context = round(longest + new * (number + 0.5) / max(rounds))
+        total += costs.round(draft_length, width, context)
+    return total
+
+
+def rows_of(kind: str, drafter: Drafter, target: Target, costs: Costs, prompts: list[list[int]], new: int) -> list[Row]:
+    """Predicted and measured speedup of each setting. Those of one batch size take turns, plain decoding among them."""
+    most = drafter.max_draft_length or max(LENGTHS)
+    lengths = [0, *(length for length in LENGTHS if length <= most)]
+    plain = SpeculativeDecoder(target, load_drafter("none", target))
+    decoders = {length: SpeculativeDecoder(target, drafter) if length else plain for length in lengths}
+    found = {(batch, length): Times() for batch in BATCHES for length in lengths}
+    for visit in range(VISITS):
+        for batch in BATCHES:
+            for start in range(0, min(len(prompts), PARTS * batch), batch):
+                part = prompts[start : start + batch]
+                for length, taken in run_in_turns(decoders, part, new).items():
+                    found[batch, length].visits[visit] += float(np.median([milliseconds for milliseconds, _ in taken]))
+                    if visit == 0:
+                        rounds = taken[0][1] if length else [new - 1] * len(part)
+                        times = found[batch, length]
+                        times.predicted += predict(costs, length, rounds, max(map(len, part)), new)
+                        times.tokens, times.rounds = times.tokens + new - 1, times.rounds + max(rounds)
+    rows = []
+    for (batch, length), times in found.items():
+        if length:
+            base = found[batch, 0]
+            measured = [plain_ms / ms for plain_ms, ms in zip(base.visits, times.visits, strict=True)]
+            predicted = base.predicted / times.predicted
+            rows.append(Row(kind, batch, length, times.tokens / times.rounds, predicted, measured))
+    return rows
+
+
+def run_in_turns(
+    decoders: dict[int, SpeculativeDecoder], prompts: list[list[int]], new: int
+) -> dict[int, list[tuple[float, list]]]:
+    taken: dict[int, list[tuple[float, list]]] = {length: [] for length in decoders}
+    for _ in range(REPEATS + 1):
+        for length, decoder in decoders.items():
+            taken[length].append(decode(decoder, length, prompts, new))
+    return {length: runs[1:] for length, runs in taken.items()}
+
+
+def table(rows: list[Row]) -> list[str]:
+    heads = f"{'batch':>5} {'K':>3} {'length':>7} {'predicted':>9} {'measured':>9} {'error':>7} {'repeat':>7}"
+    lines = [f"{'drafter':<12} {heads}"]
+    for row in rows:
+        speedups = f"{row.acceptance_length:>7.2f} {row.predicted:>9.2f} {row.measured:>9.2f}"
+        errors = f"{row.error:>+7.1%} {row.noise:>+7.1%}"
+        lines.append(f"{row.kind:<12} {row.batch:>5} {row.draft_length:>3} {speedups} {errors}")
+    lines.append("")
+    for kind in [*dict.fromkeys(row.kind for row in rows), "all"]:
+        chosen = [row for row in rows if kind in (row.kind, "all")]
+        error, noise = summary([row.error for row in chosen]), summary([row.noise for row in chosen])
+        lines.append(f"{kind:<12} {len(chosen):>3} settings; prediction error: {error}; repeat to repeat: {noise}")
+    return lines
+
+
+def summary(errors: list[float]) -> str:
+    sizes = np.abs(errors)
+    within = f"within 5 % at {(sizes <= 0.05).mean():.0%}"
+    return f"median {np.median(sizes):.1%}, 90th percentile {np.quantile(sizes, 0.9):.1%}, {within}"
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(5, 5))
+    for kind in dict.fromkeys(row.kind for row in rows):
+        chosen = [row for row in rows if row.kind == kind]
+        spread = [abs(row.visits[1] - row.visits[0]) / 2 for row in chosen]
+        x, y = [row.measured for row in chosen], [row.predicted for row in chosen]
+        axes.errorbar(x, y, xerr=spread, label=kind, fmt="o", markersize=4, elinewidth=0.8)
+    line = np.array([0.95 * min(*axes.get_xlim(), *axes.get_ylim()), max(*axes.get_xlim(), *axes.get_ylim())])
+    axes.plot(line, line, color="black", linewidth=0.8)
+    axes.fill_between(line, 0.95 * line, 1.05 * line, color="grey", alpha=0.2, label="within 5 %")
+    axes.set(xlabel="measured speedup (bars: its two visits)", ylabel="predicted speedup", xlim=line, ylim=line)
+    axes.set_aspect("equal")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path)
     parser.add_argument("--kinds", default="hydra,medusa,eagle3,draft_model")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "cost_model.png")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "cost_model.txt")
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=12, help="of measuring costs, about, for each drafter")
+    parser.add_argument("--thread-time", action="store_true")
     args = parser.parse_args()
-    target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
-    prompts = read_prompt_set(str(args.runs / "held_out.jsonl"), target, NUM_PROMPTS, MAX_NEW_TOKENS).token_ids
-    env = environment(target)
-    lines = [f"{env['command']}, {env['device']}, {env['num_threads']} threads, commit {env['git_commit']}", ""]
-    lines.append(f"{'drafter':<12} {'batch':>5} {'K':>3} {'length':>7} {'predicted':>9} {'measured':>9} {'error':>7}")
-    errors = []
-    figure, axes = plt.subplots(figsize=(5, 5))
-    for kind in args.kinds.split(","):
-        (checkpoint,) = sorted((args.runs / kind / "checkpoints").glob("step-*"))[-1:]
-        drafter = load_drafter(checkpoint, target)
-        costs = measure_costs(target, drafter, CostRange(batch=16, context=160, seconds=25), kind)
-        rows = rows_of(target, drafter, costs, prompts)
-        for batch, length, emitted, predicted, measured in rows:
-            errors.append(predicted / measured - 1)
-            figures = f"{emitted:>7.2f} {predicted:>9.2f} {measured:>9.2f} {errors[-1]:>+7.1%}"
-            lines.append(f"{kind:<12} {batch:>5} {length:>3} {figures}")
-        axes.scatter([row[4] for row in rows], [row[3] for row in rows], label=kind, s=18)
-    sizes = np.abs(errors)
-    within = f"within 5 %: {(sizes <= 0.05).mean():.0%} of {len(sizes)} settings"
-    lines += ["", f"error: median {np.median(sizes):.1%}, 90th percentile {np.quantile(sizes, 0.9):.1%}; {within}"]
-    text = "\n".join(lines) + "\n"
-    (ROOT / "benchmarks" / "results" / "cost_model.txt").write_text(text)
+    if args.thread_time:
+        time.perf_counter = time.thread_time  # what the decoder's own clock reads, too
+    rows: list[Row] = []
+    with cpu_threads(1):
+        target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
+        held_out = str(args.runs / "held_out.jsonl")
+        prompts = read_prompt_set(held_out, target, max(BATCHES), args.new_tokens).token_ids
+        env = environment(target)
+        for kind in args.kinds.split(","):
+            (checkpoint,) = sorted((args.runs / kind / "checkpoints").glob("step-*"))[-1:]
+            drafter = load_drafter(checkpoint, target)
+            costs = measure_costs(target, drafter, CostRange(batch=16, context=160, seconds=args.seconds), kind)
+            rows += rows_of(kind, drafter, target, costs, prompts, args.new_tokens)
+            print(f"{kind}: done", flush=True)
+    clock = "time of the computing thread" if args.thread_time else "wall time"
+    head = f"{env['command']}, {env['device']}, 1 thread, {clock}, commit {env['git_commit']}"
+    text = "\n".join([head, "", *table(rows)]) + "\n"
+    args.results.write_text(text)
     print(text)
-
-    low, high = axes.get_xlim()
-    line = np.array([low, high])
-    axes.plot(line, line, color="black", linewidth=0.8)
-    axes.fill_between(line, 0.95 * line, 1.05 * line, color="grey", alpha=0.2, label="5 %")
-    axes.set(xlabel="measured speedup", ylabel="predicted speedup")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(ROOT / "docs" / "cost_model.png", dpi=120)
+    draw(rows, args.out)
 
 
 if __name__ == "__main__":

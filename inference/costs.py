@@ -4,11 +4,13 @@ Short measurements with the real target, drafter and decoder are fitted by sums 
 Part of the settings is left out of the fit, and the error of the predicted speedup there is kept with the costs.
 
 Of a pass of the target over T = batch x (nodes + 1) tokens the terms are those of a roofline: a fixed part (weights
-read, kernels launched), a part for each token once T exceeds what the weights' reading hides (kinks at powers of 4
-leave it to the data where that is), and the keys and values that attention reads, batch x context and T x context.
+read, kernels launched), a part for each token, which may grow or shrink at powers of 2 (from where on the weights'
+reading hides no more; up to where products of few rows are slow), and the keys and values that attention reads, batch x
+context and T x context.
 Drafting has the same terms for each of its steps. docs/cost_model.md explains them.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +28,8 @@ from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.trees import Chain, Shape, StaticTree, likeliest_tree
 
-KINKS = (4, 16, 64, 256)  # tokens of a pass from which on each may cost more
+SLOW_STARTS = (2, 4, 8, 16)  # tokens of a pass up to which each may cost more
+KINKS = (4, 8, 16, 32, 64, 128, 256)  # from which on each may cost more
 VISIT, LEAST_VISITS, MOST_VISITS = 4, 4, 12  # rounds of a setting in a row, the first of them not counted; visits
 MOST_ROUNDS = VISIT * MOST_VISITS
 GOAL = 0.05  # error of a predicted speedup that is as good as measuring
@@ -128,8 +131,9 @@ class Costs:
 
 def tokens_of_pass(tokens: int) -> Terms:
     """Of a pass over so many tokens in all."""
+    starts = {f"token up to {kink}": min(tokens, kink) for kink in SLOW_STARTS}
     kinks = {f"token from {kink} on": max(0, tokens - kink) for kink in KINKS}
-    return {"pass": 1.0, "matrix products": float(tokens > 1), "token": tokens, **kinks}
+    return {"pass": 1.0, "token": tokens, **starts, **kinks}
 
 
 def pass_terms(nodes: int, batch: int, context: int, tree: bool) -> Terms:
@@ -180,13 +184,14 @@ class CostRange:
         most = self.draft_length if drafter.max_draft_length is None else drafter.max_draft_length
         longest = min(self.draft_length, most)
         fitted, between = [], []
-        batches, contexts = powers(4, self.batch), sorted({max(1, self.context // 8), self.context})
+        batches, contexts = powers(2, self.batch), sorted({max(1, self.context // 8), self.context})
         for batch in batches:
             for context in contexts:
                 fitted += self._drafts(powers(2, longest), batch, context, self._trees(drafter, (4, 16, 64)))
-        left_out = [batch for batch in powers(2, self.batch) if batch not in batches] or [self.batch]
+        left_out = [low + (high - low) // 2 for low, high in itertools.pairwise(batches) if high - low > 1]
+        left_out = left_out or [self.batch]
         lengths = [k for k in range(1, longest + 1) if k not in powers(2, longest)] or [longest]
-        for batch in left_out:
+        for batch in left_out:  # at a context between, too
             between += self._drafts(lengths, batch, max(1, self.context // 2), self._trees(drafter, (8, 32)))
         return fitted, between
 

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from draftsmith.inference.generation import Generation
 from draftsmith.inference.rows import GenerationSettings, Rows
+from draftsmith.inference.verify import Verified
 from draftsmith.models import Drafter, Target
+from draftsmith.models.base import DecodingState, Draft
 from draftsmith.models.slots import SlotCache
 from draftsmith.models.trees import Shape
 
 
 class GivenRows(Rows):
-    """One row a text. After each round the token that the target chose is replaced by the text's own.
+    """One row a text. A round verifies greedily but accepts nothing; the token that follows is then the text's own.
 
     The target verifies the text's next tokens in place of what was drafted: what it has to do, such as which experts it
     reads, then hangs on the text and not on how good a drafter is. What was drafted stays in `drafted`, [B, N].
@@ -34,13 +36,10 @@ class GivenRows(Rows):
     ) -> None:
         """`cache`: of other rows that follow the same texts, which then serves these too."""
         longest = max(map(len, texts))
-        mode = "synthetic" if shape.depth else "greedy"
         settings = GenerationSettings(
             max_new_tokens=num_rounds + 1,
             shape=shape,
-            verification_mode=mode,  # type: ignore[arg-type]
             stop_at_eos=False,
-            synthetic_rates=(0.0,) * shape.depth,
         )
         num_slots = cache.num_slots if cache else longest + shape.num_nodes + 2
         super().__init__(target, drafter, settings, len(texts), num_slots)
@@ -59,6 +58,10 @@ class GivenRows(Rows):
         self.drafted = tokens.clone()
         next_places = state.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         tokens.copy_(self.texts.gather(1, next_places.clamp(max=self.num_slots - 1)))
+
+    def _verify(self, state: DecodingState, logits: Tensor, draft: Draft) -> Verified:
+        verified = super()._verify(state, logits, draft)
+        return verified._replace(num_accepted=torch.zeros_like(verified.num_accepted))
 
 
 def follow(rows: GivenRows, prompts: list[list[int]]) -> Generation:

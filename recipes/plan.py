@@ -94,6 +94,9 @@ def plan(target: Target, names: list[str], settings: PlanSettings, out: Path, co
 def drafter_of_shape(name: str, target: Target) -> tuple[Drafter, TrainConfig | None]:
     """An untrained drafter by the name of a kind or recipe, with the recipe; else a loaded one."""
     if name not in RECIPES or Path(name).is_dir():
+        if name not in DRAFTERS and "/" not in name and not Path(name).exists():
+            known = ", ".join(sorted(RECIPES))
+            raise UserError(f"drafter {name}: no such kind, recipe or directory: give one of {known}, or a checkpoint")
         return load_drafter(name, target), None
     config = RECIPES[name]()
     shape = config.drafter
@@ -226,7 +229,7 @@ def print_plan(content: dict[str, Any], device: str, on_gpu: bool, console: Cons
             print_expected(row, console)
         if "training" in row:
             t = row["training"]
-            text = f"training by the recipe, by formulae: {t['hours']:.2g} hours and {t['gigabytes']:.0f} GB"
+            text = f"training by the recipe, by formulae: {duration(t['hours'])} and {t['gigabytes']:.1f} GB"
             size = f"{t['samples']} samples of {t['tokens_per_sample']} tokens"
             console.print(f"{text} on one {t['device']}, {size}", highlight=False, soft_wrap=True)
         error = row["held_out"]
@@ -236,15 +239,21 @@ def print_plan(content: dict[str, Any], device: str, on_gpu: bool, console: Cons
             highlight=False,
             soft_wrap=True,
         )
+    console.print()
     for row in content["drafters"]:
         for text in row["verdicts"]:
             console.print(text, highlight=False, soft_wrap=True)
 
 
+def duration(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
+
+
 def print_break_even(row: dict[str, Any], context: int, console: Console) -> None:
     lengths = list(row["by_batch_size"][0]["round_ms"])
     title = f"{row['drafter']}: acceptance length to break even, {context} tokens of context"
-    table = Table("batch", "plain, ms", *(f"K={length}" for length in lengths), box=None, title=title)
+    console.print(f"\n{title}", style="bold", highlight=False, soft_wrap=True)
+    table = Table("batch", "plain, ms", *(f"K={length}" for length in lengths), box=None)
     for one in row["by_batch_size"]:
         cells = [f"{one['break_even_acceptance_length'][length]:.2f}" for length in lengths]
         table.add_row(str(one["batch_size"]), f"{one['plain_ms']:.2f}", *cells)
@@ -254,8 +263,15 @@ def print_break_even(row: dict[str, Any], context: int, console: Console) -> Non
 def print_expected(row: dict[str, Any], console: Console) -> None:
     batches = [str(one["batch_size"]) for one in row["by_batch_size"]]
     heads = [f"batch {batch}" for batch in batches]
-    table = Table("acceptance of", "source", *heads, box=None, title=f"{row['drafter']}: best K and its speedup")
-    for one in row["expected"]:
-        cells = [f"K={at['draft_length']} {at['speedup']:.2f}x" for at in one["by_batch_size"]]
-        table.add_row(one["where"], one["source"], *cells)
+    title = f"{row['drafter']}: best K and its speedup, by acceptance that others published or that you gave"
+    console.print(title, style="bold", highlight=False, soft_wrap=True)
+    table = Table("", *heads, box=None)
+    for number, one in enumerate(row["expected"], 1):
+        cells = [
+            f"K={at['draft_length']} {at['speedup']:.2f}x" if at["draft_length"] else "off"
+            for at in one["by_batch_size"]
+        ]
+        table.add_row(str(number), *cells)
     console.print(table)
+    for number, one in enumerate(row["expected"], 1):
+        console.print(f" {number}: {one['where']} ({one['source']})", highlight=False, soft_wrap=True)

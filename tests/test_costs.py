@@ -24,9 +24,9 @@ def new_drafter(kind: str, target: Target) -> Drafter:
 
 
 def analytic(setting: Setting) -> RoundTimes:
-    """A device of known costs: weights of 2 ms that hide 16 tokens, 0.05 ms a token beyond, and caches to read."""
+    """A device of known costs: weights of 2 ms that hide 16 tokens, products slow to start, and caches to read."""
     tokens, keys = setting.batch * (setting.nodes + 1), setting.batch * setting.context
-    verify = 2 + 0.05 * max(0, tokens - 16) + 1e-4 * keys
+    verify = 2 + 0.05 * max(0, tokens - 16) + 0.1 * min(tokens, 8) + 1e-4 * keys
     draft = setting.draft_length * (0.2 + 1e-3 * setting.batch)
     return RoundTimes(setting, draft, verify, draft + verify + 0.3)
 
@@ -159,7 +159,7 @@ def test_a_clock_of_known_costs_gives_the_predicted_speedup(
     assert costs.held_out["share_within_5_percent"] == 1
 
     sampling = check_sampling(0, 1, 0)
-    prompt = [tiny_target.encode("iron")] * 2
+    prompt = [tiny_target.encode("iron")]  # of two, the one on the right may end first: rounds get cheaper then
     synthetic = resolve_settings(drafter, sampling, 100, 2, "synthetic", stop_at_eos=False, synthetic_rates=rates)
     rounds = SpeculativeDecoder(tiny_target, drafter).decode(prompt, synthetic)
     steps = SpeculativeDecoder(tiny_target, plain).decode(
@@ -167,7 +167,7 @@ def test_a_clock_of_known_costs_gives_the_predicted_speedup(
     )
     seconds = [run.timing.total - run.timing.to_first_token for run in (steps, rounds)]
     num_rounds = max(request.num_rounds for request in rounds.stats.requests)
-    found = costs.speedup(99 / num_rounds, 2, 2, 16)
+    found = costs.speedup(99 / num_rounds, 2, 1, 16)
     assert found == pytest.approx(seconds[0] / seconds[1], rel=1e-6)
 
 
