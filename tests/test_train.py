@@ -297,8 +297,11 @@ def test_what_a_logged_step_says(base: dict[str, Any], prompts: Path, tmp_path: 
     changes = {"steps": 8, "checkpoint_every": 4, "wandb_project": "test", "profile": True}
     run = train(make_config("medusa", base, tmp_path, run=changes, evaluation=evaluation))
     (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
-    assert b"time_share_target" in file.read_bytes()
-    assert b"acceptance_at_3" in file.read_bytes()
+    wanted = (b"time_share_target", b"acceptance_at_3")
+    end = time.monotonic() + 60  # wandb writes the file in a process of its own, which may be a little late
+    while time.monotonic() < end and not all(name in file.read_bytes() for name in wanted):
+        time.sleep(0.1)
+    assert all(name in file.read_bytes() for name in wanted)
     lines = [line for line in read_metrics(run) if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 9))
     for line in lines:
