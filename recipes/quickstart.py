@@ -30,6 +30,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.comparison import Options, compare, evaluation_paths
 from draftsmith.recipes.deliver import DeliverySettings, deliver
+from draftsmith.recipes.engine_rules import RULES
 from draftsmith.recipes.printing import print_summary
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.recipes.report import build_report
@@ -92,24 +93,32 @@ def run_quickstart(
     for kind in kinds:
         train(quickstart_config(kind, plan, out, device))
 
-    best = compare_best([best_checkpoint(out / kind) for kind in kinds], target, plan, out)
+    fastest = ranked({best_checkpoint(out / kind): kind for kind in kinds}, target, plan, out)
+    best = next(iter(fastest))
     write_sample_texts(out / "samples.json", target, best, prompts / "comparison.jsonl")
     console.print(f"\nreport: {build_report(out)}")
     print_summary(out, console)
     console.print(f"best drafter: {best}", soft_wrap=True)
-    deliver(str(best), "vllm", target, out / "export", DeliverySettings(), None, console)
+    served = next((checkpoint for checkpoint, kind in fastest.items() if ("vllm", kind) in RULES), None)
+    if served is None:
+        console.print(f"nothing is exported: vLLM serves none of {', '.join(kinds)}")
+        return
+    if served != best:
+        console.print(f"vLLM does not serve {fastest[best]}: the fastest that it serves is {fastest[served]}")
+    deliver(str(served), "vllm", target, out / "export", DeliverySettings(), None, console)
 
 
-def compare_best(checkpoints: list[Path], target: Target, plan: Plan, out: Path) -> Path:
-    """Compare the best checkpoints of all runs with each other and with n-grams; return the fastest checkpoint."""
+def ranked(checkpoints: dict[Path, str], target: Target, plan: Plan, out: Path) -> dict[Path, str]:
+    """The checkpoints and their kinds, the fastest first, as they compare with each other and with n-grams."""
     names = [*map(str, checkpoints), "ngram"]
     source = str(out / "prompts" / "comparison.jsonl")
     paths = evaluation_paths(out / "comparison", names)
     if not all(path.is_file() for path in paths):
         prompts = PromptSet("comparison", encode_prompts(read_prompts(source), target))
         compare(target, names, [prompts], [COMPARISON], out / "comparison", Options(plan.num_threads))
-    results = [json.loads(path.read_text())["results"][0] for path in paths[: len(checkpoints)]]
-    return max(zip(results, checkpoints, strict=True), key=lambda pair: worth(pair[0]))[1]
+    values = [worth(json.loads(path.read_text())["results"][0]) for path in paths[: len(checkpoints)]]
+    order = sorted(zip(values, checkpoints.items(), strict=True), key=lambda pair: pair[0], reverse=True)
+    return dict(pair for _, pair in order)
 
 
 # --- prompts
