@@ -62,7 +62,7 @@ def decay(case: Case) -> Iterator[Finding]:
             {"conditional_rates": found.tolist(), "as_first_tokens": expected.tolist(), "gain": gain},
             f"accepted by depth, given those before: {listed(found)}; the same tokens as first of a draft: "
             f"{listed(expected)}; without that fall {plus(gain)}",
-            "train as many depths as are drafted (drafter.unroll_steps, num_heads), longer, or draft fewer tokens",
+            "train as many depths as are drafted, longer, or draft fewer tokens",
             gain["difference"],
         )
 
@@ -104,7 +104,7 @@ def uncertain_target(case: Case) -> Iterator[Finding]:
             {"share_unsure": share, "accepted_where_sure": at_sure[0], "accepted_where_unsure": at_unsure[0]},
             f"at {share:.0%} of the places the target gives no token {SURE:.0%}; first tokens are accepted in "
             f"{at_unsure[0]:.2f} there and in {at_sure[0]:.2f} elsewhere; without the difference {plus(gain)}",
-            "nothing in the drafter is wrong: draft fewer tokens or trees on such text",
+            "draft fewer tokens, or trees, on such text: this is no fault of the drafter",
             gain["difference"],
         )
 
