@@ -14,30 +14,13 @@ from typing import Any
 import numpy as np
 
 from draftsmith.inference.decoder import SpeculativeDecoder, check_sampling, resolve_settings
-from draftsmith.inference.replay import Recording, Track, expected_stats, replay
+from draftsmith.inference.replay import Recording, Track, replay
 from draftsmith.inference.stats import Stats, lengths_of, resamples
 from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.models.trees import Chain
 
 LEAST_PROMPTS = 4  # of fewer, an interval over prompts says nothing
 TOLERANCE = 0.02  # share of the acceptance length that rounding may explain
 CAUSES = "training and drafting see different features, layers, positions, tokens or draft vocabulary"
-
-
-def teacher_forced_stats(
-    target: Target,
-    drafter: Drafter,
-    prompts: list[list[int]],
-    answers: list[list[int]],
-    draft_length: int,
-    max_new_tokens: int,
-) -> list[Stats]:
-    """The decoder's counters of each prompt as training predicts them; `answers` are its greedy outputs.
-
-    The drafter drafts chains and is in evaluation mode.
-    """
-    tracks = teacher_forced_tracks(target, drafter, prompts, answers, draft_length, max_new_tokens)
-    return [expected_stats(track, Chain(draft_length), "greedy") for track in tracks]
 
 
 def teacher_forced_tracks(
@@ -48,7 +31,10 @@ def teacher_forced_tracks(
     draft_length: int,
     max_new_tokens: int,
 ) -> list[Track]:
-    """What those counters come from."""
+    """What the decoder's counters of each prompt come from as training predicts them; `answers` are greedy outputs.
+
+    `expected_stats` makes the counters. The drafter drafts chains and is in evaluation mode.
+    """
     texts = beyond_limit(target, prompts, answers, draft_length, max_new_tokens)
     return replay(target, Recording(prompts, texts, max_new_tokens), {drafter.kind: drafter}, draft_length)[
         drafter.kind

@@ -7,12 +7,13 @@ import torch
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measure import MeasureSettings, PromptSet, measure
+from draftsmith.inference.replay import expected_stats
 from draftsmith.inference.stats import Stats
-from draftsmith.inference.teacher_forcing import gap_warning, teacher_forced_fields, teacher_forced_stats
+from draftsmith.inference.teacher_forcing import gap_warning, teacher_forced_fields, teacher_forced_tracks
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.eagle3 import Eagle3
-from draftsmith.models.trees import StaticTree
+from draftsmith.models.trees import Chain, StaticTree
 
 TRAINABLE = [kind for kind, drafter_class in DRAFTERS.items() if drafter_class.loss is not Drafter.loss]
 TEXTS = ["The smith", "def strike(", "heats it again, and", "A draft is cheap", "iron iron iron", "x"]
@@ -70,7 +71,7 @@ def test_training_counts_what_the_decoder_counts(
         output = SpeculativeDecoder(tiny_target, drafter).generate(prompts, NUM_TOKENS, draft_length=draft_length)
         assert any(len(answer) < NUM_TOKENS for answer in output.token_ids) == bool(eos)
         assert 0 < output.stats.total.draft_acceptance_rate < 1
-        found = teacher_forced_stats(tiny_target, drafter, prompts, output.token_ids, draft_length, NUM_TOKENS)
+        found = predicted(tiny_target, drafter, prompts, output.token_ids, draft_length)
         assert found == output.stats.requests
 
 
@@ -78,7 +79,7 @@ def test_depths_beyond_the_trained_ones_make_no_gap(tiny_target: Target, prompts
     for kind in ("eagle", "eagle3"):
         drafter = trained(kind, tiny_target, prompts, unroll_steps=1)
         output = SpeculativeDecoder(tiny_target, drafter).generate(prompts, NUM_TOKENS, draft_length=DRAFT_LENGTH)
-        found = teacher_forced_stats(tiny_target, drafter, prompts, output.token_ids, DRAFT_LENGTH, NUM_TOKENS)
+        found = predicted(tiny_target, drafter, prompts, output.token_ids, DRAFT_LENGTH)
         assert sum(output.stats.total.acceptance_histogram[2:]) > 0
         assert found == output.stats.requests
 
@@ -146,3 +147,11 @@ def test_a_gap_is_flagged_beyond_chance(accepted: list[float], flagged: bool) ->
     gap = row["teacher_forced_gap"]
     assert gap["flagged"] == flagged
     assert gap["difference"] == pytest.approx((sum(accepted) / len(accepted) - 8) / 10)
+
+
+def predicted(
+    target: Target, drafter: Drafter, prompts: list[list[int]], answers: list[list[int]], draft_length: int
+) -> list[Stats]:
+    """Training's counters of each prompt."""
+    tracks = teacher_forced_tracks(target, drafter, prompts, answers, draft_length, NUM_TOKENS)
+    return [expected_stats(track, Chain(draft_length), "greedy") for track in tracks]
