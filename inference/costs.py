@@ -180,7 +180,7 @@ class CostRange:
     seconds: float = 30.0  # about, for each drafter
 
     def settings(self, drafter: Drafter) -> tuple[list[Setting], list[Setting]]:
-        """Those to fit on: every few batches, contexts, draft lengths, trees; and those between, to test the fit on."""
+        """To fit on: every few batches, contexts, draft lengths, trees; and those between, to test the fit on."""
         most = self.draft_length if drafter.max_draft_length is None else drafter.max_draft_length
         longest = min(self.draft_length, most)
         fitted, between = [], []
