@@ -53,12 +53,13 @@ def train(config: TrainConfig) -> Path:
 
     Raises `Stopped` after a checkpoint where a signal asked for that.
     """
-    stages, num_ranks = Stages(pick_device(config.run.device)), int(os.environ.get("WORLD_SIZE", "1"))
-    with in_one_line(stages, num_ranks):  # from the start, in which processes find each other
+    stages = Stages(pick_device(config.run.device))
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    with in_one_line(stages, rank, num_ranks):  # from the start, in which processes find each other
         setup = set_up(config)
         run = open_run(config, setup.target, setup.accelerator)
         here = Run(config, setup, run, stages)
-        with watched(stages, setup.accelerator.process_index, num_ranks, config.run.stuck_after), here.stop:
+        with watched(stages, rank, num_ranks, config.run.stuck_after), here.stop:
             here.go()
     return run
 
