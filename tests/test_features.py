@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from draftsmith.data import feature_writer, features
-from draftsmith.data.batches import BatchPlan
+from draftsmith.data.batches import BatchPlan, Rows
 from draftsmith.data.feature_writer import check_disk, write_shards
-from draftsmith.data.features import Contents, StoredFeatures, decode, encode, samples_hash
+from draftsmith.data.features import Contents, FeatureSource, StoredFeatures, decode, encode, samples_hash
 from draftsmith.data.prepare import PrepareSettings, prepare
 from draftsmith.data.samples import Sample, read_samples
 from draftsmith.models import Target
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
+from draftsmith.models.target import Features
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.config import resolve
@@ -57,8 +59,12 @@ def make_store(folder: Path, target: Target, plan: BatchPlan, **changes: Any) ->
 
 
 def write(store: StoredFeatures, target: Target) -> StoredFeatures:
-    write_shards(store, target, 0, 1)
+    write_shards(store, store.missing(), source_of(store, target))
     return store
+
+
+def source_of(store: StoredFeatures, target: Target) -> FeatureSource:
+    return lambda rows, batch: target.features(batch, store.contents.layer_ids)
 
 
 def test_what_is_read_is_what_the_target_computes(samples: Path, tiny_target: Target, tmp_path: Path) -> None:
@@ -198,6 +204,22 @@ def test_features_of_other_samples_are_refused(samples: Path, tiny_target: Targe
         assert "samples_hash" in (other.problem(other.shards[0]) or "")
 
 
+def test_ranks_in_step_ask_equally_often(samples: Path, tiny_target: Target, tmp_path: Path) -> None:
+    """A target in pieces computes when all ranks do; whoever has no shard to write asks as often as the others."""
+    store = make_store(tmp_path, tiny_target, make_plan(read_samples(samples)))
+    missing, num_ranks, asked = store.missing(), len(store.shards) + 1, [0] * (len(store.shards) + 1)
+    for rank in range(num_ranks):
+
+        def source(rows: Rows, batch: Batch, rank: int = rank) -> Features:
+            asked[rank] += 1
+            return tiny_target.features(batch, store.contents.layer_ids)
+
+        write_shards(store, missing, source, rank, num_ranks, in_step=True)
+    assert not store.missing()
+    assert len(set(asked)) == 1
+    assert asked[0] > 0
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_ranks_write_what_one_would(num_ranks: int, samples: Path, tiny_target: Target, tmp_path: Path) -> None:
     """Each sample once, whoever stores it; what an interrupted run finished is kept."""
@@ -208,8 +230,9 @@ def test_ranks_write_what_one_would(num_ranks: int, samples: Path, tiny_target: 
     kept = tmp_path / "shared" / whole.shards[0].file
     shutil.copy(tmp_path / "whole" / kept.name, kept)
     written = kept.stat().st_mtime_ns
+    missing = shared.missing()
     for rank in reversed(range(num_ranks)):
-        write_shards(shared, tiny_target, rank, num_ranks)
+        write_shards(shared, missing, source_of(shared, tiny_target), rank, num_ranks)
     assert not shared.missing()
     assert kept.stat().st_mtime_ns == written
     for shard in whole.shards:

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 from runs import arguments, base_of, final_weights, make_config
+from safetensors.torch import load_file
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 import draftsmith.recipes
+from draftsmith.data import features
 from draftsmith.data.samples import SAMPLES, Sample, Span, sample_line
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
@@ -131,6 +133,24 @@ def test_two_machines_give_the_trajectory(base: dict[str, Any], one_process: Pat
     assert [machine.returncode for machine in machines] == [0, 0], outputs
     assert " ".join(outputs[0][0].split()).startswith("2 x cpu, DDP")
     assert_trajectory(tmp_path, one_process)
+
+
+def test_a_target_in_pieces_stores_what_a_whole_one_does(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three shards by two processes, whose layers are there only together; then the one trajectory from them."""
+    monkeypatch.setattr(features, "SHARD_BYTES", 350_000)
+    stored = {**base, "data.features": "stored", "data.features_dtype": "float32"}
+    train(make_config("eagle3", {**stored, "data.features_dir": tmp_path / "whole"}, tmp_path / "run-whole", run=RUN))
+    pieces = {**stored, "data.features_dir": tmp_path / "pieces", "run.target_placement": "sharded", "run.timeout": 60}
+    code, _, errors = launch("fsdp2", pieces, tmp_path / "run-pieces", "--num_processes", "2", SHARD_BYTES="350000")
+    assert code == 0, errors[-3000:]
+    assert trajectory(tmp_path / "run-pieces") == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+    files = sorted(path.name for path in (tmp_path / "whole").glob("shard-*"))
+    assert len(files) == 3
+    for file in files:
+        found, wanted = (load_file(tmp_path / name / file) for name in ("pieces", "whole"))
+        torch.testing.assert_close(found, wanted)
 
 
 def test_means_of_means_are_found(base: dict[str, Any], tmp_path: Path) -> None:

@@ -59,7 +59,6 @@ def check_placement(config: TrainConfig, accelerator: Accelerator) -> None:
         return
     reasons = {
         "needs several processes": accelerator.num_processes == 1,
-        "has no effect on stored features": config.data.features == "stored",
         "leaves no process a target to evaluate with: leave out evaluation.prompts, and run draftsmith evaluate": (
             config.evaluation.prompts is not None
         ),
