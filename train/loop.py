@@ -178,11 +178,10 @@ class Run:
 
 
 def adamw(drafter: Drafter, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Over what is trained; one kernel for all tensors on a GPU."""
+    """Over what is trained; one kernel for all that a step does to a tensor, on a GPU for all tensors."""
     trainable = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    fused = trainable[0].device.type == "cuda"
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(trainable, betas=betas, weight_decay=config.weight_decay, fused=fused)
+    return torch.optim.AdamW(trainable, betas=betas, weight_decay=config.weight_decay, fused=True)
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
