@@ -27,6 +27,7 @@ from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.costs import CostRange, Costs, measure_costs
 from draftsmith.inference.decoder import check_sampling, resolve_settings
 from draftsmith.inference.evaluation import environment
+from draftsmith.inference.fixed_batches import Course, batch_milliseconds
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.recipes.quickstart import EMBEDDED_TARGET
 
@@ -78,14 +79,8 @@ def decode(decoder: SpeculativeDecoder, draft_length: int, prompts: list[list[in
     return (time.perf_counter() - start) * 1000, [request.stats.num_rounds for request in generation.requests]
 
 
-def predict(costs: Costs, draft_length: int, rounds: list[int], longest: int, new: int) -> float:
-    """Milliseconds of all rounds. Rows right of the last that runs are not computed, and texts grow meanwhile."""
-    total = 0.0
-    for number in range(max(rounds)):
-        width = 1 + max(row for row, count in enumerate(rounds) if count > number)
-        context = round(longest + new * (number + 0.5) / max(rounds))
-        total += costs.round(draft_length, width, context)
-    return total
+def courses(prompts: list[list[int]], rounds: list[int], new: int) -> list[Course]:
+    return [Course(len(prompt), new - 1, count) for prompt, count in zip(prompts, rounds, strict=True)]
 
 
 def rows_of(kind: str, drafter: Drafter, target: Target, costs: Costs, prompts: list[list[int]], new: int) -> list[Row]:
@@ -104,7 +99,9 @@ def rows_of(kind: str, drafter: Drafter, target: Target, costs: Costs, prompts: 
                     if visit == 0:
                         rounds = taken[0][1] if length else [new - 1] * len(part)
                         times = found[batch, length]
-                        times.predicted += predict(costs, length, rounds, max(map(len, part)), new)
+                        times.predicted += batch_milliseconds(
+                            costs, length, courses(part, rounds, new), drops_rows=True
+                        )
                         times.tokens, times.rounds = times.tokens + new - 1, times.rounds + max(rounds)
     rows = []
     for (batch, length), times in found.items():

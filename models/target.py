@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -32,6 +33,7 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.fused import fuse
 from draftsmith.models.served import check_decodes_exactly, check_served_family
+from draftsmith.models.shards import read_tensors
 from draftsmith.models.slots import ATTENTION, SlotCache, Window, context_of, run_causal, run_on_slots
 
 
@@ -168,14 +170,17 @@ class Target:
     ) -> "Target":
         """Embedding, head and sizes of a target, its layers never read: what a drafter trains on stored features with.
 
-        `fingerprint` is that of the whole target. Defaults and errors as those of `from_pretrained`.
+        They alone get into memory, and of a Hub name the files that hold them are downloaded (but for a target that is
+        not kept as safetensors). `fingerprint` is that of the whole target. Defaults and errors as those of
+        `from_pretrained`.
         """
         device = pick_device(device)
         config = _read_config(name)
         check_served_family(config, str(name))
         without_layers = copy.deepcopy(config)
         drop_layers(without_layers.get_text_config(), kept=[])
-        model, tokenizer = _load(name, without_layers, device, dtype or default_dtype(device))
+        tensors = read_tensors(name, _is_outside_layers)
+        model, tokenizer = _load(name, without_layers, device, dtype or default_dtype(device), tensors)
         return cls(model, tokenizer, str(name), whole=Whole(config, fingerprint))
 
     @property
@@ -188,8 +193,7 @@ class Target:
         config = _read_config(name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        with contextlib.suppress(OSError):  # a model may have none
-            model.generation_config = GenerationConfig.from_pretrained(name)
+        _read_generation_config(model, name)
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
@@ -304,17 +308,29 @@ def _read_config(name: str | Path) -> PretrainedConfig:
 
 
 def _load(
-    name: str | Path, config: PretrainedConfig, device: torch.device, dtype: torch.dtype
+    name: str | Path,
+    config: PretrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    tensors: dict[str, Tensor] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """All weights of a model of this config (transformers would make up missing ones), and the tokenizer."""
+    """All weights of a model of this config (transformers would make up missing ones), and the tokenizer.
+
+    `tensors`: the weights by their names on disk, where they have been read already.
+    """
+    how: Any = {"dtype": dtype, "attn_implementation": ATTENTION, "output_loading_info": True}
+    loaded: Any
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
-        )
+        if tensors is None:
+            loaded = AutoModelForCausalLM.from_pretrained(name, config=config, **how)
+        else:
+            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            loaded = model_class.from_pretrained(None, config=config, state_dict=tensors, **how)
+            _read_generation_config(loaded[0], name)
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
     model, report = loaded
-    if missing := sorted(report["missing_keys"]):
+    if missing := sorted(key for key in report["missing_keys"] if tensors is None or _is_outside_layers(key)):
         raise UserError(
             f"target {str(name)!r} lacks {len(missing)} of its weights, {missing[0]} among them: "
             "give a whole causal language model"
@@ -325,6 +341,19 @@ def _load(
         raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
     model.to(device)  # type: ignore[arg-type]  # wrapped by transformers without its types
     return model.eval().requires_grad_(False), tokenizer
+
+
+def _read_generation_config(model: PreTrainedModel, name: str | Path) -> None:
+    with contextlib.suppress(OSError):  # a model may have none
+        model.generation_config = GenerationConfig.from_pretrained(name)
+
+
+def _is_outside_layers(name: str) -> bool:
+    """Whether a tensor of this name is of no layer: layers are numbered, embedding, head and final norm are not.
+
+    Gemma 4 has a second embedding for its layers alone, much larger than the first.
+    """
+    return "per_layer" not in name and not any(part.isdigit() for part in name.split("."))
 
 
 def drop_layers(text_config: PretrainedConfig, kept: list[int]) -> None:

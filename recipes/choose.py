@@ -19,8 +19,10 @@ from draftsmith.inference.choice import (
 )
 from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.costs import CostRange, Costs, measure_costs
+from draftsmith.inference.decoder import Output
 from draftsmith.inference.evaluation import write_evaluation
-from draftsmith.inference.measure import MeasureSettings, PromptSet, measure
+from draftsmith.inference.fixed_batches import Answered, fixed_batch_speedup
+from draftsmith.inference.measure import MeasureSettings, PromptSet
 from draftsmith.inference.schedule import Schedule, for_sglang, for_vllm
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
@@ -43,7 +45,8 @@ class Choice:
     schedule: Schedule
     rates: list[float | None]
     accuracies: list[list[float]]  # by depth and rank; empty where no tree was fitted
-    predicted: list[dict[str, Any]]  # by batch size
+    predicted: list[dict[str, Any]]
+    """By batch size: `speedup` where the batch stays full, as a server's does, and `fixed_batch_speedup`."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields of choice.json that the fit gives."""
@@ -99,7 +102,7 @@ def choose_and_evaluate(
         names_of = {"fitted_on": fit_prompts.name, "reported_on": [prompts.name for prompts in prompt_sets]}
         write_evaluation(path.parent / "choice.json", {"drafter": name, **choice.to_json(), **names_of})
         print_evaluations([content], console)
-        print_choice(name, choice, console)
+        print_choice(name, choice, content["results"], console)
 
 
 def choose(
@@ -112,19 +115,25 @@ def choose(
 ) -> tuple[Choice, Costs]:
     """Acceptance at the longest draft length, rank accuracies for a tree, costs; and the best of them."""
     longest = min(LONGEST, drafter.max_draft_length or LONGEST)
-    fitting = replace(settings, draft=longest, batch_size=1, repeats=1)
-    rates = measure(target, {name: drafter}, prompts, fitting)[name]["conditional_acceptance_rates"]
+    decoded = decode(target, drafter, prompts, replace(settings, draft=longest))
+    rates = decoded.stats.total.conditional_acceptance_rates
+    requests = [Answered(len(ids), stats) for ids, stats in zip(prompts.token_ids, decoded.stats.requests, strict=True)]
     context = typical_context(prompts, settings.max_new_tokens)
     with_tree = drafter.can_branch and settings.temperature == 0
     reach = CostRange(max(batches), context, longest, TREE_NODES if with_tree else 0)
     costs = measure_costs(target, drafter, reach, name)
     schedule = fit_schedule(rates, costs, batches, context)
     length = best_draft_length(rates, costs, batches[0], context)
-    predicted = [prediction(rates, costs, batch, context, schedule.draft_length(batch)) for batch in batches]
+    predicted = []
+    for batch in batches:
+        chosen = schedule.draft_length(batch)
+        fixed = fixed_batch_speedup(costs, chosen, requests, batch, target.device.type == "cpu")
+        predicted.append(prediction(rates, costs, batch, context, chosen) | {"fixed_batch_speedup": fixed})
 
     tree, accuracies = None, []
     if with_tree:
-        accuracies = rank_accuracies(drafter, target, answers_of(target, prompts, settings), longest, RANKS)
+        texts = list(zip(prompts.token_ids, decoded.token_ids, strict=True))[:ANSWERS]
+        accuracies = rank_accuracies(drafter, target, texts, longest, RANKS)
         tree = fit_tree(accuracies, costs, batches[0], context, TREE_NODES)
         emitted = tree_acceptance_length(tree, accuracies)
         speedup = costs.speedup(emitted, tree.depth, batches[0], context, tree.num_nodes)
@@ -132,7 +141,8 @@ def choose(
             tree = None
         else:
             nodes = {"tree_nodes": tree.num_nodes, "acceptance_length": emitted, "speedup": speedup}
-            predicted.append({"batch_size": batches[0], "draft_length": tree.depth, **nodes})
+            unknown = {"fixed_batch_speedup": None}  # rounds of single requests are known of chains only
+            predicted.append({"batch_size": batches[0], "draft_length": tree.depth, **nodes, **unknown})
     return Choice(length, tree, schedule, rates, accuracies, predicted), costs
 
 
@@ -148,12 +158,10 @@ def typical_context(prompts: PromptSet, max_new_tokens: int) -> int:
     return round(sum(map(len, prompts.token_ids)) / len(prompts.token_ids) + max_new_tokens / 2)
 
 
-def answers_of(target: Target, prompts: PromptSet, settings: MeasureSettings) -> list[tuple[list[int], list[int]]]:
-    """Prompts with what the target writes after them."""
-    chosen = prompts.token_ids[:ANSWERS]
-    plain = load_drafter("none", target)
-    decoded = SpeculativeDecoder(target, plain).decode(chosen, settings.resolve(plain), batch_size=8)
-    return list(zip(chosen, decoded.token_ids, strict=True))
+def decode(target: Target, drafter: Drafter, prompts: PromptSet, settings: MeasureSettings) -> Output:
+    """All prompts once, untimed."""
+    drafter.forget()
+    return SpeculativeDecoder(target, drafter).decode(prompts.token_ids, settings.resolve(drafter), batch_size=8)
 
 
 def drafts_to_measure(choice: Choice, drafter: Drafter) -> list[int | StaticTree]:
@@ -163,10 +171,17 @@ def drafts_to_measure(choice: Choice, drafter: Drafter) -> list[int | StaticTree
     return [*sorted(lengths), *([choice.tree] if choice.tree else [])]
 
 
-def print_choice(name: str, choice: Choice, console: Console) -> None:
+def print_choice(name: str, choice: Choice, results: list[dict[str, Any]], console: Console) -> None:
+    """What was chosen, what is predicted of it, and what was measured, all without reading the prompts."""
     for one in choice.predicted:
         what = f"a tree of {one['tree_nodes']} nodes" if one["tree_nodes"] else f"draft length {one['draft_length']}"
         if one["draft_length"] == 0:
             what = "speculation off"
         text = f"{name}: best at batch {one['batch_size']}: {what}, predicted {one['speedup']:.2f}x"
-        console.print(text, highlight=False, soft_wrap=True)
+        if one["batch_size"] > 1:
+            text += " where finished requests make room for others"
+            text += f", {one['fixed_batch_speedup']:.2f}x in fixed batches" if one["fixed_batch_speedup"] else ""
+        same = ("batch_size", "draft_length", "tree_nodes")
+        rows = [row for row in results if all(row[field] == one[field] for field in same)]
+        found = ", ".join(f"{row['decode_speedup']:.2f}x" for row in rows if row["decode_speedup"])
+        console.print(f"{text}; measured {found}" if found else text, highlight=False, soft_wrap=True)

@@ -105,8 +105,8 @@ def _evaluate(sub: argparse.ArgumentParser) -> None:
         "--baseline", nargs="+", default=[], metavar="NAME", help="of transformers: generate, assisted, prompt_lookup"
     )
     sub.add_argument("--max-new-tokens", type=int, default=32, help="of an answer (%(default)s)")
-    sub.add_argument("--repeats", type=int, help="of every setting (up to 5, 2 at least, that fit into 4 minutes)")
-    sub.add_argument("--minutes", type=float, help="time that chooses the repeats instead, 2 at least")
+    sub.add_argument("--repeats", type=int, help="of every setting (up to 5, as fit into 4 minutes in all)")
+    sub.add_argument("--minutes", type=float, help="time of all that chooses the repeats instead")
     sub.add_argument("--num-threads", type=int, help="CPU threads to compute with (torch's default)")
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--out", type=Path, required=True, help="folder to write")

@@ -198,14 +198,16 @@ def choices(measured: Measured) -> Section:
                 "best draft": draft_text(one) if one["draft_length"] else "speculation off",
                 "tokens a round": f"{one['acceptance_length']:.2f}",
                 "predicted speedup": f"{one['speedup']:.2f}×",
+                "in fixed batches": f"{one['fixed_batch_speedup']:.2f}×" if one.get("fixed_batch_speedup") else "–",
                 "measured": measured_text(measured, name, one),
             }
             for one in content["predicted"]
         ]
         notes.append(choice_text(name, content))
     note = (
-        "Predicted from the acceptance on the prompts of the fit and from measured costs; measured on the prompts of "
-        "this report, where that draft was decoded."
+        "Predicted from the acceptance on the prompts of the fit and from measured costs, for a server that fills up "
+        "its batch and for fixed batches, which last as long as their slowest request; measured in fixed batches on "
+        "the prompts of this report, where that draft was decoded."
     )
     return Section(
         "choice",
