@@ -67,8 +67,8 @@ def feature_source(
         check_capture(whole, drafter.layer_ids, store.plan.samples[0].token_ids)
         write_shards(store, whole, rank, num_ranks)
         accelerator.wait_for_everyone()
-        if rank == 0:
-            write_index(store)
+    if rank == 0 and not all(map(store.is_verified, store.shards)):
+        write_index(store)
     return lambda rows, batch: store.read(rows, batch, target)
 
 
