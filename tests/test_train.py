@@ -20,6 +20,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.checkpoint import checkpoint_name, checkpoints
+from draftsmith.train.compilation import check_compiles
 from draftsmith.train.config import resolve
 from draftsmith.train.evaluate import log_evaluation
 from draftsmith.train.run_folder import link_best
@@ -78,6 +79,28 @@ def test_packing_does_not_change_the_loss(kind: str, base: dict[str, Any], tmp_p
     for apart, packed in zip(curves[False], curves[True], strict=True):
         assert packed["loss"] == pytest.approx(apart["loss"], abs=1e-5)
         assert packed["gradient_norm"] == pytest.approx(apart["gradient_norm"], rel=1e-4)
+
+
+def test_a_compiled_loss_is_the_same(base: dict[str, Any], tmp_path: Path) -> None:
+    """And is compiled once, though each of the steps has chunks of other sizes."""
+    from torch._dynamo.utils import counters  # slow to import
+
+    counters.clear()
+    runs = {
+        compile: train(make_config("medusa", base, tmp_path / str(compile), run={"steps": 6, "compile": compile}))
+        for compile in (False, True)
+    }
+    assert 1 <= counters["stats"]["unique_graphs"] <= 2
+    for line, expected in zip(*(read_metrics(runs[compile]) for compile in (True, False)), strict=True):
+        for name, value in of_the_run(expected).items():
+            assert line[name] == pytest.approx(value, rel=1e-4), name
+    for name, weight in final_weights(runs[True]).items():
+        torch.testing.assert_close(weight, final_weights(runs[False])[name], atol=1e-5, rtol=1e-4)
+
+
+def test_a_compiled_loss_is_of_cpus() -> None:
+    with pytest.raises(UserError, match="run.compile is for CPUs"):
+        check_compiles(torch.device("cuda"))
 
 
 @every_kind

@@ -75,6 +75,7 @@ class RunConfig:
     keep_checkpoints: int | None = None  # so many of the newest keep their weights, as does the best; None: all
     timeout: float = 1800.0  # seconds that a process waits for the others before it gives up
     stuck_after: float = 300.0  # seconds at one place after which a process says where it is
+    compile: bool = False  # the loss, on a CPU: faster steps after some seconds of compiling
     profile: bool = False  # write a trace of a few steps into profile/
 
 
