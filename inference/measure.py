@@ -19,7 +19,7 @@ from draftsmith.inference.decoder import Output, SpeculativeDecoder, check_sampl
 from draftsmith.inference.lossless import LosslessCheck, compare
 from draftsmith.inference.replay import expected_stats
 from draftsmith.inference.rows import GenerationSettings
-from draftsmith.inference.schedule import Adaptive, Schedule
+from draftsmith.inference.schedule import AnySchedule
 from draftsmith.inference.speed import (
     Outputs,
     batch_totals,
@@ -54,7 +54,7 @@ class MeasureSettings:
     temperature: float = 0.0
     top_p: float = 1.0
     batch_size: int = 1
-    draft: int | StaticTree | DynamicTree | Schedule | Adaptive = 4  # length of a chain, a schedule of them, or a tree
+    draft: int | StaticTree | DynamicTree | AnySchedule = 4  # length of a chain, a schedule of them, or a tree
     max_new_tokens: int = 64
     repeats: int = 5  # the most, where `seconds` are given
     seed: int = 0
@@ -65,7 +65,7 @@ class MeasureSettings:
     @property
     def draft_length(self) -> int:
         """Tokens on the longest path of a draft."""
-        if isinstance(self.draft, Schedule | Adaptive):
+        if isinstance(self.draft, AnySchedule):
             return self.draft.longest
         return self.draft if isinstance(self.draft, int) else self.draft.depth
 

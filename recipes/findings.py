@@ -15,6 +15,7 @@ from draftsmith.recipes.summary import (
     count,
     domain_table,
     draft_text,
+    is_choice,
     ratio_text,
     setting_name,
     speedup_text,
@@ -226,8 +227,7 @@ def measured_text(measured: Measured, name: str, one: dict[str, Any]) -> str:
         if contender.name == name
         for row in settings_but(contender, measured.leading, "batch_size", *DRAFT)
     ]
-    same = ("batch_size", "draft_length", "tree_nodes")
-    found = next((row for row in rows if all(row[field] == one[field] for field in same)), None)
+    found = next((row for row in rows if is_choice(row, one)), None)
     return speedup_text(found) if found else "–"
 
 
