@@ -4,14 +4,16 @@
 
 RUNS is the folder of benchmarks/families.py, with a checkpoint of each kind and held_out.jsonl. Writes
 benchmarks/results/cost_model.txt and the figure. The rounds that each request takes are those measured, so that what is
-compared is the costs alone. All settings are measured twice, one visit after the other: how much the two differ is
-noise, which no prediction can be better than. Decoding computes with one thread; `--thread-time` counts the time of
-that thread instead of the wall's, for a machine that does other things too.
+compared is the costs alone. Each of `--visits` fits the costs anew and measures all settings anew; their means are
+compared, and how far the visits lie apart is the noise of both, which no prediction can be better than. Decoding
+computes with one thread; `--thread-time` counts the time of that thread instead of the wall's, for a machine that does
+other things too.
 """
 
 import argparse
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import erf, sqrt
 from pathlib import Path
 
 import matplotlib
@@ -24,23 +26,24 @@ import numpy as np
 from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.clock import cpu_threads
-from draftsmith.inference.costs import CostRange, Costs, measure_costs
+from draftsmith.inference.costs import CostRange, measure_costs
 from draftsmith.inference.decoder import check_sampling, resolve_settings
 from draftsmith.inference.evaluation import environment
+from draftsmith.inference.fixed_batches import Course, batch_milliseconds
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.recipes.quickstart import EMBEDDED_TARGET
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCHES, LENGTHS = (1, 2, 3, 6, 12), (3, 5, 7)  # the fit takes 1, 2, 4, 8, 16 and 1, 2, 4, 8
-PARTS, REPEATS, VISITS = 3, 2, 2  # batches of prompts, at most; runs of a visit, after one to warm up
+PARTS, REPEATS = 3, 2  # batches of prompts, at most; runs of a visit, after one to warm up
 
 
 @dataclass
 class Times:
-    """Of one setting: predicted milliseconds, and those measured in each visit, summed over batches of prompts."""
+    """Of one setting, summed over batches of prompts: milliseconds predicted and measured in each visit."""
 
-    predicted: float = 0.0
-    visits: list[float] = field(default_factory=lambda: [0.0] * VISITS)
+    predicted: list[float]
+    measured: list[float]
     tokens: int = 0
     rounds: int = 0  # of the request with the most in each batch of prompts
 
@@ -51,8 +54,12 @@ class Row:
     batch: int
     draft_length: int
     acceptance_length: float
-    predicted: float
+    predictions: list[float]  # speedup, by the fit of each visit
     visits: list[float]  # measured speedup in each
+
+    @property
+    def predicted(self) -> float:
+        return float(np.mean(self.predictions))
 
     @property
     def measured(self) -> float:
@@ -64,7 +71,13 @@ class Row:
 
     @property
     def noise(self) -> float:
-        return self.visits[1] / self.visits[0] - 1
+        """Standard error of the error, from how far the visits lie apart."""
+        return sqrt(standard_error(self.predictions) ** 2 + standard_error(self.visits) ** 2)
+
+
+def standard_error(values: list[float]) -> float:
+    """Of the mean, relative to it."""
+    return float(np.std(values, ddof=1) / sqrt(len(values)) / np.mean(values))
 
 
 def decode(decoder: SpeculativeDecoder, draft_length: int, prompts: list[list[int]], new: int) -> tuple[float, list]:
@@ -78,41 +91,44 @@ def decode(decoder: SpeculativeDecoder, draft_length: int, prompts: list[list[in
     return (time.perf_counter() - start) * 1000, [request.stats.num_rounds for request in generation.requests]
 
 
-def predict(costs: Costs, draft_length: int, rounds: list[int], longest: int, new: int) -> float:
-    """Milliseconds of all rounds. Rows right of the last that runs are not computed, and texts grow meanwhile."""
-    total = 0.0
-    for number in range(max(rounds)):
-        width = 1 + max(row for row, count in enumerate(rounds) if count > number)
-        context = round(longest + new * (number + 0.5) / max(rounds))
-        total += costs.round(draft_length, width, context)
-    return total
+def courses(prompts: list[list[int]], rounds: list[int], new: int) -> list[Course]:
+    return [Course(len(prompt), new - 1, count) for prompt, count in zip(prompts, rounds, strict=True)]
 
 
-def rows_of(kind: str, drafter: Drafter, target: Target, costs: Costs, prompts: list[list[int]], new: int) -> list[Row]:
-    """Predicted and measured speedup of each setting. Those of one batch size take turns, plain decoding among them."""
+def rows_of(
+    kind: str, drafter: Drafter, target: Target, visits: int, seconds: float, prompts: list[list[int]], new: int
+) -> list[Row]:
+    """Predicted and measured speedup of each setting.
+
+    Each visit fits the costs and then measures. The settings of one batch size take turns, plain decoding among them.
+    """
     most = drafter.max_draft_length or max(LENGTHS)
     lengths = [0, *(length for length in LENGTHS if length <= most)]
     plain = SpeculativeDecoder(target, load_drafter("none", target))
     decoders = {length: SpeculativeDecoder(target, drafter) if length else plain for length in lengths}
-    found = {(batch, length): Times() for batch in BATCHES for length in lengths}
-    for visit in range(VISITS):
+    zeros = [0.0] * visits
+    found = {(batch, length): Times(zeros.copy(), zeros.copy()) for batch in BATCHES for length in lengths}
+    for visit in range(visits):
+        costs = measure_costs(target, drafter, CostRange(batch=16, context=160, seconds=seconds), kind)
         for batch in BATCHES:
             for start in range(0, min(len(prompts), PARTS * batch), batch):
                 part = prompts[start : start + batch]
                 for length, taken in run_in_turns(decoders, part, new).items():
-                    found[batch, length].visits[visit] += float(np.median([milliseconds for milliseconds, _ in taken]))
-                    if visit == 0:
-                        rounds = taken[0][1] if length else [new - 1] * len(part)
-                        times = found[batch, length]
-                        times.predicted += predict(costs, length, rounds, max(map(len, part)), new)
-                        times.tokens, times.rounds = times.tokens + new - 1, times.rounds + max(rounds)
+                    times = found[batch, length]
+                    rounds = taken[0][1] if length else [new - 1] * len(part)
+                    predicted = batch_milliseconds(costs, length, courses(part, rounds, new), drops_rows=True)
+                    times.predicted[visit] += predicted
+                    times.measured[visit] += float(np.median([milliseconds for milliseconds, _ in taken]))
+                    times.tokens, times.rounds = times.tokens + new - 1, times.rounds + max(rounds)
     rows = []
     for (batch, length), times in found.items():
         if length:
             base = found[batch, 0]
-            measured = [plain_ms / ms for plain_ms, ms in zip(base.visits, times.visits, strict=True)]
-            predicted = base.predicted / times.predicted
-            rows.append(Row(kind, batch, length, times.tokens / times.rounds, predicted, measured))
+            speedups = [
+                [plain_ms / ms for plain_ms, ms in zip(of_plain, of_rounds, strict=True)]
+                for of_plain, of_rounds in ((base.predicted, times.predicted), (base.measured, times.measured))
+            ]
+            rows.append(Row(kind, batch, length, times.tokens / times.rounds, *speedups))
     return rows
 
 
@@ -127,37 +143,41 @@ def run_in_turns(
 
 
 def table(rows: list[Row]) -> list[str]:
-    heads = f"{'batch':>5} {'K':>3} {'length':>7} {'predicted':>9} {'measured':>9} {'error':>7} {'repeat':>7}"
+    heads = f"{'batch':>5} {'K':>3} {'length':>7} {'predicted':>9} {'measured':>9} {'error':>7} {'noise':>6}"
     lines = [f"{'drafter':<12} {heads}"]
     for row in rows:
         speedups = f"{row.acceptance_length:>7.2f} {row.predicted:>9.2f} {row.measured:>9.2f}"
-        errors = f"{row.error:>+7.1%} {row.noise:>+7.1%}"
+        errors = f"{row.error:>+7.1%} {row.noise:>6.1%}"
         lines.append(f"{row.kind:<12} {row.batch:>5} {row.draft_length:>3} {speedups} {errors}")
     lines.append("")
     for kind in [*dict.fromkeys(row.kind for row in rows), "all"]:
         chosen = [row for row in rows if kind in (row.kind, "all")]
-        error, noise = summary([row.error for row in chosen]), summary([row.noise for row in chosen])
-        lines.append(f"{kind:<12} {len(chosen):>3} settings; prediction error: {error}; repeat to repeat: {noise}")
+        sizes = np.abs([row.error for row in chosen])
+        within = f"within 5 % at {(sizes <= 0.05).mean():.0%}"
+        quantiles = f"median {np.median(sizes):.1%}, 90th percentile {np.quantile(sizes, 0.9):.1%}"
+        floor = np.mean([erf(0.05 / sqrt(2) / max(row.noise, 1e-9)) for row in chosen])
+        noise = f"noise: median {np.median([row.noise for row in chosen]):.1%}, with which"
+        lines.append(
+            f"{kind:<12} {len(chosen):>3} settings; error: {quantiles}, {within}; "
+            f"{noise} exact predictions would be within 5 % at {floor:.0%}"
+        )
     return lines
-
-
-def summary(errors: list[float]) -> str:
-    sizes = np.abs(errors)
-    within = f"within 5 % at {(sizes <= 0.05).mean():.0%}"
-    return f"median {np.median(sizes):.1%}, 90th percentile {np.quantile(sizes, 0.9):.1%}, {within}"
 
 
 def draw(rows: list[Row], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(5, 5))
     for kind in dict.fromkeys(row.kind for row in rows):
         chosen = [row for row in rows if row.kind == kind]
-        spread = [abs(row.visits[1] - row.visits[0]) / 2 for row in chosen]
+        spread = [row.measured * standard_error(row.visits) for row in chosen]
+        fits = [row.predicted * standard_error(row.predictions) for row in chosen]
         x, y = [row.measured for row in chosen], [row.predicted for row in chosen]
-        axes.errorbar(x, y, xerr=spread, label=kind, fmt="o", markersize=4, elinewidth=0.8)
+        axes.errorbar(x, y, fits, spread, label=kind, fmt="o", markersize=4, elinewidth=0.8)
     line = np.array([0.95 * min(*axes.get_xlim(), *axes.get_ylim()), max(*axes.get_xlim(), *axes.get_ylim())])
     axes.plot(line, line, color="black", linewidth=0.8)
     axes.fill_between(line, 0.95 * line, 1.05 * line, color="grey", alpha=0.2, label="within 5 %")
-    axes.set(xlabel="measured speedup (bars: its two visits)", ylabel="predicted speedup", xlim=line, ylim=line)
+    axes.set(
+        xlabel="measured speedup (bars: standard errors over visits)", ylabel="predicted speedup", xlim=line, ylim=line
+    )
     axes.set_aspect("equal")
     axes.legend()
     figure.tight_layout()
@@ -172,6 +192,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "cost_model.txt")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=12, help="of measuring costs, about, for each drafter")
+    parser.add_argument("--visits", type=int, default=3)
     parser.add_argument("--thread-time", action="store_true")
     args = parser.parse_args()
     if args.thread_time:
@@ -185,8 +206,7 @@ def main() -> None:
         for kind in args.kinds.split(","):
             (checkpoint,) = sorted((args.runs / kind / "checkpoints").glob("step-*"))[-1:]
             drafter = load_drafter(checkpoint, target)
-            costs = measure_costs(target, drafter, CostRange(batch=16, context=160, seconds=args.seconds), kind)
-            rows += rows_of(kind, drafter, target, costs, prompts, args.new_tokens)
+            rows += rows_of(kind, drafter, target, args.visits, args.seconds, prompts, args.new_tokens)
             print(f"{kind}: done", flush=True)
     clock = "time of the computing thread" if args.thread_time else "wall time"
     head = f"{env['command']}, {env['device']}, 1 thread, {clock}, commit {env['git_commit']}"

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.data.batches import Rows, group_rows
-from draftsmith.data.features import HEADER, INDEX, FeatureSource, Shard, StoredFeatures, checksum, encode
+from draftsmith.data.features import HEADER, INDEX, FeatureSource, Shard, StoredFeatures, checksum, encode, stamp
 from draftsmith.data.progress import progress_bar
 from draftsmith.models.errors import UserError
 
@@ -125,13 +125,17 @@ def save_shard(store: StoredFeatures, shard: Shard, tensors: dict[str, Tensor]) 
 
 
 def write_index(store: StoredFeatures) -> None:
-    """index.json: what is stored, and where each sample is. For readers of the folder; training checks the shards."""
+    """index.json: what is stored, where each sample is, and how shards looked that were found whole.
+
+    Training believes only the last, and the shards' own headers.
+    """
     shards = [
         {
             "file": shard.file,
             "first_sample": shard.first,
             "lengths": shard.lengths,
             "checksum": json.loads(read_header(store.folder / shard.file))["checksum"],
+            "stamp": stamp(store.folder / shard.file),
         }
         for shard in store.shards
     ]

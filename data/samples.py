@@ -73,12 +73,21 @@ def read_samples(folder: Path, drop_cut: bool = False) -> list[Sample]:
     if not (folder / SAMPLES).is_file() or not (folder / PREPARED).is_file():
         state = "unfinished samples" if (folder / PREPARED).is_file() else "no prepared samples"
         raise UserError(f"{folder} holds {state}: run `draftsmith prepare --out {folder}` first")
-    with open(folder / SAMPLES) as file:
-        samples = [parse_sample(line) for line in file]
+    with open(folder / SAMPLES, "rb") as file:
+        samples = [_read_line(line, f"{folder / SAMPLES} line {number}") for number, line in enumerate(file, 1)]
     kept = [sample for sample in samples if not (drop_cut and sample.finish_reason == "length")]
     if not kept:
         raise UserError(f"all {len(samples)} samples in {folder} were cut: raise --max-new-tokens, or keep cut ones")
     return kept
+
+
+def _read_line(line: bytes, where: str) -> Sample:
+    try:
+        return parse_sample(line.decode())
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{where} is damaged: remove the file, and the same `draftsmith prepare` writes it anew"
+        ) from None
 
 
 def read_prepared(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.inference.generation import Generation
 from draftsmith.inference.rows import GenerationSettings, Rows
-from draftsmith.inference.schedule import Adaptive, Schedule
+from draftsmith.inference.schedule import AnySchedule, Confident
 from draftsmith.inference.stats import Stats
 from draftsmith.inference.verify import SAMPLED_DRAFTS, VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
@@ -108,7 +108,7 @@ class SpeculativeDecoder:
         stop_at_eos: bool = True,
         request_ids: list[int] | None = None,
         batch_size: int | None = None,
-        schedule: Schedule | Adaptive | None = None,
+        schedule: AnySchedule | None = None,
     ) -> Output:
         """Decode all prompts, `batch_size` (by default all) at a time: a row that is done takes the next prompt.
 
@@ -192,7 +192,7 @@ class SpeculativeDecoder:
         prompt: str | list[int],
         max_new_tokens: int,
         sampling: Sampling,
-        draft: int | Schedule | Adaptive,
+        draft: int | AnySchedule,
         seed: int,
     ) -> Iterator[StreamedRound]:
         """Decode one prompt, `draft` as in `resolve_settings`; yield what reading the prompt, then each round, adds."""
@@ -265,7 +265,7 @@ def resolve_settings(
     drafter: Drafter,
     sampling: Sampling,
     max_new_tokens: int,
-    draft: int | StaticTree | DynamicTree | Schedule | Adaptive = 4,
+    draft: int | StaticTree | DynamicTree | AnySchedule = 4,
     verification_mode: VerificationMode | None = None,
     seed: int = 0,
     stop_at_eos: bool = True,
@@ -278,12 +278,14 @@ def resolve_settings(
     """
     if drafter.max_draft_length == 0:
         draft, verification_mode, synthetic_rates = 0, None, ()
-    schedule = draft if isinstance(draft, Schedule | Adaptive) else None
-    draft = draft.longest if isinstance(draft, Schedule | Adaptive) else draft
+    schedule = draft if isinstance(draft, AnySchedule) else None
+    draft = draft.longest if isinstance(draft, AnySchedule) else draft
     check_shape(Chain(draft) if isinstance(draft, int) else draft, drafter)
     shape = drafter.own_shape(draft) if isinstance(draft, int) else draft
     if schedule and not isinstance(shape, Chain):
         raise UserError(f"schedule: {drafter.kind} drafts no chains; leave it out and set draft_length")
+    if isinstance(schedule, Confident) and not drafter.can_sample:
+        raise UserError(f"confident schedule: {drafter.kind} has no probabilities; leave it out and set draft_length")
     mode = resolve_mode(verification_mode, sampling, drafter, shape)
     if bool(synthetic_rates) != (mode == "synthetic"):
         raise UserError("synthetic acceptance needs both verification_mode synthetic and its rates")

@@ -19,7 +19,7 @@ from draftsmith.inference.decoder import Output, SpeculativeDecoder, check_sampl
 from draftsmith.inference.lossless import LosslessCheck, compare
 from draftsmith.inference.replay import expected_stats
 from draftsmith.inference.rows import GenerationSettings
-from draftsmith.inference.schedule import Adaptive, Schedule
+from draftsmith.inference.schedule import AnySchedule
 from draftsmith.inference.speed import (
     Outputs,
     batch_totals,
@@ -44,6 +44,7 @@ from draftsmith.models.trees import Chain, DynamicTree, StaticTree
 P = TypeVar("P")
 Run = Callable[[list[int]], Output]  # decodes a batch, given as places among the prompts
 LEAST_REPEATS = 2  # of a setting with a time limit
+MANY_BATCHES = 8  # so many say enough of noise that a single repeat will do where time is short
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,18 @@ class MeasureSettings:
     temperature: float = 0.0
     top_p: float = 1.0
     batch_size: int = 1
-    draft: int | StaticTree | DynamicTree | Schedule | Adaptive = 4  # length of a chain, a schedule of them, or a tree
+    draft: int | StaticTree | DynamicTree | AnySchedule = 4  # length of a chain, a schedule of them, or a tree
     max_new_tokens: int = 64
     repeats: int = 5  # the most, where `seconds` are given
     seed: int = 0
     verification_mode: VerificationMode | None = None  # None: the usual one for temperature and drafter
     synthetic_rates: tuple[float, ...] = ()
-    seconds: float | None = None  # for this setting: as many repeats as fit, but 2 at least
+    seconds: float | None = None  # for this setting: as many repeats as fit, at least `least_repeats`
 
     @property
     def draft_length(self) -> int:
         """Tokens on the longest path of a draft."""
-        if isinstance(self.draft, Schedule | Adaptive):
+        if isinstance(self.draft, AnySchedule):
             return self.draft.longest
         return self.draft if isinstance(self.draft, int) else self.draft.depth
 
@@ -143,20 +144,45 @@ def measure(
 
     plain = outputs["none"]
     rows = {name: result_row(target, how[name], prompts, settings, outputs[name], plain) for name in drafters}
-    for name, drafter in drafters.items():
+    for name in drafters:
         beside = [baseline for baseline in baselines if baseline.drafter in (None, name)]
         if beside:
             is_greedy = how["none"].sampling.greedy
             fields = {one.name: baseline_fields(outputs[one.key], plain, is_greedy) for one in beside}
             rows[name]["baselines"] = fields
-        if how[name].verification_mode == "greedy" and isinstance(settings.draft, int) and drafter.trainable():
-            own = [batch[0] for batch in outputs[name]]
-            answers = [answer for run in own for answer in run.token_ids]
-            tracks = teacher_forced_tracks(target, drafter, ids, answers, settings.draft, settings.max_new_tokens)
-            forced = [expected_stats(track, Chain(settings.draft), "greedy") for track in tracks]
-            rows[name] |= teacher_forced_fields(forced, [request for run in own for request in run.stats.requests])
-            rows[name] |= calibration_fields(tracks, settings.draft, "greedy")
+    if isinstance(settings.draft, int) and how["none"].sampling.greedy:
+        trained = {
+            name: drafter
+            for name, drafter in drafters.items()
+            if how[name].verification_mode == "greedy" and drafter.trainable()
+        }
+        for name, fields in training_predictions(target, trained, ids, outputs, settings).items():
+            rows[name] |= fields
     return rows
+
+
+def training_predictions(
+    target: Target,
+    drafters: dict[str, Drafter],
+    prompts: list[list[int]],
+    outputs: dict[str, Outputs],
+    settings: MeasureSettings,
+) -> dict[str, dict[str, Any]]:
+    """Of trained drafters' chains in greedy decoding, by name. Those that wrote the same texts share their passes."""
+    assert isinstance(settings.draft, int)
+    answers = {name: [ids for batch in outputs[name] for ids in batch[0].token_ids] for name in drafters}
+    fields = {}
+    while answers:
+        written = next(iter(answers.values()))
+        alike = {name: drafters[name] for name, found in answers.items() if found == written}
+        answers = {name: found for name, found in answers.items() if name not in alike}
+        forced = teacher_forced_tracks(target, alike, prompts, written, settings.draft, settings.max_new_tokens)
+        for name, tracks in forced.items():
+            expected = [expected_stats(track, Chain(settings.draft), "greedy") for track in tracks]
+            decoded = [request for batch in outputs[name] for request in batch[0].stats.requests]
+            calibration = calibration_fields(tracks, settings.draft, "greedy")
+            fields[name] = teacher_forced_fields(expected, decoded) | calibration
+    return fields
 
 
 def own_run(target: Target, drafter: Drafter, prompts: PromptSet, how: GenerationSettings) -> Run:
@@ -197,13 +223,18 @@ def interleaved(
         repeat += 1
         if repeat == 1 and settings.seconds is not None:
             now = time.perf_counter()
-            num_repeats = repeats_within(settings.seconds - (now - start), now - begun, settings.repeats)
+            num_repeats = repeats_within(settings.seconds - (now - start), now - begun, settings.repeats, len(batches))
     return outputs
 
 
-def repeats_within(seconds: float, seconds_each: float, most: int) -> int:
-    """How many repeats in all, of which one is done, so many seconds allow for: at least 2, at most `most`."""
-    return min(most, max(LEAST_REPEATS, 1 + math.floor(seconds / seconds_each)))
+def repeats_within(seconds: float, seconds_each: float, most: int, num_batches: int) -> int:
+    """How many repeats in all, of which one is done, so many seconds allow for: at most `most`.
+
+    At least 1 of 8 batches or more, else 2. The interval is over batches: noise of the machine widens it just as well
+    where each is timed once, and the mean of two times is no safer from a pause than one of them.
+    """
+    least = 1 if num_batches >= MANY_BATCHES else LEAST_REPEATS
+    return min(most, max(least, 1 + math.floor(seconds / seconds_each)))
 
 
 def result_row(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftsmith.inference import verify
 from draftsmith.inference.graphs import Replay
-from draftsmith.inference.schedule import Adaptive, Schedule
+from draftsmith.inference.schedule import AnySchedule, Confident
 from draftsmith.inference.verify import Verified
 from draftsmith.models.base import NO_TOKEN, DecodingState, Draft, Drafter, chain
 from draftsmith.models.sampling import Noise, Sampling, Stream, cut, sample
@@ -36,7 +36,7 @@ class GenerationSettings:
     seed: int = 0
     stop_at_eos: bool = True
     synthetic_rates: tuple[float, ...] = ()  # chance of each depth to be accepted, for verification mode synthetic
-    schedule: Schedule | Adaptive | None = None  # of draft lengths; the shape is then a chain of the longest
+    schedule: AnySchedule | None = None  # of draft lengths; the shape is then a chain of the longest
 
 
 RECORD_HEAD = 4  # emitted, drafted, accepted, finished: then the tokens
@@ -78,6 +78,7 @@ class Rows:
             noise=Noise(settings.seed, torch.zeros(num_rows, dtype=torch.int64, device=device)),
             sample_drafts=settings.verification_mode in verify.SAMPLED_DRAFTS,
             memory=drafter.new_memory(num_rows, num_slots, settings.shape),
+            least_confidence=settings.schedule.least if isinstance(settings.schedule, Confident) else 0.0,
         )
         if drafter.reads_predictions:
             columns = settings.shape.num_nodes + 1

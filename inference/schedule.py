@@ -1,11 +1,13 @@
-"""How long the coming round's drafts are: by the number of running requests, or by what was accepted lately too.
+"""How long the coming round's drafts are: by the number of running requests, by what was accepted lately, or by how
+sure the drafter is of what it drafts.
 
 The more requests run, the more a drafted token costs to verify and the fewer of them pay; from some number on none do.
 `Schedule` is a fixed table of that, `Adaptive` a rule that follows the acceptance it meets. Both look at finished
-rounds only. That is what keeps the output's law: whatever the past was, a round of any draft length emits tokens by
-the target's law given the text so far, as long as its length is settled before its drafts and coins are drawn. A rule
-that looked at the token it is about to offer, or at a coin of the coming round, would offer likely tokens more often
-and emit another law (tests/test_schedule.py proves the one and finds the other).
+rounds only. `Confident` ends each row's chain by itself, by what was drafted before. That is what keeps the output's
+law: whatever the past was, a round of any draft length emits tokens by the target's law given the text so far, as long
+as whether a token is drafted is settled before that token and the coins are drawn. A rule that looked at the token it
+is about to offer, or at a coin of the coming round, would offer likely tokens more often and emit another law
+(tests/test_schedule.py proves the one and finds the other).
 """
 
 import json
@@ -108,17 +110,52 @@ class Adaptive:
             raise UserError('adaptive schedule: give {"adaptive": {"candidates": [0, 2, 4]}}') from None
 
 
+@dataclass(frozen=True)
+class Confident:
+    """Drafts on while the drafter is sure of what it has drafted: at least one token, up to `longest` of them.
+
+    The confidence of a token is the drafter's chance of the likeliest token in its place, whichever was drawn, and that
+    of a chain is their product (EAGLE-2, arXiv 2406.16858, takes the product of what was drawn). One more token is
+    drafted while that of those before it is at least `least`: known before it is drawn. Each row of a batch stops by
+    itself, and the drafter with the last of them. Raises `UserError` for numbers that make no such rule.
+    """
+
+    longest: int
+    least: float
+
+    def __post_init__(self) -> None:
+        if self.longest < 1 or not 0 < self.least <= 1:
+            raise UserError("confident schedule: give longest 1 or more, and least above 0 and at most 1")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"confident": asdict(self)}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Confident":
+        """Inverse of `to_json`; raises `UserError` for what is none."""
+        try:
+            fields = content["confident"]
+            return cls(int(fields["longest"]), float(fields["least"]))
+        except (KeyError, TypeError, ValueError):
+            raise UserError('confident schedule: give {"confident": {"longest": 8, "least": 0.4}}') from None
+
+
+AnySchedule = Schedule | Adaptive | Confident
+
+
 def check_starts(starts: list[int]) -> None:
     """Numbers of running requests must rise from 1."""
     if starts[:1] != [1] or starts != sorted(set(starts)):
         raise UserError(f"schedule: the numbers of running requests are {starts}: let them rise from 1")
 
 
-def read_schedule(path: Path) -> Schedule | Adaptive:
+def read_schedule(path: Path) -> AnySchedule:
     """From a file with a schedule, or with one under "schedule" such as choice.json. Raises `UserError`."""
     try:
         content = json.loads(path.read_text())
         content = content.get("schedule", content)
+        if "confident" in content:
+            return Confident.from_json(content)
         return Adaptive.from_json(content) if "adaptive" in content else Schedule.from_json(content)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UserError(f"{path} holds no schedule: {first_line(error)}") from None
@@ -130,15 +167,15 @@ def read_schedule(path: Path) -> Schedule | Adaptive:
 class DraftLengths:
     """The draft length of each coming round of one run."""
 
-    def __init__(self, schedule: Schedule | Adaptive | None, draft_length: int) -> None:
-        """Without a schedule it is `draft_length`, always."""
+    def __init__(self, schedule: AnySchedule | None, draft_length: int) -> None:
+        """Without a schedule it is `draft_length`, always; with `Confident` at most that."""
         self._schedule, self._draft_length = schedule, draft_length
         self._num_rounds = 0
         self._reached = [1.0] * draft_length  # means of how often each depth was offered with all before it accepted
         self._accepted = [1.0] * draft_length
 
     def next(self, num_running: int) -> int:
-        if self._schedule is None:
+        if self._schedule is None or isinstance(self._schedule, Confident):
             return self._draft_length
         if isinstance(self._schedule, Schedule):
             return self._schedule.draft_length(num_running)

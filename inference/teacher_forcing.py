@@ -25,20 +25,18 @@ CAUSES = "training and drafting see different features, layers, positions, token
 
 def teacher_forced_tracks(
     target: Target,
-    drafter: Drafter,
+    drafters: dict[str, Drafter],
     prompts: list[list[int]],
     answers: list[list[int]],
     draft_length: int,
     max_new_tokens: int,
-) -> list[Track]:
+) -> dict[str, list[Track]]:
     """What the decoder's counters of each prompt come from as training predicts them; `answers` are greedy outputs.
 
-    `expected_stats` makes the counters. The drafter drafts chains and is in evaluation mode.
+    `expected_stats` makes the counters. The drafters draft chains, are in evaluation mode, and wrote the same answers.
     """
     texts = beyond_limit(target, prompts, answers, draft_length, max_new_tokens)
-    return replay(target, Recording(prompts, texts, max_new_tokens), {drafter.kind: drafter}, draft_length)[
-        drafter.kind
-    ]
+    return replay(target, Recording(prompts, texts, max_new_tokens), drafters, draft_length)
 
 
 def beyond_limit(

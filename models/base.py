@@ -79,6 +79,8 @@ class DecodingState:
     sample_drafts: bool  # draw draft tokens by chance (probabilistic verification) or take the likeliest
     memory: Any = None  # the drafter's own, of `new_memory`
     own_drafts: bool = True  # what the last round verified was this drafter's draft
+    least_confidence: float = 0.0  # a chain ends where the drafter's confidence in what it has drafted is below this
+    confidence: Tensor | None = None  # [B, K] where somebody asks: at each depth the chance of the likeliest token
     predictions: Tensor | None = None  # [B, N + 1] the target's likeliest token after each column of the last draft;
     # NO_TOKEN in rows that have had none; for drafters that read it
 
@@ -95,6 +97,7 @@ class DecodingState:
             num_new=self.num_new[:count],
             noise=self.noise.first(count),
             memory=self.memory and self.memory.rows(slice(count)),
+            confidence=None if self.confidence is None else self.confidence[:count],
             predictions=None if self.predictions is None else self.predictions[:count],
         )
 

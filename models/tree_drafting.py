@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from draftsmith.models.base import DecodingState, Draft, stack_chain
+from draftsmith.models.base import NO_TOKEN, DecodingState, Draft, stack_chain
 from draftsmith.models.slots import SlotCache, Window
 from draftsmith.models.trees import WORD, Chain, DynamicTree, Shape, StaticTree, pack
 
@@ -43,12 +43,30 @@ def grow(shape: Shape, plan: "Plan | None", logits: Tensor, read: Read, state: D
 
 
 def grow_chain(depth: int, logits: Tensor, read: Read, state: DecodingState) -> Draft:
+    """A row whose confidence falls below the state's least drafts no more.
+
+    On a CPU the drafter stops with the last row; on a GPU all rounds have one shape.
+    """
     chosen: list[tuple[Tensor, Tensor | None]] = []
+    confidence = torch.ones_like(logits[:, 0, 0], dtype=torch.float32)  # [B] in what is drafted so far
+    ended: list[Tensor] = []  # before each depth, [B]
     for level in range(depth):
+        ended.append(confidence < state.least_confidence)
+        if state.least_confidence and logits.device.type == "cpu" and ended[-1].all():
+            break
         if level:
             logits = read(chosen[-1][0][:, None], None)
-        chosen.append(state.choose(logits[:, 0], level))
-    return stack_chain(chosen)
+        tokens, cut_logits = state.choose(logits[:, 0], level)
+        chosen.append((tokens, cut_logits))
+        if state.least_confidence or state.confidence is not None:
+            own = (logits[:, 0] if cut_logits is None else cut_logits).float().softmax(-1).amax(-1)
+            confidence = confidence * own
+            if state.confidence is not None:
+                state.confidence[:, level] = own
+    draft = stack_chain(chosen)
+    if state.least_confidence:
+        draft.tokens = draft.tokens.masked_fill(torch.stack(ended[: len(chosen)], 1), NO_TOKEN)
+    return draft
 
 
 # --- static trees

@@ -1,7 +1,7 @@
 """`draftsmith evaluate --choose`: draft length, tree and schedule fitted on one set of prompts, measured on another."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,19 @@ from draftsmith.inference.choice import (
     tree_acceptance_length,
 )
 from draftsmith.inference.clock import cpu_threads
+from draftsmith.inference.confidence import Weighed, draft_everywhere, weigh
 from draftsmith.inference.costs import CostRange, Costs, measure_costs
+from draftsmith.inference.decoder import Output
 from draftsmith.inference.evaluation import write_evaluation
-from draftsmith.inference.measure import MeasureSettings, PromptSet, measure
-from draftsmith.inference.schedule import Schedule, for_sglang, for_vllm
+from draftsmith.inference.fixed_batches import Answered, fixed_batch_speedup
+from draftsmith.inference.measure import MeasureSettings, PromptSet
+from draftsmith.inference.schedule import Confident, Schedule, for_sglang, for_vllm
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.trees import StaticTree
 from draftsmith.recipes.comparison import Options, compare, evaluation_paths
 from draftsmith.recipes.printing import print_evaluations
+from draftsmith.recipes.summary import draft_text, is_choice
 from draftsmith.train.run_folder import require_writable
 
 DEFAULT, LONGEST = 4, 8  # draft length that the chosen one is measured beside; the longest that is tried
@@ -40,10 +44,12 @@ class Choice:
 
     draft_length: int  # at the smallest batch size; 0: plain decoding is faster
     tree: StaticTree | None  # at the smallest batch size, where it is predicted to beat the chain
+    weighed: Weighed | None  # ending chains by confidence, likewise; None where that was not tried
     schedule: Schedule
     rates: list[float | None]
     accuracies: list[list[float]]  # by depth and rank; empty where no tree was fitted
-    predicted: list[dict[str, Any]]  # by batch size
+    predicted: list[dict[str, Any]]
+    """By batch size: `speedup` where the batch stays full, as a server's does, and `fixed_batch_speedup`."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields of choice.json that the fit gives."""
@@ -51,6 +57,7 @@ class Choice:
             "draft_length": self.draft_length,
             "tree": None if self.tree is None else [list(path) for path in self.tree.choices],
             "schedule": self.schedule.to_json(),
+            "confident": self.weighed and {**asdict(self.weighed), "pays": self.weighed.pays},
             "conditional_acceptance_rates": self.rates,
             "rank_accuracies": self.accuracies,
             "predicted": self.predicted,
@@ -99,7 +106,7 @@ def choose_and_evaluate(
         names_of = {"fitted_on": fit_prompts.name, "reported_on": [prompts.name for prompts in prompt_sets]}
         write_evaluation(path.parent / "choice.json", {"drafter": name, **choice.to_json(), **names_of})
         print_evaluations([content], console)
-        print_choice(name, choice, console)
+        print_choice(name, choice, content["results"], console)
 
 
 def choose(
@@ -112,19 +119,33 @@ def choose(
 ) -> tuple[Choice, Costs]:
     """Acceptance at the longest draft length, rank accuracies for a tree, costs; and the best of them."""
     longest = min(LONGEST, drafter.max_draft_length or LONGEST)
-    fitting = replace(settings, draft=longest, batch_size=1, repeats=1)
-    rates = measure(target, {name: drafter}, prompts, fitting)[name]["conditional_acceptance_rates"]
+    decoded = decode(target, drafter, prompts, replace(settings, draft=longest))
+    rates = decoded.stats.total.conditional_acceptance_rates
+    requests = [Answered(len(ids), stats) for ids, stats in zip(prompts.token_ids, decoded.stats.requests, strict=True)]
     context = typical_context(prompts, settings.max_new_tokens)
     with_tree = drafter.can_branch and settings.temperature == 0
     reach = CostRange(max(batches), context, longest, TREE_NODES if with_tree else 0)
     costs = measure_costs(target, drafter, reach, name)
     schedule = fit_schedule(rates, costs, batches, context)
     length = best_draft_length(rates, costs, batches[0], context)
-    predicted = [prediction(rates, costs, batch, context, schedule.draft_length(batch)) for batch in batches]
+    predicted = []
+    for batch in batches:
+        chosen = schedule.draft_length(batch)
+        fixed = fixed_batch_speedup(costs, chosen, requests, batch, target.device.type == "cpu")
+        predicted.append(prediction(rates, costs, batch, context, chosen) | {"fixed_batch_speedup": fixed})
+
+    texts = list(zip(prompts.token_ids, decoded.token_ids, strict=True))[:ANSWERS]
+    weighed = None
+    if drafter.can_sample and settings.temperature == 0 and longest > 1:
+        weighed = weigh(draft_everywhere(drafter, target, texts, longest), costs, batches[0], context)
+        if weighed.pays:
+            fields = {"acceptance_length": weighed.acceptance_length, "speedup": weighed.speedup}
+            shape = {"draft_length": weighed.rule.longest, "tree_nodes": None, "schedule": weighed.rule.to_json()}
+            predicted.append({"batch_size": batches[0], **shape, **fields, "fixed_batch_speedup": None})
 
     tree, accuracies = None, []
     if with_tree:
-        accuracies = rank_accuracies(drafter, target, answers_of(target, prompts, settings), longest, RANKS)
+        accuracies = rank_accuracies(drafter, target, texts, longest, RANKS)
         tree = fit_tree(accuracies, costs, batches[0], context, TREE_NODES)
         emitted = tree_acceptance_length(tree, accuracies)
         speedup = costs.speedup(emitted, tree.depth, batches[0], context, tree.num_nodes)
@@ -132,8 +153,9 @@ def choose(
             tree = None
         else:
             nodes = {"tree_nodes": tree.num_nodes, "acceptance_length": emitted, "speedup": speedup}
-            predicted.append({"batch_size": batches[0], "draft_length": tree.depth, **nodes})
-    return Choice(length, tree, schedule, rates, accuracies, predicted), costs
+            unknown = {"fixed_batch_speedup": None}  # rounds of single requests are known of chains only
+            predicted.append({"batch_size": batches[0], "draft_length": tree.depth, **nodes, **unknown})
+    return Choice(length, tree, weighed, schedule, rates, accuracies, predicted), costs
 
 
 def prediction(rates: Sequence[float | None], costs: Costs, batch: int, context: int, length: int) -> dict[str, Any]:
@@ -148,25 +170,37 @@ def typical_context(prompts: PromptSet, max_new_tokens: int) -> int:
     return round(sum(map(len, prompts.token_ids)) / len(prompts.token_ids) + max_new_tokens / 2)
 
 
-def answers_of(target: Target, prompts: PromptSet, settings: MeasureSettings) -> list[tuple[list[int], list[int]]]:
-    """Prompts with what the target writes after them."""
-    chosen = prompts.token_ids[:ANSWERS]
-    plain = load_drafter("none", target)
-    decoded = SpeculativeDecoder(target, plain).decode(chosen, settings.resolve(plain), batch_size=8)
-    return list(zip(chosen, decoded.token_ids, strict=True))
+def decode(target: Target, drafter: Drafter, prompts: PromptSet, settings: MeasureSettings) -> Output:
+    """All prompts once, untimed."""
+    drafter.forget()
+    return SpeculativeDecoder(target, drafter).decode(prompts.token_ids, settings.resolve(drafter), batch_size=8)
 
 
-def drafts_to_measure(choice: Choice, drafter: Drafter) -> list[int | StaticTree]:
-    """Chains of the default length and of every chosen one, and the tree."""
+def drafts_to_measure(choice: Choice, drafter: Drafter) -> list[int | StaticTree | Confident]:
+    """Chains of the default length and of every chosen one, the tree, and chains that end by confidence."""
     default = min(DEFAULT, drafter.max_draft_length or DEFAULT)
     lengths = {default, *(length for _, length in choice.schedule.draft_lengths if length)}
-    return [*sorted(lengths), *([choice.tree] if choice.tree else [])]
+    by_confidence = [choice.weighed.rule] if choice.weighed and choice.weighed.pays else []
+    return [*sorted(lengths), *([choice.tree] if choice.tree else []), *by_confidence]
 
 
-def print_choice(name: str, choice: Choice, console: Console) -> None:
+def print_choice(name: str, choice: Choice, results: list[dict[str, Any]], console: Console) -> None:
+    """What was chosen, what is predicted of it, and what was measured, all without reading the prompts."""
     for one in choice.predicted:
-        what = f"a tree of {one['tree_nodes']} nodes" if one["tree_nodes"] else f"draft length {one['draft_length']}"
-        if one["draft_length"] == 0:
-            what = "speculation off"
+        what = draft_text(one) if one["draft_length"] else "speculation off"
         text = f"{name}: best at batch {one['batch_size']}: {what}, predicted {one['speedup']:.2f}x"
-        console.print(text, highlight=False, soft_wrap=True)
+        if one["batch_size"] > 1:
+            text += " where finished requests make room for others"
+            text += f", {one['fixed_batch_speedup']:.2f}x in fixed batches" if one["fixed_batch_speedup"] else ""
+        rows = [row for row in results if is_choice(row, one)]
+        found = ", ".join(f"{row['decode_speedup']:.2f}x" for row in rows if row["decode_speedup"])
+        console.print(f"{text}; measured {found}" if found else text, highlight=False, soft_wrap=True)
+    if choice.weighed and not choice.weighed.pays:
+        rule = choice.weighed.rule
+        console.print(
+            f"{name}: ending chains by confidence does not pay: at best {choice.weighed.speedup:.2f}x is predicted (up "
+            f"to {rule.longest} tokens, at {rule.least:g}), and {choice.weighed.chain_speedup:.2f}x of chains of "
+            f"{choice.weighed.chain_length}",
+            highlight=False,
+            soft_wrap=True,
+        )

@@ -1,7 +1,10 @@
 """The command line: parses, calls `commands`, and turns mistakes of the user's into one line and exit code 2."""
 
 import argparse
+import json
+import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -15,7 +18,16 @@ class OneLineParser(argparse.ArgumentParser):
     """argparse, saying what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, f"error: {message} (see {self.prog} --help)\n")
+        self.exit(fail(f"{message} (see {self.prog} --help)"))
+
+
+def fail(message: str) -> int:
+    """Say what is wrong; the exit code. torch's launcher ends with a summary, which repeats what lies in its file."""
+    line = f"error: {message}"
+    print(line, file=sys.stderr)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": line, "timestamp": int(time.time())}))
+    return EXIT_USER_ERROR
 
 
 def _quickstart(sub: argparse.ArgumentParser) -> None:
@@ -93,8 +105,8 @@ def _evaluate(sub: argparse.ArgumentParser) -> None:
         "--baseline", nargs="+", default=[], metavar="NAME", help="of transformers: generate, assisted, prompt_lookup"
     )
     sub.add_argument("--max-new-tokens", type=int, default=32, help="of an answer (%(default)s)")
-    sub.add_argument("--repeats", type=int, help="of every setting (up to 5, 2 at least, that fit into 4 minutes)")
-    sub.add_argument("--minutes", type=float, help="time that chooses the repeats instead, 2 at least")
+    sub.add_argument("--repeats", type=int, help="of every setting (up to 5, as fit into 4 minutes in all)")
+    sub.add_argument("--minutes", type=float, help="time of all that chooses the repeats instead")
     sub.add_argument("--num-threads", type=int, help="CPU threads to compute with (torch's default)")
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--out", type=Path, required=True, help="folder to write")
@@ -232,8 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if args.debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return fail(str(error))
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return stopped.exit_code

@@ -23,7 +23,7 @@ from draftsmith.data.prepare import prepare as prepare_samples
 from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoder import check_sampling
-from draftsmith.inference.measure import LEAST_REPEATS, MeasureSettings, PromptSet
+from draftsmith.inference.measure import MeasureSettings, PromptSet
 from draftsmith.inference.schedule import read_schedule
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, first_line, require_at_least
@@ -200,7 +200,7 @@ def repeats_text(contents: list[dict[str, Any]], minutes: float | None) -> str:
     """How often everything was decoded, and what chose that."""
     found = sorted({row["repeats"] for content in contents for row in content["results"]})
     text = f"{found[0]} to {found[-1]} repeats by setting" if len(found) > 1 else f"{found[0]} repeats of each setting"
-    return text if minutes is None else f"{text}, as many as fit into {minutes:g} minutes ({LEAST_REPEATS} at least)"
+    return text if minutes is None else f"{text}, as many as fit into {minutes:g} minutes"
 
 
 def parse_tree(text: str) -> StaticTree | DynamicTree:

@@ -15,6 +15,7 @@ from draftsmith.recipes.summary import (
     count,
     domain_table,
     draft_text,
+    is_choice,
     ratio_text,
     setting_name,
     speedup_text,
@@ -198,14 +199,16 @@ def choices(measured: Measured) -> Section:
                 "best draft": draft_text(one) if one["draft_length"] else "speculation off",
                 "tokens a round": f"{one['acceptance_length']:.2f}",
                 "predicted speedup": f"{one['speedup']:.2f}×",
+                "in fixed batches": f"{one['fixed_batch_speedup']:.2f}×" if one.get("fixed_batch_speedup") else "–",
                 "measured": measured_text(measured, name, one),
             }
             for one in content["predicted"]
         ]
         notes.append(choice_text(name, content))
     note = (
-        "Predicted from the acceptance on the prompts of the fit and from measured costs; measured on the prompts of "
-        "this report, where that draft was decoded."
+        "Predicted from the acceptance on the prompts of the fit and from measured costs, for a server that fills up "
+        "its batch and for fixed batches, which last as long as their slowest request; measured in fixed batches on "
+        "the prompts of this report, where that draft was decoded."
     )
     return Section(
         "choice",
@@ -224,8 +227,7 @@ def measured_text(measured: Measured, name: str, one: dict[str, Any]) -> str:
         if contender.name == name
         for row in settings_but(contender, measured.leading, "batch_size", *DRAFT)
     ]
-    same = ("batch_size", "draft_length", "tree_nodes")
-    found = next((row for row in rows if all(row[field] == one[field] for field in same)), None)
+    found = next((row for row in rows if is_choice(row, one)), None)
     return speedup_text(found) if found else "–"
 
 

@@ -27,7 +27,7 @@ from draftsmith.inference.load import (
     run_load_test,
     verdict,
 )
-from draftsmith.inference.schedule import Adaptive, Schedule, read_schedule
+from draftsmith.inference.schedule import AnySchedule, read_schedule
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.recipes.drawing import DOTS_PER_INCH, STYLE
@@ -56,7 +56,7 @@ def evaluate_under_load(args: argparse.Namespace, console: Console) -> None:
     with progress_bar() as progress, cpu_threads(args.num_threads):
         task = progress.add_task("load test", total=len(settings.loads) * settings.repeats * 3, detail="")
         if args.schedule:
-            schedule: Schedule | Adaptive = read_schedule(args.schedule)
+            schedule: AnySchedule = read_schedule(args.schedule)
         else:
             most = max(load.value for load in settings.loads)
             most = most if settings.loads[0].mode == "concurrency" else settings.max_batch

@@ -191,6 +191,7 @@ def add_diagnoses(
     better. Of several rows of one setting, which differ in batch size, all get the same.
     """
     sets = {prompts.name: prompts for prompts in prompt_sets}
+    texts = Texts(target)
     for content, drafter in zip(contents, drafters, strict=True):
         chains = [row for row in content["results"] if row["tree_nodes"] is None and drafter.trainable()]
         greedy = {(row["prompt_set"], row["draft_length"]) for row in chains if row["verification_mode"] == "greedy"}
@@ -201,25 +202,38 @@ def add_diagnoses(
                 continue
             key = *setting, row["temperature"], row["top_p"], row["verification_mode"]
             if key not in known:
-                known[key] = diagnosed(row, drafter, target, sets[row["prompt_set"]], content["drafter"])
+                known[key] = diagnosed(row, drafter, texts, sets[row["prompt_set"]], content["drafter"])
             if known[key] or row["verification_mode"] == "greedy":
                 row["diagnosis"] = known[key]
 
 
-def diagnosed(row: dict[str, Any], drafter: Drafter, target: Target, prompts: PromptSet, name: str) -> list[Finding]:
+class Texts:
+    """What the target writes after the first prompts of a set, recorded once for all drafters."""
+
+    def __init__(self, target: Target) -> None:
+        self.target, self._found = target, dict[tuple, Recording]()
+
+    def of(self, prompts: PromptSet, sampling: Sampling, max_new_tokens: int, longest: int) -> Recording:
+        key = prompts.name, sampling, max_new_tokens, longest
+        if key not in self._found:
+            picked = prompts.token_ids[:DIAGNOSED_PROMPTS]
+            self._found[key] = record(self.target, picked, sampling, max_new_tokens, longest)
+        return self._found[key]
+
+
+def diagnosed(row: dict[str, Any], drafter: Drafter, texts: Texts, prompts: PromptSet, name: str) -> list[Finding]:
     """The findings for one row, on the first prompts of its set."""
-    length, picked = row["draft_length"], prompts.token_ids[:DIAGNOSED_PROMPTS]
-    recording = record(target, picked, Sampling(), row["max_new_tokens"], length)
+    length, target = row["draft_length"], texts.target
+    at_zero = texts.of(prompts, Sampling(), row["max_new_tokens"], length)
     if row["verification_mode"] == "greedy":
-        return diagnose(target, drafter, recording, length, prompts.domains[:DIAGNOSED_PROMPTS], reference_of(name))
+        return diagnose(target, drafter, at_zero, length, prompts.domains[:DIAGNOSED_PROMPTS], reference_of(name))
 
-    def stats(texts: Recording, mode: VerificationMode) -> list[Stats]:
-        return [expected_stats(one, Chain(length), mode) for one in replay(target, texts, {"d": drafter}, length)["d"]]
+    def stats(recording: Recording, mode: VerificationMode) -> list[Stats]:
+        tracks = replay(target, recording, {"d": drafter}, length)["d"]
+        return [expected_stats(one, Chain(length), mode) for one in tracks]
 
-    sampling = Sampling(row["temperature"], row["top_p"])
-    drawn = record(target, picked, sampling, row["max_new_tokens"], length)
-    at_zero, above = stats(recording, "greedy"), stats(drawn, row["verification_mode"])
-    return list(temperature(above, at_zero, row["temperature"]))
+    above = texts.of(prompts, Sampling(row["temperature"], row["top_p"]), row["max_new_tokens"], length)
+    return list(temperature(stats(above, row["verification_mode"]), stats(at_zero, "greedy"), row["temperature"]))
 
 
 def stats_of(row: dict[str, Any]) -> Stats:

@@ -83,9 +83,19 @@ def setting_name(result: Result) -> str:
 
 
 def draft_text(result: Result) -> str:
-    """What a round drafts: a chain of a length, or a tree."""
+    """What a round drafts: a chain of a length, a tree, or chains by a schedule."""
+    if rule := (result.get("schedule") or {}).get("confident"):
+        return f"draft length up to {rule['longest']}, by confidence {rule['least']:g}"
+    if result.get("schedule"):
+        return f"draft length up to {result['draft_length']}, by schedule"
     tree = f", tree of {count(result['tree_nodes'], 'node')}" if result["tree_nodes"] else ""
     return f"draft length {result['draft_length']}{tree}"
+
+
+def is_choice(result: Result, chosen: dict[str, Any]) -> bool:
+    """Whether a measured row is of what was chosen, an entry of choice.json's `predicted`."""
+    same = ("batch_size", "draft_length", "tree_nodes", "schedule")
+    return all(result.get(field) == chosen.get(field) for field in same)
 
 
 def plain_row(setting: str, beside: SummaryRow, note: str) -> SummaryRow:

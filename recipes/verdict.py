@@ -66,7 +66,9 @@ def chosen_row(measured: Measured, best: Contender, row: Result) -> Result | Non
     if choice is None or not choice["draft_length"]:
         return None
     nodes = len(choice["tree"]) if choice["tree"] else None
-    rows = [other for other in settings_but(best, row, *DRAFT) if other["tree_nodes"] == nodes]
+    rows = [
+        other for other in settings_but(best, row, *DRAFT) if other["tree_nodes"] == nodes and not other.get("schedule")
+    ]
     return next((other for other in rows if nodes or other["draft_length"] == choice["draft_length"]), None)
 
 

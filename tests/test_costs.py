@@ -12,6 +12,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.choice import acceptance_length
 from draftsmith.inference.costs import CostRange, Costs, RoundTimes, Setting, fit_costs, measure_costs, speedup_errors
 from draftsmith.inference.decoder import check_sampling, resolve_settings
+from draftsmith.inference.fixed_batches import Course, batch_milliseconds
 from draftsmith.inference.given_text import GivenRows, follow
 from draftsmith.inference.least_squares import nonnegative_least_squares
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
@@ -138,7 +139,10 @@ def test_synthetic_acceptance_has_its_analytic_length(tiny_target: Target) -> No
 def test_a_clock_of_known_costs_gives_the_predicted_speedup(
     tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real decoding at a set acceptance on a clock that draft and pass advance by known times."""
+    """Real decoding at a set acceptance on a clock that draft and pass advance by known times.
+
+    In a batch each row ends by itself; of three the one on the left is the last, so that the width of rounds falls.
+    """
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     rates, drafter = (0.7, 0.5), new_drafter("medusa", tiny_target)
@@ -158,17 +162,20 @@ def test_a_clock_of_known_costs_gives_the_predicted_speedup(
     costs = measure_costs(tiny_target, drafter, CostRange(batch=4, context=16, draft_length=4, seconds=1))
     assert costs.held_out["share_within_5_percent"] == 1
 
-    sampling = check_sampling(0, 1, 0)
-    prompt = [tiny_target.encode("iron")]  # of two, the one on the right may end first: rounds get cheaper then
-    synthetic = resolve_settings(drafter, sampling, 100, 2, "synthetic", stop_at_eos=False, synthetic_rates=rates)
-    rounds = SpeculativeDecoder(tiny_target, drafter).decode(prompt, synthetic)
-    steps = SpeculativeDecoder(tiny_target, plain).decode(
-        prompt, replace(synthetic, shape=Chain(0), verification_mode="greedy", synthetic_rates=())
+    synthetic = resolve_settings(
+        drafter, check_sampling(0, 1, 0), 100, 2, "synthetic", stop_at_eos=False, synthetic_rates=rates
     )
-    seconds = [run.timing.total - run.timing.to_first_token for run in (steps, rounds)]
-    num_rounds = max(request.num_rounds for request in rounds.stats.requests)
-    found = costs.speedup(99 / num_rounds, 2, 1, 16)
-    assert found == pytest.approx(seconds[0] / seconds[1], rel=1e-6)
+    one_by_one = replace(synthetic, shape=Chain(0), verification_mode="greedy", synthetic_rates=())
+    for texts in (["iron"], ["iron", "The smith"], ["The smith", "iron", "def"]):
+        prompts = [tiny_target.encode(text) for text in texts]
+        rounds = SpeculativeDecoder(tiny_target, drafter).decode(prompts, synthetic)
+        steps = SpeculativeDecoder(tiny_target, plain).decode(prompts, one_by_one)
+        for output, length in ((steps, 0), (rounds, 2)):
+            courses = [Course(4, 99, int(request.num_rounds)) for request in output.stats.requests]
+            if len(texts) == 3 and length:
+                assert courses[0].num_rounds > max(course.num_rounds for course in courses[1:])
+            found = (output.timing.total - output.timing.to_first_token) * 1000
+            assert batch_milliseconds(costs, length, courses, drops_rows=True) == pytest.approx(found, rel=1e-6)
 
 
 def test_tree_costs_count_their_nodes() -> None:

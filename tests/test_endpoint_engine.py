@@ -7,6 +7,7 @@ import pytest
 import torch
 from vllm_process import serving
 
+from draftsmith.data.endpoint import Endpoint
 from draftsmith.data.prepare import PrepareSettings, prepare
 from draftsmith.data.samples import Sample, check_same_target, loss_mask, read_prepared, read_samples
 from draftsmith.data.stdlib import function_prompt, stdlib_functions
@@ -61,12 +62,10 @@ def gap_where_they_part(own: Sample, other: Sample, target: Target) -> float:
     return float(logits[own.token_ids[place]] - logits[other.token_ids[place]])
 
 
-def test_sampled_answers_are_told_apart_by_their_prompts(url: str, source: str, tmp_path: Path) -> None:
-    """Temperature, top-p and top-k reach the server, and the same seed gives different prompts different noise."""
-    sampled = PrepareSettings(max_new_tokens=16, samplings=(Sampling(1.0, 0.9, 50),), endpoint=url)
-    target = Target.without_weights(EMBEDDED_TARGET)
-    path = tmp_path / "prompts.txt"
-    path.write_text("def __init__(self\n" * 8)
-    prepare(target, str(path), tmp_path / "samples", sampled)
-    samples = read_samples(tmp_path / "samples")
-    assert len({tuple(sample.token_ids) for sample in samples}) > 1
+def test_sampled_answers_are_told_apart_by_their_requests(url: str) -> None:
+    """Temperature, top-p and top-k reach the server; each request has noise of its own, the same one each time."""
+    endpoint = Endpoint(url, Target.without_weights(EMBEDDED_TARGET), max_new_tokens=16)
+    prompt, sampling = endpoint.target.encode("def __init__(self"), Sampling(1.0, 0.9, 50)
+    answers, again = ([endpoint.complete(prompt, sampling, request) for request in range(8)] for _ in range(2))
+    assert answers == again
+    assert len({tuple(answer) for answer in answers}) > 4

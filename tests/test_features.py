@@ -1,8 +1,11 @@
 """Stored features: the same training as with the target beside the drafter, and nothing damaged or foreign read."""
 
+import itertools
 import json
+import os
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,10 +75,12 @@ def test_what_is_read_is_what_the_target_computes(samples: Path, tiny_target: Ta
     plan = make_plan(read_samples(samples))
     store = write(make_store(tmp_path / "store", tiny_target, plan), tiny_target)
     assert len(store.shards) > 2
-    for packing in (False, True):
+    for packing, ahead in itertools.product((False, True), repeat=2):
         plan.packing = packing
         for rows in plan.micro_batches(0, 0, 1):
             batch = plan.collate(rows)
+            if ahead:
+                store.read_ahead(rows, batch, pin_memory=False)
             found, expected = store.read(rows, batch, tiny_target), tiny_target.features(batch, (1, 2))
             assert found.layers is not None
             assert expected.layers is not None
@@ -116,6 +121,50 @@ def test_stored_and_online_training_are_the_same(
     assert online[-1] < online[0]
     assert first == pytest.approx(online, abs=1e-5)
     assert second == pytest.approx(online, abs=1e-5)
+
+
+def test_training_reads_ahead(
+    samples: Path, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is read from the disk is read in the thread, and gives what reading in its place gives."""
+    stored = {"features": "stored", "features_dir": tmp_path / "store"}
+    load, threads = StoredFeatures._load, set()
+
+    def noted(self: StoredFeatures, *args: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return load(self, *args)
+
+    monkeypatch.setattr(StoredFeatures, "_load", noted)
+    ahead = loss_curve(make_config("medusa", samples, tiny_target_dir, tmp_path / "ahead", **stored))
+    assert threads == {"prefetch_0"}
+    monkeypatch.setattr(StoredFeatures, "read_ahead", lambda *_, **__: None)
+    assert loss_curve(make_config("medusa", samples, tiny_target_dir, tmp_path / "at_once", **stored)) == ahead
+
+
+def test_checksums_are_computed_once(
+    samples: Path, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later starts compare size and time of change; a shard that was written to, or all without index.json, again."""
+    stored = {"features": "stored", "features_dir": tmp_path / "store"}
+
+    def start(name: str) -> int:
+        """How many checksums that took."""
+        computed = []
+        monkeypatch.setattr(features, "checksum", lambda tensors: computed.append(1) or checksum(tensors))
+        train(make_config("medusa", samples, tiny_target_dir, tmp_path / name, **stored))
+        return len(computed)
+
+    checksum = features.checksum
+    assert start("first") == start("second") == 0
+    shards = sorted((tmp_path / "store").glob("shard-*"))
+    shards[0].touch()
+    assert [start("third"), start("fourth")] == [1, 0]
+    status = shards[-1].stat()
+    flip_last_bit(shards[-1])
+    os.utime(shards[-1], ns=(status.st_atime_ns, status.st_mtime_ns))  # as a failing disk would
+    (tmp_path / "store" / "index.json").unlink()
+    with pytest.raises(UserError, match=f"{shards[-1].name} is damaged"):
+        start("fifth")
 
 
 def test_a_draft_model_needs_the_layers(samples: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
@@ -161,6 +210,11 @@ def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[random.randrange(len(content))] ^= 1 << random.randrange(8)
     path.write_bytes(content)
+
+
+def flip_last_bit(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
 @pytest.mark.parametrize("damage", [truncate, *[flip_a_bit] * 3])

@@ -4,16 +4,19 @@ import functools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from laws import RULES, World, all_drafts, independent, likeliest, outcomes, random_world
+from laws import RULES, World, all_drafts, distances, independent, likeliest, outcomes, random_world
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoder import resolve_settings
 from draftsmith.inference.rows import GenerationSettings, Rows
 from draftsmith.inference.schedule import (
     Adaptive,
+    AnySchedule,
+    Confident,
     DraftLengths,
     Schedule,
     for_sglang,
@@ -24,6 +27,7 @@ from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.base import NO_TOKEN, Draft
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling import Sampling
+from draftsmith.models.tree_drafting import grow_chain
 from draftsmith.models.trees import Chain, StaticTree
 
 SCHEDULE = Schedule(((1, 4), (8, 2), (24, 0)))
@@ -55,8 +59,10 @@ def test_engines_read_the_same_schedule() -> None:
     assert SCHEDULE.longest in steps
 
 
-@pytest.mark.parametrize("schedule", [SCHEDULE, Adaptive((0, 1, 4), ((1, (1.0, 1.5, 2.0)), (8, (1.0, 2.0, 3.0))), 0.5)])
-def test_files(schedule: Schedule | Adaptive, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "schedule", [SCHEDULE, Adaptive((0, 1, 4), ((1, (1.0, 1.5, 2.0)), (8, (1.0, 2.0, 3.0))), 0.5), Confident(8, 0.4)]
+)
+def test_files(schedule: AnySchedule, tmp_path: Path) -> None:
     """As they are, or under "schedule" beside other choices."""
     for name, content in (
         ("a.json", schedule.to_json()),
@@ -64,7 +70,14 @@ def test_files(schedule: Schedule | Adaptive, tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_text(json.dumps(content))
         assert read_schedule(tmp_path / name) == schedule
-    for text in ("", "[]", '{"draft_lengths": 4}', '{"adaptive": {"candidates": [2, 1]}}', '{"adaptive": {"x": 1}}'):
+    for text in (
+        "",
+        "[]",
+        '{"draft_lengths": 4}',
+        '{"adaptive": {"candidates": [2, 1]}}',
+        '{"adaptive": {"x": 1}}',
+        '{"confident": {"longest": 4}}',
+    ):
         (tmp_path / "wrong.json").write_text(text)
         with pytest.raises(UserError):
             read_schedule(tmp_path / "wrong.json")
@@ -188,12 +201,57 @@ def test_what_a_schedule_cannot_go_with_is_refused(tiny_target: Target) -> None:
         {"tree": StaticTree(((0,), (1,)))},
         {"schedule": Schedule(((1, 9),))},
         {"schedule": Schedule(((1, 0),))},
+        {"schedule": Confident(9, 0.5)},
     ):
         with pytest.raises(UserError):
             decoder.generate(PROMPTS, **{"schedule": SCHEDULE, **settings})
 
 
-# --- the law of Adaptive
+@pytest.mark.parametrize("kind", TRAINED)
+def test_chains_end_by_confidence(kind: str, tiny_target: Target) -> None:
+    """The tokens are those of whole chains, up to where the product of the confidences falls below the least."""
+    rows = Rows(tiny_target, drafter_of(kind, tiny_target), GenerationSettings(64, shape=Chain(3)), 3, 96)
+    rows.admit([0, 1, 2], [tiny_target.encode(prompt) for prompt in PROMPTS[:3]], [0, 1, 2])
+    state = rows.state
+    state.confidence = torch.zeros(3, 3)
+    whole = rows.drafter.propose(state, Chain(3)).tokens
+    products = state.confidence.cumprod(1)
+    assert (products > 0).all()
+    assert (products < 1).all()
+    for least in [*products.flatten().tolist(), 1.0]:
+        state.least_confidence = least
+        found = rows.drafter.propose(state, Chain(3)).tokens
+        lengths = 1 + (products[:, :2] >= least).sum(1)
+        assert found.shape[1] == lengths.max()  # where all rows have stopped the drafter has, too
+        expected = whole.masked_fill(torch.arange(3) >= lengths[:, None], NO_TOKEN)
+        assert found.tolist() == expected[:, : lengths.max()].tolist()
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_ending_by_confidence_leaves_the_text(kind: str, tiny_target: Target) -> None:
+    """Greedy and one-hot, token for token, in rows that change hands; some chains end early and some do not."""
+    prompts = [tiny_target.encode(prompt) for prompt in PROMPTS]
+    plain = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target))
+    decoder = SpeculativeDecoder(tiny_target, drafter_of(kind, tiny_target))
+    for sampling, mode in ((Sampling(), "greedy"), (Sampling(0.8), "one_hot")):
+        answers = plain.decode(prompts, resolve_settings(plain.drafter, sampling, 14, seed=5)).token_ids
+        drafted = []
+        for least in (1e-12, 0.02, 1.0):
+            settings = resolve_settings(decoder.drafter, sampling, 14, Confident(3, least), mode, seed=5)
+            output = decoder.decode(prompts, settings, batch_size=4)
+            assert output.token_ids == answers
+            total = output.stats.total
+            drafted.append(total.num_draft_tokens / total.num_drafts)
+        assert drafted[0] == 3
+        assert drafted[0] >= drafted[1] >= drafted[2] == 1
+
+
+def test_only_drafters_with_probabilities_are_confident(tiny_target: Target) -> None:
+    with pytest.raises(UserError, match="no probabilities"):
+        resolve_settings(load_drafter("ngram", tiny_target), Sampling(), 8, Confident(4, 0.5))
+
+
+# --- the laws of Adaptive and Confident
 
 
 def after(world: World, text: list[int]) -> World:
@@ -249,3 +307,45 @@ def test_adaptive_lengths_leave_the_law(mode: str) -> None:
 
 def test_a_length_that_looks_at_the_token_offered_is_found() -> None:
     assert distance_of_adaptive("probabilistic", cheats=True) > 0.01
+
+
+def distance_of_confident(mode: str, seed: int, cheats: bool = False) -> float:
+    """Total variation between the law that a round of chains which end by confidence leads to, and the target's.
+
+    Exact, over every draft of up to three tokens, as `grow_chain` ends it, and all coins. The cheat asks for the
+    chance of the drawn tokens themselves, the one offered among them.
+    """
+    world, parents = random_world("any", 4, 3, seed), [-1, 0, 1]
+    drafts = all_drafts(world, parents, likeliest if mode == "one_hot" else independent)
+    tokens = torch.tensor([tokens for _, tokens in drafts])
+
+    def law(depth: int) -> torch.Tensor:
+        """[drafts, 1, V] what the drafter holds behind the first tokens of each draft"""
+        return torch.stack([world.q[depth][world.context(row[:depth])[1]] for row in tokens.tolist()])[:, None]
+
+    products = law(0).amax(-1) * law(1).amax(-1)  # what the third token hangs on, by way of the first
+    depths, least = iter((1, 2)), 0.99 * products.max().item()
+    state = SimpleNamespace(
+        least_confidence=least, confidence=None, choose=lambda logits, depth: (tokens[:, depth], logits)
+    )
+    ended = grow_chain(3, law(0).log(), lambda *_: law(next(depths)).log(), state).tokens  # type: ignore[arg-type]
+    ended = torch.nn.functional.pad(ended, (0, 3 - ended.shape[1]), value=NO_TOKEN)
+    if cheats:
+        chances = torch.cat([law(depth)[:, 0].gather(1, tokens[:, depth, None]) for depth in range(3)], 1).cumprod(1)
+        ended = tokens.masked_fill(chances < least, NO_TOKEN)
+    lengths = (ended != NO_TOKEN).sum(1)
+    assert cheats or mode == "one_hot" or set(lengths.tolist()) == {2, 3}
+    (distance,) = distances(
+        RULES[mode], parents, [(world, [(w, x) for (w, _), x in zip(drafts, ended.tolist(), strict=True)])]
+    )
+    return distance
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["one_hot", "probabilistic", "block"])
+def test_ending_by_confidence_leaves_the_law(mode: str, seed: int) -> None:
+    assert distance_of_confident(mode, seed) < 1e-8
+
+
+def test_ending_by_the_chance_of_the_token_offered_is_found() -> None:
+    assert max(distance_of_confident("probabilistic", seed, cheats=True) for seed in (1, 2, 3)) > 0.01

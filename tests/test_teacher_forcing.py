@@ -153,5 +153,5 @@ def predicted(
     target: Target, drafter: Drafter, prompts: list[list[int]], answers: list[list[int]], draft_length: int
 ) -> list[Stats]:
     """Training's counters of each prompt."""
-    tracks = teacher_forced_tracks(target, drafter, prompts, answers, draft_length, NUM_TOKENS)
-    return [expected_stats(track, Chain(draft_length), "greedy") for track in tracks]
+    tracks = teacher_forced_tracks(target, {"d": drafter}, prompts, answers, draft_length, NUM_TOKENS)
+    return [expected_stats(track, Chain(draft_length), "greedy") for track in tracks["d"]]

@@ -50,8 +50,8 @@ def is_finite(norm: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def in_one_line(stages: Stages, num_ranks: int) -> Iterator[None]:
-    """Errors inside the block that come from a full disk or a lost process become a `UserError`."""
+def in_one_line(stages: Stages, rank: int, num_ranks: int) -> Iterator[None]:
+    """Errors inside the block that come from a full disk or from another process become a `UserError`."""
     try:
         yield
     except OSError as error:
@@ -62,8 +62,8 @@ def in_one_line(stages: Stages, num_ranks: int) -> Iterator[None]:
     except RuntimeError as error:
         if num_ranks == 1 or not (isinstance(error, DistError) or any(name in str(error) for name in LOST)):
             raise
-        place = stages.now[0] or "start"
+        waited = "imed out" in str(error)
         raise UserError(
-            f"lost another of the {num_ranks} processes at step {stages.step}, {place} ({first_line(error)}): "
-            f"see what that one said; {AGAIN}"
+            f"process {rank} of {num_ranks} {'waited run.timeout for' if waited else 'lost'} another at step "
+            f"{stages.step}, {stages.now[0] or 'start'} ({first_line(error)}): see what that one said; {AGAIN}"
         ) from error

@@ -83,8 +83,8 @@ def feature_source(
         write_shards(store, missing, make_source(config, drafter, target, store.plan), rank, num_ranks, in_step)
         free_memory()
         accelerator.wait_for_everyone()
-        if rank == 0:
-            write_index(store)
+    if rank == 0 and not all(map(store.is_verified, store.shards)):
+        write_index(store)
     return lambda rows, batch: store.read(rows, batch, target)
 
 

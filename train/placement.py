@@ -50,6 +50,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         settings["train_micro_batch_size_per_gpu"] = 1  # asked for, and of no effect: we make the batches
         settings["gradient_clipping"] = config.optimizer.max_gradient_norm
+        settings["zero_force_ds_cpu_optimizer"] = False  # accelerate would put one without our betas in its place
     return accelerator
 
 
