@@ -144,7 +144,7 @@ def test_a_target_in_pieces_stores_what_a_whole_one_does(
     monkeypatch.setattr(features, "SHARD_BYTES", 350_000)
     stored = {**base, "data.features": "stored", "data.features_dtype": "float32"}
     train(make_config("eagle3", {**stored, "data.features_dir": tmp_path / "whole"}, tmp_path / "run-whole", run=RUN))
-    pieces = {**stored, "data.features_dir": tmp_path / "pieces", "run.target_placement": "sharded", "run.timeout": 60}
+    pieces = {**stored, "data.features_dir": tmp_path / "pieces", "run.target_placement": "sharded"}
     code, _, errors = launch("fsdp2", pieces, tmp_path / "run-pieces", "--num_processes", "2", SHARD_BYTES="350000")
     assert code == 0, errors[-3000:]
     assert trajectory(tmp_path / "run-pieces") == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
