@@ -41,7 +41,7 @@ FeatureSource = Callable[[Rows, Batch], Features]  # features of a micro-batch, 
 class Contents:
     """What must agree for stored features to be those that a run needs."""
 
-    target_fingerprint: str  # of the target that wrote the samples
+    target_fingerprint: str | None  # of the target that wrote the samples; None where servers alone ran it
     ends_fingerprint: str  # of its config, embedding and head
     layer_ids: tuple[int, ...]  # hidden states after these layers, and always the last one after the final norm
     hidden_size: int

@@ -68,7 +68,7 @@ def of_layers(target: Path) -> set[Path]:
 
 @pytest.mark.parametrize("model_type", SERVED)
 def test_ends_of_every_family_are_read_alone(model_type: str, tmp_path: Path) -> None:
-    """What layers alone are in is not there, and the head gives what that of the whole target does."""
+    """What layers alone are in is not there, and final norm and head give what those of the whole target do."""
     config = family_config(model_type, SERVED[model_type])
     whole = plain_model(config)
     whole.save_pretrained(tmp_path, max_shard_size="10KB")
@@ -79,6 +79,11 @@ def test_ends_of_every_family_are_read_alone(model_type: str, tmp_path: Path) ->
     hidden, token_ids = torch.randn(5, config.hidden_size), torch.arange(VOCABULARY)
     assert torch.equal(ends.head_module(hidden), whole.get_output_embeddings()(hidden))
     assert torch.equal(ends.embedding(token_ids), whole.get_input_embeddings()(token_ids))
+    seen: list[torch.Tensor] = []
+    last_layer = [m for m in whole.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 3][0][-1]
+    last_layer.register_forward_hook(lambda *call: seen.append(call[2] if torch.is_tensor(call[2]) else call[2][0]))
+    expected = whole.base_model(token_ids[None, :9], use_cache=False).last_hidden_state
+    assert torch.equal(ends.final_norm(seen[0]), expected)
 
 
 def truncate(file: Path) -> None:

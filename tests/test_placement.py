@@ -7,8 +7,10 @@ on processes of a CPU that it takes for them (as_gpus.py): the same code but for
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 import draftsmith.recipes
 from draftsmith.data import features
-from draftsmith.data.samples import SAMPLES, Sample, Span, sample_line
+from draftsmith.data.samples import PREPARED, SAMPLES, Sample, Span, sample_line
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.train import train
@@ -84,9 +86,9 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {  # launcher config -> how th
     "cpu": ("2 x cpu, DDP", ()),
     "ddp": ("2 x cpu, DDP", ("--num_processes", "2")),
     "fsdp2": ("2 x cpu, FSDP2, target sharded", ("--num_processes", "2")),
-    "zero2": ("1 x cpu, ZeRO-2", ("--num_processes", "1")),
+    "zero2": ("2 x cpu, ZeRO-2", ("--num_processes", "2")),
     "zero3": ("2 x cpu, ZeRO-3", ("--num_processes", "2")),
-    "zero3_offload": ("1 x cpu, ZeRO-3", ("--num_processes", "1")),
+    "zero3_offload": ("2 x cpu, ZeRO-3", ("--num_processes", "2")),
 }
 OF_GPUS = ("fsdp2", "zero2", "zero3", "zero3_offload")  # on a CPU only with as_gpus.py
 
@@ -180,6 +182,22 @@ def test_what_cannot_fit_is_refused(base: dict[str, Any], tmp_path: Path, monkey
     monkeypatch.setattr("draftsmith.train.placement.psutil.virtual_memory", memory)
     with pytest.raises(UserError, match=r"do not fit .* of 100 kB that are free\): data.features=stored"):
         train(make_config("eagle3", base, tmp_path, run=RUN))
+
+
+def test_layers_that_cannot_be_stored_from_are_refused(
+    base: dict[str, Any], tmp_path: Path, make_target_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends and drafter fit; the layers, which the pass over the samples needs, do not."""
+    target = Target.from_pretrained(make_target_dir(intermediate_size=4096), "cpu", torch.float32)  # 6.3 MB of layers
+    config = make_config("medusa", {**base, "target": target.name, "data.features": "stored"}, tmp_path, run=RUN)
+    prepared = tmp_path / "samples" / PREPARED
+    shutil.copytree(base["data.samples"], tmp_path / "samples")
+    prepared.write_text(json.dumps({**json.loads(prepared.read_text()), "target_fingerprint": target.fingerprint()}))
+    config.data.samples = str(tmp_path / "samples")
+    memory = type("Memory", (), {"available": 3_000_000})
+    monkeypatch.setattr("draftsmith.train.placement.psutil.virtual_memory", memory)
+    with pytest.raises(UserError, match=r"6.\d* MB .* of 3 MB that are free: give data.features_endpoint"):
+        train(config)
 
 
 def test_asking_a_cpu_for_fsdp_is_refused(

@@ -32,6 +32,7 @@ class DataConfig:
     features: Literal["online", "stored"] = "online"  # computed by the target beside the drafter, or once and read
     features_dtype: StoredDtype = "bfloat16"  # of stored features
     features_dir: str | None = None  # where they are stored; None: in the folder of the samples
+    features_endpoint: str | None = None  # URL of a vLLM that computes them; None: the target does, in this process
 
 
 @dataclass
@@ -162,7 +163,7 @@ def check(config: TrainConfig) -> None:
             f"data.tokens_per_micro_batch={config.data.tokens_per_micro_batch} holds no row of "
             f"data.max_length={config.data.max_length}: raise it or lower data.max_length"
         )
-    for key in ("features_dtype", "features_dir"):
+    for key in ("features_dtype", "features_dir", "features_endpoint"):
         value = getattr(config.data, key)
         if config.data.features == "online" and value != getattr(DataConfig, key):
             raise UserError(f"data.{key}={value} is of stored features: give data.features=stored, too")

@@ -12,9 +12,11 @@ from draftsmith.data.checks import check_capture
 from draftsmith.data.feature_writer import check_disk, write_index, write_shards
 from draftsmith.data.features import Contents, FeatureSource, StoredFeatures, samples_hash
 from draftsmith.data.samples import check_same_target, read_prepared
+from draftsmith.data.served_features import ServedFeatures
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError
 from draftsmith.train.config import TrainConfig
+from draftsmith.train.placement import check_room_to_store
 
 
 def load_target(config: TrainConfig, device: torch.device) -> Target:
@@ -22,7 +24,7 @@ def load_target(config: TrainConfig, device: torch.device) -> Target:
     fingerprint = read_prepared(Path(config.data.samples))["target_fingerprint"]
     if config.data.features == "online":
         return load_whole(config, device)
-    if fingerprint is None:  # written by a server, whose weights were not seen
+    if fingerprint is None and config.data.features_endpoint is None:  # written by a server, of weights not seen here
         fingerprint = load_whole(config, device).fingerprint()
     return Target.ends_from_pretrained(config.target, fingerprint, device)
 
@@ -73,8 +75,12 @@ def feature_source(
         raise UserError(problems[0] + (f" ({len(problems) - 1} more shards like it)" if len(problems) > 1 else ""))
     missing = broadcast_object_list([store.missing()])[0]  # as seen before anything is written
     if missing:
+        make_source = source_of_server
+        if config.data.features_endpoint is None:
+            check_room_to_store(config, accelerator, target)
+            make_source = source_of_layers
         in_step = config.run.target_placement == "sharded"
-        write_shards(store, missing, source_of_layers(config, drafter, target, store.plan), rank, num_ranks, in_step)
+        write_shards(store, missing, make_source(config, drafter, target, store.plan), rank, num_ranks, in_step)
         free_memory()
         accelerator.wait_for_everyone()
     if rank == 0 and not all(map(store.is_verified, store.shards)):
@@ -87,6 +93,12 @@ def source_of_layers(config: TrainConfig, drafter: Drafter, target: Target, plan
     whole = whole_target(config, target)
     check_capture(whole, drafter.layer_ids, plan.samples[0].token_ids)
     return lambda rows, batch: whole.features(batch.to(whole.device), drafter.layer_ids)
+
+
+def source_of_server(config: TrainConfig, drafter: Drafter, target: Target, plan: BatchPlan) -> FeatureSource:
+    """Features as the server at data.features_endpoint computes them."""
+    assert config.data.features_endpoint is not None
+    return ServedFeatures(config.data.features_endpoint, target, drafter.layer_ids, plan)
 
 
 def free_memory() -> None:
