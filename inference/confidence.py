@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from draftsmith.inference.costs import Costs
+from draftsmith.inference.costs import GOAL, Costs
 from draftsmith.inference.given_text import GivenRows, follow
 from draftsmith.inference.schedule import Confident
 from draftsmith.models import Drafter, Target
@@ -50,7 +50,8 @@ class Weighed:
 
     @property
     def pays(self) -> bool:
-        return self.speedup > max(1.0, self.chain_speedup)
+        """Whether the gain is more than predictions err by."""
+        return self.speedup > max(1.0, (1 + GOAL) * self.chain_speedup)
 
 
 def draft_everywhere(

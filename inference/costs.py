@@ -176,18 +176,20 @@ class CostRange:
     batch: int = 16
     context: int = 256
     draft_length: int = 8  # or as far as the drafter goes
-    tree_nodes: int = 0  # 0: chains only
+    tree_nodes: int = 0  # of the largest tree; 0: chains only
     seconds: float = 30.0  # about, for each drafter
 
     def settings(self, drafter: Drafter) -> tuple[list[Setting], list[Setting]]:
-        """Those to fit on: every few batches, contexts and draft lengths; and those between, to test the fit on."""
+        """To fit on: every few batches, contexts, draft lengths, trees; and those between, to test the fit on."""
         most = self.draft_length if drafter.max_draft_length is None else drafter.max_draft_length
         longest = min(self.draft_length, most)
         fitted, between = [], []
         batches, contexts = powers(2, self.batch), sorted({max(1, self.context // 8), self.context})
         for batch in batches:
             for context in contexts:
-                fitted += self._drafts(powers(2, longest), batch, context, self._trees(drafter, (4, 16, 64)))
+                fitted += self._drafts(
+                    powers(2, longest), batch, context, self._trees(drafter, (4, 16, 64, self.tree_nodes))
+                )
         left_out = [low + (high - low) // 2 for low, high in itertools.pairwise(batches) if high - low > 1]
         left_out = left_out or [self.batch]
         lengths = [k for k in range(1, longest + 1) if k not in powers(2, longest)] or [longest]
@@ -199,13 +201,19 @@ class CostRange:
         if not drafter.can_branch:
             return []
         most = self.draft_length if drafter.max_draft_length is None else drafter.max_draft_length
-        profile = TREE_PROFILE[: min(self.draft_length, most)]
-        possible = len(profile[0]) if len(profile) == 1 else self.tree_nodes
-        return [likeliest_tree(profile, size) for size in sizes if size <= min(self.tree_nodes, possible)]
+        depth = min(self.draft_length, most)
+        possible = len(TREE_PROFILE[0]) if depth == 1 else self.tree_nodes
+        wanted = sorted({size for size in sizes if 0 < size <= min(self.tree_nodes, possible)})
+        return [usual_tree(size, depth) for size in wanted]
 
     def _drafts(self, lengths: list[int], batch: int, context: int, trees: list[StaticTree]) -> list[Setting]:
         chains = [Setting(length, batch, context) for length in [0, *lengths]]
         return chains + [Setting(tree.depth, batch, context, tree) for tree in trees]
+
+
+def usual_tree(num_nodes: int, depth: int) -> StaticTree:
+    """Of nodes that are right as often as is usual, with paths up to so long. `UserError` for more than there can be."""
+    return likeliest_tree(TREE_PROFILE[:depth], num_nodes)
 
 
 def powers(base: int, most: int) -> list[int]:

@@ -137,6 +137,7 @@ def _plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--batch-size", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="(%(default)s)")
     sub.add_argument("--context", type=int, help="tokens of each request (256, or half of the target's context)")
     sub.add_argument("--draft-length", type=int, nargs="+", default=[], help="(1 to 8, or as far as the drafter goes)")
+    sub.add_argument("--tree-nodes", type=int, nargs="+", default=[], metavar="N", help="trees of so many nodes, too")
     sub.add_argument(
         "--acceptance",
         nargs="+",

@@ -222,7 +222,8 @@ def plan(args: argparse.Namespace) -> None:
         require_at_least("--num-threads", args.num_threads)
     if args.context is not None:
         require_at_least("--context", args.context)
-    settings = PlanSettings(args.batch_size, args.context, args.draft_length, args.acceptance, args.num_threads)
+    asked = args.batch_size, args.context, args.draft_length, args.acceptance, args.num_threads, args.tree_nodes
+    settings = PlanSettings(*asked)
     make_plan(Target.from_pretrained(args.target, args.device), args.drafter, settings, args.out, console)
 
 

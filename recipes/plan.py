@@ -4,6 +4,7 @@ Untrained drafters of the right shape cost what trained ones do. Measured costs 
 draft length breaks even; published or own acceptance gives the speedup to expect from it.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,10 +18,11 @@ from rich.table import Table
 from draftsmith.data.progress import progress_bar
 from draftsmith.inference.choice import acceptance_length, best_draft_length
 from draftsmith.inference.clock import cpu_threads
-from draftsmith.inference.costs import CostRange, Costs, measure_costs
+from draftsmith.inference.costs import CostRange, Costs, measure_costs, usual_tree
 from draftsmith.inference.evaluation import device_name, environment, write_evaluation
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, first_line, require_at_least
+from draftsmith.models.trees import StaticTree
 from draftsmith.models.vocabulary import ReducedVocabulary
 from draftsmith.recipes.comparison import evaluation_paths
 from draftsmith.recipes.published import PUBLISHED
@@ -43,6 +45,7 @@ class PlanSettings:
     draft_lengths: list[int] = field(default_factory=list)  # empty: 1 to 8, or as far as the drafter goes
     acceptance: list[str] = field(default_factory=list)  # evaluation.json files, or rates from 0 to 1
     num_threads: int | None = None
+    tree_nodes: list[int] = field(default_factory=list)  # of trees to plan with, too; empty: chains only
 
 
 @dataclass
@@ -62,17 +65,25 @@ def plan(target: Target, names: list[str], settings: PlanSettings, out: Path, co
     for name, values in (("--batch-size", settings.batch_sizes), ("--draft-length", settings.draft_lengths)):
         for value in values:
             require_at_least(name, value)
+    for value in settings.tree_nodes:
+        require_at_least("--tree-nodes", value, 2)
     own = [read_acceptance(text) for text in settings.acceptance]
     drafters = {name: drafter_of_shape(name, target) for name in names}
     context = settings.context or min(CONTEXT, target.context // 2)
     lengths = {name: lengths_of(drafter, settings.draft_lengths, name) for name, (drafter, _) in drafters.items()}
+    trees = {
+        name: trees_of(drafter, settings.tree_nodes, max(lengths[name])) for name, (drafter, _) in drafters.items()
+    }
+    if settings.tree_nodes and not any(trees.values()):
+        raise UserError(f"--tree-nodes: {listed(names)} drafts chains only: leave it out")
     require_writable(out)
 
     planned = []
     with progress_bar() as progress, cpu_threads(settings.num_threads):
         for (name, (drafter, config)), path in zip(drafters.items(), evaluation_paths(out, names), strict=True):
             task = progress.add_task(f"measuring {name}", total=1.0, detail="")
-            reach = CostRange(max(settings.batch_sizes), context, max(lengths[name]))
+            most_nodes = max((tree.num_nodes for tree in trees[name]), default=0)
+            reach = CostRange(max(settings.batch_sizes), context, max(lengths[name]), most_nodes)
 
             def show(share: float, task: TaskID = task) -> None:
                 progress.update(task, completed=share)
@@ -80,7 +91,7 @@ def plan(target: Target, names: list[str], settings: PlanSettings, out: Path, co
             costs = measure_costs(target, drafter, reach, name, show)
             write_evaluation(path.parent / "costs.json", costs.to_json())
             expected = own + [Expected(p.where, p.source, list(p.rates)) for p in PUBLISHED if p.kind == drafter.kind]
-            row = plan_row(costs, settings.batch_sizes, context, lengths[name], expected)
+            row = plan_row(costs, settings.batch_sizes, context, lengths[name], expected, trees[name])
             if config is not None:
                 row["training"] = training(config, drafter, target)
             planned.append(row)
@@ -117,6 +128,11 @@ def lengths_of(drafter: Drafter, asked: list[int], name: str) -> list[int]:
     return sorted(set(asked)) or list(range(1, min(LONGEST, most or LONGEST) + 1))
 
 
+def trees_of(drafter: Drafter, sizes: list[int], longest: int) -> list[StaticTree]:
+    """Of usual shape and of these numbers of nodes; none for a drafter of chains."""
+    return [usual_tree(size, longest) for size in sorted(set(sizes))] if drafter.can_branch else []
+
+
 def read_acceptance(text: str) -> Expected:
     """From an evaluation.json, its chains of the longest draft length; or one rate for every depth."""
     try:
@@ -139,7 +155,12 @@ def read_measured(path: Path) -> Expected:
 
 
 def plan_row(
-    costs: Costs, batches: Sequence[int], context: int, lengths: list[int], expected: list[Expected]
+    costs: Costs,
+    batches: Sequence[int],
+    context: int,
+    lengths: list[int],
+    expected: list[Expected],
+    trees: Sequence[StaticTree] = (),
 ) -> dict[str, Any]:
     """What plan.json says of one drafter."""
     by_batch = []
@@ -151,6 +172,9 @@ def plan_row(
                 "plain_ms": costs.plain(batch, context),
                 "round_ms": {str(length): costs.round(length, batch, context) for length in lengths},
                 "break_even_acceptance_length": break_even,
+                "tree_break_even_acceptance_length": {
+                    str(tree.num_nodes): costs.break_even(tree.depth, batch, context, tree.num_nodes) for tree in trees
+                },
                 "highest_speedup": max((length + 1) / break_even[str(length)] for length in lengths),
             }
         )
@@ -158,6 +182,7 @@ def plan_row(
         "drafter": costs.drafter,
         "drafter_kind": costs.drafter_kind,
         "by_batch_size": by_batch,
+        "tree_depths": {str(tree.num_nodes): tree.depth for tree in trees},
         "expected": [expectation(one, costs, batches, context, lengths) for one in expected],
         "held_out": {name: value for name, value in costs.held_out.items() if name != "rows"},
     }
@@ -200,8 +225,8 @@ def verdicts(row: dict[str, Any]) -> list[str]:
     return found
 
 
-def listed(batches: list[int]) -> str:
-    return ", ".join(map(str, batches))
+def listed(values: Sequence[int | str]) -> str:
+    return ", ".join(map(str, values))
 
 
 def training(config: TrainConfig, drafter: Drafter, target: Target) -> dict[str, Any]:
@@ -253,9 +278,12 @@ def print_break_even(row: dict[str, Any], context: int, console: Console) -> Non
     lengths = list(row["by_batch_size"][0]["round_ms"])
     title = f"{row['drafter']}: acceptance length to break even, {context} tokens of context"
     console.print(f"\n{title}", style="bold", highlight=False, soft_wrap=True)
-    table = Table("batch", "plain, ms", *(f"K={length}" for length in lengths), box=None)
+    heads = [f"K={length}" for length in lengths]
+    heads += [f"{nodes} nodes, depth {depth}" for nodes, depth in row["tree_depths"].items()]
+    table = Table("batch", "plain, ms", *heads, box=None)
     for one in row["by_batch_size"]:
-        cells = [f"{one['break_even_acceptance_length'][length]:.2f}" for length in lengths]
+        needed = one["break_even_acceptance_length"].values(), one["tree_break_even_acceptance_length"].values()
+        cells = [f"{length:.2f}" for length in itertools.chain(*needed)]
         table.add_row(str(one["batch_size"]), f"{one['plain_ms']:.2f}", *cells)
     console.print(table)
 

@@ -86,9 +86,9 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {  # launcher config -> how th
     "cpu": ("2 x cpu, DDP", ()),
     "ddp": ("2 x cpu, DDP", ("--num_processes", "2")),
     "fsdp2": ("2 x cpu, FSDP2, target sharded", ("--num_processes", "2")),
-    "zero2": ("1 x cpu, ZeRO-2", ("--num_processes", "1")),
+    "zero2": ("2 x cpu, ZeRO-2", ("--num_processes", "2")),
     "zero3": ("2 x cpu, ZeRO-3", ("--num_processes", "2")),
-    "zero3_offload": ("1 x cpu, ZeRO-3", ("--num_processes", "1")),
+    "zero3_offload": ("2 x cpu, ZeRO-3", ("--num_processes", "2")),
 }
 OF_GPUS = ("fsdp2", "zero2", "zero3", "zero3_offload")  # on a CPU only with as_gpus.py
 

@@ -25,6 +25,7 @@ def _short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_plan_before_training(tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = f"plan --target {tiny_target_dir} --drafter medusa --drafter ngram --batch-size 1 2 --context 24"
+    command += " --tree-nodes 12 6"
     assert main([*command.split(), "--acceptance", "0.9", "--device", "cpu", "--out", str(tmp_path)]) == 0
     content = json.loads((tmp_path / "plan.json").read_text())
     medusa, ngram = content["drafters"]
@@ -35,9 +36,17 @@ def test_a_plan_before_training(tiny_target_dir: Path, tmp_path: Path, capsys: p
     for row in medusa["by_batch_size"]:
         for length, needed in row["break_even_acceptance_length"].items():
             assert needed == costs.break_even(int(length), row["batch_size"], 24)
+        assert list(row["tree_break_even_acceptance_length"]) == ["6", "12"]
+        for nodes, needed in row["tree_break_even_acceptance_length"].items():
+            depth = medusa["tree_depths"][nodes]
+            assert needed == costs.break_even(depth, row["batch_size"], 24, int(nodes))
+            assert needed == costs.round(depth, row["batch_size"], 24, int(nodes)) / row["plain_ms"]
+    assert {row["nodes"] for row in costs.fitted_on if row["tree"]} == {4, 12}
+    assert not ngram["tree_depths"]
     out = capsys.readouterr().out
     assert "this device" in out
     assert "break even" in out
+    assert "12 nodes, depth" in out
 
 
 def test_a_plan_says_when_nothing_pays() -> None:
@@ -66,6 +75,9 @@ def test_published_rates_give_the_published_length(published: Any) -> None:
         ("--drafter medusa --acceptance nowhere.json", "no evaluation.json"),
         ("--drafter medusa --batch-size 0", "atch-size"),
         ("--drafter medusa --context 100000", "context"),
+        ("--drafter medusa --tree-nodes 1", "tree-nodes"),
+        ("--drafter ngram --tree-nodes 8", "drafts chains only"),
+        ("--drafter medusa --draft-length 1 --tree-nodes 9", "8 at most"),
     ],
 )
 def test_mistakes(

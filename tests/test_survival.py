@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import base_of, final_weights, make_config
+from runs import arguments, base_of, final_weights, make_config
+from safetensors import SafetensorError
 
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
@@ -231,11 +233,34 @@ def test_full_disk_at_a_logged_step(base: dict[str, Any], tmp_path: Path) -> Non
     assert "\n" not in str(error.value)
 
 
+NAMESPACE = ["unshare", "--map-root-user", "--mount"]  # in which one may mount
+
+
+def test_a_run_on_a_small_disk(base: dict[str, Any], tmp_path: Path) -> None:
+    """A file system that has room for one checkpoint."""
+    if not shutil.which("unshare") or subprocess.run([*NAMESPACE, "mount", "-t", "tmpfs", "x", "/tmp"]).returncode:
+        pytest.skip("no file system can be mounted here")
+    run = [sys.executable, "-m", "draftsmith.train", "medusa", *arguments(base, tmp_path, run=RUN)]
+    script = f"""
+        mount -t tmpfs -o size=1200k x {tmp_path}
+        {shlex.join(run)}; code=$?
+        ls -A {tmp_path}/checkpoints; exit $code
+    """
+    done = subprocess.run([*NAMESPACE, "sh", "-c", script], env=ENVIRONMENT, capture_output=True, text=True)
+    (line,) = [line for line in done.stderr.splitlines() if "rror" in line]
+    assert line.startswith(f"error: {tmp_path}/checkpoints/step-000004 cannot be written ("), line
+    assert line.endswith("it goes on from step-000002"), line
+    assert done.returncode == 2
+    assert done.stdout.split()[-1:] == ["step-000002"]
+
+
 def test_errors_in_one_line() -> None:
     """A full disk anywhere, and a process that died; what is a bug stays one."""
     stages = Stages(torch.device("cpu"))
-    with pytest.raises(UserError, match="disk is full"), in_one_line(stages, 0, 1):
-        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+    full = os.strerror(errno.ENOSPC)
+    for error in (OSError(errno.ENOSPC, full, "index.json"), SafetensorError(f"I/O error: {full} (os error 28)")):
+        with pytest.raises(UserError, match="disk is full"), in_one_line(stages, 0, 1):
+            raise error
     stages.step = 7
     stages.enter("drafter")
     with pytest.raises(UserError, match="process 0 of 2 lost another at step 7, drafter"), in_one_line(stages, 0, 2):
