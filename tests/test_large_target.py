@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import save_target, tiny_tokenizer
+from huggingface_hub.errors import LocalEntryNotFoundError
 from runs import arguments, make_config
+from safetensors.torch import load_file
 from test_families import SERVED, VOCABULARY, family_config, plain_model
 
 from draftsmith.data.samples import PREPARED, SAMPLES, Sample, Span, sample_line
-from draftsmith.models import Target
+from draftsmith.models import Target, loading
 from draftsmith.models.errors import UserError
 from draftsmith.train import train
 from draftsmith.train.tracking import read_metrics
@@ -84,6 +86,35 @@ def test_ends_of_every_family_are_read_alone(model_type: str, tmp_path: Path) ->
     last_layer.register_forward_hook(lambda *call: seen.append(call[2] if torch.is_tensor(call[2]) else call[2][0]))
     expected = whole.base_model(token_ids[None, :9], use_cache=False).last_hidden_state
     assert torch.equal(ends.final_norm(seen[0]), expected)
+
+
+def test_ends_of_a_target_that_is_no_safetensors(make_target_dir: Callable[..., Path]) -> None:
+    """It is read whole."""
+    directory = make_target_dir()
+    tensors = load_file(directory / "model.safetensors")
+    torch.save(tensors, directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+    ends = Target.ends_from_pretrained(directory, "0" * 16, "cpu")
+    assert torch.equal(ends.head_weight(), tensors["lm_head.weight"])
+
+
+def test_only_files_with_ends_are_downloaded(target_in_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a Hub name, of which a folder takes the place."""
+    asked = set()
+
+    def download(name: str, file: str) -> str:
+        assert name == "org/model"
+        if not (target_in_shards / file).is_file():
+            raise LocalEntryNotFoundError(file)
+        asked.add(target_in_shards / file)
+        return str(target_in_shards / file)
+
+    monkeypatch.setattr(loading, "hf_hub_download", download)
+    tensors = loading.read_tensors("org/model", lambda name: ".layers." not in name)
+    assert tensors is not None
+    assert set(tensors) == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    assert asked == {*target_in_shards.iterdir()} - of_layers(target_in_shards) - {*target_in_shards.glob("[!m]*")}
+    assert of_layers(target_in_shards)
 
 
 def truncate(file: Path) -> None:
