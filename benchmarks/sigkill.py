@@ -62,9 +62,7 @@ def command(args: argparse.Namespace, run: Path) -> list[str]:
 
 def newest_step(run: Path) -> int:
     """That the metrics tell of."""
-    path = run / "metrics.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    return max((json.loads(line)["step"] for line in lines if line.endswith(b"\n")), default=0)
+    return max((line["step"] for line in read_metrics(run)), default=0)
 
 
 def wait(run: Path, most: int, chance: random.Random, start: float, per_step: float) -> None:

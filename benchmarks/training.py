@@ -1,11 +1,11 @@
 """Speed, memory and the split of the time of whole training steps, by length of rows, unroll and rows a micro-batch.
 
     python benchmarks/training.py [--target T --samples DIR] [--recipe eagle3] [--lengths 128 512] [--unrolls 1 4]
-                                  [--rows 1 4] [--steps N] [--num-threads N]
+                                  [--rows 1 4] [--steps N] [--num-threads N] [key=value ...]
 
 Runs the training loop, from data to optimiser, in a process of its own for each setting; without --target on the one
 that draftsmith ships, on text that it writes first. Rows are packed to their length. Figures are medians over the steps
-after the first three; the peak of memory is the process's on a CPU, what torch held on a GPU.
+after the first two; the peak of memory is the process's on a CPU, what torch held on a GPU.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from draftsmith.train import train
 from draftsmith.train.config import resolve
 from draftsmith.train.tracking import read_metrics
 
-WARM_UP = 3  # steps
+WARM_UP = 2  # steps
 PARTS = ("data", "target", "drafter", "communication", "optimizer")
 
 
@@ -55,7 +55,8 @@ def run(args: argparse.Namespace, folder: Path, length: int, unroll: int, rows: 
         "run.checkpoint_every": args.steps + WARM_UP,
         "run.log_every": 1,
     }
-    train(resolve(RECIPES[args.recipe](), None, [f"{key}={value}" for key, value in changes.items()]))
+    overrides = [*(f"{key}={value}" for key, value in changes.items()), *args.overrides]
+    train(resolve(RECIPES[args.recipe](), None, overrides))
 
 
 def row_of(folder: Path) -> str:
@@ -78,8 +79,9 @@ def main() -> None:
     parser.add_argument("--unrolls", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--batch-size", type=int, default=32, help="samples a step")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--num-threads", type=int)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as drafter.recompute=true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -87,7 +89,8 @@ def main() -> None:
         if args.samples is None:
             args.samples = folder / "samples"
             assert exit_codes([fork(lambda: write_samples(folder), log)]) == [0], log.read_text()
-        print(f"{args.recipe}, target {Path(args.target).name}, commit {git_commit()}, torch {torch.__version__}\n")
+        settings = ", ".join([args.recipe, *args.overrides, f"target {Path(args.target).name}"])
+        print(f"{settings}, commit {git_commit()}, torch {torch.__version__}\n")
         print("| tokens a row | unroll | rows | trained tokens/s | peak GB |", " | ".join(PARTS), "| of peak FLOPs |")
         print("|---" * (6 + len(PARTS)) + "|")
         for length, unroll, rows in itertools.product(args.lengths, args.unrolls, args.rows):

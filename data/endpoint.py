@@ -42,13 +42,25 @@ class PassingError(Exception):
 class Endpoint:
     """A server at `url` that runs the target. `context`: most tokens of prompt and answer that both take.
 
+    `setting`: where the user gave the URL; `command`: what starts such a server.
+
     Raises `UserError` where nothing answers, the server runs another model, tokenises otherwise, or returns no token
     ids.
     """
 
-    def __init__(self, url: str, target: Target, max_new_tokens: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        url: str,
+        target: Target,
+        max_new_tokens: int,
+        seed: int = 0,
+        setting: str = "--endpoint",
+        command: str | None = None,
+    ) -> None:
+        self._name = f"{setting} {url}"
+        self._command = command or f"vllm serve {target.name}"
         if not url.startswith(("http://", "https://")):
-            raise UserError(f"--endpoint {url}: give a URL such as http://localhost:8000")
+            raise UserError(f"{self._name}: give a URL such as http://localhost:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.target, self.max_new_tokens, self.seed = target, max_new_tokens, seed
         self._timeout = TIMEOUT + TIMEOUT_A_TOKEN * max_new_tokens
@@ -114,7 +126,7 @@ class Endpoint:
         else:
             path, body = "/v1/completions", {"model": self.model, "prompt": prompt, "max_tokens": limit, **how}
             body |= {"seed": seed, "return_token_ids": True}
-        return self._ask(path, body, lambda answer: self._read(answer, prompt))
+        return self.ask(path, body, lambda answer: self._read(answer, prompt))
 
     def _read(self, answer: Any, prompt: list[int]) -> list[int]:
         """The token ids of an answer to `prompt`; `PassingError` where it is none."""
@@ -151,14 +163,14 @@ class Endpoint:
             models = {row["id"]: row.get("max_model_len") for row in self._once("/v1/models", None)["data"]}
         except (PassingError, KeyError, TypeError) as error:
             raise UserError(
-                f"--endpoint {self.url}: no model server answers there ({first_line(error)}); start one, such as "
-                f"`vllm serve {self.target.name}`"
+                f"{self._name}: no model server answers there ({first_line(error)}); start one, such as "
+                f"`{self._command}`"
             ) from None
         if self.target.name in models:
             return self.target.name, models[self.target.name]
         if len(models) != 1:
             raise UserError(
-                f"--endpoint {self.url} serves {', '.join(models) or 'nothing'}: serve {self.target.name} alone, "
+                f"{self._name} serves {', '.join(models) or 'nothing'}: serve {self.target.name} alone, "
                 "or under that name"
             )
         return next(iter(models.items()))
@@ -167,7 +179,7 @@ class Endpoint:
         """Whether /v1/completions does, rather than /generate; both are asked to tokenise a text."""
         expected = self.target.encode(TOKENIZER_CHECK)
         body = {"model": self.model, "prompt": TOKENIZER_CHECK, "max_tokens": 1, "temperature": 0.0}
-        answer = self._ask("/v1/completions", {**body, "return_token_ids": True}, lambda answer: answer)
+        answer = self.ask("/v1/completions", {**body, "return_token_ids": True}, lambda answer: answer)
         choice = answer["choices"][0] if isinstance(answer, dict) and answer.get("choices") else {}
         seen = choice.get("prompt_token_ids") if choice.get("token_ids") else None
         in_completions = seen is not None
@@ -175,23 +187,23 @@ class Endpoint:
             sampling = {"max_new_tokens": 1, "temperature": 0.0}
             asked = {"sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
             try:
-                answer = self._ask("/generate", {"text": TOKENIZER_CHECK, **asked}, lambda answer: answer)
+                answer = self.ask("/generate", {"text": TOKENIZER_CHECK, **asked}, lambda answer: answer)
                 seen = answer["output_ids"] and [token[1] for token in answer["meta_info"]["input_token_logprobs"]]
             except (UserError, KeyError, TypeError, IndexError):
                 raise UserError(
-                    f"--endpoint {self.url} returns text without token ids, and text tokenised again is not what was "
+                    f"{self._name} returns text without token ids, and text tokenised again is not what was "
                     "sampled: serve with vLLM 0.10.2 or later, or SGLang"
                 ) from None
         if seen != expected:
             raise UserError(
-                f"--endpoint {self.url} serves {self.model}, whose tokenizer is not that of {self.target.name}: "
+                f"{self._name} serves {self.model}, whose tokenizer is not that of {self.target.name}: "
                 "give the --target that is served"
             )
         return in_completions
 
     # --- requests
 
-    def _ask(self, path: str, body: dict[str, Any], read: Any) -> Any:
+    def ask(self, path: str, body: dict[str, Any], read: Any) -> Any:
         """What `read` makes of the server's answer, in so many attempts."""
         reason = ""
         for attempt in range(ATTEMPTS):
@@ -203,7 +215,7 @@ class Endpoint:
                 if self._stopped.wait(max(wait, error.wait) if attempt + 1 < ATTEMPTS else 0):
                     break
         raise UserError(
-            f"--endpoint {self.url} failed {ATTEMPTS} times in a row, at last with: {reason}; what is written is kept: "
+            f"{self._name} failed {ATTEMPTS} times in a row, at last with: {reason}; what is written is kept: "
             "see to the server and give the same command again"
         )
 
@@ -222,6 +234,6 @@ class Endpoint:
                 after = error.headers.get("Retry-After", "")
                 raise PassingError(f"HTTP {error.code}", float(after) if after.isdigit() else 0.0) from None
             reason = " ".join(said.split())[:300]
-            raise UserError(f"--endpoint {self.url}{path} refuses: HTTP {error.code}: {reason}") from None
+            raise UserError(f"{self._name}{path} refuses: HTTP {error.code}: {reason}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:  # URLError and time-outs are OSErrors
             raise PassingError(f"{type(error).__name__}: {first_line(error)}") from None

@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, H hidden width, A number of layers asked for.
 import json
 import os
 import shutil
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -19,12 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.data.batches import Rows, group_rows
-from draftsmith.data.features import HEADER, INDEX, Shard, StoredFeatures, checksum, encode
+from draftsmith.data.features import HEADER, INDEX, FeatureSource, Shard, StoredFeatures, checksum, encode, stamp
 from draftsmith.data.progress import progress_bar
-from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 
-TIMED_SECONDS = 2.0  # of computing that is measured before the first byte is written
+TOLD_AFTER = 2.0  # seconds, in which the first batches show how long the pass will take
 
 
 def check_disk(store: StoredFeatures) -> str:
@@ -52,29 +50,49 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes:.3g} TB"
 
 
-def write_shards(store: StoredFeatures, target: Target, rank: int, num_ranks: int) -> None:
-    """Compute and write this rank's share of the missing shards, each whole or not at all."""
-    missing = {shard.number for shard in store.missing()}
-    own = [shard for shard in store.shards[rank::num_ranks] if shard.number in missing]
-    if not own:
-        return
-    num_tokens = sum(shard.num_tokens for shard in own)
+def write_shards(
+    store: StoredFeatures,
+    missing: list[Shard],
+    source: FeatureSource,
+    rank: int = 0,
+    num_ranks: int = 1,
+    in_step: bool = False,
+) -> None:
+    """Write this rank's share of the missing shards, each whole or not at all, with the features that `source` gives.
+
+    All ranks are given the same missing shards. `in_step`: they ask the source equally often, as a target in pieces
+    needs, which computes when all do; a rank with less to write asks for what nobody keeps.
+    """
+    own, told = missing[rank::num_ranks], rank > 0
     if rank == 0:
-        minutes = num_tokens / tokens_per_second(store, own[0], target) / 60
-        rich.print(escape(f"storing features in {store.folder}: {check_disk(store)}, about {minutes:.1f} minutes"))
+        rich.print(escape(f"storing features in {store.folder}: {check_disk(store)}"))
     store.folder.mkdir(parents=True, exist_ok=True)
     with progress_bar(rank == 0) as progress:
-        task = progress.add_task("storing the target's features", total=num_tokens, detail="tokens")
+        task = progress.add_task(
+            "storing the target's features", total=sum(shard.num_tokens for shard in own), detail="tokens"
+        )
         for shard in own:
             tensors: dict[str, Tensor] = {}
             for rows in batches_of(store, shard):
-                for name, encoded in compute(store, rows, target).items():
+                for name, encoded in compute(store, rows, source).items():
                     room = torch.empty(shard.num_tokens, *encoded.shape[2:], dtype=encoded.dtype)
                     whole = tensors.setdefault(name, room)
                     for number, (index,) in enumerate(rows):
                         whole[store.places[index][1]] = encoded[number, : store.plan.lengths[index]]
                 progress.update(task, advance=sum(store.plan.lengths[index] for (index,) in rows))
+                bar = progress.tasks[task]
+                if not told and (bar.elapsed or 0) > TOLD_AFTER and bar.time_remaining:
+                    progress.console.print(f"about {bar.time_remaining / 60:.1f} minutes are left")
+                    told = True
             save_shard(store, shard, tensors)
+    if in_step:
+        most = max(num_batches(store, missing[other::num_ranks]) for other in range(num_ranks))
+        for _ in range(most - num_batches(store, own)):
+            compute(store, [[store.plan.trained[0]]], source)
+
+
+def num_batches(store: StoredFeatures, shards: list[Shard]) -> int:
+    return sum(len(batches_of(store, shard)) for shard in shards)
 
 
 def batches_of(store: StoredFeatures, shard: Shard) -> list[Rows]:
@@ -83,30 +101,17 @@ def batches_of(store: StoredFeatures, shard: Shard) -> list[Rows]:
     return group_rows(rows, store.plan.lengths, store.plan.tokens_per_micro_batch)
 
 
-def compute(store: StoredFeatures, rows: Rows, target: Target) -> dict[str, Tensor]:
+def compute(store: StoredFeatures, rows: Rows, source: FeatureSource) -> dict[str, Tensor]:
     """The encoded hidden states of some rows [B, T, A + 1, ...]. Raises `UserError` where one is not finite."""
-    features = target.features(store.plan.collate(rows).to(target.device), store.contents.layer_ids)
+    features = source(rows, store.plan.collate(rows))
     states = features.last_hidden[:, :, None]
     if features.layers is not None:
-        states = torch.cat([features.layers.unflatten(2, (-1, target.hidden_size)), states], 2)
+        states = torch.cat([features.layers.unflatten(2, (-1, store.contents.hidden_size)), states], 2)
     finite = states.isfinite().flatten(1).all(1)
     if not finite.all():
         index = rows[int((~finite).nonzero()[0])][0]
-        raise UserError(f"{target.name} computes hidden states that are not finite on sample {index}: look at its text")
+        raise UserError(f"the target's hidden states are not finite on sample {index}: look at its text")
     return {name: tensor.cpu() for name, tensor in encode(states, store.contents.torch_dtype).items()}
-
-
-def tokens_per_second(store: StoredFeatures, shard: Shard, target: Target) -> float:
-    """Speed of the first batches after one to warm up."""
-    batches = batches_of(store, shard)
-    compute(store, batches[0], target)
-    num_tokens, start = 0, time.perf_counter()
-    for rows in batches:
-        compute(store, rows, target)
-        num_tokens += sum(store.plan.lengths[index] for (index,) in rows)
-        if time.perf_counter() - start > TIMED_SECONDS:
-            break
-    return num_tokens / (time.perf_counter() - start)
 
 
 def save_shard(store: StoredFeatures, shard: Shard, tensors: dict[str, Tensor]) -> None:
@@ -120,13 +125,17 @@ def save_shard(store: StoredFeatures, shard: Shard, tensors: dict[str, Tensor]) 
 
 
 def write_index(store: StoredFeatures) -> None:
-    """index.json: what is stored, and where each sample is. For readers of the folder; training checks the shards."""
+    """index.json: what is stored, where each sample is, and how shards looked that were found whole.
+
+    Training believes only the last, and the shards' own headers.
+    """
     shards = [
         {
             "file": shard.file,
             "first_sample": shard.first,
             "lengths": shard.lengths,
             "checksum": json.loads(read_header(store.folder / shard.file))["checksum"],
+            "stamp": stamp(store.folder / shard.file),
         }
         for shard in store.shards
     ]

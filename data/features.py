@@ -41,7 +41,7 @@ FeatureSource = Callable[[Rows, Batch], Features]  # features of a micro-batch, 
 class Contents:
     """What must agree for stored features to be those that a run needs."""
 
-    target_fingerprint: str  # of the target that wrote the samples
+    target_fingerprint: str | None  # of the target that wrote the samples; None where servers alone ran it
     ends_fingerprint: str  # of its config, embedding and head
     layer_ids: tuple[int, ...]  # hidden states after these layers, and always the last one after the final norm
     hidden_size: int
@@ -89,6 +89,7 @@ class StoredFeatures:
         lengths = [length if i in trained else 0 for i, length in enumerate(plan.lengths)]
         self.shards = list(_shards(lengths, contents.bytes_per_token))
         self._open: dict[int, Any] = {}
+        self._ahead: dict[str, tuple[Tensor, Tensor | None]] = {}
 
     def missing(self) -> list[Shard]:
         """The shards that are still to be written."""
@@ -105,6 +106,25 @@ class StoredFeatures:
 
     def read(self, rows: Rows, batch: Batch, target: Target) -> Features:
         """The features of a micro-batch, on the device and in the dtype of the target; zeros in the padding."""
+        key = str(rows)
+        hidden, scales = self._ahead.pop(key) if key in self._ahead else self._load(rows, batch)
+        states = decode(
+            hidden.to(target.device, non_blocking=True),
+            None if scales is None else scales.to(target.device, non_blocking=True),
+            target.dtype,
+        )
+        layers = states[:, :, :-1].flatten(2) if self.contents.layer_ids else None
+        return Features(states[:, :, -1], layers)
+
+    def read_ahead(self, rows: Rows, batch: Batch, pin_memory: bool) -> None:
+        """Take what `read` will ask for from the disk: in another thread, while a device computes."""
+        tensors = self._load(rows, batch)
+        if pin_memory:
+            tensors = tensors[0].pin_memory(), None if tensors[1] is None else tensors[1].pin_memory()
+        self._ahead[str(rows)] = tensors
+
+    def _load(self, rows: Rows, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Encoded hidden states [B, T, A + 1, H] and the scales [B, T, A + 1] of fp8."""
         shape = (*batch.token_ids.shape, self.contents.num_states)
         hidden = torch.zeros(*shape, self.contents.hidden_size, dtype=self.contents.torch_dtype)
         scales = torch.zeros(shape) if self.contents.dtype == "float8_e4m3fn" else None
@@ -117,9 +137,7 @@ class StoredFeatures:
                 if scales is not None:
                     scales[number, start:end] = file.get_slice("scales")[place]
                 start = end
-        states = decode(hidden.to(target.device), None if scales is None else scales.to(target.device), target.dtype)
-        layers = states[:, :, :-1].flatten(2) if self.contents.layer_ids else None
-        return Features(states[:, :, -1], layers)
+        return hidden, scales
 
     def _file(self, shard: Shard) -> Any:
         """The shard, mapped into memory; `UserError` where it has gone since it was checked."""
@@ -134,20 +152,37 @@ class StoredFeatures:
                 ) from None
         return self._open[shard.number]
 
+    @cached_property
+    def verified(self) -> dict[str, list[int]]:
+        """Size and time of change of each shard when its checksum was last found right, as index.json has them."""
+        try:
+            shards = json.loads((self.folder / INDEX).read_text())["shards"]
+            return {shard["file"]: shard["stamp"] for shard in shards}
+        except (OSError, ValueError, KeyError):
+            return {}
+
+    def is_verified(self, shard: Shard) -> bool:
+        """Whether the shard has not been written to since."""
+        return self.verified.get(shard.file) == stamp(self.folder / shard.file)
+
     def problems(self, rank: int, num_ranks: int) -> list[str]:
         """What is wrong with this rank's share of the shards that are there, by name."""
         with ThreadPoolExecutor(CHECK_THREADS) as pool:
             return [found for found in pool.map(self.problem, self.shards[rank::num_ranks]) if found]
 
     def problem(self, shard: Shard) -> str | None:
-        """Why a shard cannot be trained on: truncated, altered, or of something else; None where it is not there."""
+        """Why a shard cannot be trained on: truncated, altered, or of something else; None where it is not there.
+
+        The checksum is computed only of shards that are not verified: it takes the time of reading them whole.
+        """
         path = self.folder / shard.file
         if not path.is_file():
             return None
         try:
             with safe_open(path, "pt") as file:
                 header = json.loads((file.metadata() or {}).get(HEADER, "{}"))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+                names = [] if self.is_verified(shard) else file.keys()
+                tensors = {name: file.get_tensor(name) for name in names}
         except (SafetensorError, ValueError, OSError) as error:
             return f"{path} is damaged ({first_line(error)}): {REMOVE}"
         for name, value in self.header(shard).items():
@@ -156,7 +191,7 @@ class StoredFeatures:
                     f"{path} holds features of another {name} ({header.get(name)}, not {value}): give another "
                     f"data.features_dir, or remove {self.folder}"
                 )
-        if header.get("checksum") != checksum(tensors):
+        if tensors and header.get("checksum") != checksum(tensors):
             return f"{path} is damaged (its checksum differs): {REMOVE}"
         return None
 
@@ -182,6 +217,12 @@ def samples_hash(plan: BatchPlan) -> str:
         ids = plan.samples[index].token_ids[: plan.max_length]
         digest.update(json.dumps([index, ids]).encode())
     return digest.hexdigest()[:16]
+
+
+def stamp(path: Path) -> list[int]:
+    """Size and time of the last change of a file."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
 
 
 def checksum(tensors: dict[str, Tensor]) -> str:

@@ -7,7 +7,9 @@ and not learned.
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,12 +73,21 @@ def read_samples(folder: Path, drop_cut: bool = False) -> list[Sample]:
     if not (folder / SAMPLES).is_file() or not (folder / PREPARED).is_file():
         state = "unfinished samples" if (folder / PREPARED).is_file() else "no prepared samples"
         raise UserError(f"{folder} holds {state}: run `draftsmith prepare --out {folder}` first")
-    with open(folder / SAMPLES) as file:
-        samples = [parse_sample(line) for line in file]
+    with open(folder / SAMPLES, "rb") as file:
+        samples = [_read_line(line, f"{folder / SAMPLES} line {number}") for number, line in enumerate(file, 1)]
     kept = [sample for sample in samples if not (drop_cut and sample.finish_reason == "length")]
     if not kept:
         raise UserError(f"all {len(samples)} samples in {folder} were cut: raise --max-new-tokens, or keep cut ones")
     return kept
+
+
+def _read_line(line: bytes, where: str) -> Sample:
+    try:
+        return parse_sample(line.decode())
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{where} is damaged: remove the file, and the same `draftsmith prepare` writes it anew"
+        ) from None
 
 
 def read_prepared(folder: Path) -> dict[str, Any]:
@@ -87,7 +98,7 @@ def check_same_target(folder: Path, target: Target) -> None:
     """Refuse samples that another target wrote."""
     prepared = read_prepared(folder)
     if prepared["target_fingerprint"] is None:  # written by a server, whose weights were not seen
-        share = agreement(target, read_samples(folder))
+        share = agreement(read_samples(folder), partial(likeliest, target))
         if share < AGREEMENT:
             raise UserError(
                 f"{target.name} would write {share:.0%} of the greedy tokens in {folder}, which {prepared['target']} "
@@ -101,14 +112,20 @@ def check_same_target(folder: Path, target: Target) -> None:
         )
 
 
-def agreement(target: Target, samples: list[Sample]) -> float:
-    """Share of the generated tokens of a few greedy samples that are the target's likeliest; 1 where none is greedy."""
-    greedy = [sample for sample in samples if sample.temperature == 0][:CHECKED_SAMPLES]
+def likeliest(target: Target, token_ids: list[int]) -> Tensor:
+    """What the target finds likeliest after each token of a text, [T]."""
+    row = torch.tensor([token_ids], device=target.device)
+    features = target.features(Batch(row, torch.ones_like(row, dtype=torch.bool)))
+    return target.logits(features.last_hidden[0]).argmax(-1).cpu()
+
+
+def agreement(samples: list[Sample], likeliest: Callable[[list[int]], Tensor]) -> float:
+    """Share of the written tokens of a few greedy samples that are the likeliest; 1 where none is greedy."""
+    greedy = [sample for sample in samples if sample.temperature == 0 and sample.finish_reason != "given"]
     found = [torch.ones(1)]
-    for sample in greedy:
-        row = Batch(torch.tensor([sample.token_ids]), loss_mask(sample)[None]).to(target.device)
-        likeliest = target.logits(target.features(row).last_hidden[0, :-1]).argmax(-1)  # [T - 1]
-        found.append((likeliest == row.token_ids[0, 1:])[row.loss_mask[0, 1:]].float().cpu())
+    for sample in greedy[:CHECKED_SAMPLES]:
+        right = likeliest(sample.token_ids)[:-1] == torch.tensor(sample.token_ids[1:])
+        found.append(right[loss_mask(sample)[1:]].float())
     return float(torch.cat(found[1:] or found).mean())
 
 

@@ -58,10 +58,8 @@ class Case:
         return [replace(one, accept={self.mode: change(one, one.accept[self.mode])}) for one in self.tracks]
 
     def gain(self, tracks: list[Track]) -> dict[str, Any] | None:
-        """The acceptance length that other tracks add; None where that is not worth a word, or may be chance."""
-        found = paired_difference(self.stats(tracks), self.stats(self.tracks))
-        low = found["ci95"][0]
-        return found if len(tracks) >= LEAST_PROMPTS and low > 0 and found["difference"] >= WORTH else None
+        """The acceptance length that other tracks add, where that is worth a word."""
+        return worthy_gain(self.stats(tracks), self.stats(self.tracks))
 
     def weights(self, index: int) -> np.ndarray:
         """Chance that a draft of each place and depth is offered with all before it accepted, [N, K]."""
@@ -79,6 +77,13 @@ class Case:
         """Target ids of the draft vocabulary [Vd]."""
         ids = self.drafter.draft_to_target()
         return np.arange(self.target.vocab_size) if ids is None else ids.cpu().numpy()
+
+
+def worthy_gain(better: list[Stats], found: list[Stats]) -> dict[str, Any] | None:
+    """What is won in acceptance length, by prompt; None where that is not worth a word, or may be chance."""
+    gain = paired_difference(better, found)
+    worthy = len(found) >= LEAST_PROMPTS and gain["ci95"][0] > 0 and gain["difference"] >= WORTH
+    return gain if worthy else None
 
 
 def finding(cause: str, measured: dict[str, Any], evidence: str, mend: str, cost: float | None) -> Finding:

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.inference.case import LEAST_PROMPTS, WORTH, Case, Finding, finding, plus
+from draftsmith.inference.case import Case, Finding, finding, plus, worthy_gain
 from draftsmith.inference.replay import (
     Track,
-    paired_difference,
     record,
     replay,
     select_layers,
@@ -74,8 +73,7 @@ def other_template(case: Case) -> Iterator[Finding]:
     before, after = (
         case.stats(replay(case.target, texts, {"d": case.drafter}, case.draft_length)["d"]) for texts in (now, inside)
     )
-    gain = paired_difference(after, before)
-    if len(prompts) >= LEAST_PROMPTS and gain["ci95"][0] > 0 and gain["difference"] >= WORTH:
+    if gain := worthy_gain(after, before):
         yield finding(
             "template mismatch",
             {"prompts": len(recording.prompts), "outside_template": len(outside), "gain_inside": gain},

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from draftsmith.inference.case import LEAST_PROMPTS, WORTH, Case, Finding, finding, plus
-from draftsmith.inference.replay import length_interval, paired_difference
+from draftsmith.inference.case import LEAST_PROMPTS, WORTH, Case, Finding, finding, plus, worthy_gain
+from draftsmith.inference.replay import length_interval
 from draftsmith.inference.stats import Stats
 
 LOW_FIRST = 0.6  # share of first drafted tokens accepted, below which acceptance is low
@@ -111,8 +111,7 @@ def uncertain_target(case: Case) -> Iterator[Finding]:
 
 def temperature(drawn: list[Stats], greedy: list[Stats], above_zero: float) -> Iterator[Finding]:
     """The same drafter and prompts at a temperature above 0 and at 0, by prompt."""
-    gain = paired_difference(greedy, drawn)
-    if len(greedy) >= LEAST_PROMPTS and gain["ci95"][0] > 0 and gain["difference"] >= WORTH:
+    if gain := worthy_gain(greedy, drawn):
         yield finding(
             "temperature",
             {"temperature": above_zero, "gain_at_0": gain},

@@ -28,9 +28,10 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.fused import FusedDecoder, fuse
 from draftsmith.models.layers import shift_left
+from draftsmith.models.loading import drop_layers
 from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums, divergence_over_rows, teachers_of
 from draftsmith.models.slots import ATTENTION, Window, chain_window, run_causal, run_on_slots
-from draftsmith.models.target import Features, Target, drop_layers
+from draftsmith.models.target import Features, Target
 from draftsmith.models.tree_drafting import LevelWindows, Memory, grow, take
 from draftsmith.models.trees import Chain, Shape
 

@@ -3,26 +3,22 @@
 Shapes: B rows, T tokens, H hidden width, V vocabulary, A number of layers asked for.
 """
 
-import contextlib
-import copy
 import hashlib
 import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -31,8 +27,9 @@ from transformers import (
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.fused import fuse
+from draftsmith.models.loading import load_first_layers, load_model, read_config, read_generation_config
 from draftsmith.models.served import check_decodes_exactly, check_served_family
-from draftsmith.models.slots import ATTENTION, SlotCache, Window, context_of, run_causal, run_on_slots
+from draftsmith.models.slots import SlotCache, Window, context_of, run_causal, run_on_slots
 
 
 @dataclass
@@ -78,7 +75,7 @@ class Whole:
     """What only the whole target tells."""
 
     config: PretrainedConfig
-    fingerprint: str
+    fingerprint: str | None  # None where nobody has seen its weights: a server ran them
 
 
 class Target:
@@ -129,9 +126,9 @@ class Target:
         Raises `UserError` where there is no such target or device, or the model is of a kind that cannot be served.
         """
         device = pick_device(device)
-        config = _read_config(name)
+        config = read_config(name)
         check_served_family(config, str(name))
-        model, tokenizer = _load(name, config, device, dtype or default_dtype(device))
+        model, tokenizer = load_model(name, config, device, dtype or default_dtype(device))
         return cls(model, tokenizer, str(name), fuse_layers)
 
     @classmethod
@@ -144,12 +141,12 @@ class Target:
         as those of `from_pretrained`.
         """
         device = pick_device(device)
-        config = _read_config(name)
+        config = read_config(name)
         check_served_family(config, str(name))
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
             if turn == int(os.environ.get("LOCAL_RANK", "0")):
-                model, tokenizer = _load(name, config, torch.device("cpu"), dtype or default_dtype(device))
+                model, tokenizer = load_model(name, config, torch.device("cpu"), dtype or default_dtype(device))
                 target = cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
                 target._fingerprint = target.fingerprint()
                 for layer in target.decoder_layers:
@@ -162,21 +159,29 @@ class Target:
     def ends_from_pretrained(
         cls,
         name: str | Path,
-        fingerprint: str,
+        fingerprint: str | None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> "Target":
         """Embedding, head and sizes of a target, its layers never read: what a drafter trains on stored features with.
 
-        `fingerprint` is that of the whole target. Defaults and errors as those of `from_pretrained`.
+        They alone get into memory, and of a Hub name the files that hold them are downloaded (but for a target that is
+        not kept as safetensors). `fingerprint` is that of the whole target. Defaults and errors as those of
+        `from_pretrained`.
         """
         device = pick_device(device)
-        config = _read_config(name)
+        config = read_config(name)
         check_served_family(config, str(name))
-        without_layers = copy.deepcopy(config)
-        drop_layers(without_layers.get_text_config(), kept=[])
-        model, tokenizer = _load(name, without_layers, device, dtype or default_dtype(device))
+        model, tokenizer = load_first_layers(name, config, 0, device, dtype or default_dtype(device))
         return cls(model, tokenizer, str(name), whole=Whole(config, fingerprint))
+
+    @classmethod
+    def first_layers_from_pretrained(
+        cls, name: str | Path, num_layers: int, device: torch.device, dtype: torch.dtype
+    ) -> "Target":
+        """One that ends after its first layers, the others never read: its `features` have what comes out of them."""
+        model, tokenizer = load_first_layers(name, read_config(name), num_layers, device, dtype)
+        return cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
 
     @property
     def has_layers(self) -> bool:
@@ -185,11 +190,10 @@ class Target:
     @classmethod
     def without_weights(cls, name: str | Path) -> "Target":
         """Config and tokenizer only, the model on the `meta` device: of a target that a server runs."""
-        config = _read_config(name)
+        config = read_config(name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        with contextlib.suppress(OSError):  # a model may have none
-            model.generation_config = GenerationConfig.from_pretrained(name)
+        read_generation_config(model, name)
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
@@ -264,6 +268,21 @@ class Target:
             last_hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask())
         return Features(last_hidden, capture.side_by_side())
 
+    @cached_property
+    def final_norm(self) -> nn.Module:
+        """What the last layer's output goes through to become the last hidden state. Of a target without layers."""
+        assert not self.has_layers
+        outputs: list[tuple[nn.Module, Tensor]] = []  # kept, so that no two lie at one place in memory
+        hooks = [
+            module.register_forward_hook(lambda module, _, output: outputs.append((module, output)))
+            for module in self.model.base_model.modules()
+            if module is not self.model.base_model
+        ]
+        last = run_causal(self.model, torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+        for hook in hooks:
+            hook.remove()
+        return next(m for m, output in outputs if isinstance(output, Tensor) and output.data_ptr() == last.data_ptr())
+
     def head_weight(self) -> Tensor:
         """The matrix of the head, [V, H]."""
         return cast(Tensor, self.head_module.weight)
@@ -273,9 +292,12 @@ class Target:
         assert self.tokenizer is not None
         return self.tokenizer(text)["input_ids"]
 
-    def fingerprint(self) -> str:
-        """16 hex digits over the config and a sample of every weight: the same target gives the same digits."""
-        if self._fingerprint is not None:
+    def fingerprint(self) -> str | None:
+        """16 hex digits over the config and a sample of every weight: the same target gives the same digits.
+
+        None of a target without its layers where nobody has seen them.
+        """
+        if self._fingerprint is not None or not self.has_layers:
             return self._fingerprint
         return self._digest(self.model.named_parameters())
 
@@ -290,48 +312,6 @@ class Target:
             sample = flat[:: max(1, flat.numel() // 256)].float().cpu()
             digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
         return digest.hexdigest()[:16]
-
-
-def _read_config(name: str | Path) -> PretrainedConfig:
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = first_line(error)
-        raise UserError(f"no target at {str(name)!r}: give a Hub name or a model directory ({reason})") from None
-    if config.is_encoder_decoder:
-        raise UserError(f"target {str(name)!r} is an encoder-decoder; draftsmith drafts for decoder-only models")
-    return config
-
-
-def _load(
-    name: str | Path, config: PretrainedConfig, device: torch.device, dtype: torch.dtype
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """All weights of a model of this config (transformers would make up missing ones), and the tokenizer."""
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
-    model, report = loaded
-    if missing := sorted(report["missing_keys"]):
-        raise UserError(
-            f"target {str(name)!r} lacks {len(missing)} of its weights, {missing[0]} among them: "
-            "give a whole causal language model"
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
-    model.to(device)  # type: ignore[arg-type]  # wrapped by transformers without its types
-    return model.eval().requires_grad_(False), tokenizer
-
-
-def drop_layers(text_config: PretrainedConfig, kept: list[int]) -> None:
-    """Make it the config of a model of only the kept layers."""
-    text_config.num_hidden_layers = len(kept)
-    if getattr(text_config, "layer_types", None):
-        text_config.layer_types = [text_config.layer_types[layer] for layer in kept]
 
 
 class _Capture:

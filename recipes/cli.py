@@ -1,7 +1,10 @@
 """The command line: parses, calls `commands`, and turns mistakes of the user's into one line and exit code 2."""
 
 import argparse
+import json
+import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -15,7 +18,16 @@ class OneLineParser(argparse.ArgumentParser):
     """argparse, saying what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, f"error: {message} (see {self.prog} --help)\n")
+        self.exit(fail(f"{message} (see {self.prog} --help)"))
+
+
+def fail(message: str) -> int:
+    """Say what is wrong; the exit code. torch's launcher ends with a summary, which repeats what lies in its file."""
+    line = f"error: {message}"
+    print(line, file=sys.stderr)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": line, "timestamp": int(time.time())}))
+    return EXIT_USER_ERROR
 
 
 def _quickstart(sub: argparse.ArgumentParser) -> None:
@@ -233,8 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if args.debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return fail(str(error))
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return stopped.exit_code

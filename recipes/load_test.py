@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -170,21 +171,19 @@ def identical(texts: dict[str, list[list[int]]]) -> dict[str, Any]:
 
 def print_load(content: dict[str, Any], console: Console) -> None:
     mode = content["stages"][0]["mode"]
-    table = Table(title=f"{content['drafter']} under load, draft length {content['draft_length']}")
-    table.add_column("requests at once" if mode == "concurrency" else "requests/s", justify="right")
+    console.print(f"{content['drafter']} under load, draft length {content['draft_length']}", highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="TTFT and TPOT: p50/p95/p99 over requests")
+    table.add_column("at once" if mode == "concurrency" else "a second", justify="right")
     table.add_column("speculation")
-    for name in ("tokens/s", "running", "queue p95", "TTFT p50", "p95", "p99", "TPOT p50", "p95", "p99", "drafted"):
+    for name in ("tokens/s", "drafted", "TTFT ms", "TPOT ms", "goodput/s"):
         table.add_column(name, justify="right")
-    table.add_column("goodput req/s", justify="right")
     for row in content["stages"]:
-        times = [row["queue_ms"]["p95"], *row["ttft_ms"].values(), *row["tpot_ms"].values()]
         table.add_row(
             f"{row['load']:g}",
             row["contender"],
             f"{row['throughput_tokens_per_second']:.0f}",
-            f"{row['mean_running']:.1f}",
-            *(f"{milliseconds:.1f}" for milliseconds in times),
             f"{row['mean_draft_length']:.1f}",
+            *("/".join(f"{one:.{one < 10:d}f}" for one in row[name].values()) for name in ("ttft_ms", "tpot_ms")),
             f"{row['goodput_requests_per_second']:.2f}" + ("" if row["within_sla"] else " (SLA missed)"),
         )
     console.print(table)

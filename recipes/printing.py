@@ -25,7 +25,8 @@ def print_evaluations(contents: list[dict[str, Any]], console: Console) -> None:
 
 
 def print_rows(rows: list[SummaryRow], console: Console) -> None:
-    """One table a setting, with what is wrong below it."""
+    """One table a setting, with what is wrong below the first one that shows it."""
+    told: set[str] = set()
     for setting, block in by_setting(rows).items():
         table = comparison_table(setting, block)
         for row, cells in zip(block, table.rows, strict=False):  # below them those of baselines
@@ -35,7 +36,10 @@ def print_rows(rows: list[SummaryRow], console: Console) -> None:
         for row in block:
             if row.gap:
                 console.print(Text(f"{row.drafter}: {row.gap}", style="bold red"))
-            for line in diagnosis_lines(row.result) if row.trained else []:
-                console.print(Text(f"{row.drafter}: {line}", style="yellow"))
+            lines = [f"{row.drafter}: {line}" for line in diagnosis_lines(row.result)] if row.trained else []
+            for line in lines:
+                if line not in told:
+                    console.print(Text(line, style="yellow"))
+            told |= set(lines)
         if by_domain := domain_table(block):
             console.print(Text(by_domain.title), for_terminal(by_domain))

@@ -99,7 +99,7 @@ def run_quickstart(
     console.print(f"\nreport: {build_report(out)}")
     print_summary(out, console)
     console.print(f"best drafter: {best}", soft_wrap=True)
-    served = next((checkpoint for checkpoint, kind in fastest.items() if ("vllm", kind) in RULES), None)
+    served = fastest_served(fastest)
     if served is None:
         console.print(f"nothing is exported: vLLM serves none of {', '.join(kinds)}")
         return
@@ -119,6 +119,11 @@ def ranked(checkpoints: dict[Path, str], target: Target, plan: Plan, out: Path) 
     values = [worth(json.loads(path.read_text())["results"][0]) for path in paths[: len(checkpoints)]]
     order = sorted(zip(values, checkpoints.items(), strict=True), key=lambda pair: pair[0], reverse=True)
     return dict(pair for _, pair in order)
+
+
+def fastest_served(fastest: dict[Path, str]) -> Path | None:
+    """The first checkpoint of a kind that vLLM serves."""
+    return next((checkpoint for checkpoint, kind in fastest.items() if ("vllm", kind) in RULES), None)
 
 
 # --- prompts

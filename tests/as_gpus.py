@@ -2,7 +2,8 @@
 
     accelerate launch --config_file recipes/launch/fsdp2.yaml --num_processes 2 tests/as_gpus.py RECIPE key=value ...
 
-With PER_RANK_MEAN=1 in the environment each process divides by its own tokens alone, which is wrong.
+With PER_RANK_MEAN=1 in the environment each process divides by its own tokens alone, which is wrong. SHARD_BYTES is the
+size of shards of stored features.
 """
 
 import os
@@ -38,6 +39,9 @@ if os.environ.get("PER_RANK_MEAN"):
     Accelerator.reduce = per_rank_mean
 
 if __name__ == "__main__":
+    from draftsmith.data import features
     from draftsmith.recipes.cli import main
+
+    features.SHARD_BYTES = int(os.environ.get("SHARD_BYTES", features.SHARD_BYTES))
 
     sys.exit(main(["train", *sys.argv[1:]]))

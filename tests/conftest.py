@@ -50,7 +50,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_target(directory: Path, **changes: Any) -> Path:
+def save_target(directory: Path, max_shard_size: str = "50GB", **changes: Any) -> Path:
     """Write a random Llama with its tokenizer; `changes` are fields of LlamaConfig.
 
     Wide weights make greedy text vary with the prompt and still repeat itself now and then, as n-grams need; a sharp
@@ -73,7 +73,7 @@ def save_target(directory: Path, **changes: Any) -> Path:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**{**fields, **changes}))
     model.lm_head.weight.data *= 3
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(directory)
     return directory
 

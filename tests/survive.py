@@ -17,11 +17,12 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from ranks import exit_codes, fork_ranks
 
 import draftsmith.train.evaluate as evaluating
+from draftsmith.models.medusa import Medusa
+from draftsmith.train.tracking import read_metrics
 
 
-def newest_step(metrics: Path) -> int:
-    lines = metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else []
-    return max((json.loads(line)["step"] for line in lines if line.endswith(b"\n")), default=0)
+def newest_step(run: Path) -> int:
+    return max((line["step"] for line in read_metrics(run)), default=0)
 
 
 def main() -> None:
@@ -35,10 +36,9 @@ def main() -> None:
 
     def signalled(num_ranks: int, rank: int, number: int) -> list[int]:
         """Exit codes when one rank gets a signal after three more steps."""
-        metrics = folder / "chain" / "metrics.jsonl"
-        before = newest_step(metrics)
+        before = newest_step(folder / "chain")
         pids = fork_ranks(command("chain", run=json.loads(sys.argv[3])), num_ranks, log)
-        while newest_step(metrics) < before + 3:
+        while newest_step(folder / "chain") < before + 3:
             time.sleep(0.005)
         os.kill(pids[rank], number)
         return exit_codes(pids)
@@ -64,6 +64,23 @@ def main() -> None:
 
     short = {"run": {"steps": 4, "checkpoint_every": 2, "log_every": 2}, "evaluation": evaluation}
     findings["evaluated"] = exit_codes(fork_ranks(command("evaluated", **short), 2, log, break_evaluation))
+
+    def fall_asleep(rank: int) -> None:
+        """Rank 1 does nothing more from its third step on, until the other one has ended."""
+        loss, awake = Medusa.loss, folder / "awake"
+
+        def asleep(self: Medusa, *args: Any) -> Any:
+            while rank == 1 and self.progress == 2 / 6 and not awake.exists():
+                time.sleep(0.05)
+            return loss(self, *args)
+
+        Medusa.loss = asleep  # type: ignore[method-assign]
+
+    waiting = {"run": {"steps": 6, "checkpoint_every": 6, "stuck_after": 2, "timeout": 5}}
+    pids = fork_ranks(command("stuck", **waiting), 2, folder / "stuck.log", fall_asleep)
+    findings["stuck"] = exit_codes(pids[:1])
+    (folder / "awake").touch()
+    findings["stuck"] += exit_codes(pids[1:])
     (folder / "findings.json").write_text(json.dumps(findings))
 
 

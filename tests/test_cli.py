@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from draftsmith.data.prepare import PrepareSettings, prepare
 from draftsmith.models import DRAFTERS, Target, save_drafter
@@ -186,6 +187,19 @@ def test_mistake_costs_one_line(
 def test_missing_gpu(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("generate", "x", "--target", files["target"], "--drafter", "none", "--device", "cuda") == 2
     assert capsys.readouterr().err.startswith("error: device 'cuda' was asked for and there is no GPU")
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["medusa", "--steps", "3"]])
+def test_torchs_launcher_ends_with_the_line(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its summary of failed processes comes after all that they print themselves."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    assert run_cli("train", *arguments) == 2
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line in str(ChildFailedError("draftsmith.train", {0: failure}))
 
 
 def test_debug_shows_the_traceback(files: dict[str, str]) -> None:

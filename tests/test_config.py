@@ -92,6 +92,8 @@ def test_keys_of_another_family_are_unknown() -> None:
         "evaluation.baselines=[medusae]",
         "drafter.unroll_steps=x",
         "drafter.divergence=kl",
+        "run.stuck_after=1800",
+        "run.timeout=300",
     ],
 )
 def test_wrong_value_names_the_key(argument: str) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.base import NO_TOKEN, DecodingState
@@ -181,6 +183,37 @@ def test_training_predicts_what_decoding_drafts(kind: str, tiny_target: Target) 
     assert_trained_as_decoded(build(kind, tiny_target), tiny_target)
 
 
+class InFp64(TorchFunctionMode):
+    """Whatever asks for fp32, or for no dtype, gets fp64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        return func(*tree_map(doubled, args), **tree_map(doubled, kwargs or {}))
+
+    def __enter__(self) -> Any:
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(torch.float32)
+
+
+def doubled(argument: Any) -> Any:
+    return torch.float64 if argument is torch.float32 else argument
+
+
+@every_trainable
+def test_training_and_drafting_agree_to_the_bit(kind: str, tiny_target_dir: Path) -> None:
+    """In fp64 they differ in its last bits at most, so in no bit of fp32.
+
+    It is the order of their sums alone that parts them in fp32.
+    """
+    with InFp64():
+        target = Target.from_pretrained(tiny_target_dir, "cpu", torch.float64)
+        assert_trained_as_decoded(build(kind, target).double(), target, tolerance=1e-14)
+
+
 def test_variants_of_eagle3_train_as_they_draft(tiny_target: Target) -> None:
     """Those that public heads come in (tests/test_layouts.py holds the drafts themselves)."""
     drafter = build("eagle3", tiny_target, norm_before_residual=True)
@@ -189,7 +222,7 @@ def test_variants_of_eagle3_train_as_they_draft(tiny_target: Target) -> None:
     assert_trained_as_decoded(drafter, tiny_target)
 
 
-def assert_trained_as_decoded(drafter: Drafter, tiny_target: Target) -> None:
+def assert_trained_as_decoded(drafter: Drafter, tiny_target: Target, tolerance: float = 1e-5) -> None:
     """Inputs, positions, masks and labels of training, by the chance that a drawn draft is accepted.
 
     The decoder's drafter reads a prompt and draws a draft; training reads prompt and draft as one text. At the deepest
@@ -216,7 +249,7 @@ def assert_trained_as_decoded(drafter: Drafter, tiny_target: Target) -> None:
             return
         p = tiny_target.logits(tiny_target.features(batch).last_hidden[:, -2]).softmax(-1)
         q = draft.logits[:, i].softmax(-1)
-        torch.testing.assert_close(sums[name][0], torch.minimum(p, q).sum(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(sums[name][0], torch.minimum(p, q).sum(), atol=tolerance, rtol=tolerance)
         assert sums[name][1] == 3
         assert sums[name.replace("sampled_acceptance", "accuracy")][0] == (p.argmax(-1) == q.argmax(-1)).sum()
 

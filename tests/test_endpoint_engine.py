@@ -1,16 +1,13 @@
 """A real vLLM server answers: DRAFTSMITH_VLLM names the folder of its virtual environment."""
 
-import os
-import socket
-import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from vllm_process import serving
 
+from draftsmith.data.endpoint import Endpoint
 from draftsmith.data.prepare import PrepareSettings, prepare
 from draftsmith.data.samples import Sample, check_same_target, loss_mask, read_prepared, read_samples
 from draftsmith.data.stdlib import function_prompt, stdlib_functions
@@ -21,38 +18,14 @@ from draftsmith.recipes.quickstart import EMBEDDED_TARGET
 
 pytestmark = pytest.mark.engine
 NEAR_TIE = 1e-3  # between the logits of two tokens; engines add up in another order
-START_UP = 300  # seconds
 SETTINGS = PrepareSettings(max_new_tokens=48, samplings=(Sampling(0.0),), batch_size=8)
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if "DRAFTSMITH_VLLM" not in os.environ:
-        pytest.skip("set DRAFTSMITH_VLLM to a virtual environment with vLLM")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    python = Path(os.environ["DRAFTSMITH_VLLM"]) / "bin" / "python"  # `vllm serve` asks for metadata CPU wheels lack
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", EMBEDDED_TARGET, "--dtype", "float32"]
-    command += ["--enforce-eager", "--host", "127.0.0.1", "--port", port, "--max-model-len", "512"]
-    command += ["--max-num-seqs", "8"]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     log = tmp_path_factory.mktemp("vllm") / "log.txt"
-    with open(log, "w") as file:
-        server = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file, env=environment)
-    try:
-        for _ in range(START_UP):
-            assert server.poll() is None, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                break
-            except OSError:
-                time.sleep(1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(30)
+    with serving(str(EMBEDDED_TARGET), log, "--max-model-len", "512", "--max-num-seqs", "8") as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +62,10 @@ def gap_where_they_part(own: Sample, other: Sample, target: Target) -> float:
     return float(logits[own.token_ids[place]] - logits[other.token_ids[place]])
 
 
-def test_sampled_answers_are_told_apart_by_their_prompts(url: str, source: str, tmp_path: Path) -> None:
-    """Temperature, top-p and top-k reach the server, and the same seed gives different prompts different noise."""
-    sampled = PrepareSettings(max_new_tokens=16, samplings=(Sampling(1.0, 0.9, 50),), endpoint=url)
-    target = Target.without_weights(EMBEDDED_TARGET)
-    path = tmp_path / "prompts.txt"
-    path.write_text("def __init__(self\n" * 8)
-    prepare(target, str(path), tmp_path / "samples", sampled)
-    samples = read_samples(tmp_path / "samples")
-    assert len({tuple(sample.token_ids) for sample in samples}) > 1
+def test_sampled_answers_are_told_apart_by_their_requests(url: str) -> None:
+    """Temperature, top-p and top-k reach the server; each request has noise of its own, the same one each time."""
+    endpoint = Endpoint(url, Target.without_weights(EMBEDDED_TARGET), max_new_tokens=16)
+    prompt, sampling = endpoint.target.encode("def __init__(self"), Sampling(1.0, 0.9, 50)
+    answers, again = ([endpoint.complete(prompt, sampling, request) for request in range(8)] for _ in range(2))
+    assert answers == again
+    assert len({tuple(answer) for answer in answers}) > 4

@@ -1,8 +1,11 @@
 """Stored features: the same training as with the target beside the drafter, and nothing damaged or foreign read."""
 
+import itertools
 import json
+import os
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +15,15 @@ import pytest
 import torch
 
 from draftsmith.data import feature_writer, features
-from draftsmith.data.batches import BatchPlan
+from draftsmith.data.batches import BatchPlan, Rows
 from draftsmith.data.feature_writer import check_disk, write_shards
-from draftsmith.data.features import Contents, StoredFeatures, decode, encode, samples_hash
+from draftsmith.data.features import Contents, FeatureSource, StoredFeatures, decode, encode, samples_hash
 from draftsmith.data.prepare import PrepareSettings, prepare
 from draftsmith.data.samples import Sample, read_samples
 from draftsmith.models import Target
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
+from draftsmith.models.target import Features
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.config import resolve
@@ -57,8 +62,12 @@ def make_store(folder: Path, target: Target, plan: BatchPlan, **changes: Any) ->
 
 
 def write(store: StoredFeatures, target: Target) -> StoredFeatures:
-    write_shards(store, target, 0, 1)
+    write_shards(store, store.missing(), source_of(store, target))
     return store
+
+
+def source_of(store: StoredFeatures, target: Target) -> FeatureSource:
+    return lambda rows, batch: target.features(batch, store.contents.layer_ids)
 
 
 def test_what_is_read_is_what_the_target_computes(samples: Path, tiny_target: Target, tmp_path: Path) -> None:
@@ -66,10 +75,12 @@ def test_what_is_read_is_what_the_target_computes(samples: Path, tiny_target: Ta
     plan = make_plan(read_samples(samples))
     store = write(make_store(tmp_path / "store", tiny_target, plan), tiny_target)
     assert len(store.shards) > 2
-    for packing in (False, True):
+    for packing, ahead in itertools.product((False, True), repeat=2):
         plan.packing = packing
         for rows in plan.micro_batches(0, 0, 1):
             batch = plan.collate(rows)
+            if ahead:
+                store.read_ahead(rows, batch, pin_memory=False)
             found, expected = store.read(rows, batch, tiny_target), tiny_target.features(batch, (1, 2))
             assert found.layers is not None
             assert expected.layers is not None
@@ -110,6 +121,50 @@ def test_stored_and_online_training_are_the_same(
     assert online[-1] < online[0]
     assert first == pytest.approx(online, abs=1e-5)
     assert second == pytest.approx(online, abs=1e-5)
+
+
+def test_training_reads_ahead(
+    samples: Path, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is read from the disk is read in the thread, and gives what reading in its place gives."""
+    stored = {"features": "stored", "features_dir": tmp_path / "store"}
+    load, threads = StoredFeatures._load, set()
+
+    def noted(self: StoredFeatures, *args: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return load(self, *args)
+
+    monkeypatch.setattr(StoredFeatures, "_load", noted)
+    ahead = loss_curve(make_config("medusa", samples, tiny_target_dir, tmp_path / "ahead", **stored))
+    assert threads == {"prefetch_0"}
+    monkeypatch.setattr(StoredFeatures, "read_ahead", lambda *_, **__: None)
+    assert loss_curve(make_config("medusa", samples, tiny_target_dir, tmp_path / "at_once", **stored)) == ahead
+
+
+def test_checksums_are_computed_once(
+    samples: Path, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later starts compare size and time of change; a shard that was written to, or all without index.json, again."""
+    stored = {"features": "stored", "features_dir": tmp_path / "store"}
+
+    def start(name: str) -> int:
+        """How many checksums that took."""
+        computed = []
+        monkeypatch.setattr(features, "checksum", lambda tensors: computed.append(1) or checksum(tensors))
+        train(make_config("medusa", samples, tiny_target_dir, tmp_path / name, **stored))
+        return len(computed)
+
+    checksum = features.checksum
+    assert start("first") == start("second") == 0
+    shards = sorted((tmp_path / "store").glob("shard-*"))
+    shards[0].touch()
+    assert [start("third"), start("fourth")] == [1, 0]
+    status = shards[-1].stat()
+    flip_last_bit(shards[-1])
+    os.utime(shards[-1], ns=(status.st_atime_ns, status.st_mtime_ns))  # as a failing disk would
+    (tmp_path / "store" / "index.json").unlink()
+    with pytest.raises(UserError, match=f"{shards[-1].name} is damaged"):
+        start("fifth")
 
 
 def test_a_draft_model_needs_the_layers(samples: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
@@ -157,6 +212,11 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
+def flip_last_bit(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
 @pytest.mark.parametrize("damage", [truncate, *[flip_a_bit] * 3])
 def test_damaged_shards_are_refused_by_name(
     damage: Callable[[Path], None], samples: Path, tiny_target: Target, tiny_target_dir: Path, tmp_path: Path
@@ -198,6 +258,22 @@ def test_features_of_other_samples_are_refused(samples: Path, tiny_target: Targe
         assert "samples_hash" in (other.problem(other.shards[0]) or "")
 
 
+def test_ranks_in_step_ask_equally_often(samples: Path, tiny_target: Target, tmp_path: Path) -> None:
+    """A target in pieces computes when all ranks do; whoever has no shard to write asks as often as the others."""
+    store = make_store(tmp_path, tiny_target, make_plan(read_samples(samples)))
+    missing, num_ranks, asked = store.missing(), len(store.shards) + 1, [0] * (len(store.shards) + 1)
+    for rank in range(num_ranks):
+
+        def source(rows: Rows, batch: Batch, rank: int = rank) -> Features:
+            asked[rank] += 1
+            return tiny_target.features(batch, store.contents.layer_ids)
+
+        write_shards(store, missing, source, rank, num_ranks, in_step=True)
+    assert not store.missing()
+    assert len(set(asked)) == 1
+    assert asked[0] > 0
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_ranks_write_what_one_would(num_ranks: int, samples: Path, tiny_target: Target, tmp_path: Path) -> None:
     """Each sample once, whoever stores it; what an interrupted run finished is kept."""
@@ -208,8 +284,9 @@ def test_ranks_write_what_one_would(num_ranks: int, samples: Path, tiny_target: 
     kept = tmp_path / "shared" / whole.shards[0].file
     shutil.copy(tmp_path / "whole" / kept.name, kept)
     written = kept.stat().st_mtime_ns
+    missing = shared.missing()
     for rank in reversed(range(num_ranks)):
-        write_shards(shared, tiny_target, rank, num_ranks)
+        write_shards(shared, missing, source_of(shared, tiny_target), rank, num_ranks)
     assert not shared.missing()
     assert kept.stat().st_mtime_ns == written
     for shard in whole.shards:

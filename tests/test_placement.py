@@ -7,18 +7,22 @@ on processes of a CPU that it takes for them (as_gpus.py): the same code but for
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.commands.config.config_args import load_config_from_file
 from runs import arguments, base_of, final_weights, make_config
+from safetensors.torch import load_file
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 import draftsmith.recipes
-from draftsmith.data.samples import SAMPLES, Sample, Span, sample_line
+from draftsmith.data import features
+from draftsmith.data.samples import PREPARED, SAMPLES, Sample, Span, sample_line
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.train import train
@@ -58,23 +62,47 @@ def one_process(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
     return train(make_config("eagle3", base, tmp_path_factory.mktemp("one"), run=RUN))
 
 
-def launch(
+def start(
     config: str, base: dict[str, Any], run: Path, *options: str, script: bool = True, **environment: str
-) -> subprocess.CompletedProcess[str]:
+) -> subprocess.Popen[str]:
     """`accelerate launch` with a config of recipes/launch, in a fresh process."""
     program = [str(TESTS / "as_gpus.py")] if script else ["-m", "draftsmith.train"]
     settings = [key for key in arguments(base, run, run=RUN) if not key.startswith("run.device")]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / f"{config}.yaml")]
-    command += [*options, "--main_process_port", "0", *program, "eagle3", *settings, "drafter.draft_vocab_size=null"]
+    command += [*options, *program, "eagle3", *settings, "drafter.draft_vocab_size=null"]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", **environment}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=400)
+    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("config", sorted(path.stem for path in LAUNCH.glob("*.yaml")))
-def test_launcher_configs_are_read_by_accelerate(config: str) -> None:
-    """It refuses keys that it does not know."""
-    read = load_config_from_file(str(LAUNCH / f"{config}.yaml"))
-    assert read.num_processes >= read.num_machines
+def launch(config: str, base: dict[str, Any], run: Path, *options: str, **how: Any) -> tuple[int, str, str]:
+    """The exit code and what was printed."""
+    process = start(config, base, run, *options, "--main_process_port", "0", **how)
+    output, errors = process.communicate(timeout=400)
+    return process.returncode, output, errors
+
+
+LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {  # launcher config -> how the run describes it, options
+    "one_gpu": ("1 x cpu, one process", ()),
+    "cpu": ("2 x cpu, DDP", ()),
+    "ddp": ("2 x cpu, DDP", ("--num_processes", "2")),
+    "fsdp2": ("2 x cpu, FSDP2, target sharded", ("--num_processes", "2")),
+    "zero2": ("2 x cpu, ZeRO-2", ("--num_processes", "2")),
+    "zero3": ("2 x cpu, ZeRO-3", ("--num_processes", "2")),
+    "zero3_offload": ("2 x cpu, ZeRO-3", ("--num_processes", "2")),
+}
+OF_GPUS = ("fsdp2", "zero2", "zero3", "zero3_offload")  # on a CPU only with as_gpus.py
+
+
+def test_every_launcher_config_is_run() -> None:
+    assert {path.stem for path in LAUNCH.glob("*.yaml")} == {*LAYOUTS, "two_machines"}
+
+
+def assert_trajectory(run: Path, one_process: Path) -> None:
+    """Losses, gradient norms and weights are those of one process."""
+    assert trajectory(run) == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+    weights = final_weights(one_process)
+    for name, weight in final_weights(run).items():
+        torch.testing.assert_close(weight, weights[name], atol=1e-5, rtol=1e-4)
 
 
 def test_one_process_gives_the_trajectory(one_process: Path) -> None:
@@ -87,34 +115,50 @@ def test_accumulation_gives_the_trajectory(base: dict[str, Any], tmp_path: Path)
     assert trajectory(run) == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
 
 
-@pytest.mark.parametrize(
-    ("config", "layout", "options"),
-    [
-        ("one_gpu", "1 x cpu, one process", ()),
-        ("cpu", "2 x cpu, DDP", ()),
-        ("fsdp2", "2 x cpu, FSDP2, target sharded", ("--num_processes", "2")),
-        ("zero2", "1 x cpu, ZeRO-2", ("--num_processes", "1")),
-        ("zero3", "2 x cpu, ZeRO-3", ("--num_processes", "2")),
-    ],
-)
-def test_layouts_give_the_trajectory(
-    config: str, layout: str, options: tuple[str, ...], base: dict[str, Any], one_process: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("config", LAYOUTS)
+def test_layouts_give_the_trajectory(config: str, base: dict[str, Any], one_process: Path, tmp_path: Path) -> None:
+    layout, options = LAYOUTS[config]
     placed = {"run.target_placement": "sharded"} if "sharded" in layout else {}
-    of_gpus = config in ("fsdp2", "zero2", "zero3")
-    done = launch(config, {**base, **placed}, tmp_path / "run", *options, script=of_gpus)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert " ".join(done.stdout.split()).startswith(layout)
-    assert trajectory(tmp_path / "run") == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
-    weights = final_weights(one_process)
-    for name, weight in final_weights(tmp_path / "run").items():
-        torch.testing.assert_close(weight, weights[name], atol=1e-5, rtol=1e-4)
+    code, output, errors = launch(config, {**base, **placed}, tmp_path, *options, script=config in OF_GPUS)
+    assert code == 0, errors[-3000:]
+    assert " ".join(output.split()).startswith(layout)
+    assert_trajectory(tmp_path, one_process)
+
+
+def test_two_machines_give_the_trajectory(base: dict[str, Any], one_process: Path, tmp_path: Path) -> None:
+    """Two launchers, with a process each; the second one's name for the run's folder is the same."""
+    where = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(get_free_port())]
+    machines = [
+        start("two_machines", base, tmp_path, *where, "--machine_rank", str(rank), script=False) for rank in range(2)
+    ]
+    outputs = [machine.communicate(timeout=400) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], outputs
+    assert " ".join(outputs[0][0].split()).startswith("2 x cpu, DDP")
+    assert_trajectory(tmp_path, one_process)
+
+
+def test_a_target_in_pieces_stores_what_a_whole_one_does(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three shards by two processes, whose layers are there only together; then the one trajectory from them."""
+    monkeypatch.setattr(features, "SHARD_BYTES", 350_000)
+    stored = {**base, "data.features": "stored", "data.features_dtype": "float32"}
+    train(make_config("eagle3", {**stored, "data.features_dir": tmp_path / "whole"}, tmp_path / "run-whole", run=RUN))
+    pieces = {**stored, "data.features_dir": tmp_path / "pieces", "run.target_placement": "sharded"}
+    code, _, errors = launch("fsdp2", pieces, tmp_path / "run-pieces", "--num_processes", "2", SHARD_BYTES="350000")
+    assert code == 0, errors[-3000:]
+    assert trajectory(tmp_path / "run-pieces") == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+    files = sorted(path.name for path in (tmp_path / "whole").glob("shard-*"))
+    assert len(files) == 3
+    for file in files:
+        found, wanted = (load_file(tmp_path / name / file) for name in ("pieces", "whole"))
+        torch.testing.assert_close(found, wanted)
 
 
 def test_means_of_means_are_found(base: dict[str, Any], tmp_path: Path) -> None:
     """Each process dividing by its own tokens is the bug that the trajectory is there for."""
-    done = launch("fsdp2", base, tmp_path / "run", "--num_processes", "2", PER_RANK_MEAN="1")
-    assert done.returncode == 0, done.stderr[-3000:]
+    code, _, errors = launch("fsdp2", base, tmp_path / "run", "--num_processes", "2", PER_RANK_MEAN="1")
+    assert code == 0, errors[-3000:]
     assert trajectory(tmp_path / "run") != [pytest.approx(step, rel=TOLERANCE) for step in expected()]
 
 
@@ -140,10 +184,26 @@ def test_what_cannot_fit_is_refused(base: dict[str, Any], tmp_path: Path, monkey
         train(make_config("eagle3", base, tmp_path, run=RUN))
 
 
+def test_layers_that_cannot_be_stored_from_are_refused(
+    base: dict[str, Any], tmp_path: Path, make_target_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends and drafter fit; the layers, which the pass over the samples needs, do not."""
+    target = Target.from_pretrained(make_target_dir(intermediate_size=4096), "cpu", torch.float32)  # 6.3 MB of layers
+    config = make_config("medusa", {**base, "target": target.name, "data.features": "stored"}, tmp_path, run=RUN)
+    prepared = tmp_path / "samples" / PREPARED
+    shutil.copytree(base["data.samples"], tmp_path / "samples")
+    prepared.write_text(json.dumps({**json.loads(prepared.read_text()), "target_fingerprint": target.fingerprint()}))
+    config.data.samples = str(tmp_path / "samples")
+    memory = type("Memory", (), {"available": 3_000_000})
+    monkeypatch.setattr("draftsmith.train.placement.psutil.virtual_memory", memory)
+    with pytest.raises(UserError, match=r"6.\d* MB .* of 3 MB that are free: give data.features_endpoint"):
+        train(config)
+
+
 def test_asking_a_cpu_for_fsdp_is_refused(
     base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    done = launch("fsdp2", base, tmp_path / "run", "--num_processes", "1", script=False)
-    assert done.returncode != 0
-    assert "start with recipes/launch/cpu.yaml" in done.stderr
+    code, _, errors = launch("fsdp2", base, tmp_path / "run", "--num_processes", "1", script=False)
+    assert code != 0
+    assert "start with recipes/launch/cpu.yaml" in errors

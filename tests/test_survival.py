@@ -3,6 +3,9 @@
 import errno
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import base_of, final_weights, make_config
+from runs import arguments, base_of, final_weights, make_config
+from safetensors import SafetensorError
 
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
@@ -59,7 +63,7 @@ def findings(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("survive")
     (folder / "held_out.txt").write_text("".join(f"heat the iron {i} times\n" for i in range(11)))
     command = [sys.executable, str(ROOT / "tests" / "survive.py"), str(folder), json.dumps(base), json.dumps(CHAIN)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     log = (folder / "log").read_text() if (folder / "log").is_file() else ""
     assert done.returncode == 0, done.stderr + log
     return folder, {**json.loads((folder / "findings.json").read_text()), "log": log}
@@ -75,7 +79,7 @@ def test_interrupted_run_goes_on_with_other_processes(findings: Any, base: dict[
     stopped = 128 + signal.SIGTERM
     assert found["chain"] == [[stopped, stopped], [stopped], [-signal.SIGKILL, 2], [0, 0]], found["log"]
     assert found["log"].count("stopped by SIGTERM; step-0000") == 3
-    assert found["log"].count("error: lost another of the 2 processes at step") == 1
+    assert found["log"].count("error: process 1 of 2 lost another at step") == 1
     whole = train(make_config("medusa", base, tmp_path, run=CHAIN))
     expected = final_weights(whole)
     for name, weight in final_weights(folder / "chain").items():
@@ -83,6 +87,19 @@ def test_interrupted_run_goes_on_with_other_processes(findings: Any, base: dict[
     lines = [(line["step"], line["loss"]) for line in read_metrics(folder / "chain")]
     assert lines == [(line["step"], pytest.approx(line["loss"], rel=1e-4)) for line in read_metrics(whole)]
     assert len(checkpoints(folder / "chain")) == 3
+
+
+def test_a_stuck_collective_is_told_with_rank_and_place(findings: Any) -> None:
+    """One rank sleeps: both say where they are, the one that waits gives up, the other then finds itself alone."""
+    folder, found = findings
+    log = (folder / "stuck.log").read_text()
+    assert found["stuck"] == [2, 2], log
+    told = " ".join(log.split())
+    for rank, place in ((0, "in [a-z_]+, from draftsmith.train.loop:"), (1, "in asleep, from draftsmith.models.base:")):
+        assert re.search(rf"process {rank} of 2 has been at step 3, drafter, for [2-4] s: {place}\d+", told), told
+    assert "error: process 0 of 2 waited run.timeout for another at step 3, drafter (" in told
+    assert "error: process 1 of 2 lost another at step 3, drafter (" in told
+    assert "Traceback" not in told
 
 
 def test_a_failing_evaluation_is_told_and_training_goes_on(findings: Any) -> None:
@@ -101,6 +118,8 @@ def test_a_failing_evaluation_is_told_and_training_goes_on(findings: Any) -> Non
     row = content["results"][0]
     assert (row["num_prompts"], row["timed_prompts"], row["lossless"]["checked"]) == (11, 8, 11)
     assert [line["step"] for line in lines if "speedup" in line] == [4]
+    speeds = [(line["tokens_per_second"], line["tokens_per_second_per_device"]) for line in lines if "loss" in line]
+    assert [whole / each for whole, each in speeds] == [2, 2]
     assert (folder / "evaluated" / "best").resolve() == measured.resolve()
 
 
@@ -108,7 +127,7 @@ def test_killed_processes_go_on_bit_for_bit(base: dict[str, Any]) -> None:
     """The short form of the campaign in benchmarks/sigkill.py."""
     command = [sys.executable, str(ROOT / "benchmarks" / "sigkill.py"), "--kills", "2"]
     command += ["--target", base["target"], "--samples", base["data.samples"]]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "2 kills" in done.stdout
     assert "bit for bit" in done.stdout
@@ -159,6 +178,25 @@ def test_damaged_checkpoint_is_set_aside(
     assert not (tmp_path / "checkpoints" / "damaged-step-000006" / file).read_bytes().endswith(b"}\n")
 
 
+def test_an_unfinished_line_of_metrics_is_not_read(base: dict[str, Any], whole: Path, tmp_path: Path) -> None:
+    config = make_config("medusa", base, tmp_path, run=RUN)
+    train(config)
+    content = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text(content[:-7])
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    (checkpoints(tmp_path)[-1] / WEIGHTS).unlink()
+    assert_same_end(train(config), whole)
+
+
+def test_truncated_samples_end_in_one_line(base: dict[str, Any], tmp_path: Path) -> None:
+    samples = tmp_path / "samples"
+    shutil.copytree(base["data.samples"], samples)
+    file = samples / "samples.jsonl"
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(UserError, match="samples.jsonl line 48 is damaged: remove"):
+        train(make_config("medusa", {**base, "data.samples": samples}, tmp_path / "run", run=RUN))
+
+
 def test_no_whole_checkpoint_is_an_error(base: dict[str, Any], tmp_path: Path) -> None:
     config = make_config("medusa", base, tmp_path, run={"steps": 2})
     train(config)
@@ -189,17 +227,48 @@ def test_full_disk_ends_in_one_line(
     assert_same_end(train(config), whole)
 
 
+def test_full_disk_at_a_logged_step(base: dict[str, Any], tmp_path: Path) -> None:
+    """A real one: the system has a file that is always full."""
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(UserError, match="the disk is full") as error:
+        train(make_config("medusa", base, tmp_path, run=RUN))
+    assert "\n" not in str(error.value)
+
+
+NAMESPACE = ["unshare", "--map-root-user", "--mount"]  # in which one may mount
+
+
+def test_a_run_on_a_small_disk(base: dict[str, Any], tmp_path: Path) -> None:
+    """A file system that has room for one checkpoint."""
+    if not shutil.which("unshare") or subprocess.run([*NAMESPACE, "mount", "-t", "tmpfs", "x", "/tmp"]).returncode:
+        pytest.skip("no file system can be mounted here")
+    run = [sys.executable, "-m", "draftsmith.train", "medusa", *arguments(base, tmp_path, run=RUN)]
+    script = f"""
+        mount -t tmpfs -o size=1200k x {tmp_path}
+        {shlex.join(run)}; code=$?
+        ls -A {tmp_path}/checkpoints; exit $code
+    """
+    done = subprocess.run([*NAMESPACE, "sh", "-c", script], env=ENVIRONMENT, capture_output=True, text=True)
+    (line,) = [line for line in done.stderr.splitlines() if "rror" in line]
+    assert line.startswith(f"error: {tmp_path}/checkpoints/step-000004 cannot be written ("), line
+    assert line.endswith("it goes on from step-000002"), line
+    assert done.returncode == 2
+    assert done.stdout.split()[-1:] == ["step-000002"]
+
+
 def test_errors_in_one_line() -> None:
     """A full disk anywhere, and a process that died; what is a bug stays one."""
     stages = Stages(torch.device("cpu"))
-    with pytest.raises(UserError, match="disk is full"), in_one_line(stages, 1):
-        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+    full = os.strerror(errno.ENOSPC)
+    for error in (OSError(errno.ENOSPC, full, "index.json"), SafetensorError(f"I/O error: {full} (os error 28)")):
+        with pytest.raises(UserError, match="disk is full"), in_one_line(stages, 0, 1):
+            raise error
     stages.step = 7
     stages.enter("drafter")
-    with pytest.raises(UserError, match="lost another of the 2 processes at step 7, drafter"), in_one_line(stages, 2):
+    with pytest.raises(UserError, match="process 0 of 2 lost another at step 7, drafter"), in_one_line(stages, 0, 2):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31055")
     for num_ranks, error in ((1, RuntimeError("gloo")), (2, RuntimeError("shapes differ")), (2, OSError(5, "io"))):
-        with pytest.raises(type(error)) as raised, in_one_line(stages, num_ranks):
+        with pytest.raises(type(error)) as raised, in_one_line(stages, 0, num_ranks):
             raise error
         assert raised.value is error
 
@@ -283,6 +352,7 @@ def test_a_stuck_process_says_where(capsys: pytest.CaptureFixture[str]) -> None:
         time.sleep(0.5)
     told = " ".join(capsys.readouterr().err.split())
     assert told.count("process 1 of 2 has been at step 12, communication, for") in (1, 2)
+    assert "in test_a_stuck_process_says_where" in told
     assert "target" not in told
     assert threading.active_count() < 20
 

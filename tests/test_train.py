@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import pytest
 import torch
 from runs import arguments, base_of, final_weights, make_config, of_the_run, write_held_out
 
+from draftsmith.data.samples import loss_mask, read_samples
 from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.checkpoint import checkpoint_name, checkpoints
+from draftsmith.train.compilation import check_compiles
 from draftsmith.train.config import resolve
 from draftsmith.train.evaluate import log_evaluation
 from draftsmith.train.run_folder import link_best
@@ -77,6 +80,29 @@ def test_packing_does_not_change_the_loss(kind: str, base: dict[str, Any], tmp_p
     for apart, packed in zip(curves[False], curves[True], strict=True):
         assert packed["loss"] == pytest.approx(apart["loss"], abs=1e-5)
         assert packed["gradient_norm"] == pytest.approx(apart["gradient_norm"], rel=1e-4)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+def test_a_compiled_loss_is_the_same(base: dict[str, Any], tmp_path: Path) -> None:
+    """And is compiled once, though each of the steps has chunks of other sizes."""
+    from torch._dynamo.utils import counters  # slow to import
+
+    counters.clear()
+    runs = {
+        compile: train(make_config("medusa", base, tmp_path / str(compile), run={"steps": 6, "compile": compile}))
+        for compile in (False, True)
+    }
+    assert 1 <= counters["stats"]["unique_graphs"] <= 2
+    for line, expected in zip(*(read_metrics(runs[compile]) for compile in (True, False)), strict=True):
+        for name, value in of_the_run(expected).items():
+            assert line[name] == pytest.approx(value, rel=1e-4), name
+    for name, weight in final_weights(runs[True]).items():
+        torch.testing.assert_close(weight, final_weights(runs[False])[name], atol=1e-5, rtol=1e-4)
+
+
+def test_a_compiled_loss_is_of_cpus() -> None:
+    with pytest.raises(UserError, match="run.compile is for CPUs"):
+        check_compiles(torch.device("cuda"))
 
 
 @every_kind
@@ -314,3 +340,21 @@ def test_what_a_logged_step_says(base: dict[str, Any], prompts: Path, tmp_path: 
     assert lines[4]["time_share_evaluation"] > 0.1 > lines[3]["time_share_evaluation"]  # of the checkpoint after step 4
     trace = json.loads((run / "profile" / "trace.json").read_text())
     assert any("backward" in event.get("name", "").lower() for event in trace["traceEvents"])
+
+
+def test_model_flop_utilisation_counts_products_of_matrices(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two operations a weight and token of target and teachers, six of what is trained, of the device's peak."""
+    monkeypatch.setattr("draftsmith.train.meter.peak_of", lambda device: 1e12)
+    epoch = {"steps": 3, "log_every": 3}
+    (line,) = read_metrics(train(make_config("medusa", base, tmp_path, run=epoch)))
+    target = Target.from_pretrained(base["target"], "cpu")
+    head = target.head_weight().numel()
+    layers = sum(weight.numel() for layer in target.decoder_layers for weight in layer.parameters())
+    blocks = target.hidden_size**2 + target.hidden_size
+    samples = read_samples(Path(base["data.samples"]))
+    read = sum(len(sample.token_ids) for sample in samples)
+    trained = sum(int(loss_mask(sample)[1:].sum()) for sample in samples)
+    operations = (2 * (layers + 4 * head) + 6 * 4 * (blocks + head)) * read / trained  # a trained token
+    assert line["model_flop_utilisation"] == pytest.approx(operations * line["tokens_per_second"] / 1e12, rel=1e-3)

@@ -32,6 +32,7 @@ class DataConfig:
     features: Literal["online", "stored"] = "online"  # computed by the target beside the drafter, or once and read
     features_dtype: StoredDtype = "bfloat16"  # of stored features
     features_dir: str | None = None  # where they are stored; None: in the folder of the samples
+    features_endpoint: str | None = None  # URL of a vLLM that computes them; None: the target does, in this process
 
 
 @dataclass
@@ -75,6 +76,7 @@ class RunConfig:
     keep_checkpoints: int | None = None  # so many of the newest keep their weights, as does the best; None: all
     timeout: float = 1800.0  # seconds that a process waits for the others before it gives up
     stuck_after: float = 300.0  # seconds at one place after which a process says where it is
+    compile: bool = False  # the loss, on a CPU: faster steps after some seconds of compiling
     profile: bool = False  # write a trace of a few steps into profile/
 
 
@@ -161,7 +163,7 @@ def check(config: TrainConfig) -> None:
             f"data.tokens_per_micro_batch={config.data.tokens_per_micro_batch} holds no row of "
             f"data.max_length={config.data.max_length}: raise it or lower data.max_length"
         )
-    for key in ("features_dtype", "features_dir"):
+    for key in ("features_dtype", "features_dir", "features_endpoint"):
         value = getattr(config.data, key)
         if config.data.features == "online" and value != getattr(DataConfig, key):
             raise UserError(f"data.{key}={value} is of stored features: give data.features=stored, too")
@@ -178,6 +180,11 @@ def check(config: TrainConfig) -> None:
         )
     if config.data.on_policy_rise and not config.data.on_policy_share:
         raise UserError("data.on_policy_rise has no effect without data.on_policy_share: set it, or leave both out")
+    if config.run.stuck_after >= config.run.timeout:
+        raise UserError(
+            f"run.stuck_after={config.run.stuck_after:g} s: a process would give up, after run.timeout="
+            f"{config.run.timeout:g} s, before it says where it is stuck; give less"
+        )
     require_at_least("optimizer.learning_rate", config.optimizer.learning_rate, 0)
     if config.evaluation.patience and not config.evaluation.prompts:
         raise UserError("evaluation.patience has no effect without evaluation.prompts: give prompts, or leave it out")

@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from draftsmith.models import DRAFTERS, Drafter, Target
+from draftsmith.models.loading import drop_layers
 from draftsmith.models.losses import CHUNK_ELEMENTS
-from draftsmith.models.target import Whole, drop_layers
+from draftsmith.models.target import Whole
 from draftsmith.train.config import TrainConfig
 
 TRAINED_BYTES = 4 + 4 + 8  # fp32 weight, gradient and AdamW's two moments

@@ -3,10 +3,12 @@
 import contextlib
 import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed import DistError
 
 from draftsmith.data.progress import notice
@@ -15,6 +17,7 @@ from draftsmith.train.stages import Stages
 
 NONFINITE = "nonfinite.json"
 AGAIN = "the same command goes on from the newest checkpoint"
+FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))  # in errors of the system's and of safetensors'
 LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in errors of torch's
 
 
@@ -50,20 +53,20 @@ def is_finite(norm: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def in_one_line(stages: Stages, num_ranks: int) -> Iterator[None]:
-    """Errors inside the block that come from a full disk or a lost process become a `UserError`."""
+def in_one_line(stages: Stages, rank: int, num_ranks: int) -> Iterator[None]:
+    """Errors inside the block that come from a full disk or from another process become a `UserError`."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except (OSError, SafetensorError) as error:
+        if not any(text in str(error) for text in FULL):
             raise
-        where = f" ({error.filename})" if error.filename else ""
+        where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
         raise UserError(f"the disk is full{where}: make room, and give the same command again; {AGAIN}") from error
     except RuntimeError as error:
         if num_ranks == 1 or not (isinstance(error, DistError) or any(name in str(error) for name in LOST)):
             raise
-        place = stages.now[0] or "start"
+        waited = "imed out" in str(error)
         raise UserError(
-            f"lost another of the {num_ranks} processes at step {stages.step}, {place} ({first_line(error)}): "
-            f"see what that one said; {AGAIN}"
+            f"process {rank} of {num_ranks} {'waited run.timeout for' if waited else 'lost'} another at step "
+            f"{stages.step}, {stages.now[0] or 'start'} ({first_line(error)}): see what that one said; {AGAIN}"
         ) from error

@@ -1,33 +1,46 @@
 """Where the target's features come from in training: computed beside the drafter, or stored once and read."""
 
+import gc
+import os
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
 from draftsmith.data.batches import BatchPlan
 from draftsmith.data.checks import check_capture
 from draftsmith.data.feature_writer import check_disk, write_index, write_shards
 from draftsmith.data.features import Contents, FeatureSource, StoredFeatures, samples_hash
 from draftsmith.data.samples import check_same_target, read_prepared
+from draftsmith.data.served_features import ServedFeatures
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError
 from draftsmith.train.config import TrainConfig
+from draftsmith.train.placement import check_room_to_store
 
 
 def load_target(config: TrainConfig, device: torch.device) -> Target:
     """The target that wrote the samples; only its ends where features are stored. `UserError` where it did not."""
-    folder = Path(config.data.samples)
-    fingerprint = read_prepared(folder)["target_fingerprint"]
-    if config.data.features == "online" or fingerprint is None:  # None: written by a server, to be compared with
-        load = Target.from_pretrained if config.run.target_placement == "replicated" else Target.sharded_from_pretrained
-        target = load(config.target, device)
-        check_same_target(folder, target)
-        if config.data.features == "online":
-            return target
-        fingerprint = target.fingerprint()
+    fingerprint = read_prepared(Path(config.data.samples))["target_fingerprint"]
+    if config.data.features == "online":
+        return load_whole(config, device)
+    if fingerprint is None and config.data.features_endpoint is None:  # written by a server, of weights not seen here
+        fingerprint = load_whole(config, device).fingerprint()
     return Target.ends_from_pretrained(config.target, fingerprint, device)
+
+
+def load_whole(config: TrainConfig, device: torch.device) -> Target:
+    """The target with its layers, placed as the config says. `UserError` if it did not write the samples."""
+    load = Target.from_pretrained if config.run.target_placement == "replicated" else Target.sharded_from_pretrained
+    target = load(config.target, device)
+    check_same_target(Path(config.data.samples), target)
+    return target
+
+
+def whole_target(config: TrainConfig, target: Target) -> Target:
+    """The same target with its layers, loaded where it has none."""
+    return target if target.has_layers else load_whole(config, target.device)
 
 
 def open_store(config: TrainConfig, drafter: Drafter, target: Target, plan: BatchPlan) -> StoredFeatures | None:
@@ -61,20 +74,36 @@ def feature_source(
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
     if problems := gather_object(store.problems(rank, num_ranks)):
         raise UserError(problems[0] + (f" ({len(problems) - 1} more shards like it)" if len(problems) > 1 else ""))
-    if store.missing():
-        accelerator.wait_for_everyone()  # all have seen what is missing
-        whole = whole_target(config, target)
-        check_capture(whole, drafter.layer_ids, store.plan.samples[0].token_ids)
-        write_shards(store, whole, rank, num_ranks)
+    missing = broadcast_object_list([store.missing()])[0]  # as seen before anything is written
+    if missing:
+        make_source = source_of_server
+        if config.data.features_endpoint is None:
+            check_room_to_store(config, accelerator, target)
+            make_source = source_of_layers
+        in_step = config.run.target_placement == "sharded"
+        write_shards(store, missing, make_source(config, drafter, target, store.plan), rank, num_ranks, in_step)
+        free_memory()
         accelerator.wait_for_everyone()
-        if rank == 0:
-            write_index(store)
+    if rank == 0 and not all(map(store.is_verified, store.shards)) and os.access(store.folder, os.W_OK):
+        write_index(store)
     return lambda rows, batch: store.read(rows, batch, target)
 
 
-def whole_target(config: TrainConfig, target: Target) -> Target:
-    """The target with its layers, loaded where it has none; `UserError` if it did not write the samples."""
-    if not target.has_layers:
-        target = Target.from_pretrained(config.target, target.device)
-        check_same_target(Path(config.data.samples), target)
-    return target
+def source_of_layers(config: TrainConfig, drafter: Drafter, target: Target, plan: BatchPlan) -> FeatureSource:
+    """Features as the target's own layers compute them."""
+    whole = whole_target(config, target)
+    check_capture(whole, drafter.layer_ids, plan.samples[0].token_ids)
+    return lambda rows, batch: whole.features(batch.to(whole.device), drafter.layer_ids)
+
+
+def source_of_server(config: TrainConfig, drafter: Drafter, target: Target, plan: BatchPlan) -> FeatureSource:
+    """Features as the server at data.features_endpoint computes them."""
+    assert config.data.features_endpoint is not None
+    return ServedFeatures(config.data.features_endpoint, target, drafter.layer_ids, plan)
+
+
+def free_memory() -> None:
+    """Of what nobody refers to any more; layers in pieces refer to themselves."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -33,6 +33,7 @@ from draftsmith.train.checkpoint import (
     save_checkpoint,
     seed_step,
 )
+from draftsmith.train.compilation import with_compiled_loss
 from draftsmith.train.config import OptimizerConfig, TrainConfig
 from draftsmith.train.evaluate import Evaluator, what_training_brought
 from draftsmith.train.faults import NonFinite, in_one_line, is_finite
@@ -53,12 +54,13 @@ def train(config: TrainConfig) -> Path:
 
     Raises `Stopped` after a checkpoint where a signal asked for that.
     """
-    stages, num_ranks = Stages(pick_device(config.run.device)), int(os.environ.get("WORLD_SIZE", "1"))
-    with in_one_line(stages, num_ranks):  # from the start, in which processes find each other
+    stages = Stages(pick_device(config.run.device))
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    with in_one_line(stages, rank, num_ranks):  # from the start, in which processes find each other
         setup = set_up(config)
         run = open_run(config, setup.target, setup.accelerator)
         here = Run(config, setup, run, stages)
-        with watched(stages, setup.accelerator.process_index, num_ranks, config.run.stuck_after), here.stop:
+        with watched(stages, rank, num_ranks, config.run.stuck_after), here.stop:
             here.go()
     return run
 
@@ -92,6 +94,7 @@ class Run:
         # a step that DeepSpeed has taken cannot be skipped
         most_nonfinite = 1 if steps_in_backward(accelerator) else config.optimizer.max_nonfinite_steps
         nonfinite = NonFinite(self.folder, most_nonfinite, accelerator.is_main_process)
+        compute = with_compiled_loss(gradients) if config.run.compile else gradients
         reason = self.before_steps()
         steps = range(self.first_step, config.run.steps if reason is None else self.first_step)
         self.model.train()
@@ -115,7 +118,7 @@ class Run:
                 if self.setup.on_policy and self.setup.on_policy.is_due(step):
                     batches = [(rows, self.setup.on_policy.rewrite(batch, step)) for rows, batch in batches]
 
-                batch_sums = gradients(accelerator, self.model, batches, self.source, stages)
+                batch_sums = compute(accelerator, self.model, batches, self.source, stages)
                 stages.enter("communication")
                 norm = gradient_norm(accelerator, self.model, config.optimizer.max_gradient_norm)
                 finite = is_finite(norm, [sums["loss"][0] for sums in batch_sums])
@@ -152,8 +155,11 @@ class Run:
     def load(self, step: int) -> list[tuple[Rows, Batch]]:
         """This rank's micro-batches of a step, in memory from which a GPU can copy them by itself."""
         groups = self.plan.micro_batches(step, self.accelerator.process_index, self.accelerator.num_processes)
-        batches = [self.plan.collate(rows) for rows in groups]
-        if self.accelerator.device.type == "cuda":
+        batches, on_gpu = [self.plan.collate(rows) for rows in groups], self.accelerator.device.type == "cuda"
+        if self.setup.store:
+            for rows, batch in zip(groups, batches, strict=True):
+                self.setup.store.read_ahead(rows, batch, pin_memory=on_gpu)
+        if on_gpu:
             batches = [batch.pin_memory() for batch in batches]
         return list(zip(groups, batches, strict=True))
 
@@ -177,11 +183,10 @@ class Run:
 
 
 def adamw(drafter: Drafter, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Over what is trained; one kernel for all tensors on a GPU."""
+    """Over what is trained; one kernel for all that a step does to a tensor, on a GPU for all tensors."""
     trainable = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    fused = trainable[0].device.type == "cuda"
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(trainable, betas=betas, weight_decay=config.weight_decay, fused=fused)
+    return torch.optim.AdamW(trainable, betas=betas, weight_decay=config.weight_decay, fused=True)
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:

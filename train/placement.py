@@ -50,6 +50,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         settings["train_micro_batch_size_per_gpu"] = 1  # asked for, and of no effect: we make the batches
         settings["gradient_clipping"] = config.optimizer.max_gradient_norm
+        settings["zero_force_ds_cpu_optimizer"] = False  # accelerate would put one without our betas in its place
     return accelerator
 
 
@@ -59,7 +60,7 @@ def check_placement(config: TrainConfig, accelerator: Accelerator) -> None:
         return
     reasons = {
         "needs several processes": accelerator.num_processes == 1,
-        "has no effect on stored features": config.data.features == "stored",
+        "has no effect beside data.features_endpoint": config.data.features_endpoint is not None,
         "leaves no process a target to evaluate with: leave out evaluation.prompts, and run draftsmith evaluate": (
             config.evaluation.prompts is not None
         ),
@@ -134,13 +135,12 @@ def placement(config: TrainConfig, accelerator: Accelerator, target: Target) -> 
     taken = estimate(config, target.model.config, tokens_per_sample=1, drafter=drafter_without_weights(config, target))
     bytes_each = torch.finfo(default_dtype(accelerator.device)).bits // 8
     device, layout = accelerator.device, layout_of(accelerator)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available / count
     found = Placement(
         f"{count} x {device.type}, {layout}, target {config.run.target_placement}",
         bytes_each * (layers + size.head + size.embedding),
         taken.drafter_bytes * drafter_share(layout, count),
         taken.working_bytes * bytes_each / 2,
-        free,
+        free_bytes(accelerator),
     )
     if found.target + found.drafter > found.free:
         mends = {
@@ -151,6 +151,25 @@ def placement(config: TrainConfig, accelerator: Accelerator, target: Target) -> 
         mend = ", or ".join(name for name, helps in mends.items() if helps) or "take more or larger devices"
         raise UserError(f"target and drafter do not fit ({found.text()}): {mend}")
     return found
+
+
+def check_room_to_store(config: TrainConfig, accelerator: Accelerator, target: Target) -> None:
+    """Refuse a pass that stores features where the layers of `target`, which has none yet, cannot fit."""
+    count, sharded = accelerator.num_processes, config.run.target_placement == "sharded"
+    bytes_each = torch.finfo(default_dtype(accelerator.device)).bits // 8
+    needed = bytes_each * target_size(target.text_config).layers / (count if sharded else 1)
+    if needed > (free := free_bytes(accelerator)):
+        raise UserError(
+            f"storing features takes {size_text(needed)} for the target's layers on each device, of {size_text(free)} "
+            "that are free: give data.features_endpoint, or run.target_placement=sharded with enough processes"
+        )
+
+
+def free_bytes(accelerator: Accelerator) -> float:
+    """What this process may take of its device's memory."""
+    if accelerator.device.type == "cuda":
+        return torch.cuda.mem_get_info(accelerator.device)[0]
+    return psutil.virtual_memory().available / accelerator.num_processes
 
 
 def drafter_without_weights(config: TrainConfig, target: Target) -> Drafter:

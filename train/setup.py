@@ -23,6 +23,7 @@ from draftsmith.data.vocabulary import token_counts
 from draftsmith.inference.measure import PromptSet
 from draftsmith.models import CHANGED_TARGET, Drafter, Target
 from draftsmith.models.errors import UserError
+from draftsmith.train.compilation import check_compiles
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.evaluate import check_evaluation, evaluation_prompts
 from draftsmith.train.features import load_target, open_store
@@ -49,6 +50,8 @@ def set_up(config: TrainConfig) -> Setup:
     """Load target and data and build the drafter; raises `UserError` for whatever does not fit together."""
     accelerator = make_accelerator(config)
     check_placement(config, accelerator)
+    if config.run.compile:
+        check_compiles(accelerator.device)
     placed = placement(config, accelerator, Target.without_weights(config.target))
     if accelerator.is_main_process:
         rich.print(escape(placed.text()))

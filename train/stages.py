@@ -1,8 +1,10 @@
 """What a process is doing: for the split of its time, and for a line that says where it is stuck."""
 
 import contextlib
+import sys
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -52,10 +54,10 @@ class Stages:
 def watched(stages: Stages, rank: int, num_ranks: int, stuck_after: float) -> Iterator[None]:
     """Inside the block a thread says where this process is when it has stayed at one place for `stuck_after` seconds.
 
-    It says so again after twice the time, and so on. A process that waits for others in a collective operation is
-    found by what all of them say.
+    It says so again after twice the time, and so on. Processes that wait in a collective operation, and the one that
+    they wait for, are told apart by the code that each is in.
     """
-    done = threading.Event()
+    done, watched_thread = threading.Event(), threading.get_ident()
 
     def watch() -> None:
         told, limit = stages.now, stuck_after
@@ -66,7 +68,7 @@ def watched(stages: Stages, rank: int, num_ranks: int, stuck_after: float) -> It
             if stage is not None and time.perf_counter() - since >= limit:
                 notice(
                     f"process {rank} of {num_ranks} has been at step {stages.step}, {stage}, for "
-                    f"{time.perf_counter() - since:.0f} s"
+                    f"{time.perf_counter() - since:.0f} s: {place_of(watched_thread)}"
                 )
                 limit *= 2
 
@@ -77,3 +79,11 @@ def watched(stages: Stages, rank: int, num_ranks: int, stuck_after: float) -> It
     finally:
         done.set()
         thread.join()
+
+
+def place_of(thread: int) -> str:
+    """The function that a thread of this process is in, and the line of ours that led there."""
+    stack = list(traceback.walk_stack(sys._current_frames()[thread]))  # innermost first
+    modules = [(frame.f_globals.get("__name__", ""), line) for frame, line in stack]
+    own = next((f", from {name}:{line}" for name, line in modules if name.startswith("draftsmith.")), "")
+    return f"in {stack[0][0].f_code.co_name}{own}"

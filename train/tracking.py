@@ -8,6 +8,7 @@ from typing import Any
 from draftsmith.train.config import TrainConfig, contents, flatten
 from draftsmith.train.run_folder import write_whole
 
+METRICS = "metrics.jsonl"
 OF_EVALUATIONS = {"speedup", "evaluation_failed", "stopped_early"}  # each in lines of its own
 
 
@@ -15,7 +16,7 @@ class Tracker:
     """Writes one object a logged step. Only the main process makes one."""
 
     def __init__(self, config: TrainConfig, run: Path, first_step: int) -> None:
-        self._file = run / "metrics.jsonl"
+        self._file = run / METRICS
         self._drop_after(first_step)
         self._wandb = None
         if config.run.wandb_project:
@@ -34,7 +35,7 @@ class Tracker:
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         with open(self._file, "a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+            file.write(as_line({"step": step, **metrics}))
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
 
@@ -48,9 +49,12 @@ class Tracker:
         That checkpoint's own evaluation is logged anew.
         """
         if self._file.is_file():
-            lines = [line for line in self._file.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            kept = [line for line in lines if is_kept(json.loads(line), step)]
-            write_whole(self._file, "".join(kept))
+            kept = [line for line in read_metrics(self._file.parent) if is_kept(line, step)]
+            write_whole(self._file, "".join(map(as_line, kept)))
+
+
+def as_line(metrics: dict[str, Any]) -> str:
+    return json.dumps(metrics) + "\n"
 
 
 def is_kept(line: dict[str, Any], step: int) -> bool:
@@ -58,5 +62,7 @@ def is_kept(line: dict[str, Any], step: int) -> bool:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    """What was logged; not the line that a kill has left unfinished, or that is being written."""
+    path = run / METRICS
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
