@@ -212,7 +212,7 @@ class CostRange:
 
 
 def usual_tree(num_nodes: int, depth: int) -> StaticTree:
-    """Of nodes that are right as often as is usual, with paths up to so long. `UserError` for more than there can be."""
+    """Of nodes right as often as is usual, paths up to so long; `UserError` for more nodes than there can be."""
     return likeliest_tree(TREE_PROFILE[:depth], num_nodes)
 
 

@@ -1,5 +1,6 @@
 """`draftsmith evaluate --choose`: draft length, tree and schedule fitted on one set of prompts, measured on another."""
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.trees import StaticTree
 from draftsmith.recipes.comparison import Options, compare, evaluation_paths
 from draftsmith.recipes.printing import print_evaluations
+from draftsmith.recipes.replays import refuse_without_effect
 from draftsmith.recipes.summary import draft_text, is_choice
 from draftsmith.train.run_folder import require_writable
 
@@ -64,6 +66,19 @@ class Choice:
             "vllm": {"num_speculative_tokens_per_batch_size": for_vllm(self.schedule)},
             "sglang": for_sglang(self.schedule),
         }
+
+
+def refuse_choose_settings(args: argparse.Namespace) -> None:
+    """`UserError` for what a choice does not look at."""
+    given = {
+        "--draft-length": bool(args.draft_length),
+        "--tree": bool(args.tree),
+        "--schedule": args.schedule is not None,
+        "--baseline": bool(args.baseline),
+        "--certify": args.certify,
+        "--minutes": args.minutes is not None,
+    }
+    refuse_without_effect(given, "--choose, which finds the drafts and measures them in --repeats")
 
 
 def choose_and_evaluate(

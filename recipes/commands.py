@@ -22,6 +22,7 @@ from draftsmith.data.prepare import PrepareSettings, Work
 from draftsmith.data.prepare import prepare as prepare_samples
 from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.decoder import check_sampling
 from draftsmith.inference.measure import MeasureSettings, PromptSet
 from draftsmith.inference.schedule import read_schedule
@@ -29,7 +30,7 @@ from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, first_line, require_at_least
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.trees import DynamicTree, StaticTree
-from draftsmith.recipes.choose import choose_and_evaluate
+from draftsmith.recipes.choose import choose_and_evaluate, refuse_choose_settings
 from draftsmith.recipes.comparison import Options, compare
 from draftsmith.recipes.deliver import DeliverySettings, deliver
 from draftsmith.recipes.load_test import evaluate_under_load, refuse_load_settings
@@ -135,6 +136,10 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.load:
         return evaluate_under_load(args, console)
     refuse_load_settings(args)
+    if args.choose and not args.replay:
+        refuse_choose_settings(args)
+    if args.num_threads is not None:
+        require_at_least("--num-threads", args.num_threads)
     grid = settings_grid(args)
     target = Target.from_pretrained(args.target, args.device)
     if args.num_prompts is not None:
@@ -144,7 +149,8 @@ def evaluate(args: argparse.Namespace) -> None:
     if len(set(names)) < len(names):
         raise UserError(f"--prompts: the sets {', '.join(names)} cannot be told apart by name: rename one of the files")
     if args.replay:
-        replay_drafters(target, args.drafter, prompt_sets, replay_settings(args, grid), args.out, console)
+        with cpu_threads(args.num_threads):
+            replay_drafters(target, args.drafter, prompt_sets, replay_settings(args, grid), args.out, console)
     elif args.choose:
         where = args.out, args.num_threads, args.num_prompts, console
         choose_and_evaluate(target, args.drafter, args.choose, prompt_sets, grid, *where)

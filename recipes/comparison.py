@@ -17,7 +17,7 @@ from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
 from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure
 from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.errors import UserError
 from draftsmith.recipes.replays import add_diagnoses
 from draftsmith.recipes.report import evaluation_markdown
 from draftsmith.train.run_folder import require_writable
@@ -51,8 +51,6 @@ def compare(
         notice_other_target(drafter, target)
     for settings in grid:
         check_settings(settings, drafters)
-    if options.num_threads is not None:
-        require_at_least("--num-threads", options.num_threads)
     if options.baselines and all(settings.batch_size > 1 for settings in grid):
         raise UserError("--baseline: transformers decodes single prompts: add --batch-size 1")
     baselines = make_baselines(options.baselines, target, drafters)

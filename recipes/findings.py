@@ -199,7 +199,7 @@ def choices(measured: Measured) -> Section:
                 "best draft": draft_text(one) if one["draft_length"] else "speculation off",
                 "tokens a round": f"{one['acceptance_length']:.2f}",
                 "predicted speedup": f"{one['speedup']:.2f}×",
-                "in fixed batches": f"{one['fixed_batch_speedup']:.2f}×" if one.get("fixed_batch_speedup") else "–",
+                "in fixed batches": f"{one['fixed_batch_speedup']:.2f}×" if one["fixed_batch_speedup"] else "–",
                 "measured": measured_text(measured, name, one),
             }
             for one in content["predicted"]

@@ -41,6 +41,7 @@ from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.trees import Chain, DynamicTree, StaticTree
+from draftsmith.recipes.results import checkpoint_names
 from draftsmith.train.run_folder import require_writable
 
 LONGEST = 8  # draft length up to which chains are replayed where none is given
@@ -98,7 +99,8 @@ def replay_drafters(
 
 def replay_settings(args: argparse.Namespace, grid: list[MeasureSettings]) -> ReplaySettings:
     """From the command line; `UserError` for what a replay does not look at."""
-    without_effect = {
+    given = {
+        "--choose": args.choose is not None,
         "--batch-size": args.batch_size != [1],
         "--repeats": args.repeats is not None,
         "--minutes": args.minutes is not None,
@@ -107,11 +109,7 @@ def replay_settings(args: argparse.Namespace, grid: list[MeasureSettings]) -> Re
         "--synthetic-acceptance": bool(args.synthetic_acceptance),
         "--verification-mode": args.verification_mode is not None,
     }
-    for name, given in without_effect.items():
-        if given:
-            raise UserError(
-                f"{name} has no effect with --replay, which takes no time and tries all modes: leave it out"
-            )
+    refuse_without_effect(given, "--replay, which takes no time and tries all modes")
     samplings = tuple(dict.fromkeys(check_sampling(one.temperature, one.top_p, 0) for one in grid))
     trees: dict[Chain | StaticTree, None] = {}
     for draft in (one.draft for one in grid if not isinstance(one.draft, int)):
@@ -121,13 +119,23 @@ def replay_settings(args: argparse.Namespace, grid: list[MeasureSettings]) -> Re
     return ReplaySettings(samplings, max(args.draft_length or [LONGEST]), tuple(trees), args.max_new_tokens, args.seed)
 
 
+def refuse_without_effect(given: dict[str, bool], mode: str) -> None:
+    """`UserError` for the first option that was given and that a mode of `evaluate` does not look at."""
+    for name in (name for name, was_given in given.items() if was_given):
+        raise UserError(f"{name} has no effect with {mode}: leave it out")
+
+
 def print_replays(rows: list[dict[str, Any]], console: Console) -> None:
     """Acceptance lengths, a line a drafter and mode, a column a draft length or tree."""
+    drafters = list(dict.fromkeys(row["drafter"] for row in rows))
+    short = {name: ", ".join(filter(None, checkpoint_names(Path(name)))) for name in drafters}
+    told_apart = len(set(short.values())) == len(short)
     for setting, block in itertools.groupby(rows, lambda row: (row["prompt_set"], row["temperature"], row["top_p"])):
         lines: dict[tuple[str, str], dict[str, str]] = {}
         for row in block:
             column = str(row["draft_length"]) if row["tree_nodes"] is None else f"tree of {row['tree_nodes']}"
-            line = lines.setdefault((row["drafter"], row["verification_mode"]), {})
+            name = short[row["drafter"]] if told_apart else row["drafter"]
+            line = lines.setdefault((name, row["verification_mode"]), {})
             line[column] = f"{row['mean_acceptance_length']:.2f}"
         columns = list(dict.fromkeys(column for line in lines.values() for column in line))
         table = Table("drafter", "mode", *columns, box=box.SIMPLE_HEAD, pad_edge=False)

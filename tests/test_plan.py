@@ -113,5 +113,11 @@ def test_the_choice_is_fitted_on_other_prompts(
     assert isinstance(schedule, Schedule)
     assert schedule.draft_length(1) == choice["draft_length"]
     assert 4 in {row["draft_length"] for row in json.loads((out / "evaluation.json").read_text())["results"]}
-    assert main([*(command + "held_out.txt").split()]) == 2
-    assert "fit on other prompts" in capsys.readouterr().err
+    assert choice["confident"]["pays"] in (True, False)
+    for arguments, message in (
+        ("held_out.txt", "fit on other prompts"),
+        ("fit.txt --draft-length 3", "--draft-length has no effect"),
+    ):
+        capsys.readouterr()
+        assert main([*(command + arguments).split()]) == 2
+        assert message in capsys.readouterr().err

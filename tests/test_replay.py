@@ -218,8 +218,9 @@ def test_evaluate_replay(
         assert low <= row["mean_acceptance_length"] <= high
         assert ("difference" in row) == (row["drafter"] == "ngram")
     assert "acceptance length by draft length" in capsys.readouterr().out
-    assert main([*command, "--certify"]) == 2
-    assert "--certify has no effect with --replay" in capsys.readouterr().err
+    for option in (["--certify"], ["--choose", str(tmp_path / "prompts.txt")]):
+        assert main([*command, *option]) == 2
+        assert f"{option[0]} has no effect with --replay" in capsys.readouterr().err
 
 
 def test_low_acceptance_is_diagnosed_in_evaluations(

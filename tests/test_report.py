@@ -265,6 +265,7 @@ def test_what_other_commands_left_is_shown(tmp_path: Path) -> None:
     """A choice beside the speedup measured for it, and a load test with its figure."""
     write_grid(tmp_path)
     predicted = {"batch_size": 1, "draft_length": 2, "tree_nodes": None, "acceptance_length": 1.9, "speedup": 1.55}
+    predicted["fixed_batch_speedup"] = 1.48
     choice = {
         "drafter": "eagle3/checkpoints/step-000400", "draft_length": 2, "tree": None, "fitted_on": "others",
         "schedule": {"draft_lengths": [[1, 2], [8, 0]]}, "predicted": [predicted],
@@ -288,7 +289,7 @@ def test_what_other_commands_left_is_shown(tmp_path: Path) -> None:
     page = build_report(tmp_path).read_text()
     section = page[page.index('id="choice"') :]
     row = json.loads((tmp_path / "1-eagle3/evaluation.json").read_text())["results"][1]
-    cells = ["eagle3", "1", "draft length 2", "1.90", "1.55×", speedup_text(row)]
+    cells = ["eagle3", "1", "draft length 2", "1.90", "1.55×", "1.48×", speedup_text(row)]
     assert cells == re.findall(r"<td[^>]*>([^<]*)</td>", section)[: len(cells)]
     assert "2 tokens from 1 on, no tokens from 8 on" in section
     assert 'data-figure="load"' in page

@@ -118,6 +118,8 @@ def test_a_failing_evaluation_is_told_and_training_goes_on(findings: Any) -> Non
     row = content["results"][0]
     assert (row["num_prompts"], row["timed_prompts"], row["lossless"]["checked"]) == (11, 8, 11)
     assert [line["step"] for line in lines if "speedup" in line] == [4]
+    speeds = [(line["tokens_per_second"], line["tokens_per_second_per_device"]) for line in lines if "loss" in line]
+    assert [whole / each for whole, each in speeds] == [2, 2]
     assert (folder / "evaluated" / "best").resolve() == measured.resolve()
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,6 +82,7 @@ def test_packing_does_not_change_the_loss(kind: str, base: dict[str, Any], tmp_p
         assert packed["gradient_norm"] == pytest.approx(apart["gradient_norm"], rel=1e-4)
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 def test_a_compiled_loss_is_the_same(base: dict[str, Any], tmp_path: Path) -> None:
     """And is compiled once, though each of the steps has chunks of other sizes."""
     from torch._dynamo.utils import counters  # slow to import

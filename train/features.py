@@ -1,6 +1,7 @@
 """Where the target's features come from in training: computed beside the drafter, or stored once and read."""
 
 import gc
+import os
 from pathlib import Path
 
 import torch
@@ -83,7 +84,7 @@ def feature_source(
         write_shards(store, missing, make_source(config, drafter, target, store.plan), rank, num_ranks, in_step)
         free_memory()
         accelerator.wait_for_everyone()
-    if rank == 0 and not all(map(store.is_verified, store.shards)):
+    if rank == 0 and not all(map(store.is_verified, store.shards)) and os.access(store.folder, os.W_OK):
         write_index(store)
     return lambda rows, batch: store.read(rows, batch, target)
 
