@@ -150,7 +150,7 @@ class Target:
                 target = cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
                 target._fingerprint = target.fingerprint()
                 for layer in target.decoder_layers:
-                    fully_shard(layer, mesh=mesh)
+                    fully_shard(layer, mesh=mesh, reshard_after_forward=True)  # each is a root, which would stay whole
                 model.to(device)  # type: ignore[arg-type]  # all else: embedding, head, norm, buffers
             torch.distributed.barrier()
         return target

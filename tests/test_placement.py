@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,20 @@ import pytest
 import torch
 from runs import arguments, base_of, final_weights, make_config
 from safetensors.torch import load_file
+from torch import distributed
 from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.distributed.tensor import DTensor
 
 import draftsmith.recipes
 from draftsmith.data import features
 from draftsmith.data.samples import PREPARED, SAMPLES, Sample, Span, sample_line
 from draftsmith.models import Target
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.train import train
+from draftsmith.train.features import free_memory
 from draftsmith.train.tracking import read_metrics
+from draftsmith.train.vocabulary import read_vocabulary
 
 TESTS = Path(__file__).parent
 LAUNCH = Path(draftsmith.recipes.__file__).parent / "launch"
@@ -69,7 +75,7 @@ def start(
     program = [str(TESTS / "as_gpus.py")] if script else ["-m", "draftsmith.train"]
     settings = [key for key in arguments(base, run, run=RUN) if not key.startswith("run.device")]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / f"{config}.yaml")]
-    command += [*options, *program, "eagle3", *settings, "drafter.draft_vocab_size=null"]
+    command += [*options, *program, "eagle3", "drafter.draft_vocab_size=null", *settings]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", **environment}
     return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -155,6 +161,17 @@ def test_a_target_in_pieces_stores_what_a_whole_one_does(
         torch.testing.assert_close(found, wanted)
 
 
+def test_a_target_in_pieces_measures_a_draft_vocabulary(base: dict[str, Any], tmp_path: Path) -> None:
+    """One process writes down what both compute."""
+    changes = {"drafter.draft_vocab_size": 200, "run.target_placement": "sharded", "run.steps": 1}
+    code, _, errors = launch("fsdp2", {**base, **changes}, tmp_path / "run", "--num_processes", "2")
+    assert code == 0, errors[-3000:]
+    found = read_vocabulary(tmp_path / "run")
+    assert found is not None
+    (inside,) = found["domains"].values()
+    assert 0 < inside["greedy"] < 1
+
+
 def test_means_of_means_are_found(base: dict[str, Any], tmp_path: Path) -> None:
     """Each process dividing by its own tokens is the bug that the trajectory is there for."""
     code, _, errors = launch("fsdp2", base, tmp_path / "run", "--num_processes", "2", PER_RANK_MEAN="1")
@@ -182,6 +199,22 @@ def test_what_cannot_fit_is_refused(base: dict[str, Any], tmp_path: Path, monkey
     monkeypatch.setattr("draftsmith.train.placement.psutil.virtual_memory", memory)
     with pytest.raises(UserError, match=r"do not fit .* of 100 kB that are free\): data.features=stored"):
         train(make_config("eagle3", base, tmp_path, run=RUN))
+
+
+def test_a_target_in_pieces_stays_in_pieces(tiny_target_dir: Path) -> None:
+    """Each layer is put together for its own computation alone, and nothing holds it when the target is let go."""
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    try:
+        target = Target.sharded_from_pretrained(tiny_target_dir, "cpu", torch.float32)
+        target.features(Batch(torch.ones(1, 5, dtype=torch.int64), torch.ones(1, 5, dtype=torch.bool)))
+        weights = [weight for layer in target.decoder_layers for weight in layer.parameters()]
+        assert all(isinstance(weight, DTensor) for weight in weights)
+        layer = weakref.ref(target.decoder_layers[0])
+        del target, weights
+        free_memory()
+        assert layer() is None
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_layers_that_cannot_be_stored_from_are_refused(

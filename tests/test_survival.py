@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from draftsmith.train import train
 from draftsmith.train.checkpoint import WEIGHTS, checkpoint_name, checkpoints, damage, resumable, rotate
 from draftsmith.train.faults import in_one_line
 from draftsmith.train.prefetch import prefetched
+from draftsmith.train.run_folder import require_writable
 from draftsmith.train.signals import Stopped
 from draftsmith.train.stages import Stages, watched
 from draftsmith.train.tracking import read_metrics
@@ -56,6 +58,13 @@ def assert_same_end(run: Path, whole: Path) -> None:
 
 
 # --- several processes
+
+
+def test_processes_look_at_a_folder_at_once(tmp_path: Path) -> None:
+    """All of a run's processes check its folder when they start."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(require_writable, [tmp_path] * 2000))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,7 @@ from draftsmith.train.setup import Setup, set_up, show_data
 from draftsmith.train.signals import Stopped, StopRequest
 from draftsmith.train.stages import Stages, watched
 from draftsmith.train.tracking import Tracker
+from draftsmith.train.vocabulary import vocabulary_content, write_vocabulary
 
 
 def train(config: TrainConfig) -> Path:
@@ -74,8 +75,11 @@ class Run:
         self.accelerator, self.drafter, self.plan = setup.accelerator, setup.drafter, setup.plan
         self.source = feature_source(config, setup.store, self.drafter, setup.target, self.accelerator)
         on_main = self.accelerator.is_main_process
+        vocabulary = vocabulary_content(self.drafter, self.plan, self.source, setup.target)
         if on_main:
-            show_data(setup, run, self.source)
+            show_data(setup, vocabulary)
+            if vocabulary:
+                write_vocabulary(run, vocabulary)
         self.model, self.optimizer = self.accelerator.prepare(self.drafter, adamw(self.drafter, config.optimizer))
         gather_as_one(self.accelerator, self.drafter)
         hook_state(self.accelerator)

@@ -98,6 +98,6 @@ def require_writable(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another process may have been quicker
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from None

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import rich
 from accelerate import Accelerator
@@ -17,7 +18,7 @@ from draftsmith.data.checks import (
     notice_seen_prompts,
     shown_sample,
 )
-from draftsmith.data.features import FeatureSource, StoredFeatures
+from draftsmith.data.features import StoredFeatures
 from draftsmith.data.samples import Sample, read_samples
 from draftsmith.data.vocabulary import token_counts
 from draftsmith.inference.measure import PromptSet
@@ -30,7 +31,7 @@ from draftsmith.train.features import load_target, open_store
 from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.placement import check_placement, make_accelerator, placement
 from draftsmith.train.start import starting_drafter
-from draftsmith.train.vocabulary import vocabulary_text, write_vocabulary
+from draftsmith.train.vocabulary import vocabulary_text
 
 
 @dataclass
@@ -90,12 +91,12 @@ def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num
     return plan
 
 
-def show_data(setup: Setup, run: Path, source: FeatureSource) -> None:
+def show_data(setup: Setup, vocabulary: dict[str, Any] | None) -> None:
     """Tell the user what is trained on: a sample with its mask, and what is odd about the data."""
     plan = setup.plan
     if plan.cut():
         rich.print(escape(plan.cut()))
-    if vocabulary := write_vocabulary(run, setup.drafter, plan, source, setup.target):
+    if vocabulary:
         rich.print(escape(vocabulary_text(vocabulary)))
     notice_padding(setup.target)
     if setup.prompts:

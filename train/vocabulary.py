@@ -14,22 +14,27 @@ from draftsmith.models.vocabulary import vocabulary_hash
 VOCABULARY = "vocabulary.json"
 
 
-def write_vocabulary(
-    run: Path, drafter: Drafter, plan: BatchPlan, source: FeatureSource, target: Target
+def vocabulary_content(
+    drafter: Drafter, plan: BatchPlan, source: FeatureSource, target: Target
 ) -> dict[str, Any] | None:
-    """Measure a reduced draft vocabulary and write vocabulary.json into the run's folder; None where it is whole."""
+    """Measure a reduced draft vocabulary, for vocabulary.json; None where it is whole.
+
+    All processes call this together, since a target in pieces computes when all do.
+    """
     ids = drafter.draft_to_target()
     if ids is None:
         return None
     domains = measure_vocabulary(ids, plan, source, target)
-    content = {
+    return {
         "size": len(ids),
         "target_size": target.vocab_size,
         "hash": vocabulary_hash(ids),
         "domains": {name: asdict(inside) for name, inside in domains.items()},
     }
+
+
+def write_vocabulary(run: Path, content: dict[str, Any]) -> None:
     (run / VOCABULARY).write_text(json.dumps(content, indent=2) + "\n")
-    return content
 
 
 def read_vocabulary(run: Path) -> dict[str, Any] | None:
