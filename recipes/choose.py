@@ -132,9 +132,16 @@ def choose(
     settings: MeasureSettings,
     batches: Sequence[int],
 ) -> tuple[Choice, Costs]:
-    """Acceptance at the longest draft length, rank accuracies for a tree, costs; and the best of them."""
+    """Acceptance at the longest draft length and by confidence, rank accuracies for a tree, costs; the best of them.
+
+    Raises `UserError` where no answer is longer than a token.
+    """
     longest = min(LONGEST, drafter.max_draft_length or LONGEST)
     decoded = decode(target, drafter, prompts, replace(settings, draft=longest))
+    if not decoded.stats.total.num_rounds:
+        raise UserError(
+            "--choose: every answer ends with its first token, which leaves nothing to fit: give other prompts"
+        )
     rates = decoded.stats.total.conditional_acceptance_rates
     requests = [Answered(len(ids), stats) for ids, stats in zip(prompts.token_ids, decoded.stats.requests, strict=True)]
     context = typical_context(prompts, settings.max_new_tokens)
