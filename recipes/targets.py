@@ -27,6 +27,7 @@ from draftsmith.train.config import DataConfig
 from draftsmith.train.estimates import H100, estimate, target_size
 
 SIZES = {"smoke": (2_000, 1), "usable": (70_000, 3), "production": (530_000, 3)}  # samples, epochs
+MICRO_BATCH = 8192  # tokens: what a device computes at a time, in gigabytes still, not tens of them
 TOKENS_PER_SAMPLE = 800  # of a conversation of the ShareGPT kind, prompt and answer
 
 
@@ -122,6 +123,7 @@ def eagle3_for(target: str, size: str) -> TrainConfig:
         intermediate_size=4 * public.config.hidden_size if sparse else None,
     )
     config = TrainConfig(public.name, drafter, DataConfig(""))
+    config.data.tokens_per_micro_batch = MICRO_BATCH
     config.optimizer.learning_rate = 1e-4
     config.run.steps = num_samples * epochs // config.data.batch_size
     config.run.checkpoint_every = max(1, config.run.steps // 10)

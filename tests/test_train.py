@@ -345,7 +345,7 @@ def test_what_a_logged_step_says(base: dict[str, Any], prompts: Path, tmp_path: 
 def test_model_flop_utilisation_counts_products_of_matrices(
     base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two operations a weight and token of target and teachers, six of what is trained, of the device's peak."""
+    """Two operations a weight and token of the target, six of what is trained, of the device's peak."""
     monkeypatch.setattr("draftsmith.train.meter.peak_of", lambda device: 1e12)
     epoch = {"steps": 3, "log_every": 3}
     (line,) = read_metrics(train(make_config("medusa", base, tmp_path, run=epoch)))
@@ -356,5 +356,5 @@ def test_model_flop_utilisation_counts_products_of_matrices(
     samples = read_samples(Path(base["data.samples"]))
     read = sum(len(sample.token_ids) for sample in samples)
     trained = sum(int(loss_mask(sample)[1:].sum()) for sample in samples)
-    operations = (2 * (layers + 4 * head) + 6 * 4 * (blocks + head)) * read / trained  # a trained token
+    operations = (2 * (layers + head) + 6 * 4 * (blocks + head)) * read / trained  # a trained token
     assert line["model_flop_utilisation"] == pytest.approx(operations * line["tokens_per_second"] / 1e12, rel=1e-3)

@@ -1,23 +1,26 @@
 """What a training run will take, from shapes alone: floating-point operations, hours, memory.
 
 The formulae count matrix products (2 operations a weight and token forward, 4 backward) and leave out attention scores,
-which are small below some 10,000 tokens. What share of a device's peak a run reaches is measured elsewhere; here it is
-an assumption that stands in the open.
+which are small below some 10,000 tokens. tests/test_scale.py holds them against what a step of each family takes. What
+share of a device's peak a run reaches is measured elsewhere; here it is an assumption that stands in the open.
 """
 
 import copy
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.loading import drop_layers
 from draftsmith.models.losses import CHUNK_ELEMENTS
+from draftsmith.models.p_eagle import PEagleConfig
 from draftsmith.models.target import Whole
 from draftsmith.train.config import TrainConfig
 
 TRAINED_BYTES = 4 + 4 + 8  # fp32 weight, gradient and AdamW's two moments
+VALUES_KEPT = 8  # times the widths of a layer: what its passes leave for their gradients, and these; as measured
 LOGIT_COPIES = 6  # of a chunk of logits that exist at once: two sides, their logarithms, gradients
 UTILISATION = 0.35  # share of the device's dense bf16 peak that matrix products reach, all in all
 
@@ -132,15 +135,15 @@ def estimate(
     size = target_size(target_config)
     drafter = drafter or meta_drafter(config, target_config)
     trained = num_trained(drafter)
-    passes = getattr(config.drafter, "unroll_steps", 1)
     tokens = config.run.steps * config.data.batch_size * tokens_per_sample
 
     text = target_config.get_text_config()
     width, inner = text.hidden_size, int(getattr(text, "intermediate_size", 4 * text.hidden_size))
-    kept = (len(drafter.layer_ids) + 1) * width + passes * (12 * width + 4 * inner)  # values a token, of 2 bytes
+    states = (len(drafter.layer_ids) + 1) * width
+    kept = states + passes(config) * VALUES_KEPT * (3 * width + inner)  # values a token, of 2 bytes
     logits = LOGIT_COPIES * CHUNK_ELEMENTS * 4
     return Estimate(
-        operations=tokens * operations_per_token(config, size, trained),
+        operations=tokens * operations_per_token(config, size, num_multiplied(drafter)),
         target_bytes=2 * size.total,
         drafter_bytes=TRAINED_BYTES * trained,
         working_bytes=2 * kept * config.data.tokens_per_micro_batch + logits,
@@ -156,13 +159,29 @@ def num_trained(drafter: Drafter) -> int:
     return sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
 
 
-def operations_per_token(config: TrainConfig, size: TargetSize, trained: int) -> float:
-    """Of target and drafter together, `trained` being the drafter's trained parameters; stored features need no layers.
+def num_multiplied(drafter: Drafter) -> int:
+    """Trained parameters less those that are only looked up: embeddings that no head shares."""
+    matrices = {id(module.weight) for module in drafter.modules() if isinstance(module, nn.Linear)}
+    tables = {id(module.weight): module.weight for module in drafter.modules() if isinstance(module, nn.Embedding)}
+    looked_up = (weight.numel() for key, weight in tables.items() if weight.requires_grad and key not in matrices)
+    return num_trained(drafter) - sum(looked_up)
 
-    A token passes once through the target's layers; through what the drafter trains once, or as often as the recurrence
-    is unrolled; through the target's head once, or once for each head that is taught by itself.
+
+def operations_per_token(config: TrainConfig, size: TargetSize, multiplied: int) -> float:
+    """Of target and drafter together, `multiplied` being `num_multiplied`; stored features need no layers.
+
+    A token passes once through the target's layers and head, whose distribution teaches all depths, and `passes` times
+    through what the drafter trains. EAGLE-1 makes its own logits with the target's head, too: 2 operations a weight
+    forward and 2 backward, which stays frozen.
     """
-    passes = getattr(config.drafter, "unroll_steps", 1)
-    teachers = getattr(config.drafter, "num_heads", 1)  # EAGLE's depths share theirs
     layers = size.active_layers if config.data.features == "online" else 0
-    return 2 * layers + 2 * teachers * size.head + 6 * passes * trained
+    own_logits = 4 * size.head * passes(config) if config.drafter.kind == "eagle" else 0
+    return 2 * layers + 2 * size.head + own_logits + 6 * passes(config) * multiplied
+
+
+def passes(config: TrainConfig) -> float:
+    """How often a token goes through the drafter: as often as it is unrolled, or with its mask slots (P-EAGLE)."""
+    drafter = config.drafter
+    if isinstance(drafter, PEagleConfig):
+        return sum(max(drafter.keep_ratio**depth, drafter.keep_least) for depth in range(drafter.num_depths))
+    return getattr(drafter, "unroll_steps", 1)
