@@ -10,7 +10,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from draftsmith.recipes.curves import batch_curve, settings_but
 from draftsmith.recipes.panel import predicted_points
-from draftsmith.recipes.results import DRAFT, Contender, Measured, Result, Run
+from draftsmith.recipes.results import DRAFT, Contender, Measured, Result, Run, tokens_a_round
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: told apart by all eyes
 BASELINE_COLOUR = "#858C98"  # drafters without training are grey and dashed
@@ -91,7 +91,7 @@ def round_time(figure: Figure, measured: Measured) -> None:
             name = phase if place == 0 else None
             axes.barh(place, width, 0.62, left, color=colour, label=name)
             left += width
-        remark = f"{result['mean_acceptance_length']:.2f} tokens for {left / plain_step:.2f} steps"
+        remark = f"{tokens_a_round(result):.2f} tokens for {left / plain_step:.2f} steps"
         axes.annotate(remark, (left, place), (6, 0), textcoords="offset points", va="center", fontsize=8)
     axes.barh(len(drawn), plain_step, 0.62, color=INK, label="plain step (median)")
     axes.axvline(plain_step, color=INK, linestyle="--", linewidth=1)

@@ -119,6 +119,11 @@ def is_sound(row: Result) -> bool:
     return row["lossless"]["divergences"] == 0 and row["verification_mode"] not in LOSSY
 
 
+def tokens_a_round(row: Result) -> float:
+    """Of all rounds, those without a draft among them, which the acceptance length leaves out."""
+    return 1 + row["num_accepted_tokens"] / row["num_rounds"]
+
+
 def same_but(row: Result, other: Result, *free: str) -> bool:
     """Whether two rows share their setting, but for the fields in `free`."""
     return all(row[name] == other[name] for name in SETTING if name not in free)

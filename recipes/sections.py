@@ -16,7 +16,7 @@ from draftsmith.recipes.findings import (
     planned,
 )
 from draftsmith.recipes.panel import Profile, prediction_table
-from draftsmith.recipes.results import DRAFT, Contender, Measured, Result
+from draftsmith.recipes.results import DRAFT, Contender, Measured, Result, tokens_a_round
 from draftsmith.recipes.summary import (
     SummaryRow,
     by_setting,
@@ -139,7 +139,7 @@ def speed(measured: Measured) -> Section:
             **{f"{phase} ms": f"{milliseconds:.2f}" for phase, milliseconds in row["milliseconds_per_round"].items()},
             "round ms": f"{sum(row['milliseconds_per_round'].values()):.2f}",
             "plain step ms": f"{row['baseline_tpot_ms']['p50']:.2f}",
-            "tokens a round": f"{row['mean_acceptance_length']:.2f}",
+            "tokens a round": f"{tokens_a_round(row):.2f}",
             "step cost ratio": f"{row['step_cost_ratio']:.2f}",
             **bandwidth_cells(row),
         }

@@ -302,4 +302,6 @@ def test_rounds_without_a_draft_are_told_of(drafts: int, tmp_path: Path) -> None
     write_results(tmp_path / "evaluation.json", [row], "ngram", "ngram")
     page = build_report(tmp_path).read_text()
     assert ("ngram drafted in 25 % of its rounds" in page) == (drafts < 1000)
+    speed = page[page.index("A round, phase by phase") :]
+    assert f"{1 + row['num_accepted_tokens'] / 1000:.2f}" in speed[: speed.index("</table>")]
     assert "none drafted in" not in page
