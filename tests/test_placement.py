@@ -93,7 +93,7 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {  # launcher config -> how th
     "ddp": ("2 x cpu, DDP", ("--num_processes", "2")),
     "fsdp2": ("2 x cpu, FSDP2, target sharded", ("--num_processes", "2")),
     "zero2": ("2 x cpu, ZeRO-2", ("--num_processes", "2")),
-    "zero3": ("2 x cpu, ZeRO-3", ("--num_processes", "2")),
+    "zero3": ("2 x cpu, ZeRO-3, target sharded", ("--num_processes", "2")),
     "zero3_offload": ("2 x cpu, ZeRO-3", ("--num_processes", "2")),
 }
 OF_GPUS = ("fsdp2", "zero2", "zero3", "zero3_offload")  # on a CPU only with as_gpus.py
