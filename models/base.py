@@ -159,6 +159,7 @@ class Drafter(nn.Module):
     reads_predictions: ClassVar[bool] = False  # what the target said of every node of its last draft
     max_draft_length: int | None = None  # nodes on a path
     reads_text_alone: ClassVar[bool] = False  # `read` needs no features, so that what was not read can be later
+    drafts_by_target_head: ClassVar[bool] = False  # it has no head of its own, not even a copy
     progress: float = 0.0  # share of training that is done, kept by the training loop
 
     config: Any
@@ -169,6 +170,11 @@ class Drafter(nn.Module):
     @abstractmethod
     def from_target(cls, config: Any, target: Target) -> "Drafter":
         """A new drafter for the target, with starting weights."""
+
+    @property
+    def passes(self) -> float:
+        """How often a token of a text goes through what is trained, on average, in a pass of training."""
+        return 1.0
 
     def own_shape(self, draft_length: int) -> Shape:
         """The shape of its drafts where chains of this length are asked for."""

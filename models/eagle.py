@@ -48,6 +48,7 @@ class Eagle(Drafter):
     kind = "eagle"
     config_class = EagleConfig
     can_branch = True
+    drafts_by_target_head = True
 
     def __init__(self, config: EagleConfig, layer_config: LlamaConfig, target: Target) -> None:
         super().__init__()
@@ -73,6 +74,10 @@ class Eagle(Drafter):
                 nn.init.normal_(module.weight, std=0.02)
         drafter.fc.weight.data[:, target.hidden_size :] += torch.eye(target.hidden_size)
         return drafter
+
+    @property
+    def passes(self) -> float:
+        return self.config.unroll_steps
 
     # --- training
 

@@ -153,6 +153,10 @@ class Eagle3(Drafter):
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
+    @property
+    def passes(self) -> float:
+        return self.config.unroll_steps
+
     # --- training
 
     def loss(self, batch: Batch, features: Features) -> LossSums:

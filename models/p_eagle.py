@@ -126,6 +126,15 @@ class PEagle(Drafter):
         token = torch.full((rows, count), self.config.mask_token_id, device=hidden.device)
         return hidden, self.target.embedding(token)
 
+    @property
+    def passes(self) -> float:
+        """A slot of the text, and the mask slots that are kept of it."""
+        return sum(self.share_kept(depth) for depth in range(self.config.num_depths))
+
+    def share_kept(self, depth: int) -> float:
+        """Of the slots that could be trained at a depth."""
+        return max(self.config.keep_ratio**depth, self.config.keep_least)
+
     # --- training
 
     def loss(self, batch: Batch, features: Features) -> LossSums:
@@ -151,7 +160,7 @@ class PEagle(Drafter):
         chance = torch.rand(loss_mask.shape, device=loss_mask.device)
         counted, kept, shares = shift_left(loss_mask, 1), [], []
         for depth in range(self.config.num_depths):
-            share = max(self.config.keep_ratio**depth, self.config.keep_least) if self.training and depth else 1.0
+            share = self.share_kept(depth) if self.training else 1.0
             counted = counted & shift_left(loss_mask, 2 + depth) & (chance < share)
             kept.append(counted)
             shares.append(share)

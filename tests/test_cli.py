@@ -20,8 +20,8 @@ from draftsmith.recipes.recipes import RECIPES
 from draftsmith.recipes.targets import TARGET_RECIPES
 
 ACCEPTANCE = """
-    num_drafts num_draft_tokens num_accepted_tokens num_emitted_tokens mean_acceptance_length draft_acceptance_rate
-    per_position_acceptance_rates conditional_acceptance_rates acceptance_histogram
+    num_rounds num_drafts num_draft_tokens num_accepted_tokens num_emitted_tokens mean_acceptance_length
+    draft_acceptance_rate per_position_acceptance_rates conditional_acceptance_rates acceptance_histogram
 """
 
 

@@ -132,7 +132,14 @@ def test_pooled_counters_are_those_of_all_prompts(tiny_target: Target) -> None:
     rows = [measure(tiny_target, drafters, subset(prompts, share), settings)["ngram"] for share in shares]
     pooled = pool(rows, shares)
     assert whole["num_accepted_tokens"] > 0
-    for name in ("num_prompts", "acceptance_histogram", "mean_acceptance_length", "num_emitted_tokens", "lossless"):
+    for name in (
+        "num_prompts",
+        "num_rounds",
+        "acceptance_histogram",
+        "mean_acceptance_length",
+        "num_emitted_tokens",
+        "lossless",
+    ):
         assert pooled[name] == whole[name], name
     for name in ("speedup", "speedup_ci95", "tokens_per_second", "step_cost_ratio"):
         assert pooled[name] == rows[0][name], name
@@ -142,6 +149,7 @@ def test_pooled_counters_are_those_of_all_prompts(tiny_target: Target) -> None:
 def test_differences_name_their_prompt_of_the_whole_set() -> None:
     lossless = {"checked": 2, "identical": 1, "near_tie_divergences": 0, "divergences": 1}
     counted = {"num_drafts": 1, "num_draft_tokens": 1, "num_accepted_tokens": 1, "num_emitted_tokens": 2}
+    counted["num_rounds"] = 1
     row = {"num_prompts": 2, "draft_length": 1, "acceptance_histogram": [0, 1], **counted}
     rows = [{**row, "lossless": {**lossless, "first_differences": [{"request": 1, "position": 5}]}} for _ in range(2)]
     pooled = pool(rows, [[0, 1], [2, 7]])["lossless"]

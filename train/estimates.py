@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.loading import drop_layers
 from draftsmith.models.losses import CHUNK_ELEMENTS
-from draftsmith.models.p_eagle import PEagleConfig
 from draftsmith.models.target import Whole
 from draftsmith.train.config import TrainConfig
 
@@ -140,10 +139,10 @@ def estimate(
     text = target_config.get_text_config()
     width, inner = text.hidden_size, int(getattr(text, "intermediate_size", 4 * text.hidden_size))
     states = (len(drafter.layer_ids) + 1) * width
-    kept = states + passes(config) * VALUES_KEPT * (3 * width + inner)  # values a token, of 2 bytes
+    kept = states + drafter.passes * VALUES_KEPT * (3 * width + inner)  # values a token, of 2 bytes
     logits = LOGIT_COPIES * CHUNK_ELEMENTS * 4
     return Estimate(
-        operations=tokens * operations_per_token(config, size, num_multiplied(drafter)),
+        operations=tokens * operations_per_token(config, size, drafter),
         target_bytes=2 * size.total,
         drafter_bytes=TRAINED_BYTES * trained,
         working_bytes=2 * kept * config.data.tokens_per_micro_batch + logits,
@@ -167,21 +166,13 @@ def num_multiplied(drafter: Drafter) -> int:
     return num_trained(drafter) - sum(looked_up)
 
 
-def operations_per_token(config: TrainConfig, size: TargetSize, multiplied: int) -> float:
-    """Of target and drafter together, `multiplied` being `num_multiplied`; stored features need no layers.
+def operations_per_token(config: TrainConfig, size: TargetSize, drafter: Drafter) -> float:
+    """Of target and drafter together; stored features need no layers.
 
     A token passes once through the target's layers and head, whose distribution teaches all depths, and `passes` times
-    through what the drafter trains. EAGLE-1 makes its own logits with the target's head, too: 2 operations a weight
-    forward and 2 backward, which stays frozen.
+    through what the drafter trains. Logits of a drafter by the target's own head take 2 operations a weight forward and
+    2 backward, for it stays frozen.
     """
     layers = size.active_layers if config.data.features == "online" else 0
-    own_logits = 4 * size.head * passes(config) if config.drafter.kind == "eagle" else 0
-    return 2 * layers + 2 * size.head + own_logits + 6 * passes(config) * multiplied
-
-
-def passes(config: TrainConfig) -> float:
-    """How often a token goes through the drafter: as often as it is unrolled, or with its mask slots (P-EAGLE)."""
-    drafter = config.drafter
-    if isinstance(drafter, PEagleConfig):
-        return sum(max(drafter.keep_ratio**depth, drafter.keep_least) for depth in range(drafter.num_depths))
-    return getattr(drafter, "unroll_steps", 1)
+    own_logits = 4 * size.head * drafter.passes if drafter.drafts_by_target_head else 0
+    return 2 * layers + 2 * size.head + own_logits + 6 * drafter.passes * num_multiplied(drafter)

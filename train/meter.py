@@ -11,7 +11,7 @@ from torch import Tensor
 from draftsmith.models import Drafter
 from draftsmith.models.losses import LossSums
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.estimates import num_multiplied, operations_per_token, peak_of, target_size
+from draftsmith.train.estimates import operations_per_token, peak_of, target_size
 from draftsmith.train.stages import STAGES, Stages
 
 OUTSIDE_STEPS = ("checkpoint", "evaluation")  # speed is that of the steps
@@ -28,7 +28,7 @@ class Meter:
         self._operations = 0.0  # a token
         if self._peak:
             size = target_size(drafter.target.text_config)
-            self._operations = operations_per_token(config, size, num_multiplied(drafter))
+            self._operations = operations_per_token(config, size, drafter)
 
     def add(self, batch_sums: list[LossSums], tokens_read: int) -> None:
         """A step: its sums, and how many tokens this rank's batches hold."""

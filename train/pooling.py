@@ -58,5 +58,6 @@ def counters(row: Row) -> Stats:
         row["num_draft_tokens"],
         row["num_accepted_tokens"],
         row["num_emitted_tokens"],
+        row["num_rounds"],
         acceptance_histogram=row["acceptance_histogram"],
     )
