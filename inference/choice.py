@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from draftsmith.inference.costs import Costs
-from draftsmith.inference.given_text import GivenRows, follow
+from draftsmith.inference.given_text import follow_answers
 from draftsmith.inference.schedule import Schedule
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError
@@ -105,19 +105,12 @@ def rank_accuracies(
     comb = StaticTree(tuple((0,) * level + (rank,) for level in range(depth) for rank in range(most)))
     ranks = torch.zeros(depth, most, dtype=torch.float64)
     counts = torch.zeros(depth, dtype=torch.float64)
-    for start in range(0, len(texts), batch_size):
-        batch = texts[start : start + batch_size]
-        whole = [prompt + answer for prompt, answer in batch]
-        num_rounds = max(len(answer) for _, answer in batch) - 1
-        if num_rounds < 1:
-            continue
-        rows = GivenRows(target, drafter, comb, whole, num_rounds)
-        generation = follow(rows, [prompt for prompt, _ in batch])
-        for round_number in range(num_rounds):
-            generation.step()
-            drafted = rows.drafted.view(len(batch), depth, most).tolist()
-            for (prompt, _), text, row in zip(batch, whole, drafted, strict=True):
-                _count_ranks(row, text[len(prompt) + 1 + round_number :], ranks, counts)
+    for followed in follow_answers(target, drafter, comb, texts, batch_size):
+        for round_number in range(followed.num_rounds):
+            followed.generation.step()
+            drafted = followed.rows.drafted.view(len(followed.texts), depth, most).tolist()
+            for (_, answer), row in zip(followed.texts, drafted, strict=True):
+                _count_ranks(row, answer[1 + round_number :], ranks, counts)
     return [falling(row) for row in (ranks / counts.clamp(min=1)[:, None]).tolist()]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from draftsmith.inference.costs import GOAL, Costs
-from draftsmith.inference.given_text import GivenRows, follow
+from draftsmith.inference.given_text import follow_answers
 from draftsmith.inference.schedule import Confident
 from draftsmith.models import Drafter, Target
 from draftsmith.models.trees import Chain
@@ -59,21 +59,15 @@ def draft_everywhere(
 ) -> list[Drafts]:
     """Chains at every token of the answers; texts: prompts and what the target answered in greedy decoding."""
     found = []
-    for start in range(0, len(texts), batch_size):
-        batch = texts[start : start + batch_size]
-        whole = [prompt + answer for prompt, answer in batch]
-        num_rounds = max(len(answer) for _, answer in batch) - 1
-        if num_rounds < 1:
-            continue
-        rows = GivenRows(target, drafter, Chain(longest), whole, num_rounds)
-        rows.state.confidence = torch.zeros(len(batch), longest, device=target.device)
-        generation = follow(rows, [prompt for prompt, _ in batch])
+    for followed in follow_answers(target, drafter, Chain(longest), texts, batch_size):
+        state = followed.rows.state
+        state.confidence = torch.zeros(len(followed.texts), longest, device=target.device)
         drafted, confidence = [], []
-        for _ in range(num_rounds):
-            generation.step()
-            drafted.append(rows.drafted.cpu().numpy())
-            confidence.append(rows.state.confidence.cpu().numpy().copy())
-        for row, (_, answer) in enumerate(batch):
+        for _ in range(followed.num_rounds):
+            followed.generation.step()
+            drafted.append(followed.rows.drafted.cpu().numpy())
+            confidence.append(state.confidence.cpu().numpy().copy())
+        for row, (_, answer) in enumerate(followed.texts):
             places = len(answer) - 1
             own = np.array([of_round[row] for of_round in drafted[:places]]).reshape(places, longest)
             following = np.pad(answer, (0, longest), constant_values=-1)

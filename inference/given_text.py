@@ -4,6 +4,9 @@ Every round runs the decoder's own kernels on its own state, at a known length o
 (costs.py), and what shows which drafts would have been right (choice.py).
 """
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -69,3 +72,26 @@ def follow(rows: GivenRows, prompts: list[list[int]]) -> Generation:
     generation = Generation(rows, prompts, list(range(len(prompts))))
     generation.step()
     return generation
+
+
+@dataclass
+class Followed:
+    """Some texts, prompts and answers, being followed; the longest answer has `num_rounds` places."""
+
+    texts: Sequence[tuple[list[int], list[int]]]
+    rows: GivenRows
+    generation: Generation
+    num_rounds: int
+
+
+def follow_answers(
+    target: Target, drafter: Drafter, shape: Shape, texts: Sequence[tuple[list[int], list[int]]], batch_size: int = 8
+) -> Iterator[Followed]:
+    """Begin to follow prompts with their answers, a batch at a time; one in which no answer goes on is left out."""
+    for start in range(0, len(texts), batch_size):
+        batch = texts[start : start + batch_size]
+        num_rounds = max(len(answer) for _, answer in batch) - 1
+        if num_rounds < 1:
+            continue
+        rows = GivenRows(target, drafter, shape, [prompt + answer for prompt, answer in batch], num_rounds)
+        yield Followed(batch, rows, follow(rows, [prompt for prompt, _ in batch]), num_rounds)
