@@ -65,7 +65,7 @@ def save_drafter(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.f
     directory.mkdir(parents=True, exist_ok=True)
     save_file(checkpoint.tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(checkpoint.config, indent=2) + "\n")
-    if drafter.changes_target():
+    if drafter.config.changes_target:
         drafter.write_changed_target(directory / CHANGED_TARGET)
 
 

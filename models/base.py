@@ -143,6 +143,11 @@ class DrafterConfig:
     kind: str
     of_checkpoint: ClassVar[tuple[str, ...]] = ()  # fields that a checkpoint's tensors decide; the rest is of training
 
+    @property
+    def changes_target(self) -> bool:
+        """Whether the target is trained along, so that a checkpoint holds a target of its own in `target/`."""
+        return False
+
 
 class Drafter(nn.Module):
     """Proposes tokens for one target. Subclasses say what they need of the target as class or instance data.
@@ -272,12 +277,8 @@ class Drafter(nn.Module):
         """The inverse of the two above."""
         raise TypeError(f"{cls.kind} has no checkpoint")
 
-    def changes_target(self) -> bool:
-        """Whether the target is trained along, so that a checkpoint holds a target of its own in `target/`."""
-        return False
-
     def write_changed_target(self, directory: Path) -> None:
-        """That target, as an ordinary Hugging Face directory."""
+        """The target that was trained along, as an ordinary Hugging Face directory."""
         raise TypeError(f"{self.kind} does not change the target")
 
     def trainable(self) -> bool:

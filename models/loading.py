@@ -8,6 +8,7 @@ import contextlib
 import copy
 import json
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -33,6 +34,8 @@ from draftsmith.models.slots import ATTENTION
 
 OF_LAYERS = "per_layer"  # in names of Gemma 4's second embedding, for its layers alone and larger than the first
 
+DeviceMap = dict[str, torch.device]  # of modules by their names
+
 
 def read_config(name: str | Path) -> PretrainedConfig:
     try:
@@ -48,15 +51,18 @@ def read_config(name: str | Path) -> PretrainedConfig:
 def load_model(
     name: str | Path,
     config: PretrainedConfig,
-    device: torch.device,
+    device: torch.device | DeviceMap,
     dtype: torch.dtype,
     tensors: dict[str, Tensor] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """All weights of a model of this config (transformers would make up missing ones), and the tokenizer.
 
-    `tensors`: the weights by their names on disk, where they have been read already.
+    `device`: one, or by a map several, between which accelerate then moves what modules are called with. `tensors`: the
+    weights by their names on disk, where they have been read already.
     """
     how: Any = {"dtype": dtype, "attn_implementation": ATTENTION, "output_loading_info": True}
+    if isinstance(device, dict):
+        how["device_map"] = device
     loaded: Any
     try:
         if tensors is None:
@@ -77,7 +83,8 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
-    model.to(device)  # type: ignore[arg-type]  # wrapped by transformers without its types
+    if isinstance(device, torch.device):
+        model.to(device)  # type: ignore[arg-type]  # wrapped by transformers without its types
     return model.eval().requires_grad_(False), tokenizer
 
 
@@ -93,6 +100,16 @@ def load_first_layers(
     drop_layers(shortened.get_text_config(), kept=list(range(num_layers)))
     tensors = read_tensors(name, lambda key: _layer_of(key) < num_layers and OF_LAYERS not in key)
     return load_model(name, shortened, device, dtype, tensors)
+
+
+def device_map(model: PreTrainedModel, decoder_layers: nn.ModuleList, devices: list[torch.device]) -> DeviceMap:
+    """Layers in turn on the devices, as many on each, all else on the first; `model` needs no weights."""
+    path = next(name for name, module in model.named_modules() if module is decoder_layers)
+    holders = ["", *accumulate(path.split("."), "{}.{}".format)]  # from the model to the layers' list
+    beside = [name for name, _ in model.named_modules() if name.rpartition(".")[0] in holders[:-1]]
+    places = {name: devices[0] for name in beside if name not in holders}
+    count = len(decoder_layers)
+    return places | {f"{path}.{layer}": devices[layer * len(devices) // count] for layer in range(count)}
 
 
 def read_generation_config(model: PreTrainedModel, name: str | Path) -> None:

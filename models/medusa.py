@@ -47,6 +47,10 @@ class MedusaConfig(ReducedVocabulary):
     adapter_alpha: float = 16.0  # of low_rank
     distillation_weight: float = 5.0  # of what keeps a changed target near the original one
 
+    @property
+    def changes_target(self) -> bool:
+        return self.adapt_target != "no"
+
 
 MC_SIM_7B_63 = StaticTree(
     (
@@ -93,7 +97,7 @@ class Medusa(Drafter):
         self.lm_heads = nn.ModuleList([nn.Linear(width, vocab, bias=False) for _ in range(num_matrices)])
         self.lm_heads.requires_grad_(config.output != "target")
         self.register_buffer("token_map", torch.arange(vocab) if vocab < target.vocab_size else None)
-        if self.changes_target():
+        if self.config.changes_target:
             rank = config.adapter_rank if config.adapt_target == "low_rank" else 0
             self.corrections = Corrections(target.decoder_layers, rank, config.adapter_alpha)
 
@@ -133,10 +137,10 @@ class Medusa(Drafter):
         Where the target is trained along (Medusa-2, section 2.2.2) the heads read what it computes now, and it is kept
         near what it was by its divergence from itself: the self-distillation of section 2.3.2.
         """
-        read = self._changed_hidden(batch) if self.changes_target() else features.last_hidden
+        read = self._changed_hidden(batch) if self.config.changes_target else features.last_hidden
         slots = ChainLoss(batch.loss_mask)
         sums = self.compare(slots, list(self.heads_on(slots, read, self.config.num_heads)), features).sums()
-        if self.changes_target():
+        if self.config.changes_target:
             counted = shift_left(batch.loss_mask, 1)
             now, before = read[counted], features.last_hidden[counted]
             kept = divergence_over_rows(now, self.target.logits, before, self.target.logits, "forward_kl")
@@ -194,9 +198,6 @@ class Medusa(Drafter):
 
     def engine_tensors(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("corrections.")}
-
-    def changes_target(self) -> bool:
-        return self.config.adapt_target != "no"
 
     def write_changed_target(self, directory: Path) -> None:
         """The target with what was trained into it, as an ordinary Hugging Face directory."""

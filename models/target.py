@@ -27,7 +27,7 @@ from transformers import (
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.fused import fuse
-from draftsmith.models.loading import load_first_layers, load_model, read_config, read_generation_config
+from draftsmith.models.loading import device_map, load_first_layers, load_model, read_config, read_generation_config
 from draftsmith.models.served import check_decodes_exactly, check_served_family
 from draftsmith.models.slots import SlotCache, Window, context_of, run_causal, run_on_slots
 
@@ -79,7 +79,7 @@ class Whole:
 
 
 class Target:
-    """A frozen decoder with its tokenizer, on one device.
+    """A frozen decoder with its tokenizer, on one device unless it is loaded otherwise.
 
     `run` decodes on a `SlotCache`, `features` reads whole rows for training; both take the layer ids whose hidden
     states are wanted (N means after N layers, Hugging Face's `hidden_states[N]`). One loaded by `ends_from_pretrained`
@@ -154,6 +154,23 @@ class Target:
                 model.to(device)  # type: ignore[arg-type]  # all else: embedding, head, norm, buffers
             torch.distributed.barrier()
         return target
+
+    @classmethod
+    def spread_from_pretrained(
+        cls, name: str | Path, devices: list[torch.device], dtype: torch.dtype | None = None
+    ) -> "Target":
+        """One whose layers lie in turn on several devices of this process, which is asked for `features` alone.
+
+        Embedding, norm and head are on the first, to which all features come. Defaults and errors as those of
+        `from_pretrained`.
+        """
+        config = read_config(name)
+        check_served_family(config, str(name))
+        with torch.device("meta"):
+            shape = AutoModelForCausalLM.from_config(config)
+        places = device_map(shape, _decoder_layers(shape), devices)
+        model, tokenizer = load_model(name, config, places, dtype or default_dtype(devices[0]))
+        return cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
 
     @classmethod
     def ends_from_pretrained(
@@ -259,14 +276,14 @@ class Target:
             return Features(*self.fused_decoder.run(token_ids, window, cache, layer_ids))
         with _Capture(self.decoder_layers, layer_ids) as capture:
             last_hidden = run_on_slots(self.model, token_ids, window, cache)
-        return Features(last_hidden, capture.side_by_side())
+        return Features(last_hidden, capture.side_by_side(last_hidden.device))
 
     @torch.no_grad()  # not inference_mode: the drafter's backward pass keeps the features
     def features(self, batch: Batch, layer_ids: tuple[int, ...] = ()) -> Features:
         """Read whole rows of text at once."""
         with _Capture(self.decoder_layers, layer_ids) as capture:
             last_hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask())
-        return Features(last_hidden, capture.side_by_side())
+        return Features(last_hidden, capture.side_by_side(last_hidden.device))
 
     @cached_property
     def final_norm(self) -> nn.Module:
@@ -333,9 +350,9 @@ class _Capture:
     def _keep(self, module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
         self._outputs.append(output if isinstance(output, Tensor) else output[0])
 
-    def side_by_side(self) -> Tensor | None:
+    def side_by_side(self, device: torch.device) -> Tensor | None:
         """[B, T, A * H] in ascending layer order, the order of execution; None where nothing was asked for."""
-        return torch.cat(self._outputs, -1) if self._outputs else None
+        return torch.cat([output.to(device) for output in self._outputs], -1) if self._outputs else None
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -11,6 +11,7 @@ from draftsmith.data.prepare import PrepareSettings, prepare
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import CHANGED_TARGET, Target, load_drafter, save_drafter
 from draftsmith.models.batch import Batch
+from draftsmith.models.errors import UserError
 from draftsmith.models.medusa import Medusa, MedusaConfig
 from draftsmith.models.slots import run_causal
 from draftsmith.recipes.recipes import RECIPES
@@ -102,3 +103,10 @@ def test_medusa_2_is_measured_on_the_changed_target(tiny_target: Target, tiny_ta
     assert (run / "best" / CHANGED_TARGET / "model.safetensors").is_file()
     evaluation = json.loads((run / "best" / "evaluation.json").read_text())
     assert evaluation["target"] == str(run / "checkpoints" / "step-000002" / CHANGED_TARGET)
+
+
+@pytest.mark.parametrize("setting", ["data.features=stored", "run.target_placement=sharded"])
+def test_a_target_that_is_trained_along_is_whole(setting: str) -> None:
+    settings = ["target=t", "data.samples=s", "run.dir=r", "drafter.adapt_target=full", setting]
+    with pytest.raises(UserError, match=f"{setting}: the target is trained along"):
+        resolve(RECIPES["medusa"](), None, settings)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from runs import arguments, base_of, final_weights, make_config
 from safetensors.torch import load_file
 from torch import distributed
@@ -29,8 +30,10 @@ from draftsmith.data.samples import PREPARED, SAMPLES, Sample, Span, sample_line
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
-from draftsmith.train import train
+from draftsmith.train import features as train_features
+from draftsmith.train import placement, train
 from draftsmith.train.features import free_memory
+from draftsmith.train.placement import check_placement
 from draftsmith.train.tracking import read_metrics
 from draftsmith.train.vocabulary import read_vocabulary
 
@@ -159,6 +162,44 @@ def test_a_target_in_pieces_stores_what_a_whole_one_does(
     for file in files:
         found, wanted = (load_file(tmp_path / name / file) for name in ("pieces", "whole"))
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_device_map_gives_the_trajectory(
+    stored: bool, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU in the place of both devices: moves between them are those of test_device_map.py."""
+    for module in (train_features, placement):
+        monkeypatch.setattr(module, "target_devices", lambda *_: [torch.device("cpu")] * 2)
+    store = {"features": "stored", "features_dtype": "float32", "features_dir": str(tmp_path / "store")}
+    data = store if stored else {}
+    run = train(make_config("eagle3", base, tmp_path / "run", data=data, run={**RUN, "target_placement": "device_map"}))
+    assert trajectory(run) == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "num_gpus", "changes", "reason"),
+    [
+        (1, 1, {}, "needs several GPUs, and this process has 1"),
+        (2, 2, {}, "needs one process .*, not DDP: start with recipes/launch/one_gpu.yaml"),
+        (1, 2, {"evaluation.prompts": "prompts.jsonl"}, "leaves no process a target to evaluate with"),
+    ],
+)
+def test_device_maps_are_refused(
+    num_processes: int,
+    num_gpus: int,
+    changes: dict[str, Any],
+    reason: str,
+    base: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(Accelerator, "num_processes", num_processes)
+    config = make_config("eagle3", {**base, **changes, "run.target_placement": "device_map"}, tmp_path)
+    with pytest.raises(UserError, match=f"run.target_placement=device_map {reason}"):
+        check_placement(config, accelerator)
 
 
 def test_a_target_in_pieces_measures_a_draft_vocabulary(base: dict[str, Any], tmp_path: Path) -> None:

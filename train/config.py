@@ -71,7 +71,8 @@ class RunConfig:
     log_every: int = 10  # steps
     seed: int = 0
     device: str | None = None  # None: the GPU if there is one
-    target_placement: Literal["replicated", "sharded"] = "replicated"  # its layers whole on each device, or in pieces
+    # The target's layers: whole on each device, in pieces on all, or in turn on the GPUs of one process.
+    target_placement: Literal["replicated", "sharded", "device_map"] = "replicated"
     wandb_project: str | None = None  # None: no wandb
     keep_checkpoints: int | None = None  # so many of the newest keep their weights, as does the best; None: all
     timeout: float = 1800.0  # seconds that a process waits for the others before it gives up
@@ -180,6 +181,13 @@ def check(config: TrainConfig) -> None:
         )
     if config.data.on_policy_rise and not config.data.on_policy_share:
         raise UserError("data.on_policy_rise has no effect without data.on_policy_share: set it, or leave both out")
+    if config.drafter.changes_target:
+        for key, setting, served in (
+            ("data.features", config.data.features, "online"),
+            ("run.target_placement", config.run.target_placement, "replicated"),
+        ):
+            if setting != served:
+                raise UserError(f"{key}={setting}: the target is trained along with this drafter; give {served}")
     if config.run.stuck_after >= config.run.timeout:
         raise UserError(
             f"run.stuck_after={config.run.stuck_after:g} s: a process would give up, after run.timeout="

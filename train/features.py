@@ -17,7 +17,7 @@ from draftsmith.data.served_features import ServedFeatures
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.placement import check_room_to_store
+from draftsmith.train.placement import check_room_to_store, target_devices
 
 
 def load_target(config: TrainConfig, device: torch.device) -> Target:
@@ -32,8 +32,13 @@ def load_target(config: TrainConfig, device: torch.device) -> Target:
 
 def load_whole(config: TrainConfig, device: torch.device) -> Target:
     """The target with its layers, placed as the config says. `UserError` if it did not write the samples."""
-    load = Target.from_pretrained if config.run.target_placement == "replicated" else Target.sharded_from_pretrained
-    target = load(config.target, device)
+    match config.run.target_placement:
+        case "replicated":
+            target = Target.from_pretrained(config.target, device)
+        case "sharded":
+            target = Target.sharded_from_pretrained(config.target, device)
+        case "device_map":
+            target = Target.spread_from_pretrained(config.target, target_devices(config, device))
     check_same_target(Path(config.data.samples), target)
     return target
 

@@ -12,6 +12,7 @@ from draftsmith.models import Drafter
 from draftsmith.models.losses import LossSums
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.estimates import operations_per_token, peak_of, target_size
+from draftsmith.train.placement import target_devices
 from draftsmith.train.stages import STAGES, Stages
 
 OUTSIDE_STEPS = ("checkpoint", "evaluation")  # speed is that of the steps
@@ -24,6 +25,7 @@ class Meter:
         self._accelerator, self._stages = accelerator, stages
         self._pairs: dict[str, list[Tensor]] = defaultdict(list)
         self._tokens_read = self._skipped = 0
+        self._devices = target_devices(config, accelerator.device)
         self._peak = peak_of(accelerator.device)  # operations a second
         self._operations = 0.0  # a token
         if self._peak:
@@ -64,7 +66,7 @@ class Meter:
         values["tokens_per_second"] = speed
         values["tokens_per_second_per_device"] = speed / self._accelerator.num_processes
         values["model_flop_utilisation"] = (
-            self._operations * tokens_read / in_steps / self._peak if self._peak else None
+            self._operations * tokens_read / in_steps / self._peak / len(self._devices) if self._peak else None
         )
         values["peak_memory_gb"] = float(self._accelerator.gather(memory).max())
         values |= {f"time_share_{name}": taken / sum(seconds) for name, taken in stages.items()}
@@ -75,5 +77,5 @@ class Meter:
 
     def _peak_memory(self) -> float:
         if self._accelerator.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._accelerator.device) / 1e9
+            return max(map(torch.cuda.max_memory_allocated, self._devices)) / 1e9
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -1,7 +1,8 @@
 """What lies where: the drafter as the launcher's config says (recipes/launch), the target as run.target_placement does.
 
 Under DDP each device holds the whole drafter. FSDP2 and DeepSpeed ZeRO hold it in pieces, which are put together for
-as long as a checkpoint is written. The target's layers are whole on each device, or in pieces on all.
+as long as a checkpoint is written. The target's layers are whole on each device, in pieces on all, or in turn on
+the GPUs of one process.
 """
 
 import contextlib
@@ -55,11 +56,17 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
 
 
 def check_placement(config: TrainConfig, accelerator: Accelerator) -> None:
-    """Refuse what cannot be done with a target in pieces."""
-    if config.run.target_placement == "replicated":
+    """Refuse what cannot be done with a target that is not whole on each device."""
+    placed, layout = config.run.target_placement, layout_of(accelerator)
+    if placed == "replicated":
         return
+    devices = target_devices(config, accelerator.device)
     reasons = {
-        "needs several processes": accelerator.num_processes == 1,
+        "needs several processes": placed == "sharded" and accelerator.num_processes == 1,
+        f"needs one process that holds the drafter whole, not {layout}: start with recipes/launch/one_gpu.yaml": (
+            placed == "device_map" and layout != "one process"
+        ),
+        f"needs several GPUs, and this process has {len(devices)}": placed == "device_map" and len(devices) < 2,
         "has no effect beside data.features_endpoint": config.data.features_endpoint is not None,
         "leaves no process a target to evaluate with: leave out evaluation.prompts, and run draftsmith evaluate": (
             config.evaluation.prompts is not None
@@ -67,7 +74,21 @@ def check_placement(config: TrainConfig, accelerator: Accelerator) -> None:
     }
     for reason, holds in reasons.items():
         if holds:
-            raise UserError(f"run.target_placement=sharded {reason}")
+            raise UserError(f"run.target_placement={placed} {reason}")
+
+
+def target_devices(config: TrainConfig, device: torch.device) -> list[torch.device]:
+    """Those of this process, whose own is `device`, that the target's layers lie on."""
+    if config.run.target_placement != "device_map":
+        return [device]
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+def num_parts(config: TrainConfig, accelerator: Accelerator) -> int:
+    """Of the target's layers, one on each device."""
+    if config.run.target_placement == "sharded":
+        return accelerator.num_processes
+    return len(target_devices(config, accelerator.device))
 
 
 def gather_as_one(accelerator: Accelerator, drafter: Drafter) -> None:
@@ -129,22 +150,26 @@ def placement(config: TrainConfig, accelerator: Accelerator, target: Target) -> 
     Raises `UserError` where weights and optimiser cannot fit. A drafter that starts from files is not counted.
     """
     count, size = accelerator.num_processes, target_size(target.model.config)
-    layers = size.layers / (count if config.run.target_placement == "sharded" else 1)
+    parts = num_parts(config, accelerator)
+    layers = size.layers / parts
     if config.data.features == "stored":
         layers = 0.0
     taken = estimate(config, target.model.config, tokens_per_sample=1, drafter=drafter_without_weights(config, target))
     bytes_each = torch.finfo(default_dtype(accelerator.device)).bits // 8
     device, layout = accelerator.device, layout_of(accelerator)
+    of_parts = f" over {parts} GPUs" if config.run.target_placement == "device_map" else ""
     found = Placement(
-        f"{count} x {device.type}, {layout}, target {config.run.target_placement}",
+        f"{count} x {device.type}, {layout}, target {config.run.target_placement}{of_parts}",
         bytes_each * (layers + size.head + size.embedding),
         taken.drafter_bytes * drafter_share(layout, count),
         taken.working_bytes * bytes_each / 2,
-        free_bytes(accelerator),
+        free_bytes(config, accelerator),
     )
     if found.target + found.drafter > found.free:
+        replicated = config.run.target_placement == "replicated"
         mends = {
-            "give run.target_placement=sharded": config.run.target_placement == "replicated" and count > 1,
+            "give run.target_placement=sharded": replicated and count > 1,
+            "run.target_placement=device_map": replicated and layout == "one process" and torch.cuda.device_count() > 1,
             "data.features=stored": config.data.features == "online",
             "start with recipes/launch/fsdp2.yaml": layout == "DDP",
         }
@@ -155,20 +180,20 @@ def placement(config: TrainConfig, accelerator: Accelerator, target: Target) -> 
 
 def check_room_to_store(config: TrainConfig, accelerator: Accelerator, target: Target) -> None:
     """Refuse a pass that stores features where the layers of `target`, which has none yet, cannot fit."""
-    count, sharded = accelerator.num_processes, config.run.target_placement == "sharded"
     bytes_each = torch.finfo(default_dtype(accelerator.device)).bits // 8
-    needed = bytes_each * target_size(target.text_config).layers / (count if sharded else 1)
-    if needed > (free := free_bytes(accelerator)):
+    needed = bytes_each * target_size(target.text_config).layers / num_parts(config, accelerator)
+    if needed > (free := free_bytes(config, accelerator)):
         raise UserError(
             f"storing features takes {size_text(needed)} for the target's layers on each device, of {size_text(free)} "
-            "that are free: give data.features_endpoint, or run.target_placement=sharded with enough processes"
+            "that are free: give data.features_endpoint, or run.target_placement=sharded with enough processes, or "
+            "device_map with enough GPUs"
         )
 
 
-def free_bytes(accelerator: Accelerator) -> float:
-    """What this process may take of its device's memory."""
+def free_bytes(config: TrainConfig, accelerator: Accelerator) -> float:
+    """What this process may take of its device's memory; of several the one with least."""
     if accelerator.device.type == "cuda":
-        return torch.cuda.mem_get_info(accelerator.device)[0]
+        return min(torch.cuda.mem_get_info(device)[0] for device in target_devices(config, accelerator.device))
     return psutil.virtual_memory().available / accelerator.num_processes
 
 

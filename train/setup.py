@@ -102,7 +102,7 @@ def show_data(setup: Setup, vocabulary: dict[str, Any] | None) -> None:
     if setup.prompts:
         notice_seen_prompts(setup.prompts.token_ids, plan.samples)
     rich.print(shown_sample(plan.samples[plan.trained[0]], setup.target))
-    if setup.drafter.changes_target():
+    if setup.drafter.config.changes_target:
         rich.print(
             f"[bold]this changes the target[/]: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with"
         )
