@@ -96,7 +96,7 @@ def write_samples(runs: Path, num_prompts: int) -> None:
             ids = (target.encode(function) + target.eos_token_ids)[: len(answered.token_ids)]
             if len(ids) > start:
                 file.write(sample_line(Sample(ids, [Span(start, len(ids))], "given")))
-    prepared = {**read_prepared(runs / "samples"), "on_policy": False}
+    prepared = {**read_prepared(runs / "samples"), "written_by": "given"}
     (given / PREPARED).write_text(json.dumps(prepared))
 
 

@@ -32,7 +32,6 @@ def store_given(target: Target, source: str, out: Path, held_out_share: float = 
     prepared = {
         "target": target.name,
         **identity(target),
-        "on_policy": False,
         "written_by": "given",
         "prompts": source,
         "prompts_hash": hashlib.sha256("".join(lines).encode()).hexdigest()[:16],

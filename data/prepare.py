@@ -168,7 +168,6 @@ class Work:
             "target_fingerprint": None if served else self.target.fingerprint(),
             "tokenizer_fingerprint": tokenizer_fingerprint(self.target),
             "template_hash": template_hash(self.target),
-            "on_policy": True,
             "written_by": "endpoint" if self.server else "decoder",
             "prompts": source,
             "prompts_hash": self.hash,

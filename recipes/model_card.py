@@ -14,6 +14,11 @@ from draftsmith.recipes.export import WEIGHT_FILES, Exported
 from draftsmith.train.run_folder import worth
 
 WEIGHTS = ("model.safetensors", *WEIGHT_FILES.values())
+WRITTEN_BY = {  # by what prepared.json says
+    "decoder": "written by the target itself",
+    "endpoint": "written by the target itself, which a server ran",
+    "given": "given, not written by the target (off-policy)",
+}
 DYNAMIC_KINDS = ("eagle", "eagle3", "draft_model")  # whose draft length vLLM can change from step to step
 
 
@@ -111,9 +116,9 @@ def training_facts(source: Path) -> dict[str, str]:
         return {}
     settings, env = yaml.safe_load(config.read_text()), json.loads(environment.read_text())
     return {
-        "text": f"{settings['data']['samples']}, hash {env['data_hash']}, written by the target itself",
+        "text": f"{settings['data']['samples']}, hash {env['data_hash']}, {WRITTEN_BY[env['data_written_by']]}",
         "steps": f"{source.resolve().name} of {settings['run']['steps']}",
-        "seed": str(settings["run"].get("seed", 0)),
+        "seed": str(settings["run"]["seed"]),
         "commit": str(env["git_commit"]),
         "chat template hash": str(env["template_hash"]),
     }

@@ -10,6 +10,7 @@ import yaml
 from draftsmith.inference.verify import LOSSY
 from draftsmith.models.errors import UserError
 from draftsmith.train.checkpoint import checkpoint_step, checkpoints
+from draftsmith.train.run_folder import worth
 from draftsmith.train.tracking import read_metrics
 from draftsmith.train.vocabulary import read_vocabulary, vocabulary_text
 
@@ -45,8 +46,8 @@ class Run:
 
     @property
     def best(self) -> Checkpoint:
-        """By the speedup at the first setting, as the link `best` in the run's folder."""
-        return max(self.checkpoints, key=lambda checkpoint: checkpoint.results[0]["speedup"])
+        """That of the link `best` in the run's folder, where a run that goes on has not moved it since."""
+        return max(self.checkpoints, key=lambda checkpoint: worth(checkpoint.results[0]))
 
     @property
     def first_result(self) -> Result:
@@ -202,7 +203,8 @@ def read_contenders(folder: Path, runs: list[Run]) -> list[Contender]:
 
 
 def _fastest_first(contenders: list[Contender]) -> list[Contender]:
-    return sorted(contenders, key=lambda one: (not one.trained, -one.results[0]["speedup"]))
+    best_first = sorted(contenders, key=lambda one: worth(one.results[0]), reverse=True)
+    return sorted(best_first, key=lambda one: not one.trained)
 
 
 def compared(content: dict[str, Any]) -> Contender:
@@ -274,7 +276,7 @@ def read_runs(folder: Path) -> list[Run]:
     runs = [run for run in (_read_run(config.parent) for config in configs) if run.checkpoints]
     if not runs:
         raise UserError(f"no checkpoint in {folder} has been evaluated yet: train with evaluation.prompts set")
-    return sorted(runs, key=lambda run: run.first_result["speedup"], reverse=True)
+    return sorted(runs, key=lambda run: worth(run.first_result), reverse=True)
 
 
 def _configs(folder: Path) -> list[Path]:

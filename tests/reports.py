@@ -18,6 +18,7 @@ ENVIRONMENT = {
     "command": "draftsmith quickstart",
     "template_hash": None,
     "data_hash": "fedcba9876543210",
+    "data_written_by": "decoder",
 }
 
 

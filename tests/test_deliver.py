@@ -21,7 +21,7 @@ from draftsmith.recipes.deliver import DeliverySettings, deliver
 from draftsmith.recipes.engine_check import add_speed, check_engine, root_cause
 from draftsmith.recipes.engine_speed import TimedRequest, engine_speed
 from draftsmith.recipes.export import export_checkpoint, write_scripts
-from draftsmith.recipes.model_card import best_draft_length, schedule_of, sha256
+from draftsmith.recipes.model_card import best_draft_length, schedule_of, sha256, training_facts
 
 PROMPTS = ["heat the iron", "A draft is", "return [iron.hit()", "strikes it, and"]
 
@@ -331,3 +331,13 @@ def test_quantised_checkpoint_is_not_exported_as_such(tiny_target: Target, tmp_p
     save_file({name: tensor.to(torch.int8) for name, tensor in tensors.items()}, checkpoint / "model.safetensors")
     with pytest.raises(UserError, match="floating-point"):
         deliver(str(checkpoint), "vllm", tiny_target, tmp_path / "out", DeliverySettings(), None, Console(quiet=True))
+
+
+@pytest.mark.parametrize(("written_by", "told"), [("decoder", "written by the target itself"), ("given", "off-policy")])
+def test_the_card_says_who_wrote_the_text(written_by: str, told: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-000002").mkdir(parents=True)
+    environment = {"data_hash": "0" * 16, "data_written_by": written_by, "git_commit": "abc", "template_hash": None}
+    (run / "environment.json").write_text(json.dumps(environment))
+    (run / "config.yaml").write_text("data: {samples: data/my}\nrun: {steps: 2, seed: 0}\n")
+    assert told in training_facts(run / "checkpoints" / "step-000002")["text"]

@@ -41,7 +41,7 @@ def test_given_conversations_are_samples_marked_off_policy(
 ) -> None:
     store_given(target, write_conversations(tmp_path / "c.jsonl", 3), tmp_path / "out")
     samples, prepared = read_samples(tmp_path / "out"), read_prepared(tmp_path / "out")
-    assert (prepared["on_policy"], prepared["num_prompts"]) == (False, 3)  # the fourth is the first
+    assert (prepared["written_by"], prepared["num_prompts"]) == ("given", 3)  # the fourth is the first
     assert "left out 1 of 4 prompts" in capsys.readouterr().err
     assert target.tokenizer is not None
     for i, sample in enumerate(samples):
@@ -72,4 +72,4 @@ def test_the_same_prompts_are_held_out_whoever_answers(target: Target, tmp_path:
     for folder in (tmp_path / "given", tmp_path / "written"):
         assert len(read_samples(folder)) + len(written) == 20
         assert read_prepared(folder)["num_held_out"] == len(written)
-    assert read_prepared(tmp_path / "written")["on_policy"]
+    assert read_prepared(tmp_path / "written")["written_by"] == "decoder"

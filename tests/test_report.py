@@ -24,6 +24,8 @@ from draftsmith.recipes.printing import print_evaluations, print_summary
 from draftsmith.recipes.report import build_report
 from draftsmith.recipes.results import read_contenders, read_runs
 from draftsmith.recipes.summary import speedup_text, summary_rows
+from draftsmith.train.checkpoint import checkpoint_step
+from draftsmith.train.run_folder import link_best
 
 
 @pytest.fixture(scope="module")
@@ -167,10 +169,15 @@ def test_sample_text_is_escaped_and_coloured(page: str) -> None:
     assert "eagle3, step 400, temperature 0.0,\n12 tokens in 3 rounds" in page
 
 
-def test_best_checkpoint_is_the_fastest(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("divergences", "best"), [(0, "step 200"), (1, "step 400")])
+def test_best_checkpoint_is_the_fastest_that_is_sound(divergences: int, best: str, tmp_path: Path) -> None:
+    """As the run's own link has it."""
     run = write_run(tmp_path / "eagle3", keep=0.75, draft_ms=4.0)
-    write_results(run / "checkpoints/step-000200/evaluation.json", [result(0.95, 4.0)])
-    assert read_contenders(run, read_runs(run))[0].note == "step 200"
+    write_results(run / "checkpoints/step-000200/evaluation.json", [result(0.95, 4.0, divergences=divergences)])
+    link = link_best(run)
+    assert link is not None
+    assert checkpoint_step(link) == int(best.split()[1])
+    assert read_contenders(run, read_runs(run))[0].note == best
 
 
 def test_summary_rows(runs: Path) -> None:

@@ -260,6 +260,7 @@ def test_folder_of_a_run(evaluated: Path) -> None:
     assert {path.name for path in (evaluated / "checkpoints").iterdir()} == {"step-000002", "step-000004"}
     environment = json.loads((evaluated / "environment.json").read_text())
     assert {"versions", "git_commit", "command", "target_fingerprint", "template_hash", "data_hash"} <= set(environment)
+    assert environment["data_written_by"] == "decoder"
     config = resolve(RECIPES["medusa"](), evaluated / "config.yaml")
     assert config.run.dir == str(evaluated)
 

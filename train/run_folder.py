@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 
-from draftsmith.data.samples import data_hash
+from draftsmith.data.samples import data_hash, read_prepared
 from draftsmith.inference.evaluation import environment
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
@@ -36,6 +36,7 @@ def open_run(config: TrainConfig, target: Target, accelerator: Accelerator) -> P
         write_whole(run / "config.yaml", dump(config))
         samples = Path(config.data.samples)
         content = {**identity(target), **environment(target), "data_hash": data_hash(samples)}
+        content["data_written_by"] = read_prepared(samples)["written_by"]
         if config.init_from is not None:
             content["init_from_hash"] = checkpoint_hash(config.init_from)
         write_whole(run / "environment.json", json.dumps(content, indent=2) + "\n")
