@@ -20,10 +20,12 @@ from rich.console import Console
 
 from draftsmith.models.errors import UserError
 from draftsmith.recipes import report
+from draftsmith.recipes.panel import profiles
 from draftsmith.recipes.printing import print_evaluations, print_summary
 from draftsmith.recipes.report import build_report
-from draftsmith.recipes.results import read_contenders, read_runs
+from draftsmith.recipes.results import read_contenders, read_measured, read_runs
 from draftsmith.recipes.summary import speedup_text, summary_rows
+from draftsmith.recipes.verdict import verdict
 from draftsmith.train.checkpoint import checkpoint_step
 from draftsmith.train.run_folder import link_best
 
@@ -312,3 +314,23 @@ def test_rounds_without_a_draft_are_told_of(drafts: int, tmp_path: Path) -> None
     speed = page[page.index("A round, phase by phase") :]
     assert f"{1 + row['num_accepted_tokens'] / 1000:.2f}" in speed[: speed.index("</table>")]
     assert "none drafted in" not in page
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_a_cascade_beside_its_trained_half_has_its_own_name(tmp_path: Path) -> None:
+    half = str(tmp_path / "hydra/checkpoints/step-000454")
+    earlier = str(tmp_path / "hydra/checkpoints/step-000227")
+    for number, (drafter, keep) in enumerate({half: 0.6, earlier: 0.3, f"suffix+{half}": 0.8}.items(), 1):
+        path = tmp_path / f"{number}-x/evaluation.json"
+        path.parent.mkdir()
+        write_results(path, [result(keep, 1.0)], drafter, "cascade" if "+" in drafter else "hydra")
+        (path.parent / "choice.json").write_text(json.dumps({"drafter": drafter, "keep": keep}))
+    measured = read_measured(tmp_path)
+    names = ["suffix+hydra", "hydra, step 454", "hydra, step 227"]
+    assert [one.name for one in measured.contenders] == names
+    assert [measured.extra_of("choice", one) for one in measured.contenders] == [
+        {"drafter": one.drafter, "keep": keep} for one, keep in zip(measured.contenders, (0.8, 0.6, 0.3), strict=True)
+    ]
+    measured.extras.clear()
+    assert verdict(measured).title.endswith("use suffix+hydra.")
+    assert [profile.name for profile in profiles(measured)] == names
