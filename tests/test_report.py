@@ -334,3 +334,23 @@ def test_a_cascade_beside_its_trained_half_has_its_own_name(tmp_path: Path) -> N
     measured.extras.clear()
     assert verdict(measured).title.endswith("use suffix+hydra.")
     assert [profile.name for profile in profiles(measured)] == names
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_low_acceptance_is_explained_wherever_it_was_measured(tmp_path: Path) -> None:
+    """Not only at the setting that the report leads with; and where nothing is found, that is said."""
+    finding = {"cause": "decay with depth", "measured": {"rate": 0.25}, "evidence": "it falls", "mend": "unroll"}
+    behind = [
+        {**result(0.3, 4.0, length=length), "diagnosis": [{**finding, "cost": cost, "evidence": f"costs {cost}"}]}
+        for length, cost in ((4, 0.5), (5, 0.7))
+    ]
+    unexplained = {**result(0.2, 1.0, length=2), "diagnosis": []}
+    for number, (name, rows) in enumerate({"a": [result(0.9, 1.0), *behind], "b": [unexplained]}.items()):
+        (tmp_path / f"{number}-{name}").mkdir()
+        write_results(tmp_path / f"{number}-{name}/evaluation.json", rows, f"{name}/best", "eagle3")
+    page = build_report(tmp_path).read_text()
+    section = page[page.index('id="diagnosis"') :]
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", section)[:5]
+    where = "<small>temperature 0, draft length 4, held_out and 1 other setting</small>"
+    assert cells == [f"a{where}", "decay with depth", "rate 0.25", "costs 0.7", "unroll"]
+    assert "b, at temperature 0, draft length 2, held_out: acceptance is low, and nothing wrong was found" in section
