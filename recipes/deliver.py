@@ -58,7 +58,7 @@ def deliver(
     prompts = None
     if settings.prompts:
         prompts = read_prompt_set(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
-    exported = export_checkpoint(checkpoint, engine, target, out)
+    exported = export_checkpoint(checkpoint, engine, target, out, settings.push)
     evaluation, schedule = None, None
     draft_length = settings.draft_lengths[0] if settings.draft_lengths else DRAFT_LENGTH
     if prompts is not None:

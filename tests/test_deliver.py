@@ -112,6 +112,19 @@ def test_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("medusa", "me/eagle-medusa-7b"), ("draft_model", "eagle3-lab/draft"), ("eagle3", "me/eagle-3")]
+)
+def test_name_on_the_hub_is_no_trap(kind: str, name: str, tiny_target: Target, tmp_path: Path) -> None:
+    """The written command names the Hub's repository, from which vLLM reads a method as from a path."""
+    checkpoint, hub = save_checkpoint(kind, tiny_target, tmp_path / "checkpoint"), FakeHub()
+    settings = DeliverySettings(push=name)
+    with pytest.raises(UserError, match=f"--push {name}: vLLM would take the drafter for 'eagle"):
+        deliver(checkpoint, "vllm", tiny_target, tmp_path / "out", settings, hub, Console(quiet=True))
+    assert not (tmp_path / "out").exists()
+    assert not hub.repos
+
+
 def test_changed_target_is_asked_for(tiny_target: Target, tmp_path: Path) -> None:
     """A drafter that was trained along with its target fits no other."""
     checkpoint = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint")
