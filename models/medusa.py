@@ -30,7 +30,7 @@ from draftsmith.models.slots import run_causal
 from draftsmith.models.target import Features, Target
 from draftsmith.models.tree_drafting import Plan, grow, plan_of, take
 from draftsmith.models.trees import Shape, StaticTree
-from draftsmith.models.vocabulary import ReducedVocabulary
+from draftsmith.models.vocabulary import ReducedVocabulary, too_large
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Medusa(Drafter):
         require_at_least("drafter.num_layers", config.num_layers)
         width, vocab = target.hidden_size, config.draft_vocab_size or target.vocab_size
         if vocab > target.vocab_size:
-            raise UserError(f"draft_vocab_size {vocab} exceeds the target's vocabulary of {target.vocab_size}")
+            raise UserError(too_large(vocab, target.vocab_size))
         self.config, self.target = replace(config, draft_vocab_size=vocab), target
         self.max_draft_length = config.num_heads
         self.blocks = nn.ModuleList([ResidualBlocks(width, config.num_layers) for _ in range(config.num_heads)])
