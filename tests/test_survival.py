@@ -25,7 +25,15 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.medusa import Medusa
 from draftsmith.train import checkpoint as checkpointing
 from draftsmith.train import train
-from draftsmith.train.checkpoint import WEIGHTS, checkpoint_name, checkpoints, damage, resumable, rotate
+from draftsmith.train.checkpoint import (
+    WEIGHTS,
+    checkpoint_name,
+    checkpoint_step,
+    checkpoints,
+    damage,
+    resumable,
+    rotate,
+)
 from draftsmith.train.faults import in_one_line
 from draftsmith.train.prefetch import prefetched
 from draftsmith.train.run_folder import require_writable
@@ -316,6 +324,14 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert [path.name for path in resumable(tmp_path)] == ["step-000005", "step-000006"]
     assert [int(path.name[-1]) for path in found if (path / WEIGHTS).exists()] == [2, 4, 5, 6]
     assert all((path / "evaluation.json").exists() for path in found)
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    """As text a million comes before 750,000."""
+    steps = [500, 750_000, 1_000_000, 1_250_000]
+    for step in steps:
+        (tmp_path / "checkpoints" / checkpoint_name(step)).mkdir(parents=True)
+    assert [checkpoint_step(checkpoint) for checkpoint in checkpoints(tmp_path)] == steps
 
 
 # --- numbers

@@ -40,7 +40,7 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 def checkpoints(run: Path) -> list[Path]:
     """All complete checkpoints of a run, oldest first; of some only what was measured on them is left."""
-    return sorted((run / "checkpoints").glob("step-*"))
+    return sorted((run / "checkpoints").glob("step-*"), key=checkpoint_step)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
