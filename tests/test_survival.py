@@ -177,7 +177,7 @@ def test_interrupt_saves_once(base: dict[str, Any], whole: Path, tmp_path: Path,
 # --- files
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "trainer/optimizer.bin", "trainer/manifest.json"])
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer/exp_avg.safetensors", "trainer/manifest.json"])
 def test_damaged_checkpoint_is_set_aside(
     file: str, base: dict[str, Any], whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,6 @@ from draftsmith.models.target import pick_device
 from draftsmith.train.checkpoint import (
     checkpoint_name,
     checkpoints,
-    hook_state,
     resume,
     rotate,
     save_checkpoint,
@@ -82,8 +81,7 @@ class Run:
                 write_vocabulary(run, vocabulary)
         self.model, self.optimizer = self.accelerator.prepare(self.drafter, adamw(self.drafter, config.optimizer))
         gather_as_one(self.accelerator, self.drafter)
-        hook_state(self.accelerator)
-        self.first_step, self.earlier_seconds = resume(self.accelerator, run)
+        self.first_step, self.earlier_seconds = resume(self.accelerator, self.drafter, self.optimizer, run)
         self.tracker = Tracker(config, run, self.first_step) if on_main else None
         self.evaluator: Evaluator | None = None
         if setup.prompts:
@@ -179,7 +177,7 @@ class Run:
         """Save a checkpoint and measure it, and let go of old ones; why training should stop, if it should."""
         self.stages.enter("checkpoint")
         seconds = self.earlier_seconds + self.stages.training_seconds()
-        save_checkpoint(self.accelerator, self.drafter, self.folder, step, seconds)
+        save_checkpoint(self.accelerator, self.drafter, self.optimizer, self.folder, step, seconds)
         reason = self.evaluator.newest(seconds) if self.evaluator and evaluate else None
         if self.accelerator.is_main_process:
             rotate(self.folder, self.config.run.keep_checkpoints)
