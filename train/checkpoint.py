@@ -7,7 +7,6 @@ evaluations that lie in the checkpoints. So a run goes on as it would have, also
 of processes.
 """
 
-import functools
 import json
 import os
 import shutil
@@ -71,6 +70,10 @@ def save_checkpoint(
         (partial / TRAINER).mkdir()
         (partial / TRAINER / PROGRESS).write_text(json.dumps({"step": step, "training_seconds": seconds}) + "\n")
 
+    def save_part(part: str) -> list[str]:
+        tensors, file = whole_part(accelerator, drafter, optimizer, part), part_file(partial / TRAINER, part)
+        return failures(accelerator, run, (lambda: save_file(tensors, file)) if on_main else None)
+
     def finish() -> None:
         (partial / TRAINER / MANIFEST).write_text(json.dumps(manifest(partial), indent=1) + "\n")
         sync(partial)
@@ -80,10 +83,7 @@ def save_checkpoint(
     with whole_weights(accelerator, drafter):
         failed = failures(accelerator, run, write_drafter if on_main else None)
     for part in PARTS:  # one at a time, so that the main process's memory holds no more than one of them
-        if not failed:
-            tensors = whole_part(accelerator, drafter, optimizer, part)
-            file = part_file(partial / TRAINER, part)
-            failed = failures(accelerator, run, functools.partial(save_file, tensors, file) if on_main else None)
+        failed = failed or save_part(part)
     failed = failed or failures(accelerator, run, finish if on_main else None)
     if failed:
         if on_main:
