@@ -382,6 +382,27 @@ def test_a_stuck_process_says_where(capsys: pytest.CaptureFixture[str]) -> None:
     assert threading.active_count() < 20
 
 
+def test_storing_features_is_watched_and_stops_on_a_signal(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pass before the first step may take hours: it says where it is stuck, and SIGTERM ends it in one line."""
+    features = Target.features
+
+    def stuck_then_stopped(self: Target, *arguments: Any) -> Any:
+        time.sleep(1.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return features(self, *arguments)
+
+    monkeypatch.setattr(Target, "features", stuck_then_stopped)
+    data, before = {"features": "stored", "features_dir": tmp_path / "features"}, signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped, match="SIGTERM before it made a step; the same command") as stopped:
+        train(make_config("medusa", base, tmp_path / "run", data=data, run={**RUN, "stuck_after": 1}))
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "process 0 of 1 has been at step 0, storing features, for 1 s: in " in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
 def test_prefetched_keeps_order_and_raises_in_its_place() -> None:
     def make(step: int) -> int:
         if step == 3:

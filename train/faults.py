@@ -68,5 +68,5 @@ def in_one_line(stages: Stages, rank: int, num_ranks: int) -> Iterator[None]:
         waited = "imed out" in str(error)
         raise UserError(
             f"process {rank} of {num_ranks} {'waited run.timeout for' if waited else 'lost'} another at step "
-            f"{stages.step}, {stages.now[0] or 'start'} ({first_line(error)}): see what that one said; {AGAIN}"
+            f"{stages.step}, {stages.now[0]} ({first_line(error)}): see what that one said; {AGAIN}"
         ) from error

@@ -54,25 +54,23 @@ def train(config: TrainConfig) -> Path:
 
     Raises `Stopped` after a checkpoint where a signal asked for that.
     """
-    stages = Stages(pick_device(config.run.device))
+    stages, stop = Stages(pick_device(config.run.device)), StopRequest()
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    with in_one_line(stages, rank, num_ranks):  # from the start, in which processes find each other
+    # from the start, in which processes find each other, and features may be stored for hours
+    with in_one_line(stages, rank, num_ranks), watched(stages, rank, num_ranks, config.run.stuck_after), stop:
         setup = set_up(config)
         run = open_run(config, setup.target, setup.accelerator)
-        here = Run(config, setup, run, stages)
-        with watched(stages, rank, num_ranks, config.run.stuck_after), here.stop:
-            here.go()
+        Run(config, setup, run, stages, stop).go()
     return run
 
 
 class Run:
     """A run on one of its processes, from where its folder says that it is."""
 
-    def __init__(self, config: TrainConfig, setup: Setup, run: Path, stages: Stages) -> None:
-        self.config, self.setup, self.folder, self.stages = config, setup, run, stages
-        self.stop = StopRequest()
+    def __init__(self, config: TrainConfig, setup: Setup, run: Path, stages: Stages, stop: StopRequest) -> None:
+        self.config, self.setup, self.folder, self.stages, self.stop = config, setup, run, stages, stop
         self.accelerator, self.drafter, self.plan = setup.accelerator, setup.drafter, setup.plan
-        self.source = feature_source(config, setup.store, self.drafter, setup.target, self.accelerator)
+        self.source = feature_source(config, setup.store, self.drafter, setup.target, self.accelerator, stages)
         on_main = self.accelerator.is_main_process
         vocabulary = vocabulary_content(self.drafter, self.plan, self.source, setup.target)
         if on_main:
@@ -97,6 +95,7 @@ class Run:
         most_nonfinite = 1 if steps_in_backward(accelerator) else config.optimizer.max_nonfinite_steps
         nonfinite = NonFinite(self.folder, most_nonfinite, accelerator.is_main_process)
         compute = with_compiled_loss(gradients) if config.run.compile else gradients
+        self.stop.in_steps = True
         reason = self.before_steps()
         steps = range(self.first_step, config.run.steps if reason is None else self.first_step)
         self.model.train()
