@@ -24,7 +24,7 @@ from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.medusa import Medusa
 from draftsmith.train import checkpoint as checkpointing
-from draftsmith.train import train
+from draftsmith.train import loop, train
 from draftsmith.train.checkpoint import (
     WEIGHTS,
     checkpoint_name,
@@ -337,10 +337,9 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
 # --- numbers
 
 
-def test_one_nonfinite_step_is_skipped_and_many_end_the_run(
-    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loss, broken = Medusa.loss, {1 / 6}
+def poison(monkeypatch: pytest.MonkeyPatch, broken: set[float]) -> None:
+    """Let the loss be NaN at these points of the training."""
+    loss = Medusa.loss
 
     def poisoned(self: Medusa, *args: Any) -> Any:
         sums = loss(self, *args)
@@ -348,6 +347,13 @@ def test_one_nonfinite_step_is_skipped_and_many_end_the_run(
         return {**sums, "loss": (total * float("nan"), count)} if self.progress in broken else sums
 
     monkeypatch.setattr(Medusa, "loss", poisoned)
+
+
+def test_one_nonfinite_step_is_skipped_and_many_end_the_run(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = {1 / 6}
+    poison(monkeypatch, broken)
     lines = read_metrics(train(make_config("medusa", base, tmp_path / "one", run=RUN)))
     assert [line["skipped_steps"] for line in lines] == [0, 1, 0, 0, 0, 0]
     assert [line["loss"] is None for line in lines] == [False, True, False, False, False, False]
@@ -361,6 +367,18 @@ def test_one_nonfinite_step_is_skipped_and_many_end_the_run(
     assert [step["step"] for step in named] == [4, 5]
     assert all(len(step["samples"]) == 16 for step in named)
     assert checkpoints(run)[-1].name == "step-000004"
+
+
+def test_a_nonfinite_step_that_was_made_ends_the_run(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As DeepSpeed makes it, within the backward pass."""
+    monkeypatch.setattr(loop, "steps_in_backward", lambda _: True)
+    poison(monkeypatch, {3 / 6})
+    with pytest.raises(UserError, match=r"not finite in step 4; .*nonfinite.json"):
+        train(make_config("medusa", base, tmp_path, run=RUN))
+    assert checkpoints(tmp_path)[-1].name == "step-000002"
+    assert "skipped" not in capsys.readouterr().err
 
 
 # --- stuck

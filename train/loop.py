@@ -52,7 +52,7 @@ from draftsmith.train.vocabulary import vocabulary_content, write_vocabulary
 def train(config: TrainConfig) -> Path:
     """Train, checkpoint, evaluate; go on where an earlier run of the same config stopped. Returns the run's folder.
 
-    Raises `Stopped` after a checkpoint where a signal asked for that.
+    Raises `Stopped` where a signal asked for that: after a checkpoint, or at once before the first step.
     """
     stages, stop = Stages(pick_device(config.run.device)), StopRequest()
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
