@@ -273,7 +273,7 @@ def result_row(
         "milliseconds_per_round": milliseconds_per_round(outputs),
         "bandwidth_floor_share": bandwidth_floor_share(target, prompts.token_ids, outputs, bandwidth),
         "step_cost_ratio": total.mean_acceptance_length / ratio["speedup"],
-        "lossless": lossless(target, how.verification_mode, prompts, outputs, plain).as_dict(),
+        "lossless": lossless(target, how, prompts, outputs, plain).as_dict(),
         **({"domains": domain_fields(prompts, stats, outputs, plain)} if any(prompts.domains) else {}),
     }
 
@@ -335,21 +335,14 @@ def acceptance_fields(total: Stats) -> dict[str, Any]:
 
 
 def lossless(
-    target: Target,
-    mode: str,
-    prompts: PromptSet,
-    outputs: Outputs,
-    plain: Outputs,
+    target: Target, how: GenerationSettings, prompts: PromptSet, outputs: Outputs, plain: Outputs
 ) -> LosslessCheck:
     """Output equality where the law of the mode demands it: greedy, and one-hot on the same noise."""
-    if mode not in ("greedy", "one_hot"):  # at best the same distribution, but not the same tokens
+    if how.verification_mode not in ("greedy", "one_hot"):  # at best the same distribution, but not the same tokens
         return LosslessCheck()
     found = [ids for batch in outputs for ids in batch[0].token_ids]
     expected = [ids for batch in plain for ids in batch[0].token_ids]
-    if mode == "greedy":
-        return compare(target, prompts.token_ids, expected, found)
-    identical = sum(a == b for a, b in zip(expected, found, strict=True))
-    return LosslessCheck(len(found), identical, 0, len(found) - identical)
+    return compare(target, prompts.token_ids, expected, found, how)
 
 
 def pick_prompts(prompts: list[P], count: int, seed: int = 0) -> list[P]:

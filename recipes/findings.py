@@ -266,6 +266,7 @@ def differences(measured: Measured) -> Section:
             ),
             "top-2 gap": f"{found['top_two_gap']:.2g}",
             "top-2 gap in fp32": f"{found['top_two_gap_fp32']:.2g}",
+            "apart in fp32": apart_text(found),
             "near tie up to": f"{found['near_tie_gap']:.2g}",
             "verdict": Cell("near tie") if found["near_tie"] else Cell("DIVERGED", tone="alarm"),
         }
@@ -275,8 +276,15 @@ def differences(measured: Measured) -> Section:
     ]
     note = (
         "The first difference of each output: prompt, place in the answer, and the two token ids; then the gap between "
-        "the target's two highest logits there, re-scored in one plain pass. A near tie is a difference between two "
-        "tokens that are no further apart in fp32 than the run's rounding can turn around, as measured at that place."
+        "the target's two highest logits there, re-scored in one plain pass. Apart: the logits of the two tokens; in "
+        "sampling, how far the drawn number lies outside the share of one of them. A near tie is a difference between "
+        "two tokens that are no further apart than the run's rounding can turn around, as measured at that place."
     )
     table = table_of("", rows, note, words=("drafter", "verdict"))
     return Section("differences", "Where outputs differ from plain decoding", tables=[table] if rows else [])
+
+
+def apart_text(found: dict[str, Any]) -> str:
+    """What a first difference was judged by."""
+    gap = found["token_gap_fp32"] if found.get("share_gap_fp32") is None else found["share_gap_fp32"]
+    return "–" if gap is None else f"{gap:.2g}"
