@@ -8,7 +8,8 @@ from draftsmith.inference.costs import GOAL
 from draftsmith.inference.load import Gain, gains
 from draftsmith.recipes.curves import settings_but
 from draftsmith.recipes.panel import predicted_points
-from draftsmith.recipes.results import DRAFT, Measured, drafter_name, is_sound
+from draftsmith.recipes.replays import diagnosis_lines
+from draftsmith.recipes.results import DRAFT, Measured, Result, is_sound
 from draftsmith.recipes.summary import (
     SummaryRow,
     by_setting,
@@ -57,24 +58,46 @@ def history(measured: Measured) -> Section:
 
 
 def diagnosis(measured: Measured) -> Section:
-    rows = [
-        {
-            "drafter": one.name,
-            "cause": str(found["cause"]).replace("_", " "),
-            "measured": value_text(found["measured"]),
-            "evidence": value_text(found["evidence"]),
-            "what to do": found["mend"],
-        }
-        for one, row in measured.leaders()
-        for found in row.get("diagnosis") or []
-    ]
+    """Of every row whose acceptance is low, whatever the report leads with: each cause once, where it costs most."""
+    rows: list[Row] = []
+    notes = []
+    for one in [*measured.contenders, *measured.elsewhere]:
+        low = [row for row in one.results if "diagnosis" in row]
+        causes: dict[str, list[tuple[dict[str, Any], Result]]] = {}
+        for row in low:
+            for found in row["diagnosis"]:
+                causes.setdefault(found["cause"], []).append((found, row))
+        rows += [cause_cells(one.name, found) for found in causes.values()]
+        if low and not causes:
+            notes += [f"{one.name}, at {places_text(low)}: {line}." for line in diagnosis_lines(low[0])]
     words = ("drafter", "cause", "measured", "evidence", "what to do")
     return Section(
         "diagnosis",
         "Diagnosis",
         "Where acceptance is lost, and what the measurements point to.",
         [table_of("", rows, words=words)] if rows else [],
+        notes=notes,
     )
+
+
+def cause_cells(name: str, found: list[tuple[dict[str, Any], Result]]) -> Row:
+    """One cause with the rows that it was found in."""
+    costliest, _ = max(found, key=lambda one: one[0]["cost"] or 0)
+    return {
+        "drafter": Cell(name, places_text([row for _, row in found])),
+        "cause": costliest["cause"],
+        "measured": value_text(costliest["measured"]),
+        "evidence": value_text(costliest["evidence"]),
+        "what to do": costliest["mend"],
+    }
+
+
+def places_text(rows: list[Result]) -> str:
+    """The first of the settings, and how many more there are."""
+    first, *others = dict.fromkeys(
+        f"temperature {row['temperature']:g}, {draft_text(row)}, {row['prompt_set']}" for row in rows
+    )
+    return f"{first} and {count(len(others), 'other setting')}" if others else first
 
 
 def value_text(value: Any) -> str:
@@ -165,7 +188,7 @@ def load_test(measured: Measured) -> Section:
             for row in stages
         ]
         unit = "requests at once" if stages[0]["mode"] == "concurrency" else "requests a second"
-        title = f"{drafter_name(content['drafter'])}: {content['verdict']}"
+        title = f"{measured.name_of(content['drafter'])}: {content['verdict']}"
         note = (
             f"Load in {unit}; times in milliseconds. Over off: throughput of clients that wait for their answers, else "
             "the median time per token; from the worst to the best repeat, green or red where all agree. Goodput in "
@@ -191,7 +214,7 @@ def choices(measured: Measured) -> Section:
     rows: list[Row] = []
     notes = []
     for content in measured.extras.get("choice", []):
-        name = drafter_name(content["drafter"])
+        name = measured.name_of(content["drafter"])
         rows += [
             {
                 "drafter": name,
