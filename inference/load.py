@@ -186,9 +186,10 @@ def stage_row(load: Load, contender: str, runs: list[Run], sla: Sla) -> dict[str
 
     The first fifth of a run's requests is left out, of closed clients at least the first of each. Times are counted
     from the arrival of the first request behind them until the load falls: at the last arrival, or when a client is
-    answered that has no request left.
+    answered that has no request left. The rate is of arrivals in that time: of n requests of an open test, which lie
+    n - 1 gaps apart, the last arrives at its end.
     """
-    counted, tokens, seconds, busy = [], 0, 0.0, 0.0
+    counted, arrivals, tokens, seconds, busy = [], 0, 0, 0.0, 0.0
     repeats = []
     for run in runs:
         num_clients = int(load.value) if load.mode == "concurrency" else 0
@@ -197,6 +198,7 @@ def stage_row(load: Load, contender: str, runs: list[Run], sla: Sla) -> dict[str
         if load.mode == "concurrency":
             end = min(answer.finished for answer in kept if answer.finished > end)
         counted += kept
+        arrivals += sum(answer.arrived < end for answer in kept)
         seconds += end - begin
         own_tokens = sum(new for since, _, new, _ in run.steps if begin <= since < end)
         tokens += own_tokens
@@ -209,7 +211,7 @@ def stage_row(load: Load, contender: str, runs: list[Run], sla: Sla) -> dict[str
         )
         busy += time_running(run.steps, begin, end)
     tpots = [answer.tpot * 1000 for answer in counted if answer.tpot is not None]
-    kept_sla = sum(map(sla.kept_by, counted))
+    sla_share = sum(map(sla.kept_by, counted)) / len(counted)
     drafts, rounds = sum(run.num_drafts for run in runs), sum(run.num_rounds for run in runs)
     row = {
         "mode": load.mode,
@@ -218,14 +220,14 @@ def stage_row(load: Load, contender: str, runs: list[Run], sla: Sla) -> dict[str
         "num_counted": len(counted),
         "seconds": seconds,
         "throughput_tokens_per_second": tokens / seconds,
-        "requests_per_second": len(counted) / seconds,
+        "requests_per_second": arrivals / seconds,
         "mean_running": busy / seconds,
         "ttft_ms": percentiles([answer.ttft * 1000 for answer in counted]),
         "queue_ms": percentiles([(answer.admitted - answer.arrived) * 1000 for answer in counted]),
         "prefill_ms": percentiles([(answer.first_token - answer.admitted) * 1000 for answer in counted]),
         "tpot_ms": percentiles(tpots),
-        "sla_share": kept_sla / len(counted),
-        "goodput_requests_per_second": kept_sla / seconds,
+        "sla_share": sla_share,
+        "goodput_requests_per_second": sla_share * arrivals / seconds,
         "mean_acceptance_length": 1 + sum(run.num_accepted_tokens for run in runs) / drafts if drafts else 1.0,
         "mean_draft_length": sum(run.num_draft_tokens for run in runs) / max(1, rounds),
         "repeats": repeats,

@@ -142,12 +142,14 @@ def test_what_a_stage_shows() -> None:
     assert row["queue_ms"]["p50"] == pytest.approx(100)
     assert row["prefill_ms"]["p99"] == pytest.approx(200)
     assert row["sla_share"] == pytest.approx(6 / 8)
-    assert row["goodput_requests_per_second"] == pytest.approx(6 / 7)
+    assert row["requests_per_second"] == pytest.approx(1)
+    assert row["goodput_requests_per_second"] == pytest.approx(6 / 8)
     assert not row["within_sla"]
     assert stage_row(Load("rate", 1.0), "on", [run], Sla(2000, 60))["within_sla"]
     closed = stage_row(Load("concurrency", 4), "on", [run], Sla())
     assert closed["num_counted"] == 6  # the first of each client is left out
     assert closed["seconds"] == pytest.approx(9.4 - 4)  # until the last is answered, and its client is idle
+    assert closed["requests_per_second"] == pytest.approx(6 / 5.4)
     assert (row["mean_acceptance_length"], row["mean_draft_length"]) == (2.5, 1.0)
 
 
