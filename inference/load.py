@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -18,72 +18,11 @@ from draftsmith.inference.generation import Generation
 from draftsmith.inference.rows import GenerationSettings
 from draftsmith.inference.schedule import Adaptive, Schedule
 from draftsmith.inference.speed import percentiles
+from draftsmith.inference.traffic import Lengths, Load, Sent, plan_requests
 from draftsmith.models.errors import UserError
 
 WARM_UP_SHARE = 0.2  # of a run's requests, from the first on, that only bring it to a steady state
 SLA_PERCENTILE = "p95"
-
-
-# --- traffic
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Lognormal lengths in tokens: half of them below the median, two thirds within a factor of exp(sigma) of it."""
-
-    median: float
-    sigma: float
-
-    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """[count] int64, at least 1"""
-        return np.maximum(1, np.rint(self.median * np.exp(self.sigma * rng.standard_normal(count)))).astype(np.int64)
-
-
-@dataclass(frozen=True)
-class Load:
-    """One stage: arrivals a second, or requests at once."""
-
-    mode: Literal["rate", "concurrency"]
-    value: float
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A request of the plan."""
-
-    prompt: int  # which of the prompts
-    max_new_tokens: int
-    seconds: float  # of its arrival, since the start; meaningless among closed clients
-
-
-def plan_requests(
-    load: Load,
-    prompts: list[list[int]],
-    count: int,
-    max_new_tokens: int,
-    seed: int,
-    prompt_lengths: Lengths | None = None,
-    output_lengths: Lengths | None = None,
-) -> list[Sent]:
-    """Requests of one run, the same for the same seed.
-
-    Prompts are drawn from the user's with replacement; with `prompt_lengths` each is the one whose length comes nearest
-    to one drawn from there. Answers end at their end of text or at `max_new_tokens`, and at a length drawn from
-    `output_lengths` where that comes first. Between two arrivals passes an exponential time.
-    """
-    rng = np.random.default_rng(seed)
-    gaps = rng.exponential(1 / load.value, count)
-    picks = rng.integers(len(prompts), size=count)
-    if prompt_lengths is not None:
-        own = np.array([len(prompt) for prompt in prompts])
-        ties = rng.permutation(len(prompts))  # of equally near prompts any
-        wanted = prompt_lengths.draw(rng, count)
-        picks = ties[np.abs(own[ties] - wanted[:, None]).argmin(1)]
-    limits = np.full(count, max_new_tokens)
-    if output_lengths is not None:
-        limits = np.minimum(output_lengths.draw(rng, count), max_new_tokens)
-    seconds = np.cumsum(gaps) - gaps[0]
-    return [Sent(int(p), int(n), float(s)) for p, n, s in zip(picks, limits, seconds, strict=True)]
 
 
 # --- serving
@@ -104,6 +43,7 @@ class Answer:
     first_token: float
     finished: float
     token_ids: list[int]
+    num_prompt_tokens: int
 
     @property
     def ttft(self) -> float:
@@ -152,8 +92,15 @@ def serve(generation: Generation, plan: list[Sent], prompts: list[list[int]], lo
         tokens = sum(len(emission.token_ids) for emission in generation.step())
         steps.append((began, clock.now() - start, tokens, max(num_running, generation.num_running)))
     answers = [
-        Answer(at, request.admitted - start, request.first_token - start, request.finished - start, request.token_ids)
-        for at, request in zip(arrived, generation.requests, strict=True)
+        Answer(
+            at,
+            request.admitted - start,
+            request.first_token - start,
+            request.finished - start,
+            request.token_ids,
+            len(prompts[sent.prompt]),
+        )
+        for at, sent, request in zip(arrived, plan, generation.requests, strict=True)
     ]
     stats = [request.stats for request in generation.requests]
     total = sum(stats[1:], stats[0])
@@ -222,6 +169,8 @@ def stage_row(load: Load, contender: str, runs: list[Run], sla: Sla) -> dict[str
         "throughput_tokens_per_second": tokens / seconds,
         "requests_per_second": arrivals / seconds,
         "mean_running": busy / seconds,
+        "prompt_tokens": percentiles([answer.num_prompt_tokens for answer in counted]),
+        "output_tokens": percentiles([len(answer.token_ids) for answer in counted]),
         "ttft_ms": percentiles([answer.ttft * 1000 for answer in counted]),
         "queue_ms": percentiles([(answer.admitted - answer.arrived) * 1000 for answer in counted]),
         "prefill_ms": percentiles([(answer.first_token - answer.admitted) * 1000 for answer in counted]),

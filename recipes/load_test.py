@@ -19,8 +19,6 @@ from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.decoder import check_sampling, resolve_settings
 from draftsmith.inference.evaluation import environment, write_evaluation
 from draftsmith.inference.load import (
-    Lengths,
-    Load,
     LoadSettings,
     Sla,
     measure_round_costs,
@@ -29,6 +27,7 @@ from draftsmith.inference.load import (
     verdict,
 )
 from draftsmith.inference.schedule import AnySchedule, read_schedule
+from draftsmith.inference.traffic import Lengths, Load, check_output_lengths, check_prompt_lengths
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.recipes.drawing import DOTS_PER_INCH, STYLE
@@ -43,6 +42,8 @@ def evaluate_under_load(args: argparse.Namespace, console: Console) -> None:
     settings = load_settings(args)
     target = Target.from_pretrained(args.target, args.device)
     prompts = read_prompt_set(args.prompts[0], target, args.num_prompts, args.max_new_tokens)
+    if settings.prompt_lengths:
+        check_prompt_lengths(settings.prompt_lengths, prompts.token_ids)
     drafter, plain = load_drafter(args.drafter[0], target), load_drafter("none", target)
     notice_other_target(drafter, target)
     sampling = check_sampling(args.temperature[0], args.top_p, 0)
@@ -110,6 +111,10 @@ def load_settings(args: argparse.Namespace) -> LoadSettings:
     most = max(values) if args.concurrency else 0
     if num_requests < 2 * most:
         raise UserError(f"--requests {num_requests}: give at least {2 * most}, the first of each client is not counted")
+    prompt_lengths = lengths_of("--prompt-lengths", args.prompt_lengths)
+    output_lengths = lengths_of("--output-lengths", args.output_lengths)
+    if output_lengths:
+        check_output_lengths(output_lengths, args.max_new_tokens)
     return LoadSettings(
         loads=tuple(Load("rate" if args.rate else "concurrency", value) for value in values),
         num_requests=num_requests,
@@ -117,8 +122,8 @@ def load_settings(args: argparse.Namespace) -> LoadSettings:
         max_batch=max_batch,
         seed=args.seed,
         sla=Sla(args.sla_ttft_ms, args.sla_tpot_ms),
-        prompt_lengths=lengths_of("--prompt-lengths", args.prompt_lengths),
-        output_lengths=lengths_of("--output-lengths", args.output_lengths),
+        prompt_lengths=prompt_lengths,
+        output_lengths=output_lengths,
     )
 
 
@@ -187,6 +192,7 @@ def print_load(content: dict[str, Any], console: Console) -> None:
             f"{row['goodput_requests_per_second']:.2f}" + ("" if row["within_sla"] else " (SLA missed)"),
         )
     console.print(table)
+    console.print(lengths_text(content), highlight=False)
     for name, point in content["operating_points"].items():
         found = "no load keeps the SLA"
         if point is not None:
@@ -195,6 +201,17 @@ def print_load(content: dict[str, Any], console: Console) -> None:
     for name, check in (content["identical"] or {}).items():
         console.print(f"{name}: {check['identical']} of {check['checked']} answers are those of off", highlight=False)
     console.print(content["verdict"], style="bold", highlight=False)
+
+
+def lengths_text(content: dict[str, Any]) -> str:
+    """How long prompts and answers were, beside what was asked for: an answer ends where the target ends it."""
+    row = content["stages"][-1]
+    parts = []
+    for name, words in (("prompt", "prompts"), ("output", "answers")):
+        found, asked = row[f"{name}_tokens"], content["traffic"][f"{name}_lengths"]
+        wish = f", asked for {asked['median']:g}" if asked else ""
+        parts.append(f"{words} of {found['p50']:.0f} tokens (p95 {found['p95']:.0f}{wish})")
+    return f"at {row['load']:g}: {', '.join(parts)}"
 
 
 def draw(content: dict[str, Any], path: Path) -> None:

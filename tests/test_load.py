@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -13,13 +16,10 @@ from draftsmith.inference.generation import Generation
 from draftsmith.inference.load import (
     Answer,
     Clock,
-    Lengths,
-    Load,
     LoadSettings,
     Run,
     Sla,
     operating_points,
-    plan_requests,
     run_load_test,
     serve,
     stage_row,
@@ -27,6 +27,7 @@ from draftsmith.inference.load import (
     verdict,
 )
 from draftsmith.inference.schedule import Adaptive, Schedule
+from draftsmith.inference.traffic import Lengths, Load, check_output_lengths, check_prompt_lengths, plan_requests
 from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling import Sampling
@@ -85,6 +86,27 @@ def test_lengths_are_those_asked_for() -> None:
     assert 1 <= min(sent.max_new_tokens for sent in plan) < 20
 
 
+def share_refused(check: Callable[[], None]) -> float:
+    """The percentage that the refusal names."""
+    with pytest.raises(UserError) as error:
+        check()
+    return float(str(error.value).split(": ", 1)[1].split(" %")[0])
+
+
+def test_lengths_that_cannot_be_had_are_refused() -> None:
+    """Prompts of 8 to 30 tokens stand for 8 / 1.5 to 30 * 1.5, a limit of 32 for answers of up to 48."""
+    prompts = [[1] * length for length in range(8, 31)]
+    check_prompt_lengths(Lengths(20, 0.2), prompts)
+    assert share_refused(lambda: check_prompt_lengths(Lengths(400, 0.1), prompts)) == 100
+    assert share_refused(lambda: check_prompt_lengths(Lengths(2, 0.1), prompts)) == 100
+    outside = 1 - (NormalDist().cdf(math.log(45 / 20)) - NormalDist().cdf(math.log(8 / 1.5 / 20)))
+    found = share_refused(lambda: check_prompt_lengths(Lengths(20, 1.0), prompts))
+    assert found == pytest.approx(100 * outside, abs=2)
+    check_output_lengths(Lengths(20, 0.5), 32)
+    beyond = 1 - NormalDist().cdf(math.log(48 / 100) / 0.5)
+    assert share_refused(lambda: check_output_lengths(Lengths(100, 0.5), 32)) == pytest.approx(100 * beyond, abs=1)
+
+
 @pytest.mark.parametrize("load", [Load("rate", 40.0), Load("rate", 0.5), Load("concurrency", 3)])
 @pytest.mark.parametrize("name", ["none", "ngram"])
 def test_a_run(name: str, load: Load, tiny_target: Target) -> None:
@@ -99,6 +121,7 @@ def test_a_run(name: str, load: Load, tiny_target: Target) -> None:
     for sent, answer in zip(plan, run.answers, strict=True):
         expected = alone.generate([PROMPTS[sent.prompt]], sent.max_new_tokens).token_ids[0]
         assert answer.token_ids == expected
+        assert answer.num_prompt_tokens == len(PROMPTS[sent.prompt])
         assert answer.arrived <= answer.admitted < answer.first_token <= answer.finished
         queue, prefill = answer.admitted - answer.arrived, answer.first_token - answer.admitted
         decoding = (answer.tpot or 0.0) * (len(answer.token_ids) - 1)
@@ -120,7 +143,7 @@ def test_a_run(name: str, load: Load, tiny_target: Target) -> None:
 
 def answer(arrived: float, queue: float, prefill: float, tpot: float, num_tokens: int) -> Answer:
     first = arrived + queue + prefill
-    return Answer(arrived, arrived + queue, first, first + tpot * (num_tokens - 1), [0] * num_tokens)
+    return Answer(arrived, arrived + queue, first, first + tpot * (num_tokens - 1), [0] * num_tokens, 30 - num_tokens)
 
 
 def test_what_a_stage_shows() -> None:
@@ -141,6 +164,7 @@ def test_what_a_stage_shows() -> None:
     assert row["tpot_ms"]["p50"] == pytest.approx(10)
     assert row["queue_ms"]["p50"] == pytest.approx(100)
     assert row["prefill_ms"]["p99"] == pytest.approx(200)
+    assert (row["prompt_tokens"]["p50"], row["output_tokens"]["p95"]) == (19, 11)
     assert row["sla_share"] == pytest.approx(6 / 8)
     assert row["requests_per_second"] == pytest.approx(1)
     assert row["goodput_requests_per_second"] == pytest.approx(6 / 8)
@@ -223,6 +247,7 @@ BASE = ["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p", "--out"
         "--load --concurrency 8 --requests 12",
         "--load --rate 0",
         "--load --rate 1 --output-lengths 0 1",
+        "--load --rate 1 --output-lengths 100 0.1",
         "--load --rate 1 --temperature 0 1",
         "--load --rate 1 --tree 4,2,2",
         "--load --rate 1 --batch-size 4",
