@@ -189,6 +189,12 @@ def time_running(steps: list[tuple[float, float, int, int]], begin: float, end: 
     return sum(count * max(0.0, min(to, end) - max(since, begin)) for since, to, _, count in steps)
 
 
+def latency_text(row: dict[str, Any], field: str) -> str:
+    """p50/p95/p99 of a stage's times in ms; a dash where not one request lies beyond, so below 20 and 100 of them."""
+    told = {name: row["num_counted"] * (100 - int(name[1:])) >= 100 for name in row[field]}
+    return "/".join(f"{value:.{value < 10:d}f}" if told[name] else "–" for name, value in row[field].items())
+
+
 def operating_points(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any] | None]:
     """Of each contender the stage of the largest throughput within the SLA; None where no stage kept it."""
     names = dict.fromkeys(row["contender"] for row in rows)
@@ -260,7 +266,7 @@ def verdict(rows: list[dict[str, Any]]) -> str:
 @dataclass(frozen=True)
 class LoadSettings:
     loads: tuple[Load, ...]  # of one mode, rising
-    num_requests: int = 40  # of a run
+    num_requests: int = 50  # of a run
     repeats: int = 3  # runs of each stage and contender
     max_batch: int = 16  # rows that an open stage decodes in
     seed: int = 0

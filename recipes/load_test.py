@@ -21,6 +21,7 @@ from draftsmith.inference.evaluation import environment, write_evaluation
 from draftsmith.inference.load import (
     LoadSettings,
     Sla,
+    latency_text,
     measure_round_costs,
     operating_points,
     run_load_test,
@@ -35,6 +36,7 @@ from draftsmith.recipes.load_figure import draw_load
 from draftsmith.train.run_folder import require_writable
 
 REPEATS = 3
+REQUESTS, REQUESTS_A_CLIENT = 50, 8  # of a run; with 3 repeats 120 are counted, enough for a p99
 
 
 def evaluate_under_load(args: argparse.Namespace, console: Console) -> None:
@@ -100,7 +102,8 @@ def load_settings(args: argparse.Namespace) -> LoadSettings:
     values = sorted(args.rate or args.concurrency)
     for value in values:
         require_at_least("--rate" if args.rate else "--concurrency", value, 0.001 if args.rate else 1)
-    num_requests = 40 if args.requests is None else args.requests
+    most = max(values) if args.concurrency else 0
+    num_requests = max(REQUESTS, REQUESTS_A_CLIENT * most) if args.requests is None else args.requests
     max_batch = 16 if args.max_batch is None else args.max_batch
     require_at_least("--requests", num_requests, 10)
     repeats = REPEATS if args.repeats is None else args.repeats
@@ -108,7 +111,6 @@ def load_settings(args: argparse.Namespace) -> LoadSettings:
     require_at_least("--max-batch", max_batch)
     if args.concurrency and args.max_batch is not None:
         raise UserError("--max-batch has no effect with --concurrency, which sets the batch: leave it out")
-    most = max(values) if args.concurrency else 0
     if num_requests < 2 * most:
         raise UserError(f"--requests {num_requests}: give at least {2 * most}, the first of each client is not counted")
     prompt_lengths = lengths_of("--prompt-lengths", args.prompt_lengths)
@@ -177,7 +179,10 @@ def identical(texts: dict[str, list[list[int]]]) -> dict[str, Any]:
 def print_load(content: dict[str, Any], console: Console) -> None:
     mode = content["stages"][0]["mode"]
     console.print(f"{content['drafter']} under load, draft length {content['draft_length']}", highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="TTFT and TPOT: p50/p95/p99 over requests")
+    fewest, most = (find(row["num_counted"] for row in content["stages"]) for find in (min, max))
+    counted = f"{fewest} to {most}" if fewest < most else str(most)
+    caption = f"TTFT and TPOT: p50/p95/p99 over {counted} requests, – where those are too few to tell"
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption)
     table.add_column("at once" if mode == "concurrency" else "a second", justify="right")
     table.add_column("speculation")
     for name in ("tokens/s", "drafted", "TTFT ms", "TPOT ms", "goodput/s"):
@@ -188,7 +193,8 @@ def print_load(content: dict[str, Any], console: Console) -> None:
             row["contender"],
             f"{row['throughput_tokens_per_second']:.0f}",
             f"{row['mean_draft_length']:.1f}",
-            *("/".join(f"{one:.{one < 10:d}f}" for one in row[name].values()) for name in ("ttft_ms", "tpot_ms")),
+            latency_text(row, "ttft_ms"),
+            latency_text(row, "tpot_ms"),
             f"{row['goodput_requests_per_second']:.2f}" + ("" if row["within_sla"] else " (SLA missed)"),
         )
     console.print(table)

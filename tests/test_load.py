@@ -19,6 +19,7 @@ from draftsmith.inference.load import (
     LoadSettings,
     Run,
     Sla,
+    latency_text,
     operating_points,
     run_load_test,
     serve,
@@ -34,6 +35,7 @@ from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.cli import main, parse
 from draftsmith.recipes.load_test import load_settings, refuse_load_settings
 
+BASE = ["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p", "--out", "o"]
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17], [18]]
 
 
@@ -177,6 +179,21 @@ def test_what_a_stage_shows() -> None:
     assert (row["mean_acceptance_length"], row["mean_draft_length"]) == (2.5, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("num_counted", "text"), [(19, "9.5/–/–"), (20, "9.5/20/–"), (99, "9.5/20/–"), (100, "9.5/20/30")]
+)
+def test_a_percentile_needs_a_request_beyond_it(num_counted: int, text: str) -> None:
+    row = {"num_counted": num_counted, "ttft_ms": {"p50": 9.5, "p95": 20.0, "p99": 30.0}}
+    assert latency_text(row, "ttft_ms") == text
+
+
+@pytest.mark.parametrize(
+    ("words", "num_requests"), [("--rate 1", 50), ("--concurrency 1 4", 50), ("--concurrency 16 8", 128)]
+)
+def test_every_client_sends_eight_requests(words: str, num_requests: int) -> None:
+    assert load_settings(parse([*BASE, "--load", *words.split()])).num_requests == num_requests
+
+
 def test_idle_time_is_no_running_time() -> None:
     """Steps end at 1 and at 5 s and the second took 1 s: between them nothing ran."""
     assert time_running([(0.0, 1.0, 1, 3), (4.0, 5.0, 1, 2)], 0.5, 4.5) == pytest.approx(0.5 * 3 + 0.5 * 2)
@@ -233,9 +250,6 @@ def test_on_off_and_scheduled_give_the_same_texts(tiny_target: Target) -> None:
     assert len(texts["off"]) == 2 * 2 * 6
     assert [(row["load"], row["contender"]) for row in rows] == list(itertools.product((1, 2), decoders))
     assert [row["mean_draft_length"] > 0 for row in rows] == [False, True, True, False, True, False]
-
-
-BASE = ["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p", "--out", "o"]
 
 
 @pytest.mark.parametrize(
