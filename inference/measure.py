@@ -310,6 +310,8 @@ def domain_fields(
         fields[domain] = {
             "num_prompts": len(indices),
             "num_drafts": total.num_drafts,
+            "num_draft_tokens": total.num_draft_tokens,
+            "num_accepted_tokens": total.num_accepted_tokens,
             "num_emitted_tokens": total.num_emitted_tokens,
             "mean_acceptance_length": total.mean_acceptance_length,
             "draft_acceptance_rate": total.draft_acceptance_rate,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from draftsmith.inference.costs import GOAL
-from draftsmith.inference.load import Gain, gains
+from draftsmith.inference.load import Gain, gains, latency_text
 from draftsmith.recipes.curves import settings_but
 from draftsmith.recipes.panel import predicted_points
 from draftsmith.recipes.replays import diagnosis_lines
@@ -179,8 +179,9 @@ def load_test(measured: Measured) -> Section:
                 "tokens/s": f"{row['throughput_tokens_per_second']:.0f}",
                 "over off": gain_cell(found[row["contender"]][row["load"]]) if row["contender"] != "off" else "1.00×",
                 "drafted a round": f"{row['mean_draft_length']:.1f}",
-                "TTFT p50 / p95 / p99": " / ".join(f"{value:.0f}" for value in row["ttft_ms"].values()),
-                "TPOT p50 / p95 / p99": " / ".join(f"{value:.1f}" for value in row["tpot_ms"].values()),
+                "requests": f"{row['num_counted']}",
+                "TTFT p50/p95/p99": latency_text(row, "ttft_ms"),
+                "TPOT p50/p95/p99": latency_text(row, "tpot_ms"),
                 "goodput requests/s": Cell(
                     f"{row['goodput_requests_per_second']:.2f}", tone="" if row["within_sla"] else "bad"
                 ),
@@ -190,9 +191,9 @@ def load_test(measured: Measured) -> Section:
         unit = "requests at once" if stages[0]["mode"] == "concurrency" else "requests a second"
         title = f"{measured.name_of(content['drafter'])}: {content['verdict']}"
         note = (
-            f"Load in {unit}; times in milliseconds. Over off: throughput of clients that wait for their answers, else "
-            "the median time per token; from the worst to the best repeat, green or red where all agree. Goodput in "
-            "red where the limits of latency were missed."
+            f"Load in {unit}; times in milliseconds over so many requests, – where those are too few to tell. Over "
+            "off: throughput of clients that wait for their answers, else the median time per token; from the worst to "
+            "the best repeat, green or red where all agree. Goodput in red where the limits of latency were missed."
         )
         tables.append(table_of(title, rows, note, words=("speculation",)))
     return Section(

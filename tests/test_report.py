@@ -283,7 +283,7 @@ def test_what_other_commands_left_is_shown(tmp_path: Path) -> None:
     times = {"p50": 1.0, "p95": 2.0, "p99": 3.0}
     stage = {
         "mode": "concurrency", "load": 2, "throughput_tokens_per_second": 90.0, "ttft_ms": times, "tpot_ms": times,
-        "goodput_requests_per_second": 1.0, "within_sla": True, "mean_draft_length": 2.0,
+        "goodput_requests_per_second": 1.0, "within_sla": True, "mean_draft_length": 2.0, "num_counted": 48,
         "repeats": [{"throughput_tokens_per_second": 90.0, "tpot_ms": 1.0}],
     }  # fmt: skip
     load = {
@@ -302,6 +302,7 @@ def test_what_other_commands_left_is_shown(tmp_path: Path) -> None:
     assert cells == re.findall(r"<td[^>]*>([^<]*)</td>", section)[: len(cells)]
     assert "2 tokens from 1 on, no tokens from 8 on" in section
     assert 'data-figure="load"' in page
+    assert "1.0/2.0/–" in page  # 48 requests tell no p99
     assert (tmp_path / "figures/load.png").is_file()
 
 
