@@ -17,7 +17,7 @@ from draftsmith.data.served_features import ServedFeatures
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.placement import check_room_to_store, target_devices
+from draftsmith.train.placement import check_room_to_store, devices_of_layers
 
 
 def load_target(config: TrainConfig, device: torch.device) -> Target:
@@ -38,7 +38,7 @@ def load_whole(config: TrainConfig, device: torch.device) -> Target:
         case "sharded":
             target = Target.sharded_from_pretrained(config.target, device)
         case "device_map":
-            target = Target.spread_from_pretrained(config.target, target_devices(config, device))
+            target = Target.spread_from_pretrained(config.target, device, devices_of_layers(config, device))
     check_same_target(Path(config.data.samples), target)
     return target
 
