@@ -129,7 +129,7 @@ def measure(
     batches = [list(range(i, min(i + size, len(ids)))) for i in range(0, len(ids), size)]
     baselines = baselines if size == 1 else ()
 
-    runs = {name: own_run(target, drafter, prompts, how[name]) for name, drafter in contenders.items()}
+    runs = {name: own_run(target, drafter, prompts, how[name], size) for name, drafter in contenders.items()}
     drafting = replace(how["none"], shape=Chain(settings.draft_length))
     runs |= {baseline.key: baseline_run(baseline, prompts, drafting) for baseline in baselines}
 
@@ -185,9 +185,12 @@ def training_predictions(
     return fields
 
 
-def own_run(target: Target, drafter: Drafter, prompts: PromptSet, how: GenerationSettings) -> Run:
+def own_run(target: Target, drafter: Drafter, prompts: PromptSet, how: GenerationSettings, batch_size: int) -> Run:
+    """All batches are decoded on the same rows, since on a GPU new ones would record their rounds in what is timed."""
     decoder = SpeculativeDecoder(target, drafter)
-    return lambda batch: decoder.decode([prompts.token_ids[i] for i in batch], how, batch)
+    rows = decoder.rows_for(how, min(batch_size, len(prompts.token_ids)), max(map(len, prompts.token_ids)))
+    rows.warm_up()
+    return lambda batch: decoder.decode_on(rows, [prompts.token_ids[i] for i in batch], batch)
 
 
 def baseline_run(baseline: Baseline, prompts: PromptSet, how: GenerationSettings) -> Run:

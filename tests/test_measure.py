@@ -11,8 +11,9 @@ import torch
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.lossless import LosslessCheck, compare, in_fp32, next_logits, target_uniform
-from draftsmith.inference.measure import MeasureSettings, PromptSet, measure, pick_prompts
-from draftsmith.inference.rows import GenerationSettings
+from draftsmith.inference.measure import MeasureSettings, PromptSet, interleaved, measure, pick_prompts
+from draftsmith.inference.rows import GenerationSettings, Rows
+from draftsmith.inference.schedule import Schedule
 from draftsmith.inference.speed import bootstrap_ratio
 from draftsmith.inference.stats import Stats
 from draftsmith.inference.verify import VerificationMode
@@ -254,3 +255,29 @@ def test_each_repeat_starts_without_memories(tiny_target: Target) -> None:
     answers = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target)).generate(prompts, 4).token_ids
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     assert told == [*texts[:2], None, *texts, None, *texts]
+
+
+def test_nothing_is_built_or_recorded_in_what_is_timed(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the batches differ in length and size: before the first of them all rows stand, with all their rounds."""
+    built: list[Rows] = []
+    kinds_before: list[set[tuple[int, ...]]] = []  # of rounds: nodes, columns read
+
+    def kinds() -> list[set[tuple[int, ...]]]:
+        return [{key[:2] for key in rows._rounds} for rows in built]
+
+    def build(self: Rows, *args: Any, original: Callable[..., None] = Rows.__init__) -> None:
+        original(self, *args)
+        built.append(self)
+
+    def time_them(*args: Any) -> Any:
+        kinds_before.extend(kinds())
+        return interleaved(*args)
+
+    monkeypatch.setattr(Rows, "__init__", build)
+    monkeypatch.setattr("draftsmith.inference.measure.interleaved", time_them)
+    prompts = PromptSet("some", [[5] * 4, [6] * 5, [7] * 70, [8] * 30, [9] * 7])
+    drafters = {"draft_model": DRAFTERS["draft_model"].from_target(DRAFTERS["draft_model"].config_class(), tiny_target)}
+    draft = Schedule(((1, 3), (2, 0)))  # off and on again as rows become free
+    measure(tiny_target, drafters, prompts, MeasureSettings(batch_size=2, draft=draft, repeats=1))
+    assert len(built) == 2
+    assert kinds() == kinds_before
