@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.data.changes import flatten
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.train import TrainConfig
-from draftsmith.train.config import dump, flatten, resolve, unflatten
+from draftsmith.train.config import dump, resolve, unflatten
 
 NEEDED = ["target=t", "data.samples=s", "run.dir=r"]  # what recipes leave to the user
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from draftsmith.data.changes import flatten
 from draftsmith.data.features import StoredDtype
 from draftsmith.models import DRAFTERS
 from draftsmith.models.base import DrafterConfig
@@ -206,14 +207,6 @@ def check(config: TrainConfig) -> None:
 def dump(config: TrainConfig) -> str:
     """YAML that `--config` reads back to the same config."""
     return yaml.safe_dump(contents(config), sort_keys=False)
-
-
-def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts -> one dict by dotted names."""
-    flat: dict[str, Any] = {}
-    for key, value in content.items():
-        flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
-    return flat
 
 
 def unflatten(flat: dict[str, Any]) -> dict[str, Any]:

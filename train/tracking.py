@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from draftsmith.train.config import TrainConfig, contents, flatten
+from draftsmith.data.changes import flatten
+from draftsmith.train.config import TrainConfig, contents
 from draftsmith.train.run_folder import write_whole
 
 METRICS = "metrics.jsonl"
