@@ -19,7 +19,7 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.target import Features
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.placement import check_room_to_store, target_devices
+from draftsmith.train.placement import check_room_to_store, devices_of_layers
 from draftsmith.train.stages import Stages
 
 
@@ -41,7 +41,7 @@ def load_whole(config: TrainConfig, device: torch.device) -> Target:
         case "sharded":
             target = Target.sharded_from_pretrained(config.target, device)
         case "device_map":
-            target = Target.spread_from_pretrained(config.target, target_devices(config, device))
+            target = Target.spread_from_pretrained(config.target, device, devices_of_layers(config, device))
     check_same_target(Path(config.data.samples), target)
     return target
 
