@@ -157,19 +157,19 @@ class Target:
 
     @classmethod
     def spread_from_pretrained(
-        cls, name: str | Path, devices: list[torch.device], dtype: torch.dtype | None = None
+        cls, name: str | Path, device: torch.device, of_layers: list[torch.device], dtype: torch.dtype | None = None
     ) -> "Target":
-        """One whose layers lie in turn on several devices of this process, which is asked for `features` alone.
+        """One whose layers lie on devices of their own, one named for each; it is asked for `features` alone.
 
-        Embedding, norm and head are on the first, to which all features come. Defaults and errors as those of
+        Embedding, norm and head are on `device`, to which all features come. Defaults and errors as those of
         `from_pretrained`.
         """
         config = read_config(name)
         check_served_family(config, str(name))
         with torch.device("meta"):
             shape = AutoModelForCausalLM.from_config(config)
-        places = device_map(shape, _decoder_layers(shape), devices)
-        model, tokenizer = load_model(name, config, places, dtype or default_dtype(devices[0]))
+        places = device_map(shape, _decoder_layers(shape), of_layers, of_ends=device)
+        model, tokenizer = load_model(name, config, places, dtype or default_dtype(device))
         return cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
 
     @classmethod

@@ -144,7 +144,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--load", action="store_true", help="speculation on, off and scheduled, under traffic")
     load.add_argument("--rate", type=float, nargs="+", help="stages of an open test: requests a second")
     load.add_argument("--concurrency", type=int, nargs="+", help="stages of a closed test: requests at once")
-    load.add_argument("--requests", type=int, help="of each run (40)")
+    load.add_argument("--requests", type=int, help="of each run (50, but 8 for each client)")
     load.add_argument("--max-batch", type=int, help="requests that an open test runs at once (16)")
     load.add_argument("--sla-ttft-ms", type=float, help="that p95 of the time to the first token must keep")
     load.add_argument("--sla-tpot-ms", type=float, help="that p95 of the time per later token must keep")

@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import os
-import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -153,9 +152,10 @@ def train(args: argparse.Namespace) -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     """A function a mode, each from the target and its prompt sets on."""
+    refuse_several_processes(args)
     written = args.out / ("load.json" if args.load else "replay.json" if args.replay else "evaluation.md")
-    if written.is_file():
-        notice(f"{written} is there already, of an earlier evaluation: it will be overwritten")
+    if written.is_file() and process()[0] == 0:
+        notice(f"{written} is of an earlier evaluation and will be overwritten")
     if args.load:
         return evaluate_under_load(args, console)
     refuse_load_settings(args)
@@ -164,7 +164,7 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.num_threads is not None:
         require_at_least("--num-threads", args.num_threads)
     grid = settings_grid(args)
-    target = Target.from_pretrained(args.target, args.device)
+    target = Target.from_pretrained(args.target, args.device or device_of_process())
     if args.num_prompts is not None:
         require_at_least("--num-prompts", args.num_prompts)
     prompt_sets = [read_prompt_set(source, target, args.num_prompts, args.max_new_tokens) for source in args.prompts]
@@ -179,6 +179,14 @@ def evaluate(args: argparse.Namespace) -> None:
         choose_and_evaluate(target, args.drafter, args.choose, prompt_sets, grid, *where)
     else:
         evaluate_side_by_side(args, target, prompt_sets, grid)
+
+
+def refuse_several_processes(args: argparse.Namespace) -> None:
+    """Processes share the prompts of a comparison; what else `evaluate` does is the work of one."""
+    num_processes = process()[1]
+    modes = {"--load": args.load, "--choose": args.choose, "--replay": args.replay, "--certify": args.certify}
+    for name in (name for name, given in modes.items() if given and num_processes > 1):
+        raise UserError(f"{name} cannot be shared by {num_processes} processes: start it as `draftsmith evaluate`")
 
 
 def settings_grid(args: argparse.Namespace) -> list[MeasureSettings]:
@@ -217,10 +225,11 @@ def evaluate_side_by_side(
         raise UserError("--minutes chooses the repeats: leave out --repeats")
     minutes = args.minutes or (DEFAULT_MINUTES if args.repeats is None else None)
     options = Options(args.num_threads, args.certify, tuple(args.baseline), minutes)
-    start = time.monotonic()
     contents = compare(target, args.drafter, prompt_sets, grid, args.out, options)
+    if not contents:  # the first process prints
+        return
     print_evaluations(contents, console)
-    console.print(f"{repeats_text(contents, minutes)}; all took {(time.monotonic() - start) / 60:.1f} minutes")
+    console.print(f"{repeats_text(contents, minutes)}; all took {contents[0]['seconds'] / 60:.1f} minutes")
     console.print(f"evaluation: {args.out / 'evaluation.md'}", **AS_IS)
     for content in contents if args.certify else []:
         console.print(certificate_text(content["drafter"], content.get("certificate")))

@@ -55,10 +55,13 @@ class Exported:
     served_by: tuple[str, ...]  # the engines
 
 
-def export_checkpoint(checkpoint: str | Path, engine: str, target: Target, out: Path) -> Exported:
+def export_checkpoint(
+    checkpoint: str | Path, engine: str, target: Target, out: Path, hub_name: str | None = None
+) -> Exported:
     """Write the drafter of a checkpoint (a directory or a Hub name) for an engine, or in an original layout, to `out`.
 
-    Raises `UserError`, before anything is written, where that engine cannot serve it as it was trained.
+    `hub_name`: what it will be served under, where that is not `out`. Raises `UserError`, before anything is written,
+    where that engine cannot serve it as it was trained.
     """
     if str(checkpoint) in ("ngram", "suffix", "lookahead", "none") and not Path(checkpoint).is_dir():
         raise UserError(f"{checkpoint} is no trained drafter: give a checkpoint, such as runs/NAME/best")
@@ -73,7 +76,10 @@ def export_checkpoint(checkpoint: str | Path, engine: str, target: Target, out: 
     if engine in ("vllm", "sglang"):
         check_directory(engine, files.kind, files.config, files.tensors, target)
     if files.kind != "draft_model" or engine != "sglang":
-        check_name(RULES["vllm", files.kind].method, out)
+        method = RULES["vllm", files.kind].method
+        check_name(method, "--out", str(out.resolve()))
+        if hub_name is not None:
+            check_name(method, "--push", hub_name)
     write(files, engine, out, target)
     check_round_trip(files.kind, source, out, target)
     if engine in ("vllm", "sglang"):
