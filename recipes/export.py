@@ -63,7 +63,7 @@ def export_checkpoint(
     where that engine cannot serve it as it was trained.
     """
     if str(checkpoint) in ("ngram", "suffix", "lookahead", "none") and not Path(checkpoint).is_dir():
-        raise UserError(f"{checkpoint} is no trained drafter")
+        raise UserError(f"{checkpoint} is no trained drafter: give a checkpoint, such as runs/NAME/best")
     if out.resolve() == Path(checkpoint).resolve():
         raise UserError(f"{out} is the checkpoint itself: give another --out")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
