@@ -281,7 +281,10 @@ def export(args: argparse.Namespace) -> None:
         args.check,
         args.push,
     )
-    target = Target.from_pretrained(args.target, args.device or "cpu")
+    if args.prompts:
+        target = Target.from_pretrained(args.target, args.device)
+    else:  # nothing is decoded
+        target = Target.ends_from_pretrained(args.target, None, args.device or "cpu")
     deliver(args.checkpoint, args.engine, target, args.out, settings, HfApi() if args.push else None, console)
 
 

@@ -50,6 +50,7 @@ class Exported:
     engine: str
     kind: str
     target: str
+    target_fingerprint: str | None  # of the one that it was trained for; None: not known
     max_draft_length: int | None
     served_by: tuple[str, ...]  # the engines
 
@@ -59,6 +60,7 @@ def export_checkpoint(
 ) -> Exported:
     """Write the drafter of a checkpoint (a directory or a Hub name) for an engine, or in an original layout, to `out`.
 
+    The target's embedding, head and sizes are enough, as `Target.ends_from_pretrained` loads them.
     `hub_name`: what it will be served under, where that is not `out`. Raises `UserError`, before anything is written,
     where that engine cannot serve it as it was trained.
     """
@@ -73,7 +75,10 @@ def export_checkpoint(
         raise UserError(f"this drafter was trained along with its target: give --target {changed}")
     source = read_checkpoint(checkpoint, target)
     drafter = build_drafter(source, target)  # also shows that it is whole and fits the target
-    files = adapt(checkpoint_of(drafter, dtype_of(source.tensors)), engine, target)
+    whole = checkpoint_of(drafter, dtype_of(source.tensors))
+    trained_for = drafter.trained_for or whole.config["draftsmith"]["trained_for"]
+    whole.config["draftsmith"]["trained_for"] = trained_for
+    files = adapt(whole, engine, target)
     if engine in ("vllm", "sglang"):
         check_directory(engine, files.kind, files.config, files.tensors, target)
     if files.kind != "draft_model" or engine != "sglang":
@@ -87,7 +92,8 @@ def export_checkpoint(
         served_by = engines_that_serve(files.kind, files.config, files.tensors, target)
     else:
         served_by = ["vllm"] if engine == "speculators" else []
-    return Exported(out, engine, files.kind, target.name, drafter.max_draft_length, tuple(served_by))
+    fingerprint = trained_for.get("target_fingerprint")
+    return Exported(out, engine, files.kind, target.name, fingerprint, drafter.max_draft_length, tuple(served_by))
 
 
 def dtype_of(tensors: dict[str, Tensor]) -> torch.dtype:

@@ -228,6 +228,38 @@ def test_draft_model_is_an_ordinary_model(tied: bool, make_target_dir: Any, tmp_
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("heat the iron")["input_ids"] == token_ids[0].tolist()
 
 
+@pytest.mark.parametrize(
+    ("engine", "kind"),
+    [
+        ("vllm", "eagle3"),
+        ("sglang", "eagle"),
+        ("vllm", "p_eagle"),
+        ("vllm", "medusa"),
+        ("vllm", "draft_model"),
+        ("speculators", "eagle3"),
+    ],
+)
+def test_a_target_without_its_layers_is_enough(engine: str, kind: str, tiny_target: Target, tmp_path: Path) -> None:
+    """The same files to the byte, which tell of the target that the drafter was trained for."""
+    checkpoint = save_checkpoint(kind, tiny_target, tmp_path / "checkpoint")
+    ends = Target.ends_from_pretrained(tiny_target.name, None, "cpu")
+    for target, out in ((tiny_target, tmp_path / "whole"), (ends, tmp_path / "ends")):
+        assert export_checkpoint(checkpoint, engine, target, out).target_fingerprint == tiny_target.fingerprint()
+    files = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "ends").iterdir()}
+
+
+def test_it_stays_known_what_it_was_trained_for(tiny_target: Target, tmp_path: Path) -> None:
+    """Not the target that it is exported with, which may differ in weights or precision."""
+    checkpoint = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint")
+    config = read_config(checkpoint)
+    config["draftsmith"]["trained_for"]["target_fingerprint"] = "f" * 16
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    exported = export_checkpoint(checkpoint, "vllm", tiny_target, tmp_path / "out")
+    assert exported.target_fingerprint == "f" * 16
+    assert read_config(tmp_path / "out")["draftsmith"]["trained_for"] == config["draftsmith"]["trained_for"]
+
+
 @pytest.mark.parametrize("name", ["ngram", "none"])
 def test_nothing_to_export_without_weights(name: str, tiny_target: Target, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no trained drafter"):
