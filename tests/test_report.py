@@ -68,8 +68,8 @@ def test_verdict_and_numbers(page: str) -> None:
     assert f"{best['mean_acceptance_length']:.2f}</td>" in page
     assert "4.00 / 10.00 / 1.00" in page
     assert "15/16, 1 near tie" in page
-    difference = ["3", "17", "71 → 61", "0", "0.0069", "0.28", "near tie"]
-    assert difference == re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("near tie up to") :])[:7]
+    difference = ["3", "17", "71 → 61", "0", "0.0069", "0.0069", "0.28", "near tie"]
+    assert difference == re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("near tie up to") :])[:8]
     assert ">not compared<small>probabilistic</small></td>" in page
     assert "measured beside eagle3, step 400" in page
     assert "abc1234" in page
