@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.schedule import Schedule, for_sglang, for_vllm
-from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
+from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.base import Draft
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.export import export_checkpoint, write_scripts
+from draftsmith.recipes import export
+from draftsmith.recipes.export import export_checkpoint, write, write_scripts
 
 DRAFT_VOCABULARY = [3, 7, 40, 41, 200, 271]  # of the tiny target's tokens
 
@@ -231,3 +233,42 @@ def test_nothing_to_export_without_weights(name: str, tiny_target: Target, tmp_p
     with pytest.raises(UserError, match="no trained drafter"):
         export_checkpoint(Path(name), "vllm", tiny_target, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("left", ["serve_sglang.sh", "evaluation.json", "model.safetensors", "my-notes.txt"])
+def test_nothing_else_lies_in_the_folder(left: str, tiny_target: Target, tmp_path: Path) -> None:
+    """What another export left there would be pushed, read in place of the new weights, or trusted by `watch`."""
+    checkpoint, out = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint"), tmp_path / "out"
+    out.mkdir()
+    export_checkpoint(checkpoint, "vllm", tiny_target, out)  # an empty folder is welcome
+    for path in out.iterdir():
+        path.unlink()
+    (out / left).write_text("old")
+    with pytest.raises(UserError, match="is not empty"):
+        export_checkpoint(checkpoint, "fasterdecoding", tiny_target, out)
+    assert [path.name for path in out.iterdir()] == [left]
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "file"),
+    [
+        ("vllm", "eagle3", "model.safetensors"),
+        ("safeailab", "eagle", "pytorch_model.bin"),
+        ("vllm", "eagle3", "config.json"),
+    ],
+)
+def test_round_trip_finds_another_drafter(
+    engine: str, kind: str, file: str, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One weight, or one number of config.json, is not what was trained."""
+    checkpoint = save_checkpoint(kind, tiny_target, tmp_path / "checkpoint")
+
+    def write_otherwise(files: Checkpoint, *where: Any) -> None:
+        if file == "config.json":
+            return write(replace(files, config={**files.config, "rms_norm_eps": 0.5}), *where)
+        name = next(iter(files.tensors))
+        write(replace(files, tensors={**files.tensors, name: torch.zeros_like(files.tensors[name])}), *where)
+
+    monkeypatch.setattr(export, "write", write_otherwise)
+    with pytest.raises(UserError, match="read back as another drafter"):
+        export_checkpoint(checkpoint, engine, tiny_target, tmp_path / "out")
