@@ -19,6 +19,7 @@ from typing import Any
 from draftsmith.data.stdlib import function_prompt, stdlib_functions
 from draftsmith.models import Target
 from draftsmith.recipes.quickstart import EMBEDDED_TARGET, write_jsonl
+from draftsmith.recipes.summary import speedup_text
 
 GOAL = 5  # minutes
 GRID = ["--temperature", "0", "1", "--batch-size", "1", "4", "8"]
@@ -33,10 +34,8 @@ def write_prompts(path: Path, count: int) -> None:
 
 
 def line(row: dict[str, Any]) -> str:
-    low, high = row["speedup_ci95"]
     cells = [f"{row['temperature']:g}", row["batch_size"], f"{row['mean_acceptance_length']:.2f}"]
-    cells += [f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]", row["repeats"]]
-    return " | ".join(map(str, cells))
+    return " | ".join(map(str, [*cells, speedup_text(row), row["repeats"]]))
 
 
 def main() -> None:
