@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from draftsmith.inference.costs import GOAL
-from draftsmith.inference.load import Gain, gains
+from draftsmith.inference.load import Gain, gains, latency_text
 from draftsmith.recipes.curves import settings_but
 from draftsmith.recipes.panel import predicted_points
 from draftsmith.recipes.replays import diagnosis_lines
@@ -188,8 +188,9 @@ def load_test(measured: Measured) -> Section:
                 "tokens/s": f"{row['throughput_tokens_per_second']:.0f}",
                 "over off": gain_cell(found[row["contender"]][row["load"]]) if row["contender"] != "off" else "1.00×",
                 "drafted a round": f"{row['mean_draft_length']:.1f}",
-                "TTFT p50 / p95 / p99": " / ".join(f"{value:.0f}" for value in row["ttft_ms"].values()),
-                "TPOT p50 / p95 / p99": " / ".join(f"{value:.1f}" for value in row["tpot_ms"].values()),
+                "requests": f"{row['num_counted']}",
+                "TTFT p50/p95/p99": latency_text(row, "ttft_ms"),
+                "TPOT p50/p95/p99": latency_text(row, "tpot_ms"),
                 "goodput requests/s": Cell(
                     f"{row['goodput_requests_per_second']:.2f}", tone="" if row["within_sla"] else "bad"
                 ),
@@ -199,9 +200,9 @@ def load_test(measured: Measured) -> Section:
         unit = "requests at once" if stages[0]["mode"] == "concurrency" else "requests a second"
         title = f"{measured.name_of(content['drafter'])}: {content['verdict']}"
         note = (
-            f"Load in {unit}; times in milliseconds. Over off: throughput of clients that wait for their answers, else "
-            "the median time per token; from the worst to the best repeat, green or red where all agree. Goodput in "
-            "red where the limits of latency were missed."
+            f"Load in {unit}; times in milliseconds over so many requests, – where those are too few to tell. Over "
+            "off: throughput of clients that wait for their answers, else the median time per token; from the worst to "
+            "the best repeat, green or red where all agree. Goodput in red where the limits of latency were missed."
         )
         tables.append(table_of(title, rows, note, words=("speculation",)))
     return Section(
@@ -298,6 +299,7 @@ def differences(measured: Measured) -> Section:
             ),
             "top-2 gap": f"{found['top_two_gap']:.2g}",
             "top-2 gap in fp32": f"{found['top_two_gap_fp32']:.2g}",
+            "apart in fp32": apart_text(found),
             "near tie up to": f"{found['near_tie_gap']:.2g}",
             "verdict": Cell("near tie") if found["near_tie"] else Cell("DIVERGED", tone="alarm"),
         }
@@ -307,8 +309,15 @@ def differences(measured: Measured) -> Section:
     ]
     note = (
         "The first difference of each output: prompt, place in the answer, and the two token ids; then the gap between "
-        "the target's two highest logits there, re-scored in one plain pass. A near tie is a difference between two "
-        "tokens that are no further apart in fp32 than the run's rounding can turn around, as measured at that place."
+        "the target's two highest logits there, re-scored in one plain pass. Apart: the logits of the two tokens; in "
+        "sampling, how far the drawn number lies outside the share of one of them. A near tie is a difference between "
+        "two tokens that are no further apart than the run's rounding can turn around, as measured at that place."
     )
     table = table_of("", rows, note, words=("drafter", "verdict"))
     return Section("differences", "Where outputs differ from plain decoding", tables=[table] if rows else [])
+
+
+def apart_text(found: dict[str, Any]) -> str:
+    """What a first difference was judged by."""
+    gap = found["token_gap_fp32"] if found.get("share_gap_fp32") is None else found["share_gap_fp32"]
+    return "–" if gap is None else f"{gap:.2g}"

@@ -70,8 +70,8 @@ def test_verdict_and_numbers(page: str) -> None:
     assert f"{best['mean_acceptance_length']:.2f}</td>" in page
     assert "4.00 / 10.00 / 1.00" in page
     assert "15/16, 1 near tie" in page
-    difference = ["3", "17", "71 → 61", "0", "0.0069", "0.28", "near tie"]
-    assert difference == re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("near tie up to") :])[:7]
+    difference = ["3", "17", "71 → 61", "0", "0.0069", "0.0069", "0.28", "near tie"]
+    assert difference == re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("near tie up to") :])[:8]
     assert ">not compared<small>probabilistic</small></td>" in page
     assert "measured beside eagle3, step 400" in page
     assert "abc1234" in page
@@ -285,7 +285,7 @@ def test_what_other_commands_left_is_shown(tmp_path: Path) -> None:
     times = {"p50": 1.0, "p95": 2.0, "p99": 3.0}
     stage = {
         "mode": "concurrency", "load": 2, "throughput_tokens_per_second": 90.0, "ttft_ms": times, "tpot_ms": times,
-        "goodput_requests_per_second": 1.0, "within_sla": True, "mean_draft_length": 2.0,
+        "goodput_requests_per_second": 1.0, "within_sla": True, "mean_draft_length": 2.0, "num_counted": 48,
         "repeats": [{"throughput_tokens_per_second": 90.0, "tpot_ms": 1.0}],
     }  # fmt: skip
     load = {
@@ -304,6 +304,7 @@ def test_what_other_commands_left_is_shown(tmp_path: Path) -> None:
     assert cells == re.findall(r"<td[^>]*>([^<]*)</td>", section)[: len(cells)]
     assert "2 tokens from 1 on, no tokens from 8 on" in section
     assert 'data-figure="load"' in page
+    assert "1.0/2.0/–" in page  # 48 requests tell no p99
     assert (tmp_path / "figures/load.png").is_file()
 
 
