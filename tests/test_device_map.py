@@ -21,7 +21,7 @@ from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.loading import DeviceMap, device_map
 from draftsmith.models.slots import ATTENTION
-from draftsmith.models.target import _decoder_layers
+from draftsmith.models.target import find_decoder_layers
 
 GPUS = [torch.device("cuda", index) for index in range(2)]
 # Without CUDA fake tensors of a GPU cannot be sorted to experts, nor some constants be made there.
@@ -72,7 +72,7 @@ def fake_target(model_type: str) -> tuple[PreTrainedModel, DeviceMap]:
     """On the two GPUs."""
     config = family_config(model_type, SERVED[model_type])
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval().requires_grad_(False)
-    places = device_map(model, _decoder_layers(model), GPUS)
+    places = device_map(model, find_decoder_layers(model), GPUS)
     put(model, places)
     return model, places
 
@@ -108,7 +108,7 @@ def test_layers_lie_in_turn() -> None:
     config = family_config("llama", {**SERVED["llama"], "num_hidden_layers": 7})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    places = device_map(model, _decoder_layers(model), [torch.device("cuda", index) for index in range(3)])
+    places = device_map(model, find_decoder_layers(model), [torch.device("cuda", index) for index in range(3)])
     assert [places[f"model.layers.{layer}"].index for layer in range(7)] == [0, 0, 0, 1, 1, 2, 2]
     assert {places[name].index for name in ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")} == {0}
     assert len(places) == 11
