@@ -347,6 +347,8 @@ def test_evaluate_reproduces_what_training_measured(
     same = ["--num-prompts", 2, "--max-new-tokens", 12, "--temperature", 0, 1, "--repeats", 1, "--device", "cpu"]
     assert run_cli(*command, *same, "--out", tmp_path / "again") == 0
     assert f"evaluation: {tmp_path}/again/evaluation.md" in capsys.readouterr().out
+    texts = json.loads((tmp_path / "again/samples.json").read_text())
+    assert {text["drafter"] for text in texts} == {str(tmp_path / "run/best")}
     found = acceptance(tmp_path / "again/evaluation.json")
     assert found == acceptance(tmp_path / "run/best/evaluation.json")
     assert all(row["num_drafts"] > 0 for row in found)
