@@ -128,7 +128,7 @@ def export_and_serve(checkpoint: Path, engine: str, target: Target, out: Path, d
     script = out / f"serve_{engine}.sh"
     assert os.access(script, os.X_OK)
     subprocess.run(["sh", "-n", script], check=True)
-    assert script.read_text() == f"#!/bin/sh\nexec {command}\n"
+    assert script.read_text() == f"#!/bin/sh\ncd {shlex.quote(os.getcwd())} || exit\nexec {command}\n"
     return shlex.split(command)
 
 
