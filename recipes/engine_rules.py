@@ -1,8 +1,9 @@
 """What each engine loads of a drafter's directory, as data, and the check of a directory against it.
 
-Read in the released sources of vLLM 0.32.0 and SGLang 0.5.23; vLLM's for EAGLE-3 are also held against the engine by
-`pytest -m engine`. Engines are lenient where it hurts: of an EAGLE-3 drafter vLLM leaves a missing tensor at random and
-drops an unknown bias, SGLang drops everything unknown, neither with a word, and drafts are then never accepted.
+Read in the released sources of vLLM 0.32.0 and SGLang 0.5.23. `pytest -m engine` holds vLLM's for EAGLE-3 against the
+engine, and SGLang's against its source. Engines are lenient where it hurts: of an EAGLE-3 drafter vLLM leaves a missing
+tensor at random and drops an unknown bias, SGLang drops everything unknown, neither with a word, and drafts are then
+never accepted.
 
 Sizes in shapes: H width of the drafter, T of the target, A layers read, N query heads, K key-value heads, D head width,
 I inner width, V target vocabulary, R draft vocabulary.
@@ -22,7 +23,7 @@ from draftsmith.models import Target
 from draftsmith.models.base import OWN_EMBEDDING
 from draftsmith.models.errors import UserError
 
-VLLM, SGLANG = "vLLM 0.32.0", "SGLang 0.5.23"
+VLLM, SGLANG = "vLLM 0.32.0", "SGLang 0.5.23"  # another version may load otherwise: read it, then change the rules
 
 LAYER = {
     "layers.0.post_attention_layernorm.weight": "H",
@@ -122,7 +123,7 @@ P_EAGLE_FIXED = {
 }
 # Norms that our drafters do not have, and a window that they are not trained with.
 EAGLE_OFF = ("sliding_window", "layer_types")
-EAGLE3_OFF = ("norm_before_fc", "fc_norm", "norm_output", *EAGLE_OFF)
+EAGLE3_OFF = ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "bias", *EAGLE_OFF)
 MEDUSA_KEYS: dict[str, type] = {
     "hidden_size": int,  # default 4096
     "vocab_size": int,  # default 32001
@@ -179,7 +180,7 @@ RULES = {
     ("vllm", "p_eagle"): Rules(
         VLLM,
         "eagle3",
-        "LlamaForCausalLMEagle3",
+        "LlamaForCausalLMEagle3",  # PEagleDraftModel and PeagleLlamaForCausalLM are other names of the same class
         P_EAGLE,
         P_EAGLE_KEYS,
         P_EAGLE_FIXED,
@@ -261,7 +262,8 @@ def config_problems(rules: Rules, config: dict[str, Any], target: Target) -> lis
     for key, expected in rules.fixed.items():
         if config.get(key) != expected:
             found.append(f"config.json has {key} {config.get(key)!r}, not {expected!r}")
-    found += [f"config.json has {key} {config[key]!r}, which was not trained" for key in rules.off if config.get(key)]
+    for part in (config, config.get("eagle_config") or {}):  # SGLang looks for flags in either
+        found += [f"config.json has {key} {part[key]!r}, which was not trained" for key in rules.off if part.get(key)]
     if config.get("target_hidden_size", target.hidden_size) != target.hidden_size:
         found.append(f"target_hidden_size {config['target_hidden_size']} is not the target's {target.hidden_size}")
     if rules.architecture and config.get("architectures") != [rules.architecture]:

@@ -102,6 +102,12 @@ EAGLE3_TRAPS: dict[str, tuple[Change, str]] = {
         "no use_aux_hidden_state true",
     ),
     "norm before fc": (new_key("norm_before_fc", True), "norm_before_fc True, which was not trained"),
+    "norm before fc, nested": (
+        lambda config, tensors: config["eagle_config"].update(norm_before_fc=True),
+        "norm_before_fc True, which was not trained",
+    ),
+    "older name of those norms": (new_key("use_aux_norm", True), "use_aux_norm True"),
+    "bias of fc": (new_key("bias", True), "bias True"),
     "norms of the features": (new_key("fc_norm", True), "fc_norm True"),
     "norm of the output": (new_key("norm_output", True), "norm_output True"),
     "sliding window": (new_key("sliding_window", 64), "sliding_window 64"),

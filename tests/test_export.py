@@ -128,7 +128,8 @@ def export_and_serve(checkpoint: Path, engine: str, target: Target, out: Path, d
     script = out / f"serve_{engine}.sh"
     assert os.access(script, os.X_OK)
     subprocess.run(["sh", "-n", script], check=True)
-    assert script.read_text() == f"#!/bin/sh\nexec {command}\n"
+    version = {"vllm": "vLLM 0.32.0", "sglang": "SGLang 0.5.23"}[engine]
+    assert script.read_text() == f"#!/bin/sh\n# checked against the loader rules of {version}\nexec {command}\n"
     return shlex.split(command)
 
 
