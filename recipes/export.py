@@ -30,7 +30,6 @@ from draftsmith.recipes.engine_rules import (
     speculative_config,
 )
 
-ENGINES = ("vllm", "sglang", "speculators", "safeailab", "fasterdecoding")
 WEIGHT_FILES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}  # else model.safetensors
 PLUGIN = Path(vllm_medusa.__file__)  # lies beside Medusa heads, for a vLLM that has none of its own
 SGLANG_ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms whose draft length SGLang can change
@@ -67,7 +66,7 @@ def export_checkpoint(
     where that engine cannot serve it as it was trained.
     """
     if str(checkpoint) in ("ngram", "suffix", "lookahead", "none") and not Path(checkpoint).is_dir():
-        raise UserError(f"{checkpoint} is no trained drafter")
+        raise UserError(f"{checkpoint} is no trained drafter: give a checkpoint, such as runs/NAME/best")
     if out.resolve() == Path(checkpoint).resolve():
         raise UserError(f"{out} is the checkpoint itself: give another --out")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

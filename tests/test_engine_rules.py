@@ -140,7 +140,6 @@ MEDUSA_TRAPS: dict[str, tuple[Change, str]] = {
 
 EAGLE_TRAPS: dict[str, tuple[Change, str]] = {
     "bias missing": (without("fc.bias"), "fc.bias is missing and would stay random, without a word"),
-    "bias": (added("fc.bias", 0.5), "fc.bias is not zero: SGLang would add it, vLLM not"),
     "sliding window": (new_key("layer_types", ["sliding_attention"]), "layer_types ['sliding_attention']"),
     "first norm": (new_tensor("layers.0.input_layernorm.weight"), "layers.0.input_layernorm.weight is unknown"),
     "head": (new_tensor("lm_head.weight"), "lm_head.weight is unknown"),
