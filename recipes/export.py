@@ -22,6 +22,7 @@ from draftsmith.recipes import vllm_medusa
 from draftsmith.recipes.engine_rules import (
     DTYPES,
     RULES,
+    VLLM,
     check_directory,
     check_name,
     engines_that_serve,
@@ -300,6 +301,10 @@ def write_scripts(
         (exported.directory / SGLANG_SCHEDULE).write_text(json.dumps(for_sglang(schedule), indent=2) + "\n")
     for engine, command in commands.items():
         script = exported.directory / f"serve_{engine}.sh"
-        script.write_text(f"#!/bin/sh\n{here}exec {command}\n")
+        version = VLLM if engine == "vllm_plugin" else rules_for(engine, exported.kind).engine
+        script.write_text(f"#!/bin/sh
+# checked against the loader rules of {version}
+{here}exec {command}
+")
         script.chmod(0o755)
     return commands
