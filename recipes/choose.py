@@ -16,6 +16,7 @@ from draftsmith.inference.choice import (
     fit_schedule,
     fit_tree,
     rank_accuracies,
+    rates_of_rounds,
     tree_acceptance_length,
 )
 from draftsmith.inference.clock import cpu_threads
@@ -48,7 +49,7 @@ class Choice:
     tree: StaticTree | None  # at the smallest batch size, where it is predicted to beat the chain
     weighed: Weighed | None  # ending chains by confidence, likewise; None where that was not tried
     schedule: Schedule
-    rates: list[float | None]
+    rates: list[float | None]  # conditional ones, the first of all rounds
     accuracies: list[list[float]]  # by depth and rank; empty where no tree was fitted
     predicted: list[dict[str, Any]]
     """By batch size: `speedup` where the batch stays full, as a server's does, and `fixed_batch_speedup`."""
@@ -60,7 +61,7 @@ class Choice:
             "tree": None if self.tree is None else [list(path) for path in self.tree.choices],
             "schedule": self.schedule.to_json(),
             "confident": self.weighed and {**asdict(self.weighed), "pays": self.weighed.pays},
-            "conditional_acceptance_rates": self.rates,
+            "acceptance_rates_of_rounds": self.rates,
             "rank_accuracies": self.accuracies,
             "predicted": self.predicted,
             "vllm": {"num_speculative_tokens_per_batch_size": for_vllm(self.schedule)},
@@ -138,16 +139,17 @@ def choose(
     """
     longest = min(LONGEST, drafter.max_draft_length or LONGEST)
     decoded = decode(target, drafter, prompts, replace(settings, draft=longest))
-    if not decoded.stats.total.num_rounds:
+    total = decoded.stats.total
+    if not total.num_rounds:
         raise UserError(
             "--choose: every answer ends with its first token, which leaves nothing to fit: give other prompts"
         )
-    rates = decoded.stats.total.conditional_acceptance_rates
+    rates = rates_of_rounds(total.conditional_acceptance_rates, total.num_drafts, total.num_rounds)
     requests = [Answered(len(ids), stats) for ids, stats in zip(prompts.token_ids, decoded.stats.requests, strict=True)]
     context = typical_context(prompts, settings.max_new_tokens)
     with_tree = drafter.can_branch and settings.temperature == 0
     reach = CostRange(max(batches), context, longest, TREE_NODES if with_tree else 0)
-    costs = measure_costs(target, drafter, reach, name)
+    costs = measure_costs(target, drafter, reach, name).drafting_in(total.num_drafts / total.num_rounds)
     schedule = fit_schedule(rates, costs, batches, context)
     length = best_draft_length(rates, costs, batches[0], context)
     predicted = []

@@ -84,7 +84,7 @@ def as_page(
         figures=figures,
         profiles=[profile.to_json() for profile in shapes],
         samples=measured.samples,
-        sample_source=lambda sample: ", ".join(filter(None, checkpoint_names(Path(sample["drafter"])))),
+        sample_source=lambda sample: ", ".join(filter(None, checkpoint_names(sample["drafter"]))),
         words=WORDS,
         settings=settings_of(measured),
         style=page_file("report.css"),

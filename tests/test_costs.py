@@ -46,6 +46,19 @@ def test_known_costs_are_found_again(tiny_target: Target) -> None:
         assert costs.speedup(costs.break_even(length, batch, context), length, batch, context) == pytest.approx(1)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_cpu_verifies_a_plain_step_where_no_request_has_a_draft(batch: int) -> None:
+    """A quarter of the rounds drafts: 1 - 0.75^B of a batch's rounds are as wide as the draft."""
+    verify = {"pass": 1.0, "token": 1.0}
+    costs = Costs("", "", "", "", draft_ms={"step: pass": 0.5}, verify_ms=verify, host=0.2, drops_columns=True)
+    wide = 1 - 0.75**batch
+    expected = 2 * 0.5 + 1 + batch * (1 + 2 * wide) + 0.2
+    assert costs.drafting_in(0.25).round(2, batch, 10) == pytest.approx(expected)
+    assert costs.drafting_in(0.25).plain(batch, 10) == costs.plain(batch, 10)
+    on_gpu = replace(costs, drops_columns=False)
+    assert on_gpu.drafting_in(0.25).round(2, batch, 10) == on_gpu.round(2, batch, 10)
+
+
 def test_held_out_error_is_that_of_the_speedup() -> None:
     """Times that are half as long again where nothing was fitted: speedups of 2/3, whatever the acceptance."""
     settings = [Setting(length, batch, 64) for batch in (1, 4) for length in (0, 1, 2, 4)]

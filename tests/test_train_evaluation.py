@@ -113,22 +113,34 @@ def test_training_stops_when_nothing_is_gained(
 # --- several processes
 
 
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
 @pytest.mark.parametrize(("num_prompts", "num_ranks"), [(3, 2), (8, 2), (11, 2), (64, 4), (64, 1), (13, 8)])
-def test_shares_are_all_prompts_once(num_prompts: int, num_ranks: int) -> None:
-    shares = [share_of(num_prompts, rank, num_ranks) for rank in range(num_ranks)]
+def test_shares_are_all_prompts_once(num_prompts: int, num_ranks: int, batch_size: int) -> None:
+    """In the batches of a single process; the first rank has at least 8 prompts, wherever they stand."""
+    shares = [share_of(num_prompts, rank, num_ranks, batch_size) for rank in range(num_ranks)]
     assert sorted(index for share in shares for index in share) == list(range(num_prompts))
+    batches = [share[i : i + batch_size] for share in shares for i in range(0, len(share), batch_size)]
+    whole = range(num_prompts)
+    assert sorted(batches) == [list(whole[i : i + batch_size]) for i in range(0, num_prompts, batch_size)]
     assert len(shares[0]) >= min(num_prompts, 8)
-    assert shares[0] == list(range(len(shares[0])))
+
+
+def test_the_timed_prompts_are_of_every_domain() -> None:
+    """Of 64 prompts, sorted into four domains of 16, as many each."""
+    domains = [index // 16 for index in share_of(64, 0, 4)]
+    assert [domains.count(domain) for domain in range(4)] == [4, 4, 4, 4]
 
 
 def test_pooled_counters_are_those_of_all_prompts(tiny_target: Target) -> None:
     """Greedy decoding gives the same counters whoever decodes; the speed is rank 0's."""
     texts = [f"strike {'the iron ' * (i % 5)}{i}" for i in range(11)]
-    prompts = PromptSet("prompts", [tiny_target.encode(text) for text in texts])
+    domains = ["rare" if i == 7 else "half" if i % 2 else "" for i in range(11)]
+    prompts = PromptSet("prompts", [tiny_target.encode(text) for text in texts], domains)
     settings = MeasureSettings(draft=3, max_new_tokens=12, repeats=1)
     drafters = {"ngram": load_drafter("ngram", tiny_target)}
     whole = measure(tiny_target, drafters, prompts, settings)["ngram"]
     shares = [share_of(11, rank, 3) for rank in range(3)]
+    assert 7 not in shares[0]
     rows = [measure(tiny_target, drafters, subset(prompts, share), settings)["ngram"] for share in shares]
     pooled = pool(rows, shares)
     assert whole["num_accepted_tokens"] > 0
@@ -144,6 +156,13 @@ def test_pooled_counters_are_those_of_all_prompts(tiny_target: Target) -> None:
     for name in ("speedup", "speedup_ci95", "tokens_per_second", "step_cost_ratio"):
         assert pooled[name] == rows[0][name], name
     assert pooled["timed_prompts"] == 8
+    timed = {"": 5, "half": 3, "rare": 0}
+    for domain, fields in whole["domains"].items():
+        own = pooled["domains"][domain]
+        measured = {name: value for name, value in fields.items() if "speedup" not in name}
+        assert {name: own[name] for name in measured} == pytest.approx(measured)
+        assert own["timed_prompts"] == timed[domain]
+        assert ("speedup" in own) == (timed[domain] > 0)
 
 
 def test_differences_name_their_prompt_of_the_whole_set() -> None:

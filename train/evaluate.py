@@ -109,7 +109,7 @@ class Evaluator:
         amount = affordable(config, len(self.prompts.token_ids), costs(self.run), training_seconds)
         amount = broadcast_object_list([amount])[0]  # clocks differ
         rank, num_ranks = self.accelerator.process_index, self.accelerator.num_processes
-        shares = [share_of(amount.num_prompts, other, num_ranks) for other in range(num_ranks)]
+        shares = [share_of(amount.num_prompts, other, num_ranks, config.batch_size) for other in range(num_ranks)]
         contents, failed, stopped = None, "", False
         try:
             if shares[rank]:
