@@ -224,7 +224,7 @@ def evaluate_side_by_side(
     if args.repeats is not None and args.minutes is not None:
         raise UserError("--minutes chooses the repeats: leave out --repeats")
     minutes = args.minutes or (DEFAULT_MINUTES if args.repeats is None else None)
-    options = Options(args.num_threads, args.certify, tuple(args.baseline), minutes)
+    options = Options(args.num_threads, args.certify, tuple(args.baseline), minutes, sample_texts=True, costs=True)
     contents = compare(target, args.drafter, prompt_sets, grid, args.out, options)
     if not contents:  # the first process prints
         return
