@@ -61,7 +61,7 @@ class MeasureSettings:
     seed: int = 0
     verification_mode: VerificationMode | None = None  # None: the usual one for temperature and drafter
     synthetic_rates: tuple[float, ...] = ()
-    seconds: float | None = None  # for this setting: as many repeats as fit, at least `least_repeats`
+    seconds: float | None = None  # for this setting: as many repeats as fit
 
     @property
     def draft_length(self) -> int:
@@ -118,9 +118,9 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """Measure each drafter; returns name -> a row of `results` in evaluation.json.
 
-    `on_progress` is called after each batch of each repeat. A row's fields are DESIGN's; acceptance is counted over
-    all prompts once (it is the same in every repeat), times over all repeats. Of a trained drafter's chains in greedy
-    decoding a row also says what training predicts (teacher_forcing.py), and how its confidence is calibrated.
+    `on_progress` is called after each batch of each repeat. Acceptance is counted over all prompts once (it is the same
+    in every repeat), times over all repeats. Of a trained drafter's chains in greedy decoding a row also says what
+    training predicts (teacher_forcing.py), and how its confidence is calibrated.
     `baselines` take part at batch size 1.
     """
     check_settings(settings, drafters)

@@ -108,7 +108,7 @@ class Target:
         self._whole = whole
         self._fingerprint = whole.fingerprint if whole else None
         if whole is None:
-            self.decoder_layers = _decoder_layers(model)
+            self.decoder_layers = find_decoder_layers(model)
             self.fused_decoder = fuse(model) if fuse_layers else None  # what `run` takes instead of stock modelling
             if decodes and model.device.type != "meta":
                 check_decodes_exactly(self)
@@ -168,7 +168,7 @@ class Target:
         check_served_family(config, str(name))
         with torch.device("meta"):
             shape = AutoModelForCausalLM.from_config(config)
-        places = device_map(shape, _decoder_layers(shape), of_layers, of_ends=device)
+        places = device_map(shape, find_decoder_layers(shape), of_layers, of_ends=device)
         model, tokenizer = load_model(name, config, places, dtype or default_dtype(device))
         return cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
 
@@ -355,7 +355,7 @@ class _Capture:
         return torch.cat([output.to(device) for output in self._outputs], -1) if self._outputs else None
 
 
-def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The list of decoder layers, whatever the family calls it."""
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
@@ -376,7 +376,8 @@ def check_layer_ids(layer_ids: Iterable[int], target: Target) -> tuple[int, ...]
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """The given device, else the GPU if there is one, else the CPU."""
+    """The given device, else the GPU if there is one, else the CPU. A GPU named by its index becomes the current one,
+    on which Triton launches and CUDA graphs, events and fresh tensors live."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -387,9 +388,15 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         raise UserError(f"device {str(device)!r}: draftsmith runs on cpu and cuda")
     if picked.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {str(device)!r} was asked for and there is no GPU: leave it out or give cpu")
+    if picked.type == "cuda" and picked.index is not None:
+        if picked.index >= torch.cuda.device_count():
+            last = torch.cuda.device_count() - 1
+            raise UserError(f"device {str(device)!r}: the last GPU of this machine is cuda:{last}")
+        torch.cuda.set_device(picked)
     return picked
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where the hardware computes in it, else fp32."""
-    return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    in_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if in_bf16 else torch.float32

@@ -22,6 +22,7 @@ from draftsmith.inference.choice import (
 from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.confidence import Weighed, draft_everywhere, weigh
 from draftsmith.inference.costs import GOAL, CostRange, Costs, measure_costs
+from draftsmith.inference.costs_beside import typical_context
 from draftsmith.inference.decoder import Output
 from draftsmith.inference.evaluation import write_evaluation
 from draftsmith.inference.fixed_batches import Answered, fixed_batch_speedup
@@ -118,7 +119,9 @@ def choose_and_evaluate(
         write_evaluation(path.parent / "costs.json", costs.to_json())
         drafts = drafts_to_measure(choice, drafter)
         chosen_grid = [replace(settings, batch_size=batch, draft=draft) for batch in batches for draft in drafts]
-        content = compare(target, [name], prompt_sets, chosen_grid, path.parent, Options(num_threads))[0]
+        content = compare(
+            target, [name], prompt_sets, chosen_grid, path.parent, Options(num_threads, sample_texts=True)
+        )[0]
         names_of = {"fitted_on": fit_prompts.name, "reported_on": [prompts.name for prompts in prompt_sets]}
         write_evaluation(path.parent / "choice.json", {"drafter": name, **choice.to_json(), **names_of})
         print_evaluations([content], console)
@@ -187,11 +190,6 @@ def prediction(rates: Sequence[float | None], costs: Costs, batch: int, context:
     speedup = costs.speedup(emitted, length, batch, context)
     fields = {"draft_length": length, "tree_nodes": None, "acceptance_length": emitted, "speedup": speedup}
     return {"batch_size": batch, **fields}
-
-
-def typical_context(prompts: PromptSet, max_new_tokens: int) -> int:
-    """Tokens of a request half way through its answer, at the mean over the prompts."""
-    return round(sum(map(len, prompts.token_ids)) / len(prompts.token_ids) + max_new_tokens / 2)
 
 
 def decode(target: Target, drafter: Drafter, prompts: PromptSet, settings: MeasureSettings) -> Output:

@@ -5,6 +5,7 @@ first one, alone on the machine, measures speed on its own.
 """
 
 import itertools
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,14 +22,19 @@ from draftsmith.data.progress import progress_bar
 from draftsmith.inference.baselines import make_baselines
 from draftsmith.inference.certify import CertifySettings, certify, num_checks
 from draftsmith.inference.clock import cpu_threads
+from draftsmith.inference.costs_beside import costs_beside
 from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
 from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure
+from draftsmith.inference.sample_texts import sample_texts
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.replays import add_diagnoses
 from draftsmith.recipes.report import evaluation_markdown
+from draftsmith.recipes.results import measured_of
 from draftsmith.train.pooling import Row, pool, share_of, subset
-from draftsmith.train.run_folder import require_writable
+from draftsmith.train.run_folder import require_writable, worth
+
+COSTS_SHARE = 0.1  # of the time that an evaluation takes, for measuring costs
 
 T = TypeVar("T")
 LONGEST_WAIT = timedelta(days=7)  # for the others' counts; where one dies its launcher ends all
@@ -42,6 +48,8 @@ class Options:
     certify: bool = False  # add a certificate of losslessness for every drafter
     baselines: tuple[str, ...] = ()  # of transformers, at batch size 1
     minutes: float | None = None  # for all: each setting gets the repeats that fit; None: those of its own
+    sample_texts: bool = False  # write samples.json
+    costs: bool = False  # write costs.json of the drafters for which a share of the time is enough, the fastest first
 
 
 def compare(
@@ -70,7 +78,8 @@ def compare(
     require_writable(out)
     shared = [Shared(prompts, settings, num_ranks) for prompts, settings in itertools.product(prompt_sets, grid)]
     with progress_bar(rank == 0) as progress, cpu_threads(options.num_threads):
-        work = Work([(one.part(0), one.settings) for one in shared], options.minutes, progress)
+        minutes = options.minutes and options.minutes * (1 - COSTS_SHARE * options.costs)
+        work = Work([(one.part(0), one.settings) for one in shared], minutes, progress)
         of_others = on_first([] if rank == 0 else [one.count(target, drafters, rank) for one in shared])
         if rank:
             return []
@@ -80,17 +89,59 @@ def compare(
             of_ranks = [measured, *(counted[number] for counted in of_others[1:])]
             for name in drafters:
                 rows[name].append(shared[number].pool([found[name] for found in of_ranks if found]))
+        measuring_seconds = work.seconds
         env = environment(target)
         contents = [evaluation(target, name, drafter.kind, rows[name], env) for name, drafter in drafters.items()]
         add_diagnoses(contents, list(drafters.values()), target, prompt_sets)
         if options.certify:
             add_certificates(contents, list(drafters.values()), target, prompt_sets[0], progress)
-    for path, content in zip(evaluation_paths(out, list(drafters)), contents, strict=True):
+    write_contents(contents, {}, out, start)
+    if options.sample_texts:
+        leader = measured_of(contents).leader.drafter
+        texts = sample_texts(target, drafters[leader], leader, prompt_sets[0], grid[0])
+        (out / "samples.json").write_text(json.dumps(texts, indent=1) + "\n")
+    if options.costs:
+        with cpu_threads(options.num_threads):
+            costs = affordable_costs(target, drafters, contents, prompt_sets[0], COSTS_SHARE * measuring_seconds)
+        write_contents(contents, costs, out, start)
+    return contents
+
+
+def write_contents(contents: list[dict[str, Any]], costs: dict[str, dict[str, Any]], out: Path, start: float) -> None:
+    """The files of each drafter, costs.json where they were measured, and evaluation.md of all.
+
+    `start`: since when the seconds count, which each content gets, too.
+    """
+    paths = evaluation_paths(out, [content["drafter"] for content in contents])
+    for path, content in zip(paths, contents, strict=True):
+        own = [costs[content["drafter"]]] if content["drafter"] in costs else []
+        for one in own:
+            write_evaluation(path.with_name("costs.json"), one)
         content["seconds"] = time.perf_counter() - start
         write_evaluation(path, content)
-        path.with_suffix(".md").write_text(evaluation_markdown([content]), encoding="utf-8")
-    (out / "evaluation.md").write_text(evaluation_markdown(contents), encoding="utf-8")
-    return contents
+        path.with_suffix(".md").write_text(evaluation_markdown([content], own), encoding="utf-8")
+    (out / "evaluation.md").write_text(evaluation_markdown(contents, list(costs.values())), encoding="utf-8")
+
+
+def affordable_costs(
+    target: Target, drafters: dict[str, Drafter], contents: list[dict[str, Any]], prompts: PromptSet, seconds: float
+) -> dict[str, dict[str, Any]]:
+    """Contents of costs.json by drafter, the fastest first, as long as the seconds last."""
+    end = time.perf_counter() + seconds
+    found = {}
+    with progress_bar() as progress:
+        task = progress.add_task("measuring costs", total=float(len(contents)), detail="")
+        best_first = sorted(contents, key=lambda one: worth(one["results"][0]), reverse=True)
+        for number, content in enumerate(best_first):
+
+            def show(share: float, number: int = number) -> None:
+                progress.update(task, completed=number + share)
+
+            name, rows, left = content["drafter"], content["results"], end - time.perf_counter()
+            costs = costs_beside(target, drafters[name], name, rows, prompts, left, show)
+            if costs:
+                found[name] = costs.to_json()
+    return found
 
 
 class Shared:
@@ -144,14 +195,19 @@ class Work:
         """Prompts and settings in turn; each gets its share, by its number of batches, of the time that is left."""
         for number, (prompts, settings) in enumerate(self._places):
             if self._seconds:
-                left = self._seconds - (time.perf_counter() - self._start)
+                left = self._seconds - self.seconds
                 share = self._batches[number] / sum(self._batches[number:])
                 settings = replace(settings, seconds=left * share)
             yield prompts, settings
 
+    @property
+    def seconds(self) -> float:
+        """Since the first part began."""
+        return time.perf_counter() - self._start
+
     def advance(self) -> None:
         if self._seconds:
-            self._progress.update(self._task, completed=time.perf_counter() - self._start)
+            self._progress.update(self._task, completed=self.seconds)
         else:
             self._progress.advance(self._task)
 

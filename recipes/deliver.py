@@ -75,7 +75,7 @@ def deliver(
             exported, settings.check, target, prompts, draft_length, settings.max_new_tokens
         )
         print_reports([findings.check], console)
-    write_card(exported, target, Path(checkpoint), commands, findings)
+    write_card(exported, Path(checkpoint), commands, findings)
     if findings.check is not None and not findings.check.agrees:
         raise UserError(f"the engine and draftsmith disagree: see {out / 'engine_check.json'}")
     if settings.push and api is not None:

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import yaml
 
 from draftsmith.inference.schedule import Schedule
-from draftsmith.models import Target
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.recipes.engine_check import EngineReport
 from draftsmith.recipes.export import WEIGHT_FILES, Exported
@@ -54,15 +53,16 @@ class Findings:
     check: EngineReport | None = None
 
 
-def write_card(exported: Exported, target: Target, source: Path, commands: dict[str, str], findings: Findings) -> None:
+def write_card(exported: Exported, source: Path, commands: dict[str, str], findings: Findings) -> None:
     """README.md of an exported directory."""
     digests = {name: sha256(exported.directory / name) for name in files_of(exported.directory)}
     training = training_facts(source)
+    fingerprint = f" (fingerprint `{exported.target_fingerprint}`)" if exported.target_fingerprint else ""
     parts = [
         f"---\n{yaml.safe_dump(metadata(exported, findings.evaluation), sort_keys=False)}---\n",
-        f"# {exported.kind} drafter for {target.name}\n",
-        f"Proposes tokens for `{target.name}` (fingerprint `{target.fingerprint()}`) to verify, which makes decoding "
-        "faster and leaves its output what it was. Made with draftsmith.\n",
+        f"# {exported.kind} drafter for {exported.target}\n",
+        f"Proposes tokens for `{exported.target}`{fingerprint} to verify, which makes decoding faster and leaves its "
+        "output what it was. Made with draftsmith.\n",
         "## Serve it\n",
         "".join(f"{engine}:\n\n```sh\n{command}\n```\n\n" for engine, command in commands.items())
         or f"In the layout of {exported.engine}, for that project's own code.\n",

@@ -30,6 +30,7 @@ class Checkpoint:
     baselines: dict[str, list[Result]]  # training-free drafters, measured in the same process
     certificate: dict[str, Any] | None  # of losslessness, where one was asked for
     environment: dict[str, Any]  # that it was measured in
+    samples: list[dict[str, Any]]  # of texts
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Contender:
     """A drafter as it stands in the comparison."""
 
     name: str  # no two of a report share it
-    drafter: str  # as it was given; the run's name where it was measured in training
+    drafter: str  # as it was given; RUN/best where it was measured in training
     kind: str
     note: str  # which checkpoint, or beside which it was measured
     trained: bool
@@ -105,6 +106,12 @@ class Measured:
         smallest = min(row["batch_size"] for row in rows)
         rows = [row for row in rows if row["batch_size"] == smallest]
         return max(rows, key=lambda row: (is_sound(row) and row["num_drafts"] > 0, row["speedup"]))
+
+    @property
+    def leader(self) -> Contender:
+        """Whose row the report leads with."""
+        leading = self.leading
+        return next(one for one in self.contenders if any(row is leading for row in one.results))
 
     def extra_of(self, name: str, contender: Contender) -> dict[str, Any] | None:
         """The content of the NAME.json that was written for a contender."""
@@ -156,11 +163,11 @@ def read_measured(folder: Path) -> Measured:
     """
     evaluated = [] if _configs(folder) else evaluations(folder)
     runs = [] if evaluated else read_runs(folder)
-    samples = folder / "samples.json"
+    samples = [json.loads(path.read_text()) for path in _beside(folder, "samples")]
     found = {name: [json.loads(path.read_text()) for path in _beside(folder, name)] for name in EXTRAS}
     measured = measured_of(evaluated) if evaluated else _measured(runs, read_contenders(folder, runs))
     measured.extras = {name: contents for name, contents in found.items() if contents}
-    measured.samples = json.loads(samples.read_text()) if samples.is_file() else []
+    measured.samples = next(iter(samples), []) or (runs[0].best.samples if runs else [])
     return measured
 
 
@@ -203,7 +210,7 @@ def read_contenders(folder: Path, runs: list[Run]) -> list[Contender]:
     found = [
         Contender(
             run.name,
-            run.name,
+            f"{run.name}/best",
             run.kind,
             f"step {run.best.step}",
             True,
@@ -348,7 +355,12 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
         path.name.removeprefix("evaluation.").removesuffix(".json"): json.loads(path.read_text())["results"]
         for path in sorted(folder.glob("evaluation.*.json"))
     }
-    content = json.loads((folder / "evaluation.json").read_text())
+    content, samples = json.loads((folder / "evaluation.json").read_text()), folder / "samples.json"
     return Checkpoint(
-        checkpoint_step(folder), content["results"], baselines, content.get("certificate"), content["environment"]
+        checkpoint_step(folder),
+        content["results"],
+        baselines,
+        content.get("certificate"),
+        content["environment"],
+        json.loads(samples.read_text()) if samples.is_file() else [],
     )

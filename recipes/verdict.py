@@ -37,8 +37,7 @@ class Verdict:
 
 
 def verdict(measured: Measured) -> Verdict:
-    row = measured.leading
-    best = next(one for one in measured.contenders if any(other is row for other in one.results))
+    row, best = measured.leading, measured.leader
     row = chosen_row(measured, best, row) or row
     broken, caveats = divergences(measured), caveats_of(measured)
     if not is_sound(row):

@@ -92,6 +92,8 @@ def parse_metrics(page: str) -> Counters:
 def read_counters(url: str) -> Counters:
     """The counters of the server at `url` (http://HOST:PORT, /metrics is added). Raises `UserError` if it is silent."""
     address = url.rstrip("/").removesuffix("/metrics").removesuffix("/v1") + "/metrics"
+    if not address.startswith(("http://", "https://")):
+        raise UserError(f"{url} is no URL: give http://HOST:PORT, such as http://localhost:8000")
     try:
         with urllib.request.urlopen(address, timeout=10) as response:
             return parse_metrics(response.read().decode())

@@ -11,10 +11,12 @@ import pytest
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.choice import acceptance_length
 from draftsmith.inference.costs import CostRange, Costs, RoundTimes, Setting, fit_costs, measure_costs, speedup_errors
+from draftsmith.inference.costs_beside import costs_beside
 from draftsmith.inference.decoder import check_sampling, resolve_settings
 from draftsmith.inference.fixed_batches import Course, batch_milliseconds
 from draftsmith.inference.given_text import GivenRows, follow
 from draftsmith.inference.least_squares import nonnegative_least_squares
+from draftsmith.inference.measure import PromptSet
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.trees import Chain, StaticTree
@@ -195,3 +197,17 @@ def test_tree_costs_count_their_nodes() -> None:
     tree = StaticTree(((0,), (1,), (0, 0)))
     assert Setting(2, 3, 10, tree).nodes == 3
     assert Setting(2, 3, 10).nodes == 2
+
+
+def test_costs_beside_an_evaluation_take_the_time_that_there_is(tiny_target: Target) -> None:
+    """Ten settings of sixteen rounds, each of 2 ms at most: 0.32 s, or nothing is measured."""
+    rounds = {"draft": 1.0, "verify": 0.8, "host": 0.2}
+    row = {"batch_size": 1, "draft_length": 4, "tree_nodes": None, "num_drafts": 9, "max_new_tokens": 12}
+    rows, prompts = [{**row, "milliseconds_per_round": rounds}], PromptSet("p", [[5, 6, 7, 8]])
+    ngram = load_drafter("ngram", tiny_target)
+    assert costs_beside(tiny_target, ngram, "n", rows, prompts, 0.31) is None
+    assert costs_beside(tiny_target, ngram, "n", [{**rows[0], "num_drafts": 0}], prompts, 9.0) is None
+    costs = costs_beside(tiny_target, ngram, "n", rows, prompts, 0.33)
+    assert costs is not None
+    assert {(one["batch"], one["context"]) for one in costs.fitted_on} == {(1, 1), (1, 10)}
+    assert costs.drops_columns

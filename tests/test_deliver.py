@@ -19,6 +19,7 @@ from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.recipes import deliver as deliver_module
 from draftsmith.recipes import engine_check
+from draftsmith.recipes.cli import main
 from draftsmith.recipes.deliver import DeliverySettings, deliver
 from draftsmith.recipes.engine_check import EngineReport, EngineRun, add_speed, check_engine, root_cause
 from draftsmith.recipes.engine_speed import TimedRequest, engine_speed
@@ -145,6 +146,18 @@ def test_changed_target_is_asked_for(tiny_target: Target, tmp_path: Path) -> Non
         deliver(checkpoint, "vllm", tiny_target, tmp_path / "out", DeliverySettings(), None, Console(quiet=True))
 
 
+def test_without_prompts_the_layers_are_never_read(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a drafter can be exported where its target fits into no memory. The card still tells which one it was."""
+    checkpoint = save_checkpoint("eagle3", tiny_target, tmp_path / "checkpoint")
+    monkeypatch.setattr(Target, "from_pretrained", None)
+    out = tmp_path / "out"
+    words = ["export", checkpoint, "--engine", "vllm", "--target", tiny_target.name, "--out", str(out)]
+    assert main(words) == 0
+    assert str(tiny_target.fingerprint()) in (out / "README.md").read_text()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dtype_of_the_checkpoint_is_kept(dtype: torch.dtype, tiny_target: Target, tmp_path: Path) -> None:
     drafter = DRAFTERS["medusa"].from_target(DRAFTERS["medusa"].config_class(kind="medusa"), tiny_target)
@@ -188,7 +201,7 @@ def test_card_names_the_row_that_is_served() -> None:
         {**row(1, length, speedup), "mean_acceptance_length": 1 + length / 4}
         for length, speedup in ((1, 1.1), (3, 1.5))
     ]
-    exported = Exported(Path("out"), "vllm", "eagle3", "me/target", None, ("vllm",))
+    exported = Exported(Path("out"), "vllm", "eagle3", "me/target", None, None, ("vllm",))
     found = metadata(exported, {"results": rows})["draftsmith"]
     assert found == {"target": "me/target", "draft_length": 3, "mean_acceptance_length": 1.75, "speedup": 1.5}
 
@@ -213,7 +226,7 @@ def test_card_says_what_an_engine_made_of_it(
         ours = OutputStats([Stats(4, num_drafts=10, num_accepted_tokens=12)])
         run = EngineRun("vLLM 0", [[1]], Counters(10, 40, accepted))
         findings.check = EngineReport("medusa", 4, ours, run, LosslessCheck(1, 1, 0, 0))
-    write_card(exported, tiny_target, tmp_path / "checkpoint", {}, findings)
+    write_card(exported, tmp_path / "checkpoint", {}, findings)
     assert said in (tmp_path / "out/README.md").read_text()
 
 

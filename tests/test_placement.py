@@ -147,7 +147,6 @@ def interrupted(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
         patch.setattr(Eagle3, "loss", interrupt)
         with pytest.raises(Stopped):
             train(config)
-    (folder / "config.yaml").unlink()  # it names the folder
     return folder
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from reports import (
 )
 from rich.console import Console
 
+from draftsmith.inference.costs import Costs
 from draftsmith.models.errors import UserError
 from draftsmith.recipes import report
 from draftsmith.recipes.panel import profiles
@@ -375,3 +377,21 @@ def test_low_acceptance_is_explained_wherever_it_was_measured(tmp_path: Path) ->
     where = "<small>temperature 0, draft length 4, held_out and 1 other setting</small>"
     assert cells == [f"a{where}", "decay with depth", "rate 0.25", "costs 0.7", "unroll"]
     assert "b, at temperature 0, draft length 2, held_out: acceptance is low, and nothing wrong was found" in section
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_a_report_without_costs_says_what_measures_them(tmp_path: Path) -> None:
+    """And a run shows the texts of its best checkpoint where nothing else has left some."""
+    run = write_run(tmp_path / "eagle3", keep=0.75, draft_ms=4.0)
+    write_samples(tmp_path)
+    (tmp_path / "samples.json").rename(run / "checkpoints/step-000400/samples.json")
+    page = build_report(run).read_text()
+    assert "draftsmith plan --target models/tiny_target --drafter eagle3/best --out FOLDER/plan" in page
+    assert 'id="samples"' in page
+    costs = Costs("", "", str(run / "best"), "eagle3", {"first: pass": 1.0}, {"pass": 10.0}, host=0.0)
+    errors = {"settings": 1, "median_error": 0.0}
+    costs = replace(costs, held_out=errors, fitted_on=[{"draft_length": 4, "batch": 1, "context": 64}])
+    (run / "costs.json").write_text(json.dumps(costs.to_json()))
+    page = build_report(run).read_text()
+    assert "draftsmith plan" not in page
+    assert "the median error is" in page[page.index('id="cost-model"') :]

@@ -1,7 +1,9 @@
 """The folder of a run: which settings it goes on with."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.train.config import dump
 from draftsmith.train.run_folder import check_same_run, environment_of
+from draftsmith.train.tracking import start_wandb
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +80,15 @@ def test_a_folder_without_a_checkpoint_is_free(begun: Any, base: dict[str, Any])
         check_same_run(run, other, environment)
     (run / "checkpoints/step-000001").rmdir()
     check_same_run(run, other, environment)
+
+
+def test_wandb_without_a_login_costs_one_line(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**_: Any) -> None:
+        raise RuntimeError("api_key not configured (no-tty)\nmore")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    with pytest.raises(UserError, match="run.wandb_project=x: .*not configured.*WANDB_MODE=offline") as caught:
+        start_wandb(make_config("medusa", base, tmp_path, run={"wandb_project": "x"}), tmp_path)
+    assert "\n" not in str(caught.value)

@@ -222,6 +222,17 @@ def test_no_whole_checkpoint_is_an_error(base: dict[str, Any], tmp_path: Path) -
         train(config)
 
 
+def test_an_older_training_state_is_refused(base: dict[str, Any], tmp_path: Path) -> None:
+    """Whole, but of files that only an older draftsmith reads."""
+    config = make_config("medusa", base, tmp_path, run={"steps": 2})
+    train(config)
+    checkpoint = checkpoints(tmp_path)[-1]
+    (checkpoint / "trainer" / "weight.safetensors").rename(checkpoint / "trainer" / "optimizer.bin")
+    (checkpoint / "trainer" / "manifest.json").write_text(json.dumps(checkpointing.manifest(checkpoint)))
+    with pytest.raises(UserError, match="is that of an older draftsmith: .* init_from="):
+        train(config)
+
+
 @pytest.mark.parametrize("where", ["save_drafter", "manifest"])
 def test_full_disk_ends_in_one_line(
     where: str, base: dict[str, Any], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

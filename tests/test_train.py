@@ -254,7 +254,7 @@ def test_metrics_hold_training_and_evaluation(evaluated: Path) -> None:
 
 
 def test_folder_of_a_run(evaluated: Path) -> None:
-    """DESIGN's layout, whole: nothing half written is left."""
+    """The documented layout, whole: nothing half written is left."""
     names = {path.name for path in evaluated.iterdir()}
     assert names == {"config.yaml", "environment.json", "metrics.jsonl", "checkpoints", "best"}
     assert {path.name for path in (evaluated / "checkpoints").iterdir()} == {"step-000002", "step-000004"}

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from runs import base_of, make_config, write_held_out
 
+from draftsmith.inference import costs_beside
+from draftsmith.inference.costs import Costs
 from draftsmith.inference.measure import MeasureSettings, PromptSet, measure
 from draftsmith.models import Target, load_drafter
 from draftsmith.train import evaluate, train
@@ -14,6 +16,7 @@ from draftsmith.train.budget import Amount, Cost, affordable, checkpoints_withou
 from draftsmith.train.checkpoint import checkpoints
 from draftsmith.train.config import EvaluationConfig
 from draftsmith.train.pooling import pool, share_of, subset
+from draftsmith.train.run_folder import best_checkpoint
 from draftsmith.train.tracking import read_metrics
 
 
@@ -68,6 +71,11 @@ def test_a_tight_share_is_kept_and_stated(base: dict[str, Any], tmp_path: Path) 
     assert [content["results"][0]["repeats"] for content in contents] == [4, 2]
     first, second = (content["cost"]["training_seconds"] for content in contents)
     assert 0 < first < second
+    assert not (run / "costs.json").exists()  # for which no time was left
+    for path in checkpoints(run):
+        texts = json.loads((path / "samples.json").read_text())
+        assert [text["drafter"] for text in texts] == [str(path)] * 3
+        assert all(sum(one["num_tokens"] for one in text["rounds"]) <= 4 for text in texts)
 
 
 # --- stopping early
@@ -99,7 +107,8 @@ def test_training_stops_when_nothing_is_gained(
 ) -> None:
     """It says so on the console and in the metrics; the same command again trains no further."""
     monkeypatch.setattr(evaluate, "checkpoints_without_gain", lambda rows: len(rows) - 1)
-    evaluation = {"max_new_tokens": 4, "repeats": 1, "patience": 2}
+    monkeypatch.setattr(costs_beside, "MOST_SECONDS", 0.1)
+    evaluation = {"max_new_tokens": 4, "repeats": 1, "patience": 2, "time_share": None}
     config = make_config("medusa", base, tmp_path, run={"steps": 20, "checkpoint_every": 1}, evaluation=evaluation)
     for _ in range(2):
         run = train(config)
@@ -108,6 +117,9 @@ def test_training_stops_when_nothing_is_gained(
         lines = read_metrics(run)
         assert max(line["step"] for line in lines) == 3
         assert [line["step"] for line in lines if "stopped_early" in line] == [3]
+        costs = Costs.from_json(json.loads((run / "costs.json").read_text()))
+        assert costs.drafter == str(best_checkpoint(run))
+        assert max(one["draft_length"] for one in costs.fitted_on) == config.evaluation.draft_length
 
 
 # --- several processes

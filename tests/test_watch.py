@@ -174,6 +174,9 @@ def test_watch(server: tuple[str, list[str]], tmp_path: Path) -> None:
     assert "no drafts" in third
 
 
-def test_no_server() -> None:
-    with pytest.raises(UserError, match="does not answer"):
-        watch("http://127.0.0.1:9", None, 1.0, 1, Console())
+@pytest.mark.parametrize(
+    ("url", "message"), [("http://127.0.0.1:9", "does not answer"), ("localhost:9", "no URL: give http://")]
+)
+def test_no_server(url: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        watch(url, None, 1.0, 1, Console())

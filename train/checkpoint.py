@@ -25,7 +25,7 @@ from draftsmith.data.progress import notice
 from draftsmith.models import CHANGED_TARGET, Drafter, save_drafter
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.train.placement import whole_weights
-from draftsmith.train.training_state import PARTS, load_parts, part_file, whole_part
+from draftsmith.train.training_state import PARTS, WEIGHT, load_parts, part_file, whole_part
 
 TRAINER, MANIFEST, PROGRESS = "trainer", "manifest.json", "progress.json"
 WEIGHTS = "model.safetensors"
@@ -208,6 +208,11 @@ def resume(accelerator: Accelerator, drafter: Drafter, optimizer: Any, run: Path
     if not found:
         return 0, 0.0
     folder = found[-1] / TRAINER
+    if not part_file(folder, WEIGHT).is_file():
+        raise UserError(
+            f"the training state in {found[-1]} is that of an older draftsmith: let that one end the run, or give "
+            f"another run.dir and init_from={found[-1]}, which starts with a fresh optimiser"
+        )
     load_parts(accelerator, drafter, optimizer, folder)
     progress = json.loads((folder / PROGRESS).read_text())
     return progress["step"], progress["training_seconds"]

@@ -107,9 +107,8 @@ def changed_settings(stored: dict[str, Any], config: TrainConfig) -> dict[str, s
 
     So a new setting's default is what was done before there was the setting.
     """
-    defaults = contents(
-        TrainConfig(target="", drafter=type(config.drafter)(kind=config.drafter.kind), data=DataConfig(samples=""))
-    )
+    drafter = type(config.drafter)(kind=config.drafter.kind)
+    defaults = contents(TrainConfig(target="", drafter=drafter, data=DataConfig(samples="")))
     return changes({**flatten(defaults), **flatten(stored)}, contents(config))
 
 
