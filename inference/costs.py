@@ -25,6 +25,7 @@ from draftsmith.inference.generation import Generation
 from draftsmith.inference.given_text import GivenRows, follow
 from draftsmith.inference.least_squares import nonnegative_least_squares
 from draftsmith.models import Drafter, Target, load_drafter
+from draftsmith.models.cascade import Cascade
 from draftsmith.models.errors import UserError
 from draftsmith.models.trees import Chain, Shape, StaticTree, likeliest_tree
 
@@ -350,7 +351,8 @@ def start_group(target: Target, drafter: Drafter, group: list[Setting]) -> list[
     start = max(1, context - MOST_ROUNDS // 2)
     most_nodes = max(setting.nodes for setting in group)
     length = start + MOST_ROUNDS + most_nodes + 2
-    period = most_nodes + 1  # texts repeat themselves, so that n-grams are found, too
+    # texts repeat themselves, so that n-grams are found, too; not for a cascade, whose trained half is to be asked
+    period = length if isinstance(drafter, Cascade) else most_nodes + 1
     pieces = torch.randint(target.vocab_size, (batch, period), generator=torch.Generator().manual_seed(0))
     texts = pieces.repeat(1, -(-length // period))[:, :length].tolist()
     plain, cache = load_drafter("none", target), None

@@ -158,7 +158,7 @@ def cost_model(measured: Measured) -> Section:
     if points:
         near = sum(error <= GOAL for error in errors)
         lead = (
-            f"From measured costs and the acceptance length the speedup is predicted within {100 * GOAL:.0f} % in "
+            f"From measured costs and the tokens of a round the speedup is predicted within {100 * GOAL:.0f} % in "
             f"{near} of {count(len(points), 'setting')}; the median error is {100 * statistics.median(errors):.1f} %."
         )
     table = table_of("Predicted and measured speedup", rows, words=("drafter", "draft"))

@@ -14,6 +14,7 @@ from draftsmith.inference.choice import rates_of_rounds
 from draftsmith.inference.costs import Costs
 from draftsmith.recipes.curves import settings_but
 from draftsmith.recipes.results import DRAFT, Contender, Measured, Result, steps_a_round, tokens_a_round
+from draftsmith.recipes.summary import count
 from draftsmith.recipes.tables import Table, table_of
 
 REACH = 2  # times the longest measured draft length is as far as the panel goes
@@ -176,7 +177,7 @@ def fitted_text(fitted: Costs, context: int) -> str:
     error = fitted.held_out
     return (
         f"Costs are those of costs.json, measured on {fitted.device}, at a context of {context} tokens; at "
-        f"{error['settings']} settings that were left out of the fit the predicted speedup was off by "
+        f"{count(error['settings'], 'setting')} left out of the fit the predicted speedup was off by "
         f"{100 * error['median_error']:.1f} % in the median."
     )
 

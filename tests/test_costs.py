@@ -10,7 +10,16 @@ import pytest
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.choice import acceptance_length
-from draftsmith.inference.costs import CostRange, Costs, RoundTimes, Setting, fit_costs, measure_costs, speedup_errors
+from draftsmith.inference.costs import (
+    CostRange,
+    Costs,
+    RoundTimes,
+    Setting,
+    fit_costs,
+    measure_costs,
+    speedup_errors,
+    start_group,
+)
 from draftsmith.inference.costs_beside import costs_beside
 from draftsmith.inference.decoder import check_sampling, resolve_settings
 from draftsmith.inference.fixed_batches import Course, batch_milliseconds
@@ -18,7 +27,9 @@ from draftsmith.inference.given_text import GivenRows, follow
 from draftsmith.inference.least_squares import nonnegative_least_squares
 from draftsmith.inference.measure import PromptSet
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.models.cascade import Cascade, CascadeConfig
 from draftsmith.models.errors import UserError
+from draftsmith.models.suffix import Suffix
 from draftsmith.models.trees import Chain, StaticTree
 
 
@@ -83,6 +94,20 @@ def test_least_squares_meets_its_optimality_conditions(seed: int) -> None:
     assert (x >= 0).all()
     assert (gradient >= -1e-8).all()
     assert np.abs(x * gradient).max() < 1e-8
+
+
+def test_the_costs_of_a_cascade_are_those_of_asking_its_trained_half(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookup, trained = new_drafter("suffix", tiny_target), new_drafter("medusa", tiny_target)
+    assert isinstance(lookup, Suffix)
+    asked = []
+    monkeypatch.setattr(trained, "propose", lambda *how: asked.append(1) or type(trained).propose(trained, *how))
+    setting = Setting(3, 1, 32)
+    (generation,) = start_group(tiny_target, Cascade(CascadeConfig(), lookup, trained), [setting])
+    for _ in range(8):
+        generation.step()
+    assert len(asked) == 8
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "ngram"])
