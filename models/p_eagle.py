@@ -266,11 +266,16 @@ class PEagle(Drafter):
                 "this P-EAGLE drafter was trained with norm_before_residual, which draftsmith's does not know"
             )
         own = config.get("draftsmith", {})
+        named = [config[key] for key in ("mask_token_id", "pard_token") if config.get(key) is not None]  # vLLM's order
+        if not named or "num_hidden_layers" not in config:
+            raise UserError(
+                "this P-EAGLE drafter's config.json lacks num_hidden_layers, or pard_token or mask_token_id: add them"
+            )
         tensors = {deeper_name(name, "layers.", "deeper.", -1): tensor for name, tensor in tensors.items()}
         rest = {name: t for name, t in tensors.items() if name == "mask_hidden" or name.startswith("deeper.")}
         first = {name: t for name, t in tensors.items() if name not in rest}
         eagle3 = Eagle3.from_engine({**config, "draftsmith": {}}, first, target)
-        sizes = {"num_layers": config["num_hidden_layers"], "mask_token_id": config["pard_token"]}
+        sizes = {"num_layers": config["num_hidden_layers"], "mask_token_id": named[0]}
         drafter = cls(PEagleConfig(**{**own, **sizes}), eagle3, target)
         eagle3_tensors = {f"eagle3.{name}": t for name, t in checkpoint_tensors(eagle3).items()}
         load_tensors(drafter, {**eagle3_tensors, **rest}, "this P-EAGLE drafter")
