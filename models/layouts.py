@@ -58,7 +58,10 @@ class Checkpoint:
 def read_checkpoint(name: str | Path, target: Target) -> Checkpoint:
     """The checkpoint in a directory or under a Hub name. Raises `UserError` for what cannot be read or understood."""
     directory = find_directory(name)
-    return in_engine_layout(_read_config(directory), _read_tensors(directory), target)
+    config = _read_config(directory)
+    if "hydra_num_heads" in config:
+        raise UserError(f"{name} has Hydra heads in their authors' layout, which is not read: train new ones (hydra)")
+    return in_engine_layout(config, _read_tensors(directory), target)
 
 
 def find_directory(name: str | Path) -> Path:

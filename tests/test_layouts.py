@@ -321,6 +321,12 @@ def test_keys_that_a_format_may_leave_out(
     assert found.engine_config() == drafter.engine_config()
 
 
+def test_hydra_of_its_authors_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    config = {"hydra_num_heads": 4, "hydra_num_layers": 4, "hydra_head_arch": "prefix-mlp"}
+    with pytest.raises(UserError, match="Hydra heads in their authors' layout"):
+        load_drafter(write(tmp_path / "head", config, {}, "hydra_lm_head.pt"), tiny_target)
+
+
 @pytest.mark.parametrize("missing", ["pard_token", "num_hidden_layers"])
 def test_a_p_eagle_must_say_what_it_is(missing: str, tiny_target: Target, tmp_path: Path) -> None:
     drafter = noisy("p_eagle", tiny_target, num_layers=2)
