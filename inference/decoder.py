@@ -145,8 +145,13 @@ class SpeculativeDecoder:
         batch_size: int | None = None,
     ) -> Output:
         """`generate` for prompts and settings that are known to fit."""
+        rows = self._rows_of(prompts, settings, batch_size)
+        return self.decode_on(rows, prompts, request_ids)
+
+    def decode_on(self, rows: Rows, prompts: list[list[int]], request_ids: list[int] | None = None) -> Output:
+        """`decode` on given rows of `rows_for`, which have slots for each prompt."""
         start = time.perf_counter()
-        generation = self.start(prompts, settings, request_ids, batch_size)
+        generation = Generation(rows, prompts, request_ids or list(range(len(prompts))))
         generation.step()
         first = time.perf_counter()
         while generation.running():
@@ -174,17 +179,19 @@ class SpeculativeDecoder:
         batch_size: int | None = None,
     ) -> Generation:
         """Begin to decode prompts that fit the target's context; the caller steps."""
-        rows = self.rows_for(settings, min(len(prompts), batch_size or len(prompts)), max(map(len, prompts)))
+        rows = self._rows_of(prompts, settings, batch_size)
         return Generation(rows, prompts, request_ids or list(range(len(prompts))))
 
+    def _rows_of(self, prompts: list[list[int]], settings: GenerationSettings, batch_size: int | None) -> Rows:
+        return self.rows_for(settings, min(len(prompts), batch_size or len(prompts)), max(map(len, prompts)))
+
     def rows_for(self, settings: GenerationSettings, num_rows: int, longest_prompt: int) -> Rows:
-        """Free rows: those of the last call where they fit, since on a GPU they hold recorded rounds."""
+        """Those of the last call where they fit, since on a GPU they hold recorded rounds."""
         needed = longest_prompt + settings.max_new_tokens + settings.shape.num_nodes + 1
         rows = self._rows
         if rows is None or rows.settings != settings or rows.num_rows != num_rows or rows.num_slots < needed:
             num_slots = -(-needed // SLOT_BLOCK) * SLOT_BLOCK
             rows = self._rows = Rows(self.target, self.drafter, settings, num_rows, num_slots)
-        rows.clear()
         return rows
 
     def stream(
@@ -320,7 +327,7 @@ def check_shape(shape: Shape, drafter: Drafter) -> None:
         raise UserError(f"tree: {drafter.kind} drafts chains only; leave it out and set draft_length")
     name = "draft_length" if isinstance(shape, Chain) else "tree: depth"
     most = drafter.max_draft_length
-    if shape.depth < 0 or (most is not None and shape.depth > most):
+    if most is not None and shape.depth > most:
         raise UserError(f"{name} {shape.depth}: this {drafter.kind} drafter drafts up to {most} tokens in a row")
-    if shape.depth == 0 and most != 0:
-        raise UserError(f"{name} 0: give at least 1, or the drafter none")
+    if shape.depth < 1 and most != 0:
+        raise UserError(f"{name} {shape.depth}: give at least 1, or the drafter none")

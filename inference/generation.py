@@ -52,11 +52,13 @@ class Generation:
         lag: int | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`lag`: rounds that the host is ahead of what it has read; by default 1 on a GPU and 0 on a CPU.
+        """Takes all rows, whatever they held. `lag`: rounds that the host is ahead of what it has read; by default 1
+        on a GPU and 0 on a CPU.
 
         `now` tells the time of what happens to a request, in seconds.
         """
         self.rows, self.prompts, self.request_ids, self._now = rows, list(prompts), list(request_ids), now
+        rows.clear()
         on_gpu = rows.target.device.type == "cuda"
         self.lag = int(on_gpu) if lag is None else lag
         self.limits = [rows.settings.max_new_tokens] * len(prompts)  # of new tokens

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 import torch
 
 Output = TypeVar("Output")
-WARM_UP = 2  # calls before the recording: libraries allocate and kernels compile in the first ones
+CALLS_TO_RECORD = 3  # the last of them is recorded: libraries allocate and kernels compile in those before
 
 
 class Replay(Generic[Output]):
@@ -23,7 +23,7 @@ class Replay(Generic[Output]):
         self._output: Output
 
     def __call__(self) -> Output:
-        if not self._on_gpu or self._num_calls < WARM_UP:
+        if not self._on_gpu or self._num_calls < CALLS_TO_RECORD - 1:
             self._num_calls += 1
             return self._function()
         if self._graph is None:

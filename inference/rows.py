@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference import verify
-from draftsmith.inference.graphs import Replay
+from draftsmith.inference.graphs import CALLS_TO_RECORD, Replay
 from draftsmith.inference.schedule import AnySchedule, Confident
 from draftsmith.inference.verify import Verified
 from draftsmith.models.base import NO_TOKEN, DecodingState, Draft, Drafter, chain
@@ -94,6 +94,18 @@ class Rows:
         """Free all rows."""
         self.finished.fill_(True)
         self._num_unread = 0
+
+    def warm_up(self) -> None:
+        """Run every kind of round that the settings can ask for until it is recorded."""
+        schedule = self.settings.schedule
+        draft_lengths = schedule.lengths if schedule else (self.settings.shape.depth,)
+        for draft_length in draft_lengths:
+            for _ in range(CALLS_TO_RECORD):
+                self.draft(draft_length)
+                self.verify()
+                if 0 in draft_lengths:  # a step of plain decoding is recorded for each round that can come before it
+                    self.draft(0)
+                    self.verify()
 
     @torch.no_grad()
     def admit(

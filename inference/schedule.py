@@ -37,8 +37,12 @@ class Schedule:
         return next(length for start, length in reversed(self.draft_lengths) if start <= num_running)
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple({length for _, length in self.draft_lengths})
+
+    @property
     def longest(self) -> int:
-        return max(length for _, length in self.draft_lengths)
+        return max(self.lengths)
 
     def to_json(self) -> dict[str, Any]:
         return {"draft_lengths": [list(entry) for entry in self.draft_lengths]}
@@ -80,6 +84,10 @@ class Adaptive:
             raise UserError("adaptive schedule: give each row of costs one time above 0 for each candidate")
         if not 0 <= self.decay < 1 or self.probe_every < 1:
             raise UserError("adaptive schedule: give a decay from 0 to below 1, and probe_every of 1 or more")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self.candidates
 
     @property
     def longest(self) -> int:
@@ -126,6 +134,10 @@ class Confident:
     def __post_init__(self) -> None:
         if self.longest < 1 or not 0 < self.least <= 1:
             raise UserError("confident schedule: give longest 1 or more, and least above 0 and at most 1")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (self.longest,)
 
     def to_json(self) -> dict[str, Any]:
         return {"confident": asdict(self)}

@@ -102,14 +102,15 @@ def load_first_layers(
     return load_model(name, shortened, device, dtype, tensors)
 
 
-def device_map(model: PreTrainedModel, decoder_layers: nn.ModuleList, devices: list[torch.device]) -> DeviceMap:
-    """Layers in turn on the devices, as many on each, all else on the first; `model` needs no weights."""
+def device_map(
+    model: PreTrainedModel, decoder_layers: nn.ModuleList, of_layers: list[torch.device], of_ends: torch.device
+) -> DeviceMap:
+    """Each layer on its device, all else on that of the ends; `model` needs no weights."""
     path = next(name for name, module in model.named_modules() if module is decoder_layers)
     holders = ["", *accumulate(path.split("."), "{}.{}".format)]  # from the model to the layers' list
     beside = [name for name, _ in model.named_modules() if name.rpartition(".")[0] in holders[:-1]]
-    places = {name: devices[0] for name in beside if name not in holders}
-    count = len(decoder_layers)
-    return places | {f"{path}.{layer}": devices[layer * len(devices) // count] for layer in range(count)}
+    places = {name: of_ends for name in beside if name not in holders}
+    return places | {f"{path}.{layer}": device for layer, device in enumerate(of_layers)}
 
 
 def read_generation_config(model: PreTrainedModel, name: str | Path) -> None:

@@ -157,19 +157,19 @@ class Target:
 
     @classmethod
     def spread_from_pretrained(
-        cls, name: str | Path, devices: list[torch.device], dtype: torch.dtype | None = None
+        cls, name: str | Path, device: torch.device, of_layers: list[torch.device], dtype: torch.dtype | None = None
     ) -> "Target":
-        """One whose layers lie in turn on several devices of this process, which is asked for `features` alone.
+        """One whose layers lie on devices of their own, one named for each; it is asked for `features` alone.
 
-        Embedding, norm and head are on the first, to which all features come. Defaults and errors as those of
+        Embedding, norm and head are on `device`, to which all features come. Defaults and errors as those of
         `from_pretrained`.
         """
         config = read_config(name)
         check_served_family(config, str(name))
         with torch.device("meta"):
             shape = AutoModelForCausalLM.from_config(config)
-        places = device_map(shape, find_decoder_layers(shape), devices)
-        model, tokenizer = load_model(name, config, places, dtype or default_dtype(devices[0]))
+        places = device_map(shape, find_decoder_layers(shape), of_layers, of_ends=device)
+        model, tokenizer = load_model(name, config, places, dtype or default_dtype(device))
         return cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
 
     @classmethod
@@ -376,7 +376,8 @@ def check_layer_ids(layer_ids: Iterable[int], target: Target) -> tuple[int, ...]
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """The given device, else the GPU if there is one, else the CPU."""
+    """The given device, else the GPU if there is one, else the CPU. A GPU named by its index becomes the current one,
+    on which Triton launches and CUDA graphs, events and fresh tensors live."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -387,9 +388,15 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         raise UserError(f"device {str(device)!r}: draftsmith runs on cpu and cuda")
     if picked.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {str(device)!r} was asked for and there is no GPU: leave it out or give cpu")
+    if picked.type == "cuda" and picked.index is not None:
+        if picked.index >= torch.cuda.device_count():
+            last = torch.cuda.device_count() - 1
+            raise UserError(f"device {str(device)!r}: the last GPU of this machine is cuda:{last}")
+        torch.cuda.set_device(picked)
     return picked
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where the hardware computes in it, else fp32."""
-    return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    in_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if in_bf16 else torch.float32

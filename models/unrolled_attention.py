@@ -50,11 +50,15 @@ class DraftingSlots:
 def unrolled_attention(query: Tensor, text: KeyValue, own: list[KeyValue], spans: list[Span]) -> Tensor:
     """query [R, N, D] over keys and values of the text [S, Nkv, D] and of each step since [R, Nkv, D] -> [R, N, D]
 
-    On a GPU in half precision and on a CPU by flash attention, else plainly.
+    On a CPU, and on a GPU that has it (compute capability 8) in half precision, by flash attention, else plainly.
     """
-    if query.is_cuda and (query.dtype not in HALVES or not spans):
+    if query.is_cuda and (query.dtype not in HALVES or not spans or not has_flash(query.device)):
         return plain_unrolled_attention(query, text, own, spans)
     return _UnrolledAttention.apply(spans, query, *text, *[tensor for pair in own for tensor in pair])
+
+
+def has_flash(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def plain_unrolled_attention(query: Tensor, text: KeyValue, own: list[KeyValue], spans: list[Span]) -> Tensor:

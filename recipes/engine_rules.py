@@ -385,7 +385,7 @@ def capture_problems(kind: str, config: dict[str, Any], target: Target) -> list[
     return found
 
 
-# --- directory names
+# --- names of directories and on the Hub
 
 
 def guessed_method(path: str) -> str | None:
@@ -394,13 +394,12 @@ def guessed_method(path: str) -> str | None:
     return next((method for word, method in words.items() if word in path.lower()), None)
 
 
-def check_name(method: str, path: Path) -> None:
-    """Refuse a directory name from which vLLM guesses another method.
+def check_name(method: str, option: str, name: str) -> None:
+    """Refuse a whole path or a name on the Hub, given by `option`, from which vLLM guesses another method.
 
-    For eagle and eagle3 a method that is given counts, so that only the directory's own name is held against it, for
+    For eagle and eagle3 a method that is given counts, so that only the last part of the name is held against it, for
     those who leave it out. For medusa and draft_model the guess wins over the method that was given.
     """
-    name = path.name if method in ("eagle", "eagle3") else str(path.resolve())
-    guessed = guessed_method(name)
+    guessed = guessed_method(Path(name).name if method in ("eagle", "eagle3") else name)
     if guessed not in (None, method):
-        raise UserError(f"--out {path}: vLLM would take the drafter for {guessed!r} by this path: give another one")
+        raise UserError(f"{option} {name}: vLLM would take the drafter for {guessed!r} by this name: give another one")

@@ -5,7 +5,7 @@ weights that are kept on disk, brought for their layer's computation by the same
 """
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def fake_target(model_type: str) -> tuple[PreTrainedModel, DeviceMap]:
     """On the two GPUs."""
     config = family_config(model_type, SERVED[model_type])
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval().requires_grad_(False)
-    places = device_map(model, find_decoder_layers(model), GPUS)
+    places = device_map(model, find_decoder_layers(model), [GPUS[0], *GPUS[1:] * 2], of_ends=GPUS[0])
     put(model, places)
     return model, places
 
@@ -104,21 +104,12 @@ def test_fake_tensors_tell_of_a_missed_move() -> None:
             target.features(fake_batch())
 
 
-def test_layers_lie_in_turn() -> None:
-    config = family_config("llama", {**SERVED["llama"], "num_hidden_layers": 7})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    places = device_map(model, find_decoder_layers(model), [torch.device("cuda", index) for index in range(3)])
-    assert [places[f"model.layers.{layer}"].index for layer in range(7)] == [0, 0, 0, 1, 1, 2, 2]
-    assert {places[name].index for name in ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")} == {0}
-    assert len(places) == 11
-
-
 def test_features_are_those_of_a_whole_target(tmp_path: Path) -> None:
-    """To the bit. Transformers takes "disk" for a device."""
+    """To the bit. Transformers takes "disk" for a device, and both by their names."""
     directory = save_target(tmp_path, num_hidden_layers=5)
     whole = Target.from_pretrained(directory, "cpu")
-    spread = Target.spread_from_pretrained(directory, cast(Any, ["cpu", "disk"]), torch.float32)
+    cpu: Any = "cpu"
+    spread = Target.spread_from_pretrained(directory, cpu, [cpu] * 3 + ["disk"] * 2, torch.float32)
     assert [next(layer.parameters()).device.type for layer in spread.decoder_layers] == ["cpu"] * 3 + ["meta"] * 2
     token_ids = torch.arange(5, 17).view(2, 6)
     batch = Batch(token_ids, torch.ones_like(token_ids, dtype=torch.bool))

@@ -8,16 +8,19 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from conftest import tiny_tokenizer
 from runs import arguments, base_of, final_weights, make_config
 from safetensors.torch import load_file
 from torch import distributed
@@ -29,12 +32,17 @@ from draftsmith.data import features
 from draftsmith.data.samples import PREPARED, SAMPLES, Sample, Span, sample_line
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
+from draftsmith.models.eagle3 import Eagle3
 from draftsmith.models.errors import UserError
-from draftsmith.train import features as train_features
-from draftsmith.train import placement, train
+from draftsmith.recipes.recipes import RECIPES
+from draftsmith.recipes.targets import PUBLIC_TARGETS
+from draftsmith.train import meter, placement, train
+from draftsmith.train.checkpoint import checkpoints
 from draftsmith.train.features import free_memory
-from draftsmith.train.placement import check_placement
+from draftsmith.train.placement import check_placement, devices_of_layers, sizes
+from draftsmith.train.signals import Stopped
 from draftsmith.train.tracking import read_metrics
+from draftsmith.train.training_state import PARTS, part_file, piece_of_zero3
 from draftsmith.train.vocabulary import read_vocabulary
 
 TESTS = Path(__file__).parent
@@ -124,14 +132,54 @@ def test_accumulation_gives_the_trajectory(base: dict[str, Any], tmp_path: Path)
     assert trajectory(run) == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
 
 
+@pytest.fixture(scope="module")
+def interrupted(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that one process stopped after two of its steps."""
+    folder, loss = tmp_path_factory.mktemp("interrupted"), Eagle3.loss
+
+    def interrupt(self: Eagle3, *arguments: Any) -> Any:
+        if self.progress == 1 / 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return loss(self, *arguments)
+
+    config = make_config("eagle3", base, folder, run=RUN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Eagle3, "loss", interrupt)
+        with pytest.raises(Stopped):
+            train(config)
+    return folder
+
+
+def assert_same_state(run: Path, one_process: Path) -> None:
+    """What a resumed run goes on from, by the names of the parameters."""
+    found, wanted = (checkpoints(path)[-1] / "trainer" for path in (run, one_process))
+    for part in PARTS:
+        expected, scale = load_file(part_file(wanted, part)), {"exp_avg_sq": 1e-9}.get(part, 1e-6)
+        torch.testing.assert_close(load_file(part_file(found, part)), expected, atol=scale, rtol=1e-3)
+
+
 @pytest.mark.parametrize("config", LAYOUTS)
-def test_layouts_give_the_trajectory(config: str, base: dict[str, Any], one_process: Path, tmp_path: Path) -> None:
+def test_layouts_go_on_with_the_trajectory(
+    config: str, base: dict[str, Any], one_process: Path, interrupted: Path, tmp_path: Path
+) -> None:
+    """Two steps by one process, two in the layout; what it saves is what one process would have saved."""
     layout, options = LAYOUTS[config]
     placed = {"run.target_placement": "sharded"} if "sharded" in layout else {}
-    code, output, errors = launch(config, {**base, **placed}, tmp_path, *options, script=config in OF_GPUS)
+    shutil.copytree(interrupted, tmp_path / "run")
+    code, output, errors = launch(config, {**base, **placed}, tmp_path / "run", *options, script=config in OF_GPUS)
     assert code == 0, errors[-3000:]
     assert " ".join(output.split()).startswith(layout)
-    assert_trajectory(tmp_path, one_process)
+    assert_trajectory(tmp_path / "run", one_process)
+    assert_same_state(tmp_path / "run", one_process)
+
+
+def test_pieces_of_zero3_are_equally_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven numbers on three processes: nine places, as DeepSpeed lays them out."""
+    pieces, parameter = [], SimpleNamespace(ds_tensor=torch.zeros(3))
+    for rank in range(3):
+        monkeypatch.setattr(distributed, "get_rank", lambda rank=rank: rank)
+        pieces.append(piece_of_zero3(parameter, torch.arange(1, 8)))
+    assert torch.cat(pieces).tolist() == [1, 2, 3, 4, 5, 6, 7, 0, 0]
 
 
 def test_two_machines_give_the_trajectory(base: dict[str, Any], one_process: Path, tmp_path: Path) -> None:
@@ -169,12 +217,40 @@ def test_a_device_map_gives_the_trajectory(
     stored: bool, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The CPU in the place of both devices: moves between them are those of test_device_map.py."""
-    for module in (train_features, placement):
+    for module in (placement, meter):
         monkeypatch.setattr(module, "target_devices", lambda *_: [torch.device("cpu")] * 2)
     store = {"features": "stored", "features_dtype": "float32", "features_dir": str(tmp_path / "store")}
     data = store if stored else {}
     run = train(make_config("eagle3", base, tmp_path / "run", data=data, run={**RUN, "target_placement": "device_map"}))
     assert trajectory(run) == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+
+
+@pytest.mark.parametrize(("num_gpus", "on_first"), [(2, 22), (3, 2), (4, 0)])
+def test_layers_lie_where_there_is_room(
+    num_gpus: int, on_first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """70B: the first GPU also holds ends, drafter, optimiser and a micro-batch, 62 GB, as much as 36 of 80 layers."""
+    PUBLIC_TARGETS["llama_3_3_70b"].config.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    config = RECIPES["eagle3_llama_3_3_70b_usable"]()
+    config.target, config.run.target_placement = str(tmp_path), "device_map"
+    gpus = [torch.device("cuda", index) for index in range(num_gpus)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (140e9, 141e9))
+    monkeypatch.setattr(placement, "default_dtype", lambda device: torch.bfloat16)
+    target = Target.without_weights(tmp_path)
+    of_layers, taken = devices_of_layers(config, gpus[0]), sizes(config, gpus[0], target)
+    beside = taken.ends + (taken.drafter or 0.0) + taken.working
+    assert beside / taken.layers * 80 == pytest.approx(36.3, abs=0.1)
+    counts = [of_layers.count(gpu) for gpu in gpus]
+    assert of_layers == [gpu for gpu, count in zip(gpus, counts, strict=True) for _ in range(count)]
+    assert counts[0] == on_first
+    assert max(counts[1:]) - min(counts[1:]) <= 1
+    assert sum(counts) == 80
+    monkeypatch.setattr(Accelerator, "device", gpus[0])
+    text = placement.placement(config, Accelerator(), target).text()
+    assert f"over {num_gpus} GPUs; on the first device target" in text
+    assert "of the target, of 140 GB that are free" in text
 
 
 @pytest.mark.parametrize(
@@ -183,6 +259,7 @@ def test_a_device_map_gives_the_trajectory(
         (1, 1, {}, "needs several GPUs, and this process has 1"),
         (2, 2, {}, "needs one process .*, not DDP: start with recipes/launch/one_gpu.yaml"),
         (1, 2, {"evaluation.prompts": "prompts.jsonl"}, "leaves no process a target to evaluate with"),
+        (1, 2, {}, "puts layers on GPUs, and this run is on cpu"),
     ],
 )
 def test_device_maps_are_refused(

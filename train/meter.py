@@ -64,7 +64,7 @@ class Meter:
         values: dict[str, Any] = {name: total / max(1, count) for name, (total, count) in reduced.items()}
         values |= {"loss": None} if not reduced else {}
         values["tokens_per_second"] = speed
-        values["tokens_per_second_per_device"] = speed / self._accelerator.num_processes
+        values["tokens_per_second_per_device"] = speed / self._accelerator.num_processes / len(self._devices)
         values["model_flop_utilisation"] = (
             self._operations * tokens_read / in_steps / self._peak / len(self._devices) if self._peak else None
         )

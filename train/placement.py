@@ -7,6 +7,7 @@ the GPUs of one process.
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -71,6 +72,9 @@ def check_placement(config: TrainConfig, accelerator: Accelerator) -> None:
         "leaves no process a target to evaluate with: leave out evaluation.prompts, and run draftsmith evaluate": (
             config.evaluation.prompts is not None
         ),
+        f"puts layers on GPUs, and this run is on {accelerator.device.type}: leave out run.device": any(
+            device.type != accelerator.device.type for device in devices
+        ),
     }
     for reason, holds in reasons.items():
         if holds:
@@ -78,17 +82,11 @@ def check_placement(config: TrainConfig, accelerator: Accelerator) -> None:
 
 
 def target_devices(config: TrainConfig, device: torch.device) -> list[torch.device]:
-    """Those of this process, whose own is `device`, that the target's layers lie on."""
+    """Those of this process that the target's layers lie on: its own, `device`, first."""
     if config.run.target_placement != "device_map":
         return [device]
-    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-
-
-def num_parts(config: TrainConfig, accelerator: Accelerator) -> int:
-    """Of the target's layers, one on each device."""
-    if config.run.target_placement == "sharded":
-        return accelerator.num_processes
-    return len(target_devices(config, accelerator.device))
+    own_first = sorted(range(torch.cuda.device_count()), key=lambda index: index != (device.index or 0))
+    return [torch.device("cuda", index) for index in own_first]
 
 
 def gather_as_one(accelerator: Accelerator, drafter: Drafter) -> None:
@@ -128,20 +126,70 @@ def whole_weights(accelerator: Accelerator, drafter: Drafter) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """Of everything that a run holds, in bytes."""
+
+    ends: float  # of the target: embedding and head
+    layers: float  # of the target
+    drafter: float | None  # weights, gradients, optimiser; None where files decide on it
+    working: float  # of a micro-batch, an estimate
+
+
+def sizes(config: TrainConfig, device: torch.device, target: Target) -> Sizes:
+    """From shapes alone: `target` has no weights."""
+    size = target_size(target.model.config)
+    from_files = config.init_from or getattr(config.drafter, "model", None)
+    with torch.device("meta"):
+        drafter = DRAFTERS["none" if from_files else config.drafter.kind].from_target(config.drafter, target)
+    taken = estimate(config, target.model.config, tokens_per_sample=1, drafter=drafter)
+    bytes_each = torch.finfo(default_dtype(device)).bits // 8
+    return Sizes(
+        bytes_each * (size.head + size.embedding),
+        bytes_each * size.layers,
+        None if from_files else taken.drafter_bytes,
+        taken.working_bytes * bytes_each / 2,
+    )
+
+
+def devices_of_layers(config: TrainConfig, device: torch.device) -> list[torch.device]:
+    """Where each of the target's layers lies under device_map, in turn.
+
+    All devices hold as much as can be: this process's own one, the first, holds all else besides, and so fewer layers.
+    """
+    target = Target.without_weights(config.target)
+    taken, devices, num_layers = sizes(config, device, target), target_devices(config, device), target.num_layers
+    beside = taken.ends + (taken.drafter or 0.0) + taken.working
+    on_first = max(0.0, (taken.layers + beside) / len(devices) - beside)
+    count = round(num_layers * on_first / taken.layers)
+    others, rest = devices[1:], num_layers - count
+    return [devices[0]] * count + [others[layer * len(others) // rest] for layer in range(rest)]
+
+
+@dataclass(frozen=True)
 class Placement:
-    """What one device holds, in bytes."""
+    """What a device holds, in bytes."""
 
     layout: str
     target: float
-    drafter: float  # weights, gradients, optimiser
+    drafter: float | None  # weights, gradients, optimiser; None where files decide on it
     working: float  # of a micro-batch, an estimate
     free: float
+    others: float = 0.0  # of the target's layers on any device but the first, where they lie in turn
+
+    @property
+    def fits(self) -> bool:
+        return max(self.target + (self.drafter or 0.0), self.others) <= self.free
 
     def text(self) -> str:
         """One line for the start of a run."""
-        parts = {"target": self.target, "drafter and optimiser": self.drafter, "a micro-batch": self.working}
-        sizes = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
-        return f"{self.layout}; on each device {sizes}, of {size_text(self.free)} that are free"
+        drafter = "of a size that its files tell" if self.drafter is None else size_text(self.drafter)
+        held = f"target {size_text(self.target)}, drafter and optimiser {drafter}, a micro-batch"
+        where, others = "on each device", ""
+        if self.others:
+            where, others = "on the first device", f"; on each other one up to {size_text(self.others)} of the target"
+        return (
+            f"{self.layout}; {where} {held} {size_text(self.working)}{others}, of {size_text(self.free)} that are free"
+        )
 
 
 def placement(config: TrainConfig, accelerator: Accelerator, target: Target) -> Placement:
@@ -149,27 +197,27 @@ def placement(config: TrainConfig, accelerator: Accelerator, target: Target) -> 
 
     Raises `UserError` where weights and optimiser cannot fit. A drafter that starts from files is not counted.
     """
-    count, size = accelerator.num_processes, target_size(target.model.config)
-    parts = num_parts(config, accelerator)
-    layers = size.layers / parts
+    device, layout, count = accelerator.device, layout_of(accelerator), accelerator.num_processes
+    taken, placed = sizes(config, device, target), config.run.target_placement
+    shares = shares_of_layers(config, accelerator, target)
+    first, others = taken.layers * shares[0], taken.layers * max(shares[1:], default=0.0)
     if config.data.features == "stored":
-        layers = 0.0
-    taken = estimate(config, target.model.config, tokens_per_sample=1, drafter=drafter_without_weights(config, target))
-    bytes_each = torch.finfo(default_dtype(accelerator.device)).bits // 8
-    device, layout = accelerator.device, layout_of(accelerator)
-    of_parts = f" over {parts} GPUs" if config.run.target_placement == "device_map" else ""
+        first = others = 0.0
+    of_devices = f" over {len(shares)} GPUs" if placed == "device_map" else ""
     found = Placement(
-        f"{count} x {device.type}, {layout}, target {config.run.target_placement}{of_parts}",
-        bytes_each * (layers + size.head + size.embedding),
-        taken.drafter_bytes * drafter_share(layout, count),
-        taken.working_bytes * bytes_each / 2,
+        f"{count} x {device.type}, {layout}, target {placed}{of_devices}",
+        taken.ends + first,
+        None if taken.drafter is None else taken.drafter * drafter_share(layout, count),
+        taken.working,
         free_bytes(config, accelerator),
+        others,
     )
-    if found.target + found.drafter > found.free:
-        replicated = config.run.target_placement == "replicated"
+    if not found.fits:
         mends = {
-            "give run.target_placement=sharded": replicated and count > 1,
-            "run.target_placement=device_map": replicated and layout == "one process" and torch.cuda.device_count() > 1,
+            "give run.target_placement=sharded": placed == "replicated" and count > 1,
+            "run.target_placement=device_map": (
+                placed == "replicated" and layout == "one process" and torch.cuda.device_count() > 1
+            ),
             "data.features=stored": config.data.features == "online",
             "start with recipes/launch/fsdp2.yaml": layout == "DDP",
         }
@@ -178,10 +226,19 @@ def placement(config: TrainConfig, accelerator: Accelerator, target: Target) -> 
     return found
 
 
+def shares_of_layers(config: TrainConfig, accelerator: Accelerator, target: Target) -> list[float]:
+    """Parts of the target's layers on this process's devices, its own one first."""
+    if config.run.target_placement == "device_map":
+        counts = Counter(devices_of_layers(config, accelerator.device))
+        return [counts[device] / target.num_layers for device in target_devices(config, accelerator.device)]
+    return [1 / accelerator.num_processes if config.run.target_placement == "sharded" else 1.0]
+
+
 def check_room_to_store(config: TrainConfig, accelerator: Accelerator, target: Target) -> None:
     """Refuse a pass that stores features where the layers of `target`, which has none yet, cannot fit."""
     bytes_each = torch.finfo(default_dtype(accelerator.device)).bits // 8
-    needed = bytes_each * target_size(target.text_config).layers / num_parts(config, accelerator)
+    share = max(shares_of_layers(config, accelerator, target))
+    needed = bytes_each * target_size(target.text_config).layers * share
     if needed > (free := free_bytes(config, accelerator)):
         raise UserError(
             f"storing features takes {size_text(needed)} for the target's layers on each device, of {size_text(free)} "
@@ -195,13 +252,6 @@ def free_bytes(config: TrainConfig, accelerator: Accelerator) -> float:
     if accelerator.device.type == "cuda":
         return min(torch.cuda.mem_get_info(device)[0] for device in target_devices(config, accelerator.device))
     return psutil.virtual_memory().available / accelerator.num_processes
-
-
-def drafter_without_weights(config: TrainConfig, target: Target) -> Drafter:
-    """Of the config's shape; one without any parameters where files decide on the shape."""
-    from_files = config.init_from or getattr(config.drafter, "model", None)
-    with torch.device("meta"):
-        return DRAFTERS["none" if from_files else config.drafter.kind].from_target(config.drafter, target)
 
 
 def layout_of(accelerator: Accelerator) -> str:
