@@ -230,9 +230,14 @@ class Drafter(nn.Module):
         """What `chain_loss` compares by, at this point of training."""
         return self.config.divergence
 
+    def slots(self, batch: Batch) -> ChainLoss:
+        """The slots of a text, from which chains of this drafter's vocabulary start."""
+        ids = self.draft_to_target()
+        return ChainLoss(batch.loss_mask, None if ids is None else torch.isin(batch.token_ids, ids))
+
     def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
         """The loss of `depth` predictions in a row from each slot."""
-        slots = ChainLoss(batch.loss_mask)
+        slots = self.slots(batch)
         return self.compare(slots, list(self.depths(slots, batch, features, depth)), features)
 
     def compare(self, chain_loss: ChainLoss, depths: list[Depth], features: Features) -> ChainLoss:
