@@ -219,12 +219,13 @@ class Rows:
 
     @torch.no_grad()
     def _catch_up(self) -> None:
-        """Let the drafter read what was committed while speculation was off, up to the two newest tokens.
+        """Let the drafter read what was committed while speculation was off and in the round before, but the newest.
 
         Rows that have read more of their text read it again, which changes nothing.
         """
-        state, count = self.state.first(self._width), min(self._num_unread, self.num_slots)
-        first = (state.lengths - 2 - count).clamp(min=0)
+        state = self.state.first(self._width)
+        count = min(self._num_unread + self.settings.shape.depth, self.num_slots)
+        first = (state.lengths - 1 - count).clamp(min=0)
         for start in range(0, count, PREFILL_CHUNK):
             window = chain_window(first + start, min(PREFILL_CHUNK, count - start))
             self.drafter.read(state.memory, state.token_ids, state.features, window)
