@@ -319,7 +319,7 @@ def test_settings_that_cannot_be_followed_are_refused(tiny_target: Target) -> No
         (ngram, {"prompts": []}),
         (ngram, {"prompts": [[]]}),
         (ngram, {"max_new_tokens": 1000}),
-        (ngram, {"temperature": -1.0}),
+        *((ngram, {"temperature": value}) for value in (-1.0, 1e-38, float("nan"), float("inf"))),
         (ngram, {"top_p": 0.5}),
         (ngram, {"verification_mode": "one_hot"}),
         (ngram, {"temperature": 1.0, "verification_mode": "probabilistic"}),
@@ -330,3 +330,23 @@ def test_settings_that_cannot_be_followed_are_refused(tiny_target: Target) -> No
     for decoder, settings in bad:
         with pytest.raises(UserError):
             decoder.generate(**{"prompts": PROMPTS, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"prompts": "Hello there"}, "prompts: give a list of prompts"),
+        ({"prompts": [1, 2, 3]}, "prompts: give a list of prompts"),
+        ({"prompts": [[1, 2], [3, 300]]}, "prompt 2 has token ids from 3 to 300: the target knows 0 to 299"),
+        ({"prompts": [[-1]]}, "prompt 1 has token ids from -1 to -1"),
+        ({"request_ids": [0]}, "request_ids: 1 for 4 prompts"),
+        ({"seed": 2**64}, "seed 18446744073709551616: give a whole number of at most 64 bits"),
+        ({"batch_size": -1}, "batch_size -1: give at least 1"),
+        ({"max_new_tokens": 4.0}, "max_new_tokens 4.0: give a whole number"),
+        ({"draft_length": 2.5}, "draft_length 2.5: give a whole number"),
+        ({"temperature": 1e-40}, "temperature 1e-40: give 0 .greedy., or 1e-05 or more"),
+    ],
+)
+def test_a_wrong_argument_is_named(settings: dict[str, Any], reason: str, tiny_target: Target) -> None:
+    with pytest.raises(UserError, match=reason):
+        plain(tiny_target).generate(**{"prompts": PROMPTS, "max_new_tokens": 8, **settings})
