@@ -58,7 +58,8 @@ def seconds_per_step(configs: dict[str, TrainConfig]) -> dict[str, float]:
     runs = {}
     for name, config in configs.items():
         setup = set_up(config)
-        source = feature_source(config, setup.store, setup.drafter, setup.target, setup.accelerator)
+        stages = Stages(setup.accelerator.device)
+        source = feature_source(config, setup.store, setup.drafter, setup.target, setup.accelerator, stages)
         runs[name] = (setup, source)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for step in range(TIMED_STEPS + 1):

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import rich
 from rich.filesize import decimal
+from rich.markup import escape
 
+from draftsmith.data.changes import changes, flatten, in_words
 from draftsmith.data.checks import (
     check_bos,
     check_not_rendered,
@@ -34,6 +36,8 @@ from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.identity import template_hash, tokenizer_fingerprint
 from draftsmith.models.sampling import Sampling
 
+# Of prepared.json: names and counts of what hashes tell exactly.
+IMPLIED = ("target", "prompts", "num_prompts", "num_held_out", "num_skipped")
 BATCHES_A_SHARE = 8  # more keep the batch full for longer, fewer lose less to an interruption
 
 
@@ -75,6 +79,7 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
     if (out / SAMPLES).is_file():
         if rank == 0:
             remove_journals(out)  # of a kill between the file's last rename and this
+            rich.print(escape(f"{out} holds all answers already"))
         return
     journal = Journal(out, rank)
     done = set(written_lines(out))
@@ -108,6 +113,11 @@ def show_written(out: Path, target: Target) -> None:
     samples = read_samples(out)
     check_samples(samples, target, max(len(sample.token_ids) for sample in samples), str(out))
     rich.print(shown_sample(samples[0], target))
+    prepared, num_tokens = read_prepared(out), sum(len(sample.generated()) for sample in samples)
+    text = f"{out}: {len(samples)} samples of {prepared['num_prompts']} prompts, {num_tokens} tokens to train on"
+    if prepared["num_held_out"]:
+        text += f"; {prepared['num_held_out']} prompts are held out in {out / HELD_OUT}"
+    rich.print(escape(text))
 
 
 class Work:
@@ -116,6 +126,7 @@ class Work:
     def __init__(self, target: Target, source: str, settings: PrepareSettings) -> None:
         require_at_least("batch_size", settings.batch_size)
         require_at_least("max_new_tokens", settings.max_new_tokens)
+        require_at_least("draft_length", settings.draft_length)
         self.target, self.settings = target, settings
         self.server, self.context = None, target.context
         if settings.endpoint:
@@ -233,8 +244,15 @@ def open_folder(out: Path, prepared: dict, rank: int) -> None:
             temporary.replace(out / PREPARED)
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}") from None
-    if read_prepared(out) != json.loads(json.dumps(prepared)):
-        raise UserError(f"{out} holds samples of another target, prompts or settings: give another folder or remove it")
+    defaults = {f"settings.{name}": value for name, value in asdict(PrepareSettings()).items()}
+    stored = {**defaults, **flatten(read_prepared(out))}  # by an older draftsmith, without what it did not have
+    changed = changes(stored, {**defaults, **flatten(json.loads(json.dumps(prepared)))})
+    implied = IMPLIED if prepared["target_fingerprint"] else IMPLIED[1:]  # a server's weights are known by name alone
+    if decisive := {key: text for key, text in changed.items() if key not in implied}:
+        raise UserError(
+            f"{out} holds samples of another target, prompts or settings ({in_words(decisive)}): give the same again, "
+            "another folder, or remove it"
+        )
 
 
 def process() -> tuple[int, int]:

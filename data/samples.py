@@ -70,6 +70,10 @@ def parse_sample(line: str) -> Sample:
 
 def read_samples(folder: Path, drop_cut: bool = False) -> list[Sample]:
     """All samples of a folder written by `prepare`; `drop_cut` leaves out those that the length limit cut."""
+    if folder.is_file():
+        raise UserError(
+            f"{folder} is a file: give the folder that `draftsmith prepare --prompts {folder} --out FOLDER` writes"
+        )
     if not (folder / SAMPLES).is_file() or not (folder / PREPARED).is_file():
         state = "unfinished samples" if (folder / PREPARED).is_file() else "no prepared samples"
         raise UserError(f"{folder} holds {state}: run `draftsmith prepare --out {folder}` first")

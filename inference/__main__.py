@@ -1,4 +1,4 @@
-"""`accelerate launch -m draftsmith.inference ...` is `draftsmith evaluate ...`."""
+"""`accelerate launch -m draftsmith.inference ...` is `draftsmith evaluate ...`, prompts shared out."""
 
 import sys
 

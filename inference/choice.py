@@ -28,6 +28,15 @@ def acceptance_length(conditional_rates: Rates, draft_length: int) -> float:
     return 1 + sum(itertools.accumulate(rates, operator.mul))
 
 
+def rates_of_rounds(conditional_rates: Rates, num_drafts: float, num_rounds: float) -> list[float | None]:
+    """The first rate made that of all rounds: in those without a draft nothing is accepted.
+
+    `acceptance_length` of these is the tokens of any round, 1 + accepted / rounds, and not of those with a draft only.
+    """
+    first, *later = conditional_rates
+    return [None if first is None else first * num_drafts / num_rounds, *later]
+
+
 def equal_rates(length: float, draft_length: int) -> list[float]:
     """The rates, all equal, at which chains of `draft_length` have this acceptance length, from 1 to draft_length + 1.
 

@@ -87,6 +87,12 @@ class Costs:
     host: float  # of a round, beside its draft and its verification
     held_out: dict[str, Any] = field(default_factory=dict)  # error of the speedup at settings left out of the fit
     fitted_on: list[dict[str, Any]] = field(default_factory=list)
+    drops_columns: bool = False  # where no request has a draft, a CPU verifies a plain step; a GPU the usual shape
+    drafted: float = 1.0  # share of a request's rounds that have a draft, which looked-up ones may not
+
+    def drafting_in(self, share: float) -> "Costs":
+        """Of a drafter that has a draft in this share of a request's rounds."""
+        return replace(self, drafted=share if self.drops_columns else 1.0)
 
     def plain(self, batch: int, context: int) -> float:
         """One plain step of the whole batch, each request having `context` tokens."""
@@ -97,8 +103,12 @@ class Costs:
         return value(self.draft_ms, draft_terms(draft_length, batch, context, nodes))
 
     def verify(self, nodes: int, batch: int, context: int, tree: bool = False) -> float:
-        """The target's pass over `nodes` + 1 tokens of each request, with verification."""
-        return value(self.verify_ms, pass_terms(nodes, batch, context, tree))
+        """The target's pass over `nodes` + 1 tokens of each request, with verification; the mean over all rounds."""
+        whole = value(self.verify_ms, pass_terms(nodes, batch, context, tree))
+        none_drafted = (1 - self.drafted) ** batch
+        if not nodes or not none_drafted:
+            return whole
+        return whole + none_drafted * (self.verify(0, batch, context) - whole)
 
     def round(self, draft_length: int, batch: int, context: int, nodes: int | None = None) -> float:
         """Draft, verification and host. With `nodes` the draft is a tree of depth `draft_length`."""
@@ -250,6 +260,7 @@ def measure_costs(
         target=target.name,
         drafter=name or drafter.kind,
         drafter_kind=drafter.kind,
+        drops_columns=target.device.type == "cpu",
         held_out=speedup_errors(costs, times[len(fitted) :]),
     )
 

@@ -349,7 +349,7 @@ def check_shape(shape: Shape, drafter: Drafter) -> None:
         raise UserError(f"tree: {drafter.kind} drafts chains only; leave it out and set draft_length")
     name = "draft_length" if isinstance(shape, Chain) else "tree: depth"
     most = drafter.max_draft_length
-    if shape.depth < 0 or (most is not None and shape.depth > most):
+    if most is not None and shape.depth > most:
         raise UserError(f"{name} {shape.depth}: this {drafter.kind} drafter drafts up to {most} tokens in a row")
-    if shape.depth == 0 and most != 0:
-        raise UserError(f"{name} 0: give at least 1, or the drafter none")
+    if shape.depth < 1 and most != 0:
+        raise UserError(f"{name} {shape.depth}: give at least 1, or the drafter none")

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -18,72 +18,11 @@ from draftsmith.inference.generation import Generation
 from draftsmith.inference.rows import GenerationSettings
 from draftsmith.inference.schedule import Adaptive, Schedule
 from draftsmith.inference.speed import percentiles
+from draftsmith.inference.traffic import Lengths, Load, Sent, plan_requests
 from draftsmith.models.errors import UserError
 
 WARM_UP_SHARE = 0.2  # of a run's requests, from the first on, that only bring it to a steady state
 SLA_PERCENTILE = "p95"
-
-
-# --- traffic
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Lognormal lengths in tokens: half of them below the median, two thirds within a factor of exp(sigma) of it."""
-
-    median: float
-    sigma: float
-
-    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """[count] int64, at least 1"""
-        return np.maximum(1, np.rint(self.median * np.exp(self.sigma * rng.standard_normal(count)))).astype(np.int64)
-
-
-@dataclass(frozen=True)
-class Load:
-    """One stage: arrivals a second, or requests at once."""
-
-    mode: Literal["rate", "concurrency"]
-    value: float
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A request of the plan."""
-
-    prompt: int  # which of the prompts
-    max_new_tokens: int
-    seconds: float  # of its arrival, since the start; meaningless among closed clients
-
-
-def plan_requests(
-    load: Load,
-    prompts: list[list[int]],
-    count: int,
-    max_new_tokens: int,
-    seed: int,
-    prompt_lengths: Lengths | None = None,
-    output_lengths: Lengths | None = None,
-) -> list[Sent]:
-    """Requests of one run, the same for the same seed.
-
-    Prompts are drawn from the user's with replacement; with `prompt_lengths` each is the one whose length comes nearest
-    to one drawn from there. Answers end at their end of text or at `max_new_tokens`, and at a length drawn from
-    `output_lengths` where that comes first. Between two arrivals passes an exponential time.
-    """
-    rng = np.random.default_rng(seed)
-    gaps = rng.exponential(1 / load.value, count)
-    picks = rng.integers(len(prompts), size=count)
-    if prompt_lengths is not None:
-        own = np.array([len(prompt) for prompt in prompts])
-        ties = rng.permutation(len(prompts))  # of equally near prompts any
-        wanted = prompt_lengths.draw(rng, count)
-        picks = ties[np.abs(own[ties] - wanted[:, None]).argmin(1)]
-    limits = np.full(count, max_new_tokens)
-    if output_lengths is not None:
-        limits = np.minimum(output_lengths.draw(rng, count), max_new_tokens)
-    seconds = np.cumsum(gaps) - gaps[0]
-    return [Sent(int(p), int(n), float(s)) for p, n, s in zip(picks, limits, seconds, strict=True)]
 
 
 # --- serving
@@ -104,6 +43,7 @@ class Answer:
     first_token: float
     finished: float
     token_ids: list[int]
+    num_prompt_tokens: int
 
     @property
     def ttft(self) -> float:
@@ -152,8 +92,15 @@ def serve(generation: Generation, plan: list[Sent], prompts: list[list[int]], lo
         tokens = sum(len(emission.token_ids) for emission in generation.step())
         steps.append((began, clock.now() - start, tokens, max(num_running, generation.num_running)))
     answers = [
-        Answer(at, request.admitted - start, request.first_token - start, request.finished - start, request.token_ids)
-        for at, request in zip(arrived, generation.requests, strict=True)
+        Answer(
+            at,
+            request.admitted - start,
+            request.first_token - start,
+            request.finished - start,
+            request.token_ids,
+            len(prompts[sent.prompt]),
+        )
+        for at, sent, request in zip(arrived, plan, generation.requests, strict=True)
     ]
     stats = [request.stats for request in generation.requests]
     total = sum(stats[1:], stats[0])
@@ -186,9 +133,10 @@ def stage_row(load: Load, contender: str, runs: list[Run], sla: Sla) -> dict[str
 
     The first fifth of a run's requests is left out, of closed clients at least the first of each. Times are counted
     from the arrival of the first request behind them until the load falls: at the last arrival, or when a client is
-    answered that has no request left.
+    answered that has no request left. The rate is of arrivals in that time: of n requests of an open test, which lie
+    n - 1 gaps apart, the last arrives at its end.
     """
-    counted, tokens, seconds, busy = [], 0, 0.0, 0.0
+    counted, arrivals, tokens, seconds, busy = [], 0, 0, 0.0, 0.0
     repeats = []
     for run in runs:
         num_clients = int(load.value) if load.mode == "concurrency" else 0
@@ -197,6 +145,7 @@ def stage_row(load: Load, contender: str, runs: list[Run], sla: Sla) -> dict[str
         if load.mode == "concurrency":
             end = min(answer.finished for answer in kept if answer.finished > end)
         counted += kept
+        arrivals += sum(answer.arrived < end for answer in kept)
         seconds += end - begin
         own_tokens = sum(new for since, _, new, _ in run.steps if begin <= since < end)
         tokens += own_tokens
@@ -209,7 +158,7 @@ def stage_row(load: Load, contender: str, runs: list[Run], sla: Sla) -> dict[str
         )
         busy += time_running(run.steps, begin, end)
     tpots = [answer.tpot * 1000 for answer in counted if answer.tpot is not None]
-    kept_sla = sum(map(sla.kept_by, counted))
+    sla_share = sum(map(sla.kept_by, counted)) / len(counted)
     drafts, rounds = sum(run.num_drafts for run in runs), sum(run.num_rounds for run in runs)
     row = {
         "mode": load.mode,
@@ -218,14 +167,16 @@ def stage_row(load: Load, contender: str, runs: list[Run], sla: Sla) -> dict[str
         "num_counted": len(counted),
         "seconds": seconds,
         "throughput_tokens_per_second": tokens / seconds,
-        "requests_per_second": len(counted) / seconds,
+        "requests_per_second": arrivals / seconds,
         "mean_running": busy / seconds,
+        "prompt_tokens": percentiles([answer.num_prompt_tokens for answer in counted]),
+        "output_tokens": percentiles([len(answer.token_ids) for answer in counted]),
         "ttft_ms": percentiles([answer.ttft * 1000 for answer in counted]),
         "queue_ms": percentiles([(answer.admitted - answer.arrived) * 1000 for answer in counted]),
         "prefill_ms": percentiles([(answer.first_token - answer.admitted) * 1000 for answer in counted]),
         "tpot_ms": percentiles(tpots),
-        "sla_share": kept_sla / len(counted),
-        "goodput_requests_per_second": kept_sla / seconds,
+        "sla_share": sla_share,
+        "goodput_requests_per_second": sla_share * arrivals / seconds,
         "mean_acceptance_length": 1 + sum(run.num_accepted_tokens for run in runs) / drafts if drafts else 1.0,
         "mean_draft_length": sum(run.num_draft_tokens for run in runs) / max(1, rounds),
         "repeats": repeats,
@@ -236,6 +187,12 @@ def stage_row(load: Load, contender: str, runs: list[Run], sla: Sla) -> dict[str
 def time_running(steps: list[tuple[float, float, int, int]], begin: float, end: float) -> float:
     """Requests in rows, integrated over the time from `begin` to `end`; idle waits count as none."""
     return sum(count * max(0.0, min(to, end) - max(since, begin)) for since, to, _, count in steps)
+
+
+def latency_text(row: dict[str, Any], field: str) -> str:
+    """p50/p95/p99 of a stage's times in ms; a dash where not one request lies beyond, so below 20 and 100 of them."""
+    told = {name: row["num_counted"] * (100 - int(name[1:])) >= 100 for name in row[field]}
+    return "/".join(f"{value:.{value < 10:d}f}" if told[name] else "–" for name, value in row[field].items())
 
 
 def operating_points(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any] | None]:
@@ -309,7 +266,7 @@ def verdict(rows: list[dict[str, Any]]) -> str:
 @dataclass(frozen=True)
 class LoadSettings:
     loads: tuple[Load, ...]  # of one mode, rising
-    num_requests: int = 40  # of a run
+    num_requests: int = 50  # of a run
     repeats: int = 3  # runs of each stage and contender
     max_batch: int = 16  # rows that an open stage decodes in
     seed: int = 0

@@ -1,24 +1,36 @@
 """Did speculation change the output? Token-by-token comparison with plain decoding, near ties told apart.
 
-In low precision a differently shaped matrix product may turn two nearly equal logits around. So the first difference
-of each output is re-scored in one plain pass over the text before it: in the dtype of the run, and in fp32.
+A differently shaped matrix product rounds otherwise, and may turn the choice between two tokens around. So the first
+difference of each output is re-scored in one plain pass over the text before it: in the dtype of the run, and in fp32.
 
-A computation that errs by up to e at each logit can prefer the one of two tokens or the other only while their true
-logits are at most 2 e apart. Here e is what the run's dtype errs by at that place: the largest difference over the
+Greedy: a computation that errs by up to e at each logit can prefer the one of two tokens or the other only while their
+true logits are at most 2 e apart. Here e is what the run's dtype errs by at that place: the largest difference over the
 vocabulary between its re-scored logits and fp32's, plus 2 ulp of fp32. Other shapes of the same products err otherwise,
 which another factor of 2 allows for: two tokens are a near tie when they are at most 4 e apart in fp32.
+
+Sampled on the same noise: the token is the one in whose share of the distribution function the uniform number lies. A
+computation that errs by up to e in the mass of any set of tokens can draw another token only while the number lies at
+most e outside that token's share. Here e is the total variation between the re-scored laws of the run's dtype and of
+fp32, plus 2 ulp of fp32 at the largest logit over the temperature; with the same factor of 2, two tokens are a near tie
+when the number lies at most 2 e outside the share of each. Where top-p cuts, the cut may fall elsewhere: the limit
+grows by the mass of the tokens that stand within 2 e of its edge, with e of the law before the cut.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from draftsmith.inference.rows import GenerationSettings
+from draftsmith.models.sampling import Noise, Sampling, Stream, probabilities
 from draftsmith.models.slots import run_causal
 from draftsmith.models.target import Target
+
+GREEDY = GenerationSettings()
+EPSILON = torch.finfo(torch.float32).eps
 
 
 @dataclass
@@ -32,7 +44,8 @@ class Difference:
     top_two_gap: float  # between the target's two highest logits there, in the dtype of the run
     top_two_gap_fp32: float
     token_gap_fp32: float | None  # between the two tokens
-    near_tie_gap: float  # the largest that counts as a near tie
+    share_gap_fp32: float | None  # sampled: how far the uniform number lies outside the share of one of them
+    near_tie_gap: float  # the largest that counts as a near tie: of token_gap_fp32, where sampled of share_gap_fp32
     near_tie: bool
 
 
@@ -51,15 +64,19 @@ class LosslessCheck:
 
 
 def compare(
-    target: Target, prompts: list[list[int]], plain: list[list[int]], speculative: list[list[int]]
+    target: Target,
+    prompts: list[list[int]],
+    plain: list[list[int]],
+    speculative: list[list[int]],
+    settings: GenerationSettings = GREEDY,
 ) -> LosslessCheck:
-    """Compare greedy outputs of the same prompts."""
+    """Compare greedy outputs of the same prompts, or sampled ones on the same noise; a prompt's place is its id."""
     check = LosslessCheck(checked=len(prompts))
     for request, (prompt, expected, found) in enumerate(zip(prompts, plain, speculative, strict=True)):
         if expected == found:
             check.identical += 1
             continue
-        difference = first_difference(target, request, prompt, expected, found)
+        difference = first_difference(target, settings, request, prompt, expected, found)
         check.first_differences.append(difference)
         check.near_tie_divergences += difference.near_tie
         check.divergences += not difference.near_tie
@@ -67,9 +84,15 @@ def compare(
 
 
 def first_difference(
-    target: Target, request: int, prompt: list[int], expected: list[int], found: list[int]
+    target: Target,
+    settings: GenerationSettings,
+    request: int,
+    prompt: list[int],
+    expected: list[int],
+    found: list[int],
 ) -> Difference:
     """Find and re-score the first difference of two answers. It is no tie where one is the beginning of the other."""
+    sampling = settings.sampling
     same = [a == b for a, b in zip(expected, found, strict=False)]
     position = same.index(False) if False in same else len(same)
     plain, speculative = (answer[position] if position < len(answer) else None for answer in (expected, found))
@@ -77,10 +100,14 @@ def first_difference(
     logits = next_logits(target, text)
     with in_fp32(target.model):
         exact = next_logits(target, text)
-    gap = None
+    token_gap = share_gap = None
     if plain is not None and speculative is not None:
-        gap = (exact[plain] - exact[speculative]).abs().item()
-    tolerance = near_tie_gap(logits, exact)
+        token_gap = (exact[plain] - exact[speculative]).abs().item()
+        if not sampling.greedy:
+            uniform, law = target_uniform(settings.seed, request, text.shape[1]), probabilities(exact, sampling)
+            share_gap = max(outside_share(law, token, uniform) for token in (plain, speculative))
+    gap = token_gap if sampling.greedy else share_gap
+    tolerance = near_tie_gap(logits, exact) if sampling.greedy else near_tie_share(logits, exact, sampling)
     return Difference(
         request,
         position,
@@ -88,7 +115,8 @@ def first_difference(
         speculative,
         top_two_gap(logits),
         top_two_gap(exact),
-        gap,
+        token_gap,
+        share_gap,
         tolerance,
         near_tie=gap is not None and gap <= tolerance,
     )
@@ -107,8 +135,48 @@ def top_two_gap(logits: Tensor) -> float:
 
 def near_tie_gap(logits: Tensor, exact: Tensor) -> float:
     """4 e of logits [V] that should be `exact` [V]; see above."""
-    ulp = torch.finfo(torch.float32).eps * max(1.0, exact.abs().max().item())
-    return 4 * ((logits - exact).abs().max().item() + 2 * ulp)
+    return 4 * ((logits - exact).abs().max().item() + 2 * ulp(exact))
+
+
+# --- sampled
+
+
+def target_uniform(seed: int, request: int, position: int) -> float:
+    """The number by which the target draws the token at a position of a request's text."""
+    noise = Noise(seed, torch.tensor([request]))
+    return noise.uniforms(torch.tensor([[position]]), Stream.TARGET).item()
+
+
+def outside_share(law: Tensor, token: int, uniform: float) -> float:
+    """How far a number in (0, 1) lies outside the share of a token in the distribution function of a law [V]."""
+    cumulative = law.double().cumsum(0) / law.double().sum()
+    begin = cumulative[token - 1].item() if token else 0.0
+    return max(begin - uniform, uniform - cumulative[token].item(), 0.0)
+
+
+def near_tie_share(logits: Tensor, exact: Tensor, sampling: Sampling) -> float:
+    """2 e of the law of logits [V] that should be `exact` [V], and more where top-p cuts; see above."""
+    largest = 2 * law_error(logits, exact, sampling)
+    if sampling.top_p < 1:
+        moved = 2 * law_error(logits, exact, replace(sampling, top_p=1.0))
+        edges = max(sampling.top_p - moved, EPSILON), min(sampling.top_p + moved, 1.0)
+        largest += total_variation(*(probabilities(exact, replace(sampling, top_p=edge)) for edge in edges))
+    return largest
+
+
+def law_error(logits: Tensor, exact: Tensor, sampling: Sampling) -> float:
+    """e: what the mass of any set of tokens errs by."""
+    found = total_variation(probabilities(logits, sampling), probabilities(exact, sampling))
+    return found + 2 * ulp(exact / sampling.temperature)
+
+
+def total_variation(p: Tensor, q: Tensor) -> float:
+    return (p.double() - q.double()).abs().sum().item() / 2
+
+
+def ulp(values: Tensor) -> float:
+    """Of fp32, at the largest of some values."""
+    return EPSILON * max(1.0, values.abs().max().item())
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class MeasureSettings:
     seed: int = 0
     verification_mode: VerificationMode | None = None  # None: the usual one for temperature and drafter
     synthetic_rates: tuple[float, ...] = ()
-    seconds: float | None = None  # for this setting: as many repeats as fit, at least `least_repeats`
+    seconds: float | None = None  # for this setting: as many repeats as fit
 
     @property
     def draft_length(self) -> int:
@@ -117,9 +117,9 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """Measure each drafter; returns name -> a row of `results` in evaluation.json.
 
-    `on_progress` is called after each batch of each repeat. A row's fields are DESIGN's; acceptance is counted over
-    all prompts once (it is the same in every repeat), times over all repeats. Of a trained drafter's chains in greedy
-    decoding a row also says what training predicts (teacher_forcing.py), and how its confidence is calibrated.
+    `on_progress` is called after each batch of each repeat. Acceptance is counted over all prompts once (it is the same
+    in every repeat), times over all repeats. Of a trained drafter's chains in greedy decoding a row also says what
+    training predicts (teacher_forcing.py), and how its confidence is calibrated.
     `baselines` take part at batch size 1.
     """
     check_settings(settings, drafters)
@@ -276,7 +276,7 @@ def result_row(
         "milliseconds_per_round": milliseconds_per_round(outputs),
         "bandwidth_floor_share": bandwidth_floor_share(target, prompts.token_ids, outputs, bandwidth),
         "step_cost_ratio": total.mean_acceptance_length / ratio["speedup"],
-        "lossless": lossless(target, how.verification_mode, prompts, outputs, plain).as_dict(),
+        "lossless": lossless(target, how, prompts, outputs, plain).as_dict(),
         **({"domains": domain_fields(prompts, stats, outputs, plain)} if any(prompts.domains) else {}),
     }
 
@@ -313,6 +313,8 @@ def domain_fields(
         fields[domain] = {
             "num_prompts": len(indices),
             "num_drafts": total.num_drafts,
+            "num_draft_tokens": total.num_draft_tokens,
+            "num_accepted_tokens": total.num_accepted_tokens,
             "num_emitted_tokens": total.num_emitted_tokens,
             "mean_acceptance_length": total.mean_acceptance_length,
             "draft_acceptance_rate": total.draft_acceptance_rate,
@@ -338,21 +340,14 @@ def acceptance_fields(total: Stats) -> dict[str, Any]:
 
 
 def lossless(
-    target: Target,
-    mode: str,
-    prompts: PromptSet,
-    outputs: Outputs,
-    plain: Outputs,
+    target: Target, how: GenerationSettings, prompts: PromptSet, outputs: Outputs, plain: Outputs
 ) -> LosslessCheck:
     """Output equality where the law of the mode demands it: greedy, and one-hot on the same noise."""
-    if mode not in ("greedy", "one_hot"):  # at best the same distribution, but not the same tokens
+    if how.verification_mode not in ("greedy", "one_hot"):  # at best the same distribution, but not the same tokens
         return LosslessCheck()
     found = [ids for batch in outputs for ids in batch[0].token_ids]
     expected = [ids for batch in plain for ids in batch[0].token_ids]
-    if mode == "greedy":
-        return compare(target, prompts.token_ids, expected, found)
-    identical = sum(a == b for a, b in zip(expected, found, strict=True))
-    return LosslessCheck(len(found), identical, 0, len(found) - identical)
+    return compare(target, prompts.token_ids, expected, found, how)
 
 
 def pick_prompts(prompts: list[P], count: int, seed: int = 0) -> list[P]:

@@ -148,6 +148,10 @@ class DrafterConfig:
         """Whether the target is trained along, so that a checkpoint holds a target of its own in `target/`."""
         return False
 
+    def by_heart(self) -> "DrafterConfig":
+        """The same drafter trained without what only helps it on text that it has not seen."""
+        return self
+
 
 class Drafter(nn.Module):
     """Proposes tokens for one target. Subclasses say what they need of the target as class or instance data.
@@ -240,15 +244,6 @@ class Drafter(nn.Module):
             chain_loss.add(rows)
         return chain_loss
 
-    def followed(self, batch: Batch, features: Features, depth: int) -> Tensor:
-        """How many tokens in a row the drafter gets right from each slot on, `depth` at most: [B, T] int64.
-
-        By what training computes on the given text, in evaluation mode: slot t, whose newest token is x_{t+1}, drafts
-        x_{t+2} and on, and is right where the target's likeliest token is the same and `loss_mask` marks it; 0 where
-        the mask does not mark x_{t+1}. Where greedy decoding writes that text, it is what the decoder accepts.
-        """
-        return self.chain_loss(batch, features, depth).followed
-
     def as_target(self) -> Target | None:
         """Itself as a model that writes text, with the weights as they are at each moment; None: it only drafts."""
         return None
@@ -262,7 +257,10 @@ class Drafter(nn.Module):
         return self.loss(batch, features)
 
     def fit_vocabulary(self, counts: Tensor) -> None:
-        """Called once before training with how often the target wrote each token, [V]; a reduced vocabulary uses it."""
+        """Called once before training with the rank of each token, [V], higher for one that should rather be drafted.
+
+        `vocabulary.ranking` of how often the target wrote it. A reduced vocabulary uses it.
+        """
 
     def engine_config(self) -> dict[str, Any]:
         """config.json as the serving engines read it."""

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from draftsmith.models.base import (
@@ -31,7 +31,7 @@ from draftsmith.models.layers import shift_left
 from draftsmith.models.loading import drop_layers
 from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums, divergence_over_rows, teachers_of
 from draftsmith.models.slots import ATTENTION, Window, chain_window, run_causal, run_on_slots
-from draftsmith.models.target import Features, Target
+from draftsmith.models.target import Features, Target, find_decoder_layers
 from draftsmith.models.tree_drafting import LevelWindows, Memory, grow, take
 from draftsmith.models.trees import Chain, Shape
 
@@ -82,14 +82,12 @@ class DraftModel(Drafter):
         if not target.has_layers:
             raise UserError("a draft model starts from the target's layers: train it with data.features=online")
         kept = [round(i * (target.num_layers - 1) / max(1, num_layers - 1)) for i in range(num_layers)]
+        if config.hidden_size in (None, target.hidden_size):
+            return cls(config, model_of_layers(target, kept), target)
         model_config = copy.deepcopy(target.text_config)
         drop_layers(model_config, kept)
-        if config.hidden_size in (None, target.hidden_size):
-            model = new_model(model_config)
-            model.load_state_dict(layers_of(target.model.state_dict(), kept))
-        else:
-            model = new_model(narrower(model_config, config.hidden_size))
-            project_vocabulary(target, model)
+        model = new_model(narrower(model_config, config.hidden_size))
+        project_vocabulary(target, model)
         return cls(config, model, target)
 
     def loss(self, batch: Batch, features: Features) -> LossSums:
@@ -216,6 +214,38 @@ def existing_model(name: str, target: Target) -> PreTrainedModel:
     if model.get_input_embeddings().num_embeddings != target.vocab_size:
         model.resize_token_embeddings(target.vocab_size, mean_resizing=False)
     return model
+
+
+def model_of_layers(target: Target, kept: list[int]) -> PreTrainedModel:
+    """The target without its other layers. Raises `UserError` where a layer would be another one at its new place."""
+    what = f"a draft model cannot be made of layers {', '.join(map(str, kept))} of {target.name}"
+    mend = "choose another drafter.num_layers, or give drafter.model instead"
+    model_config = copy.deepcopy(target.text_config)
+    try:
+        drop_layers(model_config, kept)
+        model = new_model(model_config)
+        model.load_state_dict(layers_of(target.model.state_dict(), kept))
+    except ValueError as error:  # of the family's own rules for its config
+        raise UserError(f"{what} ({first_line(error)}): {mend}") from None
+    except RuntimeError:  # of shapes
+        raise UserError(
+            f"{what} (their tensors do not fit a smaller {target.text_config.model_type}): {mend}"
+        ) from None
+    for index, layer in zip(kept, find_decoder_layers(model), strict=True):
+        before, after = (constants(one) for one in (target.decoder_layers[index], layer))
+        if changed := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
+            raise UserError(f"{what}: {changed[0]} of layer {index} depends on its place: {mend}")
+    return model
+
+
+def constants(layer: nn.Module) -> dict[str, Any]:
+    """What a layer computes by beside its tensors: the plain values that its modules hold, but for its number."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str) and name not in ("layer_idx", "training") and not name.startswith("_")
+    }
 
 
 def narrower(config: PretrainedConfig, width: int) -> PretrainedConfig:

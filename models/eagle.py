@@ -33,15 +33,20 @@ from draftsmith.models.unrolled_attention import DraftingSlots, KeyValue, unroll
 
 @dataclass
 class EagleConfig(DrafterConfig):
-    of_checkpoint = ("intermediate_size",)
+    of_checkpoint = ("intermediate_size", "bias")
     kind: str = "eagle"
     intermediate_size: int | None = None  # None: the target's
+    bias: bool = False  # of `fc`, as most public EAGLE-1 heads have one; of SGLang and SafeAILab's code, not of vLLM's
     unroll_steps: int = 3  # trained also on its own guesses, as HASS (arXiv 2408.15766) does; 1: as in the paper
     step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k
     regression_weight: float = 1.0  # of the smooth L1 distance between guess and feature, mean over H
     divergence_weight: float = 0.1
     divergence: Divergence = "forward_kl"
     noise: float = 0.1  # features in training get uniform noise of at most this
+
+    def by_heart(self) -> "EagleConfig":
+        """Without noise; and by features alone it would take long."""
+        return replace(self, noise=0.0, divergence_weight=1.0)
 
 
 class Eagle(Drafter):
@@ -57,7 +62,7 @@ class Eagle(Drafter):
         self.config = replace(config, intermediate_size=layer_config.intermediate_size)
         self.layer_config, self.target = layer_config, target
         width = target.hidden_size
-        self.fc = nn.Linear(2 * width, width, bias=False)  # engines have none
+        self.fc = nn.Linear(2 * width, width, bias=config.bias)
         self.layers = nn.ModuleList([DecoderLayer(layer_config, width)])
         self.rotary = LlamaRotaryEmbedding(layer_config)
 
@@ -73,6 +78,8 @@ class Eagle(Drafter):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
         drafter.fc.weight.data[:, target.hidden_size :] += torch.eye(target.hidden_size)
+        if config.bias:
+            nn.init.zeros_(drafter.fc.bias)
         return drafter
 
     @property
@@ -165,14 +172,16 @@ class Eagle(Drafter):
 
     def engine_tensors(self) -> dict[str, Tensor]:
         """SGLang's `fc` has a bias, random unless it is given; vLLM passes over it."""
-        return {**checkpoint_tensors(self), "fc.bias": torch.zeros(self.target.hidden_size)}
+        return {"fc.bias": torch.zeros(self.target.hidden_size), **checkpoint_tensors(self)}
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Eagle":
         what = "this EAGLE-1 drafter"
         check_same_shape(what, config, target)
-        if "fc.bias" in tensors and not tensors["fc.bias"].any():
+        biased = "fc.bias" in tensors and bool(tensors["fc.bias"].any())
+        own = EagleConfig(**{"bias": biased, **config.get("draftsmith", {})})
+        if not own.bias and not biased:
             tensors = {name: tensor for name, tensor in tensors.items() if name != "fc.bias"}
-        drafter = cls(EagleConfig(**config.get("draftsmith", {})), layer_config_of(config), target)
+        drafter = cls(own, layer_config_of(config), target)
         load_tensors(drafter, tensors, what)
         return drafter

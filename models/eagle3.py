@@ -37,7 +37,7 @@ from draftsmith.models.target import Features, Target, check_layer_ids
 from draftsmith.models.tree_drafting import grow
 from draftsmith.models.trees import Shape
 from draftsmith.models.unrolled_attention import DraftingSlots
-from draftsmith.models.vocabulary import ReducedVocabulary
+from draftsmith.models.vocabulary import ReducedVocabulary, too_large
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Eagle3(Drafter):
             intermediate_size=layer_config.intermediate_size,
         )
         if vocab > target.vocab_size:
-            raise UserError(f"draft_vocab_size {vocab} exceeds the target's vocabulary of {target.vocab_size}")
+            raise UserError(too_large(vocab, target.vocab_size))
         self.embed_tokens: nn.Embedding | None = None  # frozen, of checkpoints that bring their own
         self.fc = nn.Linear(len(self.layer_ids) * target.hidden_size, width, bias=False)
         self.layers = nn.ModuleList([Layer(layer_config)])

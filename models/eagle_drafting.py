@@ -95,10 +95,10 @@ class EagleMemory(Memory):
     def __init__(self, drafter: "Eagle", num_rows: int, num_slots: int, shape: Shape) -> None:
         super().__init__(drafter.layer, drafter.target.embedding, drafter.rotary, num_rows, num_slots, shape)
         store_for_decoding(drafter.fc)
-        self.fc, self.logits_of_target = drafter.fc.weight, drafter.target.logits
+        self.fc, self.bias, self.logits_of_target = drafter.fc.weight, drafter.fc.bias, drafter.target.logits
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        x = F.linear(torch.cat([embedded, hidden], -1), self.fc)
+        x = F.linear(torch.cat([embedded, hidden], -1), self.fc, self.bias)
         return x, x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -63,6 +63,8 @@ def read_checkpoint(name: str | Path, target: Target) -> Checkpoint:
 def find_directory(name: str | Path) -> Path:
     directory = Path(name)
     if not directory.is_dir():
+        if directory.name == "best" and (newest := checkpoint_of_run(directory.parent)):
+            raise UserError(f"{directory} is not there, for it is a measured checkpoint, and none was: give {newest}")
         try:
             directory = Path(snapshot_download(str(name), allow_patterns=PATTERNS))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
@@ -71,6 +73,12 @@ def find_directory(name: str | Path) -> Path:
                 "such as ngram, suffix or none"
             ) from None
     return directory
+
+
+def checkpoint_of_run(run: Path) -> Path | None:
+    """What to give instead of a run's folder: the best checkpoint, the newest where none was measured."""
+    newest = max((run / "checkpoints").glob("step-*"), default=None)
+    return run / "best" if (run / "best").is_dir() else newest
 
 
 def in_engine_layout(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> Checkpoint:
@@ -192,7 +200,8 @@ def medusa_name(name: str) -> str:
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
-        raise UserError(f"{directory} holds no config.json: give a checkpoint directory, such as runs/NAME/best")
+        example = checkpoint_of_run(directory) or "runs/NAME/best"
+        raise UserError(f"{directory} holds no config.json: give a checkpoint directory, such as {example}")
     try:
         return json.loads(path.read_text())
     except json.JSONDecodeError as error:

@@ -125,9 +125,13 @@ def _layer_of(tensor: str) -> int:
 
 def drop_layers(text_config: PretrainedConfig, kept: list[int]) -> None:
     """Make it the config of a model of only the kept layers."""
+    if shared := getattr(text_config, "num_kv_shared_layers", 0):  # at the end, and so they stay
+        first_shared = text_config.num_hidden_layers - shared
+        text_config.num_kv_shared_layers = sum(layer >= first_shared for layer in kept)
     text_config.num_hidden_layers = len(kept)
-    if getattr(text_config, "layer_types", None):
-        text_config.layer_types = [text_config.layer_types[layer] for layer in kept]
+    for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+        if of_each := getattr(text_config, name, None):
+            setattr(text_config, name, [of_each[layer] for layer in kept])
 
 
 # --- tensors by name

@@ -29,8 +29,8 @@ from draftsmith.models.losses import ChainLoss, Depth, Divergence, LossSums, div
 from draftsmith.models.slots import run_causal
 from draftsmith.models.target import Features, Target
 from draftsmith.models.tree_drafting import Plan, grow, plan_of, take
-from draftsmith.models.trees import Shape, StaticTree
-from draftsmith.models.vocabulary import ReducedVocabulary
+from draftsmith.models.trees import Shape
+from draftsmith.models.vocabulary import ReducedVocabulary, too_large
 
 
 @dataclass
@@ -50,17 +50,6 @@ class MedusaConfig(ReducedVocabulary):
     @property
     def changes_target(self) -> bool:
         return self.adapt_target != "no"
-
-
-MC_SIM_7B_63 = StaticTree(
-    (
-        *[(i,) for i in range(10)],
-        *[(i, j) for i, children in enumerate((10, 7, 3, 2, 1, 1, 1, 1, 1, 1)) for j in range(children)],
-        *[(0, j, k) for j, children in enumerate((10, 3, 2, 1, 1, 1, 1, 1)) for k in range(children)],
-        *[(1, 0, 0), (1, 0, 1), (2, 0, 0), (0, 0, 0, 0), (0, 0, 0, 1)],
-    )
-)
-"""The tree that the paper's code uses by default, made for Vicuna-7B: 63 nodes, 4 heads."""
 
 
 class ResidualBlocks(nn.Module):
@@ -89,7 +78,7 @@ class Medusa(Drafter):
         require_at_least("drafter.num_layers", config.num_layers)
         width, vocab = target.hidden_size, config.draft_vocab_size or target.vocab_size
         if vocab > target.vocab_size:
-            raise UserError(f"draft_vocab_size {vocab} exceeds the target's vocabulary of {target.vocab_size}")
+            raise UserError(too_large(vocab, target.vocab_size))
         self.config, self.target = replace(config, draft_vocab_size=vocab), target
         self.max_draft_length = config.num_heads
         self.blocks = nn.ModuleList([ResidualBlocks(width, config.num_layers) for _ in range(config.num_heads)])

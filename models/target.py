@@ -108,7 +108,7 @@ class Target:
         self._whole = whole
         self._fingerprint = whole.fingerprint if whole else None
         if whole is None:
-            self.decoder_layers = _decoder_layers(model)
+            self.decoder_layers = find_decoder_layers(model)
             self.fused_decoder = fuse(model) if fuse_layers else None  # what `run` takes instead of stock modelling
             if decodes and model.device.type != "meta":
                 check_decodes_exactly(self)
@@ -168,7 +168,7 @@ class Target:
         check_served_family(config, str(name))
         with torch.device("meta"):
             shape = AutoModelForCausalLM.from_config(config)
-        places = device_map(shape, _decoder_layers(shape), of_layers, of_ends=device)
+        places = device_map(shape, find_decoder_layers(shape), of_layers, of_ends=device)
         model, tokenizer = load_model(name, config, places, dtype or default_dtype(device))
         return cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
 
@@ -355,7 +355,7 @@ class _Capture:
         return torch.cat([output.to(device) for output in self._outputs], -1) if self._outputs else None
 
 
-def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The list of decoder layers, whatever the family calls it."""
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]

@@ -22,6 +22,13 @@ class ReducedVocabulary(DrafterConfig):
     draft_vocab_coverage: float | None = None  # or: as many as make up this share of what it writes
 
 
+def too_large(draft_vocab_size: int, vocab_size: int) -> str:
+    return (
+        f"drafter.draft_vocab_size={draft_vocab_size}: the target's vocabulary has {vocab_size} tokens, give fewer, or "
+        "null for all of them"
+    )
+
+
 def with_size(config: ReducedVocabulary, counts: Tensor, eos_token_ids: list[int]) -> ReducedVocabulary:
     """The config with the size that its coverage asks for, by how often the target wrote each token, [V]."""
     coverage = config.draft_vocab_coverage

@@ -16,11 +16,13 @@ from draftsmith.inference.choice import (
     fit_schedule,
     fit_tree,
     rank_accuracies,
+    rates_of_rounds,
     tree_acceptance_length,
 )
 from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.confidence import Weighed, draft_everywhere, weigh
 from draftsmith.inference.costs import GOAL, CostRange, Costs, measure_costs
+from draftsmith.inference.costs_beside import typical_context
 from draftsmith.inference.decoder import Output
 from draftsmith.inference.evaluation import write_evaluation
 from draftsmith.inference.fixed_batches import Answered, fixed_batch_speedup
@@ -48,7 +50,7 @@ class Choice:
     tree: StaticTree | None  # at the smallest batch size, where it is predicted to beat the chain
     weighed: Weighed | None  # ending chains by confidence, likewise; None where that was not tried
     schedule: Schedule
-    rates: list[float | None]
+    rates: list[float | None]  # conditional ones, the first of all rounds
     accuracies: list[list[float]]  # by depth and rank; empty where no tree was fitted
     predicted: list[dict[str, Any]]
     """By batch size: `speedup` where the batch stays full, as a server's does, and `fixed_batch_speedup`."""
@@ -60,7 +62,7 @@ class Choice:
             "tree": None if self.tree is None else [list(path) for path in self.tree.choices],
             "schedule": self.schedule.to_json(),
             "confident": self.weighed and {**asdict(self.weighed), "pays": self.weighed.pays},
-            "conditional_acceptance_rates": self.rates,
+            "acceptance_rates_of_rounds": self.rates,
             "rank_accuracies": self.accuracies,
             "predicted": self.predicted,
             "vllm": {"num_speculative_tokens_per_batch_size": for_vllm(self.schedule)},
@@ -117,7 +119,9 @@ def choose_and_evaluate(
         write_evaluation(path.parent / "costs.json", costs.to_json())
         drafts = drafts_to_measure(choice, drafter)
         chosen_grid = [replace(settings, batch_size=batch, draft=draft) for batch in batches for draft in drafts]
-        content = compare(target, [name], prompt_sets, chosen_grid, path.parent, Options(num_threads))[0]
+        content = compare(
+            target, [name], prompt_sets, chosen_grid, path.parent, Options(num_threads, sample_texts=True)
+        )[0]
         names_of = {"fitted_on": fit_prompts.name, "reported_on": [prompts.name for prompts in prompt_sets]}
         write_evaluation(path.parent / "choice.json", {"drafter": name, **choice.to_json(), **names_of})
         print_evaluations([content], console)
@@ -138,16 +142,17 @@ def choose(
     """
     longest = min(LONGEST, drafter.max_draft_length or LONGEST)
     decoded = decode(target, drafter, prompts, replace(settings, draft=longest))
-    if not decoded.stats.total.num_rounds:
+    total = decoded.stats.total
+    if not total.num_rounds:
         raise UserError(
             "--choose: every answer ends with its first token, which leaves nothing to fit: give other prompts"
         )
-    rates = decoded.stats.total.conditional_acceptance_rates
+    rates = rates_of_rounds(total.conditional_acceptance_rates, total.num_drafts, total.num_rounds)
     requests = [Answered(len(ids), stats) for ids, stats in zip(prompts.token_ids, decoded.stats.requests, strict=True)]
     context = typical_context(prompts, settings.max_new_tokens)
     with_tree = drafter.can_branch and settings.temperature == 0
     reach = CostRange(max(batches), context, longest, TREE_NODES if with_tree else 0)
-    costs = measure_costs(target, drafter, reach, name)
+    costs = measure_costs(target, drafter, reach, name).drafting_in(total.num_drafts / total.num_rounds)
     schedule = fit_schedule(rates, costs, batches, context)
     length = best_draft_length(rates, costs, batches[0], context)
     predicted = []
@@ -185,11 +190,6 @@ def prediction(rates: Sequence[float | None], costs: Costs, batch: int, context:
     speedup = costs.speedup(emitted, length, batch, context)
     fields = {"draft_length": length, "tree_nodes": None, "acceptance_length": emitted, "speedup": speedup}
     return {"batch_size": batch, **fields}
-
-
-def typical_context(prompts: PromptSet, max_new_tokens: int) -> int:
-    """Tokens of a request half way through its answer, at the mean over the prompts."""
-    return round(sum(map(len, prompts.token_ids)) / len(prompts.token_ids) + max_new_tokens / 2)
 
 
 def decode(target: Target, drafter: Drafter, prompts: PromptSet, settings: MeasureSettings) -> Output:

@@ -11,7 +11,30 @@ from typing import NoReturn
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+RESUMED = ("quickstart", "prepare", "train")  # go on where they were interrupted
 PROMPTS = "file, folder, Hub dataset as NAME:COLUMN[:SPLIT], or a .yaml mixture of them (docs/data.md)"
+TRAIN_EPILOG = """\
+recipes:
+  eagle, eagle3, p_eagle, medusa, medusa_2, hydra, mlp_speculator, draft_model;
+  quickstart_ before any of them but medusa_2: for the target that draftsmith ships;
+  those for public targets: docs/recipes.md
+
+example:
+  draftsmith train eagle3 target=MODEL data.samples=data/my run.dir=runs/my evaluation.prompts=data/my/held_out.jsonl
+
+the keys that are set most often; all, with their values, are in the config.yaml of any run:
+  target=MODEL                     Hub name or directory
+  data.samples=DIR                 what draftsmith prepare wrote
+  run.dir=DIR                      folder to write, such as runs/my
+  evaluation.prompts=FILE          measure every checkpoint on these
+  run.steps=N                      of the optimiser
+  run.checkpoint_every=N           steps
+  optimizer.learning_rate=RATE     at its peak
+  data.batch_size=N                samples a step, over all processes
+  data.max_length=N                tokens of a row
+  data.tokens_per_micro_batch=N    of a forward pass: less takes less memory
+  init_from=CHECKPOINT             train on from it
+"""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -63,7 +86,9 @@ def _prepare(sub: argparse.ArgumentParser) -> None:
 
 
 def _train(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("recipe", metavar="RECIPE", help="eagle3, medusa, draft_model, ...")
+    sub.formatter_class = argparse.RawDescriptionHelpFormatter
+    sub.epilog = TRAIN_EPILOG
+    sub.add_argument("recipe", metavar="RECIPE", help="see below")
     sub.add_argument("--config", type=Path, help="YAML over the recipe, such as the config.yaml of a run")
     sub.add_argument(
         "--overfit",
@@ -119,7 +144,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--load", action="store_true", help="speculation on, off and scheduled, under traffic")
     load.add_argument("--rate", type=float, nargs="+", help="stages of an open test: requests a second")
     load.add_argument("--concurrency", type=int, nargs="+", help="stages of a closed test: requests at once")
-    load.add_argument("--requests", type=int, help="of each run (40)")
+    load.add_argument("--requests", type=int, help="of each run (50, but 8 for each client)")
     load.add_argument("--max-batch", type=int, help="requests that an open test runs at once (16)")
     load.add_argument("--sla-ttft-ms", type=float, help="that p95 of the time to the first token must keep")
     load.add_argument("--sla-tpot-ms", type=float, help="that p95 of the time per later token must keep")
@@ -227,7 +252,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     if rest and (args.command != "train" or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        mend = "; settings of a run are given as key=value, such as run.steps=3" if args.command == "train" else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{mend}")
     if rest:
         args.overrides += rest
     return args
@@ -236,6 +262,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = parse(argv)
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        print(f"interrupted: {what_the_same_command_does(args)}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def what_the_same_command_does(args: argparse.Namespace) -> str:
+    """After an interruption."""
+    tried = getattr(args, "dry_run", False) or getattr(args, "overfit", None) is not None  # these write nothing
+    if args.command in RESUMED and not tried:
+        return f"give the same command again to go on ({args.command})"
+    return f"the same command starts anew ({args.command})"
+
+
+def run(args: argparse.Namespace) -> int:
+    """One command; its exit code."""
     from draftsmith.models.errors import UserError  # torch is slow to import and --help needs none of it
     from draftsmith.recipes import commands
     from draftsmith.train.signals import Stopped
@@ -249,9 +292,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return stopped.exit_code
-    except KeyboardInterrupt:
-        print(f"interrupted: give the same command again to go on ({args.command})", file=sys.stderr)
-        return EXIT_INTERRUPTED
     return 0
 
 

@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import os
-import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,9 +17,11 @@ from rich.console import Console
 
 from draftsmith.data.estimate import estimate
 from draftsmith.data.given import store_given
-from draftsmith.data.prepare import PrepareSettings, Work
+from draftsmith.data.prepare import PrepareSettings, Work, process
 from draftsmith.data.prepare import prepare as prepare_samples
+from draftsmith.data.progress import notice
 from draftsmith.data.prompts import read_prompt_set
+from draftsmith.data.splits import HELD_OUT
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.decoder import check_sampling
@@ -45,15 +46,17 @@ from draftsmith.recipes.summary import certificate_text
 from draftsmith.recipes.targets import TARGET_RECIPES
 from draftsmith.recipes.watch import watch as watch_server
 from draftsmith.train import train as train_drafter
+from draftsmith.train.checkpoint import checkpoints
 from draftsmith.train.config import resolve
 from draftsmith.train.overfit import overfit
-from draftsmith.train.run_folder import measured_checkpoints
+from draftsmith.train.run_folder import best_checkpoint, measured_checkpoints
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 logging.getLogger("accelerate").setLevel(logging.ERROR)  # it tells of tied weights at every checkpoint
 
 console = Console()
+AS_IS: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}  # to be copied: paths and commands
 
 DEFAULT_REPEATS, DEFAULT_MINUTES = 5, 4.0  # of evaluate: so many repeats, or as many as fit
 MOST_REPEATS = 25  # where a time is given
@@ -71,7 +74,7 @@ def prepare(args: argparse.Namespace) -> None:
         args.batch_size,
         args.seed,
         args.drafter or "none",
-        args.draft_length or 4,
+        4 if args.draft_length is None else args.draft_length,
         args.endpoint,
         args.skip_long,
         args.held_out_share,
@@ -81,10 +84,11 @@ def prepare(args: argparse.Namespace) -> None:
             raise UserError("--as-given asks the target for no answers: leave out the settings of answers")
         target = Target.from_pretrained(args.target, args.device or device_of_process())
         store_given(target, args.prompts, args.out, args.held_out_share)
+        print_next_of_prepare(args)
         return
-    if args.endpoint and (args.drafter or args.draft_length or args.device):
+    if args.endpoint and (args.drafter or args.draft_length is not None or args.device):
         raise UserError("--drafter, --draft-length and --device have no effect behind an --endpoint: leave them out")
-    if args.draft_length and settings.drafter == "none":
+    if args.draft_length is not None and settings.drafter == "none":
         raise UserError("--draft-length has no effect without a --drafter: leave it out, or give --drafter ngram")
     if args.endpoint:
         target = Target.without_weights(args.target)
@@ -94,6 +98,16 @@ def prepare(args: argparse.Namespace) -> None:
         console.print(estimate(Work(target, args.prompts, settings)).table(), highlight=False)
     else:
         prepare_samples(target, args.prompts, args.out, settings)
+        print_next_of_prepare(args)
+
+
+def print_next_of_prepare(args: argparse.Namespace) -> None:
+    """The command that trains on what was prepared; from the first process alone."""
+    if process()[0] == 0:
+        words = ["train eagle3", f"target={args.target}", f"data.samples={args.out}", "run.dir=runs/NAME"]
+        if args.held_out_share:
+            words.append(f"evaluation.prompts={args.out / HELD_OUT}")
+        console.print(f"next: draftsmith {' '.join(words)}", **AS_IS)
 
 
 def samplings_in_turn(temperatures: list[float], top_p: list[float], top_k: list[int]) -> tuple[Sampling, ...]:
@@ -127,12 +141,21 @@ def train(args: argparse.Namespace) -> None:
         overfit(config, args.overfit)
         return
     run = train_drafter(config)
-    if measured_checkpoints(run) and PartialState().is_main_process:
+    if not PartialState().is_main_process:
+        return
+    if measured_checkpoints(run):
         console.print(f"report: {build_report(run)}")
+        console.print(f"best checkpoint: {run / 'best'}, which is {best_checkpoint(run).name}", **AS_IS)
+    else:
+        console.print(f"checkpoint: {checkpoints(run)[-1]}", **AS_IS)
 
 
 def evaluate(args: argparse.Namespace) -> None:
     """A function a mode, each from the target and its prompt sets on."""
+    refuse_several_processes(args)
+    written = args.out / ("load.json" if args.load else "replay.json" if args.replay else "evaluation.md")
+    if written.is_file() and process()[0] == 0:
+        notice(f"{written} is of an earlier evaluation and will be overwritten")
     if args.load:
         return evaluate_under_load(args, console)
     refuse_load_settings(args)
@@ -141,7 +164,7 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.num_threads is not None:
         require_at_least("--num-threads", args.num_threads)
     grid = settings_grid(args)
-    target = Target.from_pretrained(args.target, args.device)
+    target = Target.from_pretrained(args.target, args.device or device_of_process())
     if args.num_prompts is not None:
         require_at_least("--num-prompts", args.num_prompts)
     prompt_sets = [read_prompt_set(source, target, args.num_prompts, args.max_new_tokens) for source in args.prompts]
@@ -156,6 +179,14 @@ def evaluate(args: argparse.Namespace) -> None:
         choose_and_evaluate(target, args.drafter, args.choose, prompt_sets, grid, *where)
     else:
         evaluate_side_by_side(args, target, prompt_sets, grid)
+
+
+def refuse_several_processes(args: argparse.Namespace) -> None:
+    """Processes share the prompts of a comparison; what else `evaluate` does is the work of one."""
+    num_processes = process()[1]
+    modes = {"--load": args.load, "--choose": args.choose, "--replay": args.replay, "--certify": args.certify}
+    for name in (name for name, given in modes.items() if given and num_processes > 1):
+        raise UserError(f"{name} cannot be shared by {num_processes} processes: start it as `draftsmith evaluate`")
 
 
 def settings_grid(args: argparse.Namespace) -> list[MeasureSettings]:
@@ -193,11 +224,13 @@ def evaluate_side_by_side(
     if args.repeats is not None and args.minutes is not None:
         raise UserError("--minutes chooses the repeats: leave out --repeats")
     minutes = args.minutes or (DEFAULT_MINUTES if args.repeats is None else None)
-    options = Options(args.num_threads, args.certify, tuple(args.baseline), minutes)
-    start = time.monotonic()
+    options = Options(args.num_threads, args.certify, tuple(args.baseline), minutes, sample_texts=True, costs=True)
     contents = compare(target, args.drafter, prompt_sets, grid, args.out, options)
+    if not contents:  # the first process prints
+        return
     print_evaluations(contents, console)
-    console.print(f"{repeats_text(contents, minutes)}; all took {(time.monotonic() - start) / 60:.1f} minutes")
+    console.print(f"{repeats_text(contents, minutes)}; all took {contents[0]['seconds'] / 60:.1f} minutes")
+    console.print(f"evaluation: {args.out / 'evaluation.md'}", **AS_IS)
     for content in contents if args.certify else []:
         console.print(certificate_text(content["drafter"], content.get("certificate")))
 
@@ -248,7 +281,10 @@ def export(args: argparse.Namespace) -> None:
         args.check,
         args.push,
     )
-    target = Target.from_pretrained(args.target, args.device or "cpu")
+    if args.prompts:
+        target = Target.from_pretrained(args.target, args.device)
+    else:  # nothing is decoded
+        target = Target.ends_from_pretrained(args.target, None, args.device or "cpu")
     deliver(args.checkpoint, args.engine, target, args.out, settings, HfApi() if args.push else None, console)
 
 

@@ -15,7 +15,7 @@ from draftsmith.recipes.comparison import compare
 from draftsmith.recipes.engine_check import EngineReport, add_speed, check_engine, print_reports
 from draftsmith.recipes.engine_rules import speculative_config
 from draftsmith.recipes.export import WEIGHT_FILES, Exported, export_checkpoint, write_scripts
-from draftsmith.recipes.model_card import HubApi, best_draft_length, push, schedule_of, write_card
+from draftsmith.recipes.model_card import Findings, HubApi, push, schedule_of, served_row, write_card
 from draftsmith.recipes.printing import print_evaluations
 
 DRAFT_LENGTH = 4  # where nothing is measured or asked for
@@ -58,24 +58,26 @@ def deliver(
     prompts = None
     if settings.prompts:
         prompts = read_prompt_set(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
-    exported = export_checkpoint(checkpoint, engine, target, out)
-    evaluation, schedule = None, None
+    exported = export_checkpoint(checkpoint, engine, target, out, settings.push)
+    findings, schedule = Findings(), None
     draft_length = settings.draft_lengths[0] if settings.draft_lengths else DRAFT_LENGTH
     if prompts is not None:
-        evaluation = measure_exported(exported, target, prompts, settings)
-        print_evaluations([evaluation], console)
-        draft_length = best_draft_length(evaluation["results"])
-        schedule = schedule_of(exported.kind, evaluation["results"])
+        findings.evaluation = measure_exported(exported, target, prompts, settings)
+        print_evaluations([findings.evaluation], console)
+        draft_length = served_row(findings.evaluation["results"])["draft_length"]
+        schedule = schedule_of(exported.kind, findings.evaluation["results"])
     commands = write_scripts(exported, settings.push or str(out), draft_length, schedule)
-    write_card(exported, target, Path(checkpoint), commands, evaluation)
     console.print(f"wrote {out}", soft_wrap=True, highlight=False)
     for name, command in commands.items():
         console.print(f"{name}: {command}", soft_wrap=True, highlight=False)
     if settings.check and prompts is not None:
-        report = check_exported(exported, settings.check, target, prompts, draft_length, settings.max_new_tokens)
-        print_reports([report], console)
-        if not report.agrees:
-            raise UserError(f"the engine and draftsmith disagree: see {out / 'engine_check.json'}")
+        findings.check = check_exported(
+            exported, settings.check, target, prompts, draft_length, settings.max_new_tokens
+        )
+        print_reports([findings.check], console)
+    write_card(exported, Path(checkpoint), commands, findings)
+    if findings.check is not None and not findings.check.agrees:
+        raise UserError(f"the engine and draftsmith disagree: see {out / 'engine_check.json'}")
     if settings.push and api is not None:
         push(out, settings.push, api)
         console.print(f"pushed to {settings.push}", highlight=False)

@@ -81,6 +81,7 @@ class Rules:
     dropped: tuple[str, ...] = ()  # unknown names that are dropped without a word, where others are refused
     optional: dict[str, str] = field(default_factory=dict)  # tensors that may be there, as `tensors`
     parallel_drafting: bool = False  # vLLM's setting for drafters that draft all tokens in one pass
+    ignored: tuple[str, ...] = ()  # known names that the engine passes over: zeros are the same there
 
 
 EAGLE_KEYS: dict[str, type] = {
@@ -148,7 +149,16 @@ RULES = {
         SGLANG, "EAGLE3", "LlamaForCausalLMEagle3", EAGLE3, EAGLE3_KEYS, EAGLE3_FIXED, RANDOM, DROPPED
     ),
     ("vllm", "eagle"): Rules(
-        VLLM, "eagle", "LlamaForCausalLM", EAGLE, EAGLE_KEYS, EAGLE_FIXED, RANDOM, REFUSED, ("*.bias",)
+        VLLM,
+        "eagle",
+        "LlamaForCausalLM",
+        EAGLE,
+        EAGLE_KEYS,
+        EAGLE_FIXED,
+        RANDOM,
+        REFUSED,
+        ("*.bias",),
+        ignored=("fc.bias",),
     ),
     ("sglang", "eagle"): Rules(
         SGLANG, "EAGLE", "LlamaForCausalLMEagle", EAGLE, EAGLE_KEYS, EAGLE_FIXED, RANDOM, DROPPED, ("lm_head.*",)
@@ -329,6 +339,7 @@ def tensor_problems(rules: Rules, expected: dict[str, list[int]], tensors: dict[
         shape = list(tensors[name].shape)
         if shape != expected[name]:
             found.append(f"{name} has the shape {shape}, not {expected[name]}")
+    found += [f"{name} is not zero and {DROPPED}" for name in rules.ignored if name in tensors and tensors[name].any()]
     return found + dtype_problems(tensors)
 
 
@@ -374,7 +385,7 @@ def capture_problems(kind: str, config: dict[str, Any], target: Target) -> list[
     return found
 
 
-# --- directory names
+# --- names of directories and on the Hub
 
 
 def guessed_method(path: str) -> str | None:
@@ -383,13 +394,12 @@ def guessed_method(path: str) -> str | None:
     return next((method for word, method in words.items() if word in path.lower()), None)
 
 
-def check_name(method: str, path: Path) -> None:
-    """Refuse a directory name from which vLLM guesses another method.
+def check_name(method: str, option: str, name: str) -> None:
+    """Refuse a whole path or a name on the Hub, given by `option`, from which vLLM guesses another method.
 
-    For eagle and eagle3 a method that is given counts, so that only the directory's own name is held against it, for
+    For eagle and eagle3 a method that is given counts, so that only the last part of the name is held against it, for
     those who leave it out. For medusa and draft_model the guess wins over the method that was given.
     """
-    name = path.name if method in ("eagle", "eagle3") else str(path.resolve())
-    guessed = guessed_method(name)
+    guessed = guessed_method(Path(name).name if method in ("eagle", "eagle3") else name)
     if guessed not in (None, method):
-        raise UserError(f"--out {path}: vLLM would take the drafter for {guessed!r} by this path: give another one")
+        raise UserError(f"{option} {name}: vLLM would take the drafter for {guessed!r} by this name: give another one")

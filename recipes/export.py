@@ -29,7 +29,6 @@ from draftsmith.recipes.engine_rules import (
     speculative_config,
 )
 
-ENGINES = ("vllm", "sglang", "speculators", "safeailab", "fasterdecoding")
 WEIGHT_FILES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}  # else model.safetensors
 PLUGIN = Path(vllm_medusa.__file__)  # lies beside Medusa heads, for a vLLM that has none of its own
 SGLANG_ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms whose draft length SGLang can change
@@ -51,36 +50,50 @@ class Exported:
     engine: str
     kind: str
     target: str
+    target_fingerprint: str | None  # of the one that it was trained for; None: not known
     max_draft_length: int | None
     served_by: tuple[str, ...]  # the engines
 
 
-def export_checkpoint(checkpoint: str | Path, engine: str, target: Target, out: Path) -> Exported:
+def export_checkpoint(
+    checkpoint: str | Path, engine: str, target: Target, out: Path, hub_name: str | None = None
+) -> Exported:
     """Write the drafter of a checkpoint (a directory or a Hub name) for an engine, or in an original layout, to `out`.
 
-    Raises `UserError`, before anything is written, where that engine cannot serve it as it was trained.
+    The target's embedding, head and sizes are enough, as `Target.ends_from_pretrained` loads them.
+    `hub_name`: what it will be served under, where that is not `out`. Raises `UserError`, before anything is written,
+    where that engine cannot serve it as it was trained.
     """
     if str(checkpoint) in ("ngram", "suffix", "lookahead", "none") and not Path(checkpoint).is_dir():
-        raise UserError(f"{checkpoint} is no trained drafter")
+        raise UserError(f"{checkpoint} is no trained drafter: give a checkpoint, such as runs/NAME/best")
     if out.resolve() == Path(checkpoint).resolve():
         raise UserError(f"{out} is the checkpoint itself: give another --out")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not empty, and all that lies there would be served and pushed: give another --out")
     changed = Path(checkpoint) / CHANGED_TARGET
     if changed.is_dir() and Path(target.name).resolve() != changed.resolve():
         raise UserError(f"this drafter was trained along with its target: give --target {changed}")
     source = read_checkpoint(checkpoint, target)
     drafter = build_drafter(source, target)  # also shows that it is whole and fits the target
-    files = adapt(checkpoint_of(drafter, dtype_of(source.tensors)), engine, target)
+    whole = checkpoint_of(drafter, dtype_of(source.tensors))
+    trained_for = drafter.trained_for or whole.config["draftsmith"]["trained_for"]
+    whole.config["draftsmith"]["trained_for"] = trained_for
+    files = adapt(whole, engine, target)
     if engine in ("vllm", "sglang"):
         check_directory(engine, files.kind, files.config, files.tensors, target)
     if files.kind != "draft_model" or engine != "sglang":
-        check_name(RULES["vllm", files.kind].method, out)
+        method = RULES["vllm", files.kind].method
+        check_name(method, "--out", str(out.resolve()))
+        if hub_name is not None:
+            check_name(method, "--push", hub_name)
     write(files, engine, out, target)
-    check_round_trip(files.kind, source, out, target)
+    check_round_trip(source, out, target)
     if engine in ("vllm", "sglang"):
         served_by = engines_that_serve(files.kind, files.config, files.tensors, target)
     else:
         served_by = ["vllm"] if engine == "speculators" else []
-    return Exported(out, engine, files.kind, target.name, drafter.max_draft_length, tuple(served_by))
+    fingerprint = trained_for.get("target_fingerprint")
+    return Exported(out, engine, files.kind, target.name, fingerprint, drafter.max_draft_length, tuple(served_by))
 
 
 def dtype_of(tensors: dict[str, Tensor]) -> torch.dtype:
@@ -109,15 +122,23 @@ def write(files: Checkpoint, engine: str, out: Path, target: Target) -> None:
         target.model.generation_config.save_pretrained(out)
 
 
-def check_round_trip(kind: str, source: Checkpoint, out: Path, target: Target) -> None:
-    """Read the directory back: the same drafter to the bit."""
-    found = build_drafter(read_checkpoint(out, target), target)
-    expected = build_drafter(source, target)
-    assert found.kind == kind
-    tensors, others = expected.engine_tensors(), found.engine_tensors()
-    assert tensors.keys() == others.keys()
-    assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
-    assert found.engine_config() == expected.engine_config()
+def check_round_trip(source: Checkpoint, out: Path, target: Target) -> None:
+    """Read the directory back: the same drafter to the bit. Raises `UserError` naming what differs."""
+    expected, found = (build_drafter(files, target) for files in (source, read_checkpoint(out, target)))
+    wrong = [] if found.kind == expected.kind else [f"kind {found.kind}"]
+    for ours, theirs in (
+        (expected.engine_tensors(), found.engine_tensors()),
+        (expected.engine_config(), found.engine_config()),
+    ):
+        wrong += [name for name in ours.keys() | theirs.keys() if not same(ours.get(name), theirs.get(name))]
+    if wrong:
+        raise UserError(
+            f"what was written to {out} is read back as another drafter ({', '.join(sorted(wrong)[:4])}): remove it"
+        )
+
+
+def same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
 
 
 # --- layouts

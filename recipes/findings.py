@@ -5,10 +5,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from draftsmith.inference.costs import GOAL
-from draftsmith.inference.load import Gain, gains
+from draftsmith.inference.load import Gain, gains, latency_text
 from draftsmith.recipes.curves import settings_but
 from draftsmith.recipes.panel import predicted_points
-from draftsmith.recipes.results import DRAFT, Measured, drafter_name, is_sound
+from draftsmith.recipes.replays import diagnosis_lines
+from draftsmith.recipes.results import DRAFT, Measured, Result, is_sound
 from draftsmith.recipes.summary import (
     SummaryRow,
     by_setting,
@@ -57,24 +58,46 @@ def history(measured: Measured) -> Section:
 
 
 def diagnosis(measured: Measured) -> Section:
-    rows = [
-        {
-            "drafter": one.name,
-            "cause": str(found["cause"]).replace("_", " "),
-            "measured": value_text(found["measured"]),
-            "evidence": value_text(found["evidence"]),
-            "what to do": found["mend"],
-        }
-        for one, row in measured.leaders()
-        for found in row.get("diagnosis") or []
-    ]
+    """Of every row whose acceptance is low, whatever the report leads with: each cause once, where it costs most."""
+    rows: list[Row] = []
+    notes = []
+    for one in [*measured.contenders, *measured.elsewhere]:
+        low = [row for row in one.results if "diagnosis" in row]
+        causes: dict[str, list[tuple[dict[str, Any], Result]]] = {}
+        for row in low:
+            for found in row["diagnosis"]:
+                causes.setdefault(found["cause"], []).append((found, row))
+        rows += [cause_cells(one.name, found) for found in causes.values()]
+        if low and not causes:
+            notes += [f"{one.name}, at {places_text(low)}: {line}." for line in diagnosis_lines(low[0])]
     words = ("drafter", "cause", "measured", "evidence", "what to do")
     return Section(
         "diagnosis",
         "Diagnosis",
         "Where acceptance is lost, and what the measurements point to.",
         [table_of("", rows, words=words)] if rows else [],
+        notes=notes,
     )
+
+
+def cause_cells(name: str, found: list[tuple[dict[str, Any], Result]]) -> Row:
+    """One cause with the rows that it was found in."""
+    costliest, _ = max(found, key=lambda one: one[0]["cost"] or 0)
+    return {
+        "drafter": Cell(name, places_text([row for _, row in found])),
+        "cause": costliest["cause"],
+        "measured": value_text(costliest["measured"]),
+        "evidence": value_text(costliest["evidence"]),
+        "what to do": costliest["mend"],
+    }
+
+
+def places_text(rows: list[Result]) -> str:
+    """The first of the settings, and how many more there are."""
+    first, *others = dict.fromkeys(
+        f"temperature {row['temperature']:g}, {draft_text(row)}, {row['prompt_set']}" for row in rows
+    )
+    return f"{first} and {count(len(others), 'other setting')}" if others else first
 
 
 def value_text(value: Any) -> str:
@@ -139,7 +162,16 @@ def cost_model(measured: Measured) -> Section:
             f"{near} of {count(len(points), 'setting')}; the median error is {100 * statistics.median(errors):.1f} %."
         )
     table = table_of("Predicted and measured speedup", rows, words=("drafter", "draft"))
-    return Section("cost-model", "Cost model", lead, [], ["predicted_speedup"], [table] if rows else [])
+    notes = [] if points or not measured.leading["num_drafts"] else [unmeasured_costs_text(measured)]
+    return Section("cost-model", "Cost model", lead, [], ["predicted_speedup"], [table] if rows else [], notes)
+
+
+def unmeasured_costs_text(measured: Measured) -> str:
+    command = f"draftsmith plan --target {measured.target} --drafter {measured.leader.drafter} --out FOLDER/plan"
+    return (
+        f"The costs of a round were not measured here: {command}, FOLDER being that of this report, does so in half a "
+        "minute. Then draftsmith report FOLDER sets what they predict beside what was measured."
+    )
 
 
 def load_test(measured: Measured) -> Section:
@@ -156,8 +188,9 @@ def load_test(measured: Measured) -> Section:
                 "tokens/s": f"{row['throughput_tokens_per_second']:.0f}",
                 "over off": gain_cell(found[row["contender"]][row["load"]]) if row["contender"] != "off" else "1.00×",
                 "drafted a round": f"{row['mean_draft_length']:.1f}",
-                "TTFT p50 / p95 / p99": " / ".join(f"{value:.0f}" for value in row["ttft_ms"].values()),
-                "TPOT p50 / p95 / p99": " / ".join(f"{value:.1f}" for value in row["tpot_ms"].values()),
+                "requests": f"{row['num_counted']}",
+                "TTFT p50/p95/p99": latency_text(row, "ttft_ms"),
+                "TPOT p50/p95/p99": latency_text(row, "tpot_ms"),
                 "goodput requests/s": Cell(
                     f"{row['goodput_requests_per_second']:.2f}", tone="" if row["within_sla"] else "bad"
                 ),
@@ -165,11 +198,11 @@ def load_test(measured: Measured) -> Section:
             for row in stages
         ]
         unit = "requests at once" if stages[0]["mode"] == "concurrency" else "requests a second"
-        title = f"{drafter_name(content['drafter'])}: {content['verdict']}"
+        title = f"{measured.name_of(content['drafter'])}: {content['verdict']}"
         note = (
-            f"Load in {unit}; times in milliseconds. Over off: throughput of clients that wait for their answers, else "
-            "the median time per token; from the worst to the best repeat, green or red where all agree. Goodput in "
-            "red where the limits of latency were missed."
+            f"Load in {unit}; times in milliseconds over so many requests, – where those are too few to tell. Over "
+            "off: throughput of clients that wait for their answers, else the median time per token; from the worst to "
+            "the best repeat, green or red where all agree. Goodput in red where the limits of latency were missed."
         )
         tables.append(table_of(title, rows, note, words=("speculation",)))
     return Section(
@@ -191,7 +224,7 @@ def choices(measured: Measured) -> Section:
     rows: list[Row] = []
     notes = []
     for content in measured.extras.get("choice", []):
-        name = drafter_name(content["drafter"])
+        name = measured.name_of(content["drafter"])
         rows += [
             {
                 "drafter": name,
@@ -266,6 +299,7 @@ def differences(measured: Measured) -> Section:
             ),
             "top-2 gap": f"{found['top_two_gap']:.2g}",
             "top-2 gap in fp32": f"{found['top_two_gap_fp32']:.2g}",
+            "apart in fp32": apart_text(found),
             "near tie up to": f"{found['near_tie_gap']:.2g}",
             "verdict": Cell("near tie") if found["near_tie"] else Cell("DIVERGED", tone="alarm"),
         }
@@ -275,8 +309,15 @@ def differences(measured: Measured) -> Section:
     ]
     note = (
         "The first difference of each output: prompt, place in the answer, and the two token ids; then the gap between "
-        "the target's two highest logits there, re-scored in one plain pass. A near tie is a difference between two "
-        "tokens that are no further apart in fp32 than the run's rounding can turn around, as measured at that place."
+        "the target's two highest logits there, re-scored in one plain pass. Apart: the logits of the two tokens; in "
+        "sampling, how far the drawn number lies outside the share of one of them. A near tie is a difference between "
+        "two tokens that are no further apart than the run's rounding can turn around, as measured at that place."
     )
     table = table_of("", rows, note, words=("drafter", "verdict"))
     return Section("differences", "Where outputs differ from plain decoding", tables=[table] if rows else [])
+
+
+def apart_text(found: dict[str, Any]) -> str:
+    """What a first difference was judged by."""
+    gap = found["token_gap_fp32"] if found.get("share_gap_fp32") is None else found["share_gap_fp32"]
+    return "–" if gap is None else f"{gap:.2g}"

@@ -19,16 +19,16 @@ from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.decoder import check_sampling, resolve_settings
 from draftsmith.inference.evaluation import environment, write_evaluation
 from draftsmith.inference.load import (
-    Lengths,
-    Load,
     LoadSettings,
     Sla,
+    latency_text,
     measure_round_costs,
     operating_points,
     run_load_test,
     verdict,
 )
 from draftsmith.inference.schedule import AnySchedule, read_schedule
+from draftsmith.inference.traffic import Lengths, Load, check_output_lengths, check_prompt_lengths
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.recipes.drawing import DOTS_PER_INCH, STYLE
@@ -36,6 +36,7 @@ from draftsmith.recipes.load_figure import draw_load
 from draftsmith.train.run_folder import require_writable
 
 REPEATS = 3
+REQUESTS, REQUESTS_A_CLIENT = 50, 8  # of a run; with 3 repeats 120 are counted, enough for a p99
 
 
 def evaluate_under_load(args: argparse.Namespace, console: Console) -> None:
@@ -43,6 +44,8 @@ def evaluate_under_load(args: argparse.Namespace, console: Console) -> None:
     settings = load_settings(args)
     target = Target.from_pretrained(args.target, args.device)
     prompts = read_prompt_set(args.prompts[0], target, args.num_prompts, args.max_new_tokens)
+    if settings.prompt_lengths:
+        check_prompt_lengths(settings.prompt_lengths, prompts.token_ids)
     drafter, plain = load_drafter(args.drafter[0], target), load_drafter("none", target)
     notice_other_target(drafter, target)
     sampling = check_sampling(args.temperature[0], args.top_p, 0)
@@ -99,7 +102,8 @@ def load_settings(args: argparse.Namespace) -> LoadSettings:
     values = sorted(args.rate or args.concurrency)
     for value in values:
         require_at_least("--rate" if args.rate else "--concurrency", value, 0.001 if args.rate else 1)
-    num_requests = 40 if args.requests is None else args.requests
+    most = max(values) if args.concurrency else 0
+    num_requests = max(REQUESTS, REQUESTS_A_CLIENT * most) if args.requests is None else args.requests
     max_batch = 16 if args.max_batch is None else args.max_batch
     require_at_least("--requests", num_requests, 10)
     repeats = REPEATS if args.repeats is None else args.repeats
@@ -107,9 +111,12 @@ def load_settings(args: argparse.Namespace) -> LoadSettings:
     require_at_least("--max-batch", max_batch)
     if args.concurrency and args.max_batch is not None:
         raise UserError("--max-batch has no effect with --concurrency, which sets the batch: leave it out")
-    most = max(values) if args.concurrency else 0
     if num_requests < 2 * most:
         raise UserError(f"--requests {num_requests}: give at least {2 * most}, the first of each client is not counted")
+    prompt_lengths = lengths_of("--prompt-lengths", args.prompt_lengths)
+    output_lengths = lengths_of("--output-lengths", args.output_lengths)
+    if output_lengths:
+        check_output_lengths(output_lengths, args.max_new_tokens)
     return LoadSettings(
         loads=tuple(Load("rate" if args.rate else "concurrency", value) for value in values),
         num_requests=num_requests,
@@ -117,8 +124,8 @@ def load_settings(args: argparse.Namespace) -> LoadSettings:
         max_batch=max_batch,
         seed=args.seed,
         sla=Sla(args.sla_ttft_ms, args.sla_tpot_ms),
-        prompt_lengths=lengths_of("--prompt-lengths", args.prompt_lengths),
-        output_lengths=lengths_of("--output-lengths", args.output_lengths),
+        prompt_lengths=prompt_lengths,
+        output_lengths=output_lengths,
     )
 
 
@@ -172,7 +179,10 @@ def identical(texts: dict[str, list[list[int]]]) -> dict[str, Any]:
 def print_load(content: dict[str, Any], console: Console) -> None:
     mode = content["stages"][0]["mode"]
     console.print(f"{content['drafter']} under load, draft length {content['draft_length']}", highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="TTFT and TPOT: p50/p95/p99 over requests")
+    fewest, most = (find(row["num_counted"] for row in content["stages"]) for find in (min, max))
+    counted = f"{fewest} to {most}" if fewest < most else str(most)
+    caption = f"TTFT and TPOT: p50/p95/p99 over {counted} requests, – where those are too few to tell"
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption)
     table.add_column("at once" if mode == "concurrency" else "a second", justify="right")
     table.add_column("speculation")
     for name in ("tokens/s", "drafted", "TTFT ms", "TPOT ms", "goodput/s"):
@@ -183,10 +193,12 @@ def print_load(content: dict[str, Any], console: Console) -> None:
             row["contender"],
             f"{row['throughput_tokens_per_second']:.0f}",
             f"{row['mean_draft_length']:.1f}",
-            *("/".join(f"{one:.{one < 10:d}f}" for one in row[name].values()) for name in ("ttft_ms", "tpot_ms")),
+            latency_text(row, "ttft_ms"),
+            latency_text(row, "tpot_ms"),
             f"{row['goodput_requests_per_second']:.2f}" + ("" if row["within_sla"] else " (SLA missed)"),
         )
     console.print(table)
+    console.print(lengths_text(content), highlight=False)
     for name, point in content["operating_points"].items():
         found = "no load keeps the SLA"
         if point is not None:
@@ -195,6 +207,17 @@ def print_load(content: dict[str, Any], console: Console) -> None:
     for name, check in (content["identical"] or {}).items():
         console.print(f"{name}: {check['identical']} of {check['checked']} answers are those of off", highlight=False)
     console.print(content["verdict"], style="bold", highlight=False)
+
+
+def lengths_text(content: dict[str, Any]) -> str:
+    """How long prompts and answers were, beside what was asked for: an answer ends where the target ends it."""
+    row = content["stages"][-1]
+    parts = []
+    for name, words in (("prompt", "prompts"), ("output", "answers")):
+        found, asked = row[f"{name}_tokens"], content["traffic"][f"{name}_lengths"]
+        wish = f", asked for {asked['median']:g}" if asked else ""
+        parts.append(f"{words} of {found['p50']:.0f} tokens (p95 {found['p95']:.0f}{wish})")
+    return f"at {row['load']:g}: {', '.join(parts)}"
 
 
 def draw(content: dict[str, Any], path: Path) -> None:

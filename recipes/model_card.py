@@ -2,14 +2,15 @@
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
 
 from draftsmith.inference.schedule import Schedule
-from draftsmith.models import Target
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.recipes.engine_check import EngineReport
 from draftsmith.recipes.export import WEIGHT_FILES, Exported
 from draftsmith.train.run_folder import worth
 
@@ -22,12 +23,12 @@ WRITTEN_BY = {  # by what prepared.json says
 DYNAMIC_KINDS = ("eagle", "eagle3", "draft_model")  # whose draft length vLLM can change from step to step
 
 
-def best_draft_length(results: list[dict[str, Any]]) -> int:
-    """The draft length of the fastest greedy row at the smallest batch size; in default of one, of any row."""
+def served_row(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row whose draft length is served: the fastest greedy one at the smallest batch size, or else of any."""
     smallest = min(row["batch_size"] for row in results)
     rows = [row for row in results if row["batch_size"] == smallest]
     greedy = [row for row in rows if row["temperature"] == 0]
-    return max(greedy or rows, key=worth)["draft_length"]
+    return max(greedy or rows, key=worth)
 
 
 def schedule_of(kind: str, results: list[dict[str, Any]]) -> Schedule | None:
@@ -44,22 +45,30 @@ def schedule_of(kind: str, results: list[dict[str, Any]]) -> Schedule | None:
     return Schedule(tuple(zip([1, *sizes[1:]], lengths, strict=True)))
 
 
-def write_card(
-    exported: Exported, target: Target, source: Path, commands: dict[str, str], evaluation: dict[str, Any] | None
-) -> None:
-    """README.md of an exported directory. `evaluation` was measured from that directory; None: nothing was."""
+@dataclass
+class Findings:
+    """What was found out of an exported directory; None: it was not asked for."""
+
+    evaluation: dict[str, Any] | None = None
+    check: EngineReport | None = None
+
+
+def write_card(exported: Exported, source: Path, commands: dict[str, str], findings: Findings) -> None:
+    """README.md of an exported directory."""
     digests = {name: sha256(exported.directory / name) for name in files_of(exported.directory)}
     training = training_facts(source)
+    fingerprint = f" (fingerprint `{exported.target_fingerprint}`)" if exported.target_fingerprint else ""
     parts = [
-        f"---\n{yaml.safe_dump(metadata(exported, evaluation), sort_keys=False)}---\n",
-        f"# {exported.kind} drafter for {target.name}\n",
-        f"Proposes tokens for `{target.name}` (fingerprint `{target.fingerprint()}`) to verify, which makes decoding "
-        "faster and leaves its output what it was. Made with draftsmith.\n",
+        f"---\n{yaml.safe_dump(metadata(exported, findings.evaluation), sort_keys=False)}---\n",
+        f"# {exported.kind} drafter for {exported.target}\n",
+        f"Proposes tokens for `{exported.target}`{fingerprint} to verify, which makes decoding faster and leaves its "
+        "output what it was. Made with draftsmith.\n",
         "## Serve it\n",
         "".join(f"{engine}:\n\n```sh\n{command}\n```\n\n" for engine, command in commands.items())
         or f"In the layout of {exported.engine}, for that project's own code.\n",
         "## Acceptance and speed\n",
-        measured_text(evaluation) if evaluation else "Nothing was measured from this directory.\n",
+        measured_text(findings.evaluation) if findings.evaluation else "Nothing was measured from this directory.\n",
+        checked_text(findings.check),
         "## Training\n",
         "".join(f"* {name}: {value}\n" for name, value in training.items())
         or "Not known: no run was found beside it.\n",
@@ -76,10 +85,12 @@ def metadata(exported: Exported, evaluation: dict[str, Any] | None) -> dict[str,
         data["base_model"] = exported.target
         data["base_model_relation"] = "adapter"
     if evaluation:
+        row = served_row(evaluation["results"])
         data["draftsmith"] = {
             "target": exported.target,
-            "mean_acceptance_length": round(evaluation["results"][0]["mean_acceptance_length"], 3),
-            "speedup": round(evaluation["results"][0]["speedup"], 3),
+            "draft_length": row["draft_length"],
+            "mean_acceptance_length": round(row["mean_acceptance_length"], 3),
+            "speedup": round(row["speedup"], 3),
         }
     return data
 
@@ -103,9 +114,22 @@ def measured_text(evaluation: dict[str, Any]) -> str:
     how = (
         f"\nMeasured from this directory by draftsmith's own decoder beside plain decoding in one process, on "
         f"{env['device']}, {env['dtype']}, torch {env['versions']['torch']}, commit {env['git_commit']}:\n\n"
-        f"```sh\n{env['command']}\n```\n\nAn engine's acceptance is the same; its speedup is another one.\n"
+        f"```sh\n{env['command']}\n```\n\nAn engine's speedup is another one.\n"
     )
     return "\n".join(rows) + "\n" + how
+
+
+def checked_text(check: EngineReport | None) -> str:
+    """What a real engine made of the directory."""
+    if check is None:
+        return "No engine has served this directory yet: `draftsmith export --check` holds one against draftsmith.\n"
+    theirs, ours = check.engine.counters.mean_acceptance_length, check.ours.mean_acceptance_length
+    outcome = "agrees with" if check.agrees else "**disagrees with**"
+    return (
+        f"{check.engine.version} {outcome} draftsmith on {check.num_prompts} prompts at temperature 0 and draft length "
+        f"{check.draft_length}: acceptance length {theirs:.3f} against {ours:.3f}, {check.texts.identical} of "
+        f"{check.texts.checked} texts identical, {check.texts.divergences} different without a near-tie.\n"
+    )
 
 
 def training_facts(source: Path) -> dict[str, str]:

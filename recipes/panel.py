@@ -1,8 +1,8 @@
 """The data of the report's interactive panel, and the formula that the panel computes, in Python.
 
 A round of draft length K emits 1 + r1 + r1 r2 + ... + r1...rK tokens, r being the chances that a drafted token is
-accepted when all before it were. It costs draft(K) + verify(K) + host steps of plain decoding. Their ratio is the
-speedup. page/panel.js holds the same functions; a test compares both.
+accepted when all before it were; r1 counts the rounds without a draft, too. It costs draft(K) + verify(K) + host steps
+of plain decoding. Their ratio is the speedup. page/panel.js holds the same functions; a test compares both.
 """
 
 import math
@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from draftsmith.inference.choice import rates_of_rounds
 from draftsmith.inference.costs import Costs
 from draftsmith.recipes.curves import settings_but
-from draftsmith.recipes.results import DRAFT, Contender, Measured, Result
+from draftsmith.recipes.results import DRAFT, Contender, Measured, Result, steps_a_round, tokens_a_round
 from draftsmith.recipes.tables import Table, table_of
 
 REACH = 2  # times the longest measured draft length is as far as the panel goes
@@ -35,7 +36,7 @@ class Profile:
     name: str
     basis: str  # where the costs are from
     known: int  # the longest draft length that the costs were measured at
-    rates: list[float]  # conditional acceptance rates by position, as far as measured
+    rates: list[float]  # conditional acceptance rates by position, the first of all rounds, as far as measured
     costs: list[RoundCosts]  # by batch size, rising
     measured: list[dict[str, Any]]  # batch_size, draft_length, speedup, speedup_ci95
 
@@ -134,11 +135,13 @@ def profile_of(contender: Contender, fitted: Costs | None, leading: Result) -> P
     if not rows:
         return None
     longest = max(rows, key=lambda row: (row["draft_length"], -row["batch_size"]))
-    rates = [rate for rate in longest["conditional_acceptance_rates"] if rate is not None]
+    counts = longest["num_drafts"], longest["num_rounds"]
+    rates = [rate for rate in rates_of_rounds(longest["conditional_acceptance_rates"], *counts) if rate is not None]
     sizes = sorted({row["batch_size"] for row in rows})
     names = ("batch_size", "draft_length", "speedup", "speedup_ci95")
     points = [{name: row[name] for name in names} for row in rows]
     if fitted:
+        fitted = fitted.drafting_in(longest["num_drafts"] / longest["num_rounds"])
         known = max(one["draft_length"] for one in fitted.fitted_on)
         context = context_of(fitted, longest)
         sizes = sorted({*sizes, *(one["batch"] for one in fitted.fitted_on)})
@@ -179,7 +182,7 @@ def fitted_text(fitted: Costs, context: int) -> str:
 
 
 def predicted_points(measured: Measured) -> list[Point]:
-    """Of each measured row with chains the speedup that costs.json and its acceptance length predict."""
+    """Of each measured row with chains the speedup that costs.json and the tokens of its rounds predict."""
     found = []
     for contender in measured.contenders:
         fitted = costs_of(measured, contender)
@@ -187,14 +190,15 @@ def predicted_points(measured: Measured) -> list[Point]:
             continue
         for row in chains(contender, measured.leading):
             place = row["draft_length"], row["batch_size"], context_of(fitted, row)
-            found.append(Point(contender.name, row, fitted.speedup(row["mean_acceptance_length"], *place)))
+            costs = fitted.drafting_in(row["num_drafts"] / row["num_rounds"])
+            found.append(Point(contender.name, row, costs.speedup(tokens_a_round(row), *place)))
     return found
 
 
 def measured_costs(rows: list[Result], longest: int) -> RoundCosts:
     """Straight lines over the draft length through the rounds of one batch size.
 
-    A row's cost is its acceptance length over its speedup, reading the prompt included, split as its milliseconds are.
+    A row's cost is split as its milliseconds are.
     """
     split = {phase: [(row["draft_length"], steps(row, phase)) for row in rows] for phase in ("draft", "verify", "host")}
     draft, verify = line(split["draft"], 0.0), line(split["verify"], 1.0)
@@ -205,7 +209,7 @@ def measured_costs(rows: list[Result], longest: int) -> RoundCosts:
 
 def steps(row: Result, phase: str) -> float:
     phases = row["milliseconds_per_round"]
-    return row["step_cost_ratio"] * phases[phase] / sum(phases.values())
+    return steps_a_round(row) * phases[phase] / sum(phases.values())
 
 
 def line(points: list[tuple[int, float]], at_zero: float) -> Callable[[int], float]:

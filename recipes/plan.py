@@ -16,7 +16,7 @@ from rich.progress import TaskID
 from rich.table import Table
 
 from draftsmith.data.progress import progress_bar
-from draftsmith.inference.choice import acceptance_length, best_draft_length
+from draftsmith.inference.choice import acceptance_length, best_draft_length, rates_of_rounds
 from draftsmith.inference.clock import cpu_threads
 from draftsmith.inference.costs import CostRange, Costs, measure_costs, usual_tree
 from draftsmith.inference.evaluation import device_name, environment, write_evaluation
@@ -147,9 +147,12 @@ def read_acceptance(text: str) -> Expected:
 def read_measured(path: Path) -> Expected:
     try:
         content = json.loads(path.read_text())
-        chains = [row for row in content["results"] if row["tree_nodes"] is None and row["draft_length"]]
+        chains = [
+            row for row in content["results"] if row["tree_nodes"] is None and row["draft_length"] and row["num_rounds"]
+        ]
         row = max(chains, key=lambda row: row["draft_length"])
-        return Expected(row["prompt_set"], str(path), list(row["conditional_acceptance_rates"]))
+        rates = rates_of_rounds(row["conditional_acceptance_rates"], row["num_drafts"], row["num_rounds"])
+        return Expected(row["prompt_set"], str(path), rates)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--acceptance {path}: no evaluation.json with measured chains ({first_line(error)})") from None
 

@@ -21,7 +21,7 @@ def print_summary(folder: Path, console: Console) -> None:
 
 def print_evaluations(contents: list[dict[str, Any]], console: Console) -> None:
     """Print contents of evaluation.json files as tables, one a setting."""
-    print_rows(summary_rows([compared(content) for content in contents]), console)
+    print_rows(summary_rows(compared(contents)), console)
 
 
 def print_rows(rows: list[SummaryRow], console: Console) -> None:

@@ -48,7 +48,6 @@ NUM_HELD_OUT = 64  # prompts for the comparison, and again as many for checkpoin
 COMPARISON = MeasureSettings(max_new_tokens=96, repeats=5)
 PREPARE_BATCH = 64
 TIMED_PROMPTS = 8
-NUM_SAMPLE_TEXTS = 3
 
 
 @dataclass
@@ -95,7 +94,6 @@ def run_quickstart(
 
     fastest = ranked({best_checkpoint(out / kind): kind for kind in kinds}, target, plan, out)
     best = next(iter(fastest))
-    write_sample_texts(out / "samples.json", target, best, prompts / "comparison.jsonl")
     console.print(f"\nreport: {build_report(out)}")
     print_summary(out, console)
     console.print(f"best drafter: {best}", soft_wrap=True)
@@ -115,7 +113,8 @@ def ranked(checkpoints: dict[Path, str], target: Target, plan: Plan, out: Path) 
     paths = evaluation_paths(out / "comparison", names)
     if not all(path.is_file() for path in paths):
         prompts = PromptSet("comparison", encode_prompts(read_prompts(source), target))
-        compare(target, names, [prompts], [COMPARISON], out / "comparison", Options(plan.num_threads))
+        options = Options(plan.num_threads, sample_texts=True, costs=True)
+        compare(target, names, [prompts], [COMPARISON], out / "comparison", options)
     values = [worth(json.loads(path.read_text())["results"][0]) for path in paths[: len(checkpoints)]]
     order = sorted(zip(values, checkpoints.items(), strict=True), key=lambda pair: pair[0], reverse=True)
     return dict(pair for _, pair in order)
@@ -242,30 +241,3 @@ def quickstart_config(kind: str, plan: Plan, out: Path, device: str | None) -> T
     config.run.log_every = max(1, plan.steps[kind] // 40)
     config.run.device = device
     return config
-
-
-# --- sample texts
-
-
-def write_sample_texts(path: Path, target: Target, drafter: Path, source: Path) -> None:
-    """A few streamed completions for the report: what was drafted and accepted, round by round."""
-    decoder = SpeculativeDecoder(target, load_drafter(drafter, target))
-    prompts = [json.loads(line)["prompt"] for line in source.read_text().splitlines()[:NUM_SAMPLE_TEXTS]]
-    texts = [
-        {
-            "prompt": prompt,
-            "drafter": str(drafter),
-            "temperature": 0.0,
-            "rounds": [
-                {
-                    "text": "".join(piece.text for piece in round.pieces),
-                    "num_tokens": round.num_tokens,
-                    "num_accepted": round.num_accepted,
-                    "pieces": [{"text": piece.text, "accepted": piece.drafted} for piece in round.pieces],
-                }
-                for round in decoder.stream(prompt, 96, Sampling(), draft=4, seed=0)
-            ],
-        }
-        for prompt in prompts
-    ]
-    path.write_text(json.dumps(texts, indent=1) + "\n")

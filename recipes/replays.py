@@ -128,7 +128,7 @@ def refuse_without_effect(given: dict[str, bool], mode: str) -> None:
 def print_replays(rows: list[dict[str, Any]], console: Console) -> None:
     """Acceptance lengths, a line a drafter and mode, a column a draft length or tree."""
     drafters = list(dict.fromkeys(row["drafter"] for row in rows))
-    short = {name: ", ".join(filter(None, checkpoint_names(Path(name)))) for name in drafters}
+    short = {name: ", ".join(filter(None, checkpoint_names(name))) for name in drafters}
     told_apart = len(set(short.values())) == len(short)
     for setting, block in itertools.groupby(rows, lambda row: (row["prompt_set"], row["temperature"], row["top_p"])):
         lines: dict[tuple[str, str], dict[str, str]] = {}

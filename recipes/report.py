@@ -54,9 +54,10 @@ def build_report(folder: Path) -> Path:
     return path
 
 
-def evaluation_markdown(contents: list[dict[str, Any]]) -> str:
-    """evaluation.md: the report of contents of evaluation.json files, without its figures."""
+def evaluation_markdown(contents: list[dict[str, Any]], costs: list[dict[str, Any]]) -> str:
+    """evaluation.md: the report of contents of evaluation.json and costs.json files, without its figures."""
     measured = measured_of(contents)
+    measured.extras = {"costs": costs} if costs else {}
     with_data = [one for one in sections(measured, profiles(measured)) if one.has_data(set())]
     return as_markdown("Evaluation", measured, verdict(measured), with_data, {})
 
@@ -84,7 +85,7 @@ def as_page(
         figures=figures,
         profiles=[profile.to_json() for profile in shapes],
         samples=measured.samples,
-        sample_source=lambda sample: ", ".join(filter(None, checkpoint_names(Path(sample["drafter"])))),
+        sample_source=lambda sample: ", ".join(filter(None, checkpoint_names(sample["drafter"]))),
         words=WORDS,
         settings=settings_of(measured),
         style=page_file("report.css"),

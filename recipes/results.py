@@ -1,7 +1,8 @@
 """What runs have measured, read back from their folders."""
 
 import json
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class Checkpoint:
     baselines: dict[str, list[Result]]  # training-free drafters, measured in the same process
     certificate: dict[str, Any] | None  # of losslessness, where one was asked for
     environment: dict[str, Any]  # that it was measured in
+    samples: list[dict[str, Any]]  # of texts
 
 
 @dataclass
@@ -59,7 +61,8 @@ class Run:
 class Contender:
     """A drafter as it stands in the comparison."""
 
-    name: str
+    name: str  # no two of a report share it
+    drafter: str  # as it was given; RUN/best where it was measured in training
     kind: str
     note: str  # which checkpoint, or beside which it was measured
     trained: bool
@@ -104,10 +107,28 @@ class Measured:
         rows = [row for row in rows if row["batch_size"] == smallest]
         return max(rows, key=lambda row: (is_sound(row) and row["num_drafts"] > 0, row["speedup"]))
 
+    @property
+    def leader(self) -> Contender:
+        """Whose row the report leads with."""
+        leading = self.leading
+        return next(one for one in self.contenders if any(row is leading for row in one.results))
+
     def extra_of(self, name: str, contender: Contender) -> dict[str, Any] | None:
         """The content of the NAME.json that was written for a contender."""
         contents = self.extras.get(name, [])
-        return next((one for one in contents if drafter_name(one["drafter"]) == contender.name), None)
+        own = [one for one in contents if self.contender_of(one["drafter"]) is contender]
+        return max(own, key=lambda one: one["drafter"] == contender.drafter, default=None)
+
+    def contender_of(self, drafter: str) -> Contender | None:
+        """Whom a NAME.json is about: the same drafter, else the one that has its name, as another step of its run."""
+        same = [one for one in self.contenders if one.drafter == drafter]
+        named = [one for one in self.contenders if one.name == drafter_name(drafter)]
+        return next(iter(same + named), None)
+
+    def name_of(self, drafter: str) -> str:
+        """What the report calls the drafter of a NAME.json."""
+        contender = self.contender_of(drafter)
+        return contender.name if contender else drafter_name(drafter)
 
     def leaders(self) -> list[tuple[Contender, Result]]:
         """Each contender with its row at the leading setting, where it has one."""
@@ -125,6 +146,11 @@ def tokens_a_round(row: Result) -> float:
     return 1 + row["num_accepted_tokens"] / row["num_rounds"]
 
 
+def steps_a_round(row: Result) -> float:
+    """What any round costs, in steps of plain decoding, reading the prompt included."""
+    return tokens_a_round(row) / row["speedup"]
+
+
 def same_but(row: Result, other: Result, *free: str) -> bool:
     """Whether two rows share their setting, but for the fields in `free`."""
     return all(row[name] == other[name] for name in SETTING if name not in free)
@@ -137,17 +163,17 @@ def read_measured(folder: Path) -> Measured:
     """
     evaluated = [] if _configs(folder) else evaluations(folder)
     runs = [] if evaluated else read_runs(folder)
-    samples = folder / "samples.json"
+    samples = [json.loads(path.read_text()) for path in _beside(folder, "samples")]
     found = {name: [json.loads(path.read_text()) for path in _beside(folder, name)] for name in EXTRAS}
     measured = measured_of(evaluated) if evaluated else _measured(runs, read_contenders(folder, runs))
     measured.extras = {name: contents for name, contents in found.items() if contents}
-    measured.samples = json.loads(samples.read_text()) if samples.is_file() else []
+    measured.samples = next(iter(samples), []) or (runs[0].best.samples if runs else [])
     return measured
 
 
 def measured_of(contents: list[dict[str, Any]]) -> Measured:
     """From contents of evaluation.json files alone."""
-    return _measured([], _fastest_first([compared(content) for content in contents]))
+    return _measured([], _fastest_first(compared(contents)))
 
 
 def _measured(runs: list[Run], contenders: list[Contender]) -> Measured:
@@ -179,27 +205,27 @@ def read_contenders(folder: Path, runs: list[Run]) -> list[Contender]:
     """
     evaluated = evaluations(folder / "comparison")
     if evaluated:
-        found = [compared(content) for content in evaluated]
-    else:
-        beside = f"measured beside {runs[0].name}, step {runs[0].best.step}"
-        found = [
-            Contender(
-                run.name,
-                run.kind,
-                f"step {run.best.step}",
-                True,
-                run.target,
-                run.best.results,
-                run.best.environment,
-                run.best.certificate,
-            )
-            for run in runs
-        ]
-        found += [
-            Contender(name, name, beside, False, runs[0].target, results, runs[0].best.environment)
-            for name, results in runs[0].best.baselines.items()
-        ]
-    return _fastest_first(found)
+        return _fastest_first(compared(evaluated))
+    beside = f"measured beside {runs[0].name}, step {runs[0].best.step}"
+    found = [
+        Contender(
+            run.name,
+            f"{run.name}/best",
+            run.kind,
+            f"step {run.best.step}",
+            True,
+            run.target,
+            run.best.results,
+            run.best.environment,
+            run.best.certificate,
+        )
+        for run in runs
+    ]
+    found += [
+        Contender(name, name, name, beside, False, runs[0].target, results, runs[0].best.environment)
+        for name, results in runs[0].best.baselines.items()
+    ]
+    return _fastest_first(named_apart(found))
 
 
 def _fastest_first(contenders: list[Contender]) -> list[Contender]:
@@ -207,12 +233,29 @@ def _fastest_first(contenders: list[Contender]) -> list[Contender]:
     return sorted(best_first, key=lambda one: not one.trained)
 
 
-def compared(content: dict[str, Any]) -> Contender:
+def compared(contents: list[dict[str, Any]]) -> list[Contender]:
+    """The drafters of contents of evaluation.json files that stand side by side."""
+    return named_apart(list(map(_contender, contents)))
+
+
+def named_apart(contenders: list[Contender]) -> list[Contender]:
+    """With the step in the name where several share theirs, as steps of one run do; else with all that was given."""
+    taken = Counter(one.name for one in contenders)
+    found = [
+        replace(one, name=f"{one.name}, {one.note}", note="") if one.note and taken[one.name] > 1 else one
+        for one in contenders
+    ]
+    taken = Counter(one.name for one in found)
+    return [replace(one, name=one.drafter, note="") if taken[one.name] > 1 else one for one in found]
+
+
+def _contender(content: dict[str, Any]) -> Contender:
     """A drafter from the content of its evaluation.json."""
     trained = content["drafter"] != content["drafter_kind"]
-    name, note = checkpoint_names(Path(content["drafter"])) if trained else (content["drafter"], "")
+    name, note = checkpoint_names(content["drafter"]) if trained else (content["drafter"], "")
     return Contender(
         name,
+        content["drafter"],
         content["drafter_kind"],
         note,
         trained,
@@ -249,11 +292,19 @@ def told_apart(environments: list[dict[str, Any]]) -> list[str]:
 
 def drafter_name(drafter: str) -> str:
     """As reports call it: the run of a checkpoint, else the name that was given."""
-    return checkpoint_names(Path(drafter))[0]
+    return checkpoint_names(drafter)[0]
 
 
-def checkpoint_names(path: Path) -> tuple[str, str]:
-    """Name of the run and "step N" or "best" where the path is that of a run's checkpoint; else its last part."""
+def checkpoint_names(drafter: str) -> tuple[str, str]:
+    """Name of the run and "step N" or "best" where the path is that of a run's checkpoint; else its last part.
+
+    A cascade keeps what it asks first: that of `suffix+runs/eagle3/best` is suffix+eagle3.
+    """
+    first, plus, second = drafter.partition("+")
+    if plus and first in ("ngram", "suffix"):
+        name, note = checkpoint_names(second)
+        return f"{first}+{name}", note
+    path = Path(drafter)
     if path.name == "best":
         return path.absolute().parent.name, "best"
     if path.parent.name == "checkpoints":
@@ -304,7 +355,12 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
         path.name.removeprefix("evaluation.").removesuffix(".json"): json.loads(path.read_text())["results"]
         for path in sorted(folder.glob("evaluation.*.json"))
     }
-    content = json.loads((folder / "evaluation.json").read_text())
+    content, samples = json.loads((folder / "evaluation.json").read_text()), folder / "samples.json"
     return Checkpoint(
-        checkpoint_step(folder), content["results"], baselines, content.get("certificate"), content["environment"]
+        checkpoint_step(folder),
+        content["results"],
+        baselines,
+        content.get("certificate"),
+        content["environment"],
+        json.loads(samples.read_text()) if samples.is_file() else [],
     )

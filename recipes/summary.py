@@ -22,15 +22,6 @@ class SummaryRow:
     result: Result  # its row of evaluation.json
 
     @property
-    def diverged(self) -> bool:
-        return self.result["lossless"]["divergences"] > 0
-
-    @property
-    def lossy(self) -> bool:
-        """Measured in a mode that does not keep the target's law."""
-        return self.result["verification_mode"] in LOSSY
-
-    @property
     def sound(self) -> bool:
         """Its output is what the target alone would write, as far as was looked; else its speed does not count."""
         return is_sound(self.result)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.recipes.curves import batch_curve, break_even, settings_but
-from draftsmith.recipes.results import DRAFT, Contender, Measured, Result, is_sound
+from draftsmith.recipes.results import DRAFT, Contender, Measured, Result, is_sound, steps_a_round, tokens_a_round
 from draftsmith.recipes.summary import PLAIN, by_setting, count, draft_text, lossless_text, setting_name, summary_rows
 from draftsmith.recipes.tables import Tone
 
@@ -36,8 +36,7 @@ class Verdict:
 
 
 def verdict(measured: Measured) -> Verdict:
-    row = measured.leading
-    best = next(one for one in measured.contenders if any(other is row for other in one.results))
+    row, best = measured.leading, measured.leader
     row = chosen_row(measured, best, row) or row
     broken, caveats = divergences(measured), caveats_of(measured)
     if not is_sound(row):
@@ -77,8 +76,8 @@ def facts(best: Contender, row: Result) -> list[Fact]:
     crossing = break_even(batch_curve(best, row))
     found = [
         Fact("Speedup", f"{row['speedup']:.2f}×", f"95 %: {low:.2f} to {high:.2f}"),
-        Fact("Acceptance length", f"{row['mean_acceptance_length']:.2f}", f"tokens a round, {draft_text(row)}"),
-        Fact("Cost of a round", f"{row['step_cost_ratio']:.2f}", "plain steps"),
+        acceptance_fact(row),
+        Fact("Cost of a round", f"{steps_a_round(row):.2f}", "plain steps"),
     ]
     if crossing and crossing.is_clear:
         between = f"between {crossing.last_above} and {crossing.first_below}"
@@ -87,6 +86,15 @@ def facts(best: Contender, row: Result) -> list[Fact]:
     if check["checked"]:
         found.append(Fact("Identical outputs", f"{check['identical']}/{check['checked']}", "to plain decoding's"))
     return found
+
+
+def acceptance_fact(row: Result) -> Fact:
+    """The acceptance length, which is the tokens of a round unless there are rounds without a draft."""
+    if row["num_drafts"] in (0, row["num_rounds"]):
+        return Fact("Acceptance length", f"{row['mean_acceptance_length']:.2f}", f"tokens a round, {draft_text(row)}")
+    share = f"{100 * row['num_drafts'] / row['num_rounds']:.0f} %"
+    note = f"acceptance length {row['mean_acceptance_length']:.2f} in the {share} with a draft, {draft_text(row)}"
+    return Fact("Tokens a round", f"{tokens_a_round(row):.2f}", note)
 
 
 def tone_of(row: Result) -> Tone:
@@ -141,8 +149,8 @@ def speed_text(best: Contender, row: Result) -> str:
     low, high = row["speedup_ci95"]
     return (
         f"{best.name}{best.note and f' ({best.note})'} decodes {row['speedup']:.2f}× as fast as plain decoding "
-        f"(95 % interval {low:.2f} to {high:.2f}): a round emits {row['mean_acceptance_length']:.2f} tokens and costs "
-        f"{row['step_cost_ratio']:.2f} steps of plain decoding."
+        f"(95 % interval {low:.2f} to {high:.2f}): a round emits {tokens_a_round(row):.2f} tokens and costs "
+        f"{steps_a_round(row):.2f} steps of plain decoding."
     )
 
 

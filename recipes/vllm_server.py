@@ -10,7 +10,6 @@ RESULT.json gets `version`, `token_ids`, `counters` (vLLM's own vllm:spec_decode
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,6 @@ PREFIX = "vllm:spec_decode_"
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    for name, value in job.get("environment", {}).items():
-        os.environ.setdefault(name, value)
-
     import vllm
 
     llm = vllm.LLM(disable_log_stats=False, **job["llm"])

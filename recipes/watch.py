@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from operator import mul
 from pathlib import Path
 
 from rich.console import Console
@@ -47,6 +48,10 @@ class Counters:
     @property
     def mean_acceptance_length(self) -> float:
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else math.nan
+
+    @property
+    def mean_draft_length(self) -> float:
+        return self.num_draft_tokens / self.num_drafts if self.num_drafts else math.nan
 
     @property
     def per_position_acceptance_rates(self) -> list[float]:
@@ -87,6 +92,8 @@ def parse_metrics(page: str) -> Counters:
 def read_counters(url: str) -> Counters:
     """The counters of the server at `url` (http://HOST:PORT, /metrics is added). Raises `UserError` if it is silent."""
     address = url.rstrip("/").removesuffix("/metrics").removesuffix("/v1") + "/metrics"
+    if not address.startswith(("http://", "https://")):
+        raise UserError(f"{url} is no URL: give http://HOST:PORT, such as http://localhost:8000")
     try:
         with urllib.request.urlopen(address, timeout=10) as response:
             return parse_metrics(response.read().decode())
@@ -100,12 +107,26 @@ def read_counters(url: str) -> Counters:
 class Reference:
     """Acceptance that was measured from the exported directory."""
 
-    mean_acceptance_length: float
     per_position_acceptance_rates: list[float]
+    temperature: float
+
+    def range_at(self, mean_draft_length: float) -> tuple[float, float]:
+        """Lowest and highest acceptance length that is as measured where drafts had so many tokens on average.
+
+        A server with a schedule drafts now more, now fewer, and counts only the sum. Each further token adds less than
+        the one before it, so that the mean gains most where all drafts are of about its length, and least where they
+        are of one token and of all. The two meet where all drafts are of all tokens, or all of one.
+        """
+        rates = self.per_position_acceptance_rates
+        beyond = max(0.0, mean_draft_length - 1)  # the first token is always drafted
+        alike = [min(1.0, max(0.0, beyond - i)) for i in range(len(rates) - 1)]
+        apart = [min(1.0, beyond / (len(rates) - 1))] * (len(rates) - 1) if len(rates) > 1 else []
+        low, high = (1 + rates[0] + sum(map(mul, shares, rates[1:])) for shares in (apart, alike))
+        return low, high
 
 
 def read_reference(directory: Path, draft_length: int) -> Reference:
-    """The greedy row of DIRECTORY/evaluation.json for that draft length, at the smallest batch size.
+    """The coldest row of DIRECTORY/evaluation.json for that draft length, at the smallest batch size.
 
     A longer draft answers for a shorter one, because rates of a position do not hang on what comes behind it.
     """
@@ -117,16 +138,21 @@ def read_reference(directory: Path, draft_length: int) -> Reference:
     if not rows:
         raise UserError(f"--against {directory}: nothing was measured there with {draft_length} or more draft tokens")
     row = min(rows, key=lambda row: (row["temperature"], row["draft_length"], row["batch_size"]))
-    rates = row["per_position_acceptance_rates"][:draft_length]
-    return Reference(1 + sum(rates), rates)
+    return Reference(row["per_position_acceptance_rates"][:draft_length], row["temperature"])
+
+
+def drift_of(found: Counters, reference: Reference) -> float:
+    """How far the acceptance length lies outside of what was measured, for as many tokens as were drafted."""
+    low, high = reference.range_at(found.mean_draft_length)
+    return found.mean_acceptance_length - min(max(found.mean_acceptance_length, low), high)
 
 
 def verdict(found: Counters, reference: Reference) -> str:
     """What the drift means: within chance, better, or worse by so much that retraining should be thought of."""
     if found.num_drafts < LEAST_DRAFTS:
         return f"{found.num_drafts} drafts: too few to judge"
-    drift = found.mean_acceptance_length - reference.mean_acceptance_length
-    gain = reference.mean_acceptance_length - 1
+    drift = drift_of(found, reference)
+    gain = reference.range_at(found.mean_draft_length)[0] - 1
     if drift + 2 * found.standard_error < -TOLERANCE * gain:
         return "retrain: this traffic is accepted clearly less than the drafter was measured at (train on its prompts)"
     if abs(drift) <= 2 * found.standard_error:
@@ -141,12 +167,14 @@ def describe(found: Counters, reference: Reference | None) -> str:
     rates = " ".join(f"{rate:.2f}" for rate in found.per_position_acceptance_rates)
     text = (
         f"acceptance length {found.mean_acceptance_length:.2f} +- {2 * found.standard_error:.2f}  "
-        f"by position {rates}  ({found.num_drafts} drafts)"
+        f"by position {rates}  ({found.num_drafts} drafts of {found.mean_draft_length:.1f} tokens)"
     )
     if reference is None:
         return text
-    drift = found.mean_acceptance_length - reference.mean_acceptance_length
-    return f"{text}\n  measured {reference.mean_acceptance_length:.2f}, drift {drift:+.2f}: {verdict(found, reference)}"
+    low, high = (f"{length:.2f}" for length in reference.range_at(found.mean_draft_length))
+    measured = f"measured {low if low == high else f'{low} to {high}'} at temperature {reference.temperature:g}"
+    drift = round(drift_of(found, reference), 2) + 0.0  # which is never -0.0
+    return f"{text}\n  {measured}, drift {drift:+.2f}: {verdict(found, reference)}"
 
 
 def watch(url: str, against: Path | None, interval: float, readings: int | None, console: Console) -> None:

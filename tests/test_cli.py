@@ -6,18 +6,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from draftsmith.data.changes import flatten
 from draftsmith.data.prepare import PrepareSettings, prepare
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.cli import main
+from draftsmith.recipes.cli import TRAIN_EPILOG, main
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.recipes.targets import TARGET_RECIPES
+from draftsmith.train.config import contents
 
 ACCEPTANCE = """
     num_rounds num_drafts num_draft_tokens num_accepted_tokens num_emitted_tokens mean_acceptance_length
@@ -59,6 +61,8 @@ def files(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.T
     found["draft_model"] = str(save_new_drafter("draft_model", tiny_target, folder / "draft_model"))
     prepare(tiny_target, found["good"], folder / "samples", PrepareSettings(max_new_tokens=8))
     found["samples"] = str(folder / "samples")
+    (folder / "run/checkpoints/step-000002").mkdir(parents=True)
+    found["run"] = str(folder / "run")
     return found
 
 
@@ -117,14 +121,20 @@ MISTAKES = {
         "cannot write to",
     ),
     "engine without that kind": ("export {medusa} --engine sglang --target {target} --out {out}", "medusa"),
-    "no checkpoint to export": ("export ngram --engine vllm --target {target} --out {out}", "no trained drafter"),
+    "no checkpoint to export": (
+        "export ngram --engine vllm --target {target} --out {out}",
+        "no trained drafter: give a checkpoint",
+    ),
+    "no measured checkpoint": (GENERATE + "{run}/best", "was: give {run}/checkpoints/step-000002"),
+    "a run for a checkpoint": (GENERATE + "{run}", "such as {run}/checkpoints/step-000002"),
     "unknown engine": ("export {medusa} --engine llama --target {target} --out {out}", "invalid choice"),
     "unknown recipe": ("train eagle4 target={target}", "unknown recipe 'eagle4'; nearest: eagle"),
     "unknown key": (TRAIN + "optimizer.lr=1", "unknown key 'optimizer.lr'"),
     "wrong type": (TRAIN + "run.steps=many", "run.steps"),
     "not key=value": (TRAIN + "run.steps", "not key=value"),
-    "unknown option": (TRAIN + "--steps 3", "--steps"),
+    "unknown option": (TRAIN + "--steps 3", "--steps 3; settings of a run are given as .* run.steps=3"),
     "no samples": (TRAIN, "holds no prepared samples"),
+    "prompts for samples": (TRAIN + "data.samples={good}", "is a file: .*prepare --prompts {good} --out"),
     "no config file": (TRAIN + "--config nowhere.yaml", "nowhere.yaml"),
     "missing argument": ("evaluate --target {target} --drafter ngram --out {out}", "--prompts"),
     "unknown command": ("serve", "serve"),
@@ -148,6 +158,9 @@ MISTAKES = {
     "settings of answers that are given": (PREPARE + "{good} --as-given --max-new-tokens 8", "--as-given"),
     "all held out": (PREPARE + "{good} --held-out-share 1", "held_out_share"),
     "no new tokens, preparing": (PREPARE + "{good} --max-new-tokens 0", "max.new.tokens"),
+    "negative draft length": (EVALUATE + "{good} --draft-length -1", "draft_length -1: give at least 1"),
+    "negative draft length, preparing": (PREPARE + "{good} --drafter ngram --draft-length -3", "give at least 1"),
+    "no draft length, preparing": (PREPARE + "{good} --drafter ngram --draft-length 0", "give at least 1"),
     "repeats 0": (EVALUATE + "{good} --repeats 0", "repeats"),
     "fewer than no prompts": (EVALUATE + "{good} --num-prompts -1", "num.prompts"),
     "longer drafts than heads": (
@@ -202,6 +215,53 @@ def test_torchs_launcher_ends_with_the_line(
     assert line in str(ChildFailedError("draftsmith.train", {0: failure}))
 
 
+class Interrupts:
+    """A module during whose import the user presses Ctrl-C."""
+
+    def __getattr__(self, name: str) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("train medusa run.steps=1", "give the same command again to go on"),
+        ("train medusa --overfit 4", "starts anew"),
+        ("evaluate --target t --drafter ngram --prompts p --out o", "starts anew"),
+    ],
+)
+@pytest.mark.parametrize("importing", [True, False])
+def test_an_interruption_costs_one_line(
+    command: str, told: str, importing: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in the seconds in which torch is imported; what does not go on says so."""
+    if importing:
+        monkeypatch.setitem(sys.modules, "draftsmith.models.errors", cast(Any, Interrupts()))
+    else:
+        monkeypatch.setattr(f"draftsmith.recipes.commands.{command.split()[0]}", lambda args: Interrupts().stop)
+    assert run_cli(*command.split()) == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("interrupted: ")
+    assert told in line
+
+
+def test_help_of_train_names_recipes_and_keys() -> None:
+    keys = re.findall(r"^  ([a-z_.]+)=", TRAIN_EPILOG, re.MULTILINE)
+    assert len(keys) > 5
+    assert set(keys) <= flatten(contents(RECIPES["eagle3"]())).keys()
+    recipes = {name.removeprefix("quickstart_") for name in RECIPES.keys() - TARGET_RECIPES.keys()}
+    assert recipes <= set(re.findall(r"\w+", TRAIN_EPILOG.partition("example:")[0]))
+
+
+def test_a_run_that_was_not_measured_ends_with_its_checkpoint(
+    files: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path that `evaluate` and `export` ask for next."""
+    monkeypatch.setattr("draftsmith.recipes.commands.train_drafter", lambda config: Path(files["run"]))
+    assert run_cli("train", "medusa", "target=t", "data.samples=s", "run.dir=r") == 0
+    assert f"checkpoint: {files['run']}/checkpoints/step-000002" in capsys.readouterr().out
+
+
 def test_debug_shows_the_traceback(files: dict[str, str]) -> None:
     with pytest.raises(UserError):
         run_cli("generate", "x", "--target", files["target"], "--drafter", "eagle3", "--debug")
@@ -233,13 +293,20 @@ def acceptance(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def test_evaluating_twice_gives_the_same_acceptance(files: dict[str, str], tmp_path: Path) -> None:
+def test_evaluating_twice_gives_the_same_acceptance(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Noise is keyed by seed and place, so acceptance is a number of the drafter, not of the day."""
     for name in ("one", "two"):
         command = ["evaluate", "--target", files["target"], "--drafter", files["medusa"], "--drafter", "ngram"]
         settings = ["--temperature", 0, 1, "--batch-size", 1, 2, "--draft-length", 2, "--max-new-tokens", 8]
         more = ["--prompts", files["good"], "--repeats", 1, "--device", "cpu"]
         assert run_cli(*command, *settings, *more, "--out", tmp_path / name) == 0
+        assert "overwritten" not in capsys.readouterr().err
+    assert run_cli(*command, *settings, *more, "--out", tmp_path / "two", "--load") == 2  # overwrites load.json only
+    assert "overwritten" not in capsys.readouterr().err
+    assert run_cli(*command, *settings, *more, "--out", tmp_path / "two", "--num-threads", 0) == 2
+    assert f"{tmp_path}/two/evaluation.md is of an earlier evaluation" in capsys.readouterr().err
     page = (tmp_path / "one/evaluation.md").read_text()
     assert re.match(r"# Evaluation\n\n\*\*.*\d\.\d\d×.*\*\*\n", page)
     assert page.count("\n**Temperature") == 4
@@ -250,10 +317,16 @@ def test_evaluating_twice_gives_the_same_acceptance(files: dict[str, str], tmp_p
         assert rows == acceptance(tmp_path / "two" / folder / "evaluation.json")
 
 
-def test_evaluate_reproduces_what_training_measured(files: dict[str, str], tmp_path: Path) -> None:
+def test_evaluate_reproduces_what_training_measured(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The checkpoint's own evaluation.json holds what `evaluate` finds, to the digit, after prepare and train."""
     prepared = ["--out", tmp_path / "samples", "--max-new-tokens", 16, "--batch-size", 4, "--device", "cpu"]
-    assert run_cli("prepare", "--target", files["target"], "--prompts", files["good"], *prepared) == 0
+    for told in ("3 samples of 3 prompts, ", "holds all answers already"):  # the second time there is nothing to do
+        assert run_cli("prepare", "--target", files["target"], "--prompts", files["good"], *prepared) == 0
+        out = capsys.readouterr().out.replace("\n", "")
+        assert told.replace(" ", "") in out.replace(" ", "")
+        assert f"next: draftsmith train eagle3 target={files['target']} data.samples={tmp_path}/samples" in out
     settings = {
         "target": files["target"],
         "data.samples": tmp_path / "samples",
@@ -269,9 +342,11 @@ def test_evaluate_reproduces_what_training_measured(files: dict[str, str], tmp_p
     }
     assert run_cli("train", "medusa", *(f"{key}={value}" for key, value in settings.items())) == 0
     assert (tmp_path / "run/report.html").is_file()
+    assert f"best checkpoint: {tmp_path}/run/best, which is step-000003" in capsys.readouterr().out
     command = ["evaluate", "--target", files["target"], "--drafter", tmp_path / "run/best", "--prompts", files["good"]]
     same = ["--num-prompts", 2, "--max-new-tokens", 12, "--temperature", 0, 1, "--repeats", 1, "--device", "cpu"]
     assert run_cli(*command, *same, "--out", tmp_path / "again") == 0
+    assert f"evaluation: {tmp_path}/again/evaluation.md" in capsys.readouterr().out
     found = acceptance(tmp_path / "again/evaluation.json")
     assert found == acceptance(tmp_path / "run/best/evaluation.json")
     assert all(row["num_drafts"] > 0 for row in found)

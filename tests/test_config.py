@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.data.changes import flatten
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.train import TrainConfig
-from draftsmith.train.config import dump, flatten, resolve, unflatten
+from draftsmith.train.config import dump, resolve, unflatten
 
 NEEDED = ["target=t", "data.samples=s", "run.dir=r"]  # what recipes leave to the user
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -67,10 +68,14 @@ def test_a_value_may_hold_equals_signs() -> None:
         ("optimizer.steps", "run.steps"),  # in the wrong part
         ("learning_rate", "optimizer.learning_rate"),  # without its part
         ("drafter.unrol_steps", "drafter.unroll_steps"),  # the drafter's own
+        ("lr", "optimizer.learning_rate"),  # as others call it
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("epochs", "run.steps"),
+        ("batch_size", "data.batch_size"),  # of two
     ],
 )
-def test_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
-    with pytest.raises(UserError, match=f"unknown key '{key}'; nearest: .*{nearest}"):
+def test_unknown_key_names_the_nearest_first(key: str, nearest: str) -> None:
+    with pytest.raises(UserError, match=f"unknown key '{key}'; nearest: {nearest}"):
         resolve_eagle3(f"{key}=1")
 
 
@@ -88,10 +93,18 @@ def test_keys_of_another_family_are_unknown() -> None:
         "run.steps=null",
         "run.steps=0",
         "optimizer.learning_rate=[1]",
-        "evaluation.temperatures=0.5",
+        "evaluation.temperatures=-1",
         "evaluation.baselines=[medusae]",
         "drafter.unroll_steps=x",
         "drafter.divergence=kl",
+        "optimizer.beta1=2",
+        "optimizer.weight_decay=-1",
+        "optimizer.warmup_share=5",
+        "optimizer.final_share=-1",
+        "optimizer.max_gradient_norm=0",
+        "evaluation.temperatures=[0, -1]",
+        "drafter.draft_vocab_size=-5",
+        "run.seed=-1",
         "run.stuck_after=1800",
         "run.timeout=300",
     ],
@@ -103,7 +116,12 @@ def test_wrong_value_names_the_key(argument: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "message"), [("run.steps", "is not key=value"), ("run.steps=[1", "run.steps: cannot read the value")]
+    ("argument", "message"),
+    [
+        ("run.steps", "is not key=value"),
+        ("run.steps=[1", "run.steps: cannot read the value"),
+        ("evaluation.temperatures=0.5", r"evaluation.temperatures=0.5: give a list, such as \[0.5\]"),
+    ],
 )
 def test_malformed_arguments_are_refused(argument: str, message: str) -> None:
     with pytest.raises(UserError, match=message):

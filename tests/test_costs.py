@@ -11,10 +11,12 @@ import pytest
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.choice import acceptance_length
 from draftsmith.inference.costs import CostRange, Costs, RoundTimes, Setting, fit_costs, measure_costs, speedup_errors
+from draftsmith.inference.costs_beside import costs_beside
 from draftsmith.inference.decoder import check_sampling, resolve_settings
 from draftsmith.inference.fixed_batches import Course, batch_milliseconds
 from draftsmith.inference.given_text import GivenRows, follow
 from draftsmith.inference.least_squares import nonnegative_least_squares
+from draftsmith.inference.measure import PromptSet
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.trees import Chain, StaticTree
@@ -44,6 +46,19 @@ def test_known_costs_are_found_again(tiny_target: Target) -> None:
         assert costs.plain(batch, context) == pytest.approx(plain.whole, rel=1e-6)
         assert costs.speedup(3.0, length, batch, context) == pytest.approx(3 * plain.whole / times.whole, rel=1e-6)
         assert costs.speedup(costs.break_even(length, batch, context), length, batch, context) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_cpu_verifies_a_plain_step_where_no_request_has_a_draft(batch: int) -> None:
+    """A quarter of the rounds drafts: 1 - 0.75^B of a batch's rounds are as wide as the draft."""
+    verify = {"pass": 1.0, "token": 1.0}
+    costs = Costs("", "", "", "", draft_ms={"step: pass": 0.5}, verify_ms=verify, host=0.2, drops_columns=True)
+    wide = 1 - 0.75**batch
+    expected = 2 * 0.5 + 1 + batch * (1 + 2 * wide) + 0.2
+    assert costs.drafting_in(0.25).round(2, batch, 10) == pytest.approx(expected)
+    assert costs.drafting_in(0.25).plain(batch, 10) == costs.plain(batch, 10)
+    on_gpu = replace(costs, drops_columns=False)
+    assert on_gpu.drafting_in(0.25).round(2, batch, 10) == on_gpu.round(2, batch, 10)
 
 
 def test_held_out_error_is_that_of_the_speedup() -> None:
@@ -182,3 +197,17 @@ def test_tree_costs_count_their_nodes() -> None:
     tree = StaticTree(((0,), (1,), (0, 0)))
     assert Setting(2, 3, 10, tree).nodes == 3
     assert Setting(2, 3, 10).nodes == 2
+
+
+def test_costs_beside_an_evaluation_take_the_time_that_there_is(tiny_target: Target) -> None:
+    """Ten settings of sixteen rounds, each of 2 ms at most: 0.32 s, or nothing is measured."""
+    rounds = {"draft": 1.0, "verify": 0.8, "host": 0.2}
+    row = {"batch_size": 1, "draft_length": 4, "tree_nodes": None, "num_drafts": 9, "max_new_tokens": 12}
+    rows, prompts = [{**row, "milliseconds_per_round": rounds}], PromptSet("p", [[5, 6, 7, 8]])
+    ngram = load_drafter("ngram", tiny_target)
+    assert costs_beside(tiny_target, ngram, "n", rows, prompts, 0.31) is None
+    assert costs_beside(tiny_target, ngram, "n", [{**rows[0], "num_drafts": 0}], prompts, 9.0) is None
+    costs = costs_beside(tiny_target, ngram, "n", rows, prompts, 0.33)
+    assert costs is not None
+    assert {(one["batch"], one["context"]) for one in costs.fitted_on} == {(1, 1), (1, 10)}
+    assert costs.drops_columns

@@ -12,16 +12,28 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from draftsmith.inference.decoder import OutputStats
+from draftsmith.inference.lossless import LosslessCheck
 from draftsmith.inference.schedule import Schedule
 from draftsmith.inference.stats import Stats
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
+from draftsmith.recipes import deliver as deliver_module
 from draftsmith.recipes import engine_check
+from draftsmith.recipes.cli import main
 from draftsmith.recipes.deliver import DeliverySettings, deliver
-from draftsmith.recipes.engine_check import add_speed, check_engine, root_cause
+from draftsmith.recipes.engine_check import EngineReport, EngineRun, add_speed, check_engine, root_cause
 from draftsmith.recipes.engine_speed import TimedRequest, engine_speed
-from draftsmith.recipes.export import export_checkpoint, write_scripts
-from draftsmith.recipes.model_card import best_draft_length, schedule_of, sha256, training_facts
+from draftsmith.recipes.export import Exported, export_checkpoint, write_scripts
+from draftsmith.recipes.model_card import (
+    Findings,
+    metadata,
+    schedule_of,
+    served_row,
+    sha256,
+    training_facts,
+    write_card,
+)
+from draftsmith.recipes.watch import Counters
 
 PROMPTS = ["heat the iron", "A draft is", "return [iron.hit()", "strikes it, and"]
 
@@ -66,12 +78,13 @@ def test_everything_beside_the_weights(tiny_target: Target, prompts: str, tmp_pa
     evaluation = json.loads((out / "evaluation.json").read_text())
     assert evaluation["drafter"] == str(out)  # measured from there
     assert [row["draft_length"] for row in evaluation["results"]] == [1, 3]
-    best = best_draft_length(evaluation["results"])
+    best = served_row(evaluation["results"])["draft_length"]
     assert f'"num_speculative_tokens": {best}' in (out / "serve_vllm.sh").read_text()
     assert f"--speculative-num-steps {best}" in (out / "serve_sglang.sh").read_text()
 
     _, head, text = (out / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(head)["draftsmith"]["target"] == tiny_target.name
+    assert yaml.safe_load(head)["draftsmith"]["draft_length"] == best
     assert "base_model" not in yaml.safe_load(head)  # a folder of this machine is none
     for fact in (tiny_target.fingerprint(), sha256(out / "model.safetensors"), "held-out (4)", "me/drafter"):
         assert fact in text
@@ -112,12 +125,37 @@ def test_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("medusa", "me/eagle-medusa-7b"), ("draft_model", "eagle3-lab/draft"), ("eagle3", "me/eagle-3")]
+)
+def test_name_on_the_hub_is_no_trap(kind: str, name: str, tiny_target: Target, tmp_path: Path) -> None:
+    """The written command names the Hub's repository, from which vLLM reads a method as from a path."""
+    checkpoint, hub = save_checkpoint(kind, tiny_target, tmp_path / "checkpoint"), FakeHub()
+    settings = DeliverySettings(push=name)
+    with pytest.raises(UserError, match=f"--push {name}: vLLM would take the drafter for 'eagle"):
+        deliver(checkpoint, "vllm", tiny_target, tmp_path / "out", settings, hub, Console(quiet=True))
+    assert not (tmp_path / "out").exists()
+    assert not hub.repos
+
+
 def test_changed_target_is_asked_for(tiny_target: Target, tmp_path: Path) -> None:
     """A drafter that was trained along with its target fits no other."""
     checkpoint = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint")
     (tmp_path / "checkpoint/target").mkdir()
     with pytest.raises(UserError, match="give --target"):
         deliver(checkpoint, "vllm", tiny_target, tmp_path / "out", DeliverySettings(), None, Console(quiet=True))
+
+
+def test_without_prompts_the_layers_are_never_read(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a drafter can be exported where its target fits into no memory. The card still tells which one it was."""
+    checkpoint = save_checkpoint("eagle3", tiny_target, tmp_path / "checkpoint")
+    monkeypatch.setattr(Target, "from_pretrained", None)
+    out = tmp_path / "out"
+    words = ["export", checkpoint, "--engine", "vllm", "--target", tiny_target.name, "--out", str(out)]
+    assert main(words) == 0
+    assert str(tiny_target.fingerprint()) in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -151,11 +189,60 @@ def row(batch_size: int, draft_length: int, speedup: float) -> dict[str, Any]:
 def test_schedule_by_batch_size() -> None:
     """The best length at each size, none where drafting does not pay; the first goes into the command itself."""
     rows = [row(1, 2, 1.2), row(1, 4, 1.5), row(8, 2, 1.1), row(8, 4, 0.9), row(32, 2, 0.8), row(32, 4, 0.5)]
-    assert best_draft_length(rows) == 4
+    assert served_row(rows) == rows[1]
     assert schedule_of("eagle3", rows) == Schedule(((1, 4), (8, 2), (32, 0)))
     assert schedule_of("eagle3", rows[2:]) == Schedule(((1, 2), (32, 0)))  # both engines want the first from 1
     assert schedule_of("medusa", rows) is None  # vLLM cannot change the number of heads
     assert schedule_of("eagle3", rows[:2]) is None
+
+
+def test_card_names_the_row_that_is_served() -> None:
+    rows = [
+        {**row(1, length, speedup), "mean_acceptance_length": 1 + length / 4}
+        for length, speedup in ((1, 1.1), (3, 1.5))
+    ]
+    exported = Exported(Path("out"), "vllm", "eagle3", "me/target", None, None, ("vllm",))
+    found = metadata(exported, {"results": rows})["draftsmith"]
+    assert found == {"target": "me/target", "draft_length": 3, "mean_acceptance_length": 1.75, "speedup": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("accepted", "said"),
+    [
+        (None, "No engine has served"),
+        (12, "vLLM 0 agrees with"),
+        (0, "vLLM 0 **disagrees with** draftsmith on 1 prompts"),
+    ],
+)
+def test_card_says_what_an_engine_made_of_it(
+    accepted: int | None, said: str, tiny_target: Target, tmp_path: Path
+) -> None:
+    """Nothing of an engine's acceptance where none was asked, or where it was another one."""
+    exported = export_checkpoint(
+        save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint"), "vllm", tiny_target, tmp_path / "out"
+    )
+    findings = Findings()
+    if accepted is not None:
+        ours = OutputStats([Stats(4, num_drafts=10, num_accepted_tokens=12)])
+        run = EngineRun("vLLM 0", [[1]], Counters(10, 40, accepted))
+        findings.check = EngineReport("medusa", 4, ours, run, LosslessCheck(1, 1, 0, 0))
+    write_card(exported, tmp_path / "checkpoint", {}, findings)
+    assert said in (tmp_path / "out/README.md").read_text()
+
+
+def test_a_failed_check_is_on_the_card(
+    tiny_target: Target, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory stays, with what was found; nothing of it is pushed."""
+    ours = OutputStats([Stats(4, num_drafts=10, num_accepted_tokens=12)])
+    report = EngineReport("medusa", 4, ours, EngineRun("vLLM 0", [[1]], Counters(10, 40, 0)), LosslessCheck(1, 1, 0, 0))
+    monkeypatch.setattr(deliver_module, "check_exported", lambda *_: report)
+    checkpoint, out, hub = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint"), tmp_path / "out", FakeHub()
+    settings = DeliverySettings(prompts, 1, [2], max_new_tokens=4, repeats=1, check="venv", push="me/drafter")
+    with pytest.raises(UserError, match="disagree"):
+        deliver(checkpoint, "vllm", tiny_target, out, settings, hub, Console(quiet=True))
+    assert "**disagrees with** draftsmith" in (out / "README.md").read_text()
+    assert not hub.repos
 
 
 @pytest.mark.parametrize(

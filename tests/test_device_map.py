@@ -21,7 +21,7 @@ from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.loading import DeviceMap, device_map
 from draftsmith.models.slots import ATTENTION
-from draftsmith.models.target import _decoder_layers
+from draftsmith.models.target import find_decoder_layers
 
 GPUS = [torch.device("cuda", index) for index in range(2)]
 # Without CUDA fake tensors of a GPU cannot be sorted to experts, nor some constants be made there.
@@ -72,7 +72,7 @@ def fake_target(model_type: str) -> tuple[PreTrainedModel, DeviceMap]:
     """On the two GPUs."""
     config = family_config(model_type, SERVED[model_type])
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval().requires_grad_(False)
-    places = device_map(model, _decoder_layers(model), [GPUS[0], *GPUS[1:] * 2], of_ends=GPUS[0])
+    places = device_map(model, find_decoder_layers(model), [GPUS[0], *GPUS[1:] * 2], of_ends=GPUS[0])
     put(model, places)
     return model, places
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from test_families import SERVED, family_config
+from transformers import AutoModelForCausalLM
 
 from draftsmith.data.prepare import PrepareSettings, prepare
 from draftsmith.inference import SpeculativeDecoder
@@ -13,6 +15,7 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.errors import UserError
 from draftsmith.models.medusa import Medusa, MedusaConfig
+from draftsmith.models.slots import ATTENTION
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.config import DataConfig, resolve
@@ -40,6 +43,37 @@ def test_a_model_with_another_tokenizer_is_refused(tiny_target: Target, make_tar
         DraftModel.from_target(DraftModelConfig(model=str(other)), tiny_target)
     with pytest.raises(UserError, match="leave"):
         DraftModelConfig(model=str(other), num_layers=1)
+
+
+DEPENDS_ON_PLACE = {
+    "diffllama": "self_attn.lambda_init of layer 2 depends on its place",
+    "gemma4_text": r"layers 0, 2 of gemma4_text \(The set of layer types",  # the shared keys are those of layer 1
+}
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_layers_compute_what_they_did_in_the_target(model_type: str) -> None:
+    """Or are refused by name, in every family that is served."""
+    model = AutoModelForCausalLM.from_config(
+        family_config(model_type, SERVED[model_type]), attn_implementation=ATTENTION
+    )
+    target = Target(model.eval(), None, model_type, fuse_layers=False)
+    if model_type in DEPENDS_ON_PLACE:
+        with pytest.raises(UserError, match=DEPENDS_ON_PLACE[model_type]):
+            DraftModel.from_target(DraftModelConfig(num_layers=2), target)
+        return
+    draft = DraftModel.from_target(DraftModelConfig(num_layers=2), target).model
+    if model_type == "smollm3":
+        assert draft.config.no_rope_layers == [1, 1]
+    # the target with its middle layer taken out
+    layers, types = target.decoder_layers, getattr(model.config, "layer_types", None)
+    del layers[1]
+    model.config.num_hidden_layers = 2
+    if types:
+        model.config.layer_types = [types[0], types[2]]
+    token_ids = torch.arange(1, 12)[None]
+    found, expected = (one.eval()(token_ids, use_cache=False).logits for one in (draft, model))
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_narrower_model_starts_with_the_targets_vocabulary(tiny_target: Target, tmp_path: Path) -> None:

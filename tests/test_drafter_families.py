@@ -19,7 +19,7 @@ from draftsmith.models.mlp_speculator import MLPSpeculator
 from draftsmith.models.p_eagle import PEagle
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("eagle", {"intermediate_size": 48, "unroll_steps": 1, "divergence_weight": 1.0}),
+    ("eagle", {"intermediate_size": 48, "unroll_steps": 1, "divergence_weight": 1.0, "bias": True}),
     ("hydra", {"num_layers": 3}),
     ("mlp_speculator", {"tie_weights": True, "scale_input": True, "inner_size": 24}),
     ("p_eagle", {"num_layers": 1, "num_depths": 3, "draft_vocab_size": 40}),
@@ -48,7 +48,7 @@ def test_variants_come_back_and_draft(kind: str, settings: dict, tiny_target: Ta
 
 def test_eagles_layer_is_llamas_without_its_first_norm(tiny_target: Target) -> None:
     """Tensors and config.json as engines read them, in transformers' own layer behind `fc`."""
-    drafter = build("eagle", tiny_target)
+    drafter = build("eagle", tiny_target, bias=True)
     assert isinstance(drafter, Eagle)
     batch = random_batch(tiny_target)
     features = tiny_target.features(batch).last_hidden

@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.schedule import Schedule, for_sglang, for_vllm
-from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
+from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.base import Draft
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.export import export_checkpoint, write_scripts
+from draftsmith.recipes import export
+from draftsmith.recipes.export import export_checkpoint, write, write_scripts
 
 DRAFT_VOCABULARY = [3, 7, 40, 41, 200, 271]  # of the tiny target's tokens
 
@@ -226,8 +228,79 @@ def test_draft_model_is_an_ordinary_model(tied: bool, make_target_dir: Any, tmp_
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("heat the iron")["input_ids"] == token_ids[0].tolist()
 
 
+@pytest.mark.parametrize(
+    ("engine", "kind"),
+    [
+        ("vllm", "eagle3"),
+        ("sglang", "eagle"),
+        ("vllm", "p_eagle"),
+        ("vllm", "medusa"),
+        ("vllm", "draft_model"),
+        ("speculators", "eagle3"),
+    ],
+)
+def test_a_target_without_its_layers_is_enough(engine: str, kind: str, tiny_target: Target, tmp_path: Path) -> None:
+    """The same files to the byte, which tell of the target that the drafter was trained for."""
+    checkpoint = save_checkpoint(kind, tiny_target, tmp_path / "checkpoint")
+    ends = Target.ends_from_pretrained(tiny_target.name, None, "cpu")
+    for target, out in ((tiny_target, tmp_path / "whole"), (ends, tmp_path / "ends")):
+        assert export_checkpoint(checkpoint, engine, target, out).target_fingerprint == tiny_target.fingerprint()
+    files = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "ends").iterdir()}
+
+
+def test_it_stays_known_what_it_was_trained_for(tiny_target: Target, tmp_path: Path) -> None:
+    """Not the target that it is exported with, which may differ in weights or precision."""
+    checkpoint = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint")
+    config = read_config(checkpoint)
+    config["draftsmith"]["trained_for"]["target_fingerprint"] = "f" * 16
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    exported = export_checkpoint(checkpoint, "vllm", tiny_target, tmp_path / "out")
+    assert exported.target_fingerprint == "f" * 16
+    assert read_config(tmp_path / "out")["draftsmith"]["trained_for"] == config["draftsmith"]["trained_for"]
+
+
 @pytest.mark.parametrize("name", ["ngram", "none"])
 def test_nothing_to_export_without_weights(name: str, tiny_target: Target, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no trained drafter"):
         export_checkpoint(Path(name), "vllm", tiny_target, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("left", ["serve_sglang.sh", "evaluation.json", "model.safetensors", "my-notes.txt"])
+def test_nothing_else_lies_in_the_folder(left: str, tiny_target: Target, tmp_path: Path) -> None:
+    """What another export left there would be pushed, read in place of the new weights, or trusted by `watch`."""
+    checkpoint, out = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint"), tmp_path / "out"
+    out.mkdir()
+    export_checkpoint(checkpoint, "vllm", tiny_target, out)  # an empty folder is welcome
+    for path in out.iterdir():
+        path.unlink()
+    (out / left).write_text("old")
+    with pytest.raises(UserError, match="is not empty"):
+        export_checkpoint(checkpoint, "fasterdecoding", tiny_target, out)
+    assert [path.name for path in out.iterdir()] == [left]
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "file"),
+    [
+        ("vllm", "eagle3", "model.safetensors"),
+        ("safeailab", "eagle", "pytorch_model.bin"),
+        ("vllm", "eagle3", "config.json"),
+    ],
+)
+def test_round_trip_finds_another_drafter(
+    engine: str, kind: str, file: str, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One weight, or one number of config.json, is not what was trained."""
+    checkpoint = save_checkpoint(kind, tiny_target, tmp_path / "checkpoint")
+
+    def write_otherwise(files: Checkpoint, *where: Any) -> None:
+        if file == "config.json":
+            return write(replace(files, config={**files.config, "rms_norm_eps": 0.5}), *where)
+        name = next(iter(files.tensors))
+        write(replace(files, tensors={**files.tensors, name: torch.zeros_like(files.tensors[name])}), *where)
+
+    monkeypatch.setattr(export, "write", write_otherwise)
+    with pytest.raises(UserError, match="read back as another drafter"):
+        export_checkpoint(checkpoint, engine, tiny_target, tmp_path / "out")

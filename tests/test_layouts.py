@@ -79,10 +79,10 @@ def deep_target(make_target_dir: Any) -> Target:
     return Target.from_pretrained(make_target_dir(num_hidden_layers=8), "cpu", torch.float32)
 
 
-def safeailab_eagle(target: Target, folder: Path) -> Drafter:
-    """EAGLE-1 names the target's architecture, and brings a copy of its embedding."""
-    drafter = noisy("eagle", target)
-    config = llama_config(target, architectures=["LlamaForCausalLM"], bias=True)
+def safeailab_eagle(target: Target, folder: Path, bias: bool = True) -> Drafter:
+    """EAGLE-1 names the target's architecture, and brings a copy of its embedding; its `fc` mostly has a bias."""
+    drafter = noisy("eagle", target, bias=bias)
+    config = llama_config(target, architectures=["LlamaForCausalLM"], bias=bias)
     write(folder, config, {**drafter.engine_tensors(), **embedding(target)}, "pytorch_model.bin")
     return drafter
 
@@ -146,6 +146,7 @@ def embedding(target: Target) -> dict[str, Tensor]:
 
 PUBLIC: dict[str, Callable[[Target, Path], Drafter]] = {  # each writes a checkpoint and returns the drafter in it
     "SafeAILab EAGLE-1": safeailab_eagle,
+    "SafeAILab EAGLE-1, no bias": lambda target, folder: safeailab_eagle(target, folder, bias=False),
     "SafeAILab EAGLE-3": safeailab_eagle3,
     "SafeAILab EAGLE-3, safetensors": lambda target, folder: safeailab_eagle3(target, folder, "model.safetensors"),
     "SpecForge EAGLE-3": specforge_eagle3,
@@ -172,6 +173,13 @@ def test_speculators_refused(changes: dict[str, Any], message: str, deep_target:
     speculators_eagle3(deep_target, tmp_path / "head", **changes)
     with pytest.raises(UserError, match=message):
         load_drafter(tmp_path / "head", deep_target)
+
+
+def test_vllm_would_drop_a_bias_of_eagle1(deep_target: Target, tmp_path: Path) -> None:
+    safeailab_eagle(deep_target, tmp_path / "head")
+    export_checkpoint(tmp_path / "head", "sglang", deep_target, tmp_path / "sglang")
+    with pytest.raises(UserError, match=r"fc.bias is not zero and would be dropped"):
+        export_checkpoint(tmp_path / "head", "vllm", deep_target, tmp_path / "vllm")
 
 
 def test_own_embedding_of_eagle1_is_refused(deep_target: Target, tmp_path: Path) -> None:
@@ -320,6 +328,7 @@ def test_pickles_run_no_code(tiny_target: Target, tmp_path: Path) -> None:
 
 ORIGINALS = [
     ("safeailab", "eagle", {}),
+    ("safeailab", "eagle", {"bias": True}),
     ("safeailab", "eagle3", {"draft_vocab_size": 6}),
     ("fasterdecoding", "medusa", {}),
     ("speculators", "eagle3", {"draft_vocab_size": 6, "layer_ids": [1, 3, 7]}),

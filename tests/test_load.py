@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -13,13 +16,11 @@ from draftsmith.inference.generation import Generation
 from draftsmith.inference.load import (
     Answer,
     Clock,
-    Lengths,
-    Load,
     LoadSettings,
     Run,
     Sla,
+    latency_text,
     operating_points,
-    plan_requests,
     run_load_test,
     serve,
     stage_row,
@@ -27,12 +28,14 @@ from draftsmith.inference.load import (
     verdict,
 )
 from draftsmith.inference.schedule import Adaptive, Schedule
+from draftsmith.inference.traffic import Lengths, Load, check_output_lengths, check_prompt_lengths, plan_requests
 from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.cli import main, parse
 from draftsmith.recipes.load_test import load_settings, refuse_load_settings
 
+BASE = ["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p", "--out", "o"]
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17], [18]]
 
 
@@ -85,6 +88,27 @@ def test_lengths_are_those_asked_for() -> None:
     assert 1 <= min(sent.max_new_tokens for sent in plan) < 20
 
 
+def share_refused(check: Callable[[], None]) -> float:
+    """The percentage that the refusal names."""
+    with pytest.raises(UserError) as error:
+        check()
+    return float(str(error.value).split(": ", 1)[1].split(" %")[0])
+
+
+def test_lengths_that_cannot_be_had_are_refused() -> None:
+    """Prompts of 8 to 30 tokens stand for 8 / 1.5 to 30 * 1.5, a limit of 32 for answers of up to 48."""
+    prompts = [[1] * length for length in range(8, 31)]
+    check_prompt_lengths(Lengths(20, 0.2), prompts)
+    assert share_refused(lambda: check_prompt_lengths(Lengths(400, 0.1), prompts)) == 100
+    assert share_refused(lambda: check_prompt_lengths(Lengths(2, 0.1), prompts)) == 100
+    outside = 1 - (NormalDist().cdf(math.log(45 / 20)) - NormalDist().cdf(math.log(8 / 1.5 / 20)))
+    found = share_refused(lambda: check_prompt_lengths(Lengths(20, 1.0), prompts))
+    assert found == pytest.approx(100 * outside, abs=2)
+    check_output_lengths(Lengths(20, 0.5), 32)
+    beyond = 1 - NormalDist().cdf(math.log(48 / 100) / 0.5)
+    assert share_refused(lambda: check_output_lengths(Lengths(100, 0.5), 32)) == pytest.approx(100 * beyond, abs=1)
+
+
 @pytest.mark.parametrize("load", [Load("rate", 40.0), Load("rate", 0.5), Load("concurrency", 3)])
 @pytest.mark.parametrize("name", ["none", "ngram"])
 def test_a_run(name: str, load: Load, tiny_target: Target) -> None:
@@ -99,6 +123,7 @@ def test_a_run(name: str, load: Load, tiny_target: Target) -> None:
     for sent, answer in zip(plan, run.answers, strict=True):
         expected = alone.generate([PROMPTS[sent.prompt]], sent.max_new_tokens).token_ids[0]
         assert answer.token_ids == expected
+        assert answer.num_prompt_tokens == len(PROMPTS[sent.prompt])
         assert answer.arrived <= answer.admitted < answer.first_token <= answer.finished
         queue, prefill = answer.admitted - answer.arrived, answer.first_token - answer.admitted
         decoding = (answer.tpot or 0.0) * (len(answer.token_ids) - 1)
@@ -120,7 +145,7 @@ def test_a_run(name: str, load: Load, tiny_target: Target) -> None:
 
 def answer(arrived: float, queue: float, prefill: float, tpot: float, num_tokens: int) -> Answer:
     first = arrived + queue + prefill
-    return Answer(arrived, arrived + queue, first, first + tpot * (num_tokens - 1), [0] * num_tokens)
+    return Answer(arrived, arrived + queue, first, first + tpot * (num_tokens - 1), [0] * num_tokens, 30 - num_tokens)
 
 
 def test_what_a_stage_shows() -> None:
@@ -141,14 +166,32 @@ def test_what_a_stage_shows() -> None:
     assert row["tpot_ms"]["p50"] == pytest.approx(10)
     assert row["queue_ms"]["p50"] == pytest.approx(100)
     assert row["prefill_ms"]["p99"] == pytest.approx(200)
+    assert (row["prompt_tokens"]["p50"], row["output_tokens"]["p95"]) == (19, 11)
     assert row["sla_share"] == pytest.approx(6 / 8)
-    assert row["goodput_requests_per_second"] == pytest.approx(6 / 7)
+    assert row["requests_per_second"] == pytest.approx(1)
+    assert row["goodput_requests_per_second"] == pytest.approx(6 / 8)
     assert not row["within_sla"]
     assert stage_row(Load("rate", 1.0), "on", [run], Sla(2000, 60))["within_sla"]
     closed = stage_row(Load("concurrency", 4), "on", [run], Sla())
     assert closed["num_counted"] == 6  # the first of each client is left out
     assert closed["seconds"] == pytest.approx(9.4 - 4)  # until the last is answered, and its client is idle
+    assert closed["requests_per_second"] == pytest.approx(6 / 5.4)
     assert (row["mean_acceptance_length"], row["mean_draft_length"]) == (2.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("num_counted", "text"), [(19, "9.5/–/–"), (20, "9.5/20/–"), (99, "9.5/20/–"), (100, "9.5/20/30")]
+)
+def test_a_percentile_needs_a_request_beyond_it(num_counted: int, text: str) -> None:
+    row = {"num_counted": num_counted, "ttft_ms": {"p50": 9.5, "p95": 20.0, "p99": 30.0}}
+    assert latency_text(row, "ttft_ms") == text
+
+
+@pytest.mark.parametrize(
+    ("words", "num_requests"), [("--rate 1", 50), ("--concurrency 1 4", 50), ("--concurrency 16 8", 128)]
+)
+def test_every_client_sends_eight_requests(words: str, num_requests: int) -> None:
+    assert load_settings(parse([*BASE, "--load", *words.split()])).num_requests == num_requests
 
 
 def test_idle_time_is_no_running_time() -> None:
@@ -209,9 +252,6 @@ def test_on_off_and_scheduled_give_the_same_texts(tiny_target: Target) -> None:
     assert [row["mean_draft_length"] > 0 for row in rows] == [False, True, True, False, True, False]
 
 
-BASE = ["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p", "--out", "o"]
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -221,6 +261,7 @@ BASE = ["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p", "--out"
         "--load --concurrency 8 --requests 12",
         "--load --rate 0",
         "--load --rate 1 --output-lengths 0 1",
+        "--load --rate 1 --output-lengths 100 0.1",
         "--load --rate 1 --temperature 0 1",
         "--load --rate 1 --tree 4,2,2",
         "--load --rate 1 --batch-size 4",

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,17 @@ import pytest
 import torch
 
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.lossless import LosslessCheck, compare, in_fp32, next_logits
+from draftsmith.inference.lossless import LosslessCheck, compare, in_fp32, next_logits, target_uniform
 from draftsmith.inference.measure import MeasureSettings, PromptSet, interleaved, measure, pick_prompts
-from draftsmith.inference.rows import Rows
+from draftsmith.inference.rows import GenerationSettings, Rows
 from draftsmith.inference.schedule import Schedule
 from draftsmith.inference.speed import bootstrap_ratio
 from draftsmith.inference.stats import Stats
+from draftsmith.inference.verify import VerificationMode
 from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.none import NoDrafter, NoneConfig
+from draftsmith.models.sampling import Sampling
+from draftsmith.models.trees import Chain
 
 DESIGN_FIELDS = {
     *("prompt_set", "num_prompts", "temperature", "top_p", "verification_mode", "batch_size", "draft_length"),
@@ -125,6 +129,40 @@ def test_differences_are_told_apart(tiny_target: Target, monkeypatch: pytest.Mon
     assert check.first_differences[0].speculative_token is None
 
 
+UNIFORM = target_uniform(5, 0, 4)  # 0.56, by which the second token of an answer to a prompt of three is drawn
+
+
+@pytest.mark.parametrize(
+    ("edges", "tokens", "top_p", "near_tie"),
+    [
+        ([UNIFORM + 1e-8], (0, 1), 1.0, True),
+        ([UNIFORM - 1e-8], (0, 1), 1.0, True),
+        ([UNIFORM + 1e-3], (0, 1), 1.0, False),
+        ([UNIFORM, UNIFORM + 1e-8], (0, 2), 1.0, True),  # a sliver between both
+        ([UNIFORM, UNIFORM + 1e-3], (0, 2), 1.0, False),
+        ([UNIFORM], (0, 2), 1.0, False),  # the third token has no mass
+        ([0.55], (0, 1), 0.55, True),  # whether the second is left in is a matter of rounding
+        ([0.55], (0, 1), 0.5, False),
+    ],
+)
+def test_sampled_differences_are_told_apart(
+    edges: list[float],
+    tokens: tuple[int, int],
+    top_p: float,
+    near_tie: bool,
+    tiny_target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a law whose distribution function has its steps at `edges`."""
+    mass = torch.zeros(300, dtype=torch.float64)
+    mass[: len(edges) + 1] = torch.tensor([0.0, *edges, 1.0], dtype=torch.float64).diff()
+    monkeypatch.setattr(Target, "logits", lambda self, hidden: mass.log().float().clamp(min=-100)[None, None])
+    settings = GenerationSettings(sampling=Sampling(1.0, top_p), seed=5)
+    check = compare(tiny_target, [[7, 8, 9]], [[1, tokens[0]]], [[1, tokens[1]]], settings)
+    assert counts(check) == (1, 0, int(near_tie), int(not near_tie))
+    assert check.first_differences[0].near_tie_gap < 1e-4 or top_p < 1
+
+
 @pytest.fixture(scope="module")
 def bf16_target(make_target_dir: Callable[..., Path]) -> Target:
     """Wide enough for matrix products of other shapes to round otherwise."""
@@ -132,28 +170,51 @@ def bf16_target(make_target_dir: Callable[..., Path]) -> Target:
     return Target.from_pretrained(folder, "cpu", torch.bfloat16)
 
 
-def test_bf16_diverges_at_near_ties_only(bf16_target: Target) -> None:
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 0.8)])
+def test_bf16_diverges_at_near_ties_only(bf16_target: Target, sampling: Sampling) -> None:
     """Single prompts decoded plainly against drafts in a batch of eight; what fp32 tells apart is no near tie."""
     prompts = [bf16_target.encode(text) for text in ("The smith", "def f(", "x", "iron", "a b", "return", "hit", ".")]
     torch.manual_seed(1)
     medusa = DRAFTERS["medusa"].from_target(DRAFTERS["medusa"].config_class(kind="medusa"), bf16_target)
     drafting = SpeculativeDecoder(bf16_target, medusa.to(torch.bfloat16).eval())
     plain = SpeculativeDecoder(bf16_target, load_drafter("none", bf16_target))
-    expected = [plain.generate([prompt], 48, stop_at_eos=False).token_ids[0] for prompt in prompts]
-    found = drafting.generate(prompts, 48, stop_at_eos=False).token_ids
-    check = compare(bf16_target, prompts, expected, found)
+    mode: VerificationMode = "greedy" if sampling.greedy else "one_hot"
+    settings = GenerationSettings(48, sampling, Chain(4), mode, stop_at_eos=False)
+    how = replace(settings, shape=Chain(0))
+    expected = [plain.decode([prompt], how, [i]).token_ids[0] for i, prompt in enumerate(prompts)]
+    found = drafting.decode(prompts, settings).token_ids
+    check = compare(bf16_target, prompts, expected, found, settings)
     assert check.near_tie_divergences > 0
     assert check.divergences == 0
     for difference in check.first_differences:
         before = expected[difference.request][: difference.position]
         assert before == found[difference.request][: difference.position]
         assert difference.plain_token != difference.speculative_token
-        assert difference.top_two_gap_fp32 <= difference.near_tie_gap < 1
+        if sampling.greedy:
+            assert difference.top_two_gap_fp32 <= difference.near_tie_gap < 1
+        else:
+            assert difference.share_gap_fp32 is not None
+            assert difference.share_gap_fp32 <= difference.near_tie_gap < 0.2
 
     text = prompts[0] + expected[0][:-1]
-    ranking = bf16_target.model(torch.tensor([text])).logits[0, -1].float().argsort(descending=True)
-    wrong = [*expected[0][:-1], int(ranking[40])]
-    assert counts(compare(bf16_target, prompts[:1], [expected[0]], [wrong])) == (1, 0, 0, 1)
+    logits = bf16_target.model(torch.tensor([text])).logits[0, -1].float()
+    likeliest = logits.argsort(descending=True).tolist()
+    far = likeliest[40] if sampling.greedy else (expected[0][-1] + len(logits) // 2) % len(logits)
+    assert counts(compare(bf16_target, prompts[:1], [expected[0]], [[*expected[0][:-1], far]], settings)) == (
+        1,
+        0,
+        0,
+        1,
+    )
+
+
+def test_other_noise_is_a_divergence(tiny_target: Target) -> None:
+    """Sampled texts of the right law, on the noise of another seed: not what is promised."""
+    plain = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target))
+    prompts = [tiny_target.encode(text) for text in ("The smith", "def f(", "x", "iron")]
+    found = [plain.generate(prompts, 8, 1.0, seed=seed).token_ids for seed in (0, 1)]
+    check = compare(tiny_target, prompts, *found, GenerationSettings(8, Sampling(1.0)))
+    assert counts(check) == (4, 0, 0, 4)
 
 
 def test_scores_in_fp32_without_a_copy(bf16_target: Target) -> None:

@@ -8,11 +8,13 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,13 +32,17 @@ from draftsmith.data import features
 from draftsmith.data.samples import PREPARED, SAMPLES, Sample, Span, sample_line
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
+from draftsmith.models.eagle3 import Eagle3
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.recipes import RECIPES
 from draftsmith.recipes.targets import PUBLIC_TARGETS
 from draftsmith.train import meter, placement, train
+from draftsmith.train.checkpoint import checkpoints
 from draftsmith.train.features import free_memory
 from draftsmith.train.placement import check_placement, devices_of_layers, sizes
+from draftsmith.train.signals import Stopped
 from draftsmith.train.tracking import read_metrics
+from draftsmith.train.training_state import PARTS, part_file, piece_of_zero3
 from draftsmith.train.vocabulary import read_vocabulary
 
 TESTS = Path(__file__).parent
@@ -126,14 +132,54 @@ def test_accumulation_gives_the_trajectory(base: dict[str, Any], tmp_path: Path)
     assert trajectory(run) == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
 
 
+@pytest.fixture(scope="module")
+def interrupted(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that one process stopped after two of its steps."""
+    folder, loss = tmp_path_factory.mktemp("interrupted"), Eagle3.loss
+
+    def interrupt(self: Eagle3, *arguments: Any) -> Any:
+        if self.progress == 1 / 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return loss(self, *arguments)
+
+    config = make_config("eagle3", base, folder, run=RUN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Eagle3, "loss", interrupt)
+        with pytest.raises(Stopped):
+            train(config)
+    return folder
+
+
+def assert_same_state(run: Path, one_process: Path) -> None:
+    """What a resumed run goes on from, by the names of the parameters."""
+    found, wanted = (checkpoints(path)[-1] / "trainer" for path in (run, one_process))
+    for part in PARTS:
+        expected, scale = load_file(part_file(wanted, part)), {"exp_avg_sq": 1e-9}.get(part, 1e-6)
+        torch.testing.assert_close(load_file(part_file(found, part)), expected, atol=scale, rtol=1e-3)
+
+
 @pytest.mark.parametrize("config", LAYOUTS)
-def test_layouts_give_the_trajectory(config: str, base: dict[str, Any], one_process: Path, tmp_path: Path) -> None:
+def test_layouts_go_on_with_the_trajectory(
+    config: str, base: dict[str, Any], one_process: Path, interrupted: Path, tmp_path: Path
+) -> None:
+    """Two steps by one process, two in the layout; what it saves is what one process would have saved."""
     layout, options = LAYOUTS[config]
     placed = {"run.target_placement": "sharded"} if "sharded" in layout else {}
-    code, output, errors = launch(config, {**base, **placed}, tmp_path, *options, script=config in OF_GPUS)
+    shutil.copytree(interrupted, tmp_path / "run")
+    code, output, errors = launch(config, {**base, **placed}, tmp_path / "run", *options, script=config in OF_GPUS)
     assert code == 0, errors[-3000:]
     assert " ".join(output.split()).startswith(layout)
-    assert_trajectory(tmp_path, one_process)
+    assert_trajectory(tmp_path / "run", one_process)
+    assert_same_state(tmp_path / "run", one_process)
+
+
+def test_pieces_of_zero3_are_equally_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven numbers on three processes: nine places, as DeepSpeed lays them out."""
+    pieces, parameter = [], SimpleNamespace(ds_tensor=torch.zeros(3))
+    for rank in range(3):
+        monkeypatch.setattr(distributed, "get_rank", lambda rank=rank: rank)
+        pieces.append(piece_of_zero3(parameter, torch.arange(1, 8)))
+    assert torch.cat(pieces).tolist() == [1, 2, 3, 4, 5, 6, 7, 0, 0]
 
 
 def test_two_machines_give_the_trajectory(base: dict[str, Any], one_process: Path, tmp_path: Path) -> None:

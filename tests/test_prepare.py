@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -187,16 +188,34 @@ def test_unfinished_samples_are_not_trained_on(folder: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "change", [{"max_new_tokens": 13}, {"samplings": (Sampling(0.0),)}, {"seed": 1}, {"samplings": SAMPLINGS[::-1]}]
+    ("change", "told"),
+    [
+        ({"max_new_tokens": 13}, r"settings.max_new_tokens \d+ -> 13"),
+        ({"samplings": (Sampling(0.0),)}, "settings.samplings "),
+        ({"seed": 1}, r"settings.seed \d -> 1"),
+        ({"samplings": SAMPLINGS[::-1]}, "settings.samplings "),
+    ],
 )
 def test_folder_of_other_settings_is_refused(
-    change: dict[str, Any], folder: Path, source: str, tiny_target: Target
+    change: dict[str, Any], told: str, folder: Path, source: str, tiny_target: Target
 ) -> None:
     """Going on would mix answers that were asked for differently."""
     before = (folder / SAMPLES).read_bytes()
-    with pytest.raises(UserError, match="another target, prompts or settings"):
+    with pytest.raises(UserError, match=f"another target, prompts or settings .{told}"):
         prepare(tiny_target, source, folder, replace(SETTINGS, **change))
     assert (folder / SAMPLES).read_bytes() == before
+
+
+def test_prompts_lie_where_they_like(folder: Path, source: str, tiny_target: Target, tmp_path: Path) -> None:
+    """Their content tells them, as the fingerprint does the target; an older draftsmith had fewer settings."""
+    copies = shutil.copytree(folder, tmp_path / "samples")
+    prepared = read_prepared(copies)
+    del prepared["settings"]["skip_long"]
+    (copies / "prepared.json").write_text(json.dumps({**prepared, "target": "elsewhere"}))
+    shutil.copy(source, tmp_path / "moved.txt")
+    prepare(tiny_target, str(tmp_path / "moved.txt"), copies, SETTINGS)
+    with pytest.raises(UserError, match="settings.skip_long False -> True"):
+        prepare(tiny_target, source, copies, replace(SETTINGS, skip_long=True))
 
 
 def test_edited_prompts_are_refused(source: str, tiny_target: Target, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,15 @@ from reports import (
 )
 from rich.console import Console
 
+from draftsmith.inference.costs import Costs
 from draftsmith.models.errors import UserError
 from draftsmith.recipes import report
+from draftsmith.recipes.panel import profiles
 from draftsmith.recipes.printing import print_evaluations, print_summary
 from draftsmith.recipes.report import build_report
-from draftsmith.recipes.results import read_contenders, read_runs
+from draftsmith.recipes.results import read_contenders, read_measured, read_runs
 from draftsmith.recipes.summary import speedup_text, summary_rows
+from draftsmith.recipes.verdict import verdict
 from draftsmith.train.checkpoint import checkpoint_step
 from draftsmith.train.run_folder import link_best
 
@@ -66,8 +70,8 @@ def test_verdict_and_numbers(page: str) -> None:
     assert f"{best['mean_acceptance_length']:.2f}</td>" in page
     assert "4.00 / 10.00 / 1.00" in page
     assert "15/16, 1 near tie" in page
-    difference = ["3", "17", "71 → 61", "0", "0.0069", "0.28", "near tie"]
-    assert difference == re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("near tie up to") :])[:7]
+    difference = ["3", "17", "71 → 61", "0", "0.0069", "0.0069", "0.28", "near tie"]
+    assert difference == re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("near tie up to") :])[:8]
     assert ">not compared<small>probabilistic</small></td>" in page
     assert "measured beside eagle3, step 400" in page
     assert "abc1234" in page
@@ -281,7 +285,7 @@ def test_what_other_commands_left_is_shown(tmp_path: Path) -> None:
     times = {"p50": 1.0, "p95": 2.0, "p99": 3.0}
     stage = {
         "mode": "concurrency", "load": 2, "throughput_tokens_per_second": 90.0, "ttft_ms": times, "tpot_ms": times,
-        "goodput_requests_per_second": 1.0, "within_sla": True, "mean_draft_length": 2.0,
+        "goodput_requests_per_second": 1.0, "within_sla": True, "mean_draft_length": 2.0, "num_counted": 48,
         "repeats": [{"throughput_tokens_per_second": 90.0, "tpot_ms": 1.0}],
     }  # fmt: skip
     load = {
@@ -300,6 +304,7 @@ def test_what_other_commands_left_is_shown(tmp_path: Path) -> None:
     assert cells == re.findall(r"<td[^>]*>([^<]*)</td>", section)[: len(cells)]
     assert "2 tokens from 1 on, no tokens from 8 on" in section
     assert 'data-figure="load"' in page
+    assert "1.0/2.0/–" in page  # 48 requests tell no p99
     assert (tmp_path / "figures/load.png").is_file()
 
 
@@ -312,3 +317,61 @@ def test_rounds_without_a_draft_are_told_of(drafts: int, tmp_path: Path) -> None
     speed = page[page.index("A round, phase by phase") :]
     assert f"{1 + row['num_accepted_tokens'] / 1000:.2f}" in speed[: speed.index("</table>")]
     assert "none drafted in" not in page
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_a_cascade_beside_its_trained_half_has_its_own_name(tmp_path: Path) -> None:
+    half = str(tmp_path / "hydra/checkpoints/step-000454")
+    earlier = str(tmp_path / "hydra/checkpoints/step-000227")
+    for number, (drafter, keep) in enumerate({half: 0.6, earlier: 0.3, f"suffix+{half}": 0.8}.items(), 1):
+        path = tmp_path / f"{number}-x/evaluation.json"
+        path.parent.mkdir()
+        write_results(path, [result(keep, 1.0)], drafter, "cascade" if "+" in drafter else "hydra")
+        (path.parent / "choice.json").write_text(json.dumps({"drafter": drafter, "keep": keep}))
+    measured = read_measured(tmp_path)
+    names = ["suffix+hydra", "hydra, step 454", "hydra, step 227"]
+    assert [one.name for one in measured.contenders] == names
+    assert [measured.extra_of("choice", one) for one in measured.contenders] == [
+        {"drafter": one.drafter, "keep": keep} for one, keep in zip(measured.contenders, (0.8, 0.6, 0.3), strict=True)
+    ]
+    measured.extras.clear()
+    assert verdict(measured).title.endswith("use suffix+hydra.")
+    assert [profile.name for profile in profiles(measured)] == names
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_low_acceptance_is_explained_wherever_it_was_measured(tmp_path: Path) -> None:
+    """Not only at the setting that the report leads with; and where nothing is found, that is said."""
+    finding = {"cause": "decay with depth", "measured": {"rate": 0.25}, "evidence": "it falls", "mend": "unroll"}
+    behind = [
+        {**result(0.3, 4.0, length=length), "diagnosis": [{**finding, "cost": cost, "evidence": f"costs {cost}"}]}
+        for length, cost in ((4, 0.5), (5, 0.7))
+    ]
+    unexplained = {**result(0.2, 1.0, length=2), "diagnosis": []}
+    for number, (name, rows) in enumerate({"a": [result(0.9, 1.0), *behind], "b": [unexplained]}.items()):
+        (tmp_path / f"{number}-{name}").mkdir()
+        write_results(tmp_path / f"{number}-{name}/evaluation.json", rows, f"{name}/best", "eagle3")
+    page = build_report(tmp_path).read_text()
+    section = page[page.index('id="diagnosis"') :]
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", section)[:5]
+    where = "<small>temperature 0, draft length 4, held_out and 1 other setting</small>"
+    assert cells == [f"a{where}", "decay with depth", "rate 0.25", "costs 0.7", "unroll"]
+    assert "b, at temperature 0, draft length 2, held_out: acceptance is low, and nothing wrong was found" in section
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_a_report_without_costs_says_what_measures_them(tmp_path: Path) -> None:
+    """And a run shows the texts of its best checkpoint where nothing else has left some."""
+    run = write_run(tmp_path / "eagle3", keep=0.75, draft_ms=4.0)
+    write_samples(tmp_path)
+    (tmp_path / "samples.json").rename(run / "checkpoints/step-000400/samples.json")
+    page = build_report(run).read_text()
+    assert "draftsmith plan --target models/tiny_target --drafter eagle3/best --out FOLDER/plan" in page
+    assert 'id="samples"' in page
+    costs = Costs("", "", str(run / "best"), "eagle3", {"first: pass": 1.0}, {"pass": 10.0}, host=0.0)
+    errors = {"settings": 1, "median_error": 0.0}
+    costs = replace(costs, held_out=errors, fitted_on=[{"draft_length": 4, "batch": 1, "context": 64}])
+    (run / "costs.json").write_text(json.dumps(costs.to_json()))
+    page = build_report(run).read_text()
+    assert "draftsmith plan" not in page
+    assert "the median error is" in page[page.index('id="cost-model"') :]

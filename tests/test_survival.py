@@ -24,8 +24,16 @@ from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.medusa import Medusa
 from draftsmith.train import checkpoint as checkpointing
-from draftsmith.train import train
-from draftsmith.train.checkpoint import WEIGHTS, checkpoint_name, checkpoints, damage, resumable, rotate
+from draftsmith.train import loop, train
+from draftsmith.train.checkpoint import (
+    WEIGHTS,
+    checkpoint_name,
+    checkpoint_step,
+    checkpoints,
+    damage,
+    resumable,
+    rotate,
+)
 from draftsmith.train.faults import in_one_line
 from draftsmith.train.prefetch import prefetched
 from draftsmith.train.run_folder import require_writable
@@ -169,7 +177,7 @@ def test_interrupt_saves_once(base: dict[str, Any], whole: Path, tmp_path: Path,
 # --- files
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "trainer/optimizer.bin", "trainer/manifest.json"])
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer/exp_avg.safetensors", "trainer/manifest.json"])
 def test_damaged_checkpoint_is_set_aside(
     file: str, base: dict[str, Any], whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,6 +219,17 @@ def test_no_whole_checkpoint_is_an_error(base: dict[str, Any], tmp_path: Path) -
     train(config)
     (checkpoints(tmp_path)[-1] / "trainer" / "progress.json").unlink()
     with pytest.raises(UserError, match="there is no other to go on from"):
+        train(config)
+
+
+def test_an_older_training_state_is_refused(base: dict[str, Any], tmp_path: Path) -> None:
+    """Whole, but of files that only an older draftsmith reads."""
+    config = make_config("medusa", base, tmp_path, run={"steps": 2})
+    train(config)
+    checkpoint = checkpoints(tmp_path)[-1]
+    (checkpoint / "trainer" / "weight.safetensors").rename(checkpoint / "trainer" / "optimizer.bin")
+    (checkpoint / "trainer" / "manifest.json").write_text(json.dumps(checkpointing.manifest(checkpoint)))
+    with pytest.raises(UserError, match="is that of an older draftsmith: .* init_from="):
         train(config)
 
 
@@ -318,13 +337,20 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert all((path / "evaluation.json").exists() for path in found)
 
 
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    """As text a million comes before 750,000."""
+    steps = [500, 750_000, 1_000_000, 1_250_000]
+    for step in steps:
+        (tmp_path / "checkpoints" / checkpoint_name(step)).mkdir(parents=True)
+    assert [checkpoint_step(checkpoint) for checkpoint in checkpoints(tmp_path)] == steps
+
+
 # --- numbers
 
 
-def test_one_nonfinite_step_is_skipped_and_many_end_the_run(
-    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loss, broken = Medusa.loss, {1 / 6}
+def poison(monkeypatch: pytest.MonkeyPatch, broken: set[float]) -> None:
+    """Let the loss be NaN at these points of the training."""
+    loss = Medusa.loss
 
     def poisoned(self: Medusa, *args: Any) -> Any:
         sums = loss(self, *args)
@@ -332,6 +358,13 @@ def test_one_nonfinite_step_is_skipped_and_many_end_the_run(
         return {**sums, "loss": (total * float("nan"), count)} if self.progress in broken else sums
 
     monkeypatch.setattr(Medusa, "loss", poisoned)
+
+
+def test_one_nonfinite_step_is_skipped_and_many_end_the_run(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = {1 / 6}
+    poison(monkeypatch, broken)
     lines = read_metrics(train(make_config("medusa", base, tmp_path / "one", run=RUN)))
     assert [line["skipped_steps"] for line in lines] == [0, 1, 0, 0, 0, 0]
     assert [line["loss"] is None for line in lines] == [False, True, False, False, False, False]
@@ -345,6 +378,18 @@ def test_one_nonfinite_step_is_skipped_and_many_end_the_run(
     assert [step["step"] for step in named] == [4, 5]
     assert all(len(step["samples"]) == 16 for step in named)
     assert checkpoints(run)[-1].name == "step-000004"
+
+
+def test_a_nonfinite_step_that_was_made_ends_the_run(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As DeepSpeed makes it, within the backward pass."""
+    monkeypatch.setattr(loop, "steps_in_backward", lambda _: True)
+    poison(monkeypatch, {3 / 6})
+    with pytest.raises(UserError, match=r"not finite in step 4; .*nonfinite.json"):
+        train(make_config("medusa", base, tmp_path, run=RUN))
+    assert checkpoints(tmp_path)[-1].name == "step-000002"
+    assert "skipped" not in capsys.readouterr().err
 
 
 # --- stuck
@@ -364,6 +409,27 @@ def test_a_stuck_process_says_where(capsys: pytest.CaptureFixture[str]) -> None:
     assert "in test_a_stuck_process_says_where" in told
     assert "target" not in told
     assert threading.active_count() < 20
+
+
+def test_storing_features_is_watched_and_stops_on_a_signal(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pass before the first step may take hours: it says where it is stuck, and SIGTERM ends it in one line."""
+    features = Target.features
+
+    def stuck_then_stopped(self: Target, *arguments: Any) -> Any:
+        time.sleep(1.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return features(self, *arguments)
+
+    monkeypatch.setattr(Target, "features", stuck_then_stopped)
+    data, before = {"features": "stored", "features_dir": tmp_path / "features"}, signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped, match="SIGTERM before it made a step; the same command") as stopped:
+        train(make_config("medusa", base, tmp_path / "run", data=data, run={**RUN, "stuck_after": 1}))
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "process 0 of 1 has been at step 0, storing features, for 1 s: in " in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
 def test_prefetched_keeps_order_and_raises_in_its_place() -> None:

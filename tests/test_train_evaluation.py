@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from runs import base_of, make_config, write_held_out
 
+from draftsmith.inference import costs_beside
+from draftsmith.inference.costs import Costs
 from draftsmith.inference.measure import MeasureSettings, PromptSet, measure
 from draftsmith.models import Target, load_drafter
 from draftsmith.train import evaluate, train
@@ -14,6 +16,7 @@ from draftsmith.train.budget import Amount, Cost, affordable, checkpoints_withou
 from draftsmith.train.checkpoint import checkpoints
 from draftsmith.train.config import EvaluationConfig
 from draftsmith.train.pooling import pool, share_of, subset
+from draftsmith.train.run_folder import best_checkpoint
 from draftsmith.train.tracking import read_metrics
 
 
@@ -68,6 +71,11 @@ def test_a_tight_share_is_kept_and_stated(base: dict[str, Any], tmp_path: Path) 
     assert [content["results"][0]["repeats"] for content in contents] == [4, 2]
     first, second = (content["cost"]["training_seconds"] for content in contents)
     assert 0 < first < second
+    assert not (run / "costs.json").exists()  # for which no time was left
+    for path in checkpoints(run):
+        texts = json.loads((path / "samples.json").read_text())
+        assert [text["drafter"] for text in texts] == [str(path)] * 3
+        assert all(sum(one["num_tokens"] for one in text["rounds"]) <= 4 for text in texts)
 
 
 # --- stopping early
@@ -99,7 +107,8 @@ def test_training_stops_when_nothing_is_gained(
 ) -> None:
     """It says so on the console and in the metrics; the same command again trains no further."""
     monkeypatch.setattr(evaluate, "checkpoints_without_gain", lambda rows: len(rows) - 1)
-    evaluation = {"max_new_tokens": 4, "repeats": 1, "patience": 2}
+    monkeypatch.setattr(costs_beside, "MOST_SECONDS", 0.1)
+    evaluation = {"max_new_tokens": 4, "repeats": 1, "patience": 2, "time_share": None}
     config = make_config("medusa", base, tmp_path, run={"steps": 20, "checkpoint_every": 1}, evaluation=evaluation)
     for _ in range(2):
         run = train(config)
@@ -108,27 +117,42 @@ def test_training_stops_when_nothing_is_gained(
         lines = read_metrics(run)
         assert max(line["step"] for line in lines) == 3
         assert [line["step"] for line in lines if "stopped_early" in line] == [3]
+        costs = Costs.from_json(json.loads((run / "costs.json").read_text()))
+        assert costs.drafter == str(best_checkpoint(run))
+        assert max(one["draft_length"] for one in costs.fitted_on) == config.evaluation.draft_length
 
 
 # --- several processes
 
 
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
 @pytest.mark.parametrize(("num_prompts", "num_ranks"), [(3, 2), (8, 2), (11, 2), (64, 4), (64, 1), (13, 8)])
-def test_shares_are_all_prompts_once(num_prompts: int, num_ranks: int) -> None:
-    shares = [share_of(num_prompts, rank, num_ranks) for rank in range(num_ranks)]
+def test_shares_are_all_prompts_once(num_prompts: int, num_ranks: int, batch_size: int) -> None:
+    """In the batches of a single process; the first rank has at least 8 prompts, wherever they stand."""
+    shares = [share_of(num_prompts, rank, num_ranks, batch_size) for rank in range(num_ranks)]
     assert sorted(index for share in shares for index in share) == list(range(num_prompts))
+    batches = [share[i : i + batch_size] for share in shares for i in range(0, len(share), batch_size)]
+    whole = range(num_prompts)
+    assert sorted(batches) == [list(whole[i : i + batch_size]) for i in range(0, num_prompts, batch_size)]
     assert len(shares[0]) >= min(num_prompts, 8)
-    assert shares[0] == list(range(len(shares[0])))
+
+
+def test_the_timed_prompts_are_of_every_domain() -> None:
+    """Of 64 prompts, sorted into four domains of 16, as many each."""
+    domains = [index // 16 for index in share_of(64, 0, 4)]
+    assert [domains.count(domain) for domain in range(4)] == [4, 4, 4, 4]
 
 
 def test_pooled_counters_are_those_of_all_prompts(tiny_target: Target) -> None:
     """Greedy decoding gives the same counters whoever decodes; the speed is rank 0's."""
     texts = [f"strike {'the iron ' * (i % 5)}{i}" for i in range(11)]
-    prompts = PromptSet("prompts", [tiny_target.encode(text) for text in texts])
+    domains = ["rare" if i == 7 else "half" if i % 2 else "" for i in range(11)]
+    prompts = PromptSet("prompts", [tiny_target.encode(text) for text in texts], domains)
     settings = MeasureSettings(draft=3, max_new_tokens=12, repeats=1)
     drafters = {"ngram": load_drafter("ngram", tiny_target)}
     whole = measure(tiny_target, drafters, prompts, settings)["ngram"]
     shares = [share_of(11, rank, 3) for rank in range(3)]
+    assert 7 not in shares[0]
     rows = [measure(tiny_target, drafters, subset(prompts, share), settings)["ngram"] for share in shares]
     pooled = pool(rows, shares)
     assert whole["num_accepted_tokens"] > 0
@@ -144,6 +168,13 @@ def test_pooled_counters_are_those_of_all_prompts(tiny_target: Target) -> None:
     for name in ("speedup", "speedup_ci95", "tokens_per_second", "step_cost_ratio"):
         assert pooled[name] == rows[0][name], name
     assert pooled["timed_prompts"] == 8
+    timed = {"": 5, "half": 3, "rare": 0}
+    for domain, fields in whole["domains"].items():
+        own = pooled["domains"][domain]
+        measured = {name: value for name, value in fields.items() if "speedup" not in name}
+        assert {name: own[name] for name in measured} == pytest.approx(measured)
+        assert own["timed_prompts"] == timed[domain]
+        assert ("speedup" in own) == (timed[domain] > 0)
 
 
 def test_differences_name_their_prompt_of_the_whole_set() -> None:

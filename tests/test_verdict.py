@@ -1,16 +1,20 @@
 """The verdict says what was measured, in every case, and nothing else."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from reports import result, slower, write_grid, write_results
 
+from draftsmith.inference.costs import Costs
 from draftsmith.recipes.curves import break_even
-from draftsmith.recipes.panel import Change, acceptance_length, profiles, speedups
+from draftsmith.recipes.panel import Change, acceptance_length, predicted_points, profiles, speedups
 from draftsmith.recipes.results import read_measured
 from draftsmith.recipes.verdict import Verdict, verdict
+
+FITTED_ON = [{"draft_length": 4, "batch": 1, "context": 64}]
 
 
 def verdict_of(folder: Path, *rows: dict[str, Any], **extras: Any) -> Verdict:
@@ -96,6 +100,22 @@ def test_predictions_are_the_measured_speedups_where_costs_lie_on_a_line(tmp_pat
             assert speedups(profile, costs)[point["draft_length"] - 1] == pytest.approx(point["speedup"], rel=0.01)
 
 
+def test_predictions_count_the_rounds_without_a_draft(tmp_path: Path) -> None:
+    """A drafter that is mostly idle, whose rounds cost 1.2 plain steps: from its own rounds, and from costs.json."""
+    row = idle(result(0.9, 1.0))
+    write_results(tmp_path / "evaluation.json", [row], "ngram", "ngram")
+    (profile,) = profiles(read_measured(tmp_path))
+    assert speedups(profile, profile.costs[0])[3] == pytest.approx(row["speedup"])
+    costs = Costs("", "", "ngram", "ngram", {"first: pass": 1.0}, {"pass": 10.0, "drafts": 1.0}, host=0.0)
+    costs = replace(costs, held_out={"settings": 1, "median_error": 0.0}, fitted_on=FITTED_ON)
+    (tmp_path / "costs.json").write_text(json.dumps(costs.to_json()))
+    measured = read_measured(tmp_path)
+    (point,) = predicted_points(measured)
+    assert point.predicted == pytest.approx(row["speedup"])
+    (profile,) = profiles(measured)
+    assert speedups(profile, profile.costs[0])[3] == pytest.approx(row["speedup"])
+
+
 def test_moving_acceptance_and_costs(tmp_path: Path) -> None:
     write_grid(tmp_path)
     profile = profiles(read_measured(tmp_path))[0]
@@ -104,3 +124,23 @@ def test_moving_acceptance_and_costs(tmp_path: Path) -> None:
     perfect = speedups(profile, costs, Change(first_rate=0.999, draft_scale=0.0))
     assert perfect[3] == pytest.approx(5 / (costs.verify[4] + costs.host), rel=0.01)
     assert acceptance_length([0.5], 3) == 1.875  # the last rate goes on
+
+
+def idle(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with three rounds without a draft beside each that has one; a round costs what it did."""
+    num_rounds = 4 * row["num_drafts"]
+    speedup = row["speedup"] * (1 + row["num_accepted_tokens"] / num_rounds) / row["mean_acceptance_length"]
+    ratio = row["mean_acceptance_length"] / speedup
+    interval = [0.95 * speedup, 1.05 * speedup]
+    changed = {"speedup": speedup, "speedup_ci95": interval, "step_cost_ratio": ratio}
+    return {**row, "num_rounds": num_rounds, **changed}
+
+
+def test_rounds_without_a_draft_count_in_what_a_round_emits_and_costs(tmp_path: Path) -> None:
+    row, plain_steps = result(0.9, 1.0), 1.2
+    found = verdict_of(tmp_path, idle(row))
+    tokens = 1 + (row["mean_acceptance_length"] - 1) / 4
+    assert f"a round emits {tokens:.2f} tokens and costs {plain_steps:.2f} steps" in found.text
+    facts = {fact.name: fact for fact in found.facts}
+    assert (facts["Tokens a round"].value, facts["Cost of a round"].value) == (f"{tokens:.2f}", f"{plain_steps:.2f}")
+    assert "25 % with a draft" in facts["Tokens a round"].note

@@ -76,7 +76,41 @@ def test_difference_of_readings() -> None:
 )
 def test_verdict(num_drafts: int, accepted: tuple[int, ...], said: str) -> None:
     """Beyond chance (two standard errors), and by a tenth of the tokens that drafting gains."""
-    assert said in verdict(parse_metrics(page(num_drafts, accepted)), Reference(1.9, [0.6, 0.3]))
+    assert said in verdict(parse_metrics(page(num_drafts, accepted)), Reference([0.6, 0.3], 0.0))
+
+
+RATES = [0.6, 0.4, 0.25, 0.15]
+
+
+def under_schedule(num_drafts: dict[int, int], rates: list[float]) -> Counters:
+    """What a server counts that made so many drafts of each length, all accepted at the rates of the positions."""
+    accepted = [rate * sum(n for length, n in num_drafts.items() if length > i) for i, rate in enumerate(rates)]
+    drafted = sum(length * n for length, n in num_drafts.items())
+    return Counters(sum(num_drafts.values()), drafted, round(sum(accepted)), tuple(map(round, accepted)))
+
+
+@pytest.mark.parametrize(
+    "num_drafts",
+    [{1: 10_000}, {4: 10_000}, {2: 10_000}, {3: 5_000, 2: 5_000}, {1: 5_000, 4: 5_000}, {1: 3000, 2: 4000, 4: 3000}],
+)
+def test_server_with_a_schedule(num_drafts: dict[int, int]) -> None:
+    """Fewer tokens drafted under load are no loss of acceptance; fewer accepted of those drafted are."""
+    reference = Reference(RATES, 0.0)
+    found = under_schedule(num_drafts, RATES)
+    low, high = reference.range_at(found.mean_draft_length)
+    assert low - 1e-3 <= found.mean_acceptance_length <= high + 1e-3
+    assert verdict(found, reference) == "as measured"
+    assert "retrain" in verdict(under_schedule(num_drafts, [0.7 * rate for rate in RATES]), reference)
+    assert "better" in verdict(under_schedule(num_drafts, [1.4 * rate for rate in RATES]), reference)
+
+
+def test_what_is_as_measured_for_the_tokens_drafted() -> None:
+    """By hand: 2.5 tokens are 2 and 3 in equal parts at best; at worst 1 and 4."""
+    reference = Reference(RATES, 0.0)
+    assert reference.range_at(4) == pytest.approx((2.4, 2.4))
+    assert reference.range_at(1) == pytest.approx((1.6, 1.6))
+    assert reference.range_at(2.5) == pytest.approx((1 + (0.6 + 1.4) / 2, 1 + (1.0 + 1.25) / 2))
+    assert Reference([0.6], 0.0).range_at(1) == pytest.approx((1.6, 1.6))
 
 
 def write_evaluation(folder: Path) -> None:
@@ -96,7 +130,7 @@ def write_evaluation(folder: Path) -> None:
 def test_reference_is_cut_to_the_servers_draft_length(tmp_path: Path) -> None:
     """1 + the rates of the first K positions is the acceptance length at K, as vLLM defines it. Greedy comes first."""
     write_evaluation(tmp_path)
-    assert read_reference(tmp_path, 2) == Reference(pytest.approx(1.9), [0.6, 0.3])
+    assert read_reference(tmp_path, 2) == Reference([0.6, 0.3], 0.0)
     with pytest.raises(UserError, match="nothing was measured there with 5"):
         read_reference(tmp_path, 5)
     with pytest.raises(UserError, match="holds no evaluation.json"):
@@ -132,7 +166,7 @@ def test_watch(server: tuple[str, list[str]], tmp_path: Path) -> None:
     pages += [page(1000, (600, 300)), page(2000, (900, 350)), page(2000, (900, 350))]
     console = Console(record=True, width=200)
     watch(url, tmp_path, 0.01, 2, console)
-    first, second, third = console.export_text().split("\n  measured 1.90, drift ")[0:3]
+    first, second, third = console.export_text().split("\n  measured 1.90 at temperature 0, drift ")[0:3]
     assert first.startswith("since its start: acceptance length 1.90")
     assert second.startswith("+0.00: as measured")
     assert "acceptance length 1.35" in second  # of the 1000 drafts since
@@ -140,6 +174,9 @@ def test_watch(server: tuple[str, list[str]], tmp_path: Path) -> None:
     assert "no drafts" in third
 
 
-def test_no_server() -> None:
-    with pytest.raises(UserError, match="does not answer"):
-        watch("http://127.0.0.1:9", None, 1.0, 1, Console())
+@pytest.mark.parametrize(
+    ("url", "message"), [("http://127.0.0.1:9", "does not answer"), ("localhost:9", "no URL: give http://")]
+)
+def test_no_server(url: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        watch(url, None, 1.0, 1, Console())

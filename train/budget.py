@@ -1,5 +1,6 @@
 """How much of an evaluation a share of training's time allows, and when more training brings nothing."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +38,18 @@ def affordable(config: EvaluationConfig, num_prompts: int, earlier: list[Cost], 
     if config.time_share is None or not earlier:
         return full
     last = earlier[-1]
-    left = config.time_share * training_seconds - sum(cost.seconds for cost in earlier)
-    size = left / last.seconds * last.num_prompts * last.repeats
+    size = left(config, earlier, training_seconds) / last.seconds * last.num_prompts * last.repeats
     if size >= num_prompts * config.repeats:
         return full
     repeats = max(min(full.repeats, LEAST_REPEATS), int(size / num_prompts))
     return Amount(max(min(num_prompts, LEAST_PROMPTS), min(num_prompts, int(size / repeats))), repeats)
+
+
+def left(config: EvaluationConfig, earlier: list[Cost], training_seconds: float) -> float:
+    """Seconds that evaluations may still take by now; below 0 where they took more."""
+    if config.time_share is None:
+        return math.inf
+    return config.time_share * training_seconds - sum(cost.seconds for cost in earlier)
 
 
 def checkpoints_without_gain(rows: list[dict[str, Any]]) -> int:

@@ -1,9 +1,10 @@
 """Checkpoints of a run, written whole, and what a resumed run goes on from.
 
 A checkpoint is a drafter as the engines load it; its `trainer/` holds what resuming needs: weights in fp32 and the
-optimiser's state, the step, and a manifest with the checksum of every file. All else is a function of these: the
-learning rate, the order of the data and the random numbers (`seed_step`) of the step, patience of the evaluations that
-lie in the checkpoints. So a run goes on as it would have, also on another number of processes.
+optimiser's state (training_state.py), the step, and a manifest with the checksum of every file. All else is a function
+of these: the learning rate, the order of the data and the random numbers (`seed_step`) of the step, patience of the
+evaluations that lie in the checkpoints. So a run goes on as it would have, also in another layout or on another number
+of processes.
 """
 
 import json
@@ -17,13 +18,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch.nn.parallel import DistributedDataParallel
+from safetensors.torch import save_file
 
 from draftsmith.data.feature_writer import size_text
 from draftsmith.data.progress import notice
 from draftsmith.models import CHANGED_TARGET, Drafter, save_drafter
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.train.placement import whole_weights
+from draftsmith.train.training_state import PARTS, WEIGHT, load_parts, part_file, whole_part
 
 TRAINER, MANIFEST, PROGRESS = "trainer", "manifest.json", "progress.json"
 WEIGHTS = "model.safetensors"
@@ -40,7 +42,7 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 def checkpoints(run: Path) -> list[Path]:
     """All complete checkpoints of a run, oldest first; of some only what was measured on them is left."""
-    return sorted((run / "checkpoints").glob("step-*"))
+    return sorted((run / "checkpoints").glob("step-*"), key=checkpoint_step)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -51,24 +53,9 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 # --- writing
 
 
-def hook_state(accelerator: Accelerator) -> None:
-    """Let training states be saved as one process would, so that any number of processes can load them."""
-
-    def bare(model: Any) -> Any:
-        return model.module if isinstance(model, DistributedDataParallel) else model
-
-    def before_saving(models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
-        if weights:  # sharded models are saved by their own library, and without any here
-            weights[:] = [bare(model).state_dict() for model in models]
-
-    def before_loading(models: list[Any], folder: str) -> None:
-        models[:] = [bare(model) for model in models]
-
-    accelerator.register_save_state_pre_hook(before_saving)
-    accelerator.register_load_state_pre_hook(before_loading)
-
-
-def save_checkpoint(accelerator: Accelerator, drafter: Drafter, run: Path, step: int, seconds: float) -> Path:
+def save_checkpoint(
+    accelerator: Accelerator, drafter: Drafter, optimizer: Any, run: Path, step: int, seconds: float
+) -> Path:
     """Write a checkpoint under a hidden name and rename it when all of it is on disk.
 
     `seconds`: of training so far. Raises `UserError` on every rank where one of them cannot write; what is there of the
@@ -83,6 +70,10 @@ def save_checkpoint(accelerator: Accelerator, drafter: Drafter, run: Path, step:
         (partial / TRAINER).mkdir()
         (partial / TRAINER / PROGRESS).write_text(json.dumps({"step": step, "training_seconds": seconds}) + "\n")
 
+    def save_part(part: str) -> list[str]:
+        tensors, file = whole_part(accelerator, drafter, optimizer, part), part_file(partial / TRAINER, part)
+        return failures(accelerator, run, (lambda: save_file(tensors, file)) if on_main else None)
+
     def finish() -> None:
         (partial / TRAINER / MANIFEST).write_text(json.dumps(manifest(partial), indent=1) + "\n")
         sync(partial)
@@ -91,7 +82,8 @@ def save_checkpoint(accelerator: Accelerator, drafter: Drafter, run: Path, step:
     on_main = accelerator.is_main_process
     with whole_weights(accelerator, drafter):
         failed = failures(accelerator, run, write_drafter if on_main else None)
-    failed = failed or failures(accelerator, run, lambda: accelerator.save_state(str(partial / TRAINER)))
+    for part in PARTS:  # one at a time, so that the main process's memory holds no more than one of them
+        failed = failed or save_part(part)
     failed = failed or failures(accelerator, run, finish if on_main else None)
     if failed:
         if on_main:
@@ -199,7 +191,7 @@ def set_damaged_aside(run: Path) -> None:
         notice(f"{damaged.name} is damaged ({file}); it is now {aside.name}, and the run goes on from {found[-1].name}")
 
 
-def resume(accelerator: Accelerator, run: Path) -> tuple[int, float]:
+def resume(accelerator: Accelerator, drafter: Drafter, optimizer: Any, run: Path) -> tuple[int, float]:
     """Load the training state of the newest whole checkpoint; its step and seconds of training, 0 where there is none.
 
     Raises `UserError` on every rank where checkpoints are there and none can be loaded.
@@ -216,6 +208,11 @@ def resume(accelerator: Accelerator, run: Path) -> tuple[int, float]:
     if not found:
         return 0, 0.0
     folder = found[-1] / TRAINER
-    accelerator.load_state(str(folder))
+    if not part_file(folder, WEIGHT).is_file():
+        raise UserError(
+            f"the training state in {found[-1]} is that of an older draftsmith: let that one end the run, or give "
+            f"another run.dir and init_from={found[-1]}, which starts with a fresh optimiser"
+        )
+    load_parts(accelerator, drafter, optimizer, folder)
     progress = json.loads((folder / PROGRESS).read_text())
     return progress["step"], progress["training_seconds"]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from draftsmith.data.changes import flatten
 from draftsmith.data.features import StoredDtype
 from draftsmith.models import DRAFTERS
 from draftsmith.models.base import DrafterConfig
@@ -95,6 +96,50 @@ class TrainConfig:
     )  # keys that file and command line set; not written
 
 
+# What others call a setting.
+OTHER_NAMES = {
+    "lr": "optimizer.learning_rate",
+    "epochs": "run.steps",
+    "num_epochs": "run.steps",
+    "max_steps": "run.steps",
+    "model": "target",
+    "output_dir": "run.dir",
+    "warmup": "optimizer.warmup_share",
+}
+AT_LEAST = {
+    1: (
+        "data.batch_size",
+        "data.max_length",
+        "optimizer.max_nonfinite_steps",
+        "evaluation.num_prompts",
+        "evaluation.max_new_tokens",
+        "evaluation.batch_size",
+        "evaluation.draft_length",
+        "evaluation.repeats",
+        "evaluation.num_threads",
+        "evaluation.patience",
+        "run.steps",
+        "run.checkpoint_every",
+        "run.log_every",
+        "run.keep_checkpoints",
+        "run.timeout",
+        "run.stuck_after",
+        "drafter.draft_vocab_size",
+        "drafter.hidden_size",
+        "drafter.intermediate_size",
+        "drafter.inner_size",
+    ),
+    0: ("optimizer.learning_rate", "optimizer.weight_decay", "evaluation.temperatures"),
+}
+SHARES = (
+    "data.on_policy_share",
+    "data.on_policy_rise",
+    "optimizer.warmup_share",
+    "optimizer.final_share",
+    "evaluation.time_share",
+)
+
+
 def contents(config: TrainConfig) -> dict[str, Any]:
     """The settings, as nested dicts."""
     content = asdict(config)
@@ -114,13 +159,21 @@ def resolve(recipe: TrainConfig, file: Path | None = None, overrides: Iterable[s
         raise UserError(f"drafter.kind {kind!r} needs its own recipe, this is one for {recipe.drafter.kind}")
     for key, value in changes:
         if key not in values:
-            near = difflib.get_close_matches(key, values, n=3, cutoff=0.4)
-            near += [known for known in values if known.endswith("." + key.rpartition(".")[2]) and known not in near]
-            raise UserError(f"unknown key {key!r}; nearest: {', '.join(near[:4]) or ', '.join(values)}")
+            near = ", ".join(nearest(key, list(values))) or "none, the config.yaml of any run holds all keys"
+            raise UserError(f"unknown key {key!r}; nearest: {near}")
         values[key] = value
     config = from_dict(unflatten(values))
     config.given = frozenset(key for key, _ in changes)
     return config
+
+
+def nearest(key: str, known: list[str]) -> list[str]:
+    """The keys that a user may have meant, at most four, the likeliest first: alike in what stands behind the part."""
+    last, names = key.rpartition(".")[2], {one: one.rpartition(".")[2] for one in known}
+    alike = difflib.get_close_matches(last, list(dict.fromkeys(names.values())), n=3, cutoff=0.6)
+    found = [OTHER_NAMES[last]] if last in OTHER_NAMES else []
+    found += [one for name in alike for one in known if names[one] == name]
+    return list(dict.fromkeys(found))[:4]
 
 
 def from_dict(content: dict[str, Any]) -> TrainConfig:
@@ -138,27 +191,16 @@ def check(config: TrainConfig) -> None:
     for key, text in {"target": config.target, "data.samples": config.data.samples, "run.dir": config.run.dir}.items():
         if not text:
             raise UserError(f"{key} is not set: give {key}=...")
-    positive: dict[str, float | None] = {
-        "data.batch_size": config.data.batch_size,
-        "data.max_length": config.data.max_length,
-        "run.steps": config.run.steps,
-        "run.checkpoint_every": config.run.checkpoint_every,
-        "run.log_every": config.run.log_every,
-        "evaluation.num_prompts": config.evaluation.num_prompts,
-        "evaluation.repeats": config.evaluation.repeats,
-        "evaluation.batch_size": config.evaluation.batch_size,
-        "evaluation.max_new_tokens": config.evaluation.max_new_tokens,
-        "evaluation.draft_length": config.evaluation.draft_length,
-        "optimizer.max_nonfinite_steps": config.optimizer.max_nonfinite_steps,
-        "run.timeout": config.run.timeout,
-        "run.stuck_after": config.run.stuck_after,
-        "evaluation.patience": config.evaluation.patience,
-        "evaluation.num_threads": config.evaluation.num_threads,
-        "run.keep_checkpoints": config.run.keep_checkpoints,
-    }
-    for key, value in positive.items():
-        if value is not None:
-            require_at_least(key, value)
+    values = flatten(contents(config))
+    for least, keys in AT_LEAST.items():
+        for key in keys:
+            value = values.get(key)  # not every drafter has all of its keys
+            for one in value if isinstance(value, list) else [value]:
+                if one is not None:
+                    require_at_least(key, one, least)
+    for key in SHARES:
+        if values[key] is not None and not 0 <= values[key] <= 1:
+            raise UserError(f"{key}={values[key]}: give a share from 0 to 1")
     if config.data.tokens_per_micro_batch < config.data.max_length:
         raise UserError(
             f"data.tokens_per_micro_batch={config.data.tokens_per_micro_batch} holds no row of "
@@ -168,13 +210,6 @@ def check(config: TrainConfig) -> None:
         value = getattr(config.data, key)
         if config.data.features == "online" and value != getattr(DataConfig, key):
             raise UserError(f"data.{key}={value} is of stored features: give data.features=stored, too")
-    for key, share in {
-        "data.on_policy_share": config.data.on_policy_share,
-        "data.on_policy_rise": config.data.on_policy_rise,
-        "evaluation.time_share": config.evaluation.time_share,
-    }.items():
-        if share is not None and not 0 <= share <= 1:
-            raise UserError(f"{key}={share}: give a share from 0 to 1")
     if config.data.on_policy_share and config.data.features == "stored":
         raise UserError(
             "data.on_policy_share: the drafter's own text has no stored features; give data.features=online"
@@ -193,7 +228,16 @@ def check(config: TrainConfig) -> None:
             f"run.stuck_after={config.run.stuck_after:g} s: a process would give up, after run.timeout="
             f"{config.run.timeout:g} s, before it says where it is stuck; give less"
         )
-    require_at_least("optimizer.learning_rate", config.optimizer.learning_rate, 0)
+    for key, beta in {"optimizer.beta1": config.optimizer.beta1, "optimizer.beta2": config.optimizer.beta2}.items():
+        if not 0 <= beta < 1:
+            raise UserError(f"{key}={beta}: give a number from 0 to below 1")
+    if not config.optimizer.max_gradient_norm > 0:
+        raise UserError(
+            f"optimizer.max_gradient_norm={config.optimizer.max_gradient_norm} leaves nothing of a gradient: give more "
+            "than 0, or .inf to cut none"
+        )
+    if not 0 <= config.run.seed < 2**32:
+        raise UserError(f"run.seed={config.run.seed}: give a number from 0 to {2**32 - 1}")
     if config.evaluation.patience and not config.evaluation.prompts:
         raise UserError("evaluation.patience has no effect without evaluation.prompts: give prompts, or leave it out")
     if not config.evaluation.temperatures:
@@ -206,14 +250,6 @@ def check(config: TrainConfig) -> None:
 def dump(config: TrainConfig) -> str:
     """YAML that `--config` reads back to the same config."""
     return yaml.safe_dump(contents(config), sort_keys=False)
-
-
-def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts -> one dict by dotted names."""
-    flat: dict[str, Any] = {}
-    for key, value in content.items():
-        flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
-    return flat
 
 
 def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
@@ -259,4 +295,6 @@ def _validate(config_class: type, content: dict[str, Any], prefix: str) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         key = prefix + ".".join(map(str, first["loc"]))
+        if first["type"] == "list_type":
+            raise UserError(f"{key}={first['input']}: give a list, such as [{first['input']}]") from None
         raise UserError(f"{key}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}") from None

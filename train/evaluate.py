@@ -17,17 +17,19 @@ from rich.markup import escape
 from draftsmith.data.progress import notice, progress_bar
 from draftsmith.data.prompts import read_prompt_set
 from draftsmith.inference.clock import cpu_threads
+from draftsmith.inference.costs_beside import costs_beside
 from draftsmith.inference.evaluation import environment, evaluation, write_evaluation
 from draftsmith.inference.measure import MeasureSettings, PromptSet, check_settings, measure
+from draftsmith.inference.sample_texts import sample_texts
 from draftsmith.inference.teacher_forcing import gap_warning
 from draftsmith.models import CHANGED_TARGET, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.train.budget import Cost, affordable, checkpoints_without_gain
+from draftsmith.train.budget import Cost, affordable, checkpoints_without_gain, left
 from draftsmith.train.checkpoint import checkpoint_step, checkpoints
 from draftsmith.train.config import EvaluationConfig, TrainConfig
 from draftsmith.train.features import whole_target
 from draftsmith.train.pooling import Row, pool, share_of, subset
-from draftsmith.train.run_folder import first_result, link_best, measured_checkpoints, worth
+from draftsmith.train.run_folder import best_checkpoint, first_result, link_best, measured_checkpoints, worth
 from draftsmith.train.signals import Stopped, StopRequest
 from draftsmith.train.stages import Stages
 from draftsmith.train.tracking import Tracker
@@ -101,6 +103,8 @@ class Evaluator:
             log_evaluation(checkpoint, self.tracker)
             link_best(self.run)
             reason = self._reason_to_stop(checkpoint_step(checkpoint))
+            if reason or checkpoint_step(checkpoint) == run.steps:
+                self._measure_costs(training_seconds)
         return broadcast_object_list([reason])[0]
 
     def _measure(self, checkpoint: Path, training_seconds: float) -> None:
@@ -109,7 +113,7 @@ class Evaluator:
         amount = affordable(config, len(self.prompts.token_ids), costs(self.run), training_seconds)
         amount = broadcast_object_list([amount])[0]  # clocks differ
         rank, num_ranks = self.accelerator.process_index, self.accelerator.num_processes
-        shares = [share_of(amount.num_prompts, other, num_ranks) for other in range(num_ranks)]
+        shares = [share_of(amount.num_prompts, other, num_ranks, config.batch_size) for other in range(num_ranks)]
         contents, failed, stopped = None, "", False
         try:
             if shares[rank]:
@@ -142,10 +146,7 @@ class Evaluator:
 
     def _own_contents(self, checkpoint: Path, prompts: PromptSet, repeats: int) -> dict[str, Any]:
         """What this process measures, by the file that it belongs into: the checkpoint's, and those of baselines."""
-        config = self.config.evaluation
-        target = whole_target(self.config, self.target)
-        if (checkpoint / CHANGED_TARGET).is_dir():  # trained along: measured as it is now, with all drafters
-            target = Target.from_pretrained(checkpoint / CHANGED_TARGET, target.device, target.dtype)
+        config, target = self.config.evaluation, self._target_of(checkpoint)
         drafters = {name: load_drafter(name, target) for name in [*config.baselines, str(checkpoint)]}
         num_batches = -(-len(prompts.token_ids) // config.batch_size) * repeats * len(config.temperatures)
         deadline = time.perf_counter() + self.config.run.timeout / 2
@@ -168,10 +169,48 @@ class Evaluator:
                 for name, row in measure(target, drafters, prompts, settings, on_batch).items():
                     rows[name].append(row)
             env = environment(target)
+            if self.accelerator.is_main_process:
+                drafter, first = drafters[str(checkpoint)], evaluation_settings(config, repeats)[0]
+                texts = sample_texts(target, drafter, str(checkpoint), prompts, first)
+                (checkpoint / "samples.json").write_text(json.dumps(texts, indent=1) + "\n")
         files = {name: f"evaluation.{name}.json" for name in config.baselines} | {str(checkpoint): "evaluation.json"}
         return {
             files[name]: evaluation(target, name, drafter.kind, rows[name], env) for name, drafter in drafters.items()
         }
+
+    def _target_of(self, checkpoint: Path) -> Target:
+        target = whole_target(self.config, self.target)
+        if (checkpoint / CHANGED_TARGET).is_dir():  # trained along: measured as it is now, with all drafters
+            target = Target.from_pretrained(checkpoint / CHANGED_TARGET, target.device, target.dtype)
+        return target
+
+    def _measure_costs(self, training_seconds: float) -> None:
+        """The run's costs.json, of its best checkpoint, where the time that is left for evaluations is enough.
+
+        A signal that comes meanwhile ends it: the run is over anyway.
+        """
+        config, path, best = self.config.evaluation, self.run / "costs.json", best_checkpoint(self.run)
+        if path.is_file():
+            return
+        rows = json.loads((best / "evaluation.json").read_text())["results"]
+        seconds = left(config, costs(self.run), training_seconds)
+
+        def on_progress(share: float) -> None:
+            self.stages.enter("evaluation")
+            if self.stop.received is not None:
+                raise Stopped(self.stop.received, best.name)
+
+        try:
+            target = self._target_of(best)
+            with cpu_threads(config.num_threads):
+                drafter = load_drafter(str(best), target)
+                found = costs_beside(target, drafter, str(best), rows, self.prompts, seconds, on_progress)
+            if found:
+                write_evaluation(path, found.to_json())
+        except Stopped:
+            pass
+        except Exception as error:
+            notice(f"the costs of a round were not measured: {type(error).__name__}: {first_line(error)}")
 
     def _reason_to_stop(self, step: int) -> str | None:
         patience = self.config.evaluation.patience

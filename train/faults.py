@@ -34,16 +34,16 @@ class NonFinite:
             self._steps = []
             return
         self._steps.append({"step": step, "samples": samples})
-        if self._is_main:
-            notice(f"step {step} is skipped: its loss or gradient is not finite")
         if len(self._steps) < self._most:
+            if self._is_main:
+                notice(f"step {step} is skipped: its loss or gradient is not finite")
             return
         if self._is_main:
             (self._run / NONFINITE).write_text(json.dumps(self._steps, indent=1) + "\n")
+        where = f"{self._most} steps in a row, up to step {step}" if self._most > 1 else f"step {step}"
         raise UserError(
-            f"loss or gradient were not finite in {self._most} steps in a row, up to step {step}; the samples of these "
-            f"steps are listed in {self._run / NONFINITE}: lower optimizer.learning_rate, or take out samples that are "
-            "broken; with other settings give another run.dir"
+            f"loss or gradient were not finite in {where}; the samples are listed in {self._run / NONFINITE}: lower "
+            "optimizer.learning_rate, or take out samples that are broken; with other settings give another run.dir"
         )
 
 
@@ -68,5 +68,5 @@ def in_one_line(stages: Stages, rank: int, num_ranks: int) -> Iterator[None]:
         waited = "imed out" in str(error)
         raise UserError(
             f"process {rank} of {num_ranks} {'waited run.timeout for' if waited else 'lost'} another at step "
-            f"{stages.step}, {stages.now[0] or 'start'} ({first_line(error)}): see what that one said; {AGAIN}"
+            f"{stages.step}, {stages.now[0]} ({first_line(error)}): see what that one said; {AGAIN}"
         ) from error

@@ -8,16 +8,19 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from draftsmith.data.batches import BatchPlan
+from draftsmith.data.batches import BatchPlan, Rows
 from draftsmith.data.checks import check_capture
 from draftsmith.data.feature_writer import check_disk, write_index, write_shards
 from draftsmith.data.features import Contents, FeatureSource, StoredFeatures, samples_hash
 from draftsmith.data.samples import check_same_target, read_prepared
 from draftsmith.data.served_features import ServedFeatures
 from draftsmith.models import Drafter, Target
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
+from draftsmith.models.target import Features
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.placement import check_room_to_store, devices_of_layers
+from draftsmith.train.stages import Stages
 
 
 def load_target(config: TrainConfig, device: torch.device) -> Target:
@@ -68,7 +71,12 @@ def open_store(config: TrainConfig, drafter: Drafter, target: Target, plan: Batc
 
 
 def feature_source(
-    config: TrainConfig, store: StoredFeatures | None, drafter: Drafter, target: Target, accelerator: Accelerator
+    config: TrainConfig,
+    store: StoredFeatures | None,
+    drafter: Drafter,
+    target: Target,
+    accelerator: Accelerator,
+    stages: Stages,
 ) -> FeatureSource:
     """Reads the features of a micro-batch. A store is written first where it is not whole, and checked.
 
@@ -86,12 +94,25 @@ def feature_source(
             check_room_to_store(config, accelerator, target)
             make_source = source_of_layers
         in_step = config.run.target_placement == "sharded"
-        write_shards(store, missing, make_source(config, drafter, target, store.plan), rank, num_ranks, in_step)
+        stages.enter("storing features")
+        source = watched_source(make_source(config, drafter, target, store.plan), stages)
+        write_shards(store, missing, source, rank, num_ranks, in_step)
+        del source  # and the layers with it
         free_memory()
         accelerator.wait_for_everyone()
     if rank == 0 and not all(map(store.is_verified, store.shards)) and os.access(store.folder, os.W_OK):
         write_index(store)
     return lambda rows, batch: store.read(rows, batch, target)
+
+
+def watched_source(source: FeatureSource, stages: Stages) -> FeatureSource:
+    """The same; each batch shows that the pass moves."""
+
+    def moving(rows: Rows, batch: Batch) -> Features:
+        stages.enter("storing features")
+        return source(rows, batch)
+
+    return moving
 
 
 def source_of_layers(config: TrainConfig, drafter: Drafter, target: Target, plan: BatchPlan) -> FeatureSource:

@@ -27,7 +27,6 @@ from draftsmith.models.target import pick_device
 from draftsmith.train.checkpoint import (
     checkpoint_name,
     checkpoints,
-    hook_state,
     resume,
     rotate,
     save_checkpoint,
@@ -53,27 +52,25 @@ from draftsmith.train.vocabulary import vocabulary_content, write_vocabulary
 def train(config: TrainConfig) -> Path:
     """Train, checkpoint, evaluate; go on where an earlier run of the same config stopped. Returns the run's folder.
 
-    Raises `Stopped` after a checkpoint where a signal asked for that.
+    Raises `Stopped` where a signal asked for that: after a checkpoint, or at once before the first step.
     """
-    stages = Stages(pick_device(config.run.device))
+    stages, stop = Stages(pick_device(config.run.device)), StopRequest()
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    with in_one_line(stages, rank, num_ranks):  # from the start, in which processes find each other
+    # from the start, in which processes find each other, and features may be stored for hours
+    with in_one_line(stages, rank, num_ranks), watched(stages, rank, num_ranks, config.run.stuck_after), stop:
         setup = set_up(config)
         run = open_run(config, setup.target, setup.accelerator)
-        here = Run(config, setup, run, stages)
-        with watched(stages, rank, num_ranks, config.run.stuck_after), here.stop:
-            here.go()
+        Run(config, setup, run, stages, stop).go()
     return run
 
 
 class Run:
     """A run on one of its processes, from where its folder says that it is."""
 
-    def __init__(self, config: TrainConfig, setup: Setup, run: Path, stages: Stages) -> None:
-        self.config, self.setup, self.folder, self.stages = config, setup, run, stages
-        self.stop = StopRequest()
+    def __init__(self, config: TrainConfig, setup: Setup, run: Path, stages: Stages, stop: StopRequest) -> None:
+        self.config, self.setup, self.folder, self.stages, self.stop = config, setup, run, stages, stop
         self.accelerator, self.drafter, self.plan = setup.accelerator, setup.drafter, setup.plan
-        self.source = feature_source(config, setup.store, self.drafter, setup.target, self.accelerator)
+        self.source = feature_source(config, setup.store, self.drafter, setup.target, self.accelerator, stages)
         on_main = self.accelerator.is_main_process
         vocabulary = vocabulary_content(self.drafter, self.plan, self.source, setup.target)
         if on_main:
@@ -82,8 +79,7 @@ class Run:
                 write_vocabulary(run, vocabulary)
         self.model, self.optimizer = self.accelerator.prepare(self.drafter, adamw(self.drafter, config.optimizer))
         gather_as_one(self.accelerator, self.drafter)
-        hook_state(self.accelerator)
-        self.first_step, self.earlier_seconds = resume(self.accelerator, run)
+        self.first_step, self.earlier_seconds = resume(self.accelerator, self.drafter, self.optimizer, run)
         self.tracker = Tracker(config, run, self.first_step) if on_main else None
         self.evaluator: Evaluator | None = None
         if setup.prompts:
@@ -99,6 +95,7 @@ class Run:
         most_nonfinite = 1 if steps_in_backward(accelerator) else config.optimizer.max_nonfinite_steps
         nonfinite = NonFinite(self.folder, most_nonfinite, accelerator.is_main_process)
         compute = with_compiled_loss(gradients) if config.run.compile else gradients
+        self.stop.in_steps = True
         reason = self.before_steps()
         steps = range(self.first_step, config.run.steps if reason is None else self.first_step)
         self.model.train()
@@ -179,7 +176,7 @@ class Run:
         """Save a checkpoint and measure it, and let go of old ones; why training should stop, if it should."""
         self.stages.enter("checkpoint")
         seconds = self.earlier_seconds + self.stages.training_seconds()
-        save_checkpoint(self.accelerator, self.drafter, self.folder, step, seconds)
+        save_checkpoint(self.accelerator, self.drafter, self.optimizer, self.folder, step, seconds)
         reason = self.evaluator.newest(seconds) if self.evaluator and evaluate else None
         if self.accelerator.is_main_process:
             rotate(self.folder, self.config.run.keep_checkpoints)

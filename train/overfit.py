@@ -1,9 +1,11 @@
 """The overfit gate: a drafter that cannot learn a handful of sequences by heart will not learn anything.
 
 It is trained on N answers of the target until the decoder, on the same prompts, accepts nearly every drafted token. A
-drafter that fails here is wired wrongly, whatever its loss says, and an hour of training would not tell.
+drafter that fails here is wired wrongly, whatever its loss says, and an hour of training would not tell. Steps and
+learning rate are the gate's own: those of a recipe are made for long runs on much text.
 """
 
+import os
 from dataclasses import dataclass
 
 import rich
@@ -18,13 +20,15 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.losses import LossSums
 from draftsmith.models.target import Features
-from draftsmith.train.config import EvaluationConfig, TrainConfig
+from draftsmith.train.config import EvaluationConfig, OptimizerConfig, TrainConfig
 from draftsmith.train.loop import gradients, learning_rate
 from draftsmith.train.setup import Setup, set_up
 from draftsmith.train.stages import Stages
 
 GOAL = 0.9  # of the longest possible acceptance length, K + 1
-CHECKS = 8  # the decoder is asked so many times, evenly over the steps
+STEPS = 600
+CHECK_EVERY = 50  # steps
+RATE = 0.3  # learning rate x hidden width, for a step of AdamW to change as much at every width (arXiv 2203.03466)
 LEARNT = 0.9  # an accuracy that counts as learnt by heart
 
 
@@ -52,14 +56,14 @@ class Overfit:
             )
         if self.accuracies[0] < LEARNT:
             return (
-                f"not even the first drafted token was learnt (accuracy {self.accuracies[0]:.2f} in training): raise "
-                "run.steps or optimizer.learning_rate, or look for wrong layers, labels or a dead gradient"
+                f"not even the first drafted token was learnt (accuracy {self.accuracies[0]:.2f} in training): "
+                "look for wrong layers, labels or a dead gradient"
             )
         weak = next((i for i, accuracy in enumerate(self.accuracies) if accuracy < LEARNT), None)
         if weak is not None:
             return (
-                f"depth {weak} was not learnt (accuracy {self.accuracies[weak]:.2f}), depth 0 was: raise run.steps, or "
-                "the weight of later depths"
+                f"depth {weak} was not learnt (accuracy {self.accuracies[weak]:.2f}), depth 0 was: look at "
+                "the labels and the weight of later depths"
             )
         if self.rates[0] is not None and self.rates[0] < LEARNT:
             return (
@@ -76,31 +80,41 @@ class Overfit:
 def overfit(config: TrainConfig, num_sequences: int) -> Overfit:
     """Train on the target's own greedy answers to the prompts of `num_sequences` samples; nothing is written.
 
-    Stops as soon as the decoder reaches the goal, after `run.steps` at the latest. Raises `UserError` with the likely
-    cause where it does not.
+    Stops as soon as the decoder reaches the goal. Raises `UserError` with the likely cause where it does not, after
+    STEPS steps.
     """
     require_at_least("--overfit", num_sequences)
     if config.data.features == "stored":
         raise UserError("--overfit reads the target's features as it goes: give data.features=online")
     if config.data.on_policy_share:
         raise UserError("--overfit learns the target's text by heart: leave out data.on_policy_share")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("--overfit learns in one process: start it as draftsmith train")
+    if config.drafter.changes_target:
+        raise UserError(
+            "--overfit: this drafter changes the target that it is judged by; give the recipe medusa instead"
+        )
+    config.drafter, config.data.batch_size = config.drafter.by_heart(), 1
     setup = set_up(config)
-    drafter, steps = setup.drafter, config.run.steps
+    if len(setup.plan.samples) < num_sequences:
+        raise UserError(f"--overfit {num_sequences}: {config.data.samples} has {len(setup.plan.samples)} samples")
+    drafter = setup.drafter
+    schedule = OptimizerConfig(learning_rate=RATE / setup.target.hidden_size)
     gate, stages = Gate(setup, num_sequences, config.evaluation), Stages(setup.accelerator.device)
     model, optimizer = setup.accelerator.prepare(
         drafter, torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], weight_decay=0.0)
     )
     with progress_bar() as progress:
-        task = progress.add_task(f"overfitting {drafter.kind}", total=steps, detail="")
-        for step in range(steps):
+        task = progress.add_task(f"overfitting {drafter.kind}", total=STEPS, detail="")
+        for step in range(STEPS):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps, config.optimizer)
+                group["lr"] = learning_rate(step, STEPS, schedule)
             (sums,) = gradients(setup.accelerator, model, [([], gate.batch)], gate.features, stages)
-            setup.accelerator.clip_grad_norm_(model.parameters(), config.optimizer.max_gradient_norm)
+            setup.accelerator.clip_grad_norm_(model.parameters(), schedule.max_gradient_norm)
             optimizer.step()
             optimizer.zero_grad()
             progress.update(task, advance=1, detail=f"loss {float(sums['loss'][0] / sums['loss'][1]):.3f}")
-            if (step + 1) % max(1, steps // CHECKS) == 0 or step + 1 == steps:
+            if (step + 1) % CHECK_EVERY == 0 or step + 1 == STEPS:
                 result = gate.judge(sums, step + 1)
                 if result.passed:
                     break

@@ -14,12 +14,18 @@ T = TypeVar("T")
 Row = dict[str, Any]  # of `results` in evaluation.json
 
 
-def share_of(num_prompts: int, rank: int, num_ranks: int) -> list[int]:
-    """The prompts of a rank. Rank 0, whose speed is reported, has the first, and so many that it means something."""
-    timed = min(num_prompts, max(LEAST_TIMED, -(-num_prompts // num_ranks)))
-    if rank == 0:
-        return list(range(timed))
-    return list(range(timed, num_prompts))[rank - 1 :: num_ranks - 1]
+def share_of(num_prompts: int, rank: int, num_ranks: int, batch_size: int = 1) -> list[int]:
+    """The prompts of a rank, in the batches that a single process would make of them all.
+
+    Rank 0, whose speed is reported, has so many that it means something, spread evenly over all of them: prompts may be
+    sorted by their domain.
+    """
+    batches = [list(range(i, min(i + batch_size, num_prompts))) for i in range(0, num_prompts, batch_size)]
+    num_timed = min(len(batches), max(-(-LEAST_TIMED // batch_size), -(-len(batches) // num_ranks)))
+    timed = [i * len(batches) // num_timed for i in range(num_timed)]
+    others = sorted(set(range(len(batches))) - set(timed))
+    own = others[rank - 1 :: num_ranks - 1] if rank else timed
+    return [index for number in own for index in batches[number]]
 
 
 def subset(prompts: PromptSet, indices: list[int]) -> PromptSet:
@@ -32,8 +38,8 @@ def subset(prompts: PromptSet, indices: list[int]) -> PromptSet:
 def pool(rows: list[Row], shares: list[list[int]]) -> Row:
     """One setting's row of all ranks, the first that of rank 0, each on its share of the prompts.
 
-    Counters of acceptance and losslessness are those of all prompts. All else, with the speedup and its interval, is
-    rank 0's, on the first `timed_prompts` of them.
+    Counters of acceptance and losslessness are those of all prompts, by domain, too. All else, with the speedup and its
+    interval, is rank 0's, on the `timed_prompts` of its share.
     """
     own = rows[0]
     pooled = {**own, "num_prompts": sum(row["num_prompts"] for row in rows), "timed_prompts": own["num_prompts"]}
@@ -47,7 +53,23 @@ def pool(rows: list[Row], shares: list[list[int]]) -> Row:
         for check, share in zip(checks, shares, strict=True)
         for difference in check["first_differences"]
     ]
+    if domains := dict.fromkeys(name for row in rows for name in row.get("domains", {})):
+        pooled["domains"] = {name: pool_domain([row.get("domains", {}).get(name) for row in rows]) for name in domains}
     return pooled
+
+
+def pool_domain(of_ranks: list[Row | None]) -> Row:
+    """One domain's acceptance on all ranks; None where a rank has no prompt of it. The speed is rank 0's, if it has."""
+    own, found = of_ranks[0] or {}, [fields for fields in of_ranks if fields]
+    names = ("num_prompts", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens")
+    sums = {name: sum(fields[name] for fields in found) for name in names}
+    return {
+        **own,
+        **sums,
+        "timed_prompts": own.get("num_prompts", 0),
+        "mean_acceptance_length": 1 + sums["num_accepted_tokens"] / sums["num_drafts"] if sums["num_drafts"] else 1.0,
+        "draft_acceptance_rate": sums["num_accepted_tokens"] / max(1, sums["num_draft_tokens"]),
+    }
 
 
 def counters(row: Row) -> Stats:

@@ -2,12 +2,16 @@
 
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
+from draftsmith.data.changes import changes, flatten, in_words
+from draftsmith.data.progress import notice
 from draftsmith.data.samples import data_hash, read_prepared
 from draftsmith.inference.evaluation import environment
 from draftsmith.models import Target
@@ -15,33 +19,97 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.identity import identity
 from draftsmith.models.layouts import checkpoint_hash
 from draftsmith.train.checkpoint import checkpoints
-from draftsmith.train.config import TrainConfig, contents, dump
+from draftsmith.train.config import DataConfig, EvaluationConfig, TrainConfig, contents, dump
 
-
-def check_run_folder(config: TrainConfig) -> Path:
-    """The run's folder, made if need be; `UserError` where it cannot be written or belongs to another config."""
-    run = Path(config.run.dir)
-    require_writable(run)
-    existing = run / "config.yaml"
-    if existing.is_file() and yaml.safe_load(existing.read_text()) != contents(config):
-        raise UserError(f"{run} holds a run with other settings: give another run.dir, or remove it to start anew")
-    return run
+# What a run may go on with changed: where things lie, what is told and measured, how the work is divided. The weights
+# stay the same up to rounding, and to what a drafter draws by chance.
+FREE = {
+    "run.dir",
+    "run.device",
+    "run.target_placement",
+    "run.compile",
+    "run.checkpoint_every",
+    "run.keep_checkpoints",
+    "run.log_every",
+    "run.wandb_project",
+    "run.profile",
+    "run.timeout",
+    "run.stuck_after",
+    "data.tokens_per_micro_batch",
+    "data.features_dir",
+    "data.features_endpoint",
+    *(f"evaluation.{field.name}" for field in fields(EvaluationConfig)),
+}
+# What a setting names decides, however it is spelled: the setting, and the hash in environment.json.
+HASHES = {"target": "target_fingerprint", "data.samples": "data_hash", "init_from": "init_from_hash"}
 
 
 def open_run(config: TrainConfig, target: Target, accelerator: Accelerator) -> Path:
-    """Check the folder and write config.yaml and environment.json into it."""
-    run = check_run_folder(config)
+    """Make or check the run's folder, and write config.yaml and environment.json into it.
+
+    Raises `UserError`, on every rank, where it cannot be written to or holds checkpoints of another config.
+    """
+    run = Path(config.run.dir)
+    require_writable(run)
+    problem: list[str] = []
     if accelerator.is_main_process:
-        (run / "checkpoints").mkdir(exist_ok=True)
-        write_whole(run / "config.yaml", dump(config))
-        samples = Path(config.data.samples)
-        content = {**identity(target), **environment(target), "data_hash": data_hash(samples)}
-        content["data_written_by"] = read_prepared(samples)["written_by"]
-        if config.init_from is not None:
-            content["init_from_hash"] = checkpoint_hash(config.init_from)
-        write_whole(run / "environment.json", json.dumps(content, indent=2) + "\n")
-    accelerator.wait_for_everyone()
+        environment = environment_of(config, target)
+        try:
+            check_same_run(run, config, environment)
+        except UserError as error:
+            problem = [str(error)]
+        else:
+            (run / "checkpoints").mkdir(exist_ok=True)
+            write_whole(run / "config.yaml", dump(config))
+            write_whole(run / "environment.json", json.dumps(environment, indent=2) + "\n")
+    if problem := gather_object(problem):
+        raise UserError(problem[0])
     return run
+
+
+def environment_of(config: TrainConfig, target: Target) -> dict[str, Any]:
+    """What environment.json says."""
+    samples = Path(config.data.samples)
+    content = {**identity(target), **environment(target), "data_hash": data_hash(samples)}
+    content["data_written_by"] = read_prepared(samples)["written_by"]
+    if config.init_from is not None:
+        content["init_from_hash"] = checkpoint_hash(config.init_from)
+    return content
+
+
+def check_same_run(run: Path, config: TrainConfig, environment: dict[str, Any]) -> None:
+    """Refuse a folder with checkpoints of a run that would give other weights; tell what else is changed."""
+    if not checkpoints(run):
+        return
+    stored_environment = json.loads((run / "environment.json").read_text())
+    changed = changed_settings(yaml.safe_load((run / "config.yaml").read_text()), config)
+    for key, hash in HASHES.items():
+        before, now = (content.get(hash) for content in (stored_environment, environment))
+        if before and now:
+            changed.pop(key, None)
+            if before != now:
+                changed[key] = f"the content of {key} {before} -> {now}"
+    if decisive := {key: text for key, text in changed.items() if key not in FREE}:
+        raise UserError(
+            f"{run} holds a run with other settings ({in_words(decisive)}): give the ones it has, or another "
+            f"run.dir, where init_from={checkpoints(run)[-1]} trains on from it, or remove it to start anew"
+        )
+    changed.pop("run.dir", None)
+    if changed:
+        text = f"{run} goes on with {in_words(changed)}"
+        if any(key.startswith("evaluation.") for key in changed):
+            text += "; `best` compares checkpoints as each was measured"
+        notice(text)
+
+
+def changed_settings(stored: dict[str, Any], config: TrainConfig) -> dict[str, str]:
+    """How a stored config differs, as `changes` says; a key that draftsmith did not have then has its default.
+
+    So a new setting's default is what was done before there was the setting.
+    """
+    drafter = type(config.drafter)(kind=config.drafter.kind)
+    defaults = contents(TrainConfig(target="", drafter=drafter, data=DataConfig(samples="")))
+    return changes({**flatten(defaults), **flatten(stored)}, contents(config))
 
 
 def link_best(run: Path) -> Path | None:

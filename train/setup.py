@@ -30,7 +30,7 @@ from draftsmith.train.evaluate import check_evaluation, evaluation_prompts
 from draftsmith.train.features import load_target, open_store
 from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.placement import check_placement, make_accelerator, placement
-from draftsmith.train.start import starting_drafter
+from draftsmith.train.start import fit_vocabulary_size, starting_drafter
 from draftsmith.train.vocabulary import vocabulary_text
 
 
@@ -53,7 +53,9 @@ def set_up(config: TrainConfig) -> Setup:
     check_placement(config, accelerator)
     if config.run.compile:
         check_compiles(accelerator.device)
-    placed = placement(config, accelerator, Target.without_weights(config.target))
+    bare_target = Target.without_weights(config.target)
+    fit_vocabulary_size(config, bare_target.vocab_size)
+    placed = placement(config, accelerator, bare_target)
     if accelerator.is_main_process:
         rich.print(escape(placed.text()))
     folder = Path(config.data.samples)

@@ -1,4 +1,7 @@
-"""Pre-emption: on SIGTERM, or SIGINT once, the running step ends, a checkpoint is saved, and the run leaves."""
+"""Pre-emption: on SIGTERM, or SIGINT once, the running step ends, a checkpoint is saved, and the run leaves.
+
+Before the first step, when there is nothing to save, it leaves at once.
+"""
 
 import signal
 import threading
@@ -12,16 +15,22 @@ IMPATIENT_SECONDS = 3.0  # launchers pass a Ctrl-C on to processes that the term
 class Stopped(KeyboardInterrupt):
     """The run left on a signal with everything saved; the command line exits with 128 + the signal's number."""
 
-    def __init__(self, number: int, checkpoint: str) -> None:
-        name = signal.Signals(number).name
-        super().__init__(f"stopped by {name}; {checkpoint} is saved, and the same command goes on from it")
+    def __init__(self, number: int, checkpoint: str | None) -> None:
+        where = f"; {checkpoint} is saved, and the same command goes on from it"
+        if checkpoint is None:
+            where = " before it made a step; the same command goes on from what is saved and stored"
+        super().__init__(f"stopped by {signal.Signals(number).name}{where}")
         self.exit_code = 128 + number
 
 
 class StopRequest:
-    """Notes a signal until the training loop asks for it. A second SIGINT interrupts at once."""
+    """Notes a signal until the training loop asks for it. A second SIGINT interrupts at once.
+
+    Until `in_steps` is set, when nobody would ask for long, a signal raises `Stopped` at once.
+    """
 
     def __init__(self) -> None:
+        self.in_steps = False
         self.received: int | None = None
         self._since = 0.0
         self._before: dict[signal.Signals, signal._HANDLER] = {}
@@ -39,5 +48,7 @@ class StopRequest:
         now = time.monotonic()
         if self.received is None:
             self.received, self._since = number, now
+            if not self.in_steps:
+                raise Stopped(number, None)
         elif number == signal.SIGINT and now - self._since > IMPATIENT_SECONDS:
             raise KeyboardInterrupt

@@ -14,6 +14,7 @@ from draftsmith.data.progress import notice
 from draftsmith.inference.clock import PhaseClock
 
 STAGES = ("data", "target", "drafter", "communication", "optimizer", "checkpoint", "evaluation")
+BEFORE_STEPS = ("start", "storing features")  # watched like the others; no part of the time split
 
 
 class Stages:
@@ -25,13 +26,14 @@ class Stages:
 
     def __init__(self, device: torch.device) -> None:
         self.step = 0
-        self.now: tuple[str | None, float] = (None, time.perf_counter())  # the stage, since when
+        self.now = (BEFORE_STEPS[0], time.perf_counter())  # the stage, since when
         self._device, self._device_clock = device, PhaseClock(device)
-        self._seconds: dict[str | None, float] = defaultdict(float)  # by the host's clock
+        self._seconds: dict[str, float] = defaultdict(float)  # by the host's clock
 
-    def enter(self, stage: str | None) -> None:
-        assert stage is None or stage in STAGES
-        self._device_clock.mark(self.now[0])
+    def enter(self, stage: str) -> None:
+        assert stage in STAGES + BEFORE_STEPS
+        if stage in STAGES:  # a pass that stores features would leave a mark for every batch
+            self._device_clock.mark(self.now[0])
         entered, now = self.now[1], time.perf_counter()
         self._seconds[self.now[0]] += now - entered
         self.now = (stage, now)
@@ -65,7 +67,7 @@ def watched(stages: Stages, rank: int, num_ranks: int, stuck_after: float) -> It
             stage, since = now = stages.now
             if now != told:
                 told, limit = now, stuck_after
-            if stage is not None and time.perf_counter() - since >= limit:
+            if time.perf_counter() - since >= limit:
                 notice(
                     f"process {rank} of {num_ranks} has been at step {stages.step}, {stage}, for "
                     f"{time.perf_counter() - since:.0f} s: {place_of(watched_thread)}"

@@ -10,8 +10,23 @@ from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, build_draft
 from draftsmith.models.base import OWN_EMBEDDING, DrafterConfig
 from draftsmith.models.errors import UserError
 from draftsmith.models.identity import check_identity, differences
-from draftsmith.models.vocabulary import ReducedVocabulary, ranking, with_size
+from draftsmith.models.vocabulary import ReducedVocabulary, ranking, too_large, with_size
 from draftsmith.train.config import TrainConfig
+
+
+def fit_vocabulary_size(config: TrainConfig, vocab_size: int) -> None:
+    """Draft from all of a target's vocabulary where it is smaller than what the recipe drafts from.
+
+    Raises `UserError` where the user asked for a size that is too large.
+    """
+    drafter = config.drafter
+    if not isinstance(drafter, ReducedVocabulary) or (size := drafter.draft_vocab_size or 0) <= vocab_size:
+        return
+    if "drafter.draft_vocab_size" in config.given:
+        raise UserError(too_large(size, vocab_size))
+    if PartialState().is_main_process:
+        notice(f"the recipe drafts from {size} tokens, and the target has {vocab_size}: all of them are drafted from")
+    config.drafter = replace(drafter, draft_vocab_size=None)
 
 
 def starting_drafter(config: TrainConfig, target: Target, counts: Tensor) -> Drafter:

@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from draftsmith.train.config import TrainConfig, contents, flatten
+from draftsmith.data.changes import flatten
+from draftsmith.models.errors import UserError, first_line
+from draftsmith.train.config import TrainConfig, contents
 from draftsmith.train.run_folder import write_whole
 
 METRICS = "metrics.jsonl"
@@ -20,18 +22,7 @@ class Tracker:
         self._drop_after(first_step)
         self._wandb = None
         if config.run.wandb_project:
-            import wandb
-
-            self._wandb = wandb.init(
-                project=config.run.wandb_project,
-                name=run.name,
-                id=hashlib.sha256(str(run.resolve()).encode()).hexdigest()[
-                    :12
-                ],  # a resumed run goes on in the same one
-                resume="allow",
-                config=flatten(contents(config)),
-                dir=run,
-            )
+            self._wandb = start_wandb(config, run)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         with open(self._file, "a") as file:
@@ -51,6 +42,26 @@ class Tracker:
         if self._file.is_file():
             kept = [line for line in read_metrics(self._file.parent) if is_kept(line, step)]
             write_whole(self._file, "".join(map(as_line, kept)))
+
+
+def start_wandb(config: TrainConfig, run: Path) -> Any:
+    """A wandb run of the same name; a resumed run goes on in the same one. `UserError` where wandb does not start."""
+    try:
+        import wandb
+
+        return wandb.init(
+            project=config.run.wandb_project,
+            name=run.name,
+            id=hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12],
+            resume="allow",
+            config=flatten(contents(config)),
+            dir=run,
+        )
+    except Exception as error:  # wandb has many of its own: no login, no network, a project that does not exist
+        raise UserError(
+            f"run.wandb_project={config.run.wandb_project}: wandb does not start ({first_line(error)}): run `wandb "
+            "login`, set WANDB_MODE=offline, or leave it out"
+        ) from None
 
 
 def as_line(metrics: dict[str, Any]) -> str:

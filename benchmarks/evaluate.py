@@ -1,0 +1,70 @@
+"""How long `draftsmith evaluate` takes with 3 drafters, 2 temperatures, 3 batch sizes and 40 prompts: goal 5 minutes.
+
+    python benchmarks/evaluate.py DRAFTER DRAFTER DRAFTER [--num-prompts N]
+
+The target is the quickstart's, the prompts are held-out functions of the standard library, all else is the default of
+`evaluate`. The time is what a user waits for the whole command, with the start of Python and the loading of the target.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.stdlib import function_prompt, stdlib_functions
+from draftsmith.models import Target
+from draftsmith.recipes.quickstart import EMBEDDED_TARGET, write_jsonl
+from draftsmith.recipes.summary import speedup_text
+
+GOAL = 5  # minutes
+GRID = ["--temperature", "0", "1", "--batch-size", "1", "4", "8"]
+LONGEST = 128  # tokens of a prompt
+
+
+def write_prompts(path: Path, count: int) -> None:
+    target = Target.without_weights(str(EMBEDDED_TARGET))
+    prompts = [function_prompt(function) for function in stdlib_functions(held_out=True)]
+    short = [prompt for prompt in prompts if len(target.encode(prompt)) <= LONGEST]
+    write_jsonl(path, random.Random(0).sample(short, count))
+
+
+def line(row: dict[str, Any]) -> str:
+    cells = [f"{row['temperature']:g}", row["batch_size"], f"{row['mean_acceptance_length']:.2f}"]
+    return " | ".join(map(str, [*cells, speedup_text(row), row["repeats"]]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("drafters", nargs="+", metavar="DRAFTER")
+    parser.add_argument("--num-prompts", type=int, default=40)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        prompts, out = Path(folder) / "held_out.jsonl", Path(folder) / "out"
+        write_prompts(prompts, args.num_prompts)
+        words = ["--target", str(EMBEDDED_TARGET), "--prompts", str(prompts), *GRID, "--device", "cpu"]
+        words += [word for drafter in args.drafters for word in ("--drafter", drafter)]
+        start = time.perf_counter()
+        command = [sys.executable, "-m", "draftsmith.inference", *words, "--out", str(out)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        minutes = (time.perf_counter() - start) / 60
+        contents = [json.loads(path.read_text()) for path in sorted(out.rglob("evaluation.json"))]
+    env = contents[0]["environment"]
+    print(
+        f"{env['device']}, threads: {env['num_threads']}, torch {env['versions']['torch']}, commit {env['git_commit']}"
+    )
+    print(f"draftsmith evaluate {' '.join(GRID)}: {len(args.drafters)} drafters, {args.num_prompts} prompts")
+    kept = "kept" if minutes < GOAL else "MISSED"
+    print(f"{minutes:.2f} minutes, of which {contents[0]['seconds'] / 60:.2f} measuring; goal of {GOAL}: {kept}\n")
+    print("| drafter | temperature | batch | acceptance length | speedup | repeats |\n|---|---|---|---|---|---|")
+    for content in contents:
+        for row in content["results"]:
+            print(f"| {content['drafter_kind']} | {line(row)} |")
+
+
+if __name__ == "__main__":
+    main()

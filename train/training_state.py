@@ -1,0 +1,154 @@
+"""Weights and AdamW's state by the names of the drafter's parameters: the same from every layout, and for every layout.
+
+FSDP2 and DeepSpeed ZeRO hold pieces, each in its own way. They are put together for a checkpoint, one parameter after
+the other, so that a run goes on in another layout or on another number of processes.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from draftsmith.models import Drafter
+
+WEIGHT, STEP, MOMENTS = "weight", "step", ("exp_avg", "exp_avg_sq")  # the last three as AdamW calls them
+PARTS = (WEIGHT, STEP, *MOMENTS)  # each a file
+
+
+def part_file(folder: Path, part: str) -> Path:
+    return folder / f"{part}.safetensors"
+
+
+def whole_part(accelerator: Accelerator, drafter: Drafter, optimizer: Any, part: str) -> dict[str, Tensor]:
+    """One of `PARTS` of all parameters, fp32, on the CPU of the main process; all processes call this together.
+
+    The weights come with the buffers. AdamW has no state of what it has not moved yet, so that may be missing.
+    """
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    read: Callable[..., Tensor | None] = whole_of_zero if deepspeed else whole_of_torch
+    found: dict[str, Tensor] = {}
+    if part == WEIGHT:
+        found |= persistent_buffers(drafter)
+    for name, parameter in drafter.named_parameters():
+        value = read(optimizer, parameter, part)
+        if value is not None and accelerator.is_main_process:
+            found[name] = value.detach().to("cpu", copy=True).contiguous()
+    return found if accelerator.is_main_process else {}
+
+
+@torch.no_grad()
+def load_parts(accelerator: Accelerator, drafter: Drafter, optimizer: Any, folder: Path) -> None:
+    """What `whole_part` gave, from its files; all processes call this together, and each takes its pieces."""
+    files = {part: safe_open(part_file(folder, part), "pt") for part in PARTS}
+    moved = set(files[STEP].keys())
+    for name, buffer in persistent_buffers(drafter).items():
+        buffer.copy_(files[WEIGHT].get_tensor(name))
+    write = write_to_torch
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        write = write_to_zero
+        if moved:  # it counts the steps of all parameters as one
+            begin_zero(optimizer, max(files[STEP].get_tensor(name) for name in moved))
+    for name, parameter in drafter.named_parameters():
+        parts = PARTS if name in moved else (WEIGHT,)
+        write(optimizer, parameter, {part: files[part].get_tensor(name) for part in parts})
+
+
+def persistent_buffers(drafter: Drafter) -> dict[str, Tensor]:
+    """Those that are part of what was learnt or chosen, such as a draft vocabulary."""
+    kept = drafter.state_dict().keys()
+    return {name: buffer for name, buffer in drafter.named_buffers() if name in kept}
+
+
+# --- torch: one process, DDP, and FSDP2, whose pieces are DTensors
+
+
+def whole_of_torch(optimizer: Any, parameter: nn.Parameter, part: str) -> Tensor | None:
+    value = parameter if part == WEIGHT else optimizer.state.get(parameter, {}).get(part)
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def write_to_torch(optimizer: Any, parameter: nn.Parameter, whole: dict[str, Tensor]) -> None:
+    def own(value: Tensor) -> Tensor:
+        value = value.to(parameter.device)
+        if isinstance(parameter, DTensor):
+            return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return value
+
+    parameter.copy_(own(whole[WEIGHT]))
+    if STEP in whole:
+        moments = {part: own(whole[part]) for part in MOMENTS}
+        optimizer.state[parameter] = {STEP: whole[STEP].to(parameter.device), **moments}
+
+
+# --- DeepSpeed ZeRO-2 and ZeRO-3: pieces of one long tensor, beside weights of the dtype that it computes in
+
+
+def whole_of_zero(optimizer: Any, parameter: nn.Parameter, part: str) -> Tensor | None:
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    if part == WEIGHT:
+        if parameter.requires_grad:
+            return safe_get_full_fp32_param(parameter)
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().to(torch.float32, copy=True)  # the block's end lets go of it
+    states = list(zero_states(optimizer).values())
+    if not (states and parameter.requires_grad):
+        return None
+    return states[0][STEP] if part == STEP else safe_get_full_optimizer_state(parameter, part)
+
+
+def write_to_zero(optimizer: Any, parameter: nn.Parameter, whole: dict[str, Tensor]) -> None:
+    import deepspeed
+    from deepspeed.utils import (
+        safe_set_full_fp32_param,
+        safe_set_full_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_optimizer_state,
+    )
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        parameter.copy_(whole[WEIGHT])
+    if not parameter.requires_grad:
+        return
+    zero3 = hasattr(parameter, "ds_id")
+    set_weight, set_moment = safe_set_full_fp32_param, safe_set_full_optimizer_state
+    if zero3:  # its "full" forms fail where the processes' pieces are not equally long
+        set_weight, set_moment = safe_set_local_fp32_param, safe_set_local_optimizer_state
+        whole = {part: value if part == STEP else piece_of_zero3(parameter, value) for part, value in whole.items()}
+    set_weight(parameter, whole[WEIGHT])
+    if STEP in whole:
+        for part in MOMENTS:
+            set_moment(parameter, whole[part], part)
+
+
+def piece_of_zero3(parameter: Any, value: Tensor) -> Tensor:
+    """This process's piece of the parameter; the last is filled up with zeros."""
+    size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank()
+    piece = value.flatten()[rank * size : (rank + 1) * size]
+    return nn.functional.pad(piece, (0, size - len(piece)))
+
+
+def zero_states(optimizer: Any) -> dict[Tensor, dict[str, Tensor]]:
+    """AdamW's state of each long tensor; empty before the first step."""
+    return optimizer.optimizer.optimizer.state
+
+
+def begin_zero(optimizer: Any, step: Tensor) -> None:
+    """The state that AdamW has after so many steps, with moments still to be filled in."""
+    zero, states = optimizer.optimizer, zero_states(optimizer)
+    if zero3 := hasattr(zero, "fp32_partitioned_groups_flat"):
+        long_tensors = zero.fp32_partitioned_groups_flat
+    else:
+        long_tensors = zero.single_partition_of_fp32_groups
+    for tensor in long_tensors:
+        moments = {part: torch.zeros_like(tensor) for part in MOMENTS}
+        states[tensor] = {STEP: step.to(tensor.device, copy=True), **moments}
+    if not zero3:
+        zero._lazy_init_hp_params_optimizer_state()  # which DeepSpeed does after its first step
