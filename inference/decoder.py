@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import get_args
 
@@ -274,7 +275,7 @@ class SpeculativeDecoder:
 def check_numbers(**numbers: int) -> None:
     """Refuse what is not whole, or does not fit into 64 bits."""
     for name, number in numbers.items():
-        if not isinstance(number, int) or not -(2**63) <= number < 2**63:
+        if not isinstance(number, Integral) or not -(2**63) <= number < 2**63:
             raise UserError(f"{name} {number}: give a whole number of at most 64 bits")
 
 
