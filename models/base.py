@@ -167,7 +167,7 @@ class Drafter(nn.Module):
     can_embed: ClassVar[bool] = False  # a checkpoint may bring an embedding in place of the target's
     reads_predictions: ClassVar[bool] = False  # what the target said of every node of its last draft
     max_draft_length: int | None = None  # nodes on a path
-    reads_text_alone: ClassVar[bool] = False  # `read` needs no features, so that what was not read can be later
+    reads_text_alone: bool = False  # `read` needs no features, so that what was not read can be later
     drafts_by_target_head: ClassVar[bool] = False  # it has no head of its own, not even a copy
     progress: float = 0.0  # share of training that is done, kept by the training loop
 
