@@ -302,9 +302,6 @@ def write_scripts(
     for engine, command in commands.items():
         script = exported.directory / f"serve_{engine}.sh"
         version = VLLM if engine == "vllm_plugin" else rules_for(engine, exported.kind).engine
-        script.write_text(f"#!/bin/sh
-# checked against the loader rules of {version}
-{here}exec {command}
-")
+        script.write_text(f"#!/bin/sh\n# checked against the loader rules of {version}\n{here}exec {command}\n")
         script.chmod(0o755)
     return commands

@@ -130,11 +130,7 @@ def export_and_serve(checkpoint: Path, engine: str, target: Target, out: Path, d
     subprocess.run(["sh", "-n", script], check=True)
     version = {"vllm": "vLLM 0.32.0", "sglang": "SGLang 0.5.23"}[engine]
     checked, here = f"# checked against the loader rules of {version}", f"cd {shlex.quote(os.getcwd())} || exit"
-    assert script.read_text() == f"#!/bin/sh
-{checked}
-{here}
-exec {command}
-"
+    assert script.read_text() == f"#!/bin/sh\n{checked}\n{here}\nexec {command}\n"
     return shlex.split(command)
 
 
