@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from draftsmith.data.batches import BatchPlan
 from draftsmith.data.prepare import PrepareSettings, prepare
@@ -191,10 +192,15 @@ def facts(name: str, runs: Path, target: Target) -> list[str]:
 
 
 def bytes_read(drafter: Any) -> int:
-    """Weights that one drafted token needs at K = 4, in the fp32 of this machine; embeddings are looked up."""
-    heads = {"medusa", "hydra", "mlp_speculator"}
-    once = sum(p.numel() for name, p in drafter.named_parameters() if "emb" not in name)
-    return 4 * (once // 4 if drafter.kind in heads | {"p_eagle"} else once)
+    """Weights that one drafted token needs at K = 4, in the fp32 of this machine.
+
+    Embeddings are looked up, but for one that is the head too; a head of the target's is read as one of its own.
+    """
+    modules = [module for module in drafter.modules() if not isinstance(module, nn.Embedding)]
+    once = sum(p.numel() for p in {p for module in modules for p in module.parameters(recurse=False)})
+    if drafter.drafts_by_target_head:
+        once += drafter.target.head_weight().numel()
+    return 4 * (once // 4 if drafter.kind in ("medusa", "hydra", "mlp_speculator", "p_eagle") else once)
 
 
 def figures(results: list[dict[str, Any]]) -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.inference.replay import Recording, Track, expected_stats, paired_difference, starts, survival
-from draftsmith.inference.stats import Stats
+from draftsmith.inference.replay import Recording, Track, expected_stats, starts, survival
+from draftsmith.inference.stats import Stats, paired_difference
 from draftsmith.inference.verify import VerificationMode
 from draftsmith.models import Drafter, Target
 from draftsmith.models.trees import Chain
@@ -81,8 +81,10 @@ class Case:
 
 def worthy_gain(better: list[Stats], found: list[Stats]) -> dict[str, Any] | None:
     """What is won in acceptance length, by prompt; None where that is not worth a word, or may be chance."""
+    if len(found) < LEAST_PROMPTS:
+        return None
     gain = paired_difference(better, found)
-    worthy = len(found) >= LEAST_PROMPTS and gain["ci95"][0] > 0 and gain["difference"] >= WORTH
+    worthy = gain["ci95"][0] > 0 and gain["difference"] >= WORTH
     return gain if worthy else None
 
 

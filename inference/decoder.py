@@ -1,9 +1,11 @@
 """The speculative decoder: texts or token ids in, texts, token ids and counters out."""
 
 import functools
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import get_args
 
@@ -15,10 +17,11 @@ from draftsmith.inference.schedule import AnySchedule, Confident
 from draftsmith.inference.stats import Stats
 from draftsmith.inference.verify import SAMPLED_DRAFTS, VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.trees import Chain, DynamicTree, Shape, StaticTree
 
+LEAST_TEMPERATURE = 1e-5  # logits are divided by it
 SLOT_BLOCK = 64  # the number of slots a row is a multiple of it, so that rows fit texts of similar length
 
 
@@ -120,6 +123,10 @@ class SpeculativeDecoder:
         Raises `UserError` for empty prompts, prompts that leave no room in the target's context, and settings that
         the drafter cannot follow.
         """
+        check_numbers(max_new_tokens=max_new_tokens, draft_length=draft_length, top_k=top_k, seed=seed)
+        if batch_size is not None:
+            check_numbers(batch_size=batch_size)
+            require_at_least("batch_size", batch_size)
         if schedule and tree:
             raise UserError("schedule: it sets the length of chains; leave out the tree")
         sampling = check_sampling(temperature, top_p, top_k)
@@ -132,8 +139,12 @@ class SpeculativeDecoder:
             seed,
             stop_at_eos,
         )
+        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
+            raise UserError("prompts: give a list of prompts, also of a single one")
         token_ids = [self.encode(prompt) for prompt in prompts]
         self.check_prompts(token_ids, max_new_tokens)
+        if request_ids is not None and len(request_ids) != len(prompts):
+            raise UserError(f"request_ids: {len(request_ids)} for {len(prompts)} prompts: give one for each")
 
         return self.decode(token_ids, settings, request_ids, batch_size)
 
@@ -249,6 +260,11 @@ class SpeculativeDecoder:
         for number, prompt in enumerate(prompts, 1):
             if not prompt:
                 raise UserError(f"prompt {number} is empty: give at least one token")
+            if min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
+                raise UserError(
+                    f"prompt {number} has token ids from {min(prompt)} to {max(prompt)}: "
+                    f"the target knows 0 to {self.target.vocab_size - 1}"
+                )
             if len(prompt) + max_new_tokens > self.target.context:
                 raise UserError(
                     f"prompt {number} has {len(prompt)} tokens, which with {max_new_tokens} new ones exceeds the "
@@ -256,9 +272,16 @@ class SpeculativeDecoder:
                 )
 
 
+def check_numbers(**numbers: int) -> None:
+    """Refuse what is not whole, or does not fit into 64 bits."""
+    for name, number in numbers.items():
+        if not isinstance(number, Integral) or not -(2**63) <= number < 2**63:
+            raise UserError(f"{name} {number}: give a whole number of at most 64 bits")
+
+
 def check_sampling(temperature: float, top_p: float, top_k: int) -> Sampling:
-    if temperature < 0:
-        raise UserError(f"temperature {temperature}: give 0 (greedy) or more")
+    if temperature != 0 and not LEAST_TEMPERATURE <= temperature < math.inf:
+        raise UserError(f"temperature {temperature}: give 0 (greedy), or {LEAST_TEMPERATURE} or more")
     if not 0 < top_p <= 1:
         raise UserError(f"top_p {top_p}: give more than 0 and at most 1")
     if top_k < 0:

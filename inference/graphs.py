@@ -4,26 +4,29 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 Output = TypeVar("Output")
 CALLS_TO_RECORD = 3  # the last of them is recorded: libraries allocate and kernels compile in those before
+BY_LENGTH = ("dynamic", "longrope")  # kinds of rotary angles
 
 
 class Replay(Generic[Output]):
-    """Calls the function as it is on a CPU; on a GPU, after a few calls, replays what one call launched.
+    """Calls the function as it is; where that is asked for, after a few calls, replays what one call launched on a GPU.
 
     The function reads and writes tensors that live on between the calls, takes no arguments, and never waits for the
     device. What it returns is the same object each time, filled anew.
     """
 
-    def __init__(self, function: Callable[[], Output], device: torch.device) -> None:
-        self._function, self._on_gpu = function, device.type == "cuda"
+    def __init__(self, function: Callable[[], Output], records: bool) -> None:
+        self._function, self._records = function, records
         self._num_calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: Output
 
     def __call__(self) -> Output:
-        if not self._on_gpu or self._num_calls < CALLS_TO_RECORD - 1:
+        if not self._records or self._num_calls < CALLS_TO_RECORD - 1:
             self._num_calls += 1
             return self._function()
         if self._graph is None:
@@ -32,3 +35,16 @@ class Replay(Generic[Output]):
                 self._output = self._function()
         self._graph.replay()
         return self._output
+
+
+def can_be_recorded(module: nn.Module) -> bool:
+    """Whether no model of transformers in it waits for the device in a pass, as far as its class and config tell.
+
+    Some mixtures of experts count each expert's tokens on the host, and some rotary angles look at the length of the
+    text there.
+    """
+    return not any(
+        (isinstance(part, PreTrainedModel) and not part._can_compile_fullgraph)
+        or any(kind in str(getattr(part, "rope_type", "")) for kind in BY_LENGTH)  # in a dict, of several layer types
+        for part in module.modules()
+    )

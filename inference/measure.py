@@ -2,7 +2,8 @@
 
 Every repeat decodes every batch once with each contender, plain decoding among them, in turn, on the same target,
 kernels, prompts and stop rules. A batch's time is its median over the repeats, so that a disturbance of the machine
-touches one repeat of one contender; the interval is a paired bootstrap over batches (over prompts at batch size 1).
+touches one repeat of one contender; the interval is a paired bootstrap over batches (over prompts at batch size 1),
+of a single batch over its repeats.
 """
 
 import math
@@ -34,7 +35,7 @@ from draftsmith.inference.speed import (
     time_per_token,
     time_to_first_token,
 )
-from draftsmith.inference.stats import Stats
+from draftsmith.inference.stats import Stats, length_interval
 from draftsmith.inference.teacher_forcing import teacher_forced_fields, teacher_forced_tracks
 from draftsmith.inference.verify import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
@@ -263,6 +264,7 @@ def result_row(
         **shape_fields(settings, how),
         "max_new_tokens": settings.max_new_tokens,
         **acceptance_fields(total),
+        "mean_acceptance_length_ci95": length_interval(stats),
         "baseline_tokens_per_second": speed(batch_totals(plain)),
         "tokens_per_second": speed(batch_totals(outputs)),
         **ratio,
@@ -309,7 +311,8 @@ def domain_fields(
     """Acceptance by domain, and the speedup where every batch is a single prompt; `stats` by prompt."""
     fields: dict[str, dict[str, Any]] = {}
     for domain, indices in prompts.by_domain.items():
-        total = sum((stats[i] for i in indices[1:]), stats[indices[0]])
+        own = [stats[i] for i in indices]
+        total = sum(own[1:], own[0])
         fields[domain] = {
             "num_prompts": len(indices),
             "num_drafts": total.num_drafts,
@@ -317,6 +320,7 @@ def domain_fields(
             "num_accepted_tokens": total.num_accepted_tokens,
             "num_emitted_tokens": total.num_emitted_tokens,
             "mean_acceptance_length": total.mean_acceptance_length,
+            "mean_acceptance_length_ci95": length_interval(own),
             "draft_acceptance_rate": total.draft_acceptance_rate,
         }
         if len(outputs) == len(prompts.token_ids):

@@ -26,13 +26,12 @@ Shapes: N places of an answer where a round can start, K depths.
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from draftsmith.inference.decoder import SpeculativeDecoder, resolve_settings
-from draftsmith.inference.stats import Stats, lengths_of, resamples
+from draftsmith.inference.stats import Stats
 from draftsmith.inference.verify import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.base import NO_TOKEN
@@ -257,16 +256,3 @@ def expected_stats(track: Track, shape: Chain | StaticTree, mode: VerificationMo
         num_rounds=float(chance.sum()),
         acceptance_histogram=histogram.tolist(),
     )
-
-
-def length_interval(stats: list[Stats]) -> list[float]:
-    """95 % bootstrap interval over prompts of the mean acceptance length."""
-    return np.quantile(lengths_of(stats, resamples(len(stats))), [0.025, 0.975]).tolist()
-
-
-def paired_difference(stats: list[Stats], others: list[Stats]) -> dict[str, Any]:
-    """Acceptance length of one drafter or setting less that of another, its interval over prompts drawn for both."""
-    picks = resamples(len(stats))
-    differences = lengths_of(stats, picks) - lengths_of(others, picks)
-    whole = sum(stats[1:], stats[0]).mean_acceptance_length - sum(others[1:], others[0]).mean_acceptance_length
-    return {"difference": whole, "ci95": np.quantile(differences, [0.025, 0.975]).tolist()}

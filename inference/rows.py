@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference import verify
-from draftsmith.inference.graphs import CALLS_TO_RECORD, Replay
+from draftsmith.inference.graphs import CALLS_TO_RECORD, Replay, can_be_recorded
 from draftsmith.inference.schedule import AnySchedule, Confident
 from draftsmith.inference.verify import Verified
 from draftsmith.models.base import NO_TOKEN, DecodingState, Draft, Drafter, chain
@@ -62,6 +62,8 @@ class Rows:
         self.rules = rules_on(target.device)
         device, depth = target.device, settings.shape.depth
         self.cache = SlotCache(num_rows, num_slots)
+        rates = [*settings.synthetic_rates, *[0.0] * depth][:depth]  # none where none is given
+        self.synthetic_rates = torch.tensor(rates, device=device)
         self.eos = torch.tensor(target.eos_token_ids if settings.stop_at_eos else [], device=device)
         self.limits = torch.full((num_rows,), 2, device=device)  # length at which a row is cut
         self.finished = torch.ones(num_rows, dtype=torch.bool, device=device)
@@ -83,6 +85,9 @@ class Rows:
         if drafter.reads_predictions:
             columns = settings.shape.num_nodes + 1
             self.state.predictions = torch.full((num_rows, columns), NO_TOKEN, device=device)
+        on_gpu = device.type == "cuda"
+        self._records_drafts = on_gpu and can_be_recorded(drafter)
+        self._records_verification = on_gpu and can_be_recorded(target.model)
         self._width = num_rows  # rows from the left that a round computes
         self._num_columns = 1  # of the features, that the last pass filled
         self._num_unread = 0  # newest tokens of a row, at most, that the drafter has still to read from the text
@@ -189,9 +194,8 @@ class Rows:
         columns = 0 if shape.num_nodes else self._num_columns
         key = (shape.num_nodes, columns, self._width)
         if key not in self._rounds:
-            device = self.target.device
-            propose = Replay(partial(self._draft_all, shape, columns), device)
-            self._rounds[key] = Round(propose, Replay(self._verify_all, device))
+            propose = Replay(partial(self._draft_all, shape, columns), self._records_drafts)
+            self._rounds[key] = Round(propose, Replay(self._verify_all, self._records_verification))
         self._round = self._rounds[key]
         self._newest_draft = self._round.propose()
         if not shape.num_nodes and self.drafter.reads_text_alone:
@@ -219,12 +223,13 @@ class Rows:
 
     @torch.no_grad()
     def _catch_up(self) -> None:
-        """Let the drafter read what was committed while speculation was off, up to the two newest tokens.
+        """Let the drafter read what was committed while speculation was off and in the round before, but the newest.
 
         Rows that have read more of their text read it again, which changes nothing.
         """
-        state, count = self.state.first(self._width), min(self._num_unread, self.num_slots)
-        first = (state.lengths - 2 - count).clamp(min=0)
+        state = self.state.first(self._width)
+        count = min(self._num_unread + self.settings.shape.depth, self.num_slots)
+        first = (state.lengths - 1 - count).clamp(min=0)
         for start in range(0, count, PREFILL_CHUNK):
             window = chain_window(first + start, min(PREFILL_CHUNK, count - start))
             self.drafter.read(state.memory, state.token_ids, state.features, window)
@@ -252,7 +257,7 @@ class Rows:
         each_node = torch.arange(draft.tokens.shape[1], device=logits.device)
         coins = state.noise.uniforms(state.lengths[:, None], Stream.ACCEPT, each_node)
         if mode == "synthetic":
-            return verify.synthetic(logits, *nodes, self.settings.synthetic_rates, coins[:, : draft.depth])
+            return verify.synthetic(logits, *nodes, self.synthetic_rates[: draft.depth], coins[:, : draft.depth])
         logits = cut(logits, self.settings.sampling)
         if mode == "typical":
             return rules.typical(logits, *nodes)

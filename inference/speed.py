@@ -4,16 +4,14 @@ A contender's outputs are [batch][repeat], with the same batches for every conte
 that `counted` leaves, whoever decoded them.
 """
 
-import math
 import statistics
 from collections.abc import Sequence
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from draftsmith.inference.decoder import Output
-from draftsmith.inference.stats import resamples
+from draftsmith.inference.stats import interval
 from draftsmith.models.errors import UserError
 
 Outputs = list[list[Output]]  # [batch][repeat]
@@ -58,7 +56,7 @@ def speedup_fields(outputs: Outputs, plain: Outputs) -> dict[str, Any]:
     totals, plain_totals = batch_totals(outputs), batch_totals(plain)
     return {
         "speedup": speed(totals) / speed(plain_totals),
-        "speedup_ci95": list(ratio_interval(outputs, plain)),
+        "speedup_ci95": ratio_interval(outputs, plain),
     }
 
 
@@ -76,56 +74,25 @@ def decode_fields(outputs: Outputs, plain: Outputs) -> dict[str, Any]:
 # --- intervals
 
 
-def ratio_interval(outputs: Outputs, plain: Outputs) -> tuple[float, float]:
-    """95 % interval of the speedup: over batches, or of a single batch over its repeats, from lowest to highest."""
-    if len(outputs) > 1:
-        return bootstrap_ratio(*batch_totals(outputs), *batch_totals(plain))
-    (own,), (beside,) = outputs, plain
-    (tokens,), (plain_tokens,) = batch_totals(outputs)[0], batch_totals(plain)[0]
-    ratios = [
-        tokens / run.timing.total * other.timing.total / plain_tokens for run, other in zip(own, beside, strict=True)
-    ]
-    return min(ratios), max(ratios)
+def ratio_interval(outputs: Outputs, plain: Outputs) -> list[float] | None:
+    """95 % interval of the speedup: over batches, or of a single batch over its repeats."""
+    if len(outputs) == 1:
+        outputs, plain = ([[run] for run in only] for (only,) in (outputs, plain))
+    return bootstrap_ratio(*batch_totals(outputs), *batch_totals(plain))
 
 
 def bootstrap_ratio(
     tokens: list[int], seconds: list[float], plain_tokens: list[int], plain_seconds: list[float]
-) -> tuple[float, float]:
-    """95 % interval of the ratio of the two speeds, batches drawn with replacement, both sides together.
+) -> list[float] | None:
+    """95 % interval of the ratio of the two speeds, batches drawn with replacement, both sides together."""
+    values = [np.asarray(each) for each in (tokens, seconds, plain_tokens, plain_seconds)]
 
-    Percentiles of a bootstrap are too narrow for few batches; they are taken further out as Student's t asks for (the
-    expanded percentile interval: Hesterberg, What Teachers Should Know About the Bootstrap, 2015, section 5.3).
-    """
-    count = len(tokens)
-    picks = resamples(count)
-    totals = [np.asarray(values)[picks].sum(1) for values in (tokens, seconds, plain_tokens, plain_seconds)]
-    ratios = (totals[0] / totals[1]) / (totals[2] / totals[3])
-    tail = expanded_tail(count)
-    low, high = np.quantile(ratios, [tail, 1 - tail])
-    return float(low), float(high)
+    def log_ratio(picks: np.ndarray) -> np.ndarray:
+        own, own_seconds, beside, beside_seconds = (np.log(each[picks].sum(1)) for each in values)
+        return (own - own_seconds) - (beside - beside_seconds)
 
-
-def expanded_tail(count: int) -> float:
-    """The share of resamples to leave out at each end for 95 % of `count` things."""
-    if count < 2:
-        return 0.0
-    return NormalDist().cdf(-math.sqrt(count / (count - 1)) * student_t(count - 1))
-
-
-def student_t(freedom: int) -> float:
-    """The 97.5 % point of Student's t: exact for 1 and 2 degrees of freedom, else Abramowitz & Stegun 26.7.5."""
-    if freedom == 1:
-        return math.tan(math.pi * 0.475)
-    if freedom == 2:
-        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
-    z = NormalDist().inv_cdf(0.975)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+    found = interval(log_ratio, len(tokens))
+    return found and np.exp(found).tolist()
 
 
 # --- latencies

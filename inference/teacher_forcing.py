@@ -11,11 +11,9 @@ little make no gap, they show in both.
 
 from typing import Any
 
-import numpy as np
-
 from draftsmith.inference.decoder import SpeculativeDecoder, check_sampling, resolve_settings
 from draftsmith.inference.replay import Recording, Track, replay
-from draftsmith.inference.stats import Stats, lengths_of, resamples
+from draftsmith.inference.stats import Stats, paired_difference
 from draftsmith.models import Drafter, Target, load_drafter
 
 LEAST_PROMPTS = 4  # of fewer, an interval over prompts says nothing
@@ -64,10 +62,9 @@ def teacher_forced_fields(forced: list[Stats], decoded: list[Stats]) -> dict[str
     pass rounds otherwise than the decoder and turns near ties around, in either direction and on few prompts, which
     leaves 0 inside the interval; where many prompts make it narrow, the 2 % stand against a small lean of rounding.
     """
-    predicted, found = sum(forced[1:], forced[0]), sum(decoded[1:], decoded[0])
-    gap = found.mean_acceptance_length - predicted.mean_acceptance_length
-    picks = resamples(len(forced))
-    low, high = np.quantile(lengths_of(decoded, picks) - lengths_of(forced, picks), [0.025, 0.975])
+    predicted = sum(forced[1:], forced[0])
+    gap, reach = paired_difference(decoded, forced), TOLERANCE * predicted.mean_acceptance_length
+    low, high = gap["ci95"] or (0.0, 0.0)
     beyond_chance = len(forced) >= LEAST_PROMPTS and not low <= 0 <= high
     return {
         "teacher_forced": {
@@ -75,11 +72,7 @@ def teacher_forced_fields(forced: list[Stats], decoded: list[Stats]) -> dict[str
             "conditional_acceptance_rates": predicted.conditional_acceptance_rates,
             "per_position_acceptance_rates": predicted.per_position_acceptance_rates,
         },
-        "teacher_forced_gap": {
-            "difference": gap,
-            "ci95": [float(low), float(high)],
-            "flagged": bool(beyond_chance and abs(gap) > TOLERANCE * predicted.mean_acceptance_length),
-        },
+        "teacher_forced_gap": {**gap, "flagged": beyond_chance and abs(gap["difference"]) > reach},
     }
 
 

@@ -25,7 +25,6 @@ not there: NO_TOKEN, a token of q = 0, the twin of a sibling that was tried. Whe
 (p = q up to rounding) they draw from what there was before it.
 """
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -189,20 +188,17 @@ def typical(
     return Verified(num_accepted, path, logits[rows, best].argmax(-1))
 
 
-def synthetic(
-    logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, rates: Sequence[float], uniforms: Tensor
-) -> Verified:
+def synthetic(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, rates: Tensor, uniforms: Tensor) -> Verified:
     """LOSSY: accepts at given rates whatever is drafted, to time decoding at an acceptance that no drafter has yet.
 
-    Each of the first children is accepted with the conditional chance rates[d] at depth d, by coins [B, D]; a missing
-    rate is 0. The next token is the target's likeliest. logits [B, T, V], tokens and parents [B, N].
+    Each of the first children is accepted with the conditional chance rates [D] of its depth, by coins [B, D]. The next
+    token is the target's likeliest. logits [B, T, V], tokens and parents [B, N].
     """
     batch, num_nodes = tokens.shape
     first_child = torch.zeros(batch, num_nodes + 1, dtype=torch.int64, device=tokens.device)
     for node in range(num_nodes - 1, -1, -1):  # the first writes last; 0 where a column has no child
         first_child.scatter_(1, parents[:, node, None] + 1, node + 1)
-    given = torch.tensor([*rates, *[0.0] * depth][:depth], device=tokens.device)
-    heads = (uniforms < given).long().cumprod(1).bool()  # [B, D]
+    heads = (uniforms < rates).long().cumprod(1).bool()  # [B, D]
     column = torch.zeros(batch, 1, dtype=torch.int64, device=tokens.device)
     num_accepted = torch.zeros_like(column)
     columns = []

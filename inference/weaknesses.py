@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from draftsmith.inference.case import LEAST_PROMPTS, WORTH, Case, Finding, finding, plus, worthy_gain
-from draftsmith.inference.replay import length_interval
-from draftsmith.inference.stats import Stats
+from draftsmith.inference.stats import Stats, length_interval
 
 LOW_FIRST = 0.6  # share of first drafted tokens accepted, below which acceptance is low
 SURE = 0.5  # probability of the target's likeliest token from which on it is sure
@@ -130,6 +129,8 @@ def domain_shift(case: Case) -> Iterator[Finding]:
         if min(len(own), len(others)) < LEAST_PROMPTS:
             continue
         here, there = length_interval(own), length_interval(others)
+        assert here is not None
+        assert there is not None
         length, elsewhere = (sum(s[1:], s[0]).mean_acceptance_length for s in (own, others))
         cost = elsewhere - sum(stats[1:], stats[0]).mean_acceptance_length
         if here[1] < there[0] and elsewhere - length >= WORTH:

@@ -16,6 +16,7 @@ from torch import Tensor
 LOG2_E = tl.constexpr(1.4426950408889634)
 PACKED = tl.constexpr(3)  # slot, position and prefix, then the ancestor words
 WORD = tl.constexpr(32)
+MOST_SCRATCH = 2**28  # bytes, for what splits leave to combine
 
 
 def attend(
@@ -47,7 +48,7 @@ def attend(
     rows, block, warps, stages = tile(length * groups, width, query.dtype)
     tiles = triton.cdiv(length * groups, rows)
     if splits is None:
-        splits = num_splits(batch * kv_heads * tiles, num_slots, block, query.device)
+        splits = num_splits(batch * kv_heads * tiles, num_slots, block, 4 * query.numel(), query.device)
 
     output = query.new_empty(batch, length, heads, width)
     parts, sums = output, None
@@ -79,6 +80,7 @@ def attend(
         R=rows,
         N=block,
         TREE=num_words > 0,
+        FAR=num_slots * max(key.stride(2), value.stride(2)) >= 2**31,
         num_warps=warps,
         num_stages=stages,
     )
@@ -92,21 +94,24 @@ def attend(
 
 def tile(num_rows: int, width: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Rows R and slots N of a tile, warps, pipeline stages: no spills on sm_90, and room for two programs at a time."""
+    narrow = width <= 256  # else one stage of few slots: sm_86 and sm_89 have 99 KB of shared memory
     if dtype == torch.float32:  # no tensor cores
-        return 16, 32, 8, 2
+        return (16, 32, 8, 2) if narrow else (16, 16, 8, 1)
     rows = max(16, triton.next_power_of_2(num_rows))
     if width > 128:
-        return min(32, rows), 32, 8, 2
+        return (min(32, rows), 32, 8, 2) if narrow else (min(32, rows), 16, 8, 1)
     return min(64, rows), 32 if rows > 16 else 64, 4, 3
 
 
-def num_splits(programs: int, num_slots: int, block: int, device: torch.device) -> int:
+def num_splits(programs: int, num_slots: int, block: int, part_bytes: int, device: torch.device) -> int:
     """How many programs share the slots of one tile: two for each multiprocessor in all, with a block of slots each.
 
-    More where a cache is long, for in a batch of ragged rows all would wait for the longest.
+    More where a cache is long, for in a batch of ragged rows all would wait for the longest; but no more than there is
+    scratch for, of which each takes `part_bytes`: prompts are read by programs enough.
     """
     wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // programs
-    return max(1, num_slots // 4096, min(wanted, triton.cdiv(num_slots, block)))
+    wanted = max(num_slots // 4096, min(wanted, triton.cdiv(num_slots, block)))
+    return max(1, min(wanted, MOST_SCRATCH // part_bytes))
 
 
 def last_ancestors(packed_mask: Tensor, count: int) -> Tensor:
@@ -150,6 +155,7 @@ def attend_kernel(
     R: tl.constexpr,
     N: tl.constexpr,
     TREE: tl.constexpr,
+    FAR: tl.constexpr,  # a row's slots reach further than 32 bits count
 ):
     """Online softmax of one tile of query rows over one split of the slots that any of them sees."""
     split = tl.program_id(1)
@@ -181,6 +187,9 @@ def attend_kernel(
     queries = tl.load(
         query + b * query_b + head[:, None] * query_h + t[:, None] * query_t + d[None, :], mask=kept, other=0.0
     )
+    if FAR:
+        key_m = key_m.to(tl.int64)
+        value_m = value_m.to(tl.int64)
     key += b * key_b + kv_head * key_h
     value += b * value_b + kv_head * value_h
     peak = tl.full((R,), float("-inf"), tl.float32)

@@ -167,7 +167,7 @@ class Drafter(nn.Module):
     can_embed: ClassVar[bool] = False  # a checkpoint may bring an embedding in place of the target's
     reads_predictions: ClassVar[bool] = False  # what the target said of every node of its last draft
     max_draft_length: int | None = None  # nodes on a path
-    reads_text_alone: ClassVar[bool] = False  # `read` needs no features, so that what was not read can be later
+    reads_text_alone: bool = False  # `read` needs no features, so that what was not read can be later
     drafts_by_target_head: ClassVar[bool] = False  # it has no head of its own, not even a copy
     progress: float = 0.0  # share of training that is done, kept by the training loop
 
@@ -230,9 +230,14 @@ class Drafter(nn.Module):
         """What `chain_loss` compares by, at this point of training."""
         return self.config.divergence
 
+    def slots(self, batch: Batch) -> ChainLoss:
+        """The slots of a text, from which chains of this drafter's vocabulary start."""
+        ids = self.draft_to_target()
+        return ChainLoss(batch.loss_mask, None if ids is None else torch.isin(batch.token_ids, ids))
+
     def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
         """The loss of `depth` predictions in a row from each slot."""
-        slots = ChainLoss(batch.loss_mask)
+        slots = self.slots(batch)
         return self.compare(slots, list(self.depths(slots, batch, features, depth)), features)
 
     def compare(self, chain_loss: ChainLoss, depths: list[Depth], features: Features) -> ChainLoss:

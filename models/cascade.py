@@ -41,7 +41,7 @@ class Cascade(Drafter):
             )
         self.config, self.lookup, self.trained = config, lookup, trained
         self.layer_ids, self.max_draft_length = trained.layer_ids, trained.max_draft_length
-        self.trained_for = trained.trained_for
+        self.trained_for, self.reads_text_alone = trained.trained_for, trained.reads_text_alone
 
     @classmethod
     def from_target(cls, config: CascadeConfig, target: Target) -> "Cascade":

@@ -93,7 +93,7 @@ class Eagle(Drafter):
 
     def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
         """Distance of each guess from the feature, and divergence of what the target's head makes of both."""
-        slots = ChainLoss(batch.loss_mask)
+        slots = self.slots(batch)
         depths = list(self.depths(slots, batch, features, depth))
         chain_loss, wanted = self.compare(slots, depths, features), features.last_hidden.flatten(0, 1).float()
         distance = sum(

@@ -29,7 +29,7 @@ class HydraConfig(DrafterConfig):
     of_checkpoint = ("num_heads", "num_layers")
     kind: str = "hydra"
     num_heads: int = 4
-    num_layers: int = 1  # residual blocks a head; Hydra++ has 4
+    num_layers: int = 1  # residual blocks a head; Hydra++ has 4, behind a prefix layer that is not here
     head_decay: float = 0.8  # weight of head i is head_decay ** i
     divergence: Divergence = "forward_kl"
 

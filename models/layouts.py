@@ -41,6 +41,7 @@ ARCHITECTURES = {
     "PeagleLlamaForCausalLM": "p_eagle",
 }
 PATTERNS = ["*.json", "*.safetensors", "pytorch_model.bin", "medusa_lm_head.pt"]  # what a checkpoint may consist of
+MEDUSA_DEFAULTS = {"num_heads": 5, "num_hidden_layers": 1}  # of vLLM's MedusaConfig
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3 variants
 RENAMED_HEAD = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 
@@ -57,7 +58,10 @@ class Checkpoint:
 def read_checkpoint(name: str | Path, target: Target) -> Checkpoint:
     """The checkpoint in a directory or under a Hub name. Raises `UserError` for what cannot be read or understood."""
     directory = find_directory(name)
-    return in_engine_layout(_read_config(directory), _read_tensors(directory), target)
+    config = _read_config(directory)
+    if "hydra_num_heads" in config:
+        raise UserError(f"{name} has Hydra heads in their authors' layout, which is not read: train new ones (hydra)")
+    return in_engine_layout(config, _read_tensors(directory), target)
 
 
 def find_directory(name: str | Path) -> Path:
@@ -88,9 +92,10 @@ def in_engine_layout(config: dict[str, Any], tensors: dict[str, Tensor], target:
     if "medusa_num_heads" in config:
         config = medusa_config(config, tensors, target)
     kind = _kind(config, tensors)
-    if kind == "eagle3":
+    if kind in ("eagle3", "p_eagle"):
         config, tensors = complete_eagle3(config, tensors, target)
     elif kind == "medusa":
+        config = {**MEDUSA_DEFAULTS, **config}
         tensors = complete_medusa(config, tensors, target)
     tensors = without_shared_embedding(tensors, target)
     return Checkpoint(kind, config, tensors)
@@ -99,6 +104,8 @@ def in_engine_layout(config: dict[str, Any], tensors: dict[str, Tensor], target:
 def _kind(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     if "draftsmith" in config:
         return config["draftsmith"]["kind"]
+    if "mask_hidden" in tensors:  # the rest of P-EAGLE looks like EAGLE-3
+        return "p_eagle"
     architecture = (config.get("architectures") or ["none named"])[0]
     if architecture in ARCHITECTURES:
         return ARCHITECTURES[architecture]

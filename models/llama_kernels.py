@@ -55,7 +55,7 @@ def rotate_and_store(
     assert flat.is_contiguous()
     assert norm is None or norm.weight.is_contiguous()
     num_heads = num_rotated + num_stored // 2
-    rotate_kernel[(triton.cdiv(num_heads, HEADS.value), num_tokens)](
+    rotate_kernel[(num_tokens, triton.cdiv(num_heads, HEADS.value))](  # only the first axis takes more than 65,535
         heads,
         cos,
         sin,
@@ -87,8 +87,8 @@ def rotate_kernel(
     BLOCK: tl.constexpr,
 ):
     """HEADS heads of one token: those of q change in place, those of k and v go to the cache."""
-    n = tl.program_id(1).to(tl.int64)
-    head = (tl.program_id(0) * HEADS + tl.arange(0, HEADS))[:, None]
+    n = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     i = tl.arange(0, BLOCK)[None, :]
     place = head * 2 * HALF + i
     num_queries = num_rotated - num_stored // 2
@@ -128,15 +128,15 @@ def silu_mul_(gate: Tensor, up: Tensor) -> Tensor:
     assert gate.stride() == up.stride()
     assert gate.stride(1) == 1
     block = min(1024, triton.next_power_of_2(width))
-    silu_kernel[(triton.cdiv(width, block), num_tokens)](gate, up, width, gate.stride(0), BLOCK=block)
+    silu_kernel[(num_tokens, triton.cdiv(width, block))](gate, up, width, gate.stride(0), BLOCK=block)
     return gate
 
 
 @triton.jit
 def silu_kernel(gate, up, width, row, BLOCK: tl.constexpr):
     """BLOCK elements of one token."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.program_id(1).to(tl.int64) * row + i
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64) * row + i
     x = tl.load(gate + place, mask=i < width, other=0.0).to(tl.float32)
     y = tl.load(up + place, mask=i < width, other=0.0).to(tl.float32)
     tl.store(gate + place, (x * tl.sigmoid(x) * y).to(gate.dtype.element_ty), mask=i < width)

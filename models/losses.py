@@ -321,15 +321,17 @@ def teachers_of(counted: Tensor, depth: int) -> Tensor:
 class ChainLoss:
     """Adds up the losses of a chain of predictions: depth i at slot t predicts x_{t+2+i}.
 
-    A prediction counts when every token from x_{t+1} to the predicted one was written by the target, because only then
-    would it be drafted. `next_depth` marks the slots that count, `add` takes which of them were right, `total` the
-    weighted loss of all depths; `sums` at the end.
+    A prediction counts when every token from x_{t+1} to the predicted one was written by the target, and those between
+    are in the draft vocabulary, because only then would it be drafted. `next_depth` marks the slots that count, `add`
+    takes which of them were right, `total` the weighted loss of all depths; `sums` at the end.
     """
 
-    def __init__(self, loss_mask: Tensor) -> None:
-        """loss_mask [B, T]: the tokens that the target wrote"""
-        self.loss_mask = loss_mask
-        self._roots = shift_left(loss_mask, 1)  # [B, T] slots whose newest token the target wrote
+    def __init__(self, loss_mask: Tensor, draftable: Tensor | None = None) -> None:
+        """loss_mask [B, T]: the tokens that the target wrote; draftable [B, T]: those of the draft vocabulary,
+        None: all
+        """
+        self.loss_mask, self.draftable = loss_mask, draftable
+        self._roots = self._chains = shift_left(loss_mask, 1)  # [B, T] slots whose newest token the target wrote
         self._marked: list[tuple[Tensor, float]] = []  # which slots count at a depth, and the share of what there is
         self._leading = self._roots  # all predictions so far are right
         self.followed = torch.zeros_like(loss_mask, dtype=torch.int64)  # [B, T] right predictions in a row
@@ -341,13 +343,14 @@ class ChainLoss:
     def next_depth(self, kept: Tensor | None = None, share: float = 1.0) -> Tensor:
         """The slots [B, T] that count at the next depth.
 
-        A family that trains a depth on some slots only names those that are kept, among what counted at the depth
-        before, and how likely a slot was to be kept: what is left out then counts by what is kept.
+        A family that trains a depth on some slots only names those that are kept, fewer at each depth, and how likely a
+        slot was to be kept: what is left out then counts by what is kept.
         """
-        before = self._marked[-1][0] if self._marked else self._roots
-        counted = before & shift_left(self.loss_mask, 2 + len(self._marked))
+        predicted = 2 + len(self._marked)
+        counted = self._chains & shift_left(self.loss_mask, predicted)
         if kept is not None:
             counted = counted & kept
+        self._chains = counted if self.draftable is None else counted & shift_left(self.draftable, predicted)
         self._marked.append((counted, share))
         return counted
 

@@ -127,7 +127,7 @@ class Medusa(Drafter):
         near what it was by its divergence from itself: the self-distillation of section 2.3.2.
         """
         read = self._changed_hidden(batch) if self.config.changes_target else features.last_hidden
-        slots = ChainLoss(batch.loss_mask)
+        slots = self.slots(batch)
         sums = self.compare(slots, list(self.heads_on(slots, read, self.config.num_heads)), features).sums()
         if self.config.changes_target:
             counted = shift_left(batch.loss_mask, 1)

@@ -154,10 +154,10 @@ class MLPSpeculator(Drafter):
         what = "this MLP speculator"
         check_same_shape(what, {**config, "hidden_size": config.get("emb_dim")}, target)
         own = {
-            "num_heads": config["n_predict"],
-            "inner_size": config["inner_dim"] or None,
-            "tie_weights": config["tie_weights"],
-            "scale_input": config["scale_input"],
+            "num_heads": config.get("n_predict", 3),  # defaults are those of IBM's MLPSpeculatorConfig
+            "inner_size": config.get("inner_dim") or None,
+            "tie_weights": config.get("tie_weights", False),
+            "scale_input": config.get("scale_input", False),
         }
         drafter = cls(MLPSpeculatorConfig(**{**config.get("draftsmith", {}), **own}), target)
         load_tensors(drafter, {name.removeprefix("speculator."): t for name, t in tensors.items()}, what)

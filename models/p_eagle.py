@@ -147,24 +147,18 @@ class PEagle(Drafter):
         are right on average.
         """
         assert features.layers is not None
-        kept_slots, shares = self.keep(batch.loss_mask)
+        kept_slots, shares = self.keep(slots)
         behind = mask_slots(kept_slots[1:])
         text, masked = self.run(batch, features.layers, behind)
         for d, (kept, share) in enumerate(zip(kept_slots[:depth], shares[:depth], strict=True)):
-            slots.next_depth(kept, share)
             hidden = self.eagle3.norm(masked[behind.real & (behind.depths == d)] if d else text[kept])
             yield Depth(hidden, self.eagle3.lm_head, teachers_of(kept, d), self.config.depth_decay**d / share)
 
-    def keep(self, loss_mask: Tensor) -> tuple[list[Tensor], list[float]]:
+    def keep(self, slots: ChainLoss) -> tuple[list[Tensor], list[float]]:
         """Slots [B, T] to train at each depth, among those of the depth before, and which share of what there is."""
-        chance = torch.rand(loss_mask.shape, device=loss_mask.device)
-        counted, kept, shares = shift_left(loss_mask, 1), [], []
-        for depth in range(self.config.num_depths):
-            share = self.share_kept(depth) if self.training else 1.0
-            counted = counted & shift_left(loss_mask, 2 + depth) & (chance < share)
-            kept.append(counted)
-            shares.append(share)
-        return kept, shares
+        chance = torch.rand(slots.loss_mask.shape, device=slots.loss_mask.device)
+        shares = [self.share_kept(depth) if self.training else 1.0 for depth in range(self.config.num_depths)]
+        return [slots.next_depth(chance < share, share) for share in shares], shares
 
     def run(self, batch: Batch, layers: Tensor, slots: MaskSlots) -> tuple[Tensor, Tensor]:
         """The last layer's outputs of slots [B, T, H] and of mask slots [B, S, H], from features [B, T, A * H]."""
@@ -272,11 +266,16 @@ class PEagle(Drafter):
                 "this P-EAGLE drafter was trained with norm_before_residual, which draftsmith's does not know"
             )
         own = config.get("draftsmith", {})
+        named = [config[key] for key in ("mask_token_id", "pard_token") if config.get(key) is not None]  # vLLM's order
+        if not named or "num_hidden_layers" not in config:
+            raise UserError(
+                "this P-EAGLE drafter's config.json lacks num_hidden_layers, or pard_token or mask_token_id: add them"
+            )
         tensors = {deeper_name(name, "layers.", "deeper.", -1): tensor for name, tensor in tensors.items()}
         rest = {name: t for name, t in tensors.items() if name == "mask_hidden" or name.startswith("deeper.")}
         first = {name: t for name, t in tensors.items() if name not in rest}
         eagle3 = Eagle3.from_engine({**config, "draftsmith": {}}, first, target)
-        sizes = {"num_layers": config["num_hidden_layers"], "mask_token_id": config["pard_token"]}
+        sizes = {"num_layers": config["num_hidden_layers"], "mask_token_id": named[0]}
         drafter = cls(PEagleConfig(**{**own, **sizes}), eagle3, target)
         eagle3_tensors = {f"eagle3.{name}": t for name, t in checkpoint_tensors(eagle3).items()}
         load_tensors(drafter, {**eagle3_tensors, **rest}, "this P-EAGLE drafter")

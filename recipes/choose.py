@@ -210,7 +210,7 @@ def print_choice(name: str, choice: Choice, results: list[dict[str, Any]], conso
     """What was chosen, what is predicted of it, and what was measured, all without reading the prompts."""
     for one in choice.predicted:
         what = draft_text(one) if one["draft_length"] else "speculation off"
-        text = f"{name}: best at batch {one['batch_size']}: {what}, predicted {one['speedup']:.2f}x"
+        text = f"{name}: best at batch {one['batch_size']}: {what}, predicted {one['speedup']:.2f}x in decoding alone"
         if one["batch_size"] > 1:
             text += " where finished requests make room for others"
             text += f", {one['fixed_batch_speedup']:.2f}x in fixed batches" if one["fixed_batch_speedup"] else ""

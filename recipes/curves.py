@@ -38,6 +38,7 @@ def break_even(curve: list[Result]) -> BreakEven | None:
         if above > 1 >= below:
             low, high = math.log(row["batch_size"]), math.log(following["batch_size"])
             size = math.exp(low + (high - low) * (above - 1) / (above - below))
-            is_clear = row["speedup_ci95"][0] > 1 > following["speedup_ci95"][1]
+            intervals = row["speedup_ci95"], following["speedup_ci95"]
+            is_clear = all(intervals) and intervals[0][0] > 1 > intervals[1][1]
             return BreakEven(size, row["batch_size"], following["batch_size"], is_clear)
     return None

@@ -1,8 +1,9 @@
 """What each engine loads of a drafter's directory, as data, and the check of a directory against it.
 
-Read in the released sources of vLLM 0.32.0 and SGLang 0.5.23; vLLM's for EAGLE-3 are also held against the engine by
-`pytest -m engine`. Engines are lenient where it hurts: of an EAGLE-3 drafter vLLM leaves a missing tensor at random and
-drops an unknown bias, SGLang drops everything unknown, neither with a word, and drafts are then never accepted.
+Read in the released sources of vLLM 0.32.0 and SGLang 0.5.23. `pytest -m engine` holds vLLM's for EAGLE-3 against the
+engine, and SGLang's against its source. Engines are lenient where it hurts: of an EAGLE-3 drafter vLLM leaves a missing
+tensor at random and drops an unknown bias, SGLang drops everything unknown, neither with a word, and drafts are then
+never accepted.
 
 Sizes in shapes: H width of the drafter, T of the target, A layers read, N query heads, K key-value heads, D head width,
 I inner width, V target vocabulary, R draft vocabulary.
@@ -16,12 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from draftsmith.models import Target
 from draftsmith.models.base import OWN_EMBEDDING
 from draftsmith.models.errors import UserError
 
-VLLM, SGLANG = "vLLM 0.32.0", "SGLang 0.5.23"
+VLLM, SGLANG = "vLLM 0.32.0", "SGLang 0.5.23"  # another version may load otherwise: read it, then change the rules
 
 LAYER = {
     "layers.0.post_attention_layernorm.weight": "H",
@@ -71,7 +73,7 @@ class Rules:
     engine: str
     method: str  # what the serving command must name
     architecture: str | None  # what config.json must name; None: any causal language model
-    tensors: dict[str, str]  # name -> shape; empty: what transformers makes of config.json
+    tensors: dict[str, str]  # name -> shape; empty: what config.json tells (Medusa) or transformers makes of it
     required: dict[
         str, type
     ]  # keys of config.json, and what they hold: with none, each engine has a default of its own
@@ -80,6 +82,7 @@ class Rules:
     unexpected: str  # what becomes of one that the engine does not know
     dropped: tuple[str, ...] = ()  # unknown names that are dropped without a word, where others are refused
     optional: dict[str, str] = field(default_factory=dict)  # tensors that may be there, as `tensors`
+    off: tuple[str, ...] = ()  # flags that must be false or missing: the engine computes something else with them
     parallel_drafting: bool = False  # vLLM's setting for drafters that draft all tokens in one pass
     ignored: tuple[str, ...] = ()  # known names that the engine passes over: zeros are the same there
 
@@ -119,6 +122,9 @@ P_EAGLE_FIXED = {
     **{key: value for key, value in EAGLE3_FIXED.items() if key != "num_hidden_layers"},
     "mask_token_id": None,  # would win over pard_token
 }
+# Norms that our drafters do not have, and a window that they are not trained with.
+EAGLE_OFF = ("sliding_window", "layer_types")
+EAGLE3_OFF = ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "bias", *EAGLE_OFF)
 MEDUSA_KEYS: dict[str, type] = {
     "hidden_size": int,  # default 4096
     "vocab_size": int,  # default 32001
@@ -144,9 +150,18 @@ RULES = {
         REFUSED,
         ("*.bias",),
         {OWN_EMBEDDING: "V H"},
+        off=EAGLE3_OFF,
     ),
     ("sglang", "eagle3"): Rules(
-        SGLANG, "EAGLE3", "LlamaForCausalLMEagle3", EAGLE3, EAGLE3_KEYS, EAGLE3_FIXED, RANDOM, DROPPED
+        SGLANG,
+        "EAGLE3",
+        "LlamaForCausalLMEagle3",
+        EAGLE3,
+        EAGLE3_KEYS,
+        EAGLE3_FIXED,
+        RANDOM,
+        DROPPED,
+        off=EAGLE3_OFF,
     ),
     ("vllm", "eagle"): Rules(
         VLLM,
@@ -158,21 +173,32 @@ RULES = {
         RANDOM,
         REFUSED,
         ("*.bias",),
+        off=EAGLE_OFF,
         ignored=("fc.bias",),
     ),
     ("sglang", "eagle"): Rules(
-        SGLANG, "EAGLE", "LlamaForCausalLMEagle", EAGLE, EAGLE_KEYS, EAGLE_FIXED, RANDOM, DROPPED, ("lm_head.*",)
+        SGLANG,
+        "EAGLE",
+        "LlamaForCausalLMEagle",
+        EAGLE,
+        EAGLE_KEYS,
+        EAGLE_FIXED,
+        RANDOM,
+        DROPPED,
+        ("lm_head.*",),
+        off=EAGLE_OFF,
     ),
     ("vllm", "p_eagle"): Rules(
         VLLM,
         "eagle3",
-        "LlamaForCausalLMEagle3",
+        "LlamaForCausalLMEagle3",  # PEagleDraftModel and PeagleLlamaForCausalLM are other names of the same class
         P_EAGLE,
         P_EAGLE_KEYS,
         P_EAGLE_FIXED,
         RANDOM,
         REFUSED,
         ("*.bias",),
+        off=EAGLE3_OFF,
         parallel_drafting=True,
     ),
     ("vllm", "medusa"): Rules(VLLM, "medusa", "MedusaModel", {}, MEDUSA_KEYS, MEDUSA_FIXED, REFUSED, DROPPED),
@@ -223,6 +249,7 @@ def directory_problems(
     return [
         *config_problems(rules, config, target),
         *tensor_problems(rules, expected, tensors),
+        *value_problems(config, tensors),
         *(capture_problems(kind, config, target) if kind in ("eagle3", "p_eagle") else []),
     ]
 
@@ -246,6 +273,10 @@ def config_problems(rules: Rules, config: dict[str, Any], target: Target) -> lis
     for key, expected in rules.fixed.items():
         if config.get(key) != expected:
             found.append(f"config.json has {key} {config.get(key)!r}, not {expected!r}")
+    for part in (config, config.get("eagle_config") or {}):  # SGLang looks for flags in either
+        found += [f"config.json has {key} {part[key]!r}, which was not trained" for key in rules.off if part.get(key)]
+    if config.get("target_hidden_size", target.hidden_size) != target.hidden_size:
+        found.append(f"target_hidden_size {config['target_hidden_size']} is not the target's {target.hidden_size}")
     if rules.architecture and config.get("architectures") != [rules.architecture]:
         found.append(f"config.json has architectures {config.get('architectures')}, not {rules.architecture}")
     if config.get("quantization_config"):
@@ -266,11 +297,20 @@ def rope_problems(config: dict[str, Any], target: Target) -> list[str]:
     found = []
     if new.get("rope_theta") != config.get("rope_theta"):
         found.append(f"rope_theta {config.get('rope_theta')} is not that of rope_parameters {new.get('rope_theta')}")
-    if new.get("rope_type", "default") != "default" and not config.get("rope_scaling"):
+    scaled, old = new.get("rope_type", "default") != "default", config.get("rope_scaling") or {}
+    if scaled and not old:
         found.append(f"rope_scaling is missing beside rope_parameters of type {new['rope_type']}")
+    elif old and scaling_of(old) != scaling_of(new):
+        found.append(f"rope_scaling {scaling_of(old)} is not that of rope_parameters {scaling_of(new)}")
     if config.get("max_position_embeddings", 0) < target.context:
         found.append(f"max_position_embeddings is below the target's {target.context}: acceptance would end there")
     return found
+
+
+def scaling_of(rope: dict[str, Any]) -> dict[str, Any]:
+    """What either schema says beside theta; the older one calls its type "type", too."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return {"rope_type": kind, **{k: v for k, v in rope.items() if k not in ("rope_theta", "rope_type", "type")}}
 
 
 def medusa_problems(config: dict[str, Any]) -> list[str]:
@@ -291,7 +331,9 @@ def medusa_problems(config: dict[str, Any]) -> list[str]:
 
 
 def expected_shapes(rules: Rules, config: dict[str, Any], target: Target) -> dict[str, list[int]]:
-    """Name -> shape of every tensor that must be there; empty where the config's own model tells."""
+    """Name -> shape of every tensor that must be there."""
+    if rules.architecture is None:
+        return shapes_of_model(config)
     sizes = sizes_of(config, target)
     shapes = dict(rules.tensors)
     if rules.method == "medusa":
@@ -305,6 +347,14 @@ def expected_shapes(rules: Rules, config: dict[str, Any], target: Target) -> dic
         for layer in range(1, config.get("num_hidden_layers") or 1):
             shapes.update({name.replace(".0.", f".{layer}."): text for name, text in DEEPER.items()})
     return {name: shape_of(text, sizes) for name, text in shapes.items()}
+
+
+def shapes_of_model(config: dict[str, Any]) -> dict[str, list[int]]:
+    """Those that transformers' own model of a config.json has; a tied head is the embedding, under its name only."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)))
+    tied = set(model.all_tied_weights_keys)
+    return {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def sizes_of(config: dict[str, Any], target: Target) -> dict[str, int]:
@@ -329,8 +379,6 @@ def shape_of(text: str, sizes: dict[str, int]) -> list[int]:
 
 def tensor_problems(rules: Rules, expected: dict[str, list[int]], tensors: dict[str, Tensor]) -> list[str]:
     """Closure both ways: all that the engine has room for is there, and all that is there has room."""
-    if not expected:
-        return dtype_problems(tensors)
     found = [f"{name} is missing and {rules.missing}" for name in sorted(expected.keys() - tensors.keys())]
     for name in sorted(tensors.keys() - expected.keys()):
         silent = any(fnmatch(name, pattern) for pattern in rules.dropped)
@@ -352,6 +400,21 @@ def dtype_problems(tensors: dict[str, Tensor]) -> list[str]:
     rest = {tensor.dtype for name, tensor in tensors.items() if name not in DTYPES}
     if len(rest) != 1 or not all(dtype.is_floating_point for dtype in rest):
         found.append(f"the weights are of types {', '.join(sorted(map(str, rest)))}: one floating-point type was due")
+    return found
+
+
+def value_problems(config: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
+    """What no name, shape or type tells."""
+    found = [f"{name} holds NaN or infinity" for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    written = {str(tensor.dtype) for tensor in tensors.values() if tensor.is_floating_point()}
+    told = {f"torch.{config[key]}" for key in ("dtype", "torch_dtype") if key in config}
+    if told - written:
+        found.append(f"config.json calls the weights {', '.join(sorted(told))}, but they are {', '.join(written)}")
+    if "d2t" in tensors and "t2d" in tensors:
+        ids = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
+        drafted = tensors["t2d"].nonzero()[:, 0]
+        if not torch.equal(ids.sort().values, drafted):
+            found.append("d2t and t2d tell of different tokens: d2t holds the target's id less the draft's own")
     return found
 
 
@@ -380,6 +443,8 @@ def capture_problems(kind: str, config: dict[str, Any], target: Target) -> list[
     found = []
     if ("sglang", kind) in RULES and vllm != sglang:
         found.append(f"vLLM would capture the states after layers {vllm}, SGLang after {sglang}")
+    if (config.get("eagle_config") or {}).get("use_aux_hidden_state") is not True:
+        found.append("eagle_config has no use_aux_hidden_state true: the engine would feed one layer's states")
     if len(set(vllm)) != config.get("num_aux_hidden_states") or len(vllm) < 2:
         found.append(f"layers {vllm} are not {config.get('num_aux_hidden_states')} distinct ones, two or more")
     return found

@@ -22,6 +22,7 @@ from draftsmith.recipes import vllm_medusa
 from draftsmith.recipes.engine_rules import (
     DTYPES,
     RULES,
+    VLLM,
     check_directory,
     check_name,
     engines_that_serve,
@@ -288,8 +289,10 @@ def write_scripts(
 ) -> dict[str, str]:
     """serve_vllm.sh, serve_sglang.sh for the engines that serve the directory; returns engine -> command.
 
-    serve_vllm_plugin.sh serves Medusa heads with a vLLM newer than 0.32.
+    serve_vllm_plugin.sh serves Medusa heads with a vLLM newer than 0.32. Paths in commands are as they were given, so a
+    script goes to where they hold, unless it is made for a name on the Hub.
     """
+    here = f"cd {shlex.quote(str(Path.cwd()))} || exit\n" if Path(where).is_dir() else ""
     commands = {e: serve_command(exported, e, where, draft_length, schedule) for e in exported.served_by}
     if (exported.directory / PLUGIN.name).is_file():
         commands["vllm_plugin"] = plugin_command(exported, where, draft_length)
@@ -298,6 +301,7 @@ def write_scripts(
         (exported.directory / SGLANG_SCHEDULE).write_text(json.dumps(for_sglang(schedule), indent=2) + "\n")
     for engine, command in commands.items():
         script = exported.directory / f"serve_{engine}.sh"
-        script.write_text(f"#!/bin/sh\nexec {command}\n")
+        version = VLLM if engine == "vllm_plugin" else rules_for(engine, exported.kind).engine
+        script.write_text(f"#!/bin/sh\n# checked against the loader rules of {version}\n{here}exec {command}\n")
         script.chmod(0o755)
     return commands

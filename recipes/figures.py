@@ -218,8 +218,9 @@ def series(run: Run, metric: str) -> tuple[list[int], list[float]]:
 def interval_line(axes: Axes, x: list[int], rows: list[Result], colour: str, dashes: str, name: str) -> None:
     """Speedups over x with their intervals."""
     speedups = [row["speedup"] for row in rows]
-    below = [max(0.0, row["speedup"] - row["speedup_ci95"][0]) for row in rows]
-    above = [max(0.0, row["speedup_ci95"][1] - row["speedup"]) for row in rows]
+    intervals = [row["speedup_ci95"] or [row["speedup"]] * 2 for row in rows]
+    below = [max(0.0, speedup - low) for speedup, (low, _) in zip(speedups, intervals, strict=True)]
+    above = [max(0.0, high - speedup) for speedup, (_, high) in zip(speedups, intervals, strict=True)]
     axes.errorbar(x, speedups, yerr=[below, above], fmt="none", capsize=3, color=colour, linewidth=1)
     axes.plot(x, speedups, dashes, marker="o", color=colour, label=name)
 

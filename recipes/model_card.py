@@ -102,11 +102,11 @@ def measured_text(evaluation: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in evaluation["results"]:
-        low, high = row["speedup_ci95"]
+        interval = "-".join(f"{end:.2f}" for end in row["speedup_ci95"] or [])
         check = row["lossless"]
         rows.append(
             f"| {row['prompt_set']} ({row['num_prompts']}) | {row['temperature']:g} | {row['batch_size']} | "
-            f"{row['draft_length']} | {row['mean_acceptance_length']:.2f} | {row['speedup']:.2f} | {low:.2f}-{high:.2f}"
+            f"{row['draft_length']} | {row['mean_acceptance_length']:.2f} | {row['speedup']:.2f} | {interval}"
             f" | {check['identical']}/{check['checked']} |"
         )
         for domain, part in row.get("domains", {}).items():

@@ -29,12 +29,10 @@ from draftsmith.inference.replay import (
     check_replayed,
     check_replayed_as,
     expected_stats,
-    length_interval,
-    paired_difference,
     record,
     replay,
 )
-from draftsmith.inference.stats import Stats
+from draftsmith.inference.stats import Stats, length_interval, paired_difference
 from draftsmith.inference.verify import VerificationMode
 from draftsmith.inference.weaknesses import temperature
 from draftsmith.models import Drafter, Target, load_drafter

@@ -123,8 +123,8 @@ def teacher_forced(rows: list[tuple[Contender, Result]]) -> list[Table]:
 
 
 def gap_cell(gap: dict[str, Any]) -> Cell:
-    low, high = gap["ci95"]
-    text = f"{gap['difference']:+.2f} [{low:+.2f}, {high:+.2f}]"
+    interval = ", ".join(f"{end:+.2f}" for end in gap["ci95"] or [])
+    text = f"{gap['difference']:+.2f}{interval and f' [{interval}]'}"
     return Cell(f"{text} GAP", tone="alarm") if gap["flagged"] else Cell(text)
 
 

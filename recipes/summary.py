@@ -1,5 +1,6 @@
 """The comparison of drafters: one table a setting, and what stands below it."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ class SummaryRow:
     @property
     def tone(self) -> Tone:
         """Good or bad where the interval of the speedup leaves no doubt; other output is never good."""
-        low, high = self.result["speedup_ci95"]
+        low, high = self.result["speedup_ci95"] or (0.0, math.inf)
         return "bad" if high < 1 else "good" if low > 1 and self.sound else ""
 
     @property
@@ -94,6 +95,7 @@ def plain_row(setting: str, beside: SummaryRow, note: str) -> SummaryRow:
     result = {
         **beside.result,
         "mean_acceptance_length": 1.0,
+        "mean_acceptance_length_ci95": None,
         "draft_acceptance_rate": None,
         "tokens_per_second": beside.result["baseline_tokens_per_second"],
         "speedup": 1.0,
@@ -150,9 +152,11 @@ def comparison_cells(row: SummaryRow) -> Row:
     alarm: Tone = "" if row.sound else "alarm"
     return {
         "drafter": Cell(row.drafter, row.note),
-        "acceptance length": f"{result['mean_acceptance_length']:.2f}",
+        "acceptance length": Cell(
+            f"{result['mean_acceptance_length']:.2f}", interval_text(result.get("mean_acceptance_length_ci95"))
+        ),
         "draft acceptance": "–" if rate is None else f"{100 * rate:.1f} %",
-        "speedup": "1.00×" if plain else Cell(speedup_text(result), tone=row.tone),
+        "speedup": "1.00×" if plain else Cell(speedup_text(result), interval_note(result), row.tone),
         "tokens/s": f"{result['tokens_per_second']:.1f}",
         "plain tokens/s": f"{result['baseline_tokens_per_second']:.1f}",
         "ms a round": f"{result['baseline_tpot_ms']['p50'] if plain else sum(phases.values()):.2f}",
@@ -198,8 +202,8 @@ def domain_table(block: list[SummaryRow]) -> Table | None:
 
 def domain_text(fields: dict[str, Any]) -> str:
     """Speed by domain is there at batch size 1 only, where a batch is of one domain."""
-    speedup = f", {fields['speedup']:.2f}×" if "speedup" in fields else ""
-    return f"{fields['mean_acceptance_length']:.2f}{speedup}"
+    length = f"{fields['mean_acceptance_length']:.2f} {interval_text(fields.get('mean_acceptance_length_ci95'))}"
+    return ", ".join([length.rstrip(), *([speedup_text(fields)] if "speedup" in fields else [])])
 
 
 # --- words
@@ -209,8 +213,21 @@ def speedup_text(result: Result) -> str:
     return ratio_text(result["speedup"], result["speedup_ci95"])
 
 
-def ratio_text(ratio: float, interval: list[float]) -> str:
-    return f"{ratio:.2f}× [{interval[0]:.2f}, {interval[1]:.2f}]"
+def ratio_text(ratio: float, interval: list[float] | None) -> str:
+    return f"{ratio:.2f}× {interval_text(interval)}".rstrip()
+
+
+def interval_text(interval: list[float] | None) -> str:
+    """Nothing where too little was measured for one."""
+    return f"[{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
+
+
+def interval_note(result: Result) -> str:
+    """What to know of the interval of a speedup, where it is not over several batches."""
+    if result["speedup_ci95"] is None:
+        return "too few batches or repeats for an interval"
+    one_batch = result.get("timed_prompts", result["num_prompts"]) <= result["batch_size"]
+    return "over the repeats of one batch" if one_batch else ""
 
 
 def lossless_text(result: Result) -> str:

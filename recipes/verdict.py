@@ -3,6 +3,7 @@
 What was not measured is not said.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,14 @@ def chosen_row(measured: Measured, best: Contender, row: Result) -> Result | Non
 
 
 def facts(best: Contender, row: Result) -> list[Fact]:
-    low, high = row["speedup_ci95"]
+    interval = row["speedup_ci95"]
     crossing = break_even(batch_curve(best, row))
     found = [
-        Fact("Speedup", f"{row['speedup']:.2f}×", f"95 %: {low:.2f} to {high:.2f}"),
+        Fact(
+            "Speedup",
+            f"{row['speedup']:.2f}×",
+            "95 %: {:.2f} to {:.2f}".format(*interval) if interval else "no interval",
+        ),
         acceptance_fact(row),
         Fact("Cost of a round", f"{steps_a_round(row):.2f}", "plain steps"),
     ]
@@ -98,7 +103,7 @@ def acceptance_fact(row: Result) -> Fact:
 
 
 def tone_of(row: Result) -> Tone:
-    low, high = row["speedup_ci95"]
+    low, high = row["speedup_ci95"] or (0.0, math.inf)
     return "good" if low > 1 else "bad" if high < 1 else ""
 
 
@@ -109,6 +114,8 @@ def title(measured: Measured, best: Contender, row: Result) -> str:
     size = f"batch size {row['batch_size']}"
     if best.kind == PLAIN:
         return f"Only plain decoding was measured: {row['tokens_per_second']:.1f} tokens per second at {size}."
+    if row["speedup_ci95"] is None:
+        return f"Too little was timed to tell at {size}: the best drafter, {best.name}, reaches {row['speedup']:.2f}×."
     if tone_of(row) == "bad":
         return f"Speculation does not pay at {size}: the best drafter, {best.name}, reaches {row['speedup']:.2f}×."
     if tone_of(row) == "":
@@ -134,11 +141,12 @@ def break_even_text(curve: list[Result]) -> str:
     crossing = break_even(curve)
     if crossing and crossing.is_clear:
         return f"break-even near batch size {crossing.batch_size:.0f}"
-    unclear = next((row for row in curve[1:] if tone_of(row) != "good"), None)
+    known = [row for row in curve[1:] if row["speedup_ci95"]]
+    unclear = next((row for row in known if tone_of(row) != "good"), None)
     if unclear:
         return f"no measurable gain at batch size {unclear['batch_size']}"
-    if len(curve) > 1:
-        return f"still {curve[-1]['speedup']:.2f}× at batch size {curve[-1]['batch_size']}"
+    if known:
+        return f"still {known[-1]['speedup']:.2f}× at batch size {known[-1]['batch_size']}"
     return ""
 
 
@@ -146,10 +154,11 @@ def break_even_text(curve: list[Result]) -> str:
 
 
 def speed_text(best: Contender, row: Result) -> str:
-    low, high = row["speedup_ci95"]
+    interval = row["speedup_ci95"]
+    sure = "95 % interval {:.2f} to {:.2f}".format(*interval) if interval else "too little was timed for an interval"
     return (
         f"{best.name}{best.note and f' ({best.note})'} decodes {row['speedup']:.2f}× as fast as plain decoding "
-        f"(95 % interval {low:.2f} to {high:.2f}): a round emits {tokens_a_round(row):.2f} tokens and costs "
+        f"({sure}): a round emits {tokens_a_round(row):.2f} tokens and costs "
         f"{steps_a_round(row):.2f} steps of plain decoding."
     )
 

@@ -5,6 +5,8 @@ wrong, only there.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from draftsmith.models.slots import Window, chain_window, slot_attention
 from draftsmith.models.trees import ancestor_words, node_depths
 
 pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
-from draftsmith.models.attention_kernel import attend
+from draftsmith.models.attention_kernel import MOST_SCRATCH, attend, num_splits
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")  # splits that see nothing
 
@@ -105,7 +107,7 @@ def test_heads_that_share_keys_and_values(kv_heads: int, groups: int) -> None:
     assert_same(make_window("one token"), kv_heads, groups, splits=2)
 
 
-@pytest.mark.parametrize("width", [16, 80, 96, 128, 256])
+@pytest.mark.parametrize("width", [16, 80, 96, 128, 256, 512])
 def test_head_widths(width: int) -> None:
     assert_same(make_window("tree"), kv_heads=2, width=width, splits=1)
     assert_same(make_window("one token"), width=width, splits=2)
@@ -124,3 +126,40 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     splits = None if CUDA else 1
     assert_same(make_window(name), dtype=dtype, splits=splits)
     assert_same(make_window(name), dtype=dtype, splits=splits, width=80, softcap=5.0, sinks=True, sliding_window=6)
+
+
+def test_a_row_of_more_than_2_to_the_31_elements(tmp_path: Path) -> None:
+    """Slots far apart in a file that is nearly all holes."""
+    far, num_slots, width = 2**26, 34, 16
+    size = (num_slots - 1) * far + width
+    (tmp_path / "slots").touch()
+    stored = torch.from_file(str(tmp_path / "slots"), shared=True, size=size, dtype=torch.float16)
+    slots = stored.as_strided((1, 1, num_slots, width), (0, 0, far, 1))
+    slots.copy_(torch.randn(slots.shape))
+    query, window = torch.randn(1, 1, 1, width).half().to(DEVICE), chain_window(torch.tensor([num_slots - 1]), 1)
+    slots = slots if not CUDA else stored.to(DEVICE).as_strided(slots.shape, slots.stride())
+    found = attend(query, slots, slots, window.packed_mask().to(DEVICE), 1.0, splits=1)
+    expected = (query @ slots.mT).float().softmax(-1) @ slots.float()
+    torch.testing.assert_close(found.float(), expected.transpose(1, 2), atol=4e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "num_slots", "expected"),
+    [
+        (1, 1, 4096, 33),  # programs for each multiprocessor twice: 264 of them, 8 for each split
+        (32, 5, 32768, 8),  # programs enough, but rows that may be ragged
+        (1, 512, 32768, 8),
+        (32, 512, 32768, 1),  # 268 MB a split
+        (8, 512, 32768, 4),
+    ],
+)
+def test_long_caches_are_split_within_the_scratch(
+    batch: int, length: int, num_slots: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 heads of 128 on 8, four of them in a tile of 64 rows, on a GPU of 132 multiprocessors."""
+    gpu = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    tiles, part_bytes = -(-length * 4 // 64), 4 * batch * length * 32 * 128
+    splits = num_splits(batch * 8 * tiles, num_slots, 32, part_bytes, torch.device("cuda"))
+    assert splits == expected
+    assert splits == 1 or splits * part_bytes <= MOST_SCRATCH

@@ -7,12 +7,16 @@ import torch
 from test_drafters import build
 
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoder import resolve_settings
+from draftsmith.inference.generation import Generation
 from draftsmith.inference.rows import GenerationSettings, Rows
+from draftsmith.inference.schedule import Schedule
 from draftsmith.models import Target, load_drafter, save_drafter
 from draftsmith.models.base import NO_TOKEN
 from draftsmith.models.cascade import Cascade, CascadeConfig
 from draftsmith.models.errors import UserError
 from draftsmith.models.ngram import Ngram, NgramConfig
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.suffix import Suffix
 from draftsmith.models.trees import Chain
 
@@ -117,3 +121,19 @@ def test_what_is_no_cascade_is_refused(tiny_target: Target) -> None:
             load_drafter(name, tiny_target)
     with pytest.raises(UserError, match="looks up 4 tokens at most"):
         Cascade(CascadeConfig(shortest=5), Ngram(NgramConfig()), build("medusa", tiny_target))
+
+
+@pytest.mark.parametrize(("first", "second"), [("suffix", "draft_model")])
+def test_a_draft_model_reads_what_was_written_without_speculation(cascade: Cascade, tiny_target: Target) -> None:
+    """Off while two requests run, on when the shorter one is done: then no slot of the longer one's text is empty."""
+    schedule = Schedule(((1, 3), (2, 0)))
+    settings = resolve_settings(cascade, Sampling(), 40, schedule, stop_at_eos=False)
+    rows = Rows(tiny_target, cascade, settings, 2, 128)
+    generation = Generation(rows, [], [])
+    generation.add([5, 77, 23, 9], 0, 40)
+    generation.add([100, 3, 200], 1, 15)
+    while generation.running():
+        generation.step()
+    keys, _ = rows.state.memory.cache.keys_and_values(0)  # [B, Hkv, M, D]
+    num_before = int(rows.state.lengths[0]) - (settings.shape.depth + 2)  # the last round, with its newest token
+    assert (keys[0, :, :num_before].abs().sum((0, 2)) > 0).all()

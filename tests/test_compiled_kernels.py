@@ -1,5 +1,7 @@
 """Every kernel compiles for sm_90 (H100, H200), GPU or no GPU: what Triton's interpreter does not check.
 
+The widest attention does for sm_89 (L4, RTX 40), too, which has the least shared memory.
+
 Kernels are compiled as they are launched: an entry of `launches` is a call on tensors of the meta device, of which only
 dtype and shape exist, and every launch ends after compilation. So the call waits for no result either: it could not.
 `python tests/test_compiled_kernels.py` prints what each kernel takes. To have more kernels compiled, add a call.
@@ -21,8 +23,10 @@ import pytest
 import torch
 from torch import Tensor
 
-SHARED_MEMORY = 227 * 1024  # bytes that one program may have on sm_90
-COLUMNS = ("launch", "kernel", "grid", "warps", "registers", "stack", "shared")
+SHARED_MEMORY = {89: 99 * 1024, 90: 227 * 1024}  # bytes that one program may have, by sm
+MOST_PROGRAMS = 65535  # on the second and third axis of a grid
+WIDEST = 512  # attention heads, of Gemma-4's global layers
+COLUMNS = ("sm", "launch", "kernel", "grid", "warps", "registers", "stack", "shared")
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -31,7 +35,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def launches() -> dict[str, Callable[[], object]]:
     """By a name with the shape bucket and, where there are several, the dtype."""
-    return verification() | attention() | cache() | losses()
+    return verification() | attention() | cache() | losses() | steps()
 
 
 def attention() -> dict[str, Callable[[], object]]:
@@ -49,12 +53,46 @@ def attention() -> dict[str, Callable[[], object]]:
         for width in (64, 128, 256):
             calls[f"bfloat16 {length} {width}"] = length, width, torch.bfloat16, 2, False, 8
             calls[f"float16 {length} {width}"] = length, width, torch.float16, 0, True, 8
-    for width in (64, 128, 256):  # all lengths take the same tile
+        calls[f"bfloat16 {length} {WIDEST}"] = length, WIDEST, torch.bfloat16, 2, False, 8
+    for width in (64, 128, 256, WIDEST):  # all lengths take the same tile
         calls[f"float32 {width}"] = 8, width, torch.float32, 2, True, 8
     calls["odd width"] = 8, 80, torch.bfloat16, 2, False, 8
     calls["everything tree"] = 8, 128, torch.bfloat16, 2, True, 8
     calls["prompt"] = 512, 128, torch.bfloat16, 0, False, 1
     return {f"attention {name}": lambda args=args: call(*args) for name, args in calls.items()}
+
+
+def steps() -> dict[str, Callable[[], object]]:
+    """Of a fused layer, for a prompt's chunk of 512 tokens in each of 256 rows."""
+    from draftsmith.models import llama_kernels
+    from draftsmith.models.layers import DecodingNorm
+
+    num_tokens, queries, kv_heads, half = 256 * 512, 32, 8, 64
+
+    def rotate(dtype: torch.dtype, normed: bool) -> None:
+        qkv = meta(num_tokens, (queries + 2 * kv_heads) * 2 * half, dtype=dtype)
+        heads = qkv[:, : (queries + kv_heads) * 2 * half].view(num_tokens, -1, 2, half)
+        stored, angles = qkv[:, queries * 2 * half :], meta(num_tokens, 1, 2, half, dtype=torch.float32)
+        norm = DecodingNorm(meta(queries + kv_heads, 2 * half, dtype=dtype), 1e-6) if normed else None
+        flat = meta(8192, 4 * kv_heads * half, dtype=dtype)
+        llama_kernels.rotate_and_store(
+            heads, stored, angles[:, :, :1].contiguous(), angles, norm, meta(num_tokens, dtype=torch.int64), flat
+        )
+
+    def silu(dtype: torch.dtype) -> None:
+        llama_kernels.silu_mul_(*meta(num_tokens, 2 * 14336, dtype=dtype).chunk(2, 1))
+
+    def norm(dtype: torch.dtype) -> None:
+        x = meta(num_tokens, 4096, dtype=dtype)
+        llama_kernels.rms_norm(x, DecodingNorm(meta(4096, dtype=dtype), 1e-6), x)
+
+    calls: dict[str, Callable[[], object]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        calls[f"silu {dtype}"] = lambda dtype=dtype: silu(dtype)
+        calls[f"norm {dtype}"] = lambda dtype=dtype: norm(dtype)
+        calls[f"rotate {dtype}"] = lambda dtype=dtype: rotate(dtype, True)
+    calls["rotate without norm"] = lambda: rotate(torch.bfloat16, False)
+    return calls
 
 
 def cache() -> dict[str, Callable[[], object]]:
@@ -130,11 +168,14 @@ def verification() -> dict[str, Callable[[], object]]:
     }
 
 
-class Sm90:
+class Gpu:
     """What Triton asks a driver for before it compiles."""
 
+    def __init__(self, sm: int) -> None:
+        self.sm = sm
+
     def get_current_device(self) -> int:
-        return 0
+        return self.sm  # what is compiled is kept by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -142,11 +183,11 @@ class Sm90:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.sm, 32)
 
 
 def compile_all() -> Iterator[dict[str, Any]]:
-    """What each launch of each call takes, by COLUMNS."""
+    """What each launch of each call takes, by COLUMNS, on sm_90; the widest attention on sm_89, too."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -156,16 +197,18 @@ def compile_all() -> Iterator[dict[str, Any]]:
     def compile_only(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
         compiled.append((launch(kernel, *args, grid=grid, warmup=True, **kwargs), grid))
 
-    driver.set_active(Sm90())
     JITFunction.run = compile_only
-    for name, call in launches().items():
-        compiled.clear()
-        call()
-        for kernel, grid in compiled:
-            usage = resource_usage(kernel.asm["cubin"])
-            metadata = kernel.metadata
-            row = name, metadata.name, list(grid), metadata.num_warps, usage["REG"], usage["STACK"], metadata.shared
-            yield dict(zip(COLUMNS, row, strict=True)) | {"memory": memory_order(kernel.asm["ptx"])}
+    wide = {name: call for name, call in attention().items() if name.endswith(str(WIDEST))}
+    for sm, calls in ((90, launches()), (89, wide)):
+        driver.set_active(Gpu(sm))
+        for name, call in calls.items():
+            compiled.clear()
+            call()
+            for kernel, grid in compiled:
+                usage = resource_usage(kernel.asm["cubin"])
+                data = kernel.metadata
+                row = sm, name, data.name, list(grid), data.num_warps, usage["REG"], usage["STACK"], data.shared
+                yield dict(zip(COLUMNS, row, strict=True)) | {"memory": memory_order(kernel.asm["ptx"])}
 
 
 def memory_order(ptx: str) -> str:
@@ -200,11 +243,18 @@ def kernels() -> list[dict[str, Any]]:
 
 def test_registers_hold_everything(kernels: list[dict[str, Any]]) -> None:
     assert kernels
-    assert not [kernel for kernel in kernels if kernel["stack"]]
+    assert not [kernel for kernel in kernels if kernel["stack"] and kernel["sm"] == 90]
 
 
 def test_shared_memory_suffices(kernels: list[dict[str, Any]]) -> None:
-    assert not [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY]
+    assert {kernel["sm"] for kernel in kernels} == set(SHARED_MEMORY)
+    assert not [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY[kernel["sm"]]]
+
+
+def test_grids_can_be_launched(kernels: list[dict[str, Any]]) -> None:
+    """Only the first axis takes more than 65,535 programs."""
+    assert max(kernel["grid"][0] for kernel in kernels) > MOST_PROGRAMS
+    assert not [kernel for kernel in kernels if max(kernel["grid"][1:], default=1) > MOST_PROGRAMS]
 
 
 def test_a_move_reads_everything_before_it_writes(kernels: list[dict[str, Any]]) -> None:
@@ -223,4 +273,5 @@ if __name__ == "__main__":
         if sys.argv[1:] == ["--json"]:
             print(json.dumps(row), flush=True)
         else:
-            print("{launch:30} {kernel:18} {grid!s:15} {warps:3} {registers:4} {stack:4} {shared:6}".format(**row))
+            line = "sm_{sm} {launch:30} {kernel:18} {grid!s:15} {warps:3} {registers:4} {stack:4} {shared:6}"
+            print(line.format(**row))

@@ -1,6 +1,7 @@
 """Every way in which an engine silently serves something else than what was trained: export refuses or repairs it."""
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -53,6 +54,21 @@ def halved(name: str) -> Change:
     return lambda config, tensors: tensors.update({name: tensors[name].half()})
 
 
+def reads(*layer_ids: int) -> Change:
+    """Both lists and `fc` say that it reads the states after these layers."""
+
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        config.update(eagle_aux_hidden_state_layer_ids=list(layer_ids), num_aux_hidden_states=len(layer_ids))
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [layer_id - 1 for layer_id in layer_ids]
+        tensors["fc.weight"] = torch.zeros(len(tensors["fc.weight"]), config["target_hidden_size"] * len(layer_ids))
+
+    return change
+
+
+def added(name: str, value: float) -> Change:
+    return lambda config, tensors: tensors[name].add_(value)
+
+
 # What happens to each on the engine without this refusal is said in the message.
 EAGLE3_TRAPS: dict[str, tuple[Change, str]] = {
     "layer missing": (without("fc.weight"), "fc.weight is missing and would stay random, without a word"),
@@ -78,6 +94,36 @@ EAGLE3_TRAPS: dict[str, tuple[Change, str]] = {
     "short context": (new_key("max_position_embeddings", 64), "max_position_embeddings is below the target's 128"),
     "no draft vocabulary": (without("draft_vocab_size"), "draft_vocab_size None"),
     "number of layers": (without("num_aux_hidden_states"), "num_aux_hidden_states None"),
+    "one layer": (reads(2), "layers [2] are not 1 distinct ones, two or more"),  # SGLang would skip fc
+    "one layer twice": (reads(2, 2, 3), "layers [2, 2, 3] are not 3 distinct ones"),  # as the default of six layers
+    "last layer": (reads(1, 2, 4), "after layers [1, 2, 4], SGLang after [1, 2]"),
+    "features of one layer": (
+        lambda config, tensors: config["eagle_config"].update(use_aux_hidden_state=False),
+        "no use_aux_hidden_state true",
+    ),
+    "norm before fc": (new_key("norm_before_fc", True), "norm_before_fc True, which was not trained"),
+    "norm before fc, nested": (
+        lambda config, tensors: config["eagle_config"].update(norm_before_fc=True),
+        "norm_before_fc True, which was not trained",
+    ),
+    "older name of those norms": (new_key("use_aux_norm", True), "use_aux_norm True"),
+    "bias of fc": (new_key("bias", True), "bias True"),
+    "norms of the features": (new_key("fc_norm", True), "fc_norm True"),
+    "norm of the output": (new_key("norm_output", True), "norm_output True"),
+    "sliding window": (new_key("sliding_window", 64), "sliding_window 64"),
+    "width of another target": (new_key("target_hidden_size", 64), "target_hidden_size 64 is not the target's 32"),
+    "type of the weights": (new_key("torch_dtype", "float16"), "calls the weights torch.float16"),
+    "older RoPE scaled alone": (
+        new_key("rope_scaling", {"rope_type": "linear", "factor": 9.0}),
+        "rope_scaling {'rope_type': 'linear', 'factor': 9.0} is not that of rope_parameters {'rope_type': 'default'}",
+    ),
+    "ids in place of offsets": (
+        lambda config, tensors: tensors["d2t"].add_(torch.arange(len(tensors["d2t"]))),
+        "d2t and t2d tell of different tokens",
+    ),
+    "offsets out of range": (added("d2t", 10_000), "d2t and t2d tell"),
+    "table inverted": (lambda config, tensors: tensors["t2d"].logical_not_(), "d2t and t2d tell"),
+    "broken weight": (added("norm.weight", float("nan")), "norm.weight holds NaN"),
     "one list for both engines": (nested_ids(1, 2, 3), "vLLM would capture the states after layers [1, 2, 3], SGLang"),
     "nested list only": (without("eagle_aux_hidden_state_layer_ids"), "eagle_aux_hidden_state_layer_ids None"),
     "top list only": (without("eagle_config"), "eagle_config None"),
@@ -94,6 +140,7 @@ MEDUSA_TRAPS: dict[str, tuple[Change, str]] = {
 
 EAGLE_TRAPS: dict[str, tuple[Change, str]] = {
     "bias missing": (without("fc.bias"), "fc.bias is missing and would stay random, without a word"),
+    "sliding window": (new_key("layer_types", ["sliding_attention"]), "layer_types ['sliding_attention']"),
     "first norm": (new_tensor("layers.0.input_layernorm.weight"), "layers.0.input_layernorm.weight is unknown"),
     "head": (new_tensor("lm_head.weight"), "lm_head.weight is unknown"),
     "EAGLE-3's width": (
@@ -103,6 +150,13 @@ EAGLE_TRAPS: dict[str, tuple[Change, str]] = {
     "two layers": (new_key("num_hidden_layers", 2), "num_hidden_layers 2, not 1"),
     "older RoPE alone": (without("rope_parameters"), "rope_parameters None"),
     "EAGLE-3's architecture": (new_key("architectures", ["LlamaForCausalLMEagle3"]), "not LlamaForCausalLM"),
+}
+DRAFT_MODEL_TRAPS: dict[str, tuple[Change, str]] = {
+    "layer missing": (without("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight is missing and"),
+    "a layer too many": (new_key("num_hidden_layers", 1), "model.layers.1.input_layernorm.weight is unknown and would"),
+    "head of a tied model": (new_key("tie_word_embeddings", True), "lm_head.weight is unknown"),
+    "wider": (new_key("intermediate_size", 128), "has the shape [32, 64], not [32, 128]"),
+    "broken weight": (added("model.norm.weight", float("inf")), "model.norm.weight holds NaN or infinity"),
 }
 P_EAGLE_TRAPS: dict[str, tuple[Change, str]] = {
     "mask state missing": (without("mask_hidden"), "mask_hidden is missing"),
@@ -159,6 +213,8 @@ OTHER_TRAPS = [
         ("vllm", "eagle", EAGLE_TRAPS),
         ("sglang", "eagle", EAGLE_TRAPS),
         ("vllm", "p_eagle", P_EAGLE_TRAPS),
+        ("vllm", "draft_model", DRAFT_MODEL_TRAPS),
+        ("sglang", "draft_model", DRAFT_MODEL_TRAPS),
     )
     for trap in traps.values()
 ]
@@ -204,6 +260,18 @@ def test_the_last_layer_is_never_captured_by_sglang() -> None:
 
 def test_without_ids_both_take_the_same_default() -> None:
     assert vllm_layers({}, 8) == sglang_layers({}, 8, "llama") == [2, 4, 5]
+
+
+@pytest.mark.parametrize(("layer_ids", "refused"), [([2, 3], False), ([1, 2, 3], True)])
+def test_families_whose_ids_sglang_shifts_only_from_1(
+    layer_ids: list[int], refused: bool, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of these targets SGLang takes a nested list that starts at 0 for ids of another count."""
+    files = files_for("sglang", "eagle3", tiny_target, layer_ids=layer_ids)
+    monkeypatch.setattr(tiny_target.text_config, "model_type", "deepseek_v3")
+    message = "vLLM would capture the states after layers [1, 2, 3], SGLang after [0, 1, 2]"
+    with pytest.raises(UserError, match=re.escape(message)) if refused else nullcontext():
+        check_directory("sglang", "eagle3", files.config, files.tensors, tiny_target)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +320,9 @@ def test_scaled_rope_stands_in_both_schemas(make_target_dir: Any) -> None:
     files = files_for("vllm", "eagle3", target)
     check_directory("vllm", files.kind, files.config, files.tensors, target)
     assert files.config["rope_scaling"]["factor"] == files.config["rope_parameters"]["factor"] == 2.0
+    other = {**files.config, "rope_scaling": {**files.config["rope_scaling"], "factor": 9.0}}
+    with pytest.raises(UserError, match="'factor': 9.0} is not that of rope_parameters"):
+        check_directory("vllm", files.kind, other, files.tensors, target)
     del files.config["rope_scaling"]
     with pytest.raises(UserError, match="rope_scaling is missing beside rope_parameters of type linear"):
         check_directory("vllm", files.kind, files.config, files.tensors, target)

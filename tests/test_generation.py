@@ -1,10 +1,12 @@
 """The decoder as a whole: whatever drafts, the text is the target's."""
 
 import functools
+import itertools
+from typing import Any, get_args
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from draftsmith.inference import SpeculativeDecoder
@@ -12,17 +14,18 @@ from draftsmith.inference import rows as rows_module
 from draftsmith.inference.decoder import resolve_settings
 from draftsmith.inference.generation import Generation
 from draftsmith.inference.rows import GenerationSettings, Rows
-from draftsmith.inference.verify import SAMPLED_DRAFTS, VerificationMode
+from draftsmith.inference.verify import VerificationMode
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.base import DecodingState, Draft, chain, stack_chain
 from draftsmith.models.errors import UserError
 from draftsmith.models.none import NoDrafter, NoneConfig
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.slots import SlotCache, chain_window
-from draftsmith.models.trees import DynamicTree, Shape, node_depths
+from draftsmith.models.trees import DynamicTree, Shape, StaticTree, node_depths
 
 PROMPTS = ["The smith heats the iron", "def strike(iron):", "A draft is cheap, a draft is cheap, a", "x"]
 TREE = DynamicTree(num_nodes=12, depth=4, width=3)
+STATIC_TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 KINDS = [kind for kind in DRAFTERS if kind != "none"]
 CUT_ON_CPU = ("ngram", "suffix")  # their drafts are cut there to what was found
 
@@ -192,25 +195,47 @@ def test_a_queue_through_few_rows_gives_what_each_prompt_gives(
         assert request.stats.num_accepted_tokens + request.stats.num_rounds + 1 >= len(answer)
 
 
-@pytest.mark.parametrize("mode", ["greedy", "one_hot", "probabilistic", "block", "typical"])
+class WithTheHost(TorchDispatchMode):
+    """Keeps what passes between host and device: values read there, tensors made here, sizes that hang on values."""
+
+    KINDS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "lift_fresh", "repeat_interleave.Tensor")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += [str(op) for kind in self.KINDS if kind in str(op)]
+        return op(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in CUT_ON_CPU])
-def test_a_round_does_not_wait_for_the_device(kind: str, mode: VerificationMode, tiny_target: Target) -> None:
-    """Draft, verification, commit on tensors without data: whatever asks for a value raises."""
-    sampling = Sampling(
-        0.0 if mode == "greedy" else 0.8, 1.0 if mode == "greedy" else 0.9, 0 if mode == "greedy" else 20
-    )
+def test_a_round_can_be_recorded(kind: str, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph holds nothing that passes between host and device: draft, verification, commit, in every mode."""
     drafter = drafter_of(kind, tiny_target)
-    if mode in SAMPLED_DRAFTS and not drafter.can_sample:
-        pytest.skip("it has no probabilities")
-    settings = resolve_settings(drafter, sampling, 12, 3, mode)
-    rows = Rows(tiny_target, drafter, settings, 2, CONTEXT)
-    rows.admit([0, 1], [[5, 6, 7], [8, 9]], [0, 1])
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        rows.draft()
-        record = rows.verify()
+    monkeypatch.setattr(torch.Tensor, "tolist", None)  # seen by no dispatch mode
+    recorded = 0
+    for mode, draft in itertools.product(get_args(VerificationMode), (3, STATIC_TREE, TREE)):
+        sampling = Sampling() if mode in ("greedy", "synthetic") else Sampling(0.8, 0.9, 20)
+        try:
+            rates = (0.5, 0.3) if mode == "synthetic" else ()
+            settings = resolve_settings(drafter, sampling, 12, draft, mode, synthetic_rates=rates)
+        except UserError:  # it drafts no trees, or has no probabilities
+            continue
+        rows = Rows(tiny_target, drafter, settings, 2, CONTEXT)
+        rows.admit([0, 1], [[5, 6, 7], [8, 9]], [0, 1])
+        with WithTheHost() as seen:
+            for _ in range(2):
+                rows.draft()
+                record = rows.verify()
+        assert not seen.found, (mode, draft)
         assert record.shape == (2, 4 + settings.shape.depth + 1)
-        with pytest.raises(DataDependentOutputException):
-            record[0, 0].item()
+        recorded += 1
+    assert recorded >= 4
+    with WithTheHost() as seen:
+        record[0, 0].item()
+        torch.tensor([1.0])
+    assert len(seen.found) == 2
 
 
 def test_sampled_answers_do_not_depend_on_the_batch(tiny_target: Target) -> None:
@@ -294,7 +319,7 @@ def test_settings_that_cannot_be_followed_are_refused(tiny_target: Target) -> No
         (ngram, {"prompts": []}),
         (ngram, {"prompts": [[]]}),
         (ngram, {"max_new_tokens": 1000}),
-        (ngram, {"temperature": -1.0}),
+        *((ngram, {"temperature": value}) for value in (-1.0, 1e-38, float("nan"), float("inf"))),
         (ngram, {"top_p": 0.5}),
         (ngram, {"verification_mode": "one_hot"}),
         (ngram, {"temperature": 1.0, "verification_mode": "probabilistic"}),
@@ -305,3 +330,23 @@ def test_settings_that_cannot_be_followed_are_refused(tiny_target: Target) -> No
     for decoder, settings in bad:
         with pytest.raises(UserError):
             decoder.generate(**{"prompts": PROMPTS, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"prompts": "Hello there"}, "prompts: give a list of prompts"),
+        ({"prompts": [1, 2, 3]}, "prompts: give a list of prompts"),
+        ({"prompts": [[1, 2], [3, 300]]}, "prompt 2 has token ids from 3 to 300: the target knows 0 to 299"),
+        ({"prompts": [[-1]]}, "prompt 1 has token ids from -1 to -1"),
+        ({"request_ids": [0]}, "request_ids: 1 for 4 prompts"),
+        ({"seed": 2**64}, "seed 18446744073709551616: give a whole number of at most 64 bits"),
+        ({"batch_size": -1}, "batch_size -1: give at least 1"),
+        ({"max_new_tokens": 4.0}, "max_new_tokens 4.0: give a whole number"),
+        ({"draft_length": 2.5}, "draft_length 2.5: give a whole number"),
+        ({"temperature": 1e-40}, "temperature 1e-40: give 0 .greedy., or 1e-05 or more"),
+    ],
+)
+def test_a_wrong_argument_is_named(settings: dict[str, Any], reason: str, tiny_target: Target) -> None:
+    with pytest.raises(UserError, match=reason):
+        plain(tiny_target).generate(**{"prompts": PROMPTS, "max_new_tokens": 8, **settings})

@@ -301,6 +301,48 @@ def test_vllm_medusa_without_biases(tiny_target: Target, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("kind", "fields", "changes"),
+    [
+        ("mlp_speculator", {"num_heads": 3}, dict.fromkeys(("n_predict", "inner_dim", "tie_weights", "scale_input"))),
+        ("medusa", {"num_heads": 5}, {"num_heads": None, "num_hidden_layers": None}),
+        ("p_eagle", {"num_layers": 2, "mask_token_id": 7}, {}),
+        ("p_eagle", {"num_layers": 2, "mask_token_id": 7}, {"pard_token": None, "mask_token_id": 7}),
+    ],
+)
+def test_keys_that_a_format_may_leave_out(
+    kind: str, fields: dict[str, Any], changes: dict[str, Any], tiny_target: Target, tmp_path: Path
+) -> None:
+    """Its defaults stand in, and P-EAGLE's token has two names. Changes to None leave a key out."""
+    drafter = noisy(kind, tiny_target, **fields)
+    config = foreign_config(drafter, **changes)
+    path = write(tmp_path / "head", config, checkpoint_of(drafter, torch.float32).tensors, "model.safetensors")
+    found = load_drafter(path, tiny_target)
+    assert_same(found, drafter)
+    assert found.engine_config() == drafter.engine_config()
+
+
+def test_hydra_of_its_authors_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    config = {"hydra_num_heads": 4, "hydra_num_layers": 4, "hydra_head_arch": "prefix-mlp"}
+    with pytest.raises(UserError, match="Hydra heads in their authors' layout"):
+        load_drafter(write(tmp_path / "head", config, {}, "hydra_lm_head.pt"), tiny_target)
+
+
+@pytest.mark.parametrize("missing", ["pard_token", "num_hidden_layers"])
+def test_a_p_eagle_must_say_what_it_is(missing: str, tiny_target: Target, tmp_path: Path) -> None:
+    drafter = noisy("p_eagle", tiny_target, num_layers=2)
+    config = foreign_config(drafter, **{missing: None})
+    path = write(tmp_path / "head", config, checkpoint_of(drafter, torch.float32).tensors, "model.safetensors")
+    with pytest.raises(UserError, match="lacks num_hidden_layers, or pard_token or mask_token_id"):
+        load_drafter(path, tiny_target)
+
+
+def foreign_config(drafter: Drafter, **changes: Any) -> dict[str, Any]:
+    """config.json in the engines' layout as another project would write it; changes to None leave a key out."""
+    config = {**checkpoint_of(drafter, torch.float32).config, "draftsmith": None, **changes}
+    return {key: value for key, value in config.items() if value is not None}
+
+
+@pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("0.0.linear.weight", "blocks.0.layers.0.weight"),

@@ -61,7 +61,8 @@ def test_a_row_has_every_field_and_agrees_with_itself(temperature: float, mode: 
     assert row["step_cost_ratio"] == pytest.approx(row["mean_acceptance_length"] / row["speedup"])
     assert sum(row["acceptance_histogram"]) == row["num_drafts"]
     assert len(row["acceptance_histogram"]) == 4
-    assert row["speedup_ci95"][0] <= row["speedup_ci95"][1]
+    assert row["speedup_ci95"] is None  # of two batches
+    assert row["mean_acceptance_length_ci95"][0] <= row["mean_acceptance_length"]
     plain = rows["none"]
     assert plain["speedup"] == 1.0
     assert plain["mean_acceptance_length"] == 1.0
@@ -93,12 +94,24 @@ def test_domains_add_up_to_the_whole(tiny_target: Target) -> None:
 def test_the_interval_is_paired() -> None:
     """Twice as fast on every prompt, however the prompts differ: no width at all."""
     tokens, seconds = [10, 40, 20, 30], [1.0, 2.0, 9.0, 4.0]
-    low, high = bootstrap_ratio(tokens, seconds, tokens, [2 * s for s in seconds])
-    assert low == pytest.approx(2)
-    assert high == pytest.approx(2)
-    low, high = bootstrap_ratio(tokens, seconds, tokens, [3 * seconds[0], seconds[1], *seconds[2:]])
-    assert low == pytest.approx(1)
-    assert high > 1
+    assert bootstrap_ratio(tokens, seconds, tokens, [2 * s for s in seconds]) == pytest.approx([2, 2])
+    unequal = bootstrap_ratio(tokens, seconds, tokens, [3 * seconds[0], *seconds[1:]])
+    assert unequal is not None
+    assert unequal[0] < 1 < 18 / 16 < unequal[1]
+    assert bootstrap_ratio(tokens[:2], seconds[:2], tokens[:2], seconds[:2]) is None
+
+
+def test_a_single_batch_has_an_interval_over_its_repeats(tiny_target: Target) -> None:
+    """Of fewer than three repeats none, in the whole and by domain."""
+    prompts = PromptSet("some", [tiny_target.encode(text) for text in ("a b a b", "def f(", "iron")], list("xxy"))
+    drafters = {"ngram": load_drafter("ngram", tiny_target)}
+    for repeats in (1, 2, 3):
+        settings = MeasureSettings(batch_size=3, max_new_tokens=6, repeats=repeats)
+        interval = measure(tiny_target, drafters, prompts, settings)["ngram"]["speedup_ci95"]
+        assert (interval is None) == (repeats < 3)
+    row = measure(tiny_target, drafters, prompts, replace(settings, batch_size=1))["ngram"]
+    assert len(row["speedup_ci95"]) == len(row["mean_acceptance_length_ci95"]) == 2
+    assert all(fields["mean_acceptance_length_ci95"] is None for fields in row["domains"].values())
 
 
 def counts(check: LosslessCheck) -> tuple[int, int, int, int]:

@@ -21,10 +21,9 @@ from draftsmith.inference.replay import (
     check_replayed,
     check_replayed_as,
     expected_stats,
-    paired_difference,
     record,
 )
-from draftsmith.inference.stats import Stats
+from draftsmith.inference.stats import Stats, paired_difference
 from draftsmith.models import Drafter, Target, UserError, load_drafter, save_drafter
 from draftsmith.models.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.sampling import Sampling
@@ -174,11 +173,12 @@ def test_calibration_counts_what_the_rows_count(
 
 def test_the_difference_is_paired() -> None:
     few, many = (
-        [Stats(2, n, 2 * n, accepted) for n, accepted in zip((10, 30), pair, strict=True)]
-        for pair in ((5, 3), (15, 33))
+        [Stats(2, n, 2 * n, accepted) for n, accepted in zip((10, 30, 20), accepted_tokens, strict=True)]
+        for accepted_tokens in ((5, 3, 9), (15, 33, 29))
     )
     assert paired_difference(many, few)["difference"] == pytest.approx(1)
     assert paired_difference(many, few)["ci95"] == pytest.approx([1, 1])
+    assert paired_difference(many[:2], few[:2])["ci95"] is None
 
 
 def test_what_cannot_be_replayed_is_refused(tiny_target: Target) -> None:

@@ -140,19 +140,39 @@ def test_what_training_predicts_stands_beside_the_decoder(flagged: bool, tmp_pat
 @pytest.mark.usefixtures("_no_figures")
 def test_domains_stand_below_their_setting(tmp_path: Path) -> None:
     domains = {
-        "code": {"num_prompts": 12, "mean_acceptance_length": 3.456, "speedup": 2.344},
-        "": {"num_prompts": 1, "mean_acceptance_length": 1.234},
+        "code": {
+            **{"num_prompts": 12, "mean_acceptance_length": 3.456, "mean_acceptance_length_ci95": [3.111, 3.777]},
+            **{"speedup": 2.344, "speedup_ci95": [2.111, 2.555]},
+        },
+        "": {"num_prompts": 1, "mean_acceptance_length": 1.234, "mean_acceptance_length_ci95": None},
     }
     write_run(tmp_path / "eagle3", keep=0.9, draft_ms=1.0)
     write_comparison(tmp_path, 1, result={"domains": domains})
     page = build_report(tmp_path).read_text()
     assert ">code (12 prompts)</th>" in page
-    assert ">3.46, 2.34×</td>" in page
+    assert ">3.46 [3.11, 3.78], 2.34× [2.11, 2.56]</td>" in page
     console = Console(width=120, record=True, file=io.StringIO())
     print_summary(tmp_path, console)
     printed = console.export_text()
     assert "domain (1 prompt)" in printed
     assert printed.count("1.23") == 1  # in the drafter's row, not in that of plain decoding
+
+
+def test_a_speedup_without_interval_decides_nothing(tmp_path: Path) -> None:
+    """Too little was timed for one: the page, its figures and the console say the ratio, and no more."""
+    write_run(tmp_path / "eagle3", keep=0.9, draft_ms=1.0)
+    for path in tmp_path.glob("eagle3/checkpoints/*/evaluation*.json"):
+        content = json.loads(path.read_text())
+        rows = [{**row, "speedup_ci95": None, "mean_acceptance_length_ci95": None} for row in content["results"]]
+        path.write_text(json.dumps({**content, "results": rows}))
+    page = build_report(tmp_path).read_text()
+    assert "Too little was timed to tell at batch size 1: the best drafter, eagle3, reaches" in page
+    assert "too few batches or repeats for an interval" in page
+    assert 'good">' not in page
+    assert 'bad">' not in page
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_summary(tmp_path, console)
+    assert "eagle3" in console.export_text()
 
 
 @pytest.mark.usefixtures("_no_figures")

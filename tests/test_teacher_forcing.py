@@ -102,7 +102,7 @@ def test_a_decoder_that_sees_other_features_is_flagged(
     settings = MeasureSettings(draft=DRAFT_LENGTH, max_new_tokens=NUM_TOKENS, repeats=1)
 
     def row() -> dict[str, Any]:
-        return measure(tiny_target, {"d": drafter}, PromptSet("some", prompts), settings)["d"]
+        return measure(tiny_target, {"d": drafter}, PromptSet("some", prompts * 2), settings)["d"]
 
     sound = row()
     assert sound["teacher_forced"] == {key: sound[key] for key in sound["teacher_forced"]}

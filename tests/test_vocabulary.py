@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_drafters import build, loss_of, random_batch
 
 from draftsmith.data.batches import BatchPlan, Rows
 from draftsmith.data.prepare import PrepareSettings, prepare
@@ -59,6 +60,25 @@ def test_the_end_of_a_text_can_always_be_proposed(tiny_target: Target) -> None:
     assert ids is not None
     assert set(tiny_target.eos_token_ids) <= set(ids.tolist())
     assert torch.isin(counts.topk(19).indices, ids).all()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "p_eagle", "medusa"])
+def test_chains_that_cannot_be_drafted_are_not_trained(kind: str, tiny_target: Target) -> None:
+    """A depth counts where every token before the predicted one, but for the root, is in the draft vocabulary."""
+    drafter, batch = build(kind, tiny_target, draft_vocab_size=150).eval(), random_batch(tiny_target, length=40)
+    drafter.fit_vocabulary(torch.rand(tiny_target.vocab_size, generator=torch.Generator().manual_seed(0)))
+    inside = torch.isin(batch.token_ids, drafter.draft_to_target())
+    expected = [
+        sum(
+            bool(written[t + 1 : t + 3 + k].all() and known[t + 2 : t + 2 + k].all())
+            for written, known in zip(batch.loss_mask, inside, strict=True)
+            for t in range(40 - 2 - k)
+        )
+        for k in range(3)
+    ]
+    assert expected[0] > expected[1] > expected[2] > 0
+    sums = loss_of(drafter, batch, tiny_target)
+    assert [int(sums[f"accuracy_{k}"][1]) for k in range(3)] == expected
 
 
 def make_plan(num_samples: int = 64) -> BatchPlan:

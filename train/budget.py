@@ -55,11 +55,12 @@ def left(config: EvaluationConfig, earlier: list[Cost], training_seconds: float)
 def checkpoints_without_gain(rows: list[dict[str, Any]]) -> int:
     """How many of the newest checkpoints bring no better speedup, given each one's first row, oldest first.
 
-    A better one is lossless, and its whole interval lies above the speedup of the last better one.
+    A better one is lossless, and its whole interval lies above the speedup of the last better one; its speedup, where
+    too little was timed for an interval.
     """
     best, count = 0.0, -1  # the first is measured against nothing
     for row in rows:
-        if row["lossless"]["divergences"] == 0 and row["speedup_ci95"][0] > best:
+        if row["lossless"]["divergences"] == 0 and (row["speedup_ci95"] or [row["speedup"]])[0] > best:
             best, count = row["speedup"], 0
         else:
             count += 1

@@ -244,12 +244,11 @@ def log_evaluation(checkpoint: Path, tracker: Tracker) -> None:
     """Tell the tracker and the console what the checkpoint's first setting gave."""
     content = json.loads((checkpoint / "evaluation.json").read_text())
     first, cost = content["results"][0], Cost(**content["cost"])
-    low, high = first["speedup_ci95"]
+    interval = first["speedup_ci95"]
     metrics = {
         "acceptance_length": first["mean_acceptance_length"],
         "speedup": first["speedup"],
-        "speedup_low": low,
-        "speedup_high": high,
+        **({"speedup_low": interval[0], "speedup_high": interval[1]} if interval else {}),
         "step_cost_ratio": first["step_cost_ratio"],
         "divergences": first["lossless"]["divergences"],
         "evaluation_seconds": cost.seconds,
@@ -258,7 +257,7 @@ def log_evaluation(checkpoint: Path, tracker: Tracker) -> None:
     tracker.log(checkpoint_step(checkpoint), {**metrics, **by_position})
     rich.print(
         f"{checkpoint.name}: acceptance length {first['mean_acceptance_length']:.2f}, speedup {first['speedup']:.2f} "
-        + escape(f"[{low:.2f}, {high:.2f}]")
+        + escape(f"[{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "(too little for an interval)")
         + f", in {cost.seconds:.0f} s: {cost.num_prompts} prompts, {cost.repeats} times"
     )
     if first["lossless"]["divergences"]:

@@ -38,12 +38,15 @@ def subset(prompts: PromptSet, indices: list[int]) -> PromptSet:
 def pool(rows: list[Row], shares: list[list[int]]) -> Row:
     """One setting's row of all ranks, the first that of rank 0, each on its share of the prompts.
 
-    Counters of acceptance and losslessness are those of all prompts, by domain, too. All else, with the speedup and its
+    Counters of acceptance and losslessness are those of all prompts, by domain, too; acceptance lengths of several
+    ranks have no interval, since rows do not hold the counters of each prompt. All else, with the speedup and its
     interval, is rank 0's, on the `timed_prompts` of its share.
     """
     own = rows[0]
     pooled = {**own, "num_prompts": sum(row["num_prompts"] for row in rows), "timed_prompts": own["num_prompts"]}
     pooled |= acceptance_fields(sum(map(counters, rows[1:]), counters(own)))
+    if len(rows) > 1:
+        pooled["mean_acceptance_length_ci95"] = None
     checks = [row["lossless"] for row in rows]
     pooled["lossless"] = {
         name: sum(check[name] for check in checks) for name, value in checks[0].items() if isinstance(value, int)
@@ -69,6 +72,7 @@ def pool_domain(of_ranks: list[Row | None]) -> Row:
         "timed_prompts": own.get("num_prompts", 0),
         "mean_acceptance_length": 1 + sums["num_accepted_tokens"] / sums["num_drafts"] if sums["num_drafts"] else 1.0,
         "draft_acceptance_rate": sums["num_accepted_tokens"] / max(1, sums["num_draft_tokens"]),
+        "mean_acceptance_length_ci95": found[0]["mean_acceptance_length_ci95"] if len(found) == 1 else None,
     }
 
 

@@ -98,7 +98,7 @@ def whole_of_zero(optimizer: Any, parameter: nn.Parameter, part: str) -> Tensor 
             return safe_get_full_fp32_param(parameter)
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().to(torch.float32, copy=True)  # the block's end lets go of it
-    states = list(zero_states(optimizer).values())
+    states = [state for state in zero_states(optimizer).values() if STEP in state]
     if not (states and parameter.requires_grad):
         return None
     return states[0][STEP] if part == STEP else safe_get_full_optimizer_state(parameter, part)

@@ -48,7 +48,7 @@ function tickStep(top) {
 function drawChart(svg, chart) {
   const width = Math.max(260, svg.clientWidth), height = 280;
   const left = 42, right = width - 14, top = 14, bottom = height - 44;
-  const highest = Math.max(1.2, ...chart.predicted, ...chart.measured.map((point) => point.speedup_ci95[1])) * 1.08;
+  const highest = Math.max(1.2, ...chart.predicted, ...chart.measured.map((point) => point.speedup_ci95?.[1] ?? point.speedup)) * 1.08;
   const x = (i) => left + (right - left) * (i + 0.5) / chart.labels.length;
   const y = (value) => bottom - (bottom - top) * value / highest;
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -75,10 +75,11 @@ function drawChart(svg, chart) {
     add("circle", { class: i === chart.chosen ? "dot on" : "dot", cx: x(i), cy: y(value), r: i === chart.chosen ? 6 : 3.5 });
   });
   for (const point of chart.measured) {
-    const [low, high] = point.speedup_ci95, cx = x(point.at) + 9;
-    add("line", { class: "interval", x1: cx, x2: cx, y1: y(low), y2: y(high) });
+    const interval = point.speedup_ci95, cx = x(point.at) + 9; // null where too little was measured for one
+    if (interval) add("line", { class: "interval", x1: cx, x2: cx, y1: y(interval[0]), y2: y(interval[1]) });
     const mark = add("rect", { class: "point", x: cx - 4, y: y(point.speedup) - 4, width: 8, height: 8 });
-    mark.appendChild(element("title", {}, `measured ${point.speedup.toFixed(2)}× [${low.toFixed(2)}, ${high.toFixed(2)}]`));
+    mark.appendChild(element("title", {}, `measured ${point.speedup.toFixed(2)}×` +
+      (interval ? ` [${interval[0].toFixed(2)}, ${interval[1].toFixed(2)}]` : "")));
   }
   svg.setAttribute("aria-label", `${chart.title}: ` +
     chart.labels.map((label, i) => `${label}: ${chart.predicted[i].toFixed(2)}`).join(", "));
