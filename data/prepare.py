@@ -11,7 +11,6 @@ from pathlib import Path
 
 import rich
 from rich.filesize import decimal
-from rich.markup import escape
 
 from draftsmith.data.changes import changes, flatten, in_words
 from draftsmith.data.checks import (
@@ -79,7 +78,7 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
     if (out / SAMPLES).is_file():
         if rank == 0:
             remove_journals(out)  # of a kill between the file's last rename and this
-            rich.print(escape(f"{out} holds all answers already"))
+            say(f"{out} holds all answers already")
         return
     journal = Journal(out, rank)
     done = set(written_lines(out))
@@ -117,7 +116,12 @@ def show_written(out: Path, target: Target) -> None:
     text = f"{out}: {len(samples)} samples of {prepared['num_prompts']} prompts, {num_tokens} tokens to train on"
     if prepared["num_held_out"]:
         text += f"; {prepared['num_held_out']} prompts are held out in {out / HELD_OUT}"
-    rich.print(escape(text))
+    say(text)
+
+
+def say(text: str) -> None:
+    """A line as it is: a path in it can be copied."""
+    rich.get_console().print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 class Work:
