@@ -276,6 +276,7 @@ def result_row(
         "tpot_ms": percentiles(time_per_token(outputs)),
         "baseline_tpot_ms": percentiles(time_per_token(plain)),
         "milliseconds_per_round": milliseconds_per_round(outputs),
+        "baseline_milliseconds_per_round": milliseconds_per_round(plain),
         "bandwidth_floor_share": bandwidth_floor_share(target, prompts.token_ids, outputs, bandwidth),
         "step_cost_ratio": total.mean_acceptance_length / ratio["speedup"],
         "lossless": lossless(target, how, prompts, outputs, plain).as_dict(),

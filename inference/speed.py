@@ -139,10 +139,19 @@ def time_per_token(outputs: Outputs) -> list[float]:
 
 
 def milliseconds_per_round(outputs: Outputs) -> dict[str, float]:
-    """Mean time of a round in drafting, in the target's pass with its verification, and in everything else."""
-    runs = [run for batch in outputs for run in batch]
+    """Mean time of a round in drafting, in the target's pass with its verification, and in everything else.
+
+    Of the repeats whose time is their batch's median, as the speedup is: what disturbs one repeat is in neither.
+    """
+    runs = [run for batch in outputs for run in middle_repeats(batch)]
     rounds = sum(num_passes(run) for run in runs)
     return {phase: sum(run.timing.phases[phase] for run in runs) / max(1, rounds) for phase in PHASES}
+
+
+def middle_repeats(batch: list[Output]) -> list[Output]:
+    """The repeat of median time; of an even number the two on either side of it."""
+    ordered = sorted(batch, key=lambda run: run.timing.total)
+    return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
 
 
 def num_passes(run: Output) -> float:

@@ -10,7 +10,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from draftsmith.recipes.curves import batch_curve, settings_but
 from draftsmith.recipes.panel import predicted_points
-from draftsmith.recipes.results import DRAFT, Contender, Measured, Result, Run, tokens_a_round
+from draftsmith.recipes.results import DRAFT, Contender, Measured, Result, Run, plain_step_ms, tokens_a_round
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: told apart by all eyes
 BASELINE_COLOUR = "#858C98"  # drafters without training are grey and dashed
@@ -83,7 +83,7 @@ def acceptance_histogram(figure: Figure, measured: Measured) -> None:
 def round_time(figure: Figure, measured: Measured) -> None:
     axes = figure.subplots()
     drawn = [(one, row) for one, row in measured.leaders() if row["num_drafts"]]
-    plain_step = drawn[0][1]["baseline_tpot_ms"]["p50"]
+    plain_step = plain_step_ms(drawn[0][1])
     for place, (_, result) in enumerate(drawn):
         left = 0.0
         for phase, colour in PHASES.items():
@@ -93,7 +93,7 @@ def round_time(figure: Figure, measured: Measured) -> None:
             left += width
         remark = f"{tokens_a_round(result):.2f} tokens for {left / plain_step:.2f} steps"
         axes.annotate(remark, (left, place), (6, 0), textcoords="offset points", va="center", fontsize=8)
-    axes.barh(len(drawn), plain_step, 0.62, color=INK, label="plain step (median)")
+    axes.barh(len(drawn), plain_step, 0.62, color=INK, label="plain step")
     axes.axvline(plain_step, color=INK, linestyle="--", linewidth=1)
     axes.set_yticks(range(len(drawn) + 1), [one.name for one, _ in drawn] + ["plain decoding"])
     axes.invert_yaxis()

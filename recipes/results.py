@@ -151,6 +151,12 @@ def steps_a_round(row: Result) -> float:
     return tokens_a_round(row) / row["speedup"]
 
 
+def plain_step_ms(row: Result) -> float:
+    """What a round of plain decoding takes, timed like the drafter's own rounds."""
+    phases = row.get("baseline_milliseconds_per_round")
+    return float(sum(phases.values()) if phases else row["baseline_tpot_ms"]["p50"])  # as older evaluations have it
+
+
 def same_but(row: Result, other: Result, *free: str) -> bool:
     """Whether two rows share their setting, but for the fields in `free`."""
     return all(row[name] == other[name] for name in SETTING if name not in free)

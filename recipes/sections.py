@@ -16,7 +16,7 @@ from draftsmith.recipes.findings import (
     planned,
 )
 from draftsmith.recipes.panel import Profile, prediction_table
-from draftsmith.recipes.results import DRAFT, Contender, Measured, Result, tokens_a_round
+from draftsmith.recipes.results import DRAFT, Contender, Measured, Result, plain_step_ms, tokens_a_round
 from draftsmith.recipes.summary import (
     SummaryRow,
     by_setting,
@@ -58,7 +58,7 @@ def compared(measured: Measured, rows: list[SummaryRow]) -> Section:
         "drafters",
         "Drafters compared",
         "What counts is the speedup: green where its 95 % interval lies above 1, red where below. A round of plain "
-        "decoding is one step (median).",
+        "decoding is one step.",
         [comparison_table(leading, blocks[leading])],
         folded=[comparison_table(setting, block) for setting, block in blocks.items() if setting != leading],
         notes=[
@@ -138,7 +138,7 @@ def speed(measured: Measured) -> Section:
             "drafter": one.name,
             **{f"{phase} ms": f"{milliseconds:.2f}" for phase, milliseconds in row["milliseconds_per_round"].items()},
             "round ms": f"{sum(row['milliseconds_per_round'].values()):.2f}",
-            "plain step ms": f"{row['baseline_tpot_ms']['p50']:.2f}",
+            "plain step ms": f"{plain_step_ms(row):.2f}",
             "tokens a round": f"{tokens_a_round(row):.2f}",
             "step cost ratio": f"{row['step_cost_ratio']:.2f}",
             **bandwidth_cells(row),

@@ -6,7 +6,7 @@ from typing import Any
 
 from draftsmith.inference.teacher_forcing import gap_warning
 from draftsmith.inference.verify import LOSSY
-from draftsmith.recipes.results import Contender, Result, is_sound, told_apart
+from draftsmith.recipes.results import Contender, Result, is_sound, plain_step_ms, told_apart
 from draftsmith.recipes.tables import Cell, Row, Table, Tone, table_of
 
 PLAIN = "none"  # the name of plain decoding among drafters
@@ -159,7 +159,7 @@ def comparison_cells(row: SummaryRow) -> Row:
         "speedup": "1.00×" if plain else Cell(speedup_text(result), interval_note(result), row.tone),
         "tokens/s": f"{result['tokens_per_second']:.1f}",
         "plain tokens/s": f"{result['baseline_tokens_per_second']:.1f}",
-        "ms a round": f"{result['baseline_tpot_ms']['p50'] if plain else sum(phases.values()):.2f}",
+        "ms a round": f"{plain_step_ms(result) if plain else sum(phases.values()):.2f}",
         "draft / verify / host": "–" if plain else " / ".join(f"{phase:.2f}" for phase in phases.values()),
         "step cost ratio": f"{result['step_cost_ratio']:.2f}",
         "identical outputs": "reference" if plain else Cell(lossless_text(result), result["verification_mode"], alarm),

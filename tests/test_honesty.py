@@ -13,7 +13,14 @@ from draftsmith.inference.baselines import Baseline, make_baselines
 from draftsmith.inference.decoder import Output, OutputStats, RequestTimes, Timing
 from draftsmith.inference.measure import MeasureSettings, PromptSet, interleaved, measure, repeats_within
 from draftsmith.inference.rows import GenerationSettings, Rows
-from draftsmith.inference.speed import bootstrap_ratio, counted, first_token_parts, time_per_token
+from draftsmith.inference.speed import (
+    bootstrap_ratio,
+    counted,
+    decode_fields,
+    first_token_parts,
+    milliseconds_per_round,
+    time_per_token,
+)
 from draftsmith.inference.stats import Stats, length_interval, student_t
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.base import DecodingState, Draft
@@ -273,6 +280,22 @@ def test_latencies_are_those_of_requests() -> None:
     parts = first_token_parts(outputs, [0.001, 0.002, 0.009])
     assert parts == pytest.approx({"tokenise": 2, "prefill": 100, "first_decode": 25})
     assert first_token_parts(outputs, [])["tokenise"] is None
+
+
+@pytest.mark.parametrize("pauses", [[0.0, 0.0, 7.0], [0.0, 3.0, 0.0, 7.0]])
+def test_rounds_are_timed_as_the_speedup_is(pauses: list[float]) -> None:
+    """A pause of one repeat is in neither: tokens a round over plain steps a round are the speedup of decoding."""
+
+    def repeats(rounds: int, seconds: float, pauses: list[float]) -> list[Output]:
+        answers, times = [[1] * 41], [RequestTimes(0.0, None, 1.0)]
+        runs = [output(answers, times, rounds) for _ in pauses]
+        phases = [{"draft": 0.0, "verify": 1000 * seconds, "host": 1000 * pause} for pause in pauses]
+        timings = [Timing(seconds + pause, 0.0, own, times) for pause, own in zip(pauses, phases, strict=True)]
+        return [replace(run, timing=timing) for run, timing in zip(runs, timings, strict=True)]
+
+    drafted, plain = [repeats(16, 8.0, pauses)], [repeats(40, 10.0, pauses[::-1])]
+    costs = [sum(milliseconds_per_round(outputs).values()) for outputs in (drafted, plain)]
+    assert 40 / 16 * costs[1] / costs[0] == pytest.approx(decode_fields(drafted, plain)["decode_speedup"])
 
 
 def test_share_of_the_bandwidth(tiny_target: Target) -> None:
