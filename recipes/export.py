@@ -23,12 +23,11 @@ from draftsmith.recipes.engine_rules import (
     DTYPES,
     RULES,
     VLLM,
-    check_directory,
     check_name,
-    engines_that_serve,
     rules_for,
     speculative_config,
 )
+from draftsmith.recipes.loader_check import check_directory, engines_that_serve
 
 WEIGHT_FILES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}  # else model.safetensors
 PLUGIN = Path(vllm_medusa.__file__)  # lies beside Medusa heads, for a vLLM that has none of its own

@@ -31,6 +31,7 @@ from draftsmith.recipes.report import build_report
 from draftsmith.recipes.results import read_measured
 
 TEXTS = ["The smith", "def strike(", "heats it again", "A draft is", "iron iron", "x", "cheap to make", "return ["]
+MORE_TEXTS = ["return [iron", "throw it away", "def x", "smith heats", "the draft", "cheap iron", "A smith", "it is"]
 TEMPLATE = (
     "{% for m in messages %}{{ '<|endoftext|>Q: ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'A:\n' }}{% endif %}"
@@ -145,8 +146,11 @@ def test_shifted_features(shift: int, target: Target, recording: Recording, repo
         assert reported(drafter, recording.prompts)[0] == "features shifted"
 
 
-def test_missing_d2t(target: Target, recording: Recording, reported: Any) -> None:
-    drafter = learnt_by_heart(target, recording, STEPS, draft_vocab_size=128)
+def test_missing_d2t(target: Target, reported: Any) -> None:
+    """Without t2d a map is fitted to other texts, which takes more of them."""
+    prompts = [rendered(target, text) for text in TEXTS + MORE_TEXTS]
+    recording = record(target, prompts, Sampling(), NUM_TOKENS, DRAFT_LENGTH)
+    drafter = learnt_by_heart(target, recording, 2 * STEPS, draft_vocab_size=128)
     assert found(target, drafter, recording) == []
     drafter.d2t.zero_()
     for marked in (True, False):  # t2d still tells which tokens there were, or is missing, too

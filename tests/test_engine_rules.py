@@ -15,15 +15,9 @@ from torch import Tensor
 from draftsmith.models import DRAFTERS, Checkpoint, Target, checkpoint_of
 from draftsmith.models.base import OWN_EMBEDDING
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.engine_rules import (
-    check_directory,
-    check_name,
-    engines_that_serve,
-    guessed_method,
-    sglang_layers,
-    vllm_layers,
-)
+from draftsmith.recipes.engine_rules import check_name, guessed_method
 from draftsmith.recipes.export import adapt
+from draftsmith.recipes.loader_check import check_directory, engines_that_serve, sglang_layers, vllm_layers
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 

@@ -37,11 +37,10 @@ from draftsmith.recipes.engine_rules import (
     RANDOM,
     REFUSED,
     RULES,
-    expected_shapes,
     speculative_config,
-    tensor_problems,
 )
 from draftsmith.recipes.export import export_checkpoint, plugin_config, serve_command
+from draftsmith.recipes.loader_check import expected_shapes, tensor_problems
 from draftsmith.recipes.model_card import DYNAMIC_KINDS
 from draftsmith.recipes.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.recipes.recipes import RECIPES

@@ -31,7 +31,7 @@ def write_samples(folder: Path, target: Target) -> None:
     folder.mkdir()
     samples = [Sample([3 + 7 * i + j for j in range(12)], [Span(4, 12)]) for i in range(8)]
     (folder / SAMPLES).write_text("".join(map(sample_line, samples)))
-    prepared = {"target": target.name, "target_fingerprint": target.fingerprint()}
+    prepared = {"target": target.name, "target_fingerprint": target.fingerprint(), "written_by": "decoder"}
     (folder / PREPARED).write_text(json.dumps(prepared))
 
 
