@@ -15,7 +15,8 @@ from draftsmith.recipes.export import WEIGHT_FILES, Exported
 from draftsmith.train.run_folder import worth
 
 WEIGHTS = ("model.safetensors", *WEIGHT_FILES.values())
-WRITTEN_BY = {  # by what prepared.json says
+WRITTEN_BY = {  # by what prepared.json says; a run of an older draftsmith did not keep it
+    None: "by whom it was written is not recorded",
     "decoder": "written by the target itself",
     "endpoint": "written by the target itself, which a server ran",
     "given": "given, not written by the target (off-policy)",
@@ -140,7 +141,7 @@ def training_facts(source: Path) -> dict[str, str]:
         return {}
     settings, env = yaml.safe_load(config.read_text()), json.loads(environment.read_text())
     return {
-        "text": f"{settings['data']['samples']}, hash {env['data_hash']}, {WRITTEN_BY[env['data_written_by']]}",
+        "text": f"{settings['data']['samples']}, hash {env['data_hash']}, {WRITTEN_BY[env.get('data_written_by')]}",
         "steps": f"{source.resolve().name} of {settings['run']['steps']}",
         "seed": str(settings["run"]["seed"]),
         "commit": str(env["git_commit"]),

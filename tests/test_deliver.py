@@ -420,11 +420,16 @@ def test_quantised_checkpoint_is_not_exported_as_such(tiny_target: Target, tmp_p
         deliver(str(checkpoint), "vllm", tiny_target, tmp_path / "out", DeliverySettings(), None, Console(quiet=True))
 
 
-@pytest.mark.parametrize(("written_by", "told"), [("decoder", "written by the target itself"), ("given", "off-policy")])
-def test_the_card_says_who_wrote_the_text(written_by: str, told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("written_by", "told"),
+    [("decoder", "written by the target itself"), ("given", "off-policy"), (None, "not recorded")],
+)
+def test_the_card_says_who_wrote_the_text(written_by: str | None, told: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints" / "step-000002").mkdir(parents=True)
-    environment = {"data_hash": "0" * 16, "data_written_by": written_by, "git_commit": "abc", "template_hash": None}
+    environment = {"data_hash": "0" * 16, "git_commit": "abc", "template_hash": None}
+    if written_by is not None:
+        environment["data_written_by"] = written_by
     (run / "environment.json").write_text(json.dumps(environment))
     (run / "config.yaml").write_text("data: {samples: data/my}\nrun: {steps: 2, seed: 0}\n")
     assert told in training_facts(run / "checkpoints" / "step-000002")["text"]
