@@ -17,8 +17,8 @@ import torch
 import triton
 from torch import Tensor, nn
 
-from draftsmith.models import attention_kernel, cache_kernels, slots
-from draftsmith.models.trees import ancestor_words, node_depths
+from draftsmith.models.sampling.trees import ancestor_words, node_depths
+from draftsmith.models.target import attention_kernel, cache_kernels, slots
 
 QUERY_HEADS, KV_HEADS, WIDTH, LAYERS = 32, 8, 128, 32
 CONTEXTS, COLUMNS, BATCHES = (512, 4096, 16384), (1, 5, 16, 64), (1, 8, 32)

@@ -20,18 +20,18 @@ import torch
 sys.path.append(str(Path(__file__).parent))
 from training import write_samples
 
-from draftsmith.data.batches import BatchPlan
-from draftsmith.data.samples import read_samples
-from draftsmith.inference.evaluation import git_commit
+from draftsmith.data.samples.batches import BatchPlan
+from draftsmith.data.samples.samples import read_samples
+from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.batch import Batch
-from draftsmith.models.decoder_layer import DecoderLayer
-from draftsmith.models.eagle3_training import Unrolling
-from draftsmith.models.losses import Teacher
-from draftsmith.models.medusa import ResidualBlocks
-from draftsmith.models.target import Features
-from draftsmith.recipes.quickstart import EMBEDDED_TARGET
-from draftsmith.recipes.recipes import RECIPES
+from draftsmith.models.drafters.eagle3_training import Unrolling
+from draftsmith.models.drafters.medusa import ResidualBlocks
+from draftsmith.models.drafting.decoder_layer import DecoderLayer
+from draftsmith.models.losses.losses import Teacher
+from draftsmith.models.target.target import Features
+from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 from draftsmith.train.config import OptimizerConfig
 from draftsmith.train.loop import adamw
 

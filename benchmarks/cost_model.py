@@ -23,15 +23,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from draftsmith.data.prompts import read_prompt_set
+from draftsmith.data.prompts.prompts import read_prompt_set
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.clock import cpu_threads
-from draftsmith.inference.costs import CostRange, measure_costs
-from draftsmith.inference.decoder import check_sampling, resolve_settings
-from draftsmith.inference.evaluation import environment
-from draftsmith.inference.fixed_batches import Course, batch_milliseconds
+from draftsmith.inference.decoding.clock import cpu_threads
+from draftsmith.inference.decoding.decoder import check_sampling, resolve_settings
+from draftsmith.inference.measuring.environment import environment
+from draftsmith.inference.planning.costs import CostRange, measure_costs
+from draftsmith.inference.planning.fixed_batches import Course, batch_milliseconds
 from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.recipes.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCHES, LENGTHS = (1, 2, 3, 6, 12), (3, 5, 7)  # the fit takes 1, 2, 4, 8, 16 and 1, 2, 4, 8

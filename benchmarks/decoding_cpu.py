@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.data.stdlib import function_prompt, stdlib_functions
+from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.evaluation import git_commit
+from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import DRAFTERS, Target, load_drafter
-from draftsmith.models.draft_model import DraftModel, DraftModelConfig
-from draftsmith.models.slots import SlotCache, Window, chain_window
-from draftsmith.recipes.quickstart import EMBEDDED_TARGET
+from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
+from draftsmith.models.target.slots import SlotCache, Window, chain_window
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 
 DRAFT_LENGTH = 4
 

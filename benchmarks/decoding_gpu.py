@@ -19,13 +19,13 @@ import torch
 from transformers import LlamaForCausalLM
 
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.decoder import Output, resolve_settings
-from draftsmith.inference.evaluation import environment
+from draftsmith.inference.decoding.decoder import Output, resolve_settings
+from draftsmith.inference.measuring.environment import environment
 from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.models.eagle3 import Eagle3, Eagle3Config
-from draftsmith.models.sampling import Sampling
-from draftsmith.models.slots import ATTENTION
-from draftsmith.recipes.targets import PUBLIC_TARGETS
+from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
+from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.target.slots import ATTENTION
+from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 
 K = 4
 RATES = (0.8, 0.7, 0.6, 0.5)  # chance of each drafted token, given those before it

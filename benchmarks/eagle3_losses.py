@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.data.batches import BatchPlan, token_counts
-from draftsmith.data.samples import read_samples
+from draftsmith.data.samples.batches import BatchPlan, token_counts
+from draftsmith.data.samples.samples import read_samples
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.evaluation import git_commit
+from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
-from draftsmith.models.eagle3 import Eagle3, Eagle3Config
-from draftsmith.recipes.quickstart import EMBEDDED_TARGET, prompts_for
-from draftsmith.recipes.recipes import RECIPES
+from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
+from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for
 from draftsmith.train.loop import learning_rate
 
 VARIANTS = {

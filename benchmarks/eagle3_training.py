@@ -56,9 +56,9 @@ def layer_config(hidden: int, vocab: int, num_layers: int) -> LlamaConfig:
 def our_step(hidden: int, vocab: int, draft_vocab: int, length: int, unroll: int, head: int) -> Callable[[], None]:
     from draftsmith.models import Target
     from draftsmith.models.batch import Batch
-    from draftsmith.models.eagle3 import Eagle3, Eagle3Config
-    from draftsmith.models.slots import ATTENTION
-    from draftsmith.models.target import Features
+    from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
+    from draftsmith.models.target.slots import ATTENTION
+    from draftsmith.models.target.target import Features
 
     config = layer_config(hidden, vocab, NUM_LAYERS)
     config._attn_implementation = ATTENTION
@@ -186,7 +186,7 @@ def main() -> None:
         side, *shape = arguments.measure
         print(json.dumps(measure(side, tuple(int(value) for value in shape))))
         return
-    from draftsmith.inference.evaluation import git_commit
+    from draftsmith.inference.measuring.environment import git_commit
 
     machine = platform.processor() or platform.machine()
     print(f"{machine}, one thread, torch {torch.__version__}, commit {git_commit()}", flush=True)

@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.stdlib import function_prompt, stdlib_functions
+from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.models import Target
-from draftsmith.recipes.quickstart import EMBEDDED_TARGET, write_jsonl
-from draftsmith.recipes.summary import speedup_text
+from draftsmith.recipes.reports.summary import speedup_text
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, write_jsonl
 
 GOAL = 5  # minutes
 GRID = ["--temperature", "0", "1", "--batch-size", "1", "4", "8"]

@@ -20,18 +20,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftsmith.data.batches import BatchPlan
-from draftsmith.data.prepare import PrepareSettings, prepare
-from draftsmith.data.samples import PREPARED, SAMPLES, Sample, Span, read_prepared, read_samples, sample_line
-from draftsmith.data.stdlib import function_prompt, stdlib_functions
-from draftsmith.inference.evaluation import environment
-from draftsmith.inference.measure import MeasureSettings, PromptSet
+from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
+from draftsmith.data.samples.batches import BatchPlan
+from draftsmith.data.samples.samples import PREPARED, SAMPLES, Sample, Span, read_prepared, read_samples, sample_line
+from draftsmith.inference.measuring.environment import environment
+from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.models import DRAFTERS, Target, save_drafter
-from draftsmith.recipes.comparison import Options, compare
-from draftsmith.recipes.quickstart import EMBEDDED_TARGET, write_jsonl
-from draftsmith.recipes.recipes import RECIPES
+from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.evaluation.comparison import Options, compare
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, write_jsonl
 from draftsmith.train import TrainConfig, train
-from draftsmith.train.checkpoint import checkpoint_step
+from draftsmith.train.folder.checkpoint import checkpoint_step
 
 NUM_HELD_OUT, MAX_NEW_TOKENS = 24, 96
 COST = "cost.json"  # CPU time of a training run

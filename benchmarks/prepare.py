@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.prepare import PrepareSettings, Work, prepare
-from draftsmith.data.samples import read_samples
-from draftsmith.data.stdlib import stdlib_functions
-from draftsmith.inference.evaluation import git_commit
+from draftsmith.data.answers.prepare import PrepareSettings, Work, prepare
+from draftsmith.data.prompts.standard_library import stdlib_functions
+from draftsmith.data.samples.samples import read_samples
+from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
-from draftsmith.models.sampling import Sampling
-from draftsmith.recipes.quickstart import EMBEDDED_TARGET
+from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 
 SHORTEST, LONGEST = 4, 384  # tokens of a prompt, lengths between them log-uniform
 

@@ -9,10 +9,10 @@ import random
 
 import torch
 
-from draftsmith.data.stdlib import stdlib_functions
+from draftsmith.data.prompts.standard_library import stdlib_functions
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter
-from draftsmith.recipes.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 
 
 def main() -> None:

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.data.samples import SAMPLES, read_samples
-from draftsmith.inference.evaluation import git_commit
+from draftsmith.data.samples.samples import SAMPLES, read_samples
+from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
-from draftsmith.recipes.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 
 sys.path.append(str(Path(__file__).parent))
 from prepare import write_prompts

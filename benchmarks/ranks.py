@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import draftsmith.recipes.commands
-import draftsmith.recipes.quickstart  # noqa: F401
-from draftsmith.recipes.cli import main
+import draftsmith.recipes.cli.commands
+import draftsmith.recipes.studies.quickstart  # noqa: F401
+from draftsmith.recipes.cli.main import main
 
 for name in ("deepspeed", "torch._dynamo", "transformers.models.llama.modeling_llama"):  # imported late, by others
     if importlib.util.find_spec(name.partition(".")[0]):

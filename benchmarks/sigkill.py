@@ -22,12 +22,12 @@ import yaml
 sys.path.append(str(Path(__file__).parent))
 from ranks import exit_codes, fork, fork_ranks
 
-from draftsmith.data.prepare import PrepareSettings, prepare
-from draftsmith.inference.evaluation import git_commit
+from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
-from draftsmith.recipes.quickstart import EMBEDDED_TARGET
-from draftsmith.train.checkpoint import WEIGHTS, checkpoints, damage, resumable
-from draftsmith.train.tracking import read_metrics
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.train.folder.checkpoint import WEIGHTS, checkpoints, damage, resumable
+from draftsmith.train.folder.tracking import read_metrics
 
 CHECKPOINT_EVERY = 5
 STEPS_A_KILL, MOST_STEPS = 4, 8  # on average with those done twice, and at most

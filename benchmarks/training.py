@@ -19,14 +19,14 @@ sys.path.append(str(Path(__file__).parent))
 import torch
 from ranks import exit_codes, fork
 
-from draftsmith.data.prepare import PrepareSettings, prepare
-from draftsmith.inference.evaluation import git_commit
+from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
-from draftsmith.recipes.quickstart import EMBEDDED_TARGET
-from draftsmith.recipes.recipes import RECIPES
+from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 from draftsmith.train import train
 from draftsmith.train.config import resolve
-from draftsmith.train.tracking import read_metrics
+from draftsmith.train.folder.tracking import read_metrics
 
 WARM_UP = 2  # steps
 PARTS = ("data", "target", "drafter", "communication", "optimizer")

@@ -18,19 +18,19 @@ from typing import Any
 import torch
 import transformers
 
-from draftsmith.data.feature_writer import size_text
-from draftsmith.data.prepare import PrepareSettings, prepare
+from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.data.features.writer import size_text
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.evaluation import git_commit
+from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target, load_drafter
-from draftsmith.recipes.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
-from draftsmith.recipes.recipes import quickstart_eagle3
+from draftsmith.recipes.configs.recipes import quickstart_eagle3
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.train import TrainConfig, train
-from draftsmith.train.checkpoint import checkpoints
-from draftsmith.train.features import feature_source
+from draftsmith.train.folder.checkpoint import checkpoints
+from draftsmith.train.inputs.features import feature_source
 from draftsmith.train.loop import gradients
+from draftsmith.train.process.stages import Stages
 from draftsmith.train.setup import set_up
-from draftsmith.train.stages import Stages
 
 transformers.utils.logging.set_verbosity_error()  # it reports each layer that a target without layers leaves out
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference import verify
-from draftsmith.inference.evaluation import git_commit
-from draftsmith.models import sampling
-from draftsmith.models.sampling import Noise, Stream
+from draftsmith.inference.measuring.environment import git_commit
+from draftsmith.inference.verification import rules as verify
+from draftsmith.models.sampling import sampling
+from draftsmith.models.sampling.sampling import Noise, Stream
 
 VOCABULARY, BATCHES = 128256, (1, 8, 32)
 CHAIN = [-1, 0, 1, 2]  # parents of the nodes
@@ -39,8 +39,8 @@ class Case:
 
 def cases(batch: int, vocabulary: int, device: str) -> Iterator[Case]:
     """Kernels must be importable: triton, and a CUDA device or its interpreter."""
-    from draftsmith.inference import verify_kernels
-    from draftsmith.models import sampling_kernels
+    from draftsmith.inference.verification import kernels as verify_kernels
+    from draftsmith.models.sampling import sampling_kernels
 
     def rule(name: str, *args: Any) -> Case:
         read = sum(arg.nbytes for arg in args if isinstance(arg, Tensor) and arg.shape[-1] == vocabulary)

@@ -1,5 +1,5 @@
 """The speculative decoder and what measures it."""
 
-from draftsmith.inference.decoder import Output, SpeculativeDecoder
+from draftsmith.inference.decoding.decoder import Output, SpeculativeDecoder
 
 __all__ = ["Output", "SpeculativeDecoder"]

@@ -2,7 +2,7 @@
 
 import sys
 
-from draftsmith.recipes.cli import main
+from draftsmith.recipes.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["evaluate", *sys.argv[1:]]))

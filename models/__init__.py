@@ -9,24 +9,24 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from draftsmith.models.base import OWN_EMBEDDING, Drafter, drafter_entry
-from draftsmith.models.cascade import Cascade, CascadeConfig
-from draftsmith.models.draft_model import DraftModel
-from draftsmith.models.eagle import Eagle
-from draftsmith.models.eagle3 import Eagle3
+from draftsmith.models.drafters.draft_model import DraftModel
+from draftsmith.models.drafters.eagle import Eagle
+from draftsmith.models.drafters.eagle3 import Eagle3
+from draftsmith.models.drafters.hydra import Hydra
+from draftsmith.models.drafters.medusa import Medusa
+from draftsmith.models.drafters.mlp_speculator import MLPSpeculator
+from draftsmith.models.drafters.p_eagle import PEagle
+from draftsmith.models.drafting.base import OWN_EMBEDDING, Drafter, drafter_entry
+from draftsmith.models.drafting.layouts import Checkpoint, read_checkpoint
+from draftsmith.models.drafting.vocabulary import vocabulary_hash
 from draftsmith.models.errors import UserError
-from draftsmith.models.hydra import Hydra
-from draftsmith.models.identity import check_identity, identity
-from draftsmith.models.layouts import Checkpoint, read_checkpoint
-from draftsmith.models.lookahead import Lookahead
-from draftsmith.models.medusa import Medusa
-from draftsmith.models.mlp_speculator import MLPSpeculator
-from draftsmith.models.ngram import Ngram
-from draftsmith.models.none import NoDrafter
-from draftsmith.models.p_eagle import PEagle
-from draftsmith.models.suffix import Suffix
-from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import vocabulary_hash
+from draftsmith.models.target.identity import check_identity, identity
+from draftsmith.models.target.target import Target
+from draftsmith.models.training_free.cascade import Cascade, CascadeConfig
+from draftsmith.models.training_free.lookahead import Lookahead
+from draftsmith.models.training_free.ngram import Ngram
+from draftsmith.models.training_free.none import NoDrafter
+from draftsmith.models.training_free.suffix import Suffix
 
 __all__ = [
     "CHANGED_TARGET",

@@ -11,7 +11,17 @@ import pytest
 from draftsmith.models import DRAFTERS
 
 ROOT = Path(__file__).parents[1]
-FLOORS = ("models", "inference", "data", "train", "recipes")  # from the ground up
+WINGS = {  # the floors from the ground up, and the wings of each from the ground up
+    "models": ("sampling", "target", "losses", "drafting", "drafters", "training_free"),
+    "inference": ("verification", "decoding", "replay", "measuring", "planning", "load", "diagnosis"),
+    "data": ("samples", "prompts", "answers", "features"),
+    "train": ("process", "hardware", "inputs", "folder", "evaluation"),
+    "recipes": ("configs", "reports", "evaluation", "serving", "studies", "cli"),
+}
+FLOORS = tuple(WINGS)
+# What all wings of a floor stand on. Other files beside the wings stand on top of them.
+GROUND = {"models": ("batch", "errors", "layers"), "data": ("progress",), "train": ("config",)}
+FEWEST_FILES, MOST_FILES = 2, 14  # of a wing, so that it reads as a table of contents
 
 
 def modules(folder: str) -> Iterator[tuple[Path, ast.Module]]:
@@ -40,6 +50,50 @@ def test_each_floor_imports_only_those_below(floor: str) -> None:
     above = {str(path): imported_floors(tree) - allowed for path, tree in modules(floor) if path.name != "__main__.py"}
     assert above
     assert not {path: floors for path, floors in above.items() if floors}
+
+
+def imported_modules(tree: ast.Module) -> set[str]:
+    """Return the names of all modules that a file may import: of `from a import b`, both `a` and `a.b`."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def wing_of(floor: str, path: Path) -> str | None:
+    """Return the wing that a file or module (given as a path from the root) lies in; None for one beside the wings."""
+    parts = path.with_suffix("").relative_to(floor).parts
+    return parts[0] if parts and parts[0] in WINGS[floor] else None
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_each_wing_imports_only_those_below(floor: str) -> None:
+    """A file in a wing imports its own wing, the wings before it in WINGS, and the GROUND of its floor."""
+    wrong = []
+    for path, tree in modules(floor):
+        wing = wing_of(floor, path)
+        if wing is None:
+            continue
+        allowed = WINGS[floor][: WINGS[floor].index(wing) + 1]
+        for name in imported_modules(tree):
+            parts = name.split(".")
+            if parts[:2] != ["draftsmith", floor] or not (ROOT / Path(*parts[1:])).with_suffix(".py").is_file():
+                continue
+            if parts[2] not in (*allowed, *GROUND.get(floor, ())):
+                wrong.append(f"{path} imports {name}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_wings_read_as_a_table_of_contents(floor: str) -> None:
+    found = {path.parent.name for path in (ROOT / floor).glob("*/__init__.py")}
+    assert found == set(WINGS[floor])
+    for wing in WINGS[floor]:
+        files = [path for path in (ROOT / floor / wing).glob("*.py") if path.name != "__init__.py"]
+        assert FEWEST_FILES <= len(files) <= MOST_FILES, f"{floor}/{wing} has {len(files)} files"
 
 
 @pytest.mark.parametrize("floor", ["inference", "data", "train"])

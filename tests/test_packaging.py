@@ -18,9 +18,9 @@ def test_every_package_is_listed(folder: str) -> None:
     names = {"draftsmith." + ".".join(path.relative_to(ROOT).parts) for path in found}
     assert names == {name for name in setuptools["packages"] if name.split(".")[1] == folder}
     assert setuptools["package-dir"][f"draftsmith.{folder}"] == folder
+    assert (ROOT / folder / "py.typed").is_file(), f"{folder} hides its types"
     for path in found:
         assert (path / "__init__.py").is_file(), f"{path} is no package"
-        assert (path / "py.typed").is_file(), f"{path} hides its types"
 
 
 def test_files_are_short() -> None:

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from draftsmith.data.changes import flatten
-from draftsmith.data.features import StoredDtype
+from draftsmith.data.answers.changed_settings import flatten
+from draftsmith.data.features.stored import StoredDtype
 from draftsmith.models import DRAFTERS
-from draftsmith.models.base import DrafterConfig
+from draftsmith.models.drafting.base import DrafterConfig
 from draftsmith.models.errors import UserError, require_at_least
 
 

@@ -17,14 +17,16 @@ from rich.markup import escape
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from draftsmith.data.batches import Rows
-from draftsmith.data.features import FeatureSource
+from draftsmith.data.features.stored import FeatureSource
 from draftsmith.data.progress import progress_bar
+from draftsmith.data.samples.batches import Rows
 from draftsmith.models import Drafter
 from draftsmith.models.batch import Batch
-from draftsmith.models.losses import LossSums
-from draftsmith.models.target import pick_device
-from draftsmith.train.checkpoint import (
+from draftsmith.models.losses.losses import LossSums
+from draftsmith.models.target.target import pick_device
+from draftsmith.train.config import OptimizerConfig, TrainConfig
+from draftsmith.train.evaluation.evaluate import Evaluator, what_training_brought
+from draftsmith.train.folder.checkpoint import (
     checkpoint_name,
     checkpoints,
     resume,
@@ -32,21 +34,19 @@ from draftsmith.train.checkpoint import (
     save_checkpoint,
     seed_step,
 )
-from draftsmith.train.compilation import with_compiled_loss
-from draftsmith.train.config import OptimizerConfig, TrainConfig
-from draftsmith.train.evaluate import Evaluator, what_training_brought
-from draftsmith.train.faults import NonFinite, in_one_line, is_finite
-from draftsmith.train.features import feature_source
-from draftsmith.train.meter import Meter
-from draftsmith.train.placement import gather_as_one, steps_in_backward
-from draftsmith.train.prefetch import prefetched
-from draftsmith.train.profiling import profiled
-from draftsmith.train.run_folder import open_run
+from draftsmith.train.folder.run_folder import open_run
+from draftsmith.train.folder.tracking import Tracker
+from draftsmith.train.folder.vocabulary import vocabulary_content, write_vocabulary
+from draftsmith.train.hardware.compilation import with_compiled_loss
+from draftsmith.train.hardware.meter import Meter
+from draftsmith.train.hardware.placement import gather_as_one, steps_in_backward
+from draftsmith.train.inputs.features import feature_source
+from draftsmith.train.inputs.prefetch import prefetched
+from draftsmith.train.process.faults import NonFinite, in_one_line, is_finite
+from draftsmith.train.process.profiling import profiled
+from draftsmith.train.process.signals import Stopped, StopRequest
+from draftsmith.train.process.stages import Stages, watched
 from draftsmith.train.setup import Setup, set_up, show_data
-from draftsmith.train.signals import Stopped, StopRequest
-from draftsmith.train.stages import Stages, watched
-from draftsmith.train.tracking import Tracker
-from draftsmith.train.vocabulary import vocabulary_content, write_vocabulary
 
 
 def train(config: TrainConfig) -> Path:

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 import rich
 import torch
 
-from draftsmith.data.batches import BatchPlan
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.samples import Sample, Span
+from draftsmith.data.samples.batches import BatchPlan
+from draftsmith.data.samples.samples import Sample, Span
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import load_drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, require_at_least
-from draftsmith.models.losses import LossSums
-from draftsmith.models.target import Features
+from draftsmith.models.losses.losses import LossSums
+from draftsmith.models.target.target import Features
 from draftsmith.train.config import EvaluationConfig, OptimizerConfig, TrainConfig
 from draftsmith.train.loop import gradients, learning_rate
+from draftsmith.train.process.stages import Stages
 from draftsmith.train.setup import Setup, set_up
-from draftsmith.train.stages import Stages
 
 GOAL = 0.9  # of the longest possible acceptance length, K + 1
 STEPS = 600

@@ -9,8 +9,9 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.markup import escape
 
-from draftsmith.data.batches import BatchPlan
-from draftsmith.data.checks import (
+from draftsmith.data.features.stored import StoredFeatures
+from draftsmith.data.features.vocabulary import token_counts
+from draftsmith.data.prompts.checks import (
     check_capture,
     check_prepared,
     check_samples,
@@ -18,20 +19,19 @@ from draftsmith.data.checks import (
     notice_seen_prompts,
     shown_sample,
 )
-from draftsmith.data.features import StoredFeatures
-from draftsmith.data.samples import Sample, read_samples
-from draftsmith.data.vocabulary import token_counts
-from draftsmith.inference.measure import PromptSet
+from draftsmith.data.samples.batches import BatchPlan
+from draftsmith.data.samples.samples import Sample, read_samples
+from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.models import CHANGED_TARGET, Drafter, Target
 from draftsmith.models.errors import UserError
-from draftsmith.train.compilation import check_compiles
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.evaluate import check_evaluation, evaluation_prompts
-from draftsmith.train.features import load_target, open_store
-from draftsmith.train.on_policy import OnPolicy
-from draftsmith.train.placement import check_placement, make_accelerator, placement
+from draftsmith.train.evaluation.evaluate import check_evaluation, evaluation_prompts
+from draftsmith.train.folder.vocabulary import vocabulary_text
+from draftsmith.train.hardware.compilation import check_compiles
+from draftsmith.train.hardware.placement import check_placement, make_accelerator, placement
+from draftsmith.train.inputs.features import load_target, open_store
+from draftsmith.train.inputs.on_policy import OnPolicy
 from draftsmith.train.start import fit_vocabulary_size, starting_drafter
-from draftsmith.train.vocabulary import vocabulary_text
 
 
 @dataclass

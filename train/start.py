@@ -7,10 +7,10 @@ from torch import Tensor
 
 from draftsmith.data.progress import notice
 from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, build_drafter, read_checkpoint
-from draftsmith.models.base import OWN_EMBEDDING, DrafterConfig
+from draftsmith.models.drafting.base import OWN_EMBEDDING, DrafterConfig
+from draftsmith.models.drafting.vocabulary import ReducedVocabulary, ranking, too_large, with_size
 from draftsmith.models.errors import UserError
-from draftsmith.models.identity import check_identity, differences
-from draftsmith.models.vocabulary import ReducedVocabulary, ranking, too_large, with_size
+from draftsmith.models.target.identity import check_identity, differences
 from draftsmith.train.config import TrainConfig
 
 

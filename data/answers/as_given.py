@@ -1,0 +1,48 @@
+"""Conversations stored as they are given: off-policy, for a user who insists on text that the target did not write."""
+
+import hashlib
+from pathlib import Path
+
+from draftsmith.data.answers.prepare import open_folder, show_written
+from draftsmith.data.answers.turns import Markers
+from draftsmith.data.prompts.conversations import given_samples
+from draftsmith.data.prompts.prompts import read_split
+from draftsmith.data.prompts.splits import HELD_OUT, write_prompts
+from draftsmith.data.samples.samples import SAMPLES, Sample, sample_line
+from draftsmith.models import Target
+from draftsmith.models.target.identity import identity
+
+
+def store_given(target: Target, source: str, out: Path, held_out_share: float = 0.0) -> None:
+    """Write the conversations at `source`, with the spans of their answers, into the folder `out`.
+
+    The same files as `prepare` writes, `on_policy` false in prepared.json and "given" as the reason that answers end.
+    Raises `UserError`, before anything is written, for a conversation that the target would never meet in this form.
+    """
+    split = read_split(source, held_out_share)
+    markers, lines = Markers.of(target), []
+    for index, (token_ids, answers) in enumerate(given_samples(split.train, target)):
+        spans = []
+        for start, end in answers:
+            label = markers.open_label(token_ids[:start], target.eos_token_ids)
+            spans += markers.spans(token_ids[:end], start, label)
+        # how the text was drawn is not known: as if from the law itself
+        sample = Sample(token_ids, spans, "given", 1.0, 1.0, 0, index, split.train[index].domain)
+        lines.append(sample_line(sample))
+    prepared = {
+        "target": target.name,
+        **identity(target),
+        "written_by": "given",
+        "prompts": source,
+        "prompts_hash": hashlib.sha256("".join(lines).encode()).hexdigest()[:16],
+        "num_prompts": len(lines),
+        "num_held_out": len(split.held_out),
+        "settings": {"held_out_share": held_out_share},
+    }
+    open_folder(out, prepared, rank=0)
+    if split.held_out:
+        write_prompts(out / HELD_OUT, split.held_out)
+    temporary = out / f".{SAMPLES}"
+    temporary.write_text("".join(lines))
+    temporary.replace(out / SAMPLES)
+    show_written(out, target)

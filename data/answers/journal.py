@@ -1,0 +1,75 @@
+"""Answers on disk while they are being written: whatever kills the process, what was finished is still there.
+
+Every process appends to a journal of its own, one line a prompt: its index, then its samples, separated by tabs. A
+line that a kill cut short is dropped. When all prompts are answered, the journals become samples.jsonl, in the order
+of the prompts, in one rename.
+"""
+
+from pathlib import Path
+
+from draftsmith.data.samples.samples import SAMPLES, Sample, sample_line
+from draftsmith.models.errors import UserError
+
+
+class Journal:
+    """The answers that one process has written, `append` after `append`."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.path = folder / f"answers-{rank}.partial"
+        try:
+            self.path.touch()
+            content = self.path.read_bytes()
+            whole = content.rfind(b"\n") + 1
+            if whole < len(content):
+                with open(self.path, "r+b") as file:
+                    file.truncate(whole)
+            self._file = open(self.path, "a")  # noqa: SIM115  # open as long as the process writes
+        except OSError as error:
+            raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+        self.num_bytes = whole
+
+    def append(self, index: int, samples: list[Sample]) -> None:
+        line = "\t".join([str(index), *(sample_line(sample).rstrip("\n") for sample in samples)]) + "\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"cannot write to {self.path}: {error.strerror}; what is written is kept") from None
+        self.num_bytes += len(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def written_lines(folder: Path) -> dict[int, tuple[Path, int]]:
+    """The place of each answered prompt's line: journal and offset in bytes."""
+    places: dict[int, tuple[Path, int]] = {}
+    for path in sorted(folder.glob("answers-*.partial")):
+        offset = 0
+        with open(path, "rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    places.setdefault(int(line.partition(b"\t")[0]), (path, offset))
+                offset += len(line)
+    return places
+
+
+def merge_journals(folder: Path) -> None:
+    """All answers in the order of their prompts; the journals are removed."""
+    places = written_lines(folder)
+    temporary = folder / f".{SAMPLES}"
+    files = {path: open(path, "rb") for path in {path for path, _ in places.values()}}  # noqa: SIM115
+    with open(temporary, "wb") as out:
+        for index in sorted(places):
+            path, offset = places[index]
+            files[path].seek(offset)
+            out.writelines(sample + b"\n" for sample in files[path].readline().rstrip(b"\n").split(b"\t")[1:])
+    for file in files.values():
+        file.close()
+    temporary.replace(folder / SAMPLES)
+    remove_journals(folder)
+
+
+def remove_journals(folder: Path) -> None:
+    for path in folder.glob("answers-*.partial"):
+        path.unlink()

@@ -1,0 +1,273 @@
+"""The target answers prompts: text for training that it really writes."""
+
+import hashlib
+import json
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import rich
+from rich.filesize import decimal
+
+from draftsmith.data.answers.changed_settings import changes, flatten, in_words
+from draftsmith.data.answers.endpoint import Endpoint
+from draftsmith.data.answers.journal import Journal, merge_journals, remove_journals, written_lines
+from draftsmith.data.answers.turns import Dialogue, Markers
+from draftsmith.data.progress import progress_bar
+from draftsmith.data.prompts.checks import (
+    check_bos,
+    check_not_rendered,
+    check_samples,
+    check_token_ids,
+    notice_raw_texts,
+    shown_sample,
+)
+from draftsmith.data.prompts.prompts import read_split
+from draftsmith.data.prompts.splits import HELD_OUT, write_prompts
+from draftsmith.data.samples.samples import PREPARED, SAMPLES, read_prepared, read_samples
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoding.decoder import resolve_settings
+from draftsmith.models import Target, load_drafter
+from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.target.identity import template_hash, tokenizer_fingerprint
+
+# Of prepared.json: names and counts of what hashes tell exactly.
+IMPLIED = ("target", "prompts", "num_prompts", "num_held_out", "num_skipped")
+BATCHES_A_SHARE = 8  # more keep the batch full for longer, fewer lose less to an interruption
+
+
+@dataclass
+class PrepareSettings:
+    max_new_tokens: int = 256  # a turn
+    samplings: tuple[Sampling, ...] = (Sampling(0.0), Sampling(1.0))  # prompt i is answered by samplings[i % len]
+    batch_size: int = 32  # prompts answered at a time
+    seed: int = 0
+    drafter: str = "none"  # that the decoder is sped up with; a kind or a checkpoint
+    draft_length: int = 4
+    endpoint: str | None = None  # URL of a server that answers instead of the decoder
+    skip_long: bool = False  # leave out prompts that the context has no room for, rather than refuse them
+    held_out_share: float = 0.0  # of the prompts, never answered and kept in held_out.jsonl to evaluate on
+
+    @property
+    def share(self) -> int:
+        """Prompts that are decoded together: what a kill loses at most."""
+        return BATCHES_A_SHARE * self.batch_size
+
+
+def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -> None:
+    """Write the target's answers to the prompts at `source` into the folder `out`.
+
+    Interrupted, it goes on where it stopped. An answer's noise is keyed by the seed and the prompt, and prompts are
+    decoded in shares that are a function of the prompts and the settings alone, a share that was interrupted from its
+    beginning, so that the file is the same in the end to the byte. (A server batches as it likes: there, sampled
+    answers are each drawn once, but not reproducible.)
+
+    Several processes take shares in turn and journals of their own; the first one waits for the others and merges.
+    Raises `UserError` for bad prompts, before anything is written, and for a folder that holds the answers of other
+    prompts or settings.
+    """
+    work = Work(target, source, settings)
+    rank, num_ranks = process()
+    open_folder(out, work.prepared(source), rank)
+    if rank == 0 and work.held_out:
+        write_prompts(out / HELD_OUT, work.held_out)
+    if (out / SAMPLES).is_file():
+        if rank == 0:
+            remove_journals(out)  # of a kill between the file's last rename and this
+            say(f"{out} holds all answers already")
+        return
+    journal = Journal(out, rank)
+    done = set(written_lines(out))
+    shares = [share for share in work.shares()[rank::num_ranks] if not done.issuperset(share)]
+    total = len(done.union(*shares))
+
+    start, num_tokens, num_written = time.perf_counter(), 0, 0
+    with progress_bar(visible=rank == 0) as progress:
+        task = progress.add_task("the target writes training text", total=total, completed=len(done), detail="")
+        for dialogue in work.answers(shares, done):
+            num_tokens += dialogue.num_tokens
+            if dialogue.index in done:  # decoded again for the sake of its share
+                continue
+            journal.append(dialogue.index, dialogue.samples)
+            num_written += 1
+            rate = num_tokens / (time.perf_counter() - start)
+            disk = journal.num_bytes * total / (len(done) + num_written)
+            detail = (
+                f"{num_tokens} tokens  {rate:.0f} tokens/s  {decimal(journal.num_bytes)} of about {decimal(int(disk))}"
+            )
+            progress.update(task, advance=1, detail=detail)
+    journal.close()
+    if rank == 0:
+        wait_for_answers(out, len(work.kept))
+        merge_journals(out)
+        show_written(out, target)
+
+
+def show_written(out: Path, target: Target) -> None:
+    """Check what a folder holds now, and show a sample of it; `UserError` where it is not fit to train on."""
+    samples = read_samples(out)
+    check_samples(samples, target, max(len(sample.token_ids) for sample in samples), str(out))
+    rich.print(shown_sample(samples[0], target))
+    prepared, num_tokens = read_prepared(out), sum(len(sample.generated()) for sample in samples)
+    text = f"{out}: {len(samples)} samples of {prepared['num_prompts']} prompts, {num_tokens} tokens to train on"
+    if prepared["num_held_out"]:
+        text += f"; {prepared['num_held_out']} prompts are held out in {out / HELD_OUT}"
+    say(text)
+
+
+def say(text: str) -> None:
+    """A line as it is: a path in it can be copied."""
+    rich.get_console().print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+class Work:
+    """The prompts at a source that the target answers, and how."""
+
+    def __init__(self, target: Target, source: str, settings: PrepareSettings) -> None:
+        require_at_least("batch_size", settings.batch_size)
+        require_at_least("max_new_tokens", settings.max_new_tokens)
+        require_at_least("draft_length", settings.draft_length)
+        self.target, self.settings = target, settings
+        self.server, self.context = None, target.context
+        if settings.endpoint:
+            self.server = Endpoint(settings.endpoint, target, settings.max_new_tokens, settings.seed)
+            self.context = self.server.context
+        split = read_split(source, settings.held_out_share)
+        self.prompts, self.held_out = split.train, split.held_out
+        self._markers = Markers.of(target)
+        notice_raw_texts(self.prompts, target)
+        digest, self.lengths = hashlib.sha256(), []
+        for index, prompt in enumerate(self.prompts):  # token ids of all prompts at once may not fit in memory
+            check_not_rendered(prompt, target)
+            context = self.dialogue(index).context
+            check_bos(context, target, self.where(index))
+            check_token_ids(context, target, self.where(index))
+            self.lengths.append(len(context))
+            digest.update(json.dumps([context, prompt.messages, prompt.tools, prompt.domain]).encode())
+        self.hash = digest.hexdigest()[:16]
+        self.kept = self._check_lengths()
+
+    def dialogue(self, index: int) -> Dialogue:
+        sampling = self.settings.samplings[index % len(self.settings.samplings)]
+        return Dialogue(self.prompts[index], index, sampling, self.target, self._markers)
+
+    def where(self, index: int) -> str:
+        return self.prompts[index].where or f"prompt {index + 1}"
+
+    def _check_lengths(self) -> list[int]:
+        """The prompts that leave room for an answer."""
+        limit = self.context - self.settings.max_new_tokens
+        long = [index for index, length in enumerate(self.lengths) if length > limit]
+        if 0 in self.lengths:
+            raise UserError(f"{self.where(self.lengths.index(0))} is empty after tokenisation")
+        if long and (not self.settings.skip_long or len(long) == len(self.lengths)):
+            raise UserError(
+                f"{self.where(long[0])} has {self.lengths[long[0]]} tokens, which with {self.settings.max_new_tokens} "
+                f"new ones exceeds the target's context of {self.context}, as {len(long)} of {len(self.lengths)} do: "
+                "shorten it, lower max_new_tokens, or leave long prompts out with --skip-long"
+            )
+        return [index for index, length in enumerate(self.lengths) if length <= limit]
+
+    def prepared(self, source: str) -> dict:
+        """What prepared.json says: all that the answers depend on."""
+        settings = {
+            key: getattr(self.settings, key) for key in ("max_new_tokens", "seed", "skip_long", "held_out_share")
+        }
+        served = self.target.device.type == "meta"
+        return {
+            "target": self.target.name,
+            "target_fingerprint": None if served else self.target.fingerprint(),
+            "tokenizer_fingerprint": tokenizer_fingerprint(self.target),
+            "template_hash": template_hash(self.target),
+            "written_by": "endpoint" if self.server else "decoder",
+            "prompts": source,
+            "prompts_hash": self.hash,
+            "num_prompts": len(self.kept),
+            "num_held_out": len(self.held_out),
+            "num_skipped": len(self.prompts) - len(self.kept),
+            "settings": {**settings, "samplings": [asdict(sampling) for sampling in self.settings.samplings]},
+        }
+
+    def shares(self) -> list[list[int]]:
+        """Prompts that are decoded together. A share has one sampling, or two, and prompts of similar length."""
+        count, size = len(self.settings.samplings), self.settings.share
+        order = sorted(self.kept, key=lambda index: (index % count, self.lengths[index], index))
+        return [order[start : start + size] for start in range(0, len(order), size)]
+
+    def sampled_share(self, size: int) -> list[int]:
+        """Prompts drawn at random, to measure on."""
+        chosen = random.Random(0).sample(self.kept, min(size, len(self.kept)))
+        return sorted(chosen, key=lambda index: self.lengths[index])
+
+    def answers(self, shares: list[list[int]], done: Iterable[int] = ()) -> Iterator[Dialogue]:
+        """Answer the prompts of some shares; a server leaves out those that are done, the decoder repeats them."""
+        if self.server is not None:
+            done = set(done)
+            missing = (self.dialogue(index) for share in shares for index in share if index not in done)
+            yield from self.server.answers(missing, self.settings.batch_size)
+            return
+        decoder = SpeculativeDecoder(self.target, load_drafter(self.settings.drafter, self.target))
+        for share in shares:
+            yield from decode_answers(decoder, [self.dialogue(index) for index in share], self.settings)
+
+
+def decode_answers(
+    decoder: SpeculativeDecoder, dialogues: list[Dialogue], settings: PrepareSettings
+) -> Iterator[Dialogue]:
+    """Answer all turns of the dialogues, the first ones together, then the second ones; they come as they finish."""
+    most = decoder.target.context - settings.max_new_tokens
+    while dialogues:
+        for sampling in dict.fromkeys(dialogue.sampling for dialogue in dialogues):
+            chosen = [dialogue for dialogue in dialogues if dialogue.sampling == sampling]
+            how = resolve_settings(
+                decoder.drafter, sampling, settings.max_new_tokens, settings.draft_length, seed=settings.seed
+            )
+            contexts, ids = [dialogue.context for dialogue in chosen], [dialogue.request_id for dialogue in chosen]
+            generation = decoder.start(contexts, how, ids, settings.batch_size)
+            while generation.running():
+                for emission in generation.step():
+                    request, dialogue = generation.requests[emission.request], chosen[emission.request]
+                    if request.finished:
+                        dialogue.take(request.token_ids, most)
+                        if dialogue.finished:
+                            yield dialogue
+        dialogues = [dialogue for dialogue in dialogues if not dialogue.finished]
+
+
+def open_folder(out: Path, prepared: dict, rank: int) -> None:
+    """Make the folder, or check that it holds, or is to hold, the same answers."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if not (out / PREPARED).is_file():
+            temporary = out / f".{PREPARED}.{rank}"
+            temporary.write_text(json.dumps(prepared, indent=2) + "\n")
+            temporary.replace(out / PREPARED)
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {error.strerror}") from None
+    defaults = {f"settings.{name}": value for name, value in asdict(PrepareSettings()).items()}
+    stored = {**defaults, **flatten(read_prepared(out))}  # by an older draftsmith, without what it did not have
+    changed = changes(stored, {**defaults, **flatten(json.loads(json.dumps(prepared)))})
+    implied = IMPLIED if prepared["target_fingerprint"] else IMPLIED[1:]  # a server's weights are known by name alone
+    if decisive := {key: text for key, text in changed.items() if key not in implied}:
+        raise UserError(
+            f"{out} holds samples of another target, prompts or settings ({in_words(decisive)}): give the same again, "
+            "another folder, or remove it"
+        )
+
+
+def process() -> tuple[int, int]:
+    """This process's rank and the number of processes, as launchers tell them."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def wait_for_answers(out: Path, count: int) -> None:
+    """Until all processes have written theirs: there is no process group to time out; launchers end all on a crash."""
+    while True:
+        start = time.perf_counter()
+        if len(written_lines(out)) == count:
+            return
+        time.sleep(0.2 + 10 * (time.perf_counter() - start))

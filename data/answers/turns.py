@@ -1,0 +1,188 @@
+"""A prompt while the target answers it, turn by turn.
+
+What the target sees before a turn is, as long as the chat template leaves history alone, what it saw and wrote before,
+token by token, and the template's own tokens after that. Where the template rewrites what was written (thinking taken
+out of earlier turns, blanks trimmed), the target sees something else than what stands in the sample so far; that
+sample ends, and the turn begins a new one with what the target sees.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from draftsmith.data.prompts.conversations import Chat
+from draftsmith.data.prompts.raw_rows import Prompt
+from draftsmith.data.samples.samples import Sample, Span
+from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.target.target import Target
+
+Message = dict[str, Any]
+
+# Opening marker, closing marker ("": none, the span lasts to the end of the turn), and the label of what is between.
+MARKERS = (
+    ("<think>", "</think>", "thinking"),
+    ("<thinking>", "</thinking>", "thinking"),
+    ("[THINK]", "[/THINK]", "thinking"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>", "thinking"),
+    ("<seed:think>", "</seed:think>", "thinking"),
+    ("<tool_call>", "</tool_call>", "tool_call"),
+    ("<|tool_call|>", "<|/tool_call|>", "tool_call"),
+    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "tool_call"),
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "tool_call"),
+    ("[TOOL_CALLS]", "", "tool_call"),
+    ("<|python_tag|>", "", "tool_call"),
+)
+
+
+@dataclass
+class Markers:
+    """The token ids at which labels begin and end; empty where the tokenizer has no such tokens."""
+
+    opening: dict[int, str] = field(default_factory=dict)
+    closing: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, target: Target) -> "Markers":
+        assert target.tokenizer is not None
+        added = target.tokenizer.get_added_vocab()
+        markers = cls()
+        for opening, closing, label in MARKERS:
+            if opening in added and (not closing or closing in added):
+                markers.opening[added[opening]] = label
+                if closing:
+                    markers.closing[added[closing]] = label
+        return markers
+
+    def spans(self, ids: list[int], start: int, label: str) -> list[Span]:
+        """Tokens from `start` on, cut where labels change; markers belong to what they enclose."""
+        found, begin = [], start
+        for place in range(start, len(ids)):
+            if label == "answer" and ids[place] in self.opening:
+                found.append(Span(begin, place, label))
+                begin, label = place, self.opening[ids[place]]
+            elif label != "answer" and self.closing.get(ids[place]) == label:
+                found.append(Span(begin, place + 1, label))
+                begin, label = place + 1, "answer"
+        found.append(Span(begin, len(ids), label))
+        return [span for span in found if span.end > span.start]
+
+    def open_label(self, context: list[int], ends: list[int]) -> str:
+        """The label that an answer begins in: some templates open the thinking themselves."""
+        for token in reversed(context):
+            if token in ends or token in self.closing:
+                return "answer"
+            if self.opening.get(token) in self.closing.values():
+                return self.opening[token]
+        return "answer"
+
+
+@dataclass
+class Turn:
+    said: list[Message]  # before the answer
+    given: Message | None  # what history keeps in place of the target's answer
+
+
+def split_turns(messages: list[Message]) -> list[Turn]:
+    """The turns that the target answers. Answers that stand there already are left out: it writes them anew.
+
+    One stays in history: a call whose result, a tool's message, follows; the result belongs to no other call. What the
+    assistant says before anybody else is given, too.
+    """
+    turns: list[Turn] = []
+    said: list[Message] = []
+    for message, following in zip(messages, [*messages[1:], None], strict=True):
+        if message["role"] == "assistant" and any(other["role"] not in ("system", "assistant") for other in said):
+            has_result = following is not None and following["role"] == "tool"
+            turns.append(Turn(said, message if has_result else None))
+            said = []
+        else:
+            said.append(message)
+    if said and said[-1]["role"] != "assistant":
+        turns.append(Turn(said, None))
+    return turns
+
+
+class Dialogue:
+    """One prompt: `context` is what the target answers next, until `finished`; then `samples` is complete."""
+
+    def __init__(self, prompt: Prompt, index: int, sampling: Sampling, target: Target, markers: Markers) -> None:
+        self.prompt, self.index, self.sampling, self.target, self.markers = prompt, index, sampling, target, markers
+        self.where = prompt.where or f"prompt {index + 1}"
+        self.samples: list[Sample] = []
+        self.finished = False
+        self.num_answers = 0
+        self.num_tokens = 0  # generated
+        self._history: list[Message] = []
+        self._turns: deque[Turn] = deque()
+        self._spans: list[Span] = []
+        self._rendered = ""
+        if prompt.messages is None:
+            self.context = target.encode(cast(str, prompt.text))
+            return
+        self._turns.extend(split_turns(prompt.messages))
+        if not self._turns:
+            raise UserError(f"{self.where} has nothing to answer: its messages are all the assistant's")
+        self._open_turn()
+        self.context = self._encode(self._rendered)
+
+    @property
+    def request_id(self) -> int:
+        """Keys the noise of the next answer."""
+        return self.index + (self.num_answers << 32)
+
+    def take(self, new_ids: list[int], most: int) -> None:
+        """The target's answer to `context`; `most`: tokens that the next context may have."""
+        ends = self.target.eos_token_ids
+        token_ids, ended = self.context + new_ids, new_ids[-1] in ends
+        label = self.markers.open_label(self.context, ends)
+        self._spans += self.markers.spans(token_ids, len(self.context), label)
+        self.num_answers += 1
+        self.num_tokens += len(new_ids)
+        answered = self._turns.popleft() if self._turns else None
+        if not ended or not self._turns:
+            self._close(token_ids, "eos" if ended else "length")
+            self.finished = True
+            return
+
+        assert answered is not None
+        assert self.target.tokenizer is not None
+        text = str(self.target.tokenizer.decode(new_ids[:-1], skip_special_tokens=False))
+        self._history.append(answered.given or {"role": "assistant", "content": text})
+        written = self._rendered + text
+        self._open_turn()
+        added = self._encode(self._rendered[len(written) :]) if self._rendered.startswith(written) else []
+        if added[:1] == new_ids[-1:]:  # the template goes on where the target ended its turn
+            self.context = token_ids + added[1:]
+        else:
+            self._close(token_ids, "eos")
+            self.context = self._encode(self._rendered)
+        if len(self.context) > most:
+            if self._spans:
+                self._close(token_ids, "eos")
+            self.finished = True
+
+    def _open_turn(self) -> None:
+        self._history += self._turns[0].said
+        seen = replace(self.prompt, messages=self._history, where=self.where)
+        self._rendered = Chat(seen, self.target).text(len(self._history), opened=True)
+
+    def _encode(self, text: str) -> list[int]:
+        assert self.target.tokenizer is not None
+        return self.target.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _close(self, token_ids: list[int], finish_reason: str) -> None:
+        how = self.sampling
+        self.samples.append(
+            Sample(
+                token_ids,
+                self._spans,
+                finish_reason,
+                how.temperature,
+                how.top_p,
+                how.top_k,
+                self.index,
+                self.prompt.domain,
+            )
+        )
+        self._spans = []

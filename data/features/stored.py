@@ -1,0 +1,250 @@
+"""Features of the samples, computed once and stored, to train without the target's layers.
+
+A folder holds shards, each of whole samples in order, and index.json, which says where each sample is. A shard says in
+its header what it holds and what the checksum of it is, so that each can be refused by itself. Logits are never stored:
+the last hidden state is, and the target's head makes them from it.
+
+Shapes: B rows, T tokens, N tokens of a sample or a shard, H hidden width, A number of layers asked for.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from draftsmith.data.samples.batches import BatchPlan, Rows
+from draftsmith.models import Target
+from draftsmith.models.batch import Batch
+from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.target.target import Features
+
+SHARD_BYTES = 1 << 30
+CHECK_THREADS = 4  # hashing lets go of Python's lock
+INDEX = "index.json"
+HEADER = "draftsmith"  # the key of a shard's metadata
+REMOVE = "remove it, and the same command stores it anew"
+
+StoredDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
+FeatureSource = Callable[[Rows, Batch], Features]  # features of a micro-batch, on its device
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What must agree for stored features to be those that a run needs."""
+
+    target_fingerprint: str | None  # of the target that wrote the samples; None where servers alone ran it
+    ends_fingerprint: str  # of its config, embedding and head
+    layer_ids: tuple[int, ...]  # hidden states after these layers, and always the last one after the final norm
+    hidden_size: int
+    dtype: StoredDtype
+    samples_hash: str  # of their token ids, as far as they are trained on
+
+    @property
+    def num_states(self) -> int:
+        """Hidden states a token: A + 1."""
+        return len(self.layer_ids) + 1
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def bytes_per_token(self) -> int:
+        scale = 4 if self.dtype == "float8_e4m3fn" else 0
+        return self.num_states * (self.hidden_size * self.torch_dtype.itemsize + scale)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Samples `first`, `first` + 1, ... one after another."""
+
+    number: int
+    first: int
+    lengths: list[int]  # tokens of each; 0 for one that is not trained on
+
+    @property
+    def file(self) -> str:
+        return f"shard-{self.number:05d}.safetensors"
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+
+class StoredFeatures:
+    """The features of a plan's samples in a folder, whether all there or to be written."""
+
+    def __init__(self, folder: Path, contents: Contents, plan: BatchPlan) -> None:
+        self.folder, self.contents, self.plan = folder, contents, plan
+        trained = set(plan.trained)
+        lengths = [length if i in trained else 0 for i, length in enumerate(plan.lengths)]
+        self.shards = list(_shards(lengths, contents.bytes_per_token))
+        self._open: dict[int, Any] = {}
+        self._ahead: dict[str, tuple[Tensor, Tensor | None]] = {}
+
+    def missing(self) -> list[Shard]:
+        """The shards that are still to be written."""
+        return [shard for shard in self.shards if not (self.folder / shard.file).is_file()]
+
+    @cached_property
+    def places(self) -> list[tuple[Shard, slice]]:
+        """Of each sample its shard and the tokens of that which are its own."""
+        return [
+            (shard, slice(start, start + length))
+            for shard in self.shards
+            for start, length in zip(itertools.accumulate(shard.lengths, initial=0), shard.lengths, strict=False)
+        ]
+
+    def read(self, rows: Rows, batch: Batch, target: Target) -> Features:
+        """The features of a micro-batch, on the device and in the dtype of the target; zeros in the padding."""
+        key = str(rows)
+        hidden, scales = self._ahead.pop(key) if key in self._ahead else self._load(rows, batch)
+        states = decode(
+            hidden.to(target.device, non_blocking=True),
+            None if scales is None else scales.to(target.device, non_blocking=True),
+            target.dtype,
+        )
+        layers = states[:, :, :-1].flatten(2) if self.contents.layer_ids else None
+        return Features(states[:, :, -1], layers)
+
+    def read_ahead(self, rows: Rows, batch: Batch, pin_memory: bool) -> None:
+        """Take what `read` will ask for from the disk: in another thread, while a device computes."""
+        tensors = self._load(rows, batch)
+        if pin_memory:
+            tensors = tensors[0].pin_memory(), None if tensors[1] is None else tensors[1].pin_memory()
+        self._ahead[str(rows)] = tensors
+
+    def _load(self, rows: Rows, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Encoded hidden states [B, T, A + 1, H] and the scales [B, T, A + 1] of fp8."""
+        shape = (*batch.token_ids.shape, self.contents.num_states)
+        hidden = torch.zeros(*shape, self.contents.hidden_size, dtype=self.contents.torch_dtype)
+        scales = torch.zeros(shape) if self.contents.dtype == "float8_e4m3fn" else None
+        for number, row in enumerate(rows):
+            start = 0
+            for index in row:
+                shard, place = self.places[index]
+                file, end = self._file(shard), start + place.stop - place.start
+                hidden[number, start:end] = file.get_slice("hidden")[place]
+                if scales is not None:
+                    scales[number, start:end] = file.get_slice("scales")[place]
+                start = end
+        return hidden, scales
+
+    def _file(self, shard: Shard) -> Any:
+        """The shard, mapped into memory; `UserError` where it has gone since it was checked."""
+        if shard.number not in self._open:
+            path = self.folder / shard.file
+            try:
+                self._open[shard.number] = safe_open(path, "pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(
+                    f"{path} cannot be read any more ({first_line(error)}): put it back or remove what is left of it, "
+                    "and give the same command again; it stores what is missing and goes on"
+                ) from None
+        return self._open[shard.number]
+
+    @cached_property
+    def verified(self) -> dict[str, list[int]]:
+        """Size and time of change of each shard when its checksum was last found right, as index.json has them."""
+        try:
+            shards = json.loads((self.folder / INDEX).read_text())["shards"]
+            return {shard["file"]: shard["stamp"] for shard in shards}
+        except (OSError, ValueError, KeyError):
+            return {}
+
+    def is_verified(self, shard: Shard) -> bool:
+        """Whether the shard has not been written to since."""
+        return self.verified.get(shard.file) == stamp(self.folder / shard.file)
+
+    def problems(self, rank: int, num_ranks: int) -> list[str]:
+        """What is wrong with this rank's share of the shards that are there, by name."""
+        with ThreadPoolExecutor(CHECK_THREADS) as pool:
+            return [found for found in pool.map(self.problem, self.shards[rank::num_ranks]) if found]
+
+    def problem(self, shard: Shard) -> str | None:
+        """Why a shard cannot be trained on: truncated, altered, or of something else; None where it is not there.
+
+        The checksum is computed only of shards that are not verified: it takes the time of reading them whole.
+        """
+        path = self.folder / shard.file
+        if not path.is_file():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                header = json.loads((file.metadata() or {}).get(HEADER, "{}"))
+                names = [] if self.is_verified(shard) else file.keys()
+                tensors = {name: file.get_tensor(name) for name in names}
+        except (SafetensorError, ValueError, OSError) as error:
+            return f"{path} is damaged ({first_line(error)}): {REMOVE}"
+        for name, value in self.header(shard).items():
+            if header.get(name) != value:
+                return (
+                    f"{path} holds features of another {name} ({header.get(name)}, not {value}): give another "
+                    f"data.features_dir, or remove {self.folder}"
+                )
+        if tensors and header.get("checksum") != checksum(tensors):
+            return f"{path} is damaged (its checksum differs): {REMOVE}"
+        return None
+
+    def header(self, shard: Shard) -> dict[str, Any]:
+        """What a shard says of itself, beside its checksum."""
+        return {**asdict(self.contents), "layer_ids": list(self.contents.layer_ids), "shard": shard.number}
+
+
+def _shards(lengths: list[int], bytes_per_token: int) -> Iterator[Shard]:
+    """Whole samples in shards of about `SHARD_BYTES`."""
+    number = first = num_tokens = 0
+    for i, length in enumerate(lengths):
+        num_tokens += length
+        if num_tokens * bytes_per_token >= SHARD_BYTES or (num_tokens and i + 1 == len(lengths)):
+            yield Shard(number, first, lengths[first : i + 1])
+            number, first, num_tokens = number + 1, i + 1, 0
+
+
+def samples_hash(plan: BatchPlan) -> str:
+    """16 hex digits of the token ids that a plan trains on, and of their places."""
+    digest = hashlib.sha256()
+    for index in plan.trained:
+        ids = plan.samples[index].token_ids[: plan.max_length]
+        digest.update(json.dumps([index, ids]).encode())
+    return digest.hexdigest()[:16]
+
+
+def stamp(path: Path) -> list[int]:
+    """Size and time of the last change of a file."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def checksum(tensors: dict[str, Tensor]) -> str:
+    """sha256 of the tensors' names, kinds, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+# --- codec
+
+
+def encode(states: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Hidden states [N, A + 1, H] as they are stored; in fp8 each vector fills the range, with its scale beside it."""
+    if dtype != torch.float8_e4m3fn:
+        return {"hidden": states.to(dtype)}
+    scales = states.float().abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny) / torch.finfo(dtype).max
+    return {"hidden": (states.float() / scales[..., None]).to(dtype), "scales": scales}
+
+
+def decode(hidden: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The inverse, in the target's dtype."""
+    return hidden.to(dtype) if scales is None else (hidden.float() * scales[..., None]).to(dtype)

@@ -1,0 +1,93 @@
+"""What a reduced draft vocabulary costs: how much of what the target would write lies outside it.
+
+A drafter never proposes a token outside its vocabulary, so the share inside bounds the rate at which its drafts can be
+accepted. It is measured on samples that had no part in choosing the vocabulary.
+
+Shapes: R rows of hidden states, H hidden width, V target vocabulary, Vd draft vocabulary.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.data.features.stored import FeatureSource
+from draftsmith.data.samples.batches import BatchPlan, group_rows
+from draftsmith.models import Target
+from draftsmith.models.layers import shift_left
+
+HELD_OUT = 16  # one sample in so many has no part in choosing the vocabulary
+MEASURED = 64  # of them, at most, of each domain
+CHUNK_ELEMENTS = 1 << 24  # rows x vocabulary of probabilities that exist at once
+
+
+@dataclass
+class Inside:
+    """Shares of the target's text that a draft vocabulary holds."""
+
+    num_tokens: int = 0
+    written: float = 0.0  # of the tokens that it wrote
+    greedy: float = 0.0  # of its likeliest tokens: no more is accepted at temperature 0
+    sampled: float = 0.0  # of its probability: no more is accepted at temperature 1
+
+    def __add__(self, other: "Inside") -> "Inside":
+        total = self.num_tokens + other.num_tokens
+        means = (
+            (own * self.num_tokens + new * other.num_tokens) / max(1, total)
+            for own, new in zip(self._shares(), other._shares(), strict=True)
+        )
+        return Inside(total, *means)
+
+    def _shares(self) -> tuple[float, float, float]:
+        return self.written, self.greedy, self.sampled
+
+
+def split(trained: list[int]) -> tuple[list[int], list[int]]:
+    """Samples that choose the vocabulary, and samples held out to measure it on."""
+    held_out = trained[HELD_OUT - 1 :: HELD_OUT] or trained[-1:]
+    choosing = sorted(set(trained) - set(held_out))
+    return choosing or trained, held_out
+
+
+def token_counts(plan: BatchPlan, vocab_size: int) -> Tensor:
+    """How often the target wrote each token in the samples that choose the vocabulary, [V]."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for index in split(plan.trained)[0]:
+        counts += torch.bincount(plan.written(index), minlength=vocab_size)
+    return counts
+
+
+@torch.no_grad()
+def measure_vocabulary(token_ids: Tensor, plan: BatchPlan, source: FeatureSource, target: Target) -> dict[str, Inside]:
+    """The shares inside a draft vocabulary [Vd], by domain, on held-out samples."""
+    chosen: dict[str, list[int]] = defaultdict(list)
+    for index in split(plan.trained)[1]:
+        chosen[plan.samples[index].domain].append(index)
+    inside = torch.zeros(target.vocab_size, dtype=torch.bool, device=target.device)
+    inside[token_ids] = True
+    return {
+        domain: sum(
+            (
+                _inside(inside, rows, plan, source, target)
+                for rows in group_rows([[i] for i in indices[:MEASURED]], plan.lengths, plan.tokens_per_micro_batch)
+            ),
+            start=Inside(),
+        )
+        for domain, indices in sorted(chosen.items())
+    }
+
+
+def _inside(inside: Tensor, rows: list[list[int]], plan: BatchPlan, source: FeatureSource, target: Target) -> Inside:
+    """Of one micro-batch. inside [V]"""
+    batch = plan.collate(rows).to(target.device)
+    counted = shift_left(batch.loss_mask, 1)  # slots whose next token the target wrote
+    hidden = source(rows, batch).last_hidden[counted]  # [R, H]
+    written = inside[shift_left(batch.token_ids, 1)[counted]]  # [R]
+    greedy = sampled = 0.0
+    for chunk in hidden.split(max(1, CHUNK_ELEMENTS // len(inside))):
+        probabilities = target.logits(chunk).float().softmax(-1)  # [R, V]
+        greedy += float(inside[probabilities.argmax(-1)].sum())
+        sampled += float(probabilities[:, inside].sum())
+    count = len(hidden)
+    return Inside(count, float(written.float().mean()), greedy / count, sampled / count)

@@ -1,0 +1,149 @@
+"""Writing stored features: what it takes is said first, and an interruption costs a shard at most.
+
+Shapes: B rows, T tokens, H hidden width, A number of layers asked for.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import cast
+
+import rich
+import torch
+from rich.markup import escape
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftsmith.data.features.stored import HEADER, INDEX, FeatureSource, Shard, StoredFeatures, checksum, encode, stamp
+from draftsmith.data.progress import progress_bar
+from draftsmith.data.samples.batches import Rows, group_rows
+from draftsmith.models.errors import UserError
+
+TOLD_AFTER = 2.0  # seconds, in which the first batches show how long the pass will take
+
+
+def check_disk(store: StoredFeatures) -> str:
+    """What storing the missing shards takes, in words; `UserError` where the disk has less room."""
+    num_tokens = sum(shard.num_tokens for shard in store.missing())
+    needed = num_tokens * store.contents.bytes_per_token
+    folder = store.folder.absolute()
+    existing = next(path for path in [folder, *folder.parents] if path.exists())
+    free = shutil.disk_usage(existing).free
+    amount = f"{num_tokens} tokens x {store.contents.bytes_per_token} bytes = {size_text(needed)}"
+    if needed > free:
+        raise UserError(
+            f"stored features need {amount}, but {existing} has {size_text(free)} free: give data.features_dir on a "
+            "larger disk, data.features_dtype=float8_e4m3fn, a smaller data.max_length, or data.features=online"
+        )
+    return f"{amount} of {size_text(free)} free"
+
+
+def size_text(num_bytes: float) -> str:
+    """As disks are sold: 1 kB is 1000 bytes."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def write_shards(
+    store: StoredFeatures,
+    missing: list[Shard],
+    source: FeatureSource,
+    rank: int = 0,
+    num_ranks: int = 1,
+    in_step: bool = False,
+) -> None:
+    """Write this rank's share of the missing shards, each whole or not at all, with the features that `source` gives.
+
+    All ranks are given the same missing shards. `in_step`: they ask the source equally often, as a target in pieces
+    needs, which computes when all do; a rank with less to write asks for what nobody keeps.
+    """
+    own, told = missing[rank::num_ranks], rank > 0
+    if rank == 0:
+        rich.print(escape(f"storing features in {store.folder}: {check_disk(store)}"))
+    store.folder.mkdir(parents=True, exist_ok=True)
+    with progress_bar(rank == 0) as progress:
+        task = progress.add_task(
+            "storing the target's features", total=sum(shard.num_tokens for shard in own), detail="tokens"
+        )
+        for shard in own:
+            tensors: dict[str, Tensor] = {}
+            for rows in batches_of(store, shard):
+                for name, encoded in compute(store, rows, source).items():
+                    room = torch.empty(shard.num_tokens, *encoded.shape[2:], dtype=encoded.dtype)
+                    whole = tensors.setdefault(name, room)
+                    for number, (index,) in enumerate(rows):
+                        whole[store.places[index][1]] = encoded[number, : store.plan.lengths[index]]
+                progress.update(task, advance=sum(store.plan.lengths[index] for (index,) in rows))
+                bar = progress.tasks[task]
+                if not told and (bar.elapsed or 0) > TOLD_AFTER and bar.time_remaining:
+                    progress.console.print(f"about {bar.time_remaining / 60:.1f} minutes are left")
+                    told = True
+            save_shard(store, shard, tensors)
+    if in_step:
+        most = max(num_batches(store, missing[other::num_ranks]) for other in range(num_ranks))
+        for _ in range(most - num_batches(store, own)):
+            compute(store, [[store.plan.trained[0]]], source)
+
+
+def num_batches(store: StoredFeatures, shards: list[Shard]) -> int:
+    return sum(len(batches_of(store, shard)) for shard in shards)
+
+
+def batches_of(store: StoredFeatures, shard: Shard) -> list[Rows]:
+    """The samples of a shard, one a row, in batches of similar length."""
+    rows = [[shard.first + i] for i, length in enumerate(shard.lengths) if length]
+    return group_rows(rows, store.plan.lengths, store.plan.tokens_per_micro_batch)
+
+
+def compute(store: StoredFeatures, rows: Rows, source: FeatureSource) -> dict[str, Tensor]:
+    """The encoded hidden states of some rows [B, T, A + 1, ...]. Raises `UserError` where one is not finite."""
+    features = source(rows, store.plan.collate(rows))
+    states = features.last_hidden[:, :, None]
+    if features.layers is not None:
+        states = torch.cat([features.layers.unflatten(2, (-1, store.contents.hidden_size)), states], 2)
+    finite = states.isfinite().flatten(1).all(1)
+    if not finite.all():
+        index = rows[int((~finite).nonzero()[0])][0]
+        raise UserError(f"the target's hidden states are not finite on sample {index}: look at its text")
+    return {name: tensor.cpu() for name, tensor in encode(states, store.contents.torch_dtype).items()}
+
+
+def save_shard(store: StoredFeatures, shard: Shard, tensors: dict[str, Tensor]) -> None:
+    """Write under a hidden name and rename it when all of it is on disk."""
+    header = {**store.header(shard), "checksum": checksum(tensors)}
+    partial, final = store.folder / f".{shard.file}", store.folder / shard.file
+    save_file(tensors, partial, metadata={HEADER: json.dumps(header)})
+    with open(partial, "rb") as file:
+        os.fsync(file.fileno())
+    partial.rename(final)
+
+
+def write_index(store: StoredFeatures) -> None:
+    """index.json: what is stored, where each sample is, and how shards looked that were found whole.
+
+    Training believes only the last, and the shards' own headers.
+    """
+    shards = [
+        {
+            "file": shard.file,
+            "first_sample": shard.first,
+            "lengths": shard.lengths,
+            "checksum": json.loads(read_header(store.folder / shard.file))["checksum"],
+            "stamp": stamp(store.folder / shard.file),
+        }
+        for shard in store.shards
+    ]
+    partial = store.folder / f".{INDEX}"
+    partial.write_text(json.dumps({**asdict(store.contents), "shards": shards}) + "\n")
+    partial.rename(store.folder / INDEX)
+
+
+def read_header(path: Path) -> str:
+    with safe_open(path, "pt") as file:
+        return cast(dict[str, str], file.metadata())[HEADER]

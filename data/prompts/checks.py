@@ -1,0 +1,199 @@
+"""Checks that stop a run, or warn, before it spends hours on text that the target would never meet.
+
+Each is one function, called at one place; docs/data.md lists them.
+"""
+
+from pathlib import Path
+
+import torch
+from rich.text import Text
+
+from draftsmith.data.progress import notice
+from draftsmith.data.prompts.raw_rows import Prompt
+from draftsmith.data.samples.samples import Sample, read_prepared
+from draftsmith.models.batch import Batch
+from draftsmith.models.drafting.base import Drafter
+from draftsmith.models.errors import UserError
+from draftsmith.models.target.identity import check_identity
+from draftsmith.models.target.target import Target
+
+Spans = list[tuple[int, int]]  # of trained tokens, [start, end)
+
+CAPTURE_TOKENS = 64  # of a row, that captured hidden states are compared on
+SHOWN_PROMPT, SHOWN_ANSWER = 300, 500  # characters of a sample on the console
+
+
+# --- prompts
+
+
+def check_not_rendered(prompt: Prompt, target: Target) -> None:
+    """Refuse messages that have been through a chat template already; a second pass nests one chat in another.
+
+    Answers are passed over: they may well begin with a token for thinking.
+    """
+    assert target.tokenizer is not None
+    special = tuple(token.content for token in target.tokenizer.added_tokens_decoder.values() if token.special)
+    for number, message in enumerate(prompt.messages or [], 1):
+        content = (message.get("content") or "").lstrip()
+        if message["role"] != "assistant" and special and content.startswith(special):
+            raise UserError(
+                f"{prompt.where or 'the prompt'}: message {number} begins with {content[:20]!r}, a token of chat "
+                'templates: it has been rendered before; give the bare text, or the whole as a "prompt"'
+            )
+
+
+def check_bos(token_ids: list[int], target: Target, where: str) -> None:
+    """Refuse two beginnings of text in a row: one stood in the text or template, one came from the tokenizer."""
+    bos = target.tokenizer.bos_token_id if target.tokenizer else None
+    if bos is not None and token_ids[:2] == [bos, bos]:
+        raise UserError(
+            f"{where} begins with the beginning-of-text token twice: take it out of the text, the tokenizer puts "
+            "it there"
+        )
+
+
+def check_token_ids(token_ids: list[int], target: Target, where: str) -> None:
+    """Refuse ids that the target has no embedding for, and ids of rows that only pad its vocabulary."""
+    largest, known = max(token_ids, default=0), num_known_tokens(target)
+    if largest >= target.vocab_size:
+        raise UserError(
+            f"{where} holds token id {largest}, and the vocabulary of {target.name} ends at {target.vocab_size - 1}: "
+            "use the tokenizer that the target was trained with"
+        )
+    if largest >= known:
+        raise UserError(
+            f"{where} holds token id {largest}, a row that pads the vocabulary of {target.name} beyond the {known} "
+            "tokens of its tokenizer: another tokenizer wrote it; prepare it again"
+        )
+
+
+def num_known_tokens(target: Target) -> int:
+    """One more than the largest id of the tokenizer; rows of the vocabulary from there on are padding."""
+    if target.tokenizer is None:
+        return target.vocab_size
+    return max(target.tokenizer.get_vocab().values()) + 1
+
+
+def notice_raw_texts(prompts: list[Prompt], target: Target) -> None:
+    """Say so where a target that chats is given bare texts, which it was hardly trained to continue."""
+    num_texts = sum(prompt.text is not None for prompt in prompts)
+    if num_texts and target.tokenizer is not None and target.tokenizer.chat_template:
+        notice(
+            f"{num_texts} of {len(prompts)} prompts are bare texts and are used as they are, without the chat template "
+            f'of {target.name}: give "messages" if it will be chatted with'
+        )
+
+
+# --- samples
+
+
+def check_prepared(folder: Path, target: Target) -> None:
+    """Refuse samples that were written with another tokenizer or chat template than the target's."""
+    mend = "prepare them again, or give the target as it was then"
+    keys = ("tokenizer_fingerprint", "template_hash")
+    check_identity(f"what {folder} holds", read_prepared(folder), target, keys, mend)
+
+
+def check_samples(samples: list[Sample], target: Target, max_length: int, where: str) -> None:
+    """Refuse samples with tokens that the target does not know, a doubled beginning of text, or a wrong loss mask."""
+    for sample in samples:
+        name = f"the sample of prompt {sample.prompt_index + 1} in {where}"
+        check_token_ids(sample.token_ids, target, name)
+        check_bos(sample.token_ids, target, name)
+    check_mask([spans_of(sample) for sample in samples], [len(s.token_ids) for s in samples], max_length, where)
+
+
+def spans_of(sample: Sample) -> Spans:
+    return [(span.start, span.end) for span in sample.spans]
+
+
+def check_mask(spans: list[Spans], lengths: list[int], max_length: int, where: str) -> None:
+    """Refuse samples of which no token is trained on after the cut at `max_length`, or every one."""
+    trained = [sum(max(0, min(end, max_length) - start) for start, end in one) for one in spans]
+    if not any(trained):
+        if any(start < end for one in spans for start, end in one):
+            raise UserError(f"all answers in {where} begin beyond data.max_length={max_length}: raise it")
+        raise UserError(f"no token in {where} is trained on, its samples hold no answers: prepare them again")
+    if sum(trained) == sum(min(length, max_length) for length in lengths):
+        raise UserError(f"every token in {where} is trained on, the prompts too: its spans are wrong, prepare it again")
+
+
+def notice_seen_prompts(evaluated: list[list[int]], samples: list[Sample]) -> None:
+    """Say so where prompts of an evaluation are among those trained on: what is measured there is not held out."""
+    seen = {tuple(sample.token_ids[: spans_of(sample)[0][0]]) for sample in samples}
+    count = sum(tuple(token_ids) in seen for token_ids in evaluated)
+    if count:
+        notice(
+            f"{count} of {len(evaluated)} prompts of the evaluation are also trained on, which flatters the drafter: "
+            "hold prompts out with `draftsmith prepare --held-out-share`"
+        )
+
+
+def notice_padding(target: Target) -> None:
+    """Say so where the target's vocabulary goes on beyond its tokenizer; no sample may hold such a token."""
+    known = num_known_tokens(target)
+    if known < target.vocab_size:
+        notice(
+            f"the vocabulary of {target.name} has {target.vocab_size} rows and its tokenizer {known} tokens: the rows "
+            "beyond are padding, never trained on and never part of a smaller draft vocabulary"
+        )
+
+
+def shown_sample(sample: Sample, target: Target) -> Text:
+    """A sample as text, what is trained on green and between ⟦ ⟧; long stretches are cut in their middle."""
+    assert target.tokenizer is not None
+    token_ids, spans = sample.token_ids, spans_of(sample)
+    text = Text()
+    position = 0
+    for start, end in [*spans, (len(token_ids), len(token_ids))]:
+        for ids, trained in ((token_ids[position:start], False), (token_ids[start:end], True)):
+            if ids:
+                piece = _shortened(str(target.tokenizer.decode(ids)), SHOWN_ANSWER if trained else SHOWN_PROMPT)
+                text.append(f"⟦{piece}⟧" if trained else piece, style="green" if trained else "dim")
+        position = end
+    num_trained = sum(end - start for start, end in spans)
+    return Text(f"a sample; {num_trained} of its {len(token_ids)} tokens are trained on, in ⟦green⟧:\n").append(text)
+
+
+def _shortened(text: str, limit: int) -> str:
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]} … {text[-half:]}"
+
+
+# --- features
+
+
+@torch.no_grad()
+def check_capture(target: Target, layer_ids: tuple[int, ...], token_ids: list[int]) -> None:
+    """Refuse a target whose captured features are not what a plain forward of transformers calls `hidden_states[N]`.
+
+    Layers and the last hidden state are compared on the first of the tokens, then the target's head on the last hidden
+    state with the model's own logits.
+    """
+    row = torch.tensor([token_ids[:CAPTURE_TOKENS]], device=target.device)
+    features = target.features(Batch(row, torch.ones_like(row, dtype=torch.bool)), layer_ids)
+    plain = target.model(input_ids=row, output_hidden_states=True, use_cache=False)
+    found = {"the last hidden state": (features.last_hidden, plain.hidden_states[-1])}
+    if features.layers is not None:
+        captured = features.layers.split(target.hidden_size, dim=-1)
+        for layer_id, hidden in zip(sorted(layer_ids), captured, strict=True):
+            found[f"layer {layer_id}"] = (hidden, plain.hidden_states[layer_id])
+    found["the head's logits"] = (target.logits(features.last_hidden), plain.logits)
+    tolerance = 1e-3 if target.dtype == torch.float32 else 0.1
+    for name, (own, expected) in found.items():
+        error = (own.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-6)
+        if not error < tolerance:  # also where one of them is not a number
+            raise UserError(
+                f"{name} of {target.name} is not what a plain forward gives (relative error {float(error):.1e}): "
+                f"draftsmith cannot read {type(target.model).__name__}; report this, or use another target"
+            )
+
+
+def notice_other_target(drafter: Drafter, target: Target) -> None:
+    """Say so where a drafter was trained for other weights: it is measured right, and drafts worse than it could."""
+    trained_for = (drafter.trained_for or {}).get("target_fingerprint")
+    if trained_for not in (None, target.fingerprint()):
+        notice(
+            f"this {drafter.kind} drafter was trained for a target with other weights, config or dtype "
+            f"({trained_for}) than {target.name} ({target.fingerprint()})"
+        )

@@ -1,0 +1,156 @@
+"""Chats through the target's template: opened for an answer, or whole, with the spans of answers that are given.
+
+A given conversation is off-policy: the target did not write it. What it is trained on has to look, token by token,
+like what the target meets when it serves: each answer must follow the very tokens of the turn opened for it, and must
+stay as it is when later turns follow. Both are verified; a template that rewrites history is refused.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from jinja2 import TemplateError
+
+from draftsmith.data.prompts.checks import check_not_rendered
+from draftsmith.data.prompts.raw_rows import Prompt
+from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.target.target import Target
+
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+SHOWN_TOKENS = 8  # of a difference, in messages
+
+
+@dataclass
+class Chat:
+    """A conversation with the tokenizer that renders it."""
+
+    prompt: Prompt
+    target: Target
+
+    def token_ids(self, num_messages: int, opened: bool = False) -> list[int]:
+        """Of the first messages; `opened` for the answer that follows them."""
+        return self._render(num_messages, add_generation_prompt=opened, return_dict=True)["input_ids"]
+
+    def text(self, num_messages: int, opened: bool = False) -> str:
+        return self._render(num_messages, add_generation_prompt=opened, tokenize=False)
+
+    def marked(self, num_messages: int) -> list[tuple[int, int]]:
+        """Spans between the template's generation marks."""
+        output = self._render(num_messages, return_dict=True, return_assistant_tokens_mask=True)
+        return _runs(output["assistant_masks"])
+
+    def _render(self, num_messages: int, **how: Any) -> Any:
+        tokenizer, where = self.target.tokenizer, self.prompt.where or "the prompt"
+        assert tokenizer is not None
+        assert self.prompt.messages is not None
+        if not tokenizer.chat_template:
+            reason = f"{self.target.name} has no chat template"
+            raise UserError(f'{where} has "messages", but {reason}: give "prompt" texts')
+        try:  # cast: typed for every form of its output
+            return cast(Any, tokenizer).apply_chat_template(
+                self.prompt.messages[:num_messages], tools=self.prompt.tools, **how
+            )
+        except TemplateError as error:
+            raise UserError(f"{where}: the chat template refuses it: {first_line(error)}") from None
+
+    def turns(self) -> list[int]:
+        """Indices of the messages that are answers."""
+        return [i for i, message in enumerate(self.prompt.messages or []) if message["role"] == "assistant"]
+
+
+def opened_chat(prompt: Prompt, target: Target) -> list[int]:
+    """Token ids of a conversation up to its last turn that is no answer, opened for the answer to that."""
+    messages = prompt.messages
+    assert messages is not None
+    asked = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
+    return Chat(prompt, target).token_ids(asked[-1] + 1 if asked else 0, opened=True)
+
+
+def given_samples(prompts: Iterable[Prompt], target: Target) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+    """For each conversation its token ids up to the last answer, and the answers' spans [start, end).
+
+    Raises `UserError`, naming file and line, for a conversation without an answer and for one that the target would
+    never meet in this form: history that the template rewrites, tokens that reach over the beginning of an answer.
+    """
+    for prompt in prompts:
+        yield given_sample(prompt, target)
+
+
+def given_sample(prompt: Prompt, target: Target) -> tuple[list[int], list[tuple[int, int]]]:
+    """As `given_samples`, of one conversation."""
+    check_not_rendered(prompt, target)
+    chat = Chat(prompt, target)
+    turns = chat.turns()
+    if not turns or turns[0] == 0:
+        raise UserError(
+            f"{prompt.where or 'the prompt'} has no answer that follows a user's turn: leave it out, or let the target "
+            "answer"
+        )
+    num_messages = turns[-1] + 1
+    token_ids = chat.token_ids(num_messages)
+    spans = [_verified_span(chat, turn, num_messages, token_ids) for turn in turns]
+    assert target.tokenizer is not None
+    if GENERATION_MARK.search(str(target.tokenizer.chat_template)):
+        spans = _marked_spans(chat, num_messages, token_ids, spans)
+    return token_ids, spans
+
+
+def _verified_span(chat: Chat, turn: int, num_messages: int, token_ids: list[int]) -> tuple[int, int]:
+    """Of one answer: from the end of the turn opened for it to its end of text, or else to the end of the turn."""
+    opening, through = chat.token_ids(turn, opened=True), chat.token_ids(turn + 1)
+    if through[: len(opening)] != opening:
+        raise _refusal(chat, turn, opening, through, chat.text(turn, opened=True), chat.text(turn + 1))
+    start, end = len(opening), len(through)
+    ends = [i for i in range(start, end) if through[i] in chat.target.eos_token_ids]
+    end = ends[0] + 1 if ends else end
+    if token_ids[:end] != through[:end]:
+        raise _refusal(chat, turn, through[:end], token_ids, chat.text(turn + 1), chat.text(num_messages))
+    return start, end
+
+
+def _refusal(chat: Chat, turn: int, before: list[int], after: list[int], text: str, later_text: str) -> UserError:
+    """Why a rendering does not go on as it began: by the template, or by the tokens at the seam."""
+    where = f"{chat.prompt.where or 'the prompt'}, message {turn + 1}"
+    decode = cast(Any, chat.target.tokenizer).decode
+    same = next(
+        (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after))
+    )
+    first, second = (decode(ids[same : same + SHOWN_TOKENS]) for ids in (before, after))
+    if later_text.startswith(text):
+        return UserError(
+            f"{where}: the tokenizer joins the end of a turn and what follows ({first!r} becomes {second!r}), so that "
+            "the target never meets these tokens: take the blanks from the beginning and the end of the answer"
+        )
+    reason = " (thinking is stripped from earlier turns)" if "think" in first and "think" not in second else ""
+    return UserError(
+        f"{where}: the chat template of {chat.target.name} rewrites history{reason}: {first!r} becomes {second!r} when "
+        "the conversation goes on, so that the answer would be trained on in a form the target never writes: "
+        "let the target answer the turns anew, or give conversations with one answer"
+    )
+
+
+def _marked_spans(
+    chat: Chat, num_messages: int, token_ids: list[int], turns: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The spans that the template marks, each with the end of text behind it, which the target writes too.
+
+    Marks may leave out the beginning of a turn. Raises `UserError` where they reach beyond the verified turns, or
+    leave out a whole one: the mark of one family in the template of another.
+    """
+    eos = [[token] for token in chat.target.eos_token_ids]
+    marked = chat.marked(num_messages)
+    spans = [(start, end + (token_ids[end : end + 1] in eos)) for start, end in marked]
+    inside = [[span for span in spans if start <= span[0] and span[1] <= end] for start, end in turns]
+    if sum(map(len, inside)) < len(spans) or not all(inside):
+        raise UserError(
+            f"{chat.prompt.where or 'the prompt'}: the generation marks in the chat template of {chat.target.name} "
+            f"cover tokens {spans}, and the answers are {turns}: mend the template, or take the marks out of it"
+        )
+    return spans
+
+
+def _runs(mask: list[int]) -> list[tuple[int, int]]:
+    """Where the runs of ones begin and end."""
+    edges = [i for i in range(len(mask) + 1) if (mask[i - 1] if i else 0) != (mask[i] if i < len(mask) else 0)]
+    return list(zip(edges[::2], edges[1::2], strict=True))

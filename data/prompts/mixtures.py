@@ -1,0 +1,118 @@
+"""A mixture of sources: a .yaml file, to be given wherever a source of prompts is.
+
+num_prompts: 10000          # in all; left out, as many as the weights allow without taking a prompt twice
+sources:
+  - source: chat.jsonl      # as on the command line
+    weight: 3               # share of the mixture's prompts; on all sources or on none
+    domain: chat
+  - source: openai/gsm8k/main:question:train
+    weight: 1
+    chat: true              # texts are put through the chat template, as a user's turn
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from draftsmith.data.prompts.raw_rows import Prompt
+from draftsmith.data.prompts.sources import read_source
+from draftsmith.data.prompts.splits import deduplicate, prompt_hash
+from draftsmith.models.errors import UserError
+
+
+@dataclass
+class MixtureSource:
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    source: str
+    weight: float | None = None
+    domain: str | None = None  # of all its prompts; None: by their column "domain", else the source's name
+    domain_column: str = "domain"
+    chat: bool = False  # texts become the user's turn of a chat
+
+
+@dataclass
+class Mixture:
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    sources: list[MixtureSource]
+    num_prompts: int | None = None
+
+
+def read_mixture(path: Path) -> list[Prompt]:
+    """The prompts of a mixture, source after source, without duplicates.
+
+    Which prompts of a source are taken is decided by their hashes, so that a smaller mixture is part of a larger one.
+    """
+    mixture = load_mixture(path)
+    sources: dict[str, list[Prompt]] = {}
+    for part in mixture.sources:
+        sources[part.source] = _read_part(part)
+    unique = deduplicate([prompt for prompts in sources.values() for prompt in prompts])
+    kept = set(map(id, unique))
+    sources = {name: [prompt for prompt in prompts if id(prompt) in kept] for name, prompts in sources.items()}
+    for name, prompts in sources.items():
+        if not prompts:
+            raise UserError(f"{path}: all prompts of {name} stand in the sources before it: leave it out")
+    counts = _counts(mixture, [len(prompts) for prompts in sources.values()], path)
+    return [prompt for prompts, count in zip(sources.values(), counts, strict=True) for prompt in _pick(prompts, count)]
+
+
+def load_mixture(path: Path) -> Mixture:
+    """Read and check the file."""
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+        mixture = TypeAdapter(Mixture).validate_python(content)
+    except OSError as error:
+        raise UserError(f"mixture {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"mixture {path} is not YAML: {' '.join(str(error).split())}") from None
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise UserError(f"mixture {path}: {'.'.join(map(str, wrong['loc'])) or 'the file'}: {wrong['msg']}") from None
+    names = [part.source for part in mixture.sources]
+    if not names or len(set(names)) < len(names):
+        raise UserError(f"mixture {path}: give `sources`, each once")
+    weights = [part.weight for part in mixture.sources if part.weight is not None]
+    if len(weights) not in (0, len(names)) or not all(weight > 0 for weight in weights):
+        raise UserError(f"mixture {path}: give every source a weight above 0, or none of them")
+    if mixture.num_prompts is not None and mixture.num_prompts < len(names):
+        raise UserError(f"mixture {path}: num_prompts {mixture.num_prompts}: give at least one for each source")
+    return mixture
+
+
+def _read_part(part: MixtureSource) -> list[Prompt]:
+    if part.domain is not None and part.domain_column != "domain":
+        raise UserError(f"mixture: {part.source} has both domain and domain_column: give one")
+    name = Path(part.source.partition(":")[0]).stem
+    prompts = []
+    for prompt in read_source(part.source, part.domain_column):
+        prompt = replace(prompt, domain=part.domain if part.domain is not None else prompt.domain or name)
+        if part.chat and prompt.text is not None:
+            prompt = replace(prompt, text=None, messages=[{"role": "user", "content": prompt.text}])
+        prompts.append(prompt)
+    return prompts
+
+
+def _counts(mixture: Mixture, sizes: list[int], path: Path) -> list[int]:
+    """Prompts to take of each source."""
+    weights = [size if part.weight is None else part.weight for part, size in zip(mixture.sources, sizes, strict=True)]
+    shares = [weight / sum(weights) for weight in weights]
+    room = [size / share for size, share in zip(sizes, shares, strict=True)]
+    total = mixture.num_prompts or min(room)
+    if total > min(room) + 1e-6:
+        scarce = mixture.sources[room.index(min(room))].source
+        raise UserError(
+            f"mixture {path}: num_prompts {total} is more than the {int(min(room))} that these weights allow, "
+            f"for {scarce} has {min(zip(room, sizes, strict=True))[1]} prompts: lower it, or that source's weight"
+        )
+    return [max(1, round(share * total)) for share in shares]
+
+
+def _pick(prompts: list[Prompt], count: int) -> list[Prompt]:
+    """Those with the lowest hashes, in their order."""
+    chosen = set(sorted(map(prompt_hash, prompts))[:count])
+    return [prompt for prompt in prompts if prompt_hash(prompt) in chosen]

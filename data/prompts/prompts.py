@@ -1,0 +1,91 @@
+"""Prompts: read from a source or a mixture of them, and turned into token ids."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from draftsmith.data.progress import notice
+from draftsmith.data.prompts.checks import check_bos, check_not_rendered, check_token_ids, notice_raw_texts
+from draftsmith.data.prompts.conversations import opened_chat
+from draftsmith.data.prompts.mixtures import read_mixture
+from draftsmith.data.prompts.raw_rows import Prompt
+from draftsmith.data.prompts.sources import read_source
+from draftsmith.data.prompts.splits import Split, deduplicate, split_prompts
+from draftsmith.inference.measuring.measure import PromptSet, pick_prompts
+from draftsmith.models.errors import UserError
+from draftsmith.models.target.target import Target
+
+
+def read_prompts(source: str) -> list[Prompt]:
+    """All prompts of a source (sources.py) or of a mixture in a .yaml file (mixtures.py).
+
+    Raises `UserError` naming the file and line that is wrong.
+    """
+    path = Path(source)
+    return read_mixture(path) if path.suffix in (".yaml", ".yml") else read_source(source)
+
+
+def read_split(source: str, held_out_share: float) -> Split:
+    """The prompts of a source to train on and to hold out, duplicates left out and counted for the user."""
+    prompts = read_prompts(source)
+    unique = deduplicate(prompts)
+    if len(unique) < len(prompts):
+        notice(f"{source}: left out {len(prompts) - len(unique)} of {len(prompts)} prompts, which equal earlier ones")
+    return split_prompts(unique, held_out_share)
+
+
+def encode_prompts(prompts: list[Prompt], target: Target) -> list[list[int]]:
+    """Token ids of each prompt, a chat opened for the answer.
+
+    Raises `UserError`, naming file and line, for one that the target cannot take or that was rendered before.
+    """
+    notice_raw_texts(prompts, target)
+    encoded: list[list[int]] = []
+    for number, prompt in enumerate(prompts, 1):
+        prompt = replace(prompt, where=prompt.where or f"prompt {number}")
+        check_not_rendered(prompt, target)
+        ids = tokenise(prompt, target)
+        check_bos(ids, target, prompt.where)
+        check_token_ids(ids, target, prompt.where)
+        encoded.append(ids)
+    return encoded
+
+
+def tokenise(prompt: Prompt, target: Target) -> list[int]:
+    return target.encode(prompt.text) if prompt.text is not None else opened_chat(prompt, target)
+
+
+def tokenise_seconds(prompts: list[Prompt], target: Target) -> list[float]:
+    """How long each prompt takes to become token ids, once the tokenizer is warm."""
+    times = [time.perf_counter()]
+    for prompt in prompts:
+        tokenise(prompt, target)
+        times.append(time.perf_counter())
+    return [end - start for start, end in zip(times[:-1], times[1:], strict=True)]
+
+
+def read_prompt_set(source: str, target: Target, num_prompts: int | None, max_new_tokens: int) -> PromptSet:
+    """Prompts to decode, all or `num_prompts` of them, encoded and with their domains.
+
+    Raises `UserError`, naming file and line, for one that does not fit the target.
+    """
+    prompts = read_prompts(source)
+    if num_prompts is not None:
+        prompts = pick_prompts(prompts, num_prompts)
+    encoded = encode_prompts(prompts, target)
+    check_lengths(prompts, encoded, max_new_tokens, target)
+    name, domains = Path(source.partition(":")[0]).stem, [prompt.domain for prompt in prompts]
+    return PromptSet(name, encoded, domains, tokenise_seconds(prompts, target))
+
+
+def check_lengths(prompts: list[Prompt], encoded: list[list[int]], max_new_tokens: int, target: Target) -> None:
+    """Refuse prompts that are empty or leave no room for `max_new_tokens` in the target's context."""
+    for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True), 1):
+        where = prompt.where or f"prompt {number}"
+        if not ids:
+            raise UserError(f"{where} is empty after tokenisation")
+        if len(ids) + max_new_tokens > target.context:
+            raise UserError(
+                f"{where} has {len(ids)} tokens, which with {max_new_tokens} new ones exceeds the "
+                f"target's context of {target.context}: shorten it or lower max_new_tokens"
+            )

@@ -1,0 +1,184 @@
+"""Where prompts come from: files, folders of source text, and Hub data sets.
+
+FILE.jsonl, FILE.json, FILE.parquet [:COLUMN]    rows as in rows.py, or one column of them
+FILE.txt                                         a prompt a line
+FOLDER [:SUFFIXES]                               prompts cut from source files, as in FOLDER:py,md
+NAME[/CONFIG]:COLUMN[:SPLIT]                     a Hub data set; train[:1000] as SPLIT streams the first 1000 rows
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.progress import notice
+from draftsmith.data.prompts.raw_rows import Prompt, to_prompt
+from draftsmith.models.errors import UserError, first_line
+
+Rows = Iterable[tuple[str, Any]]  # where a row stands, and the row
+
+SOURCE_SUFFIXES = (
+    *("c", "cc", "cpp", "cs", "go", "h", "hpp", "java", "js", "jl", "kt", "lua", "md", "php", "pl", "py", "r", "rb"),
+    *("rs", "rst", "scala", "sh", "sql", "swift", "tex", "ts", "txt"),
+)
+PART_LINES = 32  # a source file is cut at the first blank line after so many lines
+LONGEST_PART = 64  # lines, where there is no blank one
+LONGEST_LINE = 1000  # characters; files with longer ones were not written by hand
+
+
+def read_source(source: str, domain_column: str = "domain") -> list[Prompt]:
+    """All prompts of one source. Raises `UserError` naming the file and line that is wrong."""
+    name, _, rest = source.partition(":")
+    path = Path(name)
+    if path.suffix in READERS:
+        if not path.is_file():
+            raise UserError(f"no prompts file {name}")
+        prompts = _from_rows(READERS[path.suffix](path), source, rest, domain_column)
+    elif path.is_dir():
+        prompts = read_folder(path, tuple(filter(None, rest.split(","))) or SOURCE_SUFFIXES)
+    else:
+        column, _, split = rest.partition(":")
+        prompts = _from_rows(hub_rows(name, column, split or "train"), source, column, domain_column)
+    if not prompts:
+        raise UserError(f"{source} holds no prompts")
+    return prompts
+
+
+def _from_rows(rows: Rows, source: str, column: str, domain_column: str) -> list[Prompt]:
+    prompts, left_out = [], []
+    for where, row in rows:
+        prompt = row if isinstance(row, Prompt) else to_prompt(row, where, column, domain_column)
+        if prompt is None:
+            left_out.append(where)
+        else:
+            prompts.append(prompt)
+    if left_out:
+        notice(f"{source}: left out {len(left_out)} conversations in which no user speaks, the first at {left_out[0]}")
+    return prompts
+
+
+# --- files
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Lines that are not blank, ended by line feeds alone: JSON text may hold other separators."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{path} line {number}", line.rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def _text_rows(path: Path) -> Rows:
+    return ((where, Prompt(text=line, where=where)) for where, line in _lines(path))
+
+
+def _jsonl_rows(path: Path) -> Rows:
+    for where, line in _lines(path):
+        try:
+            yield where, json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where} is not JSON: {error}") from None
+
+
+def _json_rows(path: Path) -> Rows:
+    try:
+        rows = json.loads(path.read_text("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON: {error} (one object a line is .jsonl)") from None
+    if not isinstance(rows, list):
+        raise UserError(f"{path} does not hold a list of objects")
+    return ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _parquet_rows(path: Path) -> Rows:
+    from pyarrow import ArrowInvalid, parquet  # comes with datasets
+
+    try:
+        file = parquet.ParquetFile(path)
+    except (ArrowInvalid, OSError) as error:
+        raise UserError(f"{path} is not a parquet file: {first_line(error)}") from None
+    rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+    return ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
+
+
+READERS: dict[str, Callable[[Path], Rows]] = {
+    ".jsonl": _jsonl_rows,
+    ".json": _json_rows,
+    ".parquet": _parquet_rows,
+    ".txt": _text_rows,
+}
+
+
+# --- folders
+
+
+def read_folder(folder: Path, suffixes: tuple[str, ...]) -> list[Prompt]:
+    """Prompts cut from the source files below a folder, in path order; hidden files and folders are left out.
+
+    A file is cut into parts at the first blank line after every 32 lines (after 64 lines where there is none). The
+    first half of a part's lines is a prompt, which the target continues; parts of fewer than four lines give none. The
+    suffix is the domain. Files that are not UTF-8, or have lines of more than 1000 characters, are left out.
+    """
+    prompts, left_out = [], []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if path.suffix[1:] not in suffixes or any(part.startswith(".") for part in name.parts) or not path.is_file():
+            continue
+        try:
+            lines = path.read_text("utf-8").split("\n")
+        except UnicodeDecodeError:
+            lines = []
+        if not lines or max(map(len, lines)) > LONGEST_LINE:
+            left_out.append(path)
+            continue
+        for start, end in parts(lines):
+            text = "\n".join(lines[start : start + (end - start) // 2]).rstrip()
+            if end - start >= 4 and text.strip():
+                prompts.append(Prompt(text=text, domain=path.suffix[1:], where=f"{path} line {start + 1}"))
+    if left_out:
+        notice(f"{folder}: left out {len(left_out)} files that are no hand-written text, the first is {left_out[0]}")
+    if not prompts:
+        raise UserError(f"{folder} holds no source files to cut prompts from, of .{', .'.join(suffixes)}")
+    return prompts
+
+
+def parts(lines: list[str]) -> Iterator[tuple[int, int]]:
+    """Where each part of a file begins and ends; blank lines between parts belong to none."""
+    start = 0
+    while start < len(lines):
+        if not lines[start].strip():
+            start += 1
+            continue
+        limit = min(start + LONGEST_PART, len(lines))
+        end = next((i for i in range(start + PART_LINES, limit) if not lines[i].strip()), limit)
+        yield start, end
+        start = end
+
+
+# --- the Hub
+
+
+def hub_rows(name: str, column: str, split: str) -> Rows:
+    """Rows of a Hub data set; streamed, without loading the rest, where the split says how many: `train[:1000]`."""
+    if not column:
+        known = ", ".join(READERS)
+        raise UserError(f"prompts {name!r}: give a {known} file, a folder, or a Hub dataset as NAME:COLUMN[:SPLIT]")
+    from datasets import exceptions, load_dataset
+
+    path, config = "/".join(name.split("/")[:2]), "/".join(name.split("/")[2:]) or None
+    first = re.fullmatch(r"(.+)\[:(\d+)\]", split)
+    try:
+        if first:
+            rows = load_dataset(path, config, split=first[1], streaming=True).take(int(first[2]))
+        else:
+            rows = load_dataset(path, config, split=split)
+        for number, row in enumerate(rows, 1):
+            yield f"{name}:{column}:{split} row {number}", row
+    except (exceptions.DatasetNotFoundError, OSError, ValueError) as error:
+        raise UserError(f"Hub dataset {name!r} does not load: {first_line(error)}") from None

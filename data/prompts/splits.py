@@ -1,0 +1,91 @@
+"""Which prompts are the same, and which are held out.
+
+Both are decided by the prompt's normalised text alone: the same prompt is never answered twice, and it is held out in
+every run and from every source or in none.
+"""
+
+import hashlib
+import json
+import unicodedata
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from draftsmith.data.prompts.raw_rows import Prompt
+from draftsmith.models.errors import UserError
+
+HASH_DIGITS = 16
+HELD_OUT = "held_out.jsonl"  # beside the samples
+
+
+def normalise(text: str) -> str:
+    """Unicode's compatibility form, case folded, each run of blanks one space."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def prompt_hash(prompt: Prompt) -> str:
+    """16 hex digits of all that the target is told: texts, system and tool messages, tools; not of given answers."""
+    turns = [[message["role"], normalise(message.get("content") or "")] for message in _told(prompt)]
+    return _hash(json.dumps([turns, prompt.tools], sort_keys=True))
+
+
+def opening_hash(prompt: Prompt) -> str:
+    """16 hex digits of the text or the first user turn.
+
+    The split goes by it: a conversation stays on the side of every shorter or longer one with the same beginning, of
+    the same question under another system message, and of the same question as a bare text.
+    """
+    texts = [message.get("content") or "" for message in _told(prompt) if message["role"] == "user"]
+    return _hash(normalise(texts[0] if texts else json.dumps(prompt.messages)))
+
+
+def _told(prompt: Prompt) -> list[dict]:
+    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+    return [message for message in messages if message["role"] != "assistant"]
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
+
+
+def deduplicate(prompts: list[Prompt]) -> list[Prompt]:
+    """Those that no earlier prompt equals, exactly after normalisation."""
+    first: dict[str, Prompt] = {}
+    for prompt in prompts:
+        first.setdefault(prompt_hash(prompt), prompt)
+    return list(first.values())
+
+
+@dataclass
+class Split:
+    train: list[Prompt]
+    held_out: list[Prompt]
+
+
+def split_prompts(prompts: list[Prompt], held_out_share: float) -> Split:
+    """Hold out about `held_out_share` of the prompts; a larger share holds out all that a smaller one does.
+
+    Raises `UserError` for a share outside 0..1 and where one side is left empty.
+    """
+    if not 0 <= held_out_share < 1:
+        raise UserError(f"held_out_share {held_out_share}: give a number from 0 up to, but not including, 1")
+    limit = held_out_share * 16**HASH_DIGITS
+    split = Split([], [])
+    for prompt in prompts:
+        (split.held_out if int(opening_hash(prompt), 16) < limit else split.train).append(prompt)
+    if not split.train or (held_out_share and not split.held_out):
+        raise UserError(
+            f"held_out_share {held_out_share} of {len(prompts)} prompts leaves {len(split.train)} to train on and "
+            f"{len(split.held_out)} held out: give more prompts or another share"
+        )
+    return split
+
+
+def write_prompts(path: Path, prompts: list[Prompt]) -> None:
+    """A .jsonl that `read_prompts` reads back to the same prompts; written whole or not at all."""
+    rows = []
+    for prompt in prompts:
+        fields = {"prompt" if name == "text" else name: value for name, value in asdict(prompt).items()}
+        rows.append({name: value for name, value in fields.items() if value and name != "where"})
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    temporary.replace(path)

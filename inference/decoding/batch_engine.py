@@ -1,0 +1,320 @@
+"""The device's side of decoding: a fixed number of rows, each with one request's text, cache and state.
+
+`admit` reads prompts into free rows; `draft` and `verify` make a round: draft -> one pass of the target -> accept ->
+commit. Nothing in a round depends on values that the host would have to wait for: shapes are fixed, ends of texts and
+length limits are decided here, and what happened leaves as one small tensor, a record.
+
+Shapes: B rows, M slots a row, N drafted tokens, D nodes on the longest path of a draft, H hidden width, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.decoding.graphs import CALLS_TO_RECORD, Replay, can_be_recorded
+from draftsmith.inference.decoding.schedule import AnySchedule, Confident
+from draftsmith.inference.verification import rules as verify
+from draftsmith.inference.verification.rules import Verified
+from draftsmith.models.drafting.base import NO_TOKEN, DecodingState, Draft, Drafter, chain
+from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, cut, sample
+from draftsmith.models.sampling.trees import Chain, Shape, ancestor_words, node_depths
+from draftsmith.models.target.slots import SlotCache, Window, chain_window
+from draftsmith.models.target.target import Features, Target
+
+PREFILL_CHUNK = 512  # prompt tokens a row that the target reads at once
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    max_new_tokens: int = 128
+    sampling: Sampling = Sampling()
+    shape: Shape = Chain(4)
+    verification_mode: verify.VerificationMode = "greedy"
+    seed: int = 0
+    stop_at_eos: bool = True
+    synthetic_rates: tuple[float, ...] = ()  # chance of each depth to be accepted, for verification mode synthetic
+    schedule: AnySchedule | None = None  # of draft lengths; the shape is then a chain of the longest
+
+
+RECORD_HEAD = 4  # emitted, drafted, accepted, finished: then the tokens
+
+
+@dataclass
+class Round:
+    """The two halves of a round with drafts of one shape."""
+
+    propose: Replay[Draft]
+    verify: Replay[Tensor]
+
+
+class Rows:
+    """Rows are free until a request is admitted to them, and again when its record says that it is finished."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter, settings: GenerationSettings, num_rows: int, num_slots: int
+    ) -> None:
+        """`num_slots` holds prompt, answer and a whole draft beyond it."""
+        self.target, self.drafter, self.settings = target, drafter, settings
+        self.num_rows, self.num_slots = num_rows, num_slots
+        self.rules = rules_on(target.device)
+        device, depth = target.device, settings.shape.depth
+        self.cache = SlotCache(num_rows, num_slots)
+        rates = [*settings.synthetic_rates, *[0.0] * depth][:depth]  # none where none is given
+        self.synthetic_rates = torch.tensor(rates, device=device)
+        self.eos = torch.tensor(target.eos_token_ids if settings.stop_at_eos else [], device=device)
+        self.limits = torch.full((num_rows,), 2, device=device)  # length at which a row is cut
+        self.finished = torch.ones(num_rows, dtype=torch.bool, device=device)
+        width, num_layers = target.hidden_size, len(drafter.layer_ids)
+        layers = torch.zeros(num_rows, depth + 1, num_layers * width, dtype=target.dtype, device=device)
+        hidden = torch.zeros(num_rows, depth + 1, width, dtype=target.dtype, device=device)
+        self.state = DecodingState(
+            token_ids=torch.zeros(num_rows, num_slots, dtype=torch.int64, device=device),
+            lengths=torch.full((num_rows,), 2, device=device),
+            features=Features(hidden, layers if num_layers else None),
+            positions=torch.arange(depth + 1, device=device).repeat(num_rows, 1),
+            num_new=torch.ones(num_rows, dtype=torch.int64, device=device),
+            sampling=settings.sampling,
+            noise=Noise(settings.seed, torch.zeros(num_rows, dtype=torch.int64, device=device)),
+            sample_drafts=settings.verification_mode in verify.SAMPLED_DRAFTS,
+            memory=drafter.new_memory(num_rows, num_slots, settings.shape),
+            least_confidence=settings.schedule.least if isinstance(settings.schedule, Confident) else 0.0,
+        )
+        if drafter.reads_predictions:
+            columns = settings.shape.num_nodes + 1
+            self.state.predictions = torch.full((num_rows, columns), NO_TOKEN, device=device)
+        on_gpu = device.type == "cuda"
+        self._records_drafts = on_gpu and can_be_recorded(drafter)
+        self._records_verification = on_gpu and can_be_recorded(target.model)
+        self._width = num_rows  # rows from the left that a round computes
+        self._num_columns = 1  # of the features, that the last pass filled
+        self._num_unread = 0  # newest tokens of a row, at most, that the drafter has still to read from the text
+        self._rounds: dict[tuple[int, ...], Round] = {}
+        self._round: Round
+        self._newest_draft: Draft
+
+    def clear(self) -> None:
+        """Free all rows."""
+        self.finished.fill_(True)
+        self._num_unread = 0
+
+    def warm_up(self) -> None:
+        """Run every kind of round that the settings can ask for until it is recorded."""
+        schedule = self.settings.schedule
+        draft_lengths = schedule.lengths if schedule else (self.settings.shape.depth,)
+        for draft_length in draft_lengths:
+            for _ in range(CALLS_TO_RECORD):
+                self.draft(draft_length)
+                self.verify()
+                if 0 in draft_lengths:  # a step of plain decoding is recorded for each round that can come before it
+                    self.draft(0)
+                    self.verify()
+
+    @torch.no_grad()
+    def admit(
+        self, rows: list[int], prompts: list[list[int]], request_ids: list[int], limits: list[int] | None = None
+    ) -> Tensor:
+        """Read the prompts into the given rows, and give each its first token. Returns the record of these rows.
+
+        `limits`: most tokens that each request gets, by default the settings' for all.
+        """
+        device = self.target.device
+        index = torch.tensor(rows, device=device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        token_ids = torch.zeros(len(prompts), max(map(len, prompts)) + 1, dtype=torch.int64)
+        for row, prompt in zip(token_ids, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        token_ids = token_ids.to(device)
+        newest = self._read_prompts(index, token_ids, lengths)
+        self.state.noise.assign(index, torch.tensor(request_ids, device=device))
+
+        logits = self.target.logits(newest.last_hidden)
+        if self.settings.sampling.greedy:
+            first = logits.argmax(-1)  # [b, 1]
+        else:
+            uniforms = self.state.noise.uniforms(lengths[:, None], Stream.TARGET, rows=index)
+            first = sample(cut(logits, self.settings.sampling).softmax(-1), uniforms)
+        token_ids.scatter_(1, lengths[:, None], first)
+        most = torch.tensor(limits or [self.settings.max_new_tokens] * len(rows), device=device)
+        finished = torch.isin(first[:, 0], self.eos) | (most == 1)
+
+        state = self.state
+        state.token_ids[index, : token_ids.shape[1]] = token_ids
+        state.lengths[index] = lengths + 1
+        state.positions[index] = lengths[:, None] - 1 + torch.arange(state.positions.shape[1], device=device)
+        state.num_new[index] = 1
+        state.features.put(newest, index)
+        if state.predictions is not None:
+            state.predictions[index] = NO_TOKEN
+        self.finished[index] = finished
+        self.limits[index] = lengths + most
+        head = torch.zeros(len(prompts), RECORD_HEAD, dtype=torch.int64, device=device)
+        head[:, 0], head[:, 3] = 1, finished
+        return torch.cat([head, first], 1)
+
+    def _read_prompts(self, index: Tensor, token_ids: Tensor, lengths: Tensor) -> Features:
+        """Target and drafter read prompts [b, P + 1] chunk by chunk; returns the features of each newest token."""
+        cache, memory = self.cache, self.state.memory
+        if len(index) < self.num_rows:
+            cache, memory = cache.rows(index), memory and memory.rows(index)
+        found: Features | None = None
+        for start in range(0, token_ids.shape[1] - 1, PREFILL_CHUNK):
+            end = min(start + PREFILL_CHUNK, token_ids.shape[1] - 1)
+            window = chain_window(torch.full_like(lengths, start), end - start)
+            features = self.target.run(token_ids[:, start:end], window, cache, self.drafter.layer_ids)
+            self.drafter.read(memory, token_ids, features, window)
+            column = lengths - 1 - start
+            here = features.gather(column.clamp(0, end - start - 1)[:, None])
+            found = here if found is None else here.where(column >= 0, found)
+        assert found is not None
+        return found
+
+    def expect(self, longest: int, width: int) -> None:
+        """No row that is not finished is longer than `longest` tokens, and none stands right of the first `width`.
+
+        On a CPU no more is read and computed. On a GPU rounds are recorded for all slots and rows, and the kernel
+        skips by itself what no token sees.
+        """
+        if self.target.device.type == "cpu":
+            self.cache.num_seen = min(self.num_slots, longest + self.settings.shape.num_nodes)
+            self._width = width
+
+    def draft(self, draft_length: int | None = None) -> None:
+        """The first half of a round: every row gets a draft, of the settings' shape or a shorter chain.
+
+        Length 0 is a step of plain decoding. The drafter's memory is fed all the same.
+        """
+        whole = self.settings.shape
+        shape = whole if draft_length in (None, whole.depth) else Chain(draft_length)
+        assert shape == whole or (isinstance(whole, Chain) and shape.depth < whole.depth)
+        if shape.num_nodes and self._num_unread:
+            self._catch_up()
+        columns = 0 if shape.num_nodes else self._num_columns
+        key = (shape.num_nodes, columns, self._width)
+        if key not in self._rounds:
+            propose = Replay(partial(self._draft_all, shape, columns), self._records_drafts)
+            self._rounds[key] = Round(propose, Replay(self._verify_all, self._records_verification))
+        self._round = self._rounds[key]
+        self._newest_draft = self._round.propose()
+        if not shape.num_nodes and self.drafter.reads_text_alone:
+            self._num_unread += 1
+
+    def verify(self) -> Tensor:
+        """The second half: read the draft with the target, accept, commit.
+
+        Returns the record of the rows computed: [B, 5 + D] or less.
+        """
+        record = self._round.verify()
+        self._num_columns = self._newest_draft.depth + 1
+        return record
+
+    @torch.no_grad()
+    def _draft_all(self, shape: Shape, num_columns: int) -> Draft:
+        state = self.state.first(self._width)
+        if shape.num_nodes:
+            return self.drafter.propose(state, shape)
+        if not self.drafter.reads_text_alone:  # the next pass writes over these features
+            positions = state.positions[:, :num_columns]
+            window = Window(positions, positions, positions[:, 0])
+            self.drafter.read(state.memory, state.token_ids, state.features.up_to(num_columns), window)
+        return chain(state.token_ids[:, :0])
+
+    @torch.no_grad()
+    def _catch_up(self) -> None:
+        """Let the drafter read what was committed while speculation was off and in the round before, but the newest.
+
+        Rows that have read more of their text read it again, which changes nothing.
+        """
+        state = self.state.first(self._width)
+        count = min(self._num_unread + self.settings.shape.depth, self.num_slots)
+        first = (state.lengths - 1 - count).clamp(min=0)
+        for start in range(0, count, PREFILL_CHUNK):
+            window = chain_window(first + start, min(PREFILL_CHUNK, count - start))
+            self.drafter.read(state.memory, state.token_ids, state.features, window)
+        self._num_unread = 0
+
+    @torch.no_grad()
+    def _verify_all(self) -> Tensor:
+        state, draft = self.state.first(self._width), self._newest_draft
+        cache = self.cache if self._width == self.num_rows else self.cache.rows(slice(self._width))
+        tokens = torch.cat([state.newest()[:, None], draft.tokens.clamp(min=0)], 1)  # [B, N + 1]
+        features = self.target.run(tokens, draft_window(state.lengths - 1, draft), cache, self.drafter.layer_ids)
+        logits = self.target.logits(features.last_hidden)  # [B, N + 1, V] of what follows each column of the window
+        verified = self._verify(state, logits, draft)
+        if state.predictions is not None:
+            state.predictions.copy_(logits.argmax(-1))
+        if not draft.is_chain:
+            cache.keep_path(state.lengths - 1, verified.path)
+        return self._commit(state, draft, verified, features)
+
+    def _verify(self, state: DecodingState, logits: Tensor, draft: Draft) -> Verified:
+        mode, rules = self.settings.verification_mode, self.rules
+        nodes = draft.tokens, draft.parents, draft.depth
+        if mode == "greedy":
+            return rules.greedy(logits, *nodes)
+        each_node = torch.arange(draft.tokens.shape[1], device=logits.device)
+        coins = state.noise.uniforms(state.lengths[:, None], Stream.ACCEPT, each_node)
+        if mode == "synthetic":
+            return verify.synthetic(logits, *nodes, self.synthetic_rates[: draft.depth], coins[:, : draft.depth])
+        logits = cut(logits, self.settings.sampling)
+        if mode == "typical":
+            return rules.typical(logits, *nodes)
+        positions = state.lengths[:, None] + torch.arange(draft.depth + 1, device=logits.device)
+        uniforms = state.noise.uniforms(positions, Stream.TARGET)
+        if mode == "one_hot" or not draft.depth:  # without drafts all modes left draw from p
+            return rules.one_hot(logits, *nodes, uniforms)
+        assert draft.logits is not None
+        if mode == "without_replacement":
+            return rules.without_replacement(logits, draft.logits, *nodes, coins, uniforms)
+        rule = rules.block if mode == "block" else rules.probabilistic
+        return rule(logits, draft.logits, draft.tokens, coins, uniforms)
+
+    def _commit(self, state: DecodingState, draft: Draft, verified: Verified, features: Features) -> Tensor:
+        """Append what was accepted to the rows that are not finished, and keep what the next round reads."""
+        num_accepted, tokens = verified.num_accepted, draft.tokens
+        limits, finished = self.limits[: len(tokens)], self.finished[: len(tokens)]
+        prefix = state.lengths - 1
+        if not draft.is_chain:
+            features = features.gather(torch.cat([torch.zeros_like(verified.path[:, :1]), verified.path], 1))
+            tokens = tokens.gather(1, (verified.path - 1).clamp(min=0))
+        tokens = torch.cat([tokens.clamp(min=0), verified.next_token[:, None]], 1)  # [B, D + 1]
+        tokens.scatter_(1, num_accepted[:, None], verified.next_token[:, None])
+        columns = torch.arange(state.positions.shape[1], device=tokens.device)
+        positions = prefix[:, None] + columns
+        columns = columns[: tokens.shape[1]]
+        # what lies past the new length is some token, and is written over later
+        state.token_ids.scatter_(1, state.lengths[:, None] + columns, tokens)
+
+        ends_text = torch.isin(tokens, self.eos) & (columns <= num_accepted[:, None])
+        until_end = torch.where(ends_text, columns + 1, tokens.shape[1] + 1).amin(1)  # [B] tokens up to an EOS
+        num_emitted = torch.minimum(num_accepted + 1, until_end)
+        num_emitted = torch.minimum(num_emitted, limits - state.lengths) * ~finished
+        num_drafted = (draft.tokens != NO_TOKEN).sum(1)
+
+        state.lengths += num_emitted
+        finished |= ends_text.any(1) | (state.lengths >= limits)
+        state.features.put(features)
+        state.positions.copy_(positions)
+        state.num_new.copy_(num_accepted + 1)
+        head = [num_emitted, num_drafted, torch.minimum(num_accepted, until_end), finished.long()]
+        return torch.cat([torch.stack(head, 1), tokens], 1)
+
+
+def rules_on(device: torch.device) -> ModuleType:
+    """The verification rules: on a GPU the kernels, else their specification."""
+    if device.type != "cuda":
+        return verify
+    from draftsmith.inference.verification import kernels as verify_kernels  # needs triton
+
+    return verify_kernels
+
+
+def draft_window(prefix: Tensor, draft: Draft) -> Window:
+    """The newest committed token of each row, at slot `prefix` [B], and the nodes of its draft."""
+    window = chain_window(prefix, draft.tokens.shape[1] + 1)
+    if draft.is_chain:
+        return window
+    positions = prefix[:, None] + node_depths(draft.parents, draft.depth)
+    return Window(window.slots, positions, prefix, ancestor_words(draft.parents, draft.depth))

@@ -1,0 +1,356 @@
+"""The speculative decoder: texts or token ids in, texts, token ids and counters out."""
+
+import functools
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from draftsmith.inference.decoding.batch_engine import GenerationSettings, Rows
+from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.decoding.generation import Generation
+from draftsmith.inference.decoding.schedule import AnySchedule, Confident
+from draftsmith.inference.verification.rules import SAMPLED_DRAFTS, VerificationMode
+from draftsmith.models import Drafter, Target, load_drafter
+from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.sampling.trees import Chain, DynamicTree, Shape, StaticTree
+
+LEAST_TEMPERATURE = 1e-5  # logits are divided by it
+SLOT_BLOCK = 64  # the number of slots a row is a multiple of it, so that rows fit texts of similar length
+
+
+@dataclass
+class OutputStats:
+    requests: list[Stats]
+
+    @property
+    def total(self) -> Stats:
+        return functools.reduce(Stats.__add__, self.requests)
+
+
+@dataclass
+class RequestTimes:
+    """Of one request, in seconds since its batch was given to the decoder."""
+
+    first_token: float
+    first_round: float | None  # end of the round after it; None where the text ended with its first token
+    finished: float
+
+
+@dataclass
+class Timing:
+    """Of one batch, in seconds; phases in milliseconds over all rounds."""
+
+    total: float
+    to_first_token: float
+    phases: dict[str, float]  # prefill, draft, verify, host
+    requests: list[RequestTimes]
+
+
+@dataclass
+class Output:
+    token_ids: list[list[int]]  # what was generated, the prompt not among it
+    texts: list[str]
+    stats: OutputStats
+    timing: Timing
+
+
+@dataclass
+class Piece:
+    """Text that one round added."""
+
+    text: str
+    drafted: bool  # proposed by the drafter and accepted; else the target's own token
+
+
+@dataclass
+class StreamedRound:
+    """What one round of a single request emitted."""
+
+    pieces: list[Piece]
+    num_tokens: int
+    num_accepted: int  # of them, tokens that the drafter had proposed
+
+
+class SpeculativeDecoder:
+    """A target and a drafter that decode batches of ragged prompts together."""
+
+    def __init__(self, target: Target, drafter: Drafter) -> None:
+        self.target, self.drafter = target, drafter
+        self._rows: Rows | None = None  # of the last call
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path,
+        drafter: str | Path,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "SpeculativeDecoder":
+        """Load both. `drafter` is whatever `load_drafter` takes: a checkpoint directory, a Hub name, `ngram`, ..."""
+        loaded = Target.from_pretrained(target, device, dtype)
+        return cls(loaded, load_drafter(drafter, loaded))
+
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]],
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        draft_length: int = 4,
+        tree: StaticTree | DynamicTree | None = None,
+        verification_mode: VerificationMode | None = None,
+        seed: int = 0,
+        stop_at_eos: bool = True,
+        request_ids: list[int] | None = None,
+        batch_size: int | None = None,
+        schedule: AnySchedule | None = None,
+    ) -> Output:
+        """Decode all prompts, `batch_size` (by default all) at a time: a row that is done takes the next prompt.
+
+        Temperature 0 is greedy. `verification_mode` None takes `greedy` at temperature 0, else `probabilistic` where
+        the drafter has probabilities and `one_hot` where it has not. A request's noise is keyed by `seed` and its id
+        (by default its place in `prompts`). Drafts have the shape of `tree`, or are chains: of the length that
+        `schedule` gives each round, or of `draft_length`.
+
+        Raises `UserError` for empty prompts, prompts that leave no room in the target's context, and settings that
+        the drafter cannot follow.
+        """
+        check_numbers(max_new_tokens=max_new_tokens, draft_length=draft_length, top_k=top_k, seed=seed)
+        if batch_size is not None:
+            check_numbers(batch_size=batch_size)
+            require_at_least("batch_size", batch_size)
+        if schedule and tree:
+            raise UserError("schedule: it sets the length of chains; leave out the tree")
+        sampling = check_sampling(temperature, top_p, top_k)
+        settings = resolve_settings(
+            self.drafter,
+            sampling,
+            max_new_tokens,
+            schedule or tree or draft_length,
+            verification_mode,
+            seed,
+            stop_at_eos,
+        )
+        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
+            raise UserError("prompts: give a list of prompts, also of a single one")
+        token_ids = [self.encode(prompt) for prompt in prompts]
+        self.check_prompts(token_ids, max_new_tokens)
+        if request_ids is not None and len(request_ids) != len(prompts):
+            raise UserError(f"request_ids: {len(request_ids)} for {len(prompts)} prompts: give one for each")
+
+        return self.decode(token_ids, settings, request_ids, batch_size)
+
+    def decode(
+        self,
+        prompts: list[list[int]],
+        settings: GenerationSettings,
+        request_ids: list[int] | None = None,
+        batch_size: int | None = None,
+    ) -> Output:
+        """`generate` for prompts and settings that are known to fit."""
+        rows = self._rows_of(prompts, settings, batch_size)
+        return self.decode_on(rows, prompts, request_ids)
+
+    def decode_on(self, rows: Rows, prompts: list[list[int]], request_ids: list[int] | None = None) -> Output:
+        """`decode` on given rows of `rows_for`, which have slots for each prompt."""
+        start = time.perf_counter()
+        generation = Generation(rows, prompts, request_ids or list(range(len(prompts))))
+        generation.step()
+        first = time.perf_counter()
+        while generation.running():
+            generation.step()
+        end = time.perf_counter()
+
+        phases = {"draft": 0.0, "verify": 0.0, **generation.clock.milliseconds()}
+        phases["host"] = max(0.0, (end - start) * 1000 - sum(phases.values()))
+        times = [
+            RequestTimes(
+                one.first_token - start, one.first_round - start if one.first_round else None, one.finished - start
+            )
+            for one in generation.requests
+        ]
+        timing = Timing(end - start, first - start, phases, times)
+        new_ids = [request.token_ids for request in generation.requests]
+        stats = OutputStats([request.stats for request in generation.requests])
+        return Output(new_ids, [self.text(ids) for ids in new_ids], stats, timing)
+
+    def start(
+        self,
+        prompts: list[list[int]],
+        settings: GenerationSettings,
+        request_ids: list[int] | None = None,
+        batch_size: int | None = None,
+    ) -> Generation:
+        """Begin to decode prompts that fit the target's context; the caller steps."""
+        rows = self._rows_of(prompts, settings, batch_size)
+        return Generation(rows, prompts, request_ids or list(range(len(prompts))))
+
+    def _rows_of(self, prompts: list[list[int]], settings: GenerationSettings, batch_size: int | None) -> Rows:
+        return self.rows_for(settings, min(len(prompts), batch_size or len(prompts)), max(map(len, prompts)))
+
+    def rows_for(self, settings: GenerationSettings, num_rows: int, longest_prompt: int) -> Rows:
+        """Those of the last call where they fit, since on a GPU they hold recorded rounds."""
+        needed = longest_prompt + settings.max_new_tokens + settings.shape.num_nodes + 1
+        rows = self._rows
+        if rows is None or rows.settings != settings or rows.num_rows != num_rows or rows.num_slots < needed:
+            num_slots = -(-needed // SLOT_BLOCK) * SLOT_BLOCK
+            rows = self._rows = Rows(self.target, self.drafter, settings, num_rows, num_slots)
+        return rows
+
+    def stream(
+        self,
+        prompt: str | list[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        draft: int | AnySchedule,
+        seed: int,
+    ) -> Iterator[StreamedRound]:
+        """Decode one prompt, `draft` as in `resolve_settings`; yield what reading the prompt, then each round, adds."""
+        settings = resolve_settings(self.drafter, sampling, max_new_tokens, draft, seed=seed)
+        token_ids = self.encode(prompt)
+        self.check_prompts([token_ids], max_new_tokens)
+        generation = Generation(self.rows_for(settings, 1, len(token_ids)), [token_ids], [0], lag=0)
+        new_ids: list[int] = []
+        drafted: list[bool] = []  # of each new token: proposed by the drafter and accepted
+        num_written = 0  # characters in earlier pieces
+        while generation.running():
+            (emission,) = generation.step()
+            num_told = len(new_ids)
+            new_ids += emission.token_ids
+            drafted += [i < emission.num_accepted for i in range(len(emission.token_ids))]
+            pieces = self._pieces(new_ids, drafted, num_told, num_written, done=not generation.running())
+            num_written += sum(len(piece.text) for piece in pieces)
+            yield StreamedRound(pieces, len(emission.token_ids), emission.num_accepted)
+
+    def _pieces(self, ids: list[int], drafted: list[bool], start: int, num_written: int, done: bool) -> list[Piece]:
+        """The text of tokens from `start` on in runs of one origin; half a character waits for its other bytes."""
+        pieces = []
+        for end in range(start + 1, len(ids) + 1):
+            if end < len(ids) and drafted[end] == drafted[end - 1]:
+                continue
+            text = self.text(ids[:end])
+            if text.endswith("\N{REPLACEMENT CHARACTER}") and not (done and end == len(ids)):
+                continue
+            pieces.append(Piece(text[num_written:], drafted[end - 1]))
+            num_written = len(text)
+        return pieces
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        return self.target.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def text(self, token_ids: list[int]) -> str:
+        if self.target.tokenizer is None:
+            return ""
+        return str(self.target.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+        """Refuse what cannot be decoded, naming the prompt by its number from 1."""
+        if not prompts:
+            raise UserError("no prompts: give at least one")
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens {max_new_tokens}: give at least 1")
+        for number, prompt in enumerate(prompts, 1):
+            if not prompt:
+                raise UserError(f"prompt {number} is empty: give at least one token")
+            if min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
+                raise UserError(
+                    f"prompt {number} has token ids from {min(prompt)} to {max(prompt)}: "
+                    f"the target knows 0 to {self.target.vocab_size - 1}"
+                )
+            if len(prompt) + max_new_tokens > self.target.context:
+                raise UserError(
+                    f"prompt {number} has {len(prompt)} tokens, which with {max_new_tokens} new ones exceeds the "
+                    f"target's context of {self.target.context}: shorten it or lower max_new_tokens"
+                )
+
+
+def check_numbers(**numbers: int) -> None:
+    """Refuse what is not whole, or does not fit into 64 bits."""
+    for name, number in numbers.items():
+        if not isinstance(number, Integral) or not -(2**63) <= number < 2**63:
+            raise UserError(f"{name} {number}: give a whole number of at most 64 bits")
+
+
+def check_sampling(temperature: float, top_p: float, top_k: int) -> Sampling:
+    if temperature != 0 and not LEAST_TEMPERATURE <= temperature < math.inf:
+        raise UserError(f"temperature {temperature}: give 0 (greedy), or {LEAST_TEMPERATURE} or more")
+    if not 0 < top_p <= 1:
+        raise UserError(f"top_p {top_p}: give more than 0 and at most 1")
+    if top_k < 0:
+        raise UserError(f"top_k {top_k}: give 0 (off) or more")
+    if temperature == 0 and (top_p < 1 or top_k):
+        raise UserError("top_p and top_k have no effect at temperature 0: leave them out or raise the temperature")
+    return Sampling(temperature, top_p, top_k)
+
+
+def resolve_settings(
+    drafter: Drafter,
+    sampling: Sampling,
+    max_new_tokens: int,
+    draft: int | StaticTree | DynamicTree | AnySchedule = 4,
+    verification_mode: VerificationMode | None = None,
+    seed: int = 0,
+    stop_at_eos: bool = True,
+    synthetic_rates: tuple[float, ...] = (),
+) -> GenerationSettings:
+    """What `SpeculativeDecoder.start` needs. `draft` is the length of a chain, a schedule of lengths, or a tree.
+
+    A drafter that proposes nothing decodes plainly, whatever the draft and the mode. Raises `UserError` for what the
+    drafter cannot do.
+    """
+    if drafter.max_draft_length == 0:
+        draft, verification_mode, synthetic_rates = 0, None, ()
+    schedule = draft if isinstance(draft, AnySchedule) else None
+    draft = draft.longest if isinstance(draft, AnySchedule) else draft
+    check_shape(Chain(draft) if isinstance(draft, int) else draft, drafter)
+    shape = drafter.own_shape(draft) if isinstance(draft, int) else draft
+    if schedule and not isinstance(shape, Chain):
+        raise UserError(f"schedule: {drafter.kind} drafts no chains; leave it out and set draft_length")
+    if isinstance(schedule, Confident) and not drafter.can_sample:
+        raise UserError(f"confident schedule: {drafter.kind} has no probabilities; leave it out and set draft_length")
+    mode = resolve_mode(verification_mode, sampling, drafter, shape)
+    if bool(synthetic_rates) != (mode == "synthetic"):
+        raise UserError("synthetic acceptance needs both verification_mode synthetic and its rates")
+    return GenerationSettings(max_new_tokens, sampling, shape, mode, seed, stop_at_eos, synthetic_rates, schedule)
+
+
+def resolve_mode(mode: VerificationMode | None, sampling: Sampling, drafter: Drafter, shape: Shape) -> VerificationMode:
+    """The verification mode to use, or `UserError` where the one asked for does not fit."""
+    is_chain = isinstance(shape, Chain)
+    if mode is None:
+        sampled = "probabilistic" if drafter.can_sample and is_chain else "one_hot"
+        return "greedy" if sampling.greedy else sampled  # type: ignore[return-value]
+    if mode not in get_args(VerificationMode):
+        raise UserError(f"verification_mode {mode!r}: give one of {', '.join(get_args(VerificationMode))}")
+    if mode in SAMPLED_DRAFTS and not drafter.can_sample:
+        raise UserError(f"verification_mode {mode}: {drafter.kind} has no probabilities; use one_hot")
+    if mode in ("probabilistic", "block") and not is_chain:
+        raise UserError(f"verification_mode {mode} verifies chains: leave out the tree, or use without_replacement")
+    if mode == "without_replacement" and isinstance(shape, DynamicTree):
+        raise UserError(
+            "verification_mode without_replacement: a dynamic tree keeps the likeliest of its nodes, which "
+            "are no sample; give a static tree, or use one_hot"
+        )
+    if mode != "synthetic" and sampling.greedy != (mode == "greedy"):
+        raise UserError(f"verification_mode {mode} needs a temperature {'of 0' if mode == 'greedy' else 'above 0'}")
+    return mode
+
+
+def check_shape(shape: Shape, drafter: Drafter) -> None:
+    """Refuse drafts that the drafter cannot make."""
+    if not isinstance(shape, Chain) and not drafter.can_branch:
+        raise UserError(f"tree: {drafter.kind} drafts chains only; leave it out and set draft_length")
+    name = "draft_length" if isinstance(shape, Chain) else "tree: depth"
+    most = drafter.max_draft_length
+    if most is not None and shape.depth > most:
+        raise UserError(f"{name} {shape.depth}: this {drafter.kind} drafter drafts up to {most} tokens in a row")
+    if shape.depth < 1 and most != 0:
+        raise UserError(f"{name} {shape.depth}: give at least 1, or the drafter none")

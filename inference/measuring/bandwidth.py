@@ -1,0 +1,72 @@
+"""How near a pass of the target comes to what memory allows: on a GPU, decoding a few rows is bound by reading.
+
+The floor of a pass is the time to read the target's weights once, and the keys and values of the texts in the batch,
+at the bandwidth that a large copy reaches on the same device.
+"""
+
+import functools
+
+import torch
+
+from draftsmith.inference.measuring.speed import Outputs, num_passes
+from draftsmith.models import Target
+
+COPIED = 1 << 30  # bytes
+REPEATS = 10
+
+
+@functools.cache
+def memory_bandwidth(device: torch.device) -> float | None:
+    """Bytes per second, read and written, of the fastest of a few large copies; None on a CPU, which caches help."""
+    if device.type != "cuda":
+        return None
+    source = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    copied = torch.empty_like(source)
+    times = []
+    for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        copied.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return 2 * COPIED / min(times)
+
+
+def weight_bytes(target: Target) -> int:
+    """What one pass reads of the weights: all but an embedding that is not the head, of which it takes single rows."""
+    embedding, head = target.embedding.weight, target.head_weight()
+    looked_up = () if embedding is head else (embedding,)
+    parameters = (one for one in target.model.parameters() if not any(one is other for other in looked_up))
+    return sum(one.numel() * one.element_size() for one in parameters)
+
+
+def cache_bytes_per_token(target: Target) -> int:
+    """Keys and values of one token in all layers."""
+    config = target.text_config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * target.num_layers * heads * width * target.dtype.itemsize
+
+
+def bandwidth_floor_share(
+    target: Target, prompts: list[list[int]], outputs: Outputs, bandwidth: float | None
+) -> float | None:
+    """The floor of all verification passes over the time they took; 1 would be reading alone.
+
+    A request's text counts with its mean length. None where the bandwidth is unknown, and for mixtures of experts, of
+    which a pass reads as many experts as its tokens ask for.
+    """
+    config = target.text_config
+    if bandwidth is None or getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+        return None
+    weights, per_token = weight_bytes(target), cache_bytes_per_token(target)
+    read, seconds, first = 0.0, 0.0, 0
+    for batch in outputs:
+        for run in batch:
+            read += weights * num_passes(run)
+            for number, (ids, stats) in enumerate(zip(run.token_ids, run.stats.requests, strict=True), first):
+                read += per_token * stats.num_rounds * (len(prompts[number]) + len(ids) / 2)
+            seconds += run.timing.phases["verify"] / 1000
+        first += len(batch[0].token_ids)
+    return read / bandwidth / seconds if seconds else None

@@ -1,0 +1,44 @@
+"""The cost model of a drafter that was just evaluated, measured where a limit of time allows it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from draftsmith.inference.measuring.measure import PromptSet
+from draftsmith.inference.planning.costs import LEAST_VISITS, MOST_ROUNDS, VISIT, CostRange, Costs, measure_costs
+from draftsmith.models import Drafter, Target
+
+MOST_SECONDS = 30.0
+
+
+def costs_beside(
+    target: Target,
+    drafter: Drafter,
+    name: str,
+    rows: list[dict[str, Any]],
+    prompts: PromptSet,
+    seconds: float,
+    on_progress: Callable[[float], None] = lambda share: None,
+) -> Costs | None:
+    """Costs up to the batch size and draft length of measured rows, in at most about so many seconds.
+
+    None where that is too little for the least number of rounds, as slow as the slowest of the rows; and where nothing
+    was drafted, or the target's context is too short.
+    """
+    chains = [row for row in rows if row["num_drafts"] and row["tree_nodes"] is None]
+    if not chains:
+        return None
+    longest = max(row["draft_length"] for row in chains)
+    context = min(typical_context(prompts, chains[0]["max_new_tokens"]), target.context - MOST_ROUNDS - longest)
+    if context < 1:
+        return None
+    batch = max(row["batch_size"] for row in chains)
+    reach = CostRange(batch, context, longest, seconds=min(MOST_SECONDS, seconds))
+    round_seconds = max(sum(row["milliseconds_per_round"].values()) for row in chains) / 1000
+    if sum(map(len, reach.settings(drafter))) * LEAST_VISITS * VISIT * round_seconds > seconds:
+        return None
+    return measure_costs(target, drafter, reach, name, on_progress)
+
+
+def typical_context(prompts: PromptSet, max_new_tokens: int) -> int:
+    """Tokens of a request half way through its answer, at the mean over the prompts."""
+    return round(sum(map(len, prompts.token_ids)) / len(prompts.token_ids) + max_new_tokens / 2)

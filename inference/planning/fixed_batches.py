@@ -1,0 +1,79 @@
+"""What a batch costs that takes no new requests: it lasts as long as its slowest request needs.
+
+A server gives the row of a finished request to the next one: its batch stays full, and its speedup is that of the
+tokens a round emits (`Costs.speedup`). `evaluate` decodes fixed batches. There the number of rounds is the largest of
+any request, rows that have ended are idle, and on a CPU those right of the last running row are no longer computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.planning.costs import Costs
+
+NUM_BATCHES = 64  # that are drawn from the requests
+
+
+@dataclass(frozen=True)
+class Course:
+    """How one request goes, from its first token on."""
+
+    prompt_length: int
+    num_tokens: int
+    num_rounds: int
+
+    def context(self, number: int) -> float:
+        """Tokens by the middle of a round."""
+        return self.prompt_length + self.num_tokens * (number + 0.5) / self.num_rounds
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A request as it was decoded once, with chains as long as any that are asked about, or longer."""
+
+    prompt_length: int
+    stats: Stats
+
+    def course(self, draft_length: int) -> Course:
+        """With chains of this length, 0 for plain decoding.
+
+        A round of a shorter chain emits what a longer one would have, up to its own length. The number of rounds until
+        n tokens are reached is then (n + the expected surplus of the last round) / the mean of a round; the surplus is
+        that of a renewal process, E[e (e - 1)] / (2 E[e]) for rounds of e tokens.
+        """
+        num_tokens, stats = self.stats.num_emitted_tokens - 1, self.stats
+        accepted = np.minimum(np.arange(len(stats.acceptance_histogram)), draft_length)
+        counts = np.array(stats.acceptance_histogram, dtype=float)
+        counts[0] += stats.num_rounds - stats.num_drafts  # nothing drafted, nothing accepted
+        if not counts.sum():
+            return Course(self.prompt_length, num_tokens, num_tokens)
+        mean = 1 + counts @ accepted / counts.sum()
+        surplus = counts @ ((1 + accepted) * accepted) / counts.sum() / (2 * mean)
+        return Course(self.prompt_length, num_tokens, round((num_tokens + surplus) / mean))
+
+
+def batch_milliseconds(costs: Costs, draft_length: int, courses: Sequence[Course], drops_rows: bool) -> float:
+    """All rounds of a fixed batch; `drops_rows`: rows right of the last running one are not computed (on a CPU)."""
+    total = 0.0
+    for number in range(max(course.num_rounds for course in courses)):
+        running = [row for row, course in enumerate(courses) if course.num_rounds > number]
+        context = max(courses[row].context(number) for row in running)
+        width = 1 + running[-1] if drops_rows else len(courses)
+        total += costs.round(draft_length, width, round(context))
+    return total
+
+
+def fixed_batch_speedup(
+    costs: Costs, draft_length: int, requests: Sequence[Answered], batch: int, drops_rows: bool
+) -> float:
+    """Over plain decoding of the same batches, drawn by chance from the requests; the same ones each time."""
+    chance = np.random.default_rng(0)
+    drafted, plain = ([request.course(length) for request in requests] for length in (draft_length, 0))
+    milliseconds = np.zeros(2)
+    for _ in range(NUM_BATCHES):
+        picks = chance.choice(len(requests), batch, replace=batch > len(requests))
+        for side, (length, courses) in enumerate(((0, plain), (draft_length, drafted))):
+            milliseconds[side] += batch_milliseconds(costs, length, [courses[i] for i in picks], drops_rows)
+    return float(milliseconds[0] / milliseconds[1])

@@ -1,0 +1,97 @@
+"""Decoding that follows a given text, one token a round, whatever is drafted.
+
+Every round runs the decoder's own kernels on its own state, at a known length of the text. That is what timing needs
+(costs.py), and what shows which drafts would have been right (choice.py).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.decoding.batch_engine import GenerationSettings, Rows
+from draftsmith.inference.decoding.generation import Generation
+from draftsmith.inference.verification.rules import Verified
+from draftsmith.models import Drafter, Target
+from draftsmith.models.drafting.base import DecodingState, Draft
+from draftsmith.models.sampling.trees import Shape
+from draftsmith.models.target.slots import SlotCache
+
+
+class GivenRows(Rows):
+    """One row a text. A round verifies greedily but accepts nothing; the token that follows is then the text's own.
+
+    The target verifies the text's next tokens in place of what was drafted: what it has to do, such as which experts it
+    reads, then hangs on the text and not on how good a drafter is. What was drafted stays in `drafted`, [B, N].
+    """
+
+    drafted: Tensor
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        shape: Shape,
+        texts: list[list[int]],
+        num_rounds: int,
+        cache: SlotCache | None = None,
+    ) -> None:
+        """`cache`: of other rows that follow the same texts, which then serves these too."""
+        longest = max(map(len, texts))
+        settings = GenerationSettings(
+            max_new_tokens=num_rounds + 1,
+            shape=shape,
+            stop_at_eos=False,
+        )
+        num_slots = cache.num_slots if cache else longest + shape.num_nodes + 2
+        super().__init__(target, drafter, settings, len(texts), num_slots)
+        self.cache = cache or self.cache
+        padded = torch.zeros(len(texts), num_slots, dtype=torch.int64)
+        for row, text in zip(padded, texts, strict=True):
+            row[: len(text)] = torch.tensor(text)
+        self.texts = padded.to(target.device)
+
+    @torch.inference_mode()  # in which drafters may have made their tokens
+    def draft(self, draft_length: int | None = None) -> None:
+        state = self.state
+        state.token_ids.copy_(self.texts)
+        super().draft(draft_length)
+        tokens = self._newest_draft.tokens
+        self.drafted = tokens.clone()
+        next_places = state.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        tokens.copy_(self.texts.gather(1, next_places.clamp(max=self.num_slots - 1)))
+
+    def _verify(self, state: DecodingState, logits: Tensor, draft: Draft) -> Verified:
+        verified = super()._verify(state, logits, draft)
+        return verified._replace(num_accepted=torch.zeros_like(verified.num_accepted))
+
+
+def follow(rows: GivenRows, prompts: list[list[int]]) -> Generation:
+    """Begin to follow the texts of the rows behind their prompts; the caller steps, `num_rounds` times at most."""
+    generation = Generation(rows, prompts, list(range(len(prompts))))
+    generation.step()
+    return generation
+
+
+@dataclass
+class Followed:
+    """Some texts, prompts and answers, being followed; the longest answer has `num_rounds` places."""
+
+    texts: Sequence[tuple[list[int], list[int]]]
+    rows: GivenRows
+    generation: Generation
+    num_rounds: int
+
+
+def follow_answers(
+    target: Target, drafter: Drafter, shape: Shape, texts: Sequence[tuple[list[int], list[int]]], batch_size: int = 8
+) -> Iterator[Followed]:
+    """Begin to follow prompts with their answers, a batch at a time; one in which no answer goes on is left out."""
+    for start in range(0, len(texts), batch_size):
+        batch = texts[start : start + batch_size]
+        num_rounds = max(len(answer) for _, answer in batch) - 1
+        if num_rounds < 1:
+            continue
+        rows = GivenRows(target, drafter, shape, [prompt + answer for prompt, answer in batch], num_rounds)
+        yield Followed(batch, rows, follow(rows, [prompt for prompt, _ in batch]), num_rounds)

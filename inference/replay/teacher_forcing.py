@@ -1,0 +1,89 @@
+"""The acceptance that training predicts on the very texts that the decoder wrote: a witness that the two agree.
+
+Greedy decoding commits the target's own text, whatever is drafted. So one training pass over prompt and answer
+(teacher forcing) says for every place how many drafted tokens in a row would be right, and a walk over these figures,
+round by round as the decoder goes, gives the decoder's own counters. A drafter that sees other features, positions or
+tokens in the decoder than in training still decodes the right text, only slower: the two counters tell.
+
+The walk drafts as deep as the decoder does, also beyond the depths that were trained: depths that were trained too
+little make no gap, they show in both.
+"""
+
+from typing import Any
+
+from draftsmith.inference.decoding.counters import Stats, paired_difference
+from draftsmith.inference.decoding.decoder import SpeculativeDecoder, check_sampling, resolve_settings
+from draftsmith.inference.replay.replay import Recording, Track, replay
+from draftsmith.models import Drafter, Target, load_drafter
+
+LEAST_PROMPTS = 4  # of fewer, an interval over prompts says nothing
+TOLERANCE = 0.02  # share of the acceptance length that rounding may explain
+CAUSES = "training and drafting see different features, layers, positions, tokens or draft vocabulary"
+
+
+def teacher_forced_tracks(
+    target: Target,
+    drafters: dict[str, Drafter],
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    draft_length: int,
+    max_new_tokens: int,
+) -> dict[str, list[Track]]:
+    """What the decoder's counters of each prompt come from as training predicts them; `answers` are greedy outputs.
+
+    `expected_stats` makes the counters. The drafters draft chains, are in evaluation mode, and wrote the same answers.
+    """
+    texts = beyond_limit(target, prompts, answers, draft_length, max_new_tokens)
+    return replay(target, Recording(prompts, texts, max_new_tokens), drafters, draft_length)
+
+
+def beyond_limit(
+    target: Target, prompts: list[list[int]], answers: list[list[int]], num_more: int, max_new_tokens: int
+) -> list[list[int]]:
+    """Answers with `num_more` further tokens where the limit cut them: the last draft of all reaches that far."""
+    cut = [i for i, answer in enumerate(answers) if len(answer) == max_new_tokens]
+    cut = [i for i in cut if answers[i][-1] not in target.eos_token_ids]
+    texts = list(answers)
+    if cut:
+        plain = SpeculativeDecoder(target, load_drafter("none", target))
+        settings = resolve_settings(plain.drafter, check_sampling(0.0, 1.0, 0), num_more)
+        more = plain.decode([prompts[i] + answers[i] for i in cut], settings, batch_size=1).token_ids
+        for i, token_ids in zip(cut, more, strict=True):
+            texts[i] = answers[i] + token_ids
+    return texts
+
+
+def teacher_forced_fields(forced: list[Stats], decoded: list[Stats]) -> dict[str, Any]:
+    """What a row of evaluation.json says of both counters, given for each prompt.
+
+    `teacher_forced_gap` is the decoder's acceptance length less the one that training predicts, with a paired bootstrap
+    interval over prompts. It is `flagged` where 0 lies outside the interval and the gap exceeds 2 % of the predicted
+    length, and there are at least four prompts. In fp32 both counters are equal up to ties. In low precision a training
+    pass rounds otherwise than the decoder and turns near ties around, in either direction and on few prompts, which
+    leaves 0 inside the interval; where many prompts make it narrow, the 2 % stand against a small lean of rounding.
+    """
+    predicted = sum(forced[1:], forced[0])
+    gap, reach = paired_difference(decoded, forced), TOLERANCE * predicted.mean_acceptance_length
+    low, high = gap["ci95"] or (0.0, 0.0)
+    beyond_chance = len(forced) >= LEAST_PROMPTS and not low <= 0 <= high
+    return {
+        "teacher_forced": {
+            "mean_acceptance_length": predicted.mean_acceptance_length,
+            "conditional_acceptance_rates": predicted.conditional_acceptance_rates,
+            "per_position_acceptance_rates": predicted.per_position_acceptance_rates,
+        },
+        "teacher_forced_gap": {**gap, "flagged": beyond_chance and abs(gap["difference"]) > reach},
+    }
+
+
+def gap_warning(row: dict[str, Any]) -> str | None:
+    """One line about a row of evaluation.json whose gap is flagged, with the likely causes."""
+    gap = row.get("teacher_forced_gap")
+    if gap is None or not gap["flagged"]:
+        return None
+    predicted, difference = row["teacher_forced"]["mean_acceptance_length"], gap["difference"]
+    return (
+        f"the decoder's acceptance length {predicted + difference:.2f} is not the {predicted:.2f} that training "
+        f"predicts on the same texts (difference {difference:+.2f}, 95 % interval {gap['ci95'][0]:+.2f} to "
+        f"{gap['ci95'][1]:+.2f}): {CAUSES}"
+    )

@@ -1,0 +1,274 @@
+"""Triton kernels of the rules that test drafts against the law they were drawn from; `verify_kernels` launches them.
+
+What is left to draw from is always (p - lam q)+ up to a factor. Token-wise, lam is 1 after a rejection. Block
+verification leaves (w p - q)+, so lam is 1 / w. Siblings without replacement: let (p - lam q)+ / mass be what was left
+of p, and `left` the sum of q over the tokens not yet tried. A rejection leaves ((p - lam q)+ / mass - q / left)+, which
+is (p - lam' q)+ up to a factor with lam' = lam + mass / left. The tokens tried before it need no care: more of q than
+of p was left of a token that was rejected, so it is 0 from then on. Where rounding leaves nothing at all, p is meant.
+
+Shapes as in `verify_kernels`. p and q are `Chunked` logits of the target, T a row, and of the drafter, P a row (N of a
+chain). A draft that cannot have been drawn counts as q = 0.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftsmith.models.sampling.sampling_kernels import load_law, pick, probabilities
+
+
+class Tree(NamedTuple):
+    tokens: Tensor  # [B, N]
+    parents: Tensor  # [B, N], or one row of them expanded
+    parents_stride: int
+
+
+@triton.jit
+def load_tree(tree, row, N, NODES: tl.constexpr):
+    """Columns [NODES], their tokens (-1 where there is none), and the columns of their parents (-1 where none is)."""
+    columns = tl.arange(0, NODES)
+    is_node = (columns > 0) & (columns <= N)
+    token = tl.load(tree.tokens + row * N + columns - 1, mask=is_node, other=-1)
+    parent = tl.load(tree.parents + row * tree.parents_stride + columns - 1, mask=is_node, other=-2) + 1
+    return columns, token.to(tl.int32), parent.to(tl.int32)
+
+
+@triton.jit
+def draw(p, p_row, q, q_row, lam, masses, uniform, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """A token from (p - lam q)+, whose sums by chunk are in `masses`; from p if nothing is left of it, or lam is 0."""
+    chunks = tl.arange(0, CHUNKS)
+    mass = tl.load(masses + chunks, mask=chunks * CHUNK < tl.where(lam > 0, V, 0), other=0.0)
+    lam = tl.where(tl.sum(mass, 0) > 0, lam, 0.0)
+    q_V = tl.where(lam > 0, V, 0)
+    p_law, weights = load_law(p, p_row, V, CHUNK, CHUNKS)
+    q_law, _ = load_law(q, q_row, q_V, CHUNK, CHUNKS)
+    chunk, rest = pick(tl.where(lam > 0, mass, weights), uniform)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    left = _residual(probabilities(p_law, ids, ids < V), probabilities(q_law, ids, ids < q_V), lam)
+    lane, _ = pick(left, rest)
+    return chunk * CHUNK + lane
+
+
+@triton.jit
+def sum_residual(p, p_row, q, q_row, lam, masses, chunk, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """The sum of (p - lam q)+ over a chunk, into `masses`."""
+    p_law, _ = load_law(p, p_row, V, CHUNK, CHUNKS)
+    q_law, _ = load_law(q, q_row, V, CHUNK, CHUNKS)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    left = _residual(probabilities(p_law, ids, ids < V), probabilities(q_law, ids, ids < V), lam)
+    tl.store(masses + chunk, tl.sum(left, 0))
+
+
+@triton.jit
+def _residual(p, q, lam):
+    return tl.maximum(p.to(tl.float64) - lam * q, 0.0)
+
+
+@triton.jit
+def draft_probabilities(rows, row, width, token, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """Of the n-th draft [NODES] under the n-th of a row's `width` laws; 0 where there is no draft."""
+    exists = (token >= 0)[:, None]
+    at = (row * width + tl.arange(0, token.shape[0]))[:, None]
+    law, _ = load_law(rows, at, tl.where(exists, V, 0), CHUNK, CHUNKS)
+    return tl.sum(probabilities(law, token[:, None], exists), 1)
+
+
+@triton.jit
+def load_chain(p, q, drafts, row, N, V, NODES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """0, 1, ..., and p and q of that draft of a chain, [NODES]; q is 0 where none was drawn, and from N on."""
+    nodes = tl.arange(0, NODES)
+    token = tl.load(drafts + row * N + nodes, mask=nodes < N, other=-1)
+    p_x = draft_probabilities(p, row, N + 1, token, V, CHUNK, CHUNKS)
+    return nodes, p_x, draft_probabilities(q, row, N, token, V, CHUNK, CHUNKS)
+
+
+@triton.jit(do_not_specialize=["N"])
+def accept_chain(
+    p, q, drafts, coins, out, lams, masses, N, V, NODES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """Token-wise: how many drafts stand, lam, and what one chunk adds to the sum of what is left then.
+
+    The program of every chunk tests the drafts for itself, which is cheaper than a launch.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    nodes, p_x, q_x = load_chain(p, q, drafts, row, N, V, NODES, CHUNK, CHUNKS)
+    coin = tl.load(coins + row * N + nodes, mask=nodes < N, other=1.0).to(tl.float64)
+    accepted = (q_x > 0) & (coin * q_x < p_x)  # strict: a zero coin cannot accept p = 0
+    num_accepted = tl.min(tl.where(accepted, NODES, nodes), 0)
+    was_drawn = tl.sum(tl.where(nodes == num_accepted, q_x, 0.0), 0) > 0
+    if was_drawn:
+        p_row, q_row = row * (N + 1) + num_accepted, row * N + num_accepted
+        sum_residual(p, p_row, q, q_row, 1.0, masses + row * CHUNKS, chunk, V, CHUNK, CHUNKS)
+    if chunk == 0:
+        tl.store(lams + row, was_drawn.to(tl.float64))
+        tl.store(out.num_accepted + row, num_accepted)
+        tl.store(out.path + row * N + nodes, nodes + 1, mask=nodes < N)
+
+
+@triton.jit(do_not_specialize=["N"])
+def draw_next(p, q, uniforms, out, lams, masses, N, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """Token-wise: the token after the drafts that stand."""
+    row = tl.program_id(0).to(tl.int64)
+    num_accepted = tl.load(out.num_accepted + row)
+    p_row, q_row, masses = row * (N + 1) + num_accepted, row * N + num_accepted, masses + row * CHUNKS
+    uniform = tl.load(uniforms + p_row).to(tl.float64)
+    token = draw(p, p_row, q, q_row, tl.load(lams + row), masses, uniform, V, CHUNK, CHUNKS)
+    tl.store(out.next_token + row, token)
+
+
+@triton.jit
+def block_weights(nodes, p_x, q_x, NODES: tl.constexpr):
+    """How many drafts were drawn, and w_n of the first n of them, fp64 [NODES]."""
+    num_drawn = tl.min(tl.where(q_x > 0, NODES, nodes), 0)
+    weights = tl.where(nodes == 0, 1.0, 0.0).to(tl.float64)
+    weight = tl.sum(weights, 0)
+    for n in range(NODES - 1):
+        p_n = tl.sum(tl.where(nodes == n, p_x, 0.0), 0)
+        q_n = tl.sum(tl.where(nodes == n, q_x, 0.0), 0)
+        weight = tl.minimum(weight * p_n, q_n) / tl.where(q_n > 0, q_n, 1.0)
+        weights = tl.where(nodes == n + 1, weight, weights)
+    return num_drawn, weights
+
+
+@triton.jit(do_not_specialize=["N"])
+def weigh_block(p, q, drafts, lams, N, V, NODES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """Block verification: 1 / w_n, or 0 where w_n is 0 or the draft behind was not drawn."""
+    row = tl.program_id(0).to(tl.int64)
+    nodes, p_x, q_x = load_chain(p, q, drafts, row, N, V, NODES, CHUNK, CHUNKS)
+    num_drawn, weights = block_weights(nodes, p_x, q_x, NODES)
+    tl.store(lams + row * N + nodes, _inverse(tl.where(nodes < num_drawn, weights, 0.0)), mask=nodes < N)
+
+
+@triton.jit(do_not_specialize=["N"])
+def sum_blocks(p, q, lams, masses, N, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """What one chunk adds to the sum of (p - q / w_n)+ after the first n drafts."""
+    row, n, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    lam = tl.load(lams + row * N + n)
+    if lam > 0:
+        p_row, q_row = row * (N + 1) + n, row * N + n
+        sum_residual(p, p_row, q, q_row, lam, masses + q_row * CHUNKS, chunk, V, CHUNK, CHUNKS)
+
+
+@triton.jit
+def _inverse(weight):
+    """1 / weight; 0 where it is 0."""
+    return tl.where(weight > 0, 1 / tl.where(weight > 0, weight, 1.0), 0.0)
+
+
+@triton.jit(do_not_specialize=["N"])
+def accept_block(
+    p, q, drafts, coins, uniforms, out, masses, N, V, NODES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """Block verification: the longest beginning that passes, and the token after it."""
+    row = tl.program_id(0).to(tl.int64)
+    nodes, p_x, q_x = load_chain(p, q, drafts, row, N, V, NODES, CHUNK, CHUNKS)
+    num_drawn, weights = block_weights(nodes, p_x, q_x, NODES)
+    chunks = tl.arange(0, CHUNKS)
+    was_summed = ((nodes < num_drawn) & (weights > 0))[:, None] & (chunks * CHUNK < V)
+    mass = tl.load(masses + (row * N + nodes)[:, None] * CHUNKS + chunks, mask=was_summed, other=0.0)
+    surplus = weights * tl.sum(mass, 1)
+    room = surplus + 1 - weights
+    is_whole = (nodes == num_drawn) | (room == 0)  # no room: p = q, and the weight is 1
+    threshold = tl.where(is_whole, weights, surplus / tl.where(is_whole, 1.0, room))
+    is_length = (nodes > 0) & (nodes <= num_drawn)
+    coin = tl.load(coins + row * N + nodes - 1, mask=is_length, other=1.0)
+    num_accepted = tl.max(tl.where(is_length & (coin < threshold), nodes, 0), 0)
+    tl.store(out.num_accepted + row, num_accepted)
+    tl.store(out.path + row * N + nodes, nodes + 1, mask=nodes < N)
+
+    weight = tl.sum(tl.where((nodes == num_accepted) & (nodes < num_drawn), weights, 0.0), 0)
+    p_row, q_row = row * (N + 1) + num_accepted, row * N + num_accepted
+    uniform = tl.load(uniforms + p_row).to(tl.float64)
+    token = draw(p, p_row, q, q_row, _inverse(weight), masses + q_row * CHUNKS, uniform, V, CHUNK, CHUNKS)
+    tl.store(out.next_token + row, token)
+
+
+@triton.jit(do_not_specialize=["N"])
+def try_children(
+    p, q, tree, coins, children, lams, masses, N, V, NODES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """Without replacement: the child of a column that is accepted (0: none), and what is left to draw from if none is.
+
+    All columns are tried side by side, also those that the walk does not come to. Siblings are tried one by one, with a
+    pass over the vocabulary after each rejection.
+    """
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q_row = row * tl.num_programs(1) + column
+    p_law, _ = load_law(p, row * (N + 1) + column, V, CHUNK, CHUNKS)
+    q_law, _ = load_law(q, q_row, V, CHUNK, CHUNKS)
+    columns, token, parent = load_tree(tree, row, N, NODES)
+    waiting = (parent == column) & (token >= 0)
+    child = tl.min(tl.where(waiting, columns, NODES), 0)
+    accepted = 0
+    lam, tried = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
+    mass, left = tl.full((), 1.0, tl.float64), tl.full((), 1.0, tl.float64)
+    while child < NODES:
+        x = tl.sum(tl.where(columns == child, token, 0), 0)
+        p_x, q_x = tl.sum(probabilities(p_law, x, True), 0), tl.sum(probabilities(q_law, x, True), 0)
+        coin = tl.load(coins + row * N + child - 1).to(tl.float64)
+        waiting = waiting & (token != x)  # a twin cannot have been drawn
+        if q_x > 0:
+            left = tl.maximum(left, q_x)  # rounding cannot make it less
+            if coin * q_x * mass < (p_x - lam * q_x) * left:
+                accepted = child
+                waiting = waiting & (columns < 0)
+            else:
+                tried += q_x
+                lam += mass / left
+                mass, left = _sum_chunks(p_law, q_law, lam, masses + q_row * CHUNKS, V, CHUNK)
+                left -= tried
+        child = tl.min(tl.where(waiting, columns, NODES), 0)
+    tl.store(children + q_row, accepted)
+    tl.store(lams + q_row, lam)
+
+
+@triton.jit
+def _sum_chunks(p_law, q_law, lam, masses, V, CHUNK: tl.constexpr):
+    """The sum of (p - lam q)+, into `masses` by chunk and over all chunks; and that of q."""
+    mass, q_sum = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
+    chunk = 0
+    while chunk * CHUNK < V:
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        q_x = probabilities(q_law, ids, ids < V)
+        in_chunk = tl.sum(_residual(probabilities(p_law, ids, ids < V), q_x, lam), 0)
+        tl.store(masses + chunk, in_chunk)
+        mass += in_chunk
+        q_sum += tl.sum(q_x.to(tl.float64), 0)
+        chunk += 1
+    return mass, q_sum
+
+
+@triton.jit(do_not_specialize=["N", "P"])
+def descend(
+    p,
+    q,
+    uniforms,
+    out,
+    children,
+    lams,
+    masses,
+    N,
+    P,
+    V,
+    DEPTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Without replacement: from the root to the accepted child while there is one, and the token after the last."""
+    row = tl.program_id(0).to(tl.int64)
+    column = 0
+    num_accepted = 0
+    for level in range(DEPTH):
+        child = tl.load(children + row * P + column, mask=column < P, other=0)
+        num_accepted += (child > 0).to(tl.int32)
+        column = tl.where(child > 0, child, column)
+        tl.store(out.path + row * DEPTH + level, column)
+    tl.store(out.num_accepted + row, num_accepted)
+
+    p_row, q_row = row * (N + 1) + column, row * P + column
+    uniform = tl.load(uniforms + row * (DEPTH + 1) + num_accepted).to(tl.float64)
+    lam = tl.load(lams + q_row, mask=column < P, other=0.0)
+    token = draw(p, p_row, q, q_row, lam, masses + q_row * CHUNKS, uniform, V, CHUNK, CHUNKS)
+    tl.store(out.next_token + row, token)

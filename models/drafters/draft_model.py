@@ -1,0 +1,293 @@
+"""A standalone draft model (arXiv 2211.17192), distilled from the target (DistillSpec, arXiv 2310.08461).
+
+Any small causal language model with the target's vocabulary; by default a copy of a few evenly spaced layers of the
+target. It shares nothing with the target at decoding and keeps its own cache.
+
+Shapes: B rows, T tokens, H hidden width, V vocabulary.
+"""
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from draftsmith.models.batch import Batch
+from draftsmith.models.drafting.base import (
+    DecodingState,
+    Draft,
+    Drafter,
+    DrafterConfig,
+    load_tensors,
+)
+from draftsmith.models.drafting.tree_drafting import LevelWindows, Memory, grow, take
+from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.layers import shift_left
+from draftsmith.models.losses.losses import ChainLoss, Depth, Divergence, LossSums, divergence_over_rows, teachers_of
+from draftsmith.models.sampling.trees import Chain, Shape
+from draftsmith.models.target.fused_layers import FusedDecoder, fuse
+from draftsmith.models.target.loading import drop_layers
+from draftsmith.models.target.slots import ATTENTION, Window, chain_window, run_causal, run_on_slots
+from draftsmith.models.target.target import Features, Target, find_decoder_layers
+
+
+@dataclass
+class DraftModelConfig(DrafterConfig):
+    of_checkpoint = ("model", "num_layers", "hidden_size")
+    kind: str = "draft_model"
+    model: str | None = (
+        None  # Hub name or directory of a causal language model to start from; None: parts of the target
+    )
+    num_layers: int | None = None  # evenly spaced layers of the target to start from; None: 2
+    hidden_size: int | None = None  # of a narrower model, whose layers start at random; None: the target's
+    divergence: Divergence = "forward_kl"
+
+    def __post_init__(self) -> None:
+        if self.model is not None and (self.num_layers, self.hidden_size) != (None, None):
+            raise UserError(
+                "drafter.model brings its own num_layers and hidden_size: leave them out, or leave out model"
+            )
+
+
+class DraftModel(Drafter):
+    kind = "draft_model"
+    config_class = DraftModelConfig
+    can_branch = True
+    reads_text_alone = True
+
+    def __init__(self, config: DraftModelConfig, model: PreTrainedModel, target: Target) -> None:
+        super().__init__()
+        self.config, self.target = config, target
+        self.model = model
+        vocab_size = model.config.get_text_config().vocab_size
+        if vocab_size != target.vocab_size:
+            raise UserError(
+                f"this draft model has a vocabulary of {vocab_size}, but {target.name} has {target.vocab_size}: "
+                "a draft model must share the target's vocabulary"
+            )
+
+    @classmethod
+    def from_target(cls, config: DraftModelConfig, target: Target) -> "DraftModel":
+        """An existing model, or the target with all but a few of its layers left out, or a narrower one like it."""
+        if config.model is not None:
+            return cls(config, existing_model(config.model, target), target)
+        num_layers = config.num_layers or 2
+        if not 1 <= num_layers < target.num_layers:
+            raise UserError(f"num_layers {num_layers}: give 1 to {target.num_layers - 1}, the target has more")
+        if not target.has_layers:
+            raise UserError("a draft model starts from the target's layers: train it with data.features=online")
+        kept = [round(i * (target.num_layers - 1) / max(1, num_layers - 1)) for i in range(num_layers)]
+        if config.hidden_size in (None, target.hidden_size):
+            return cls(config, model_of_layers(target, kept), target)
+        model_config = copy.deepcopy(target.text_config)
+        drop_layers(model_config, kept)
+        model = new_model(narrower(model_config, config.hidden_size))
+        project_vocabulary(target, model)
+        return cls(config, model, target)
+
+    def loss(self, batch: Batch, features: Features) -> LossSums:
+        """Divergence from the target at every token that the target wrote."""
+        counted = shift_left(batch.loss_mask, 1)
+        hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask())
+        rows = divergence_over_rows(
+            hidden[counted],
+            self.model.get_output_embeddings(),
+            features.last_hidden[counted],
+            self.target.logits,
+            self.config.divergence,
+        )
+        return {
+            "loss": (rows.loss, batch.loss_mask.sum()),
+            "accuracy_0": (rows.correct.sum(), counted.sum()),
+            "sampled_acceptance_0": (rows.acceptance, counted.sum()),
+        }
+
+    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """From the text alone: what it predicts at places t + 1, t + 2, ... is what it would draft after x_{t+1}."""
+        hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask()).flatten(0, 1)
+        for i in range(depth):
+            places = teachers_of(slots.next_depth(), i)
+            yield Depth(hidden[places], self.model.get_output_embeddings(), places)
+
+    def as_target(self) -> Target:
+        return Target(self.model, self.target.tokenizer, "the draft model", fuse_layers=False)
+
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> "DraftModelMemory":
+        memory = DraftModelMemory(num_rows, num_slots, shape, self.model.device)
+        memory.fused_decoder = fuse(self.model)
+        return memory
+
+    def read(self, memory: "DraftModelMemory", token_ids: Tensor, features: Features, window: Window) -> None:
+        self._run(token_ids.gather(1, window.slots), window, memory)
+
+    def _run(self, token_ids: Tensor, window: Window, memory: "DraftModelMemory") -> Tensor:
+        """Decode the new tokens [B, T] of a window; the last hidden state [B, T, H]."""
+        if memory.fused_decoder is not None:
+            return memory.fused_decoder.run(token_ids, window, memory.cache)[0]
+        return run_on_slots(self.model, token_ids, window, memory.cache)
+
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        """Read what is new, then draft level by level.
+
+        After a chain the cache lacks the newest committed token, and the one before it when the whole draft was
+        accepted; both are read each round, so that rows need not be told apart. After a tree, whose nodes do not stand
+        where their text went, and after another drafter's draft everything is read that the last round committed.
+        """
+        memory, head = state.memory, self.model.get_output_embeddings()
+        newest = state.lengths - 1  # [B]
+        if isinstance(shape, Chain) and state.own_drafts:
+            window = chain_window(newest - 1, 2)
+        else:
+            window = chain_window(state.positions[:, 0] + 1, state.positions.shape[1])
+        hidden = self._run(state.token_ids.gather(1, window.slots), window, memory)
+        column = (newest - window.prefix).clamp(min=0)  # a finished row committed nothing
+        hidden = take(hidden, column[:, None])  # [B, 1, H]
+        windows = LevelWindows(state.lengths, shape.num_read)
+
+        def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
+            return head(self._run(tokens, windows.next(tokens.shape[1], parents), memory))
+
+        return grow(shape, memory.plan, head(hidden), read, state)
+
+    # --- checkpoints
+
+    def engine_config(self) -> dict[str, Any]:
+        """An ordinary Hugging Face directory."""
+        return {**self.model.config.to_diff_dict(), "architectures": [type(self.model).__name__]}
+
+    def engine_tensors(self) -> dict[str, Tensor]:
+        return untied(self.model)
+
+    @classmethod
+    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "DraftModel":
+        own = config.pop("draftsmith", {})
+        if config.get("model_type") not in CONFIG_MAPPING:
+            raise UserError(f"config.json names model_type {config.get('model_type')!r}: give a causal language model")
+        model_config = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+        model = new_model(model_config)
+        drafter = cls(DraftModelConfig(**own), model, target)
+        tied = {name: tensor for name, tensor in model.state_dict().items() if name not in untied(model)}
+        load_tensors(model, {**tied, **tensors}, "this draft model")
+        model.tie_weights()
+        return drafter
+
+
+class DraftModelMemory(Memory):
+    fused_decoder: FusedDecoder | None  # where the model has the shape for it
+
+
+def untied(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The state dict with each shared tensor under its first name only, as safetensors wants it."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            tensors[name] = tensor
+            seen.add(tensor.data_ptr())
+    return tensors
+
+
+def new_model(config: PretrainedConfig) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+
+
+def existing_model(name: str, target: Target) -> PreTrainedModel:
+    """A causal language model of the target's vocabulary. Raises `UserError` where it has another one.
+
+    Families pad the vocabulary to different sizes at different widths. Engines want equal sizes: the padding is cut or
+    filled up to the target's.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=ATTENTION, dtype=torch.float32)
+        vocabulary = AutoTokenizer.from_pretrained(name).get_vocab()
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"drafter.model {name!r} does not load: {first_line(error)}") from None
+    if target.tokenizer is not None and vocabulary != target.tokenizer.get_vocab():
+        raise UserError(
+            f"drafter.model {name!r} has another tokenizer than {target.name}: give a model of the target's own family"
+        )
+    if model.get_input_embeddings().num_embeddings != target.vocab_size:
+        model.resize_token_embeddings(target.vocab_size, mean_resizing=False)
+    return model
+
+
+def model_of_layers(target: Target, kept: list[int]) -> PreTrainedModel:
+    """The target without its other layers. Raises `UserError` where a layer would be another one at its new place."""
+    what = f"a draft model cannot be made of layers {', '.join(map(str, kept))} of {target.name}"
+    mend = "choose another drafter.num_layers, or give drafter.model instead"
+    model_config = copy.deepcopy(target.text_config)
+    try:
+        drop_layers(model_config, kept)
+        model = new_model(model_config)
+        model.load_state_dict(layers_of(target.model.state_dict(), kept))
+    except ValueError as error:  # of the family's own rules for its config
+        raise UserError(f"{what} ({first_line(error)}): {mend}") from None
+    except RuntimeError:  # of shapes
+        raise UserError(
+            f"{what} (their tensors do not fit a smaller {target.text_config.model_type}): {mend}"
+        ) from None
+    for index, layer in zip(kept, find_decoder_layers(model), strict=True):
+        before, after = (constants(one) for one in (target.decoder_layers[index], layer))
+        if changed := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
+            raise UserError(f"{what}: {changed[0]} of layer {index} depends on its place: {mend}")
+    return model
+
+
+def constants(layer: nn.Module) -> dict[str, Any]:
+    """What a layer computes by beside its tensors: the plain values that its modules hold, but for its number."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str) and name not in ("layer_idx", "training") and not name.startswith("_")
+    }
+
+
+def narrower(config: PretrainedConfig, width: int) -> PretrainedConfig:
+    """The config of a model of another width with heads as wide as they were and the rest in proportion."""
+    if not hasattr(config, "num_key_value_heads") or not hasattr(config, "intermediate_size"):
+        raise UserError(f"drafter.hidden_size: {config.model_type} has no width to scale; give drafter.model instead")
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not 0 < width < config.hidden_size or width % head_width:
+        raise UserError(
+            f"drafter.hidden_size {width}: give a multiple of the target's head width {head_width} "
+            f"below its hidden_size {config.hidden_size}"
+        )
+    heads = width // head_width
+    key_value_heads = math.gcd(heads, config.num_key_value_heads)
+    share = width / config.hidden_size
+    config = copy.deepcopy(config)
+    config.intermediate_size = max(1, round(config.intermediate_size * share))
+    config.hidden_size, config.num_attention_heads, config.head_dim = width, heads, head_width
+    config.num_key_value_heads = key_value_heads
+    return config
+
+
+@torch.no_grad()
+def project_vocabulary(target: Target, model: PreTrainedModel) -> None:
+    """Start embedding and head of a narrower model as the target's, on the main directions of its embedding."""
+    embedding = cast(Tensor, target.embedding.weight).float()  # [V, H]
+    own, head = cast(Tensor, model.get_input_embeddings().weight), cast(Tensor, model.get_output_embeddings().weight)
+    directions = torch.linalg.eigh(embedding.T @ embedding).eigenvectors[:, -own.shape[1] :]  # [H, width]
+    head.copy_(target.head_weight().float() @ directions)
+    own.copy_(embedding @ directions)  # after the head, which may be the same
+    model.tie_weights()
+
+
+def layers_of(tensors: dict[str, Tensor], kept: list[int]) -> dict[str, Tensor]:
+    """The state dict of only the kept layers, renumbered; everything outside the layers stays."""
+    renumbered = {}
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if number is not None:
+            if int(parts[number]) not in kept:
+                continue
+            parts[number] = str(kept.index(int(parts[number])))
+        renumbered[".".join(parts)] = tensor.float()
+    return renumbered

@@ -1,0 +1,192 @@
+"""EAGLE-1 (arXiv 2401.15077): one decoder layer that continues the target's last hidden state.
+
+A slot t holds the target's feature f_t, its last hidden state after the final norm, and the embedding of x_{t+1}; both
+are fused to one input of the layer. Its output is a guess of f_{t+1}, from which the target's own frozen head predicts
+x_{t+2}. Drafting goes on from the guess in place of the feature. With a dynamic tree this is EAGLE-2 (2406.16858).
+
+Shapes: B rows, T slots, H hidden width, V target vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from draftsmith.models.batch import Batch
+from draftsmith.models.drafters.eagle_drafting import Drafting, EagleMemory
+from draftsmith.models.drafting.base import DecodingState, Draft, Drafter, DrafterConfig, check_same_shape, load_tensors
+from draftsmith.models.drafting.decoder_layer import (
+    DecoderLayer,
+    engine_layer_config,
+    layer_config_for,
+    layer_config_of,
+)
+from draftsmith.models.drafting.tree_drafting import grow
+from draftsmith.models.drafting.unrolled_attention import DraftingSlots, KeyValue, unrolled_attention
+from draftsmith.models.errors import require_at_least
+from draftsmith.models.layers import checkpoint_tensors, rotary_table
+from draftsmith.models.losses.losses import ChainLoss, Depth, Divergence, LossSums
+from draftsmith.models.sampling.trees import Shape
+from draftsmith.models.target.slots import Window
+from draftsmith.models.target.target import Features, Target
+
+
+@dataclass
+class EagleConfig(DrafterConfig):
+    of_checkpoint = ("intermediate_size", "bias")
+    kind: str = "eagle"
+    intermediate_size: int | None = None  # None: the target's
+    bias: bool = False  # of `fc`, as most public EAGLE-1 heads have one; of SGLang and SafeAILab's code, not of vLLM's
+    unroll_steps: int = 3  # trained also on its own guesses, as HASS (arXiv 2408.15766) does; 1: as in the paper
+    step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k
+    regression_weight: float = 1.0  # of the smooth L1 distance between guess and feature, mean over H
+    divergence_weight: float = 0.1
+    divergence: Divergence = "forward_kl"
+    noise: float = 0.1  # features in training get uniform noise of at most this
+
+    def by_heart(self) -> "EagleConfig":
+        """Without noise; and by features alone it would take long."""
+        return replace(self, noise=0.0, divergence_weight=1.0)
+
+
+class Eagle(Drafter):
+    kind = "eagle"
+    config_class = EagleConfig
+    can_branch = True
+    drafts_by_target_head = True
+
+    def __init__(self, config: EagleConfig, layer_config: LlamaConfig, target: Target) -> None:
+        super().__init__()
+        require_at_least("drafter.unroll_steps", config.unroll_steps)
+        require_at_least("drafter.noise", config.noise, 0)
+        self.config = replace(config, intermediate_size=layer_config.intermediate_size)
+        self.layer_config, self.target = layer_config, target
+        width = target.hidden_size
+        self.fc = nn.Linear(2 * width, width, bias=config.bias)
+        self.layers = nn.ModuleList([DecoderLayer(layer_config, width)])
+        self.rotary = LlamaRotaryEmbedding(layer_config)
+
+    @property
+    def layer(self) -> DecoderLayer:
+        return cast(DecoderLayer, self.layers[0])
+
+    @classmethod
+    def from_target(cls, config: EagleConfig, target: Target) -> "Eagle":
+        """A random layer that first repeats the feature it gets."""
+        drafter = cls(config, layer_config_for(config.intermediate_size, target), target)
+        for module in drafter.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        drafter.fc.weight.data[:, target.hidden_size :] += torch.eye(target.hidden_size)
+        if config.bias:
+            nn.init.zeros_(drafter.fc.bias)
+        return drafter
+
+    @property
+    def passes(self) -> float:
+        return self.config.unroll_steps
+
+    # --- training
+
+    def loss(self, batch: Batch, features: Features) -> LossSums:
+        return self.chain_loss(batch, features, self.config.unroll_steps).sums()
+
+    def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
+        """Distance of each guess from the feature, and divergence of what the target's head makes of both."""
+        slots = self.slots(batch)
+        depths = list(self.depths(slots, batch, features, depth))
+        chain_loss, wanted = self.compare(slots, depths, features), features.last_hidden.flatten(0, 1).float()
+        distance = sum(
+            one.weight * F.smooth_l1_loss(one.hidden.float(), wanted[one.teachers], reduction="none").mean(-1).sum()
+            for one in depths
+        )
+        chain_loss.total = self.config.regression_weight * distance + self.config.divergence_weight * chain_loss.total
+        return chain_loss
+
+    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """The guesses of the target's last hidden state, which its own head reads."""
+        counted = [slots.next_depth().flatten() for _ in range(depth)]
+        drafting = DraftingSlots.of(counted[0].view_as(batch.token_ids), batch.positions)
+        for k, guess in enumerate(self.unroll(batch, features.last_hidden, drafting, depth)):
+            rows = counted[k][drafting.index].nonzero()[:, 0]
+            yield Depth(guess[rows], self.target.logits, drafting.index[rows] + 1 + k, self.config.step_decay**k)
+
+    def unroll(self, batch: Batch, features: Tensor, slots: DraftingSlots, num_steps: int) -> Iterator[Tensor]:
+        """The guesses [R, H] of the drafting slots at each unrolled step, from features [B, T, H].
+
+        Step k feeds x_{t+1+k} into slot t, at position t + k, with the guess of step k - 1 in place of the feature.
+        """
+        embedded = self.target.embedding(batch.token_ids.flatten())  # [S, H], S = B * T
+        positions = batch.positions.expand_as(batch.token_ids).flatten()
+        rotary = rotary_table(self.rotary, batch.token_ids.shape[1] + num_steps, embedded)
+
+        def project(hidden: Tensor, fed: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+            x = self.fc(torch.cat([fed, hidden], -1))
+            heads = self.layer.self_attn.project(x[None], rotary, positions[None])
+            return x, *(part[0].transpose(0, 1) for part in heads)
+
+        def finish(x: Tensor, query: Tensor) -> Tensor:
+            attended = unrolled_attention(query, (text[0], text[1]), own, slots.spans)
+            return self.layer.finish(x[None], attended[None])[0]
+
+        x, query, *text = project(self.with_noise(features).flatten(0, 1), embedded.roll(-1, 0), positions)
+        own: list[KeyValue] = []
+        hidden = finish(x[slots.index], query[slots.index])
+        yield hidden
+        for k in range(1, num_steps):
+            fed = embedded[(slots.index + 1 + k).clamp(max=len(embedded) - 1)]
+            x, query, key, value = project(hidden, fed, positions[slots.index] + k)
+            own.append((key, value))
+            hidden = finish(x, query)
+            yield hidden
+
+    def with_noise(self, features: Tensor) -> Tensor:
+        """Features [B, T, H] as training reads them: with noise, so that the layer learns to live with its own errors.
+
+        As in the paper, section 4.1; its code has more of it for texts shorter than 512 tokens.
+        """
+        if not self.training or not self.config.noise:
+            return features
+        return features + self.config.noise * (2 * torch.rand_like(features) - 1)
+
+    # --- drafting
+
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> EagleMemory:
+        return EagleMemory(self, num_rows, num_slots, shape)
+
+    @torch.inference_mode()
+    def read(self, memory: EagleMemory, token_ids: Tensor, features: Features, window: Window) -> None:
+        memory.write(token_ids.gather(1, window.positions + 1), features.last_hidden, window)
+
+    @torch.inference_mode()
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        """Read the newest features into the drafter's cache, then draft level by level."""
+        drafting = Drafting(state, state.features.last_hidden, shape)
+        return grow(shape, state.memory.plan, drafting.root, drafting, state)
+
+    # --- checkpoints
+
+    def engine_config(self) -> dict[str, Any]:
+        """As vLLM reads it. SGLang wants `LlamaForCausalLMEagle` for the architecture, and nothing else of its own."""
+        return {"architectures": ["LlamaForCausalLM"], **engine_layer_config(self.layer_config, self.target)}
+
+    def engine_tensors(self) -> dict[str, Tensor]:
+        """SGLang's `fc` has a bias, random unless it is given; vLLM passes over it."""
+        return {"fc.bias": torch.zeros(self.target.hidden_size), **checkpoint_tensors(self)}
+
+    @classmethod
+    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Eagle":
+        what = "this EAGLE-1 drafter"
+        check_same_shape(what, config, target)
+        biased = "fc.bias" in tensors and bool(tensors["fc.bias"].any())
+        own = EagleConfig(**{"bias": biased, **config.get("draftsmith", {})})
+        if not own.bias and not biased:
+            tensors = {name: tensor for name, tensor in tensors.items() if name != "fc.bias"}
+        drafter = cls(own, layer_config_of(config), target)
+        load_tensors(drafter, tensors, what)
+        return drafter

@@ -1,0 +1,245 @@
+"""EAGLE-3 (arXiv 2503.01840): one decoder layer that continues the target's own features.
+
+A slot t holds the target's features g_t (three layers, fused by `fc`) and the embedding of x_{t+1}, and predicts
+x_{t+2}. Drafting goes on from the layer's own output in place of features; training unrolls that recurrence
+("training-time test", section 3.2) with the true tokens fed in.
+
+Shapes: B rows, T slots, H hidden width, A layers read, N heads, D head width, V target vocabulary, Vd draft vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from draftsmith.models.batch import Batch
+from draftsmith.models.drafters.eagle3_training import unroll
+from draftsmith.models.drafters.eagle_drafting import Drafting, Eagle3Memory
+from draftsmith.models.drafting.base import (
+    OWN_EMBEDDING,
+    DecodingState,
+    Draft,
+    Drafter,
+    check_same_shape,
+    in_target_vocabulary,
+    load_tensors,
+)
+from draftsmith.models.drafting.decoder_layer import (
+    DecoderLayer,
+    engine_layer_config,
+    layer_config_for,
+    layer_config_of,
+)
+from draftsmith.models.drafting.tree_drafting import grow
+from draftsmith.models.drafting.unrolled_attention import DraftingSlots
+from draftsmith.models.drafting.vocabulary import ReducedVocabulary, too_large
+from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.layers import RMSNorm, checkpoint_tensors
+from draftsmith.models.losses.losses import ChainLoss, Depth, Divergence, LossSums
+from draftsmith.models.sampling.trees import Shape
+from draftsmith.models.target.slots import Window
+from draftsmith.models.target.target import Features, Target, check_layer_ids
+
+
+@dataclass
+class Eagle3Config(ReducedVocabulary):
+    of_checkpoint = (*ReducedVocabulary.of_checkpoint, "layer_ids", "intermediate_size", "norm_before_residual")
+    kind: str = "eagle3"
+    layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
+    intermediate_size: int | None = None  # None: the target's
+    norm_before_residual: bool = False  # the layer's residual is the normed feature; of vLLM's engines, not of SGLang's
+    unroll_steps: int = 4  # length of the training-time test
+    step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k
+    divergence: Divergence = "forward_kl"
+    kl_share: float = 0.0  # share of training that starts with forward_kl, before `divergence`
+    detach: bool = False  # no gradient from one unrolled step into the one before
+    recompute: bool = False  # unrolled steps are computed again in the backward pass: less memory, more time
+
+
+class Layer(DecoderLayer):
+    """The one decoder layer. It reads embedding and feature side by side; its residual is the feature.
+
+    That is the un-normed one, or with `norm_before_residual` what `hidden_norm` makes of it.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, 2 * config.hidden_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def project(
+        self, embedded: Tensor, hidden: Tensor, rotary: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)
+        return self.self_attn.project(x, rotary, positions)
+
+
+class Eagle3(Drafter):
+    kind = "eagle3"
+    config_class = Eagle3Config
+    can_branch = True
+    can_embed = True
+    d2t: Tensor  # [Vd] int64, target id - draft id; only with a reduced vocabulary, for engines reject it otherwise
+    t2d: Tensor  # [V] bool, in the draft vocabulary?
+
+    def __init__(self, config: Eagle3Config, layer_config: LlamaConfig, target: Target) -> None:
+        super().__init__()
+        require_at_least("drafter.unroll_steps", config.unroll_steps)
+        if not 0 <= config.kl_share < 1:
+            raise UserError(f"drafter.kl_share={config.kl_share}: give a share of the training from 0 to below 1")
+        self.layer_config, self.target = layer_config, target
+        self.layer_ids = check_layer_ids(config.layer_ids or default_layer_ids(target.num_layers), target)
+        width, vocab = layer_config.hidden_size, config.draft_vocab_size or target.vocab_size
+        self.config = replace(
+            config,
+            layer_ids=list(self.layer_ids),
+            draft_vocab_size=vocab,
+            intermediate_size=layer_config.intermediate_size,
+        )
+        if vocab > target.vocab_size:
+            raise UserError(too_large(vocab, target.vocab_size))
+        self.embed_tokens: nn.Embedding | None = None  # frozen, of checkpoints that bring their own
+        self.fc = nn.Linear(len(self.layer_ids) * target.hidden_size, width, bias=False)
+        self.layers = nn.ModuleList([Layer(layer_config)])
+        self.norm = RMSNorm(width, layer_config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, vocab, bias=False)
+        self.rotary = LlamaRotaryEmbedding(layer_config)
+        if vocab < target.vocab_size:
+            self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
+            self.register_buffer("t2d", torch.arange(target.vocab_size) < vocab)
+
+    @property
+    def layer(self) -> Layer:
+        return cast(Layer, self.layers[0])
+
+    @property
+    def embedding(self) -> nn.Module:
+        """Of the tokens that it reads."""
+        return self.embed_tokens or self.target.embedding
+
+    # --- built for a target
+
+    @classmethod
+    def from_target(cls, config: Eagle3Config, target: Target) -> "Eagle3":
+        """A random layer between parts of the target: it starts from the highest layer read, its norm and its head.
+
+        The embedding is the target's own, frozen and not stored.
+        """
+        drafter = cls(config, layer_config_for(config.intermediate_size, target), target)
+        for module in drafter.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        width = target.hidden_size
+        drafter.fc.weight.data[:, -width:] += torch.eye(width)
+        drafter._copy_head(torch.arange(drafter.lm_head.out_features))
+        return drafter
+
+    def fit_vocabulary(self, counts: Tensor) -> None:
+        """Choose the draft vocabulary: the tokens that the target wrote most often; ties go to the lower id."""
+        size = self.lm_head.out_features
+        if size == self.target.vocab_size:
+            return
+        frequent = torch.sort(counts, descending=True, stable=True).indices[:size].sort().values.cpu()
+        self.d2t.copy_(frequent - torch.arange(size))
+        self.t2d.zero_()[frequent.to(self.t2d.device)] = True
+        self._copy_head(frequent)
+
+    def _copy_head(self, token_ids: Tensor) -> None:
+        weight = self.target.head_weight()
+        self.lm_head.weight.data.copy_(weight[token_ids.to(weight.device)])
+
+    def draft_to_target(self) -> Tensor | None:
+        """Target ids of the draft vocabulary [Vd]; None where it is the whole vocabulary."""
+        if self.lm_head.out_features == self.target.vocab_size:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @property
+    def passes(self) -> float:
+        return self.config.unroll_steps
+
+    # --- training
+
+    def loss(self, batch: Batch, features: Features) -> LossSums:
+        return self.chain_loss(batch, features, self.config.unroll_steps).sums()
+
+    def divergence(self) -> Divergence:
+        return self.config.divergence if self.progress >= self.config.kl_share else "forward_kl"
+
+    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """The unrolled layer, with the true tokens fed in: step k of slot t predicts x_{t+2+k}."""
+        assert features.layers is not None
+        counted = [slots.next_depth().flatten() for _ in range(depth)]
+        drafting = DraftingSlots.of(counted[0].view_as(batch.token_ids), batch.positions)
+        for k, hidden in enumerate(unroll(self, batch, features.layers, drafting, depth)):
+            rows = counted[k][drafting.index].nonzero()[:, 0]
+            teachers = drafting.index[rows] + 1 + k
+            yield Depth(self.norm(hidden[rows]), self.lm_head, teachers, self.config.step_decay**k)
+
+    # --- drafting
+
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Eagle3Memory:
+        return Eagle3Memory(self, num_rows, num_slots, shape)
+
+    @torch.inference_mode()
+    def read(self, memory: Eagle3Memory, token_ids: Tensor, features: Features, window: Window) -> None:
+        assert features.layers is not None
+        memory.write(token_ids.gather(1, window.positions + 1), self.fc(features.layers), window)
+
+    @torch.inference_mode()
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        """Read the newest features into the drafter's cache, then draft level by level."""
+        assert state.features.layers is not None
+        drafting = Drafting(state, self.fc(state.features.layers), shape)
+        draft, ids = grow(shape, state.memory.plan, drafting.root, drafting, state), state.memory.ids
+        return draft if ids is None else in_target_vocabulary(draft, ids, self.target.vocab_size)
+
+    # --- checkpoints
+
+    def engine_config(self) -> dict[str, Any]:
+        """The one config.json that vLLM and SGLang both read right (their layer ids differ by one)."""
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **engine_layer_config(self.layer_config, self.target),
+            "target_hidden_size": self.target.hidden_size,
+            "draft_vocab_size": self.lm_head.out_features,
+            "norm_before_residual": self.config.norm_before_residual,
+            "num_aux_hidden_states": len(self.layer_ids),
+            "eagle_aux_hidden_state_layer_ids": list(self.layer_ids),
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": [layer_id - 1 for layer_id in self.layer_ids],
+            },
+        }
+
+    def engine_tensors(self) -> dict[str, Tensor]:
+        return checkpoint_tensors(self)
+
+    @classmethod
+    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Eagle3":
+        check_same_shape("this EAGLE-3 drafter", config, target)
+        for flag in ("norm_before_fc", "fc_norm", "norm_output"):
+            if config.get(flag):
+                raise UserError(f"this EAGLE-3 drafter was trained with {flag}, which draftsmith does not know")
+        own = config.get("draftsmith", {})
+        layer_ids = config.get("eagle_aux_hidden_state_layer_ids") or default_layer_ids(target.num_layers)
+        sizes = {
+            "layer_ids": list(layer_ids),
+            "draft_vocab_size": config.get("draft_vocab_size"),
+            "norm_before_residual": bool(config.get("norm_before_residual")),
+        }
+        drafter = cls(Eagle3Config(**{**own, **sizes}), layer_config_of(config), target)
+        if OWN_EMBEDDING in tensors:
+            drafter.embed_tokens = nn.Embedding(target.vocab_size, drafter.fc.out_features).requires_grad_(False)
+        load_tensors(drafter, tensors, "this EAGLE-3 drafter")
+        return drafter
+
+
+def default_layer_ids(num_layers: int) -> list[int]:
+    """The reference's low, middle and high layer; for shallow targets, where those collide, spread out."""
+    ids = [2, num_layers // 2, num_layers - 3]
+    return ids if ids == sorted(set(ids)) else sorted({1, max(1, num_layers // 2), max(1, num_layers - 1)})

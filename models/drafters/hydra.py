@@ -1,0 +1,128 @@
+"""Hydra heads (arXiv 2402.05109): Medusa's heads, each of which also reads the tokens that were drafted before.
+
+Head i reads the target's last hidden state at t and the embeddings of x_{t+1} to x_{t+1+i}, and predicts x_{t+2+i}.
+
+Shapes: B rows, T tokens, W drafted tokens that are read, H hidden width, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftsmith.models.batch import Batch
+from draftsmith.models.drafters.medusa import ResidualBlocks
+from draftsmith.models.drafting.base import DecodingState, Draft, Drafter, DrafterConfig, check_same_shape, load_tensors
+from draftsmith.models.drafting.tree_drafting import Plan, grow, plan_of, take
+from draftsmith.models.errors import require_at_least
+from draftsmith.models.layers import shift_left
+from draftsmith.models.losses.losses import ChainLoss, Depth, Divergence, LossSums, teachers_of
+from draftsmith.models.sampling.trees import Shape
+from draftsmith.models.target.target import Features, Target
+
+
+@dataclass
+class HydraConfig(DrafterConfig):
+    of_checkpoint = ("num_heads", "num_layers")
+    kind: str = "hydra"
+    num_heads: int = 4
+    num_layers: int = 1  # residual blocks a head; Hydra++ has 4, behind a prefix layer that is not here
+    head_decay: float = 0.8  # weight of head i is head_decay ** i
+    divergence: Divergence = "forward_kl"
+
+
+class HydraBlocks(nn.Module):
+    """Residual blocks of width H over several inputs side by side; the first is linear(x) + silu(W x + b)."""
+
+    def __init__(self, width: int, num_inputs: int, num_layers: int) -> None:
+        super().__init__()
+        self.residual = nn.Linear(num_inputs * width, width)
+        self.inner = nn.Linear(num_inputs * width, width)
+        self.rest = ResidualBlocks(width, num_layers - 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., num_inputs * H] -> [..., H]"""
+        return self.rest(self.residual(x) + F.silu(self.inner(x)))
+
+
+class Hydra(Drafter):
+    kind = "hydra"
+    config_class = HydraConfig
+    can_branch = True
+
+    def __init__(self, config: HydraConfig, target: Target) -> None:
+        super().__init__()
+        require_at_least("drafter.num_heads", config.num_heads)
+        require_at_least("drafter.num_layers", config.num_layers)
+        self.config, self.target = config, target
+        self.max_draft_length = config.num_heads
+        width, heads = target.hidden_size, range(config.num_heads)
+        self.blocks = nn.ModuleList([HydraBlocks(width, i + 2, config.num_layers) for i in heads])
+        self.lm_heads = nn.ModuleList([nn.Linear(width, target.vocab_size, bias=False) for _ in heads])
+
+    @classmethod
+    def from_target(cls, config: HydraConfig, target: Target) -> "Hydra":
+        """Blocks start by passing the hidden state on and heads as the target's: every head first predicts x_{t+1}."""
+        drafter = cls(config, target)
+        for parameter in drafter.blocks.parameters():
+            nn.init.zeros_(parameter)
+        for block, head in zip(drafter.blocks, drafter.lm_heads, strict=True):
+            assert isinstance(block, HydraBlocks)
+            nn.init.eye_(block.residual.weight)  # 1 where hidden state and output have the same place
+            head.load_state_dict({"weight": target.head_weight()})
+        return drafter
+
+    def loss(self, batch: Batch, features: Features) -> LossSums:
+        return self.chain_loss(batch, features, self.config.num_heads).sums()
+
+    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """Head i at t predicts x_{t+2+i}, whose distribution the target had at t+1+i."""
+        embedded = self.target.embedding(batch.token_ids)  # [B, T, H]
+        read = features.last_hidden
+        for i, (block, head) in enumerate(zip(self.blocks[:depth], self.lm_heads[:depth], strict=True)):
+            counted = slots.next_depth()
+            read = torch.cat([read, shift_left(embedded, 1 + i)], -1)  # [B, T, (i + 2) H]
+            yield Depth(block(read[counted]), head, teachers_of(counted, i), self.config.head_decay**i)
+
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Plan | None:
+        return plan_of(shape, self.target.device)
+
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        """Head after head from the last position that the target read, each on what the heads before it drafted."""
+        heads = zip(self.blocks, self.lm_heads, strict=True)
+        inputs = take(state.features.last_hidden, (state.num_new - 1)[:, None])  # [B, 1, H]
+
+        def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
+            nonlocal inputs
+            before = inputs if parents is None else take(inputs, parents)
+            inputs = torch.cat([before, self.target.embedding(tokens)], -1)  # [B, W, (i + 2) H]
+            block, head = next(heads)
+            return head(block(inputs))
+
+        return grow(shape, state.memory, read(state.newest()[:, None], None), read, state)
+
+    # --- checkpoints
+
+    def engine_config(self) -> dict[str, Any]:
+        """No engine serves Hydra heads; the keys are those of Medusa's."""
+        return {
+            "architectures": ["HydraModel"],
+            "model_type": "hydra",
+            "hidden_size": self.target.hidden_size,
+            "vocab_size": self.target.vocab_size,
+            "num_heads": self.config.num_heads,
+            "num_hidden_layers": self.config.num_layers,
+        }
+
+    def engine_tensors(self) -> dict[str, Tensor]:
+        return self.state_dict()
+
+    @classmethod
+    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Hydra":
+        check_same_shape("these Hydra heads", config, target)
+        drafter = cls(HydraConfig(**config["draftsmith"]), target)
+        load_tensors(drafter, tensors, "these Hydra heads")
+        return drafter

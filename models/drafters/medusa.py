@@ -1,0 +1,215 @@
+"""Medusa heads (arXiv 2401.10774): head i reads the target's last hidden state at t and predicts x_{t+2+i}.
+
+The target's own head gives x_{t+1}. All heads run at once, each blind to what the others chose.
+
+Shapes: B rows, T tokens, H hidden width, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.models.batch import Batch
+from draftsmith.models.drafting.adapters import Corrections
+from draftsmith.models.drafting.base import (
+    DecodingState,
+    Draft,
+    Drafter,
+    check_same_shape,
+    in_target_vocabulary,
+    load_tensors,
+)
+from draftsmith.models.drafting.tree_drafting import Plan, grow, plan_of, take
+from draftsmith.models.drafting.vocabulary import ReducedVocabulary, too_large
+from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.layers import shift_left
+from draftsmith.models.losses.losses import ChainLoss, Depth, Divergence, LossSums, divergence_over_rows, teachers_of
+from draftsmith.models.sampling.trees import Shape
+from draftsmith.models.target.slots import run_causal
+from draftsmith.models.target.target import Features, Target
+
+
+@dataclass
+class MedusaConfig(ReducedVocabulary):
+    of_checkpoint = (*ReducedVocabulary.of_checkpoint, "num_heads", "num_layers", "output")
+    kind: str = "medusa"
+    num_heads: int = 4
+    num_layers: int = 1  # residual blocks a head
+    output: Literal["own", "shared", "target"] = "own"  # a matrix for each head, one for all, or the target's, frozen
+    head_decay: float = 0.8  # weight of head i is head_decay ** i
+    divergence: Divergence = "forward_kl"
+    adapt_target: Literal["no", "low_rank", "full"] = "no"  # Medusa-2: train the target along, which changes it
+    adapter_rank: int = 32  # of low_rank
+    adapter_alpha: float = 16.0  # of low_rank
+    distillation_weight: float = 5.0  # of what keeps a changed target near the original one
+
+    @property
+    def changes_target(self) -> bool:
+        return self.adapt_target != "no"
+
+
+class ResidualBlocks(nn.Module):
+    """x + silu(W x + b), `num_layers` times, each with weights of its own; zero weights make it the identity."""
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(num_layers)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + nn.functional.silu(layer(x))
+        return x
+
+
+class Medusa(Drafter):
+    token_map: Tensor | None  # [Vd] int64 target ids of a reduced vocabulary
+
+    kind = "medusa"
+    config_class = MedusaConfig
+    can_branch = True
+
+    def __init__(self, config: MedusaConfig, target: Target) -> None:
+        super().__init__()
+        require_at_least("drafter.num_heads", config.num_heads)
+        require_at_least("drafter.num_layers", config.num_layers)
+        width, vocab = target.hidden_size, config.draft_vocab_size or target.vocab_size
+        if vocab > target.vocab_size:
+            raise UserError(too_large(vocab, target.vocab_size))
+        self.config, self.target = replace(config, draft_vocab_size=vocab), target
+        self.max_draft_length = config.num_heads
+        self.blocks = nn.ModuleList([ResidualBlocks(width, config.num_layers) for _ in range(config.num_heads)])
+        num_matrices = config.num_heads if config.output == "own" else 1
+        self.lm_heads = nn.ModuleList([nn.Linear(width, vocab, bias=False) for _ in range(num_matrices)])
+        self.lm_heads.requires_grad_(config.output != "target")
+        self.register_buffer("token_map", torch.arange(vocab) if vocab < target.vocab_size else None)
+        if self.config.changes_target:
+            rank = config.adapter_rank if config.adapt_target == "low_rank" else 0
+            self.corrections = Corrections(target.decoder_layers, rank, config.adapter_alpha)
+
+    @classmethod
+    def from_target(cls, config: MedusaConfig, target: Target) -> "Medusa":
+        """Blocks start as the identity and heads as the target's: every head first predicts x_{t+1}."""
+        drafter = cls(config, target)
+        for parameter in drafter.blocks.parameters():
+            nn.init.zeros_(parameter)
+        drafter._copy_head()
+        return drafter
+
+    def fit_vocabulary(self, counts: Tensor) -> None:
+        """Choose the draft vocabulary: the tokens that the target wrote most often; ties go to the lower id."""
+        if (ids := self.draft_to_target()) is not None:
+            ids.copy_(torch.sort(counts, descending=True, stable=True).indices[: len(ids)].sort().values)
+            self._copy_head()
+
+    def draft_to_target(self) -> Tensor | None:
+        """Target ids of the draft vocabulary [Vd]; None where it is the whole vocabulary."""
+        return self.token_map
+
+    @torch.no_grad()
+    def _copy_head(self) -> None:
+        weight, ids = self.target.head_weight(), self.draft_to_target()
+        for head in self.lm_heads:
+            cast(nn.Linear, head).weight.copy_(weight if ids is None else weight[ids.to(weight.device)])
+
+    def heads(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Residual blocks and output matrix of each head."""
+        matrices = [*self.lm_heads] if self.config.output == "own" else [self.lm_heads[0]] * self.config.num_heads
+        return list(zip(self.blocks, matrices, strict=True))
+
+    def loss(self, batch: Batch, features: Features) -> LossSums:
+        """Divergence of head i at t from the target's distribution of x_{t+2+i}, which the target had at t+1+i.
+
+        Where the target is trained along (Medusa-2, section 2.2.2) the heads read what it computes now, and it is kept
+        near what it was by its divergence from itself: the self-distillation of section 2.3.2.
+        """
+        read = self._changed_hidden(batch) if self.config.changes_target else features.last_hidden
+        slots = self.slots(batch)
+        sums = self.compare(slots, list(self.heads_on(slots, read, self.config.num_heads)), features).sums()
+        if self.config.changes_target:
+            counted = shift_left(batch.loss_mask, 1)
+            now, before = read[counted], features.last_hidden[counted]
+            kept = divergence_over_rows(now, self.target.logits, before, self.target.logits, "forward_kl")
+            total, count = sums["loss"]
+            sums["loss"] = (total + self.config.distillation_weight * kept.loss, count)
+            sums["target_change"] = (kept.loss.detach(), counted.sum())
+        return sums
+
+    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """The first `depth` heads, on the target as it was."""
+        return self.heads_on(slots, features.last_hidden, depth)
+
+    def heads_on(self, slots: ChainLoss, read: Tensor, depth: int) -> Iterator[Depth]:
+        """The first `depth` heads, which read hidden states [B, T, H]."""
+        for i, (block, head) in enumerate(self.heads()[:depth]):
+            counted = slots.next_depth()
+            yield Depth(block(read[counted]), head, teachers_of(counted, i), self.config.head_decay**i)
+
+    def _changed_hidden(self, batch: Batch) -> Tensor:
+        """Last hidden state [B, T, H] of the target as it is now, with gradient."""
+        with self.corrections.applied():
+            return run_causal(self.target.model, batch.token_ids, batch.positions, batch.attention_mask())
+
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Plan | None:
+        return plan_of(shape, self.target.device)
+
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        """The first heads at the last position that the target read."""
+        hidden = take(state.features.last_hidden, (state.num_new - 1)[:, None])  # [B, 1, H]
+        heads, ids = iter(self.heads()), self.draft_to_target()
+
+        def next_head(*_: Tensor | None) -> Tensor:
+            block, head = next(heads)
+            return head(block(hidden))  # [B, 1, V], whatever the heads before it proposed
+
+        draft = grow(shape, state.memory, next_head(), next_head, state)
+        return draft if ids is None else in_target_vocabulary(draft, ids, self.target.vocab_size)
+
+    # --- checkpoints
+
+    def engine_config(self) -> dict[str, Any]:
+        """As vLLM reads it up to 0.32.0. `medusa_fc_bias` must be there, or the biases are dropped in silence."""
+        return {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": self.target.hidden_size,
+            "vocab_size": self.target.vocab_size,
+            "truncated_vocab_size": self.config.draft_vocab_size,
+            "num_heads": self.config.num_heads,
+            "num_hidden_layers": self.config.num_layers,
+            "max_seq_len": self.target.context,
+            "original_lm_head": self.config.output != "own",
+            "medusa_fc_bias": True,
+        }
+
+    def engine_tensors(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("corrections.")}
+
+    def write_changed_target(self, directory: Path) -> None:
+        """The target with what was trained into it, as an ordinary Hugging Face directory."""
+        model = self.target.model
+        prefix = next(name for name, module in model.named_modules() if module is self.target.decoder_layers)
+        tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        for name, change in self.corrections.matrices().items():
+            weight = tensors[f"{prefix}.{name}.weight"]
+            weight += change.to(weight)
+        model.save_pretrained(directory, state_dict=tensors)
+        if self.target.tokenizer is not None:
+            self.target.tokenizer.save_pretrained(directory)
+
+    @classmethod
+    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Medusa":
+        check_same_shape("these Medusa heads", config, target)
+        own = {"output": "shared" if config.get("original_lm_head") else "own", **config.get("draftsmith", {})}
+        found = {
+            "num_heads": config["num_heads"],
+            "num_layers": config["num_hidden_layers"],
+            "draft_vocab_size": config.get("truncated_vocab_size"),
+            "adapt_target": "no",  # it is already changed
+        }
+        drafter = cls(MedusaConfig(**{**own, **found}), target)
+        load_tensors(drafter, tensors, "these Medusa heads")
+        return drafter

@@ -1,0 +1,329 @@
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3's drafter, made deeper, that drafts all its tokens in one pass.
+
+A slot t reads features and token as in EAGLE-3 and predicts x_{t+2}. Behind it stand mask slots, one for each further
+depth d: at position t + d, with the embedding of a mask token and one learned state for the features that are not there
+yet. Mask slot d of anchor t sees what the anchor sees, the anchor and the mask slots before it, and predicts x_{t+2+d}.
+
+Shapes: B rows, T slots, S mask slots of a row, K depths, H hidden width, A layers read, N heads, D head width,
+V target vocabulary, Vd draft vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+
+from draftsmith.models.batch import Batch
+from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
+from draftsmith.models.drafting.base import (
+    DecodingState,
+    Draft,
+    Drafter,
+    in_target_vocabulary,
+    load_tensors,
+)
+from draftsmith.models.drafting.decoder_layer import DecoderLayer
+from draftsmith.models.drafting.tree_drafting import Memory, grow, take
+from draftsmith.models.drafting.vocabulary import ReducedVocabulary
+from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.layers import RMSNorm, checkpoint_tensors, rotary_table, shift_left
+from draftsmith.models.losses.losses import ChainLoss, Depth, Divergence, LossSums, teachers_of
+from draftsmith.models.sampling.trees import Shape
+from draftsmith.models.target.slots import Window, slot_attention
+from draftsmith.models.target.target import Features, Target
+
+
+@dataclass
+class PEagleConfig(ReducedVocabulary):
+    of_checkpoint = (*ReducedVocabulary.of_checkpoint, "layer_ids", "intermediate_size", "num_layers", "mask_token_id")
+    kind: str = "p_eagle"
+    layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
+    intermediate_size: int | None = None  # None: the target's
+    num_layers: int = 4
+    num_depths: int = 8  # K, tokens of the longest draft
+    mask_token_id: int | None = None  # whose embedding mask slots read; None: the end of text, which no draft follows
+    keep_ratio: float = 0.7  # depth d is trained on a share keep_ratio ** d of the slots, drawn anew each time,
+    keep_least: float = 0.2  # but on no smaller one
+    depth_decay: float = 0.8  # weight of depth d is depth_decay ** d, whatever share of it is trained
+    divergence: Divergence = "forward_kl"
+
+
+class DeeperLayer(DecoderLayer):
+    """An ordinary layer of Llama, behind EAGLE-3's first one."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, config.hidden_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def project(self, hidden: Tensor, rotary: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn.project(self.input_layernorm(hidden), rotary, positions)
+
+
+@dataclass
+class MaskSlots:
+    """Mask slots of some anchors, padded to as many in each row; those of one depth in the order of their anchors."""
+
+    anchors: Tensor  # [B, S] int64
+    depths: Tensor  # [B, S] int64, from 1 on
+    real: Tensor  # [B, S] bool, False for padding
+
+
+class PEagle(Drafter):
+    kind = "p_eagle"
+    config_class = PEagleConfig
+    can_branch = True
+
+    def __init__(self, config: PEagleConfig, eagle3: Eagle3, target: Target) -> None:
+        super().__init__()
+        require_at_least("drafter.num_layers", config.num_layers)
+        require_at_least("drafter.num_depths", config.num_depths, 2)
+        if not 0 < config.keep_least <= 1 or not 0 < config.keep_ratio <= 1:
+            raise UserError("drafter.keep_ratio and drafter.keep_least: give shares above 0, 1 at most")
+        mask_token_id = target.eos_token_ids[0] if config.mask_token_id is None else config.mask_token_id
+        if not 0 <= mask_token_id < target.vocab_size:
+            raise UserError(f"drafter.mask_token_id {mask_token_id}: give an id from 0 to {target.vocab_size - 1}")
+        self.target, self.layer_ids, self.max_draft_length = target, eagle3.layer_ids, config.num_depths
+        found = {name: getattr(eagle3.config, name) for name in ("layer_ids", "draft_vocab_size", "intermediate_size")}
+        self.config = replace(config, **found, mask_token_id=mask_token_id)
+        self.eagle3 = eagle3  # fusion, first layer, final norm, head and draft vocabulary
+        self.deeper = nn.ModuleList([DeeperLayer(eagle3.layer_config) for _ in range(config.num_layers - 1)])
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, eagle3.fc.in_features))
+
+    @classmethod
+    def from_target(cls, config: PEagleConfig, target: Target) -> "PEagle":
+        """EAGLE-3's start; deeper layers at random, a random state for mask slots."""
+        drafter = cls(config, Eagle3.from_target(eagle3_config(config), target), target)
+        for module in drafter.deeper.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        nn.init.normal_(drafter.mask_hidden)
+        return drafter
+
+    def fit_vocabulary(self, counts: Tensor) -> None:
+        self.eagle3.fit_vocabulary(counts)
+
+    def draft_to_target(self) -> Tensor | None:
+        return self.eagle3.draft_to_target()
+
+    def project(
+        self, layer: int, hidden: Tensor, embedded: Tensor, rotary: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of a layer, each [B, N, T, D], from its input and the embeddings, both [B, T, H]."""
+        if layer == 0:
+            return self.eagle3.layer.project(embedded, hidden, rotary, positions)
+        return cast(DeeperLayer, self.deeper[layer - 1]).project(hidden, rotary, positions)
+
+    def layers(self) -> list[DecoderLayer]:
+        return [self.eagle3.layer, *cast("list[DeeperLayer]", self.deeper)]
+
+    def mask_inputs(self, rows: int, count: int) -> tuple[Tensor, Tensor]:
+        """What `count` mask slots a row read: fused state and embedding, both [rows, count, H]."""
+        hidden = self.eagle3.fc(self.mask_hidden).expand(rows, count, -1)
+        token = torch.full((rows, count), self.config.mask_token_id, device=hidden.device)
+        return hidden, self.target.embedding(token)
+
+    @property
+    def passes(self) -> float:
+        """A slot of the text, and the mask slots that are kept of it."""
+        return sum(self.share_kept(depth) for depth in range(self.config.num_depths))
+
+    def share_kept(self, depth: int) -> float:
+        """Of the slots that could be trained at a depth."""
+        return max(self.config.keep_ratio**depth, self.config.keep_least)
+
+    # --- training
+
+    def loss(self, batch: Batch, features: Features) -> LossSums:
+        return self.chain_loss(batch, features, self.config.num_depths).sums()
+
+    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """Depth d at slot t predicts x_{t+2+d}, whose distribution the target had at t+1+d.
+
+        In training on a random part of the mask slots. What is left out counts by what is kept, so that sums and means
+        are right on average.
+        """
+        assert features.layers is not None
+        kept_slots, shares = self.keep(slots)
+        behind = mask_slots(kept_slots[1:])
+        text, masked = self.run(batch, features.layers, behind)
+        for d, (kept, share) in enumerate(zip(kept_slots[:depth], shares[:depth], strict=True)):
+            hidden = self.eagle3.norm(masked[behind.real & (behind.depths == d)] if d else text[kept])
+            yield Depth(hidden, self.eagle3.lm_head, teachers_of(kept, d), self.config.depth_decay**d / share)
+
+    def keep(self, slots: ChainLoss) -> tuple[list[Tensor], list[float]]:
+        """Slots [B, T] to train at each depth, among those of the depth before, and which share of what there is."""
+        chance = torch.rand(slots.loss_mask.shape, device=slots.loss_mask.device)
+        shares = [self.share_kept(depth) if self.training else 1.0 for depth in range(self.config.num_depths)]
+        return [slots.next_depth(chance < share, share) for share in shares], shares
+
+    def run(self, batch: Batch, layers: Tensor, slots: MaskSlots) -> tuple[Tensor, Tensor]:
+        """The last layer's outputs of slots [B, T, H] and of mask slots [B, S, H], from features [B, T, A * H]."""
+        text = self.eagle3.fc(layers)
+        masked, mask_embedded = self.mask_inputs(*slots.anchors.shape)
+        embedded = self.target.embedding(shift_left(batch.token_ids, 1))
+        positions = batch.positions.expand(len(text), -1)
+        mask_positions = positions.gather(1, slots.anchors) + slots.depths
+        rotary = rotary_table(self.eagle3.rotary, text.shape[1] + self.config.num_depths, text)
+        text_sees, masked_see = batch.attention_mask(), seen_by(slots, batch)
+        for number, layer in enumerate(self.layers()):
+            query, key, value = self.project(number, text, embedded, rotary, positions)
+            own = self.project(number, masked, mask_embedded, rotary, mask_positions)
+            attended = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=text_sees, is_causal=text_sees is None, enable_gqa=True
+            )
+            text = layer.finish(text, attended.transpose(1, 2))
+            attended = F.scaled_dot_product_attention(
+                own[0],
+                torch.cat([key, own[1]], 2),
+                torch.cat([value, own[2]], 2),
+                attn_mask=masked_see,
+                enable_gqa=True,
+            )
+            masked = layer.finish(masked, attended.transpose(1, 2))
+        return text, masked
+
+    # --- drafting
+
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> "PEagleMemory":
+        return PEagleMemory(self, num_rows, num_slots, shape)
+
+    @torch.inference_mode()
+    def read(self, memory: "PEagleMemory", token_ids: Tensor, features: Features, window: Window) -> None:
+        assert features.layers is not None
+        embedded = self.target.embedding(token_ids.gather(1, window.positions + 1))
+        self.decode(memory, self.eagle3.fc(features.layers), embedded, window, window.slots)
+
+    @torch.inference_mode()
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        """One pass over the newest features and the mask slots behind the newest committed one."""
+        assert state.features.layers is not None
+        memory, batch, width = state.memory, *state.positions.shape
+        next_ids = state.token_ids.gather(1, (state.positions + 1).clamp(max=state.token_ids.shape[1] - 1))
+        hidden, embedded = self.eagle3.fc(state.features.layers), self.target.embedding(next_ids)
+        mask_hidden, mask_embedded = self.mask_inputs(batch, shape.depth - 1)
+        columns = torch.arange(width, device=next_ids.device)
+        mask_places = state.lengths[:, None] - 1 + torch.arange(shape.depth - 1, device=next_ids.device)
+        places = torch.cat([state.positions, mask_places], 1)  # [B, T + K - 1]
+        # what was not committed is kept nowhere: its places are those of mask slots
+        written = torch.where(columns < state.num_new[:, None], state.positions, memory.cache.num_slots)
+        hidden = self.decode(
+            memory,
+            torch.cat([hidden, mask_hidden], 1),
+            torch.cat([embedded, mask_embedded], 1),
+            Window(places, places, places[:, 0]),
+            torch.cat([written, mask_places], 1),
+        )
+        newest = (state.num_new - 1)[:, None]
+        drafting = torch.cat([newest, width + torch.arange(shape.depth - 1, device=newest.device).expand(batch, -1)], 1)
+        logits = self.eagle3.lm_head(self.eagle3.norm(take(hidden, drafting)))  # [B, K, Vd]
+        depths: Iterator[Tensor] = iter(logits.split(1, 1))
+
+        def next_depth(*_: Tensor | None) -> Tensor:
+            return next(depths)  # [B, 1, Vd], whatever was drafted before
+
+        draft, ids = grow(shape, memory.plan, next_depth(), next_depth, state), memory.ids
+        return draft if ids is None else in_target_vocabulary(draft, ids, self.target.vocab_size)
+
+    def decode(
+        self, memory: "PEagleMemory", hidden: Tensor, embedded: Tensor, window: Window, written: Tensor
+    ) -> Tensor:
+        """All layers on the cache: inputs [B, T, H] at the places of a window -> outputs [B, T, H].
+
+        `written` [B, T]: the slots that keep keys and values.
+        """
+        memory.cache.write_to(written)
+        mask = window.mask(memory.cache.num_slots)
+        positions = window.positions.clamp(max=len(memory.rotary) - 1)
+        for number, layer in enumerate(self.layers()):
+            query, key, value = self.project(number, hidden, embedded, memory.rotary, positions)
+            keys, values = memory.cache.update(key, value, number)
+            hidden = layer.finish(hidden, slot_attention(layer, query, keys, values, mask)[0])
+        return hidden
+
+    # --- checkpoints
+
+    def engine_config(self) -> dict[str, Any]:
+        """As vLLM reads it, to be served with method eagle3 and `parallel_drafting`; SGLang has no P-EAGLE."""
+        return {
+            **self.eagle3.engine_config(),
+            "architectures": ["LlamaForCausalLMEagle3"],  # PeagleLlamaForCausalLM is for the speculators layout
+            "num_hidden_layers": self.config.num_layers,
+            "pard_token": self.config.mask_token_id,
+        }
+
+    def engine_tensors(self) -> dict[str, Tensor]:
+        tensors = {name.removeprefix("eagle3."): tensor for name, tensor in checkpoint_tensors(self).items()}
+        return {deeper_name(name, "deeper.", "layers.", 1): tensor for name, tensor in tensors.items()}
+
+    @classmethod
+    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "PEagle":
+        if config.get("norm_before_residual"):
+            raise UserError(
+                "this P-EAGLE drafter was trained with norm_before_residual, which draftsmith's does not know"
+            )
+        own = config.get("draftsmith", {})
+        named = [config[key] for key in ("mask_token_id", "pard_token") if config.get(key) is not None]  # vLLM's order
+        if not named or "num_hidden_layers" not in config:
+            raise UserError(
+                "this P-EAGLE drafter's config.json lacks num_hidden_layers, or pard_token or mask_token_id: add them"
+            )
+        tensors = {deeper_name(name, "layers.", "deeper.", -1): tensor for name, tensor in tensors.items()}
+        rest = {name: t for name, t in tensors.items() if name == "mask_hidden" or name.startswith("deeper.")}
+        first = {name: t for name, t in tensors.items() if name not in rest}
+        eagle3 = Eagle3.from_engine({**config, "draftsmith": {}}, first, target)
+        sizes = {"num_layers": config["num_hidden_layers"], "mask_token_id": named[0]}
+        drafter = cls(PEagleConfig(**{**own, **sizes}), eagle3, target)
+        eagle3_tensors = {f"eagle3.{name}": t for name, t in checkpoint_tensors(eagle3).items()}
+        load_tensors(drafter, {**eagle3_tensors, **rest}, "this P-EAGLE drafter")
+        return drafter
+
+
+class PEagleMemory(Memory):
+    def __init__(self, drafter: PEagle, num_rows: int, num_slots: int, shape: Shape) -> None:
+        like = drafter.eagle3.fc.weight
+        super().__init__(num_rows, num_slots, shape, like.device)
+        self.rotary = rotary_table(drafter.eagle3.rotary, self.cache.num_slots, like)
+        self.ids = drafter.draft_to_target()
+
+
+def eagle3_config(config: PEagleConfig) -> Eagle3Config:
+    return Eagle3Config(
+        layer_ids=config.layer_ids,
+        draft_vocab_size=config.draft_vocab_size,
+        intermediate_size=config.intermediate_size,
+    )
+
+
+def deeper_name(name: str, before: str, after: str, step: int) -> str:
+    """A tensor's name with the layers renumbered: our list of deeper layers begins with engines' layer 1."""
+    if not name.startswith(before) or (step < 0 and name.startswith(f"{before}0.")):
+        return name
+    number, _, rest = name.removeprefix(before).partition(".")
+    return f"{after}{int(number) + step}.{rest}"
+
+
+def mask_slots(anchors: list[Tensor]) -> MaskSlots:
+    """Mask slots of the anchors [B, T] that are marked for depth 1, 2, ..."""
+    marked = torch.stack(anchors, 1)  # [B, K - 1, T]
+    length = marked.shape[2]
+    count = int(marked.flatten(1).sum(1).max())
+    real, places = marked.flatten(1).sort(dim=1, descending=True, stable=True)
+    places = places[:, :count]
+    return MaskSlots(places % length, 1 + places // length, real[:, :count])
+
+
+def seen_by(slots: MaskSlots, batch: Batch) -> Tensor:
+    """What mask slots see of the text and of each other: bool [B, 1, S, T + S]."""
+    length = batch.token_ids.shape[1]
+    text_mask = batch.attention_mask()
+    if text_mask is None:
+        text = torch.arange(length, device=slots.anchors.device) <= slots.anchors[..., None]
+    else:
+        text = text_mask[:, 0].gather(1, slots.anchors[..., None].expand(-1, -1, length))
+    same_anchor = slots.anchors[:, :, None] == slots.anchors[:, None, :]
+    not_deeper = slots.depths[:, None, :] <= slots.depths[:, :, None]
+    return torch.cat([text, same_anchor & not_deeper & slots.real[:, None, :]], 2)[:, None]

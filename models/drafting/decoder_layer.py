@@ -1,0 +1,102 @@
+"""The decoder layer of EAGLE's drafters: Llama's, except for what enters its attention.
+
+Shapes: B rows, T tokens, H hidden width, W width of what the attention reads, N heads, D head width.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from draftsmith.models.layers import GatedMLP, MergedLinear, RMSNorm, rotate
+from draftsmith.models.target.target import Target
+
+
+class Attention(nn.Module):
+    """Projections of the layer's attention, which reads W values a token and writes H."""
+
+    def __init__(self, config: LlamaConfig, input_width: int) -> None:
+        super().__init__()
+        assert config.head_dim is not None
+        assert config.num_key_value_heads is not None
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv_proj = MergedLinear(input_width, {"q_proj": query, "k_proj": key, "v_proj": key})
+        self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
+
+    def project(self, x: Tensor, rotary: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, W] at positions [B or 1, T] -> rotated query, rotated key, value, each [B, N, T, D]"""
+        heads = self.qkv_proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # [B, N + 2 Nkv, T, D]
+        turning, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
+        query, key = rotate(turning, rotary, positions).split([self.num_heads, self.num_kv_heads], 1)
+        return query, key, value
+
+
+class DecoderLayer(nn.Module):
+    """What all of these layers share: attention, and the rest of the layer behind it."""
+
+    def __init__(self, config: LlamaConfig, input_width: int) -> None:
+        super().__init__()
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, input_width)
+        self.mlp = GatedMLP(config)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """residual [B, T, H] and attended [B, T, N, D] -> the layer's output, before any final norm [B, T, H]"""
+        hidden = residual + self.self_attn.o_proj(attended.flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def layer_config_for(intermediate_size: int | None, target: Target) -> LlamaConfig:
+    """A one-layer Llama of the target's width, heads and rotary embedding; `intermediate_size` None: the target's."""
+    text = target.text_config
+    rope = dict(getattr(text, "rope_parameters", None) or {})
+    if "rope_theta" not in rope:  # learned positions, or one rotary embedding for each type of layer
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+    rope.pop("partial_rotary_factor", None)
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=intermediate_size or int(getattr(text, "intermediate_size", 4 * target.hidden_size)),
+        num_hidden_layers=1,
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        head_dim=getattr(text, "head_dim", None) or target.hidden_size // text.num_attention_heads,
+        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+        max_position_embeddings=target.context,
+        rope_parameters=rope,
+    )
+
+
+def layer_config_of(engine_config: dict[str, Any]) -> LlamaConfig:
+    """The inverse of `engine_layer_config`, from a whole config.json."""
+    return LlamaConfig(**{k: v for k, v in engine_config.items() if k not in ("architectures", "draftsmith")})
+
+
+def engine_layer_config(config: LlamaConfig, target: Target) -> dict[str, Any]:
+    """The part of config.json that tells engines of the layer."""
+    rope = dict(config.rope_parameters or {})
+    return {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "vocab_size": target.vocab_size,
+        "max_position_embeddings": target.context,
+        "rope_theta": rope.get("rope_theta"),
+        "rope_scaling": None if rope.get("rope_type") == "default" else rope,
+        "rope_parameters": rope,
+        "use_cache": True,
+    }

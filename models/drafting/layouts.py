@@ -1,0 +1,246 @@
+"""Checkpoints on disk, those of other projects too: read and brought into the engines' layout.
+
+| layout | how it is told | what differs from the engines' layout |
+|---|---|---|
+| engines (vLLM, SGLang), ours | `architectures` | nothing |
+| SafeAILab EAGLE-1, EAGLE-3 | `fc.weight` beside a plain Llama config | layer named `midlayer`, pytorch_model.bin |
+| SpecForge, ModelOpt EAGLE-3 | nested layer ids only | count output layers: one lower than ours |
+| speculators | `speculators_model_type` | layer config nested; copies of the target's norm and head |
+| FasterDecoding Medusa | `medusa_num_heads` | `HEAD.LAYER.linear.*`, medusa_lm_head.pt, no sizes in config.json |
+
+What a layout cannot say, and engines would fill in silently, is filled in here from the target or refused.
+"""
+
+import hashlib
+import json
+import pickle
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from draftsmith.models.drafting.base import OWN_EMBEDDING
+from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.target.target import Target
+
+# How checkpoints that draftsmith did not write tell their family; any other causal language model is a draft model.
+ARCHITECTURES = {
+    "LlamaForCausalLMEagle": "eagle",
+    "EagleLlamaForCausalLM": "eagle",
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "MedusaModel": "medusa",
+    "MLPSpeculatorPreTrainedModel": "mlp_speculator",
+    "PeagleLlamaForCausalLM": "p_eagle",
+}
+PATTERNS = ["*.json", "*.safetensors", "pytorch_model.bin", "medusa_lm_head.pt"]  # what a checkpoint may consist of
+MEDUSA_DEFAULTS = {"num_heads": 5, "num_hidden_layers": 1}  # of vLLM's MedusaConfig
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3 variants
+RENAMED_HEAD = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
+
+
+@dataclass
+class Checkpoint:
+    """A drafter in the engines' layout, whatever it was read from."""
+
+    kind: str
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]  # in the dtypes of the file
+
+
+def read_checkpoint(name: str | Path, target: Target) -> Checkpoint:
+    """The checkpoint in a directory or under a Hub name. Raises `UserError` for what cannot be read or understood."""
+    directory = find_directory(name)
+    config = _read_config(directory)
+    if "hydra_num_heads" in config:
+        raise UserError(f"{name} has Hydra heads in their authors' layout, which is not read: train new ones (hydra)")
+    return in_engine_layout(config, _read_tensors(directory), target)
+
+
+def find_directory(name: str | Path) -> Path:
+    directory = Path(name)
+    if not directory.is_dir():
+        if directory.name == "best" and (newest := checkpoint_of_run(directory.parent)):
+            raise UserError(f"{directory} is not there, for it is a measured checkpoint, and none was: give {newest}")
+        try:
+            directory = Path(snapshot_download(str(name), allow_patterns=PATTERNS))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+            raise UserError(
+                f"no drafter at {str(name)!r}: give a checkpoint directory, a Hub name, or a drafter without training "
+                "such as ngram, suffix or none"
+            ) from None
+    return directory
+
+
+def checkpoint_of_run(run: Path) -> Path | None:
+    """What to give instead of a run's folder: the best checkpoint, the newest where none was measured."""
+    newest = max((run / "checkpoints").glob("step-*"), default=None)
+    return run / "best" if (run / "best").is_dir() else newest
+
+
+def in_engine_layout(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> Checkpoint:
+    """The same drafter in the engines' layout, its kind told."""
+    if "speculators_model_type" in config:
+        config, tensors = from_speculators(config, tensors)
+    if "medusa_num_heads" in config:
+        config = medusa_config(config, tensors, target)
+    kind = _kind(config, tensors)
+    if kind in ("eagle3", "p_eagle"):
+        config, tensors = complete_eagle3(config, tensors, target)
+    elif kind == "medusa":
+        config = {**MEDUSA_DEFAULTS, **config}
+        tensors = complete_medusa(config, tensors, target)
+    tensors = without_shared_embedding(tensors, target)
+    return Checkpoint(kind, config, tensors)
+
+
+def _kind(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    if "draftsmith" in config:
+        return config["draftsmith"]["kind"]
+    if "mask_hidden" in tensors:  # the rest of P-EAGLE looks like EAGLE-3
+        return "p_eagle"
+    architecture = (config.get("architectures") or ["none named"])[0]
+    if architecture in ARCHITECTURES:
+        return ARCHITECTURES[architecture]
+    if "fc.weight" in tensors:  # EAGLE heads of SafeAILab name the target's architecture
+        return "eagle3" if any("hidden_norm" in name for name in tensors) else "eagle"
+    return "draft_model"
+
+
+# --- EAGLE
+
+
+def complete_eagle3(
+    config: dict[str, Any], tensors: dict[str, Tensor], target: Target
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """One name for the layer, layer ids after N layers, no tables for a whole vocabulary, and a head."""
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    config = {**config, "vocab_size": config.get("vocab_size", target.vocab_size)}
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if not config.get("eagle_aux_hidden_state_layer_ids") and nested:
+        config["eagle_aux_hidden_state_layer_ids"] = [layer_id + 1 for layer_id in nested]
+    draft_vocab_size = config.get("draft_vocab_size") or target.vocab_size
+    config["draft_vocab_size"] = draft_vocab_size
+    if draft_vocab_size == target.vocab_size:
+        if "d2t" in tensors and tensors["d2t"].any():
+            raise UserError("this EAGLE-3 drafter has the whole vocabulary in another order, which engines refuse")
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+        tensors.setdefault("lm_head.weight", target.head_weight().cpu())  # as engines share it
+    return config, tensors
+
+
+def without_shared_embedding(tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
+    """Leave out an embedding of an EAGLE that only repeats the target's; another one stays."""
+    own = tensors.get(OWN_EMBEDDING)
+    if own is None:
+        return tensors
+    shared = cast(Tensor, target.embedding.weight).detach().to(own)
+    if own.shape != shared.shape or not torch.allclose(own, shared, rtol=0.01, atol=1e-6):  # one of them in bf16
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if name != OWN_EMBEDDING}
+
+
+def from_speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Flatten the nested config; leave out the copies of the verifier's (the target's) norm and head."""
+    if config["speculators_model_type"] != "eagle3":
+        raise UserError(f"speculators checkpoint of type {config['speculators_model_type']!r}: only eagle3 is read")
+    layer = config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise UserError("this speculators checkpoint has no transformer_layer_config, which the format requires")
+    kept = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", *FLAGS)
+    top = {key: config[key] for key in kept if config.get(key) is not None}
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("verifier_")}
+    return {**layer, **top, "architectures": ["LlamaForCausalLMEagle3"]}, tensors
+
+
+# --- Medusa
+
+
+def medusa_config(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> dict[str, Any]:
+    """Sizes that FasterDecoding's config.json leaves to the target. The file tells how many heads there are."""
+    heads = {int(match[1]) for name in tensors if (match := RENAMED_HEAD.fullmatch(name))}
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "num_heads": max(heads, default=-1) + 1,
+        "num_hidden_layers": config.get("medusa_num_layers", 1),
+        "original_lm_head": False,
+        "medusa_fc_bias": True,
+    }
+
+
+def complete_medusa(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
+    """vLLM's names; a bias for every block and a head for every block, where a layout leaves them out."""
+    renamed = {medusa_name(name): tensor for name, tensor in tensors.items()}
+    shared = renamed.pop("lm_head.weight", target.head_weight().cpu())
+    for head in range(1 if config.get("original_lm_head") else config["num_heads"]):
+        renamed.setdefault(f"lm_heads.{head}.weight", shared)
+    for head in range(config["num_heads"]):
+        for layer in range(config["num_hidden_layers"]):
+            weight = renamed.get(f"blocks.{head}.layers.{layer}.weight")
+            if weight is not None and not config.get("medusa_fc_bias", False):
+                renamed.setdefault(f"blocks.{head}.layers.{layer}.bias", torch.zeros_like(weight[0]))
+    return renamed
+
+
+def medusa_name(name: str) -> str:
+    """vLLM's name of a tensor of FasterDecoding's: linear layers are blocks, the plain weight behind them the head."""
+    match = RENAMED_HEAD.fullmatch(name)
+    if match is None:
+        return name
+    head, layer, linear, part = match.groups()
+    return f"blocks.{head}.layers.{layer}.{part}" if linear else f"lm_heads.{head}.{part}"
+
+
+# --- files
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    if not path.is_file():
+        example = checkpoint_of_run(directory) or "runs/NAME/best"
+        raise UserError(f"{directory} holds no config.json: give a checkpoint directory, such as {example}")
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+
+
+def _read_tensors(directory: Path) -> dict[str, Tensor]:
+    """Of the .safetensors files, or else of PyTorch's pickled ones, read without running code."""
+    tensors: dict[str, Tensor] = {}
+    for file in _tensor_files(directory):
+        try:
+            safe = file.suffix == ".safetensors"
+            tensors.update(load_file(file) if safe else torch.load(file, map_location="cpu", weights_only=True))
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise UserError(f"{file} is damaged: {first_line(error)}") from None
+    return tensors
+
+
+def _tensor_files(directory: Path) -> list[Path]:
+    files = sorted(directory.glob("*.safetensors"))
+    files = files or [directory / name for name in PATTERNS[2:] if (directory / name).is_file()]
+    if not files:
+        raise UserError(f"{directory} holds no .safetensors file: convert its weights first")
+    return files
+
+
+def checkpoint_hash(name: str | Path) -> str:
+    """16 hex digits of a checkpoint's config.json and tensors, as they lie on disk."""
+    directory = find_directory(name)
+    digest = hashlib.sha256()
+    for path in (directory / "config.json", *_tensor_files(directory)):
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()[:16]

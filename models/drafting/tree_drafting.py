@@ -1,0 +1,228 @@
+"""Growing a draft level by level, for every drafter that can say what follows a token which it drafted itself.
+
+Chains, static trees (Medusa, EAGLE-1) and dynamic trees (EAGLE-2, arXiv 2406.16858, section 4). All sizes are known
+from the shape alone, and nothing waits for the device.
+
+Shapes: B rows, N nodes, W tokens of a level that are read (the root at first), k children of each, P columns up to the
+last that has children, V vocabulary of the drafter.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from draftsmith.models.drafting.base import NO_TOKEN, DecodingState, Draft, stack_chain
+from draftsmith.models.sampling.trees import WORD, Chain, DynamicTree, Shape, StaticTree, pack
+from draftsmith.models.target.slots import SlotCache, Window
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Reads drafted tokens [B, W] and returns logits [B, W, V] of what follows each, or [B, 1, V] where that is the same for
+# all. The second argument [B, W] says which of the tokens of the call before (at first: the root, 0) each follows, and
+# is None for a chain.
+Read = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def grow(shape: Shape, plan: "Plan | None", logits: Tensor, read: Read, state: DecodingState) -> Draft:
+    """A draft of the shape, in the drafter's vocabulary, from the logits [B, 1, V] of what follows the newest token.
+
+    `plan` is `plan_of(shape)`. A static tree drawn by chance has siblings without replacement.
+    """
+    if isinstance(shape, Chain):
+        return grow_chain(shape.depth, logits, read, state)
+    if isinstance(shape, DynamicTree):
+        assert not state.sample_drafts, "the likeliest of many nodes are no sample"
+        return grow_dynamic(shape, logits, read)
+    assert plan is not None
+    return grow_static(plan, logits, read, state)
+
+
+def grow_chain(depth: int, logits: Tensor, read: Read, state: DecodingState) -> Draft:
+    """A row whose confidence falls below the state's least drafts no more.
+
+    On a CPU the drafter stops with the last row; on a GPU all rounds have one shape.
+    """
+    chosen: list[tuple[Tensor, Tensor | None]] = []
+    confidence = torch.ones_like(logits[:, 0, 0], dtype=torch.float32)  # [B] in what is drafted so far
+    ended: list[Tensor] = []  # before each depth, [B]
+    for level in range(depth):
+        ended.append(confidence < state.least_confidence)
+        if state.least_confidence and logits.device.type == "cpu" and ended[-1].all():
+            break
+        if level:
+            logits = read(chosen[-1][0][:, None], None)
+        tokens, cut_logits = state.choose(logits[:, 0], level)
+        chosen.append((tokens, cut_logits))
+        if state.least_confidence or state.confidence is not None:
+            own = (logits[:, 0] if cut_logits is None else cut_logits).float().softmax(-1).amax(-1)
+            confidence = confidence * own
+            if state.confidence is not None:
+                state.confidence[:, level] = own
+    draft = stack_chain(chosen)
+    if state.least_confidence:
+        draft.tokens = draft.tokens.masked_fill(torch.stack(ended[: len(chosen)], 1), NO_TOKEN)
+    return draft
+
+
+# --- static trees
+
+
+@dataclass
+class Level:
+    """How one level of a static tree comes from the one above it; index tensors."""
+
+    read: Tensor  # [W] the nodes above that have children, among all nodes above
+    parents: Tensor  # [W] and their parents, among the nodes that were read a level before
+    most: int  # k, children of the node that has most
+    picks: Tensor  # the nodes of the level, among W * k children
+
+
+@dataclass
+class Plan:
+    """What growing a static tree needs to know of it, on the device."""
+
+    levels: list[Level]
+    parents: Tensor  # [N] parent node of each node, -1 for the root
+    read_at: Tensor  # [P] of each column with children its place among all that are read; 0 for the others
+
+    def rows(self, index: Tensor | slice) -> "Plan":
+        """The plan is the same for all rows."""
+        return self
+
+
+def plan_of(shape: Shape, device: torch.device) -> Plan | None:
+    """To be made once; only static trees have one."""
+    if not isinstance(shape, StaticTree):
+        return None
+    columns = [(), *shape.choices]
+    inner = [path for path in columns if (*path, 0) in shape.choices]  # level by level, as `choices` are
+    levels = []
+    read_before: list[tuple[int, ...]] = [()]
+    for depth in range(1, shape.depth + 1):
+        above, nodes = ([path for path in columns if len(path) == d] for d in (depth - 1, depth))
+        read = [path for path in above if path in inner]
+        most = 1 + max(path[-1] for path in nodes)
+        picks = [read.index(path[:-1]) * most + path[-1] for path in nodes]
+        indices = [above.index(path) for path in read], [read_before.index(path[:-1]) for path in read], picks
+        read_tensor, parents, picks_tensor = (torch.tensor(index, device=device) for index in indices)
+        levels.append(Level(read_tensor, parents, most, picks_tensor))
+        read_before = read
+    up_to_last = columns[: columns.index(inner[-1]) + 1]
+    return Plan(
+        levels,
+        torch.tensor([columns.index(path[:-1]) - 1 for path in shape.choices], device=device),
+        torch.tensor([inner.index(path) if path in inner else 0 for path in up_to_last], device=device),
+    )
+
+
+def grow_static(plan: Plan, logits: Tensor, read: Read, state: DecodingState) -> Draft:
+    """Read what has children, choose the children, keep those that are in the tree."""
+    nodes: list[Tensor] = []  # of each level, [B, nodes]
+    drawn_from: list[Tensor] = []
+    for depth, level in enumerate(plan.levels):
+        if depth:
+            tokens = nodes[-1][:, level.read].clamp(min=0)  # NO_TOKEN, too, may have children in the tree
+            logits = read(tokens, level.parents.expand_as(tokens))
+        children, cut_logits = state.choose_children(logits, depth, level.most)  # [B, W or 1, k]
+        children = children.expand(-1, len(level.read), -1)
+        nodes.append(children.flatten(1)[:, level.picks])
+        if cut_logits is not None:
+            drawn_from.append(cut_logits.expand(-1, len(level.read), -1))
+    tokens = torch.cat(nodes, 1)
+    draft_logits = torch.cat(drawn_from, 1)[:, plan.read_at] if drawn_from else None
+    return Draft(tokens, plan.parents.expand_as(tokens), len(plan.levels), draft_logits)
+
+
+# --- dynamic trees
+
+
+def grow_dynamic(shape: DynamicTree, logits: Tensor, read: Read) -> Draft:
+    """EAGLE-2: a node's value is the log-probability of its path. Expand the best of each level, keep the best of all.
+
+    The kept nodes are a tree. A log-probability is at most 0, and rounding keeps it so: a child's value is at most its
+    parent's. It stands behind its parent among all candidates, and of equal values the first are kept, so that no
+    child is kept before its parent.
+    """
+    width = shape.width
+    batch = len(logits)
+    tokens: list[Tensor] = []  # of the candidates of each level, [B, W * width], as their parents and values
+    parents: list[Tensor] = []
+    values: list[Tensor] = []
+    index = torch.full((batch, 1), -1, device=logits.device)  # which candidates are read, the root at first
+    value = torch.zeros(batch, 1, device=logits.device)
+    for depth in range(shape.depth):
+        if depth:
+            chosen = best(values[-1], width)  # [B, width]
+            value = values[-1].gather(1, chosen)
+            logits = read(tokens[-1].gather(1, chosen), chosen // width)
+            index = chosen + sum(level.shape[1] for level in tokens[:-1])
+        children = logits.float().log_softmax(-1).topk(width)  # [B, W or 1, width]
+        values.append((value[:, :, None] + children.values).flatten(1))
+        tokens.append(children.indices.expand(-1, index.shape[1], -1).flatten(1))
+        parents.append(index[:, :, None].expand(-1, -1, width).flatten(1))
+
+    kept = best(torch.cat(values, 1), shape.num_nodes).sort(1).values  # [B, N] candidates, parents first
+    parent = torch.cat(parents, 1).gather(1, kept)
+    place = torch.searchsorted(kept, parent)  # the parent is among the kept
+    return Draft(torch.cat(tokens, 1).gather(1, kept), torch.where(parent < 0, -1, place), shape.depth)
+
+
+def best(values: Tensor, count: int) -> Tensor:
+    """Indices of the `count` highest values of each row [B, count], best first; of equal ones the first."""
+    return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+# --- the drafter's cache
+
+
+class Memory:
+    """What a drafter that reads its own drafts keeps from round to round; made once for the shape of its drafts."""
+
+    def __init__(self, num_rows: int, num_slots: int, shape: Shape, device: torch.device) -> None:
+        self.plan = plan_of(shape, device)
+        self.cache = SlotCache(num_rows, num_slots + shape.num_read)
+
+    def rows(self, index: Tensor | slice) -> "Self":
+        """A view of some rows: their indices [b], or a slice from the first row on."""
+        view = copy.copy(self)
+        view.cache = self.cache.rows(index)
+        return view
+
+
+class LevelWindows:
+    """Where the drafted tokens that are read stand in the drafter's own cache.
+
+    They stand behind the prefix in the order of reading, each at a slot of its own. That is not where they stand in
+    the draft, most of which is never read.
+    """
+
+    def __init__(self, prefix: Tensor, num_read: int) -> None:
+        """`prefix` [B]: slots of committed tokens in the drafter's cache, the newest one's among them."""
+        self._prefix = prefix
+        self._num_read = self._depth = 0
+        self._num_words = -(-num_read // WORD)
+        self._seen = torch.zeros(len(prefix), 1, self._num_words, dtype=torch.int32, device=prefix.device)
+
+    def next(self, width: int, parents: Tensor | None) -> Window:
+        """The window of the next level: `width` tokens that follow tokens `parents` [B, W] of the level before."""
+        depth, first = self._depth, self._num_read
+        self._depth += 1
+        self._num_read += width
+        if parents is None:
+            slots = self._prefix[:, None] + depth
+            return Window(slots, slots, self._prefix)
+        columns = torch.arange(first, first + width, device=self._prefix.device)
+        own = columns[:, None] == torch.arange(self._num_words * WORD, device=columns.device)
+        self._seen = take(self._seen, parents) | pack(own.long())
+        positions = (self._prefix[:, None] + depth).expand(-1, width)
+        return Window(self._prefix[:, None] + columns, positions, self._prefix, self._seen)
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Of each row those that `index` [B, W] names: [B, T, H] -> [B, W, H]."""
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))

@@ -1,0 +1,62 @@
+"""The draft vocabulary: the target's tokens that a drafter can propose, where that is not all of them."""
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from draftsmith.models.drafting.base import DrafterConfig
+from draftsmith.models.errors import UserError
+
+SIZE_UNIT = 64  # engines pad the matrix of a head to a multiple of it anyway
+
+
+@dataclass
+class ReducedVocabulary(DrafterConfig):
+    """Fields of the families that can draft from a part of the target's vocabulary; one of the two, or all of it."""
+
+    of_checkpoint: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "draft_vocab_coverage")
+    draft_vocab_size: int | None = None  # so many of the tokens that the target writes most often
+    draft_vocab_coverage: float | None = None  # or: as many as make up this share of what it writes
+
+
+def too_large(draft_vocab_size: int, vocab_size: int) -> str:
+    return (
+        f"drafter.draft_vocab_size={draft_vocab_size}: the target's vocabulary has {vocab_size} tokens, give fewer, or "
+        "null for all of them"
+    )
+
+
+def with_size(config: ReducedVocabulary, counts: Tensor, eos_token_ids: list[int]) -> ReducedVocabulary:
+    """The config with the size that its coverage asks for, by how often the target wrote each token, [V]."""
+    coverage = config.draft_vocab_coverage
+    if coverage is None:
+        return config
+    if config.draft_vocab_size is not None:
+        raise UserError(
+            f"drafter.draft_vocab_size={config.draft_vocab_size} and drafter.draft_vocab_coverage={coverage}: one "
+            "decides, set the other to null"
+        )
+    if not 0 < coverage < 1:
+        raise UserError(f"drafter.draft_vocab_coverage={coverage}: give a share between 0 and 1, such as 0.99")
+    ranked = torch.sort(ranking(counts, eos_token_ids), descending=True, stable=True).indices
+    covered = counts[ranked].cumsum(0) / counts.sum()
+    size = int((covered < coverage).sum()) + 1
+    return replace(config, draft_vocab_size=min(len(counts), -(-size // SIZE_UNIT) * SIZE_UNIT))
+
+
+def ranking(counts: Tensor, eos_token_ids: list[int]) -> Tensor:
+    """The counts [V] by which tokens are chosen: those that end a text come first, written or not.
+
+    A drafter that cannot propose them is wrong at the end of every text, and answers that were all cut do not show it.
+    """
+    ranks = counts.clone()
+    ranks[eos_token_ids] = counts.max() + 1
+    return ranks
+
+
+def vocabulary_hash(token_ids: Tensor) -> str:
+    """16 hex digits of the target ids of a draft vocabulary [Vd]."""
+    return hashlib.sha256(token_ids.to("cpu", torch.int64).numpy().tobytes()).hexdigest()[:16]

@@ -1,0 +1,183 @@
+"""Llama-shaped decoders in few operations: what `slots.run_on_slots` computes, without a module for every step.
+
+A small target is bound by the number of its operations, not by their size, and stock modelling takes about seventy a
+layer. Here q, k and v are one product, gate and up another, and the product that ends a block adds the residual; the
+steps in between are those of `llama_steps` or, on a GPU, of `llama_kernels`. Masks, rotary angles and the buffers
+between steps are made once a pass and serve every layer. The model's own parameters become views of the merged
+matrices: names, values and memory stay as they were.
+
+Shapes: B rows, T new tokens a row, N = B * T, V vocabulary, H hidden width, Hq query heads, Hkv key-value heads,
+D head width, I width inside the MLP, A number of layers asked for.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith.models.layers import DecodingNorm
+from draftsmith.models.target import layer_steps as llama_steps
+from draftsmith.models.target.slots import SlotCache, Window
+
+FAMILIES = ("cwm", "llama", "ministral", "mistral", "qwen2", "qwen3", "seed_oss")  # whose layers `FusedLayer` computes
+STEADY_ROTARY = ("default", "linear", "llama3", "yarn")  # kinds whose angles do not depend on the text's length
+
+
+def fuse(model: PreTrainedModel) -> "FusedDecoder | None":
+    """A fused decoder over the weights of a model that stays where it is; None for a model of another shape."""
+    config = model.config
+    base: Any = model.base_model
+    if config.model_type not in FAMILIES or config.hidden_act != "silu":
+        return None
+    if config.rope_parameters["rope_type"] not in STEADY_ROTARY:
+        return None
+    if model.device.type == "cpu" and model.dtype != torch.float32:
+        return None
+    ends = [end for layer in base.layers for end in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+    return FusedDecoder(model) if all(end.bias is None for end in ends) else None
+
+
+def steps_on(device: torch.device) -> ModuleType:
+    """The steps between the products, for a device."""
+    if device.type == "cpu":
+        return llama_steps
+    from draftsmith.models.target import layer_kernels as llama_kernels
+
+    return llama_kernels
+
+
+class FusedDecoder:
+    """The base model of a Llama-shaped causal language model, decoding on a slot cache."""
+
+    @torch.no_grad()
+    def __init__(self, model: PreTrainedModel) -> None:
+        base: Any = model.base_model
+        self.steps = steps_on(model.device)
+        self.context: int = model.config.max_position_embeddings
+        self.embedding: Tensor = base.embed_tokens.weight  # [V, H]
+        self.rotary: Any = base.rotary_emb
+        self.layers = [FusedLayer(layer) for layer in base.layers]
+        self.norm = DecodingNorm(base.norm.weight, base.norm.variance_epsilon)
+
+    @torch.no_grad()
+    def run(
+        self, token_ids: Tensor, window: Window, cache: SlotCache, layer_ids: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Decode the new tokens [B, T] of a window on the cache.
+
+        Returns the last hidden state [B, T, H] and those after `layer_ids` layers, side by side, [B, T, A * H].
+        """
+        batch, length = token_ids.shape
+        width = self.embedding.shape[1]
+        hidden = self.embedding.new_empty(batch, length, width)  # like the cache, it outlives inference mode
+        captured = self.embedding.new_empty(batch, length, len(layer_ids), width)
+        for layer in self.layers:
+            cache.reserve(layer.number, layer.kv_heads, layer.head_dim, like=hidden)
+        with torch.inference_mode():
+            work = Work(self, window, cache)
+            x = nn.functional.embedding(token_ids.flatten(), self.embedding)  # [N, H]
+            for layer in self.layers:
+                layer.run(x, self.steps, work, cache)
+                if layer.number + 1 in layer_ids:
+                    captured[:, :, layer_ids.index(layer.number + 1)] = x.view(batch, length, width)
+            self.steps.rms_norm(x, self.norm, out=hidden.view(-1, width))
+        return hidden, captured.flatten(2) if layer_ids else None
+
+
+class Work:
+    """What the layers of one pass share: masks, rotary angles, and the buffers between their steps."""
+
+    def __init__(self, decoder: FusedDecoder, window: Window, cache: SlotCache) -> None:
+        layer, like = decoder.layers[0], decoder.embedding
+        batch, length = window.slots.shape
+        num_tokens, half = batch * length, layer.head_dim // 2
+        cache.write_to(window.slots)
+        self.mask = decoder.steps.mask(window, cache.num_seen, {layer.sliding_window for layer in decoder.layers})
+        positions = window.positions.clamp(max=decoder.context - 1)
+        angles = positions.view(-1, 1, 1, 1) * decoder.rotary.inv_freq  # [N, 1, 1, D / 2]
+        self.cos = angles.cos() * decoder.rotary.attention_scaling
+        sin = angles.sin() * decoder.rotary.attention_scaling
+        self.sin = torch.cat((-sin, sin), 2)  # [N, 1, 2, D / 2]
+
+        query, keys, values = layer.widths
+        self.normed = like.new_empty(num_tokens, like.shape[1])
+        self.qkv = like.new_empty(num_tokens, query + keys + values)
+        self.heads = self.qkv[:, : query + keys].view(num_tokens, -1, 2, half)  # of q and k, in halves
+        self.query = self.qkv[:, :query].view(batch, length, -1, layer.head_dim).transpose(1, 2)  # [B, Hq, T, D]
+        self.stored = self.qkv[:, query:]  # [N, 2 * Hkv * D]
+        self.gate_up = like.new_empty(num_tokens, layer.gate_up.shape[1])
+        self.gate, self.up = self.gate_up.chunk(2, 1)
+
+
+class FusedLayer:
+    """One decoder layer: attention and gated MLP, each on the normed residual stream and added to it."""
+
+    def __init__(self, layer: Any) -> None:  # a decoder layer of transformers
+        attention, mlp = layer.self_attn, layer.mlp
+        self.number: int = attention.layer_idx  # from 0
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.widths = [projection.out_features for projection in projections]  # Hq * D, Hkv * D, Hkv * D
+        self.head_dim: int = attention.head_dim
+        self.kv_heads = self.widths[1] // self.head_dim
+        self.scaling: float = attention.scaling
+        owner = attention if hasattr(attention, "sliding_window") else attention.config
+        self.sliding_window: int | None = getattr(owner, "sliding_window", None)
+
+        self.attention_norm = DecodingNorm(layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
+        self.qkv, self.qkv_bias = merge(projections)  # [H, (Hq + 2 * Hkv) * D]
+        self.head_norm = _head_norm(attention, *self.widths[:2]) if hasattr(attention, "q_norm") else None
+        self.attention_out, _ = merge([attention.o_proj])  # [Hq * D, H]
+        norm = layer.post_attention_layernorm
+        self.mlp_norm = DecodingNorm(norm.weight, norm.variance_epsilon)
+        self.gate_up, self.gate_up_bias = merge([mlp.gate_proj, mlp.up_proj])  # [H, 2 * I]
+        self.mlp_out, _ = merge([mlp.down_proj])  # [I, H]
+
+    def run(self, x: Tensor, steps: ModuleType, work: Work, cache: SlotCache) -> None:
+        """Add the layer's output to the residual stream x [N, H] in place."""
+        steps.rms_norm(x, self.attention_norm, out=work.normed)
+        product(work.normed, self.qkv, self.qkv_bias, out=work.qkv)
+        steps.rotate_and_store(
+            work.heads, work.stored, work.cos, work.sin, self.head_norm, cache.written, cache.flat(self.number)
+        )
+        keys, values = cache.keys_and_values(self.number)
+        mixed = steps.attend(work.query, keys, values, work.mask, self.scaling, self.sliding_window)
+        x.addmm_(mixed.reshape(len(x), -1), self.attention_out)
+
+        steps.rms_norm(x, self.mlp_norm, out=work.normed)
+        product(work.normed, self.gate_up, self.gate_up_bias, out=work.gate_up)
+        x.addmm_(steps.silu_mul_(work.gate, work.up), self.mlp_out)
+
+
+def _head_norm(attention: Any, query: int, keys: int) -> DecodingNorm:
+    """The norms of q and k heads (Qwen3) as one, with a weight for each head, [Hq + Hkv, D]."""
+    norms = (attention.q_norm, query), (attention.k_norm, keys)
+    weights = [norm.weight.expand(width // attention.head_dim, -1) for norm, width in norms]
+    return DecodingNorm(torch.cat(weights), attention.q_norm.variance_epsilon)
+
+
+def merge(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Several products of one input as one: weight [in, all out] and bias. The linears' parameters become its views.
+
+    On a CPU a row of the weight holds what one input adds to all outputs: for a few tokens that is faster than the
+    order of a Linear.
+    """
+    weight, bias = torch.cat([linear.weight for linear in linears]).t(), None
+    if weight.device.type == "cpu":
+        weight = weight.contiguous()
+    sizes = [linear.out_features for linear in linears]
+    for linear, part in zip(linears, weight.t().split(sizes), strict=True):
+        linear.weight.data = part
+    if linears[0].bias is not None:
+        bias = torch.cat([linear.bias for linear in linears])
+        for linear, part in zip(linears, bias.split(sizes), strict=True):
+            linear.bias.data = part
+    return weight, bias
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight, out=out)
+    else:
+        torch.addmm(bias, x, weight, out=out)

@@ -1,0 +1,408 @@
+"""The target: a frozen Hugging Face decoder, read for its logits and for the hidden states that drafters ask for.
+
+Shapes: B rows, T tokens, H hidden width, V vocabulary, A number of layers asked for.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from draftsmith.models.batch import Batch
+from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.target.fused_layers import fuse
+from draftsmith.models.target.loading import (
+    device_map,
+    load_first_layers,
+    load_model,
+    read_config,
+    read_generation_config,
+)
+from draftsmith.models.target.slots import SlotCache, Window, context_of, run_causal, run_on_slots
+from draftsmith.models.target.support import check_decodes_exactly, check_served_family
+
+
+@dataclass
+class Features:
+    """What the target computed at T positions of B rows."""
+
+    last_hidden: Tensor  # [B, T, H] after the final norm, the input of the target's head
+    layers: Tensor | None  # [B, T, A * H] hidden states after the layers asked for, side by side
+
+    def gather(self, columns: Tensor) -> "Features":
+        """Those at `columns` [B, C] of the T positions."""
+        layers = None if self.layers is None else _gather_columns(self.layers, columns)
+        return Features(_gather_columns(self.last_hidden, columns), layers)
+
+    def first(self, count: int) -> "Features":
+        """A view of the first rows."""
+        return Features(self.last_hidden[:count], None if self.layers is None else self.layers[:count])
+
+    def up_to(self, count: int) -> "Features":
+        """A view of the first positions."""
+        return Features(self.last_hidden[:, :count], None if self.layers is None else self.layers[:, :count])
+
+    def where(self, which: Tensor, other: "Features") -> "Features":
+        """These in the rows that `which` [B] marks, the other ones elsewhere."""
+        mark = which[:, None, None]
+        layers = None if other.layers is None else torch.where(mark, cast(Tensor, self.layers), other.layers)
+        return Features(torch.where(mark, self.last_hidden, other.last_hidden), layers)
+
+    def put(self, newer: "Features", rows: Tensor | slice = slice(None)) -> None:
+        """Write over the first positions of some rows [b] or of all."""
+        for own, new in ((self.last_hidden, newer.last_hidden), (self.layers, newer.layers)):
+            if own is not None and new is not None:
+                own[rows, : new.shape[1]] = new
+
+
+def _gather_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """x [B, T, W], columns [B, C] -> [B, C, W]"""
+    return x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1]))
+
+
+@dataclass
+class Whole:
+    """What only the whole target tells."""
+
+    config: PretrainedConfig
+    fingerprint: str | None  # None where nobody has seen its weights: a server ran them
+
+
+class Target:
+    """A frozen decoder with its tokenizer, on one device unless it is loaded otherwise.
+
+    `run` decodes on a `SlotCache`, `features` reads whole rows for training; both take the layer ids whose hidden
+    states are wanted (N means after N layers, Hugging Face's `hidden_states[N]`). One loaded by `ends_from_pretrained`
+    has neither.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        name: str,
+        fuse_layers: bool = True,
+        whole: "Whole | None" = None,
+        decodes: bool = True,
+    ) -> None:
+        """`whole`: what `model` does not tell of the target where its layers are left out.
+
+        `decodes`: whether it will be asked for more than `features`; else that is not checked.
+        """
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
+        self.text_config = (whole.config if whole else model.config).get_text_config()
+        self.head_module: nn.Module = model.get_output_embeddings()
+        self.embedding: nn.Module = model.get_input_embeddings()
+        self._whole = whole
+        self._fingerprint = whole.fingerprint if whole else None
+        if whole is None:
+            self.decoder_layers = find_decoder_layers(model)
+            self.fused_decoder = fuse(model) if fuse_layers else None  # what `run` takes instead of stock modelling
+            if decodes and model.device.type != "meta":
+                check_decodes_exactly(self)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        fuse_layers: bool = True,
+    ) -> "Target":
+        """Load from a Hub name or a directory. By default: the GPU in bfloat16 if there is one, else the CPU in fp32.
+
+        Raises `UserError` where there is no such target or device, or the model is of a kind that cannot be served.
+        """
+        device = pick_device(device)
+        config = read_config(name)
+        check_served_family(config, str(name))
+        model, tokenizer = load_model(name, config, device, dtype or default_dtype(device))
+        return cls(model, tokenizer, str(name), fuse_layers)
+
+    @classmethod
+    def sharded_from_pretrained(
+        cls, name: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> "Target":
+        """One whose layers lie in pieces on all processes, which call `features` together and nothing that decodes.
+
+        Each process loads the whole target into the CPU's memory, on a machine one after another. Defaults and errors
+        as those of `from_pretrained`.
+        """
+        device = pick_device(device)
+        config = read_config(name)
+        check_served_family(config, str(name))
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+            if turn == int(os.environ.get("LOCAL_RANK", "0")):
+                model, tokenizer = load_model(name, config, torch.device("cpu"), dtype or default_dtype(device))
+                target = cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
+                target._fingerprint = target.fingerprint()
+                for layer in target.decoder_layers:
+                    fully_shard(layer, mesh=mesh, reshard_after_forward=True)  # each is a root, which would stay whole
+                model.to(device)  # type: ignore[arg-type]  # all else: embedding, head, norm, buffers
+            torch.distributed.barrier()
+        return target
+
+    @classmethod
+    def spread_from_pretrained(
+        cls, name: str | Path, device: torch.device, of_layers: list[torch.device], dtype: torch.dtype | None = None
+    ) -> "Target":
+        """One whose layers lie on devices of their own, one named for each; it is asked for `features` alone.
+
+        Embedding, norm and head are on `device`, to which all features come. Defaults and errors as those of
+        `from_pretrained`.
+        """
+        config = read_config(name)
+        check_served_family(config, str(name))
+        with torch.device("meta"):
+            shape = AutoModelForCausalLM.from_config(config)
+        places = device_map(shape, find_decoder_layers(shape), of_layers, of_ends=device)
+        model, tokenizer = load_model(name, config, places, dtype or default_dtype(device))
+        return cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
+
+    @classmethod
+    def ends_from_pretrained(
+        cls,
+        name: str | Path,
+        fingerprint: str | None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "Target":
+        """Embedding, head and sizes of a target, its layers never read: what a drafter trains on stored features with.
+
+        They alone get into memory, and of a Hub name the files that hold them are downloaded (but for a target that is
+        not kept as safetensors). `fingerprint` is that of the whole target. Defaults and errors as those of
+        `from_pretrained`.
+        """
+        device = pick_device(device)
+        config = read_config(name)
+        check_served_family(config, str(name))
+        model, tokenizer = load_first_layers(name, config, 0, device, dtype or default_dtype(device))
+        return cls(model, tokenizer, str(name), whole=Whole(config, fingerprint))
+
+    @classmethod
+    def first_layers_from_pretrained(
+        cls, name: str | Path, num_layers: int, device: torch.device, dtype: torch.dtype
+    ) -> "Target":
+        """One that ends after its first layers, the others never read: its `features` have what comes out of them."""
+        model, tokenizer = load_first_layers(name, read_config(name), num_layers, device, dtype)
+        return cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
+
+    @property
+    def has_layers(self) -> bool:
+        return self._whole is None
+
+    @classmethod
+    def without_weights(cls, name: str | Path) -> "Target":
+        """Config and tokenizer only, the model on the `meta` device: of a target that a server runs."""
+        config = read_config(name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        read_generation_config(model, name)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise UserError(f"the tokenizer of {str(name)!r} does not load: {first_line(error)}") from None
+        return cls(model, tokenizer, str(name), fuse_layers=False)
+
+    @property
+    def fused(self) -> bool:
+        """Whether `run` goes through fused layers rather than stock modelling."""
+        return self.fused_decoder is not None
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return self.text_config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head; may exceed the tokenizer's length by padding."""
+        return self.text_config.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.text_config.num_hidden_layers
+
+    @property
+    def context(self) -> int:
+        """Most tokens of prompt and output together."""
+        return context_of(self.text_config)
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The ids that end a text, by the generation config, else the config, else the tokenizer."""
+        tokenizer_eos = self.tokenizer.eos_token_id if self.tokenizer else None
+        for ids in (self.model.generation_config.eos_token_id, self.text_config.eos_token_id, tokenizer_eos):
+            if ids is not None:
+                return list(ids) if isinstance(ids, list | tuple) else [ids]
+        return []
+
+    def logits(self, last_hidden: Tensor) -> Tensor:
+        """The target's head with its family's scaling: [..., H] -> [..., V]."""
+        logits = self.head_module(last_hidden)
+        config = self.text_config
+        if scale := getattr(config, "logit_scale", None):  # Cohere
+            logits = logits * scale
+        if scale := getattr(config, "logits_scaling", None):
+            logits = logits * scale if config.model_type == "hyperclovax" else logits / scale  # else Granite
+        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma and others
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    @torch.no_grad()
+    def run(self, token_ids: Tensor, window: Window, cache: SlotCache, layer_ids: tuple[int, ...] = ()) -> Features:
+        """Decode the new tokens [B, T] of a window on the cache."""
+        if self.fused_decoder is not None:
+            return Features(*self.fused_decoder.run(token_ids, window, cache, layer_ids))
+        with _Capture(self.decoder_layers, layer_ids) as capture:
+            last_hidden = run_on_slots(self.model, token_ids, window, cache)
+        return Features(last_hidden, capture.side_by_side(last_hidden.device))
+
+    @torch.no_grad()  # not inference_mode: the drafter's backward pass keeps the features
+    def features(self, batch: Batch, layer_ids: tuple[int, ...] = ()) -> Features:
+        """Read whole rows of text at once."""
+        with _Capture(self.decoder_layers, layer_ids) as capture:
+            last_hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask())
+        return Features(last_hidden, capture.side_by_side(last_hidden.device))
+
+    @cached_property
+    def final_norm(self) -> nn.Module:
+        """What the last layer's output goes through to become the last hidden state. Of a target without layers."""
+        assert not self.has_layers
+        outputs: list[tuple[nn.Module, Tensor]] = []  # kept, so that no two lie at one place in memory
+        hooks = [
+            module.register_forward_hook(lambda module, _, output: outputs.append((module, output)))
+            for module in self.model.base_model.modules()
+            if module is not self.model.base_model
+        ]
+        last = run_causal(self.model, torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+        for hook in hooks:
+            hook.remove()
+        return next(m for m, output in outputs if isinstance(output, Tensor) and output.data_ptr() == last.data_ptr())
+
+    def head_weight(self) -> Tensor:
+        """The matrix of the head, [V, H]."""
+        return cast(Tensor, self.head_module.weight)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a raw text prompt, with the special tokens that the tokenizer puts before it."""
+        assert self.tokenizer is not None
+        return self.tokenizer(text)["input_ids"]
+
+    def fingerprint(self) -> str | None:
+        """16 hex digits over the config and a sample of every weight: the same target gives the same digits.
+
+        None of a target without its layers where nobody has seen them.
+        """
+        if self._fingerprint is not None or not self.has_layers:
+            return self._fingerprint
+        return self._digest(self.model.named_parameters())
+
+    def ends_fingerprint(self) -> str:
+        """The same over config, embedding and head alone, which a target without its layers gives too."""
+        return self._digest([("embedding", cast(Tensor, self.embedding.weight)), ("head", self.head_weight())])
+
+    def _digest(self, parameters: Iterable[tuple[str, Tensor]]) -> str:
+        digest = hashlib.sha256(json.dumps(self.text_config.to_diff_dict(), sort_keys=True, default=str).encode())
+        for name, parameter in parameters:
+            flat = parameter.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // 256)].float().cpu()
+            digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+class _Capture:
+    """Hooks that keep the outputs of some decoder layers during one forward pass."""
+
+    def __init__(self, decoder_layers: nn.ModuleList, layer_ids: tuple[int, ...]) -> None:
+        self._layers = [decoder_layers[layer_id - 1] for layer_id in layer_ids]
+        self._outputs: list[Tensor] = []
+        self._hooks: list = []
+
+    def __enter__(self) -> "_Capture":
+        self._hooks = [layer.register_forward_hook(self._keep) for layer in self._layers]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _keep(self, module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        self._outputs.append(output if isinstance(output, Tensor) else output[0])
+
+    def side_by_side(self, device: torch.device) -> Tensor | None:
+        """[B, T, A * H] in ascending layer order, the order of execution; None where nothing was asked for."""
+        return torch.cat([output.to(device) for output in self._outputs], -1) if self._outputs else None
+
+
+def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of decoder layers, whatever the family calls it."""
+    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    if not lists:
+        raise UserError(f"{type(model).__name__} cannot be served: its decoder layers are not one list of {num_layers}")
+    return lists[0]
+
+
+def check_layer_ids(layer_ids: Iterable[int], target: Target) -> tuple[int, ...]:
+    """Layer ids must be distinct, ascending and in 1..num_layers - 1, as engines capture them."""
+    ids = tuple(layer_ids)
+    if list(ids) != sorted(set(ids)) or not all(1 <= layer_id < target.num_layers for layer_id in ids):
+        raise UserError(
+            f"layer_ids {list(ids)}: give distinct ascending ids from 1 to {target.num_layers - 1}, "
+            f"the target has {target.num_layers} layers"
+        )
+    return ids
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """The given device, else the GPU if there is one, else the CPU. A GPU named by its index becomes the current one,
+    on which Triton launches and CUDA graphs, events and fresh tensors live."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        picked = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"device {str(device)!r} is not a device: give cpu, cuda or cuda:N") from None
+    if picked.type not in ("cpu", "cuda"):
+        raise UserError(f"device {str(device)!r}: draftsmith runs on cpu and cuda")
+    if picked.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {str(device)!r} was asked for and there is no GPU: leave it out or give cpu")
+    if picked.type == "cuda" and picked.index is not None:
+        if picked.index >= torch.cuda.device_count():
+            last = torch.cuda.device_count() - 1
+            raise UserError(f"device {str(device)!r}: the last GPU of this machine is cuda:{last}")
+        torch.cuda.set_device(picked)
+    return picked
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware computes in it, else fp32."""
+    in_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if in_bf16 else torch.float32

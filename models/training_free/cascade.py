@@ -1,0 +1,74 @@
+"""A cascade: look the draft up where the text repeats itself, and let a trained drafter draft where it does not.
+
+As SuffixDecoding's hybrid (arXiv 2411.04975, section 4.3) and SAM-Decoding (arXiv 2411.10666): a long match is accepted
+more often than what a trained drafter says. Each row takes the one or the other; drafts are chains, and verified
+one-hot above temperature 0.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.models.drafting.base import DecodingState, Draft, Drafter, DrafterConfig, chain, lookup_chain
+from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.trees import Shape
+from draftsmith.models.target.slots import Window
+from draftsmith.models.target.target import Features, Target
+from draftsmith.models.training_free.ngram import Ngram
+from draftsmith.models.training_free.suffix import Suffix
+
+
+@dataclass
+class CascadeConfig(DrafterConfig):
+    kind: str = "cascade"
+    shortest: int = 3  # matched tokens from which on a row takes what was looked up
+
+
+class Cascade(Drafter):
+    """Not an entry of `DRAFTERS`: it is made of two of them, as `load_drafter` does for `suffix+CHECKPOINT`."""
+
+    kind = "cascade"
+    config_class = CascadeConfig
+    can_sample = False
+
+    def __init__(self, config: CascadeConfig, lookup: Ngram | Suffix, trained: Drafter) -> None:
+        super().__init__()
+        if config.shortest > lookup.config.longest:
+            raise UserError(
+                f"drafter.shortest {config.shortest}: {lookup.kind} looks up {lookup.config.longest} tokens at most"
+            )
+        self.config, self.lookup, self.trained = config, lookup, trained
+        self.layer_ids, self.max_draft_length = trained.layer_ids, trained.max_draft_length
+        self.trained_for, self.reads_text_alone = trained.trained_for, trained.reads_text_alone
+
+    @classmethod
+    def from_target(cls, config: CascadeConfig, target: Target) -> "Cascade":
+        raise TypeError("a cascade is made of two drafters")
+
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Any:
+        return self.trained.new_memory(num_rows, num_slots, shape)
+
+    def read(self, memory: Any, token_ids: Tensor, features: Features, window: Window) -> None:
+        self.trained.read(memory, token_ids, features, window)
+
+    def remember(self, token_ids: list[int]) -> None:
+        self.lookup.remember(token_ids)
+
+    def forget(self) -> None:
+        self.lookup.forget()
+
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        """A trained drafter that keeps a memory is asked every round; on a CPU others only where a row needs it."""
+        tokens, matched = self.lookup.look_up(state, shape.depth)
+        found = matched >= self.config.shortest  # [B]
+        if state.memory is None and tokens.device.type == "cpu" and found.all():
+            return lookup_chain(tokens)
+        draft = self.trained.propose(replace(state, own_drafts=False), shape)
+        width = draft.tokens.shape[1]
+        return chain(torch.where(found[:, None], tokens[:, :width], draft.tokens))
+
+    def trainable(self) -> bool:
+        """What is trained is its part, by itself."""
+        return False

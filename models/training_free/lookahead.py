@@ -1,0 +1,158 @@
+"""Lookahead decoding (arXiv 2402.02057): the target guesses several tokens ahead in parallel and improves its guesses.
+
+A window of W places with N - 1 guesses each, from N - 1 rounds of Jacobi iteration: the oldest guesses of all places
+are a trunk, and from each place's the newer ones are a side chain. What the target finds likeliest after a side chain
+is the place's next guess, and completes an n-gram that goes to a pool. The pool's n-grams that begin with the newest
+token are candidates, which the same pass of the target verifies. All of this is one tree:
+
+    newest token ─┬─ G candidates from the pool, N - 1 tokens each
+                  └─ trunk of W tokens, a side chain of N - 2 tokens at each
+
+All nodes count as drafted tokens, as each of them is read and may be accepted. The acceptance length is then what the
+paper calls step compression, and the share of accepted tokens is low by design.
+
+Shapes: B rows, W places, N tokens of an n-gram, G candidates, C n-grams of a pool.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from draftsmith.models.drafting.base import NO_TOKEN, DecodingState, Draft, Drafter, DrafterConfig
+from draftsmith.models.errors import require_at_least
+from draftsmith.models.sampling.trees import Shape, StaticTree
+from draftsmith.models.target.target import Target
+
+
+@dataclass
+class LookaheadConfig(DrafterConfig):
+    kind: str = "lookahead"
+    window: int = 7  # places guessed ahead
+    candidates: int = 7  # n-grams of the pool that a round verifies at most
+    pool: int = 512  # n-grams that a text keeps, the oldest leave first
+
+    def __post_init__(self) -> None:
+        for name in ("window", "candidates"):
+            require_at_least(f"drafter.{name}", getattr(self, name))
+        require_at_least("drafter.pool", self.pool, max(self.window, self.candidates))
+
+
+class Lookahead(Drafter):
+    kind = "lookahead"
+    config_class = LookaheadConfig
+    can_sample = False
+    reads_predictions = True
+
+    def __init__(self, config: LookaheadConfig, device: torch.device) -> None:
+        super().__init__()
+        self.config, self.device = config, device
+
+    @classmethod
+    def from_target(cls, config: LookaheadConfig, target: Target) -> "Lookahead":
+        return cls(config, target.device)
+
+    def own_shape(self, draft_length: int) -> StaticTree:
+        """Candidates of the draft length: n-grams of one more. They come first: a walk takes the first that fits."""
+        config = self.config
+        candidates = [(g, *[0] * i) for g in range(config.candidates) for i in range(draft_length)]
+        return StaticTree((*candidates, *[path for place in self._window(draft_length) for path in place]))
+
+    def _window(self, draft_length: int) -> list[list[tuple[int, ...]]]:
+        """The nodes of each place, from the oldest guess to the newest."""
+        window = []
+        for place in range(self.config.window):
+            guess = (self.config.candidates, *[0] * place)
+            side = (0,) if place == self.config.window - 1 else (1,)
+            window.append([guess, *[(*guess, *side, *[0] * i) for i in range(draft_length - 1)]])
+        return window
+
+    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> "LookaheadMemory":
+        assert isinstance(shape, StaticTree)
+        length = shape.depth - self.config.window + 1
+        nodes = {path: node for node, path in enumerate(shape.choices)}
+        window = [[nodes[path] for path in place] for place in self._window(length)]
+        candidates = [[nodes[(g, *[0] * i)] for i in range(length)] for g in range(self.config.candidates)]
+        parents = [nodes.get(path[:-1], -1) for path in shape.choices]
+        window_nodes, candidate_nodes, parent = (
+            torch.tensor(index, device=self.device) for index in (window, candidates, parents)
+        )
+        return LookaheadMemory(
+            parent,
+            window_nodes,
+            candidate_nodes,
+            guesses=torch.zeros(num_rows, *window_nodes.shape, dtype=torch.int64, device=self.device),
+            pool=torch.full((num_rows, self.config.pool, length + 1), NO_TOKEN, device=self.device),
+        )
+
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        """Complete n-grams by what the target said of the last draft, move the window on, look candidates up."""
+        memory: LookaheadMemory = state.memory
+        assert state.predictions is not None
+        drafted = (state.predictions[:, 0] != NO_TOKEN)[:, None, None]  # else the row begins
+        predicted = state.predictions[:, memory.window_nodes[:, -1] + 1]  # [B, W]
+        ngrams = torch.cat([memory.guesses, predicted[..., None]], 2)  # [B, W, N]
+        memory.pool.copy_(add(memory.pool, ngrams).where(drafted, NO_TOKEN))
+        memory.guesses.copy_(ngrams[..., 1:].where(drafted, first_guesses(state, memory.guesses)))
+
+        candidates = ngrams_after(memory.pool, state.newest(), self.config.candidates)
+        tokens = state.token_ids.new_empty(len(candidates), shape.num_nodes)
+        tokens[:, memory.window_nodes] = memory.guesses
+        tokens[:, memory.candidate_nodes], parent = merged(candidates, memory.candidate_nodes)
+        parents = memory.parents.repeat(len(tokens), 1)
+        parents[:, memory.candidate_nodes[:, 1:]] = parent
+        return Draft(tokens, parents, shape.depth)
+
+
+@dataclass
+class LookaheadMemory:
+    """Where the nodes of window and candidates stand in the tree, and each row's guesses and n-grams."""
+
+    parents: Tensor  # [nodes] of each node in the tree, -1 for the root
+    window_nodes: Tensor  # [W, N - 1] from the oldest guess to the newest
+    candidate_nodes: Tensor  # [G, N - 1]
+    guesses: Tensor  # [B, W, N - 1] token ids
+    pool: Tensor  # [B, C, N] token ids from old to new; NO_TOKEN where there is none
+
+    def rows(self, index: Tensor | slice) -> "LookaheadMemory":
+        """A row begins anew with its first draft: reading prompts leaves it as it is."""
+        return replace(self, guesses=self.guesses[index], pool=self.pool[index])
+
+
+def first_guesses(state: DecodingState, guesses: Tensor) -> Tensor:
+    """The last part of the text, over and over: guesses [B, W, N - 1] to begin with. The paper takes any tokens."""
+    _, num_places, num_levels = guesses.shape
+    place, level = (torch.arange(count, device=guesses.device) for count in (num_places, num_levels))
+    index = state.lengths[:, None, None] - num_places - num_levels + place[:, None] + level
+    return state.token_ids.gather(1, index.clamp(min=0).flatten(1)).view_as(guesses)
+
+
+def add(pool: Tensor, ngrams: Tensor) -> Tensor:
+    """The pool [B, C, N] with n-grams [B, W, N] behind it, as many of the oldest gone; the newest of equals stays."""
+    added, size = ngrams.shape[1], pool.shape[1]
+    pool = torch.cat([pool[:, added:], ngrams], 1)
+    equal = (pool[:, :, None] == ngrams[:, None]).all(-1)  # [B, C, W]
+    place = torch.arange(size, device=pool.device)
+    comes_again = (equal & (place[:, None] < place[size - added :])).any(2)
+    return pool.masked_fill(comes_again[..., None], NO_TOKEN)
+
+
+def ngrams_after(pool: Tensor, newest: Tensor, count: int) -> Tensor:
+    """Of the n-grams [B, C, N] that begin with the newest token [B] the latest, without it: [B, count, N - 1]."""
+    place = torch.arange(pool.shape[1], device=pool.device)
+    latest = place.where(pool[..., 0] == newest[:, None], -1).topk(count).values  # [B, count]
+    found = pool[torch.arange(len(pool), device=pool.device)[:, None], latest.clamp(min=0), 1:]
+    return found.masked_fill(latest[..., None] < 0, NO_TOKEN)
+
+
+def merged(candidates: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """Candidates [B, G, N - 1] that begin alike share these nodes [G, N - 1], since a walk takes one of equal siblings.
+
+    Returns the nodes' tokens [B, G, N - 1], NO_TOKEN for those that another one stands for, and the parents
+    [B, G, N - 2] of all but the first of each candidate.
+    """
+    alike = (candidates[:, :, None] == candidates[:, None]).long().cumprod(-1)  # [B, G, G, N - 1]
+    first = alike.argmax(2)  # [B, G, N - 1] the candidate whose node stands for each
+    own = torch.arange(len(nodes), device=nodes.device)[:, None]
+    parents = nodes[first, torch.arange(nodes.shape[1], device=nodes.device)][..., :-1]
+    return candidates.where(first == own, NO_TOKEN), parents

@@ -1,0 +1,84 @@
+"""N-gram lookup (prompt lookup): propose what followed the last few tokens when they stood in the text before.
+
+Nothing to train, nothing to run: the baseline that a trained drafter has to beat.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from draftsmith.models.drafting.base import NO_TOKEN, DecodingState, Draft, Drafter, DrafterConfig, lookup_chain
+from draftsmith.models.sampling.trees import Shape
+from draftsmith.models.target.target import Target
+
+
+@dataclass
+class NgramConfig(DrafterConfig):
+    kind: str = "ngram"
+    longest: int = 4  # tokens of the suffix that is looked up; shorter ones are tried down to `shortest`
+    shortest: int = 2
+    occurrence: Literal["latest", "earliest"] = "latest"  # which copy is continued; vLLM takes the earliest
+
+
+class Ngram(Drafter):
+    kind = "ngram"
+    config_class = NgramConfig
+    can_sample = False
+
+    def __init__(self, config: NgramConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @classmethod
+    def from_target(cls, config: NgramConfig, target: Target) -> "Ngram":
+        return cls(config)
+
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        return lookup_chain(self.look_up(state, shape.depth)[0])
+
+    def look_up(self, state: DecodingState, draft_length: int) -> tuple[Tensor, Tensor]:
+        """What follows an earlier occurrence of the longest suffix that has one, [B, K], and that suffix's length [B].
+
+        NO_TOKEN where the text ends, and a length of 0 where no suffix has one.
+        """
+        return self.continuation(state.token_ids, state.lengths, draft_length)
+
+    def continuation(self, token_ids: Tensor, lengths: Tensor, draft_length: int) -> tuple[Tensor, Tensor]:
+        """The same for the first `lengths` [B] tokens of texts [B, M]."""
+        config, match = self.config, latest_match if self.config.occurrence == "latest" else earliest_match
+        start, matched = match(token_ids, lengths, config.longest, config.shortest)
+        index = start[:, None] + torch.arange(draft_length, device=start.device)
+        found = (start[:, None] >= 0) & (index < lengths[:, None])
+        tokens = token_ids.gather(1, index.clamp(min=0, max=token_ids.shape[1] - 1))
+        return tokens.masked_fill(~found, NO_TOKEN), matched
+
+
+def latest_match(token_ids: Tensor, lengths: Tensor, longest: int, shortest: int) -> tuple[Tensor, Tensor]:
+    """Where the text goes on after the latest earlier copy of each row's suffix [B], and the suffix's length [B].
+
+    -1 and 0 where there is none.
+    """
+    return _match(token_ids, lengths, longest, shortest, latest=True)
+
+
+def earliest_match(token_ids: Tensor, lengths: Tensor, longest: int, shortest: int) -> tuple[Tensor, Tensor]:
+    """The same for the earliest copy of the longest suffix that has one."""
+    return _match(token_ids, lengths, longest, shortest, latest=False)
+
+
+def _match(token_ids: Tensor, lengths: Tensor, longest: int, shortest: int, latest: bool) -> tuple[Tensor, Tensor]:
+    start, matched = torch.full_like(lengths, -1), torch.zeros_like(lengths)
+    for n in range(min(longest, token_ids.shape[1] - 1), shortest - 1, -1):
+        suffix_index = lengths[:, None] + torch.arange(-n, 0, device=lengths.device)
+        suffix = token_ids.gather(1, suffix_index.clamp(min=0))  # [B, n]
+        windows = token_ids.unfold(1, n, 1)  # [B, M - n + 1, n]
+        ends = torch.arange(n, token_ids.shape[1] + 1, device=lengths.device)  # where each window's text goes on
+        match = (windows == suffix[:, None]).all(-1) & (ends < lengths[:, None]) & (lengths[:, None] > n)
+        none = token_ids.shape[1] + 1
+        best = torch.where(match, ends, -1).amax(1) if latest else torch.where(match, ends, none).amin(1)
+        best = best.masked_fill(best == none, -1)
+        matched = torch.where((start < 0) & (best >= 0), n, matched)
+        start = torch.where(start < 0, best, start)
+    return start, matched

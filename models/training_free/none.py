@@ -1,0 +1,30 @@
+"""The drafter that proposes nothing: plain decoding on the same kernels, the baseline of every speedup."""
+
+from dataclasses import dataclass
+
+from draftsmith.models.drafting.base import DecodingState, Draft, Drafter, DrafterConfig, chain
+from draftsmith.models.sampling.trees import Shape
+from draftsmith.models.target.target import Target
+
+
+@dataclass
+class NoneConfig(DrafterConfig):
+    kind: str = "none"
+
+
+class NoDrafter(Drafter):
+    kind = "none"
+    config_class = NoneConfig
+    can_sample = False
+    max_draft_length = 0
+
+    def __init__(self, config: NoneConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @classmethod
+    def from_target(cls, config: NoneConfig, target: Target) -> "NoDrafter":
+        return cls(config)
+
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        return chain(state.token_ids[:, :0])

@@ -1,0 +1,139 @@
+"""Suffix decoding (arXiv 2411.04975): continue the longest suffix that stood before, in this text or in earlier ones.
+
+Where the suffix stood several times, each place votes for what followed it there. The longer the match, the longer the
+draft. Nothing to train, nothing to run; what it is for is traffic that repeats itself: agents, edits, retries.
+
+The paper keeps suffix trees; here a text is compared with the whole corpus at once, in operations of fixed shape.
+
+Shapes: B rows, M slots of a row, H tokens of history, P places of the corpus, C copies of a suffix, K drafted tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftsmith.models.drafting.base import NO_TOKEN, DecodingState, Draft, Drafter, DrafterConfig, lookup_chain
+from draftsmith.models.errors import require_at_least
+from draftsmith.models.sampling.trees import Shape
+from draftsmith.models.target.target import Target
+
+NOTHING = NO_TOKEN - 1  # before the beginning of a text; equals no token, nor what ends the texts of a corpus
+
+
+@dataclass
+class SuffixConfig(DrafterConfig):
+    kind: str = "suffix"
+    longest: int = 8  # tokens of the suffix that is looked up; longer matches count as so long
+    shortest: int = 1  # tokens that have to match for a draft
+    history: int = 65_536  # tokens of finished texts that are kept, the oldest leave first; 0: this text alone
+    tokens_per_match: float = 2.0  # drafted tokens for each token that matched
+    copies: int = 32  # latest ones of the longest match that vote on what follows
+    least_share: float = 0.1  # of these copies that a draft has to follow
+
+    def __post_init__(self) -> None:
+        for name, least in (("longest", 1), ("shortest", 1), ("history", 0), ("copies", 1)):
+            require_at_least(f"drafter.{name}", getattr(self, name), least)
+
+
+class Suffix(Drafter):
+    kind = "suffix"
+    config_class = SuffixConfig
+    can_sample = False
+
+    def __init__(self, config: SuffixConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.history: Tensor  # [H] int64 finished texts from old to new, at the right end, NO_TOKEN after each
+        self.register_buffer("history", torch.full((config.history,), NO_TOKEN), persistent=False)
+        self.num_kept = 0  # tokens in `history`
+
+    @classmethod
+    def from_target(cls, config: SuffixConfig, target: Target) -> "Suffix":
+        return cls(config)
+
+    def remember(self, token_ids: list[int]) -> None:
+        """In place: rounds that were recorded on a GPU read the history where it is."""
+        newest = torch.tensor([*token_ids, NO_TOKEN], device=self.history.device)
+        self.history.copy_(torch.cat([self.history, newest])[len(newest) :])
+        self.num_kept = min(self.num_kept + len(newest), len(self.history))
+
+    def forget(self) -> None:
+        self.history.fill_(NO_TOKEN)
+        self.num_kept = 0
+
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        return lookup_chain(self.look_up(state, shape.depth)[0])
+
+    def look_up(self, state: DecodingState, draft_length: int) -> tuple[Tensor, Tensor]:
+        """The draft of each row [B, K], then NO_TOKEN, and how many tokens of the row's suffix it stands on [B]."""
+        config = self.config
+        history = self.history
+        if history.device.type == "cpu":  # on a GPU all rounds have one shape
+            history = history[len(history) - self.num_kept :]
+        corpus = corpus_of(history, state.token_ids, state.lengths)
+        suffix = newest_tokens(state.token_ids, state.lengths, config.longest)
+        places, matched = longest_matches(corpus, suffix, config.copies)
+        matched = matched.where(matched >= config.shortest, 0)
+        following = tokens_after(corpus, places, draft_length)
+        num_drafted = (config.tokens_per_match * matched).long()
+        return vote(following, num_drafted, config.least_share), matched
+
+
+def corpus_of(history: Tensor, token_ids: Tensor, lengths: Tensor) -> Tensor:
+    """All that may be continued [B, P]: the history [H], then each row's own text; NO_TOKEN behind each text."""
+    slots = torch.arange(token_ids.shape[1], device=token_ids.device)
+    own = token_ids.masked_fill(slots >= lengths[:, None], NO_TOKEN)
+    return torch.cat([history.expand(len(own), -1), own], 1)
+
+
+def newest_tokens(token_ids: Tensor, lengths: Tensor, count: int) -> Tensor:
+    """The last tokens of each text from the newest back, [B, count]."""
+    index = lengths[:, None] - 1 - torch.arange(count, device=lengths.device)
+    return token_ids.gather(1, index.clamp(min=0)).masked_fill(index < 0, NOTHING)
+
+
+def longest_matches(corpus: Tensor, suffix: Tensor, copies: int) -> tuple[Tensor, Tensor]:
+    """Where the longest beginning of `suffix` [B, S], read backwards from there, stands in the corpus [B, P].
+
+    Returns the places [B, C] of its newest token, the latest first, -1 where there are no more, and its length [B]. A
+    place that nothing follows is none. The comparison grows backwards, a token at a time, at all places at once.
+    """
+    num_places, longest = corpus.shape[1], suffix.shape[1]
+    padded = F.pad(corpus, (longest, 1), value=NO_TOKEN)
+    equal = padded[:, longest + 1 :] != NO_TOKEN  # [B, P] something follows
+    matched = torch.zeros_like(corpus, dtype=torch.int32)
+    for back in range(longest):
+        equal &= padded[:, longest - back : longest - back + num_places] == suffix[:, back, None]
+        matched += equal
+    most = matched.amax(1, keepdim=True)
+    places = torch.arange(num_places, device=corpus.device).where((matched == most) & (most > 0), -1)
+    return places.topk(min(copies, num_places)).values, most[:, 0].long()
+
+
+def tokens_after(corpus: Tensor, places: Tensor, count: int) -> Tensor:
+    """What stands behind places [B, C] of the corpus [B, P], of which -1 is none: [B, C, count]."""
+    index = places[..., None] + torch.arange(1, count + 1, device=places.device)
+    padded = F.pad(corpus, (0, count), value=NO_TOKEN)
+    tokens = padded.gather(1, index.clamp(min=0).flatten(1)).view_as(index)
+    return tokens.masked_fill(places[..., None] < 0, NO_TOKEN)
+
+
+def vote(following: Tensor, num_drafted: Tensor, least_share: float) -> Tensor:
+    """The draft [B, K] out of what followed each copy [B, C, K] of a suffix, the latest first; NO_TOKEN at an end.
+
+    At each depth the copies that went the drafted way vote for the next token; of equal ones the latest wins. A draft
+    ends after `num_drafted` [B] tokens, and where less than `least_share` of the copies went its way.
+    """
+    going = following[..., 0] != NO_TOKEN  # [B, C] copies that vote
+    least = (least_share * going.sum(1)).clamp(min=1)
+    drafted = []
+    for depth, tokens in enumerate(following.unbind(2)):
+        going &= tokens != NO_TOKEN
+        agree = (tokens[:, :, None] == tokens[:, None]) & going[:, None]  # [B, C, C]
+        votes, winner = (agree.sum(2) * going).max(1)
+        token = tokens.gather(1, winner[:, None])[:, 0].where((votes >= least) & (depth < num_drafted), NO_TOKEN)
+        going &= tokens == token[:, None]
+        drafted.append(token)
+    return torch.stack(drafted, 1)

@@ -1,0 +1,154 @@
+"""Recipes for public targets, in three sizes. The targets' shapes are written out, so that nothing needs a download.
+
+| size | samples | epochs | what for |
+|---|---|---|---|
+| smoke | 2,000 | 1 | to see that everything runs, in minutes |
+| usable | 70,000 | 3 | the size of ShareGPT: a drafter that pays on traffic like its training text |
+| production | 530,000 | 3 | the size that EAGLE-3 was published with (arXiv 2503.01840, section 4) |
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers import (
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from draftsmith.models.drafters.eagle3 import Eagle3Config
+from draftsmith.train import TrainConfig
+from draftsmith.train.config import DataConfig
+from draftsmith.train.hardware.estimates import H100, estimate, target_size
+
+SIZES = {"smoke": (2_000, 1), "usable": (70_000, 3), "production": (530_000, 3)}  # samples, epochs
+MICRO_BATCH = 8192  # tokens: what a device computes at a time, in gigabytes still, not tens of them
+TOKENS_PER_SAMPLE = 800  # of a conversation of the ShareGPT kind, prompt and answer
+
+
+@dataclass(frozen=True)
+class PublicTarget:
+    name: str  # on the Hub
+    config: PretrainedConfig
+
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+}
+QWEN3: dict[str, Any] = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
+
+
+def _llama(name: str, hidden: int, layers: int, heads: int, inner: int) -> PublicTarget:
+    shape: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return PublicTarget(name, LlamaConfig(**LLAMA, **shape, intermediate_size=inner, tie_word_embeddings=False))
+
+
+def _qwen3(name: str, hidden: int, layers: int, heads: int, inner: int, tied: bool = False) -> PublicTarget:
+    shape: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    shape["num_key_value_heads"] = 8
+    return PublicTarget(name, Qwen3Config(**QWEN3, **shape, intermediate_size=inner, tie_word_embeddings=tied))
+
+
+PUBLIC_TARGETS: dict[str, PublicTarget] = {
+    "llama_3_1_8b": _llama("meta-llama/Llama-3.1-8B-Instruct", 4096, 32, 32, 14336),
+    "llama_3_3_70b": _llama("meta-llama/Llama-3.3-70B-Instruct", 8192, 80, 64, 28672),
+    "qwen3_0_6b": _qwen3("Qwen/Qwen3-0.6B", 1024, 28, 16, 3072, tied=True),
+    "qwen3_8b": _qwen3("Qwen/Qwen3-8B", 4096, 36, 32, 12288),
+    "qwen3_32b": _qwen3("Qwen/Qwen3-32B", 5120, 64, 64, 25600),
+    "qwen3_30b_a3b": PublicTarget(
+        "Qwen/Qwen3-30B-A3B",
+        Qwen3MoeConfig(
+            **QWEN3,
+            hidden_size=2048,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "gemma_3_1b": PublicTarget(
+        "google/gemma-3-1b-it",
+        Gemma3TextConfig(
+            vocab_size=262144,
+            hidden_size=1152,
+            num_hidden_layers=26,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=256,
+            intermediate_size=6912,
+            max_position_embeddings=32768,
+        ),
+    ),
+    "gpt_oss_20b": PublicTarget(
+        "openai/gpt-oss-20b",
+        GptOssConfig(
+            vocab_size=201088,
+            hidden_size=2880,
+            num_hidden_layers=24,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=64,
+            intermediate_size=2880,
+            num_local_experts=32,
+            num_experts_per_tok=4,
+            tie_word_embeddings=False,
+        ),
+    ),
+}
+
+
+def eagle3_for(target: str, size: str) -> TrainConfig:
+    """EAGLE-3 for a public target; the samples, `draftsmith prepare`d, and the folder are left to the user.
+
+    The dense part of a sparse target sets the drafter's width: one layer as wide as four times the hidden size.
+    """
+    public = PUBLIC_TARGETS[target]
+    num_samples, epochs = SIZES[size]
+    sparse = isinstance(public.config, Qwen3MoeConfig | GptOssConfig)
+    drafter = Eagle3Config(
+        draft_vocab_size=32000,
+        unroll_steps=5,
+        intermediate_size=4 * public.config.hidden_size if sparse else None,
+    )
+    config = TrainConfig(public.name, drafter, DataConfig(""))
+    config.data.tokens_per_micro_batch = MICRO_BATCH
+    config.optimizer.learning_rate = 1e-4
+    config.run.steps = num_samples * epochs // config.data.batch_size
+    config.run.checkpoint_every = max(1, config.run.steps // 10)
+    return config
+
+
+def table() -> str:
+    """What the recipes take, in Markdown: docs/recipes.md."""
+    head = ["recipe", "parameters (active)", *(f"hours, {size}" for size in SIZES), "GB on each GPU", "one H100 80 GB?"]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for name, public in PUBLIC_TARGETS.items():
+        weights = target_size(public.config)
+        taken = {size: estimate(eagle3_for(name, size), public.config, TOKENS_PER_SAMPLE) for size in SIZES}
+        memory = taken["usable"].total_bytes
+        row = [
+            f"`eagle3_{name}_SIZE`",
+            f"{weights.total / 1e9:.1f} B ({(weights.active_layers + weights.head) / 1e9:.1f} B)",
+            *(f"{one.hours(H100):.2f}" if one.hours(H100) < 10 else f"{one.hours(H100):.0f}" for one in taken.values()),
+            f"{memory / 1e9:.0f}",
+            "yes" if memory < H100.memory else "no: `data.features=stored`",
+        ]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+TARGET_RECIPES: dict[str, Callable[[], TrainConfig]] = {
+    f"eagle3_{target}_{size}": partial(eagle3_for, target, size) for target in PUBLIC_TARGETS for size in SIZES
+}

@@ -1,0 +1,248 @@
+"""What each engine loads of a drafter's directory, as data; loader_check.py holds a directory against it.
+
+Read in the released sources of vLLM 0.32.0 and SGLang 0.5.23. `pytest -m engine` holds vLLM's for EAGLE-3 against the
+engine, and SGLang's against its source. Engines are lenient where it hurts: of an EAGLE-3 drafter vLLM leaves a missing
+tensor at random and drops an unknown bias, SGLang drops everything unknown, neither with a word, and drafts are then
+never accepted.
+
+Sizes in shapes: H width of the drafter, T of the target, A layers read, N query heads, K key-value heads, D head width,
+I inner width, V target vocabulary, R draft vocabulary.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.models.drafting.base import OWN_EMBEDDING
+from draftsmith.models.errors import UserError
+
+VLLM, SGLANG = "vLLM 0.32.0", "SGLang 0.5.23"  # another version may load otherwise: read it, then change the rules
+
+LAYER = {
+    "layers.0.post_attention_layernorm.weight": "H",
+    "layers.0.self_attn.o_proj.weight": "H N*D",
+    "layers.0.mlp.gate_proj.weight": "I H",
+    "layers.0.mlp.up_proj.weight": "I H",
+    "layers.0.mlp.down_proj.weight": "H I",
+}
+EAGLE = {
+    **LAYER,
+    "fc.weight": "H 2*T",
+    "fc.bias": "H",
+    "layers.0.self_attn.q_proj.weight": "N*D H",
+    "layers.0.self_attn.k_proj.weight": "K*D H",
+    "layers.0.self_attn.v_proj.weight": "K*D H",
+}
+EAGLE3 = {
+    **LAYER,
+    "fc.weight": "H A*T",
+    "layers.0.input_layernorm.weight": "H",
+    "layers.0.hidden_norm.weight": "H",
+    "layers.0.self_attn.q_proj.weight": "N*D 2*H",
+    "layers.0.self_attn.k_proj.weight": "K*D 2*H",
+    "layers.0.self_attn.v_proj.weight": "K*D 2*H",
+    "norm.weight": "H",
+    "lm_head.weight": "R H",
+}
+DEEPER = {  # of P-EAGLE, behind EAGLE-3's layer
+    **LAYER,
+    "layers.0.input_layernorm.weight": "H",
+    "layers.0.self_attn.q_proj.weight": "N*D H",
+    "layers.0.self_attn.k_proj.weight": "K*D H",
+    "layers.0.self_attn.v_proj.weight": "K*D H",
+}
+P_EAGLE = {**EAGLE3, "mask_hidden": "1 1 A*T"}
+TABLES = {"d2t": "R", "t2d": "V"}  # of a reduced draft vocabulary, and only of one
+DTYPES = {"d2t": torch.int64, "t2d": torch.bool, "token_map": torch.int64}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How one engine treats the files of one kind of drafter.
+
+    A directory is refused for whatever does not fit; `missing` and `unexpected` tell what would have happened.
+    """
+
+    engine: str
+    method: str  # what the serving command must name
+    architecture: str | None  # what config.json must name; None: any causal language model
+    tensors: dict[str, str]  # name -> shape; empty: what config.json tells (Medusa) or transformers makes of it
+    required: dict[
+        str, type
+    ]  # keys of config.json, and what they hold: with none, each engine has a default of its own
+    fixed: dict[str, Any]  # keys with the one value that this engine and our training agree on
+    missing: str  # what becomes of a tensor that is not there
+    unexpected: str  # what becomes of one that the engine does not know
+    dropped: tuple[str, ...] = ()  # unknown names that are dropped without a word, where others are refused
+    optional: dict[str, str] = field(default_factory=dict)  # tensors that may be there, as `tensors`
+    off: tuple[str, ...] = ()  # flags that must be false or missing: the engine computes something else with them
+    parallel_drafting: bool = False  # vLLM's setting for drafters that draft all tokens in one pass
+    ignored: tuple[str, ...] = ()  # known names that the engine passes over: zeros are the same there
+
+
+EAGLE_KEYS: dict[str, type] = {
+    "hidden_size": int,  # LlamaConfig's defaults, those of Llama 7B, stand in for every size that is not there
+    "intermediate_size": int,
+    "num_attention_heads": int,
+    "num_key_value_heads": int,
+    "head_dim": int,
+    "rms_norm_eps": float,
+    "vocab_size": int,
+    "max_position_embeddings": int,  # default 2048
+    "rope_theta": float,  # the older of two schemas: default 10000
+    "rope_parameters": dict,  # the newer one
+}
+EAGLE3_KEYS: dict[str, type] = {
+    **EAGLE_KEYS,
+    "target_hidden_size": int,  # default: hidden_size
+    "draft_vocab_size": int,  # vLLM's default: vocab_size; SGLang: AttributeError, and for null the target's head
+    "num_aux_hidden_states": int,  # default: as many as the nested list has, else 3
+    "eagle_aux_hidden_state_layer_ids": list,  # vLLM; default 2, L // 2, L - 3
+    "eagle_config": dict,  # SGLang reads its layer ids here, one lower; same default
+}
+EAGLE_FIXED = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,  # a second layer has another norm in vLLM than in SGLang
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,  # true: SGLang takes the embedding for the head
+    "attention_bias": False,  # SGLang has no bias there
+    "mlp_bias": False,
+}
+EAGLE3_FIXED = {**EAGLE_FIXED, "norm_before_residual": False}  # what SGLang computes, whatever config.json says
+VLLM_EAGLE3_KEYS: dict[str, type] = {**EAGLE3_KEYS, "norm_before_residual": bool}  # speculators' format: default true
+P_EAGLE_KEYS: dict[str, type] = {**EAGLE3_KEYS, "num_hidden_layers": int, "pard_token": int}
+P_EAGLE_FIXED = {
+    **{key: value for key, value in EAGLE3_FIXED.items() if key != "num_hidden_layers"},
+    "mask_token_id": None,  # would win over pard_token
+}
+# Norms that our drafters do not have, and a window that they are not trained with.
+EAGLE_OFF = ("sliding_window", "layer_types")
+EAGLE3_OFF = ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "bias", *EAGLE_OFF)
+MEDUSA_KEYS: dict[str, type] = {
+    "hidden_size": int,  # default 4096
+    "vocab_size": int,  # default 32001
+    "num_heads": int,  # default 5
+    "num_hidden_layers": int,  # default 1
+    "truncated_vocab_size": int,  # default vocab_size
+    "original_lm_head": bool,  # one output matrix for all heads; default: one for each
+}
+MEDUSA_FIXED = {"model_type": "medusa", "medusa_fc_bias": True}  # default: no biases
+RANDOM = "would stay random, without a word"
+DROPPED = "would be dropped without a word"
+REFUSED = "would be refused"
+
+RULES = {
+    ("vllm", "eagle3"): Rules(
+        VLLM,
+        "eagle3",
+        "LlamaForCausalLMEagle3",
+        EAGLE3,
+        VLLM_EAGLE3_KEYS,
+        EAGLE_FIXED,
+        RANDOM,
+        REFUSED,
+        ("*.bias",),
+        {OWN_EMBEDDING: "V H"},
+        off=EAGLE3_OFF,
+    ),
+    ("sglang", "eagle3"): Rules(
+        SGLANG,
+        "EAGLE3",
+        "LlamaForCausalLMEagle3",
+        EAGLE3,
+        EAGLE3_KEYS,
+        EAGLE3_FIXED,
+        RANDOM,
+        DROPPED,
+        off=EAGLE3_OFF,
+    ),
+    ("vllm", "eagle"): Rules(
+        VLLM,
+        "eagle",
+        "LlamaForCausalLM",
+        EAGLE,
+        EAGLE_KEYS,
+        EAGLE_FIXED,
+        RANDOM,
+        REFUSED,
+        ("*.bias",),
+        off=EAGLE_OFF,
+        ignored=("fc.bias",),
+    ),
+    ("sglang", "eagle"): Rules(
+        SGLANG,
+        "EAGLE",
+        "LlamaForCausalLMEagle",
+        EAGLE,
+        EAGLE_KEYS,
+        EAGLE_FIXED,
+        RANDOM,
+        DROPPED,
+        ("lm_head.*",),
+        off=EAGLE_OFF,
+    ),
+    ("vllm", "p_eagle"): Rules(
+        VLLM,
+        "eagle3",
+        "LlamaForCausalLMEagle3",  # PEagleDraftModel and PeagleLlamaForCausalLM are other names of the same class
+        P_EAGLE,
+        P_EAGLE_KEYS,
+        P_EAGLE_FIXED,
+        RANDOM,
+        REFUSED,
+        ("*.bias",),
+        off=EAGLE3_OFF,
+        parallel_drafting=True,
+    ),
+    ("vllm", "medusa"): Rules(VLLM, "medusa", "MedusaModel", {}, MEDUSA_KEYS, MEDUSA_FIXED, REFUSED, DROPPED),
+    ("vllm", "draft_model"): Rules(VLLM, "draft_model", None, {}, {"vocab_size": int}, {}, REFUSED, REFUSED),
+    ("sglang", "draft_model"): Rules(SGLANG, "STANDALONE", None, {}, {"vocab_size": int}, {}, RANDOM, DROPPED),
+}
+UNSERVED = {
+    ("vllm", "medusa"): "vLLM serves Medusa heads up to 0.32.0 only: 0.33.0 dropped them",
+    ("vllm", "hydra"): "no engine serves Hydra heads",
+    ("sglang", "hydra"): "no engine serves Hydra heads",
+    ("vllm", "mlp_speculator"): "vLLM reads MLP speculators up to 0.32.0, but has run none since its V1 engine",
+    ("sglang", "mlp_speculator"): "SGLang serves no MLP speculators",
+    ("sglang", "p_eagle"): "SGLang serves no P-EAGLE drafters",
+    ("sglang", "medusa"): "SGLang serves no medusa drafters: it has EAGLE, EAGLE3, STANDALONE and NGRAM",
+}
+SHIFTED_ONLY_FROM_1 = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # targets whose nested ids SGLang counts so
+
+
+def rules_for(engine: str, kind: str) -> Rules:
+    """The rules of an engine for a kind; `UserError` with the reason where it serves none of that kind."""
+    rules = RULES.get((engine, kind))
+    if rules is None:
+        reason = UNSERVED.get((engine, kind), f"{engine} serves no {kind} drafters")
+        raise UserError(f"{reason}; export for another engine, or train another kind")
+    return rules
+
+
+def speculative_config(kind: str, model: str, draft_length: int) -> dict[str, Any]:
+    """What vLLM is told of a drafter, `model` being its directory or its name on the Hub."""
+    rules = rules_for("vllm", kind)
+    parallel = {"parallel_drafting": True} if rules.parallel_drafting else {}
+    return {"method": rules.method, "model": model, "num_speculative_tokens": draft_length, **parallel}
+
+
+# --- names of directories and on the Hub
+
+
+def guessed_method(path: str) -> str | None:
+    """The method that vLLM reads out of a drafter's path, in its order; None where it looks into config.json."""
+    words = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+    return next((method for word, method in words.items() if word in path.lower()), None)
+
+
+def check_name(method: str, option: str, name: str) -> None:
+    """Refuse a whole path or a name on the Hub, given by `option`, from which vLLM guesses another method.
+
+    For eagle and eagle3 a method that is given counts, so that only the last part of the name is held against it, for
+    those who leave it out. For medusa and draft_model the guess wins over the method that was given.
+    """
+    guessed = guessed_method(Path(name).name if method in ("eagle", "eagle3") else name)
+    if guessed not in (None, method):
+        raise UserError(f"{option} {name}: vLLM would take the drafter for {guessed!r} by this name: give another one")

@@ -1,0 +1,133 @@
+"""The order of training text: every sample once an epoch, nothing but seed and step decides which comes when, and all
+ranks get as many micro-batches.
+"""
+
+import random
+
+import pytest
+
+from draftsmith.data.samples.batches import BatchPlan, pack, size
+from draftsmith.data.samples.samples import Sample, Span
+
+
+def make_samples(count: int) -> list[Sample]:
+    """Sample i is i + 1 written three times or more, so that a token tells where it came from; some have two turns."""
+    return [make_sample([i + 1] * (3 + 7 * i % 11), 1 + i % 2) for i in range(count)]
+
+
+def make_sample(token_ids: list[int], prompt_length: int) -> Sample:
+    """Of texts longer than six tokens, the last but one was the user's."""
+    end = len(token_ids)
+    if end <= 6:
+        return Sample(token_ids, [Span(prompt_length, end)])
+    return Sample(token_ids, [Span(prompt_length, end - 2), Span(end - 1, end)])
+
+
+def make_plan(
+    num_samples: int = 70,
+    batch_size: int = 4,
+    max_length: int = 100,
+    budget: int = 10_000,
+    seed: int = 0,
+    packing: bool = False,
+) -> BatchPlan:
+    return BatchPlan(make_samples(num_samples), batch_size, max_length, budget, seed, packing)
+
+
+@pytest.mark.parametrize("num_samples", [4, 7, 64, 70])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_epoch_takes_no_sample_twice(num_samples: int, epoch: int) -> None:
+    """The rest that fills no batch is left out, another one each epoch."""
+    plan = make_plan(num_samples)
+    first = epoch * plan.steps_per_epoch
+    taken = [index for step in range(first, first + plan.steps_per_epoch) for index in plan.indices(step)]
+    assert len(taken) == len(set(taken)) == num_samples // 4 * 4
+    assert set(taken) <= set(range(num_samples))
+
+
+def test_order_is_a_function_of_seed_and_step() -> None:
+    """A resumed run asks for step n first; it must get what the uninterrupted run got there."""
+    plan = make_plan()
+    in_order = [plan.indices(step) for step in range(40)]
+    assert [make_plan().indices(step) for step in reversed(range(40))] == in_order[::-1]
+    assert [make_plan(seed=1).indices(step) for step in range(40)] != in_order
+    assert in_order[: plan.steps_per_epoch] != in_order[plan.steps_per_epoch : 2 * plan.steps_per_epoch]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 12])
+@pytest.mark.parametrize("budget", [13, 40, 10_000])
+def test_ranks_share_a_step_evenly(packing: bool, num_ranks: int, budget: int) -> None:
+    """A sample seen by two ranks counts twice in the gradient; a rank with one micro-batch more waits for ever."""
+    plan = make_plan(batch_size=12, max_length=13, budget=budget, packing=packing)
+    for step in range(plan.steps_per_epoch):
+        shares = [plan.micro_batches(step, rank, num_ranks) for rank in range(num_ranks)]
+        assert len({len(share) for share in shares}) == 1
+        assert all(size(rows, plan.lengths) <= budget for share in shares for rows in share)
+        found = [index for share in shares for rows in share for row in rows for index in row]
+        assert sorted(found) == sorted(plan.indices(step))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("max_length", [1, 2, 5, 13, 100])
+def test_mask_covers_exactly_what_the_target_wrote(max_length: int, packing: bool) -> None:
+    """Neither prompts nor padding are trained on, and a cut sample is trained up to the cut or, cut before its answer,
+    not at all.
+    """
+    plan = make_plan(max_length=max_length, packing=packing)
+    with_answers = [i for i, sample in enumerate(plan.samples) if sample.spans[0].start < max_length]
+    assert plan.trained == with_answers
+    for step in range(plan.steps_per_epoch):
+        for rows in plan.micro_batches(step, 0, 1):
+            batch = plan.collate(rows)
+            for number, row in enumerate(rows):
+                expected_ids, expected_mask, expected_documents = [], [], []
+                for document, index in enumerate(row):
+                    sample = plan.samples[index]
+                    kept = sample.token_ids[:max_length]
+                    expected_ids += kept
+                    expected_mask += [
+                        any(span.start <= place < span.end for span in sample.spans) for place in range(len(kept))
+                    ]
+                    expected_documents += [document] * len(kept)
+                length = len(expected_ids)
+                assert length <= max_length
+                assert batch.token_ids[number, :length].tolist() == expected_ids
+                assert batch.loss_mask[number, :length].tolist() == expected_mask
+                assert not batch.loss_mask[number, length:].any()
+                assert (batch.documents is not None) == packing
+                if batch.documents is not None:
+                    assert batch.documents[number, :length].tolist() == expected_documents
+                    assert (batch.documents[number, length:] == -1).all()
+
+
+def test_what_is_cut_is_said() -> None:
+    samples = [
+        Sample([1] * 10, [Span(2, 10)]),
+        Sample([1] * 10, [Span(7, 10)]),
+        Sample([1] * 5, [Span(2, 5)]),
+    ]
+    assert "2 of 3 samples" in BatchPlan(samples, 1, 6, 6, 0).cut()
+    assert "1 are left out" in BatchPlan(samples, 1, 6, 6, 0).cut()
+    assert "32.0 %" in BatchPlan(samples, 1, 6, 6, 0).cut()
+    assert BatchPlan(samples, 1, 10, 10, 0).cut() == ""
+
+
+def test_batches_pad_little() -> None:
+    """Samples of like length share a batch: with lengths 1 to 64 in groups of 8 batches, far less than at random."""
+    samples = [Sample([1] * (2 + i), [Span(1, 2 + i)]) for i in range(64)]
+    plan = BatchPlan(samples, 8, 65, 10_000, seed=0)
+    batches = [plan.collate(plan.micro_batches(step, 0, 1)[0]) for step in range(plan.steps_per_epoch)]
+    assert sum(batch.token_ids.numel() for batch in batches) == 8 * sum(range(9, 66, 8))  # sorted, all in one group
+
+
+def test_packed_rows_are_full() -> None:
+    """First-fit decreasing needs at most 11/9 of the fewest rows and one more (Johnson 1973); no row overflows."""
+    chance = random.Random(0)
+    for _ in range(50):
+        lengths = [chance.randint(1, 60) for _ in range(40)]
+        rows = pack(list(range(40)), lengths, 64)
+        assert sorted(index for row in rows for index in row) == list(range(40))
+        assert all(sum(lengths[index] for index in row) <= 64 for row in rows)
+        fewest = max(-(-sum(lengths) // 64), sum(length > 32 for length in lengths))
+        assert len(rows) <= fewest * 11 / 9 + 1

@@ -1,0 +1,290 @@
+"""Answers from a server: what is asked, what is refused, and what a server in trouble does to a run."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.data.answers import endpoint as endpoint_module
+from draftsmith.data.answers.endpoint import Endpoint
+from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.data.samples.samples import SAMPLES, read_samples
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.models import Target, load_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.sampling import Sampling
+
+SETTINGS = PrepareSettings(max_new_tokens=6, samplings=(Sampling(0.0),), batch_size=3)
+NUM_PROMPTS = 12
+
+
+class FakeServer:
+    """vLLM or SGLang as far as draftsmith talks to it, with the tiny target inside and `trouble` on request."""
+
+    def __init__(self, target: Target, form: str) -> None:
+        self.target, self.form = target, form
+        self.decoder = SpeculativeDecoder(target, load_drafter("none", target))
+        self.trouble: Callable[[int, dict], dict | int | None] = lambda number, answer: None
+        self.models: list[dict] = [{"id": "served", "max_model_len": 100}]
+        self.asked: list[dict] = []  # bodies of requests for whole answers
+        self.most_at_a_time = self._running = 0
+        self._lock = threading.Lock()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                self.reply(200, {"data": fake.models})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self.reply(*fake.post(self.path, body))
+
+            def reply(self, status: int, answer: dict) -> None:
+                data = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def post(self, path: str, body: dict) -> tuple[int, dict]:
+        if path not in ("/v1/completions", "/generate") or (path == "/generate" and self.form != "sglang"):
+            return 404, {}
+        sampling = body.get("sampling_params", body)
+        prompt = body.get("prompt", body.get("input_ids", body.get("text")))
+        if isinstance(prompt, str):
+            return 200, self.answer(path, self.target.encode(prompt), [1], "length")
+        with self._lock:
+            self.asked.append(body)
+            number = len(self.asked)
+            self._running += 1
+            self.most_at_a_time = max(self.most_at_a_time, self._running)
+        time.sleep(0.01)
+        with self._lock:
+            self._running -= 1
+            limit = sampling.get("max_tokens", sampling.get("max_new_tokens"))
+            (new_ids,) = self.decoder.generate([prompt], limit).token_ids
+        answer = self.answer(path, prompt, new_ids, "stop" if new_ids[-1] in self.target.eos_token_ids else "length")
+        changed = self.trouble(number, answer)
+        return (changed, {"error": "trouble"}) if isinstance(changed, int) else (200, changed or answer)
+
+    def answer(self, path: str, prompt: list[int], new_ids: list[int], reason: str) -> dict:
+        if path == "/generate":
+            matched = {"matched": new_ids[-1]} if reason == "stop" else {}
+            told = new_ids[:-1] if reason == "stop" else new_ids  # some versions leave the end of text out
+            info = {
+                "finish_reason": {"type": reason, **matched},
+                "input_token_logprobs": [[0.0, t, None] for t in prompt],
+            }
+            return {"text": "", "output_ids": told, "meta_info": info}
+        choice: dict[str, Any] = {"text": "", "finish_reason": reason}
+        if self.form == "vllm":
+            choice |= {"token_ids": new_ids, "prompt_token_ids": prompt}
+        return {"choices": [choice]}
+
+
+@pytest.fixture
+def make_server(tiny_target: Target) -> Iterator[Callable[..., FakeServer]]:
+    servers = []
+
+    def make(form: str = "vllm", target: Target = tiny_target) -> FakeServer:
+        servers.append(FakeServer(target, form))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "FIRST_WAIT", 0.002)
+    monkeypatch.setattr(endpoint_module, "ATTEMPTS", 4)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_text("".join(f"strike {'the iron ' * (i % 4)}{i}\n" for i in range(NUM_PROMPTS)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def served(tiny_target_dir: Path) -> Target:
+    return Target.without_weights(tiny_target_dir)
+
+
+@pytest.fixture(scope="module")
+def expected(source: str, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What the decoder in the process writes."""
+    out = tmp_path_factory.mktemp("expected")
+    prepare(tiny_target, source, out, SETTINGS)
+    return (out / SAMPLES).read_bytes()
+
+
+def asking(server: FakeServer) -> PrepareSettings:
+    return replace(SETTINGS, endpoint=server.url)
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang"])
+def test_a_server_writes_the_same_file(
+    form: str, make_server: Callable[..., FakeServer], served: Target, source: str, expected: bytes, tmp_path: Path
+) -> None:
+    """No text was ever tokenised again, and no more requests stood open than allowed."""
+    server = make_server(form)
+    prepare(served, source, tmp_path, asking(server))
+    assert (tmp_path / SAMPLES).read_bytes() == expected
+    assert 1 < server.most_at_a_time <= SETTINGS.batch_size
+    assert len(server.asked) == NUM_PROMPTS
+
+
+def test_everything_that_shapes_an_answer_is_sent(
+    make_server: Callable[..., FakeServer], served: Target, source: str, tmp_path: Path
+) -> None:
+    """A server's own defaults (vLLM reads them from the model's generation_config.json) must not come in."""
+    server = make_server()
+    prepare(served, source, tmp_path, replace(asking(server), samplings=(Sampling(0.7, 0.9, 5),)))
+    body = server.asked[0]
+    asked = {key: body[key] for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")}
+    assert asked == {
+        "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 6,
+    }  # fmt: skip
+    assert body["stop_token_ids"] == served.eos_token_ids
+    assert len({body["seed"] for body in server.asked}) == NUM_PROMPTS
+    sample = read_samples(tmp_path)[0]
+    assert (sample.temperature, sample.top_p, sample.top_k) == (0.7, 0.9, 5)
+
+
+def first_choice(answer: dict, **changes: Any) -> dict:
+    return {"choices": [{**answer["choices"][0], **changes}]}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda answer: 429,
+        lambda answer: 503,
+        lambda answer: {"object": "error"},
+        lambda answer: {"choices": []},
+        lambda answer: first_choice(answer, token_ids=None),
+        lambda answer: first_choice(answer, token_ids=[]),
+        lambda answer: first_choice(answer, token_ids=[10**6]),
+        lambda answer: first_choice(answer, token_ids=["5"]),
+        lambda answer: first_choice(answer, token_ids=[5] * 7),
+        lambda answer: first_choice(answer, prompt_token_ids=[1]),
+        lambda answer: first_choice(answer, finish_reason="abort"),
+    ],
+)
+def test_passing_trouble_leaves_no_trace(
+    spoil: Callable[[dict], Any],
+    make_server: Callable[..., FakeServer],
+    served: Target,
+    source: str,
+    expected: bytes,
+    tmp_path: Path,
+) -> None:
+    """The first answers are spoilt: they are asked for again, and neither missing nor there twice."""
+    server = make_server()
+    server.trouble = lambda number, answer: spoil(answer) if number <= 3 else None
+    prepare(served, source, tmp_path, asking(server))
+    assert (tmp_path / SAMPLES).read_bytes() == expected
+    assert len(server.asked) == NUM_PROMPTS + 3
+
+
+def test_waits_double(make_server: Callable[..., FakeServer], served: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = make_server()
+    endpoint = Endpoint(server.url, served, 6)
+    waits: list[float] = []
+    monkeypatch.setattr(endpoint_module, "FIRST_WAIT", 1.0)
+    monkeypatch.setattr(endpoint_module, "ATTEMPTS", 8)
+    monkeypatch.setattr(endpoint._stopped, "wait", lambda seconds: waits.append(seconds))
+    server.trouble = lambda number, answer: 500
+    with pytest.raises(UserError, match="8 times in a row, at last with: HTTP 500"):
+        endpoint.complete([5, 6], Sampling(), 0)
+    highest = [1, 2, 4, 8, 16, 30, 30]
+    assert all(most / 2 <= wait <= most for wait, most in zip(waits, highest, strict=False))
+
+
+def test_a_server_that_goes_away_ends_the_run_and_another_goes_on(
+    make_server: Callable[..., FakeServer], served: Target, source: str, expected: bytes, tmp_path: Path
+) -> None:
+    """One error that says so, nothing lost; the answers that are there are not asked for again."""
+    server = make_server()
+    server.trouble = lambda number, answer: 502 if number > 5 else None
+    with pytest.raises(UserError, match="what is written is kept"):
+        prepare(served, source, tmp_path, asking(server))
+    kept = (tmp_path / "answers-0.partial").read_text().count("\n")
+    assert kept == 5
+    other = make_server()
+    prepare(served, source, tmp_path, asking(other))
+    assert (tmp_path / SAMPLES).read_bytes() == expected
+    assert len(other.asked) == NUM_PROMPTS - kept
+
+
+def test_a_refusal_is_not_repeated(
+    make_server: Callable[..., FakeServer], served: Target, source: str, tmp_path: Path
+) -> None:
+    server = make_server()
+    server.trouble = lambda number, answer: 400
+    with pytest.raises(UserError, match="HTTP 400: .*trouble"):
+        prepare(served, source, tmp_path, asking(server))
+    assert len(server.asked) <= SETTINGS.batch_size
+
+
+def test_the_shorter_context_counts(
+    make_server: Callable[..., FakeServer], served: Target, source: str, tmp_path: Path
+) -> None:
+    server = make_server()
+    server.models = [{"id": "served", "max_model_len": 20}]
+    with pytest.raises(UserError, match="context of 20"):
+        prepare(served, source, tmp_path / "out", asking(server))
+    assert not (tmp_path / "out").exists()
+
+
+def test_unfit_servers_are_refused(make_server: Callable[..., FakeServer], tiny_target: Target, served: Target) -> None:
+    """Before the first prompt, each with its mend."""
+
+    def refused(server: FakeServer, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            Endpoint(server.url, served, 6)
+
+    refused(make_server(form="text only"), "without token ids")
+    two = make_server()
+    two.models = [{"id": "one"}, {"id": "two"}]
+    refused(two, "serves one, two")
+    gone = make_server()
+    gone.close()
+    refused(gone, "no model server answers")
+    foreign = make_server()
+    foreign.target = type("Foreign", (), {"encode": staticmethod(lambda text: tiny_target.encode(text)[1:])})()
+    refused(foreign, "tokenizer is not that")
+    with pytest.raises(UserError, match="give a URL"):
+        Endpoint("localhost:8000", served, 6)
+
+
+def test_other_ends_of_text_are_refused(
+    make_server: Callable[..., FakeServer], served: Target, source: str, tmp_path: Path
+) -> None:
+    """Answers would be cut where the target goes on."""
+    server = make_server()
+    server.trouble = lambda number, answer: first_choice(answer, finish_reason="stop", token_ids=[5, 6])
+    with pytest.raises(UserError, match="ends texts at token 6"):
+        prepare(served, source, tmp_path, asking(server))

@@ -1,0 +1,295 @@
+"""The target's answers: the very tokens it decoded, and the same file after an interruption."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.data.answers import prepare as prepare_module
+from draftsmith.data.answers.estimate import Spread, estimate
+from draftsmith.data.answers.journal import Journal
+from draftsmith.data.answers.prepare import PrepareSettings, Work, open_folder, prepare
+from draftsmith.data.answers.turns import Dialogue
+from draftsmith.data.prompts.prompts import encode_prompts, read_prompts
+from draftsmith.data.samples.samples import SAMPLES, Sample, check_same_target, read_prepared, read_samples, sample_line
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.models import Target, load_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.sampling import Sampling
+
+SAMPLINGS = (Sampling(0.0), Sampling(1.5, 0.9, 20))
+SETTINGS = PrepareSettings(max_new_tokens=12, samplings=SAMPLINGS, batch_size=2)
+NUM_PROMPTS = 10  # two whole shares of 4 and a short one; the middle one holds both temperatures
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shares_of_two_batches() -> Iterator[None]:
+    before, prepare_module.BATCHES_A_SHARE = prepare_module.BATCHES_A_SHARE, 2
+    yield
+    prepare_module.BATCHES_A_SHARE = before
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_text("".join(f"strike {'the iron ' * (i % 4)}{i}\n" for i in range(NUM_PROMPTS)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(source: str, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("samples")
+    prepare(tiny_target, source, out, SETTINGS)
+    return out
+
+
+@pytest.fixture(scope="module")
+def samples(folder: Path) -> list[Sample]:
+    return read_samples(folder)
+
+
+@pytest.fixture(scope="module")
+def encoded(source: str, tiny_target: Target) -> list[list[int]]:
+    return encode_prompts(read_prompts(source), tiny_target)
+
+
+def test_every_prompt_is_answered_once(samples: list[Sample], encoded: list[list[int]]) -> None:
+    assert [sample.prompt_index for sample in samples] == list(range(NUM_PROMPTS))
+    for sample, prompt in zip(samples, encoded, strict=True):
+        assert sample.spans == [(len(prompt), len(sample.token_ids), "answer")]
+        assert sample.token_ids[: len(prompt)] == prompt
+        assert 1 <= len(sample.generated()) <= SETTINGS.max_new_tokens
+
+
+def test_samplings_alternate_by_prompt(samples: list[Sample]) -> None:
+    """By place in the prompts file, not by the order of answering, which sorts by length."""
+    found = [Sampling(sample.temperature, sample.top_p, sample.top_k) for sample in samples]
+    assert found == list(SAMPLINGS) * (NUM_PROMPTS // 2)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_answers_are_what_the_target_decodes(
+    sampling: Sampling, samples: list[Sample], encoded: list[list[int]], tiny_target: Target
+) -> None:
+    """Each alone, with the noise of its place in the file: neither batch nor neighbours may show in an answer."""
+    decoder = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target))
+    for sample in samples:
+        if sample.temperature == sampling.temperature:
+            index = sample.prompt_index
+            output = decoder.generate([encoded[index]], 12, **vars(sampling), request_ids=[index])
+            assert sample.generated() == output.token_ids[0]
+
+
+def test_a_drafter_leaves_the_answers_alone(folder: Path, source: str, tiny_target: Target, tmp_path: Path) -> None:
+    """Speculative decoding meets the same noise, sampled answers included: the files are the same to the byte."""
+    prepare(tiny_target, source, tmp_path, replace(SETTINGS, drafter="ngram", batch_size=3))
+    assert (tmp_path / SAMPLES).read_bytes() == (folder / SAMPLES).read_bytes()
+
+
+def test_finish_reason(source: str, tiny_target: Target, samples: list[Sample], tmp_path: Path) -> None:
+    """The tiny target rarely ends a text by itself, so a token that one answer holds in its middle ends it, too."""
+    eos = samples[0].generated()[3]
+    generation_config = tiny_target.model.generation_config
+    before = generation_config.eos_token_id
+    generation_config.eos_token_id = [before, eos]
+    try:
+        prepare(tiny_target, source, tmp_path, SETTINGS)
+    finally:
+        generation_config.eos_token_id = before
+    found = read_samples(tmp_path)
+    for sample in found:
+        answer = sample.generated()
+        assert not {before, eos} & set(answer[:-1])  # nothing follows the end of a text
+        ended = answer[-1] in (before, eos)
+        assert sample.finish_reason == ("eos" if ended else "length")
+        assert ended or len(answer) == SETTINGS.max_new_tokens
+    assert {sample.finish_reason for sample in found} == {"eos", "length"}
+    assert read_samples(tmp_path, drop_cut=True) == [sample for sample in found if sample.finish_reason == "eos"]
+
+
+@pytest.mark.parametrize("kept", [0, 0.05, 0.35, 0.5, 0.75, 0.97, 1])
+def test_interrupted_anywhere_the_file_is_the_same(
+    kept: float, folder: Path, source: str, tiny_target: Target, tmp_path: Path
+) -> None:
+    """A kill leaves part of a line and part of a share, with any number of processes; then another number goes on."""
+    open_folder(tmp_path, read_prepared(folder), 0)
+    for rank, share in enumerate(Work(tiny_target, source, SETTINGS).shares()):
+        journal = Journal(tmp_path, rank)
+        for index in reversed(share):
+            journal.append(index, [read_samples(folder)[index]])
+        journal.close()
+        content = journal.path.read_bytes()
+        journal.path.write_bytes(content[: int(len(content) * kept)])
+    prepare(tiny_target, source, tmp_path, SETTINGS)
+    assert (tmp_path / SAMPLES).read_bytes() == (folder / SAMPLES).read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prepared.json", "samples.jsonl"]
+
+
+def test_whole_shares_are_not_decoded_again(
+    folder: Path, source: str, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Work(tiny_target, source, SETTINGS)
+    first, second, third = work.shares()
+    open_folder(tmp_path, read_prepared(folder), 0)
+    journal = Journal(tmp_path, 0)
+    for index in [*first, *third, second[1]]:
+        journal.append(index, [read_samples(folder)[index]])
+    journal.close()
+    decoded: list[int] = []
+    take = Dialogue.take
+    monkeypatch.setattr(Dialogue, "take", lambda self, *args: (decoded.append(self.index), take(self, *args)))
+    prepare(tiny_target, source, tmp_path, SETTINGS)
+    assert sorted(decoded) == sorted(second)
+
+
+def test_processes_share_the_prompts(
+    folder: Path, source: str, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two processes leaves the merging to the first; together they write what one alone does."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):
+        assert not (tmp_path / SAMPLES).exists()
+        monkeypatch.setenv("RANK", rank)
+        prepare(tiny_target, source, tmp_path, SETTINGS)
+    assert (tmp_path / SAMPLES).read_bytes() == (folder / SAMPLES).read_bytes()
+
+
+def test_a_killed_process_goes_on_to_the_same_file(
+    tiny_target_dir: Path, source: str, folder: Path, tiny_target: Target, tmp_path: Path
+) -> None:
+    """SIGKILL as soon as something is written. benchmarks/prepare_kill.py does it three times at random moments."""
+    arguments = ["--max-new-tokens", "100", "--temperature", "0", "1.5", "--batch-size", "2", "--device", "cpu"]
+    command = [sys.executable, "-m", "draftsmith.data", "--target", str(tiny_target_dir), "--prompts", source]
+    journal = tmp_path / "killed" / "answers-0.partial"
+    process = subprocess.Popen([*command, "--out", str(tmp_path / "killed"), *arguments])
+    while process.poll() is None and not (journal.exists() and journal.stat().st_size):
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    settings = PrepareSettings(100, (Sampling(0.0), Sampling(1.5)), batch_size=2)
+    for out in ("killed", "whole"):
+        prepare(tiny_target, source, tmp_path / out, settings)
+    assert (tmp_path / "killed" / SAMPLES).read_bytes() == (tmp_path / "whole" / SAMPLES).read_bytes()
+
+
+def test_unfinished_samples_are_not_trained_on(folder: Path, tmp_path: Path) -> None:
+    open_folder(tmp_path, read_prepared(folder), 0)
+    with pytest.raises(UserError, match="unfinished samples"):
+        read_samples(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"max_new_tokens": 13}, r"settings.max_new_tokens \d+ -> 13"),
+        ({"samplings": (Sampling(0.0),)}, "settings.samplings "),
+        ({"seed": 1}, r"settings.seed \d -> 1"),
+        ({"samplings": SAMPLINGS[::-1]}, "settings.samplings "),
+    ],
+)
+def test_folder_of_other_settings_is_refused(
+    change: dict[str, Any], told: str, folder: Path, source: str, tiny_target: Target
+) -> None:
+    """Going on would mix answers that were asked for differently."""
+    before = (folder / SAMPLES).read_bytes()
+    with pytest.raises(UserError, match=f"another target, prompts or settings .{told}"):
+        prepare(tiny_target, source, folder, replace(SETTINGS, **change))
+    assert (folder / SAMPLES).read_bytes() == before
+
+
+def test_prompts_lie_where_they_like(folder: Path, source: str, tiny_target: Target, tmp_path: Path) -> None:
+    """Their content tells them, as the fingerprint does the target; an older draftsmith had fewer settings."""
+    copies = shutil.copytree(folder, tmp_path / "samples")
+    prepared = read_prepared(copies)
+    del prepared["settings"]["skip_long"]
+    (copies / "prepared.json").write_text(json.dumps({**prepared, "target": "elsewhere"}))
+    shutil.copy(source, tmp_path / "moved.txt")
+    prepare(tiny_target, str(tmp_path / "moved.txt"), copies, SETTINGS)
+    with pytest.raises(UserError, match="settings.skip_long False -> True"):
+        prepare(tiny_target, source, copies, replace(SETTINGS, skip_long=True))
+
+
+def test_edited_prompts_are_refused(source: str, tiny_target: Target, tmp_path: Path) -> None:
+    """The same path with other prompts of the same number: the answers there belong to the old ones."""
+    copy = tmp_path / "prompts.txt"
+    copy.write_text(Path(source).read_text())
+    prepare(tiny_target, str(copy), tmp_path / "out", SETTINGS)
+    copy.write_text(Path(source).read_text().replace("iron", "gold"))
+    with pytest.raises(UserError, match="another target, prompts or settings"):
+        prepare(tiny_target, str(copy), tmp_path / "out", SETTINGS)
+
+
+def test_samples_of_another_target_are_refused(
+    folder: Path, tiny_target: Target, make_target_dir: Callable[..., Path]
+) -> None:
+    """Same shapes and tokenizer, other weights: nothing but the fingerprint tells them apart."""
+    check_same_target(folder, tiny_target)
+    other = Target.from_pretrained(make_target_dir(initializer_range=0.1), "cpu")
+    with pytest.raises(UserError, match="prepare them again"):
+        check_same_target(folder, other)
+
+
+def test_samples_of_a_server_are_checked_by_what_it_wrote(
+    folder: Path, tiny_target: Target, make_target_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A server shows no weights to take a fingerprint of; greedy text shows who wrote it."""
+    (tmp_path / SAMPLES).write_bytes((folder / SAMPLES).read_bytes())
+    (tmp_path / "prepared.json").write_text(json.dumps({**read_prepared(folder), "target_fingerprint": None}))
+    check_same_target(tmp_path, tiny_target)
+    other = Target.from_pretrained(make_target_dir(initializer_range=0.1), "cpu")
+    with pytest.raises(UserError, match="greedy tokens"):
+        check_same_target(tmp_path, other)
+
+
+def test_folder_without_samples_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no prepared samples"):
+        read_samples(tmp_path)
+
+
+def test_bad_prompts_leave_no_folder(tiny_target: Target, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("iron " * tiny_target.context)
+    with pytest.raises(UserError, match="exceeds the target's context"):
+        prepare(tiny_target, str(tmp_path / "prompts.txt"), tmp_path / "out", SETTINGS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_long_prompts_are_left_out_on_request(source: str, tiny_target: Target, tmp_path: Path) -> None:
+    """Indices stay those of the prompts file, and with them the noise of the others."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("iron " * tiny_target.context + "\n" + Path(source).read_text())
+    prepare(tiny_target, str(prompts), tmp_path / "out", replace(SETTINGS, skip_long=True))
+    assert [sample.prompt_index for sample in read_samples(tmp_path / "out")] == list(range(1, NUM_PROMPTS + 1))
+    assert read_prepared(tmp_path / "out")["num_skipped"] == 1
+
+
+def test_estimate_of_a_fully_sampled_set_is_exact(source: str, samples: list[Sample], tiny_target: Target) -> None:
+    found = estimate(Work(tiny_target, source, replace(SETTINGS, batch_size=NUM_PROMPTS)))
+    assert found.generated == Spread(sum(len(sample.generated()) for sample in samples), 0)
+    assert found.stored == Spread(sum(len(sample.token_ids) for sample in samples), 0)
+    assert found.disk == Spread(sum(len(sample_line(sample)) for sample in samples), 0)
+    assert found.feature_bytes(3, 2).total == found.stored.total * 4 * 32 * 2  # the tiny target is 32 wide
+
+
+def test_spread_covers_the_total_as_often_as_it_says() -> None:
+    """95 % of the intervals from samples of 100 out of 1,000 skewed lengths hold the true total."""
+    generator = random.Random(0)
+    values = [generator.expovariate(1.0) for _ in range(1000)]
+    spreads = [Spread.over(generator.sample(values, 100), 1000) for _ in range(1000)]
+    covered = sum(abs(spread.total - sum(values)) <= spread.margin for spread in spreads)
+    assert 900 < covered < 980
+
+
+def test_what_wrote_the_samples_is_kept(folder: Path, source: str, tiny_target: Target) -> None:
+    prepared = json.loads((folder / "prepared.json").read_text())
+    assert prepared["target_fingerprint"] == tiny_target.fingerprint()
+    assert (prepared["prompts"], prepared["num_prompts"]) == (source, NUM_PROMPTS)
+    assert [sampling["temperature"] for sampling in prepared["settings"]["samplings"]] == [0.0, 1.5]

@@ -1,0 +1,187 @@
+"""Prompts from files: what is read, and what is refused with the line that is wrong."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from chats import FAMILIES, chat_target
+
+from draftsmith.data.prompts.conversations import opened_chat
+from draftsmith.data.prompts.prompts import check_lengths, encode_prompts, read_prompt_set, read_prompts
+from draftsmith.data.prompts.raw_rows import Prompt
+from draftsmith.models import Target
+from draftsmith.models.errors import UserError
+
+CHATS = {name: chat_target(family) for name, family in FAMILIES.items()}
+MESSAGES = [{"role": "user", "content": "heat the iron"}]
+
+
+def write(path: Path, content: str) -> str:
+    path.write_text(content, "utf-8")
+    return str(path)
+
+
+def test_jsonl_holds_texts_and_chats(tmp_path: Path) -> None:
+    lines = [{"prompt": "a\nb", "id": 7}, {"messages": MESSAGES}]
+    source = write(tmp_path / "p.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    assert read_prompts(source) == [Prompt(text="a\nb"), Prompt(messages=MESSAGES)]
+
+
+def test_txt_holds_a_prompt_a_line(tmp_path: Path) -> None:
+    """Leading blanks belong to the prompt: in code they are its indentation."""
+    assert read_prompts(write(tmp_path / "p.txt", "  one\ntwo, ünï\n")) == [Prompt("  one"), Prompt("two, ünï")]
+
+
+@pytest.mark.parametrize(("suffix", "line"), [(".txt", "x"), (".jsonl", '{"prompt": "x"}')])
+def test_blank_lines_are_skipped(suffix: str, line: str, tmp_path: Path) -> None:
+    source = write(tmp_path / f"p{suffix}", f"\n{line}\n  \n\r\n{line}")
+    assert read_prompts(source) == [Prompt("x"), Prompt("x")]
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_only_line_feeds_end_a_line(separator: str, tmp_path: Path) -> None:
+    """`str.splitlines` also cuts at these, which JSON allows inside a text: valid lines would be called malformed."""
+    line = json.dumps({"prompt": f"a{separator}b"}, ensure_ascii=False)
+    assert read_prompts(write(tmp_path / "p.jsonl", line + "\n")) == [Prompt(f"a{separator}b")]
+
+
+def test_malformed_line_is_named_by_its_number_in_the_file(tmp_path: Path) -> None:
+    """Blank lines count: editors number them too."""
+    with pytest.raises(UserError, match="line 3 is not JSON"):
+        read_prompts(write(tmp_path / "p.jsonl", '{"prompt": "x"}\n\n{"prompt": "y"\n'))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{}",
+        '["x"]',
+        '{"text": "x"}',
+        '{"prompt": ""}',
+        '{"prompt": 3}',
+        '{"messages": []}',
+        '{"messages": "x"}',
+        '{"messages": ["x"]}',
+        '{"messages": [{"content": "x"}]}',
+    ],
+)
+def test_line_without_a_prompt_is_named(line: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="line 2"):
+        read_prompts(write(tmp_path / "p.jsonl", '{"prompt": "x"}\n' + line))
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_files_without_prompts_are_refused(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"p{suffix}"
+    with pytest.raises(UserError, match="no prompts file"):
+        read_prompts(str(path))
+    with pytest.raises(UserError, match="holds no prompts"):
+        read_prompts(write(path, " \n\n"))
+    path.write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(UserError, match="not UTF-8"):
+        read_prompts(str(path))
+
+
+def test_anything_else_must_name_a_column() -> None:
+    with pytest.raises(UserError, match="NAME:COLUMN"):
+        read_prompts("prompts.csv")
+
+
+def test_text_is_encoded_as_it_is(tiny_target: Target) -> None:
+    ids = encode_prompts([Prompt("heat the iron")], tiny_target)[0]
+    assert tiny_target.tokenizer is not None
+    assert ids[0] == tiny_target.tokenizer.bos_token_id
+    assert tiny_target.tokenizer.decode(ids[1:]) == "heat the iron"
+
+
+def test_chats_need_a_chat_template(tiny_target: Target) -> None:
+    with pytest.raises(UserError, match="prompt 2 .*no chat template"):
+        encode_prompts([Prompt("x"), Prompt(messages=MESSAGES)], tiny_target)
+
+
+def test_chat_is_opened_for_the_answer() -> None:
+    """Without the opened turn the target would continue the user's. Byte-level tokens decode to the exact text."""
+    target = CHATS["chatml"]
+    assert target.tokenizer is not None
+    [ids] = encode_prompts([Prompt(messages=MESSAGES)], target)
+    opened = "<|im_start|>user\nheat the iron<|im_end|>\n<|im_start|>assistant\n"
+    assert target.tokenizer.decode(ids) == opened
+
+
+def test_chat_that_the_template_refuses_is_named() -> None:
+    """Templates raise on roles that do not alternate, for one; that is no traceback out of jinja."""
+    refusing = replace(FAMILIES["chatml"], template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(UserError, match="prompt 2.*roles must alternate"):
+        encode_prompts([Prompt("x"), Prompt(messages=MESSAGES)], chat_target(refusing))
+
+
+def test_lengths_are_checked_to_the_token(tiny_target: Target) -> None:
+    """A prompt and its answer may fill the context and no more."""
+    room = tiny_target.context - 8
+    two = [Prompt("x"), Prompt("y", where="p.txt line 3")]
+    check_lengths(two, [[1], [1] * room], 8, tiny_target)
+    with pytest.raises(UserError, match=f"p.txt line 3 has {room + 1} tokens.*context of {tiny_target.context}"):
+        check_lengths(two, [[1], [1] * (room + 1)], 8, tiny_target)
+    with pytest.raises(UserError, match="prompt 1 is empty"):
+        check_lengths(two[:1], [[]], 8, tiny_target)
+
+
+def test_a_prompt_set_keeps_the_domains_of_the_prompts_it_picks(tiny_target: Target, tmp_path: Path) -> None:
+    """Parallel lists that drift apart would report one domain's acceptance as another's."""
+    lines = [{"prompt": text, "domain": text[0]} for text in ("aa", "bb", "cc", "dd", "ee")]
+    source = write(tmp_path / "p.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    prompts = read_prompt_set(source, tiny_target, 3, 8)
+    assert prompts.name == "p"
+    assert len(prompts.token_ids) == 3
+    assert prompts.domains == [tiny_target.tokenizer.decode(ids[-1:]) for ids in prompts.token_ids]
+
+
+def test_a_mixture_stands_for_a_source(tiny_target: Target, tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "aa\nbb\n")
+    mixture = write(tmp_path / "mix.yaml", f"sources:\n  - source: {tmp_path}/a.txt\n")
+    assert read_prompts(mixture) == [Prompt("aa", domain="a"), Prompt("bb", domain="a")]
+
+
+@pytest.mark.parametrize("text", ["hot?", "<|begin_of_text|>hot?"])
+def test_a_doubled_beginning_of_text_is_refused(text: str) -> None:
+    """The text had been rendered with its BOS, and the tokenizer put another one before it."""
+    prompts = [Prompt(text, where="p.txt line 3")]
+    if text == "hot?":
+        assert encode_prompts(prompts, CHATS["llama3"])
+        return
+    with pytest.raises(UserError, match="p.txt line 3 begins with the beginning-of-text token twice"):
+        encode_prompts(prompts, CHATS["llama3"])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_chat_that_was_rendered_before_is_refused(name: str) -> None:
+    target = CHATS[name]
+    assert target.tokenizer is not None
+    rendered = str(target.tokenizer.decode(opened_chat(Prompt(messages=MESSAGES), target)))
+    twice = Prompt(messages=[{"role": "user", "content": rendered}], where="p.jsonl line 3")
+    with pytest.raises(UserError, match="p.jsonl line 3: message 1 begins with .* rendered before"):
+        encode_prompts([twice], target)
+
+
+def test_an_answer_may_begin_with_a_thought() -> None:
+    """Its markers are tokens of their own, and no sign of a chat that was rendered twice."""
+    messages = [*MESSAGES, {"role": "assistant", "content": "<think>\n\n</think>\n\nYes."}, *MESSAGES]
+    assert encode_prompts([Prompt(messages=messages)], CHATS["qwen3"])
+
+
+def test_bare_texts_for_a_target_that_chats_are_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
+    encode_prompts([Prompt("hot?"), Prompt(messages=MESSAGES)], CHATS["chatml"])
+    assert "1 of 2 prompts are bare texts" in capsys.readouterr().err
+    encode_prompts([Prompt(messages=MESSAGES)], CHATS["chatml"])
+    assert not capsys.readouterr().err
+
+
+def test_tokens_beyond_the_vocabulary_are_refused() -> None:
+    """A tokenizer that was given tokens after the target's embedding was made."""
+    target = chat_target(FAMILIES["chatml"])
+    assert target.tokenizer is not None
+    target.tokenizer.add_tokens(["<|new|>"])
+    assert encode_prompts([Prompt("hot?")], target)
+    with pytest.raises(UserError, match="p.txt line 3 holds token id 260.*ends at 259"):
+        encode_prompts([Prompt("<|new|>", where="p.txt line 3")], target)

@@ -1,0 +1,209 @@
+"""Hidden states from a server: the same store as the target's own, and none from a server that gives something else."""
+
+import fcntl
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import make_config
+from safetensors.torch import load_file, save_file
+from test_endpoint import FakeServer
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from draftsmith.data.answers import endpoint as endpoint_module
+from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.data.samples.samples import PREPARED
+from draftsmith.models import Target
+from draftsmith.models.errors import UserError
+from draftsmith.train import train
+from draftsmith.train.folder.tracking import read_metrics
+
+LAYER_IDS = [1, 2, 4]  # two for the drafter, and the last
+RUN = {"steps": 3}
+
+
+class HiddenStatesServer(FakeServer):
+    """A vLLM that extracts hidden states, as its method and connector do; transformers computes them."""
+
+    def __init__(self, target: Target, folder: Path) -> None:
+        super().__init__(target, "vllm")
+        self.folder, self.layer_ids, self.post_norm = folder, LAYER_IDS, False
+        self.change: Callable[[dict], dict | None] = lambda answer: answer
+
+    def post(self, path: str, body: dict) -> tuple[int, dict]:
+        if isinstance(body["prompt"], str):
+            return super().post(path, body)
+        with self._lock:
+            self.asked.append(body)
+            states, logits = self.compute(body["prompt"])
+        file = self.folder / f"{len(self.asked)}-{threading.get_ident()}.safetensors"
+        lock = open(f"{file}.lock", "w")  # noqa: SIM115 (closed by the thread that writes)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def write() -> None:
+            time.sleep(0.01)
+            save_file({"hidden_states": states, "token_ids": torch.tensor(body["prompt"])}, file)
+            lock.close()
+
+        threading.Thread(target=write).start()
+        token = int(logits.argmax())
+        answer = self.answer(path, body["prompt"], [token], "length")
+        answer["choices"][0]["logprobs"] = {"token_logprobs": [float(logits.log_softmax(-1)[token])]}
+        answer["kv_transfer_params"] = {"hidden_states_path": str(file)}
+        return 200, self.change(answer) or answer
+
+    @torch.no_grad()
+    def compute(self, prompt: list[int]) -> tuple[Tensor, Tensor]:
+        """States [T, A + 1, H] and the logits of what follows, [V]."""
+        model: Any = self.target.model
+        seen: list[Tensor] = []
+        hook = model.model.layers[-1].register_forward_hook(lambda *call: seen.append(call[2]))
+        output = model(torch.tensor([prompt]), output_hidden_states=True)
+        hook.remove()
+        states = [*output.hidden_states[:-1], output.hidden_states[-1] if self.post_norm else seen[0]]
+        return torch.stack([states[i][0] for i in self.layer_ids], 1).contiguous(), output.logits[0, -1]
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "FIRST_WAIT", 0.002)
+    monkeypatch.setattr(endpoint_module, "ATTEMPTS", 3)
+
+
+@pytest.fixture(scope="module")
+def target_dir(make_target_dir: Callable[..., Path]) -> Path:
+    """A target whose final norm matters."""
+    directory = make_target_dir()
+    model = LlamaForCausalLM.from_pretrained(directory)
+    model.model.norm.weight.data.uniform_(0.2, 3.0)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def target(target_dir: Path) -> Target:
+    return Target.from_pretrained(target_dir, "cpu", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def base(target_dir: Path, target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("data")
+    prompts = folder / "prompts.txt"
+    prompts.write_text("".join(f"strike {'the iron ' * (i % 4)}{i}\n" for i in range(12)))
+    prepare(target, str(prompts), folder / "samples", PrepareSettings(max_new_tokens=8))
+    return {
+        "target": target_dir,
+        "run.device": "cpu",
+        "data.samples": folder / "samples",
+        "data.batch_size": 4,
+        "data.features": "stored",
+        "data.features_dtype": "float32",
+        "drafter.layer_ids": LAYER_IDS[:-1],
+    }
+
+
+@pytest.fixture
+def server(target: Target, tmp_path: Path) -> Iterator[HiddenStatesServer]:
+    (tmp_path / "states").mkdir()
+    server = HiddenStatesServer(target, tmp_path / "states")
+    yield server
+    server.close()
+
+
+def run(base: dict[str, Any], folder: Path, server: HiddenStatesServer | None) -> Path:
+    """A run whose store is in the folder, by the server or by the target in this process."""
+    changes = {"data.features_dir": folder / "store"} | ({"data.features_endpoint": server.url} if server else {})
+    return train(make_config("eagle3", {**base, **changes}, folder / "run", run=RUN))
+
+
+def test_a_server_stores_what_the_target_does(
+    base: dict[str, Any], server: HiddenStatesServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All states, so one loss curve, with the ends alone in this process; then the server is not asked again."""
+    own = run(base, tmp_path / "own", None)
+    monkeypatch.delattr(Target, "from_pretrained")
+    served = run(base, tmp_path / "served", server)
+    found, expected = (load_file(tmp_path / name / "store" / "shard-00000.safetensors") for name in ("served", "own"))
+    torch.testing.assert_close(found, expected)
+    losses = [[line["loss"] for line in read_metrics(folder)] for folder in (served, own)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert not list(server.folder.iterdir())
+    server.asked.clear()
+    (tmp_path / "served" / "run").rename(tmp_path / "served" / "before")
+    run(base, tmp_path / "served", server)
+    assert not server.asked
+
+
+def test_samples_and_features_of_a_server(
+    base: dict[str, Any], server: HiddenStatesServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a target that was never in this process, whose fingerprint nobody knows."""
+    samples = Path(base["data.samples"])
+    (tmp_path / "samples").mkdir()
+    for file in samples.glob("*.json*"):
+        (tmp_path / "samples" / file.name).write_bytes(file.read_bytes())
+    prepared = json.loads((samples / PREPARED).read_text())
+    (tmp_path / "samples" / PREPARED).write_text(json.dumps({**prepared, "target_fingerprint": None}))
+    monkeypatch.delattr(Target, "from_pretrained")
+    done = run({**base, "data.samples": tmp_path / "samples"}, tmp_path, server)
+    environment = json.loads((done / "environment.json").read_text())
+    assert environment["target_fingerprint"] is None
+
+
+def without_states(answer: dict) -> dict:
+    return {**answer, "kv_transfer_params": None}
+
+
+def elsewhere(answer: dict) -> dict:
+    return {**answer, "kv_transfer_params": {"hidden_states_path": "/nowhere/1.safetensors"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layer_ids": [2, 3, 4]}, "layer 1 is not what comes out of that layer"),
+        ({"layer_ids": [1, 2, 3, 4]}, r"shape \[\d+, 4, 32\] and not \[\d+, 3, 32\].*layer_ids\W+\[1, 2, 4\]"),
+        ({"layer_ids": [1, 2, 3]}, "makes other probabilities"),
+        ({"post_norm": True}, "makes other probabilities"),
+        ({"change": without_states}, "gives no hidden states: start it as `vllm serve .*extract_hidden_states"),
+        ({"change": elsewhere}, "/nowhere/1.safetensors.lock is not there"),
+        ({"models": [{"id": "served", "max_model_len": 20}]}, "serve with --max-model-len"),
+    ],
+)
+def test_other_servers_are_refused(
+    changes: dict[str, Any], reason: str, base: dict[str, Any], server: HiddenStatesServer, tmp_path: Path
+) -> None:
+    for name, value in changes.items():
+        setattr(server, name, value)
+    with pytest.raises(UserError, match=reason):
+        run(base, tmp_path, server)
+    assert not list(tmp_path.glob("store/shard-*"))
+
+
+def test_another_target_is_refused(base: dict[str, Any], make_target_dir: Callable[..., Path], tmp_path: Path) -> None:
+    other = HiddenStatesServer(Target.from_pretrained(make_target_dir(rms_norm_eps=0.5), "cpu"), tmp_path)
+    with pytest.raises(UserError, match="makes other probabilities"):
+        run(base, tmp_path, other)
+    other.close()
+
+
+def test_a_file_of_another_text_is_asked_for_again(
+    base: dict[str, Any], server: HiddenStatesServer, tmp_path: Path
+) -> None:
+    def swapped(answer: dict) -> dict | None:
+        if len(server.asked) == 2:
+            time.sleep(0.05)
+            path = answer["kv_transfer_params"]["hidden_states_path"]
+            tensors = load_file(path)
+            save_file({**tensors, "token_ids": tensors["token_ids"] + 1}, path)
+        return None
+
+    server.change = swapped
+    run(base, tmp_path, server)
+    assert len({tuple(body["prompt"]) for body in server.asked}) < len(server.asked)

@@ -1,0 +1,196 @@
+"""Sources of prompts: every form that is accepted, and what is refused, by file and line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.data.prompts.prompts import read_prompts
+from draftsmith.data.prompts.raw_rows import Prompt, to_prompt
+from draftsmith.data.prompts.sources import parts
+from draftsmith.models.errors import UserError
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hot?"}]
+TOOLS = [{"type": "function", "function": {"name": "heat"}}]
+SHAREGPT = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "hot?"},
+    {"from": "gpt", "value": "Red."},
+    {"from": "observation", "value": "800"},
+]
+ROLES = [*MESSAGES, {"role": "assistant", "content": "Red."}, {"role": "tool", "content": "800"}]
+
+FORMS: dict[str, tuple[dict[str, Any], Prompt]] = {
+    "text": ({"prompt": "a\nb", "id": 7}, Prompt("a\nb")),
+    "messages": ({"messages": MESSAGES}, Prompt(messages=MESSAGES)),
+    "messages as prompt": ({"prompt": MESSAGES}, Prompt(messages=MESSAGES)),
+    "ShareGPT": ({"id": "x", "conversations": SHAREGPT}, Prompt(messages=ROLES)),
+    "ShareGPT as messages": ({"messages": SHAREGPT}, Prompt(messages=ROLES)),
+    "conversations with roles": ({"conversations": ROLES}, Prompt(messages=ROLES)),
+    "OpenAI batch": (
+        {"custom_id": "1", "url": "/v1/chat/completions", "body": {"model": "m", "messages": MESSAGES}},
+        Prompt(messages=MESSAGES),
+    ),
+    "OpenAI batch of completions": ({"custom_id": "1", "body": {"prompt": "a"}}, Prompt("a")),
+    "parts of text": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+        Prompt(messages=[{"role": "user", "content": "a\nb"}]),
+    ),
+    "tools": ({"messages": MESSAGES, "tools": TOOLS}, Prompt(messages=MESSAGES, tools=TOOLS)),
+    "tools as JSON": ({"messages": MESSAGES, "tools": json.dumps(TOOLS)}, Prompt(messages=MESSAGES, tools=TOOLS)),
+    "domain": ({"prompt": "a", "domain": "code"}, Prompt("a", domain="code")),
+    "domain of a batch": ({"custom_id": "1", "body": {"prompt": "a"}, "domain": 3}, Prompt("a", domain="3")),
+    "nulls, as tables have them": ({"prompt": None, "messages": MESSAGES, "tools": None}, Prompt(messages=MESSAGES)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form: str, suffix: str, tmp_path: Path) -> None:
+    """Alike in every kind of file that holds rows."""
+    row, prompt = FORMS[form]
+    path = write_rows(tmp_path / f"p{suffix}", [row, row])
+    assert read_prompts(path) == [prompt, prompt]
+    kind = "line" if suffix == ".jsonl" else "row"
+    assert [prompt.where for prompt in read_prompts(path)] == [f"{path} {kind} 1", f"{path} {kind} 2"]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    if path.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_text(lines if path.suffix == ".jsonl" else json.dumps(rows))
+    return str(path)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "two prompts": ({"prompt": "a", "messages": MESSAGES}, "name the column to read"),
+    "an unknown speaker": ({"conversations": [{"from": "narrator", "value": "x"}]}, "'narrator'"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "not text"),
+    "tools that are no list": ({"messages": MESSAGES, "tools": {"name": "heat"}}, "tools"),
+    "tools that are no JSON": ({"messages": MESSAGES, "tools": "heat"}, "tools"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_rows_are_refused_by_their_line(case: str, tmp_path: Path) -> None:
+    row, reason = REFUSED[case]
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": "a"}, row])
+    with pytest.raises(UserError, match=f"p.jsonl line 2.*{reason}"):
+        read_prompts(path)
+
+
+def test_sharegpt_as_it_is_passed_around(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its public files hold empty conversations, and ones cut out of longer ones so that an answer comes first."""
+    answer = {"from": "gpt", "value": "Red."}
+    conversations = [[], [answer], [answer, SHAREGPT[1]]]
+    path = write_rows(tmp_path / "p.json", [{"conversations": one} for one in conversations])
+    assert read_prompts(path) == [Prompt(messages=MESSAGES[1:])]
+    assert "left out 2 conversations in which no user speaks, the first at " + f"{path} row 1" in said(capsys)
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_a_column_by_its_name(suffix: str, tmp_path: Path) -> None:
+    rows = [{"question": "a", "prompt": "b", "turns": MESSAGES}]
+    path = write_rows(tmp_path / f"p{suffix}", rows)
+    assert read_prompts(f"{path}:question") == [Prompt("a")]
+    assert read_prompts(f"{path}:turns") == [Prompt(messages=MESSAGES)]
+    with pytest.raises(UserError, match="1 has nothing in a column 'answer'; its columns are question, prompt, turns"):
+        read_prompts(f"{path}:answer")
+
+
+def test_files_that_are_not_what_they_are_called(tmp_path: Path) -> None:
+    for suffix, reason in ((".parquet", "not a parquet file"), (".json", "not JSON")):
+        path = tmp_path / f"p{suffix}"
+        path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+        with pytest.raises(UserError, match=reason):
+            read_prompts(str(path))
+
+
+# --- folders
+
+
+def test_a_folder_of_source_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A part ends at the first blank line after 32 lines; its first half is the prompt."""
+    first, second = [f"first {i}" for i in range(40)], [f"second {i}" for i in range(6)]
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "b.py").write_text("\n".join([*first, "", *second]))
+    (tmp_path / "a.md").write_text("# Title\n\none\ntwo\n")
+    (tmp_path / "short.py").write_text("x = 1\n")
+    (tmp_path / "data.bin").write_bytes(b"\xff")
+    (tmp_path / ".hidden.py").write_text("\n".join(first))
+    (tmp_path / "latin.py").write_bytes(b"# \xff\n" * 20)
+    (tmp_path / "packed.js").write_text("x" * 5000)
+    prompts = read_prompts(str(tmp_path))
+    assert prompts == [
+        Prompt("# Title", domain="md"),
+        Prompt("\n".join(first[:20]), domain="py"),
+        Prompt("\n".join(second[:3]), domain="py"),
+    ]
+    assert prompts[2].where == f"{tmp_path / 'src' / 'b.py'} line 42"
+    assert "left out 2 files" in said(capsys)
+    assert {prompt.domain for prompt in read_prompts(f"{tmp_path}:md")} == {"md"}
+    with pytest.raises(UserError, match="no source files.*of .rs"):
+        read_prompts(f"{tmp_path}:rs")
+
+
+@pytest.mark.parametrize("lines", [["x"] * 200, (["x"] * 9 + [""]) * 20, [""] * 50, []])
+def test_parts_cover_a_file_once(lines: list[str]) -> None:
+    """No line twice, no line of text left out, none longer than 64 lines."""
+    covered = [i for start, end in parts(lines) for i in range(start, end)]
+    assert covered == sorted(set(covered))
+    assert {i for i, line in enumerate(lines) if line} <= set(covered)
+    assert all(end - start <= 64 for start, end in parts(lines))
+
+
+# --- the Hub
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """`datasets` with a file in the place of the Hub; returns how it was asked."""
+    import datasets
+
+    rows = [{"question": f"q{i}", "chat": MESSAGES, "domain": "math"} for i in range(10)]
+    files = {"train": write_rows(tmp_path / "rows.parquet", rows)}
+    asked: list[dict[str, Any]] = []
+    load = datasets.load_dataset
+
+    def load_dataset(path: str, name: str | None, split: str, streaming: bool = False) -> Any:
+        asked.append({"path": path, "name": name, "split": split, "streaming": streaming})
+        return load("parquet", data_files=files, split=split, streaming=streaming, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+def test_hub_columns(hub: list[dict[str, Any]]) -> None:
+    prompts = read_prompts("org/name:question")
+    assert prompts == [Prompt(f"q{i}", domain="math") for i in range(10)]
+    assert prompts[3].where == "org/name:question:train row 4"
+    assert read_prompts("org/name:chat:train[2:4]") == [Prompt(messages=MESSAGES, domain="math")] * 2
+    assert [call["streaming"] for call in hub] == [False, False]
+    with pytest.raises(UserError, match="row 1 has nothing in a column 'answer'; its columns are question, chat, dom"):
+        read_prompts("org/name:answer")
+    with pytest.raises(UserError, match="does not load"):
+        read_prompts("org/name:question:test")
+
+
+def test_hub_limits_stream(hub: list[dict[str, Any]]) -> None:
+    assert read_prompts("org/name/main:question:train[:3]") == [Prompt(f"q{i}", domain="math") for i in range(3)]
+    assert hub == [{"path": "org/name", "name": "main", "split": "train", "streaming": True}]
+
+
+def test_a_named_domain_column_must_be_there() -> None:
+    assert to_prompt({"prompt": "a", "category": "code"}, "x", domain_column="category") == Prompt("a", domain="code")
+    with pytest.raises(UserError, match="nothing in a column 'category'"):
+        to_prompt({"prompt": "a"}, "x", domain_column="category")

@@ -1,0 +1,47 @@
+"""`draftsmith train` on a CPU with processes that accelerate takes for GPUs: it runs FSDP and DeepSpeed on these only.
+
+    accelerate launch --config_file recipes/launch/fsdp2.yaml --num_processes 2 tests/helpers/as_gpus.py RECIPE ...
+
+With PER_RANK_MEAN=1 in the environment each process divides by its own tokens alone, which is wrong. SHARD_BYTES is the
+size of shards of stored features.
+"""
+
+import os
+import sys
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import DistributedType, PartialState
+
+
+def backend(self: PartialState, *_: object) -> tuple[str, DistributedType]:
+    return "gloo", DistributedType.MULTI_GPU
+
+
+def set_device(self: PartialState) -> None:
+    self.device = torch.device("cpu")
+
+
+def per_rank_mean(self: Accelerator, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    is_token_count = tensor.dtype == torch.int64 and tensor.ndim == 0
+    return tensor * self.num_processes if is_token_count else reduce(self, tensor, *arguments)
+
+
+if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it would take minutes
+PartialState._prepare_backend = backend
+PartialState.set_device = set_device
+reduce = Accelerator.reduce
+if os.environ.get("PER_RANK_MEAN"):
+    Accelerator.reduce = per_rank_mean
+
+if __name__ == "__main__":
+    from draftsmith.data.features import stored as features
+    from draftsmith.recipes.cli.main import main
+
+    features.SHARD_BYTES = int(os.environ.get("SHARD_BYTES", features.SHARD_BYTES))
+
+    sys.exit(main(["train", *sys.argv[1:]]))

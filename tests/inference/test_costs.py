@@ -1,0 +1,238 @@
+"""The cost model: what it fits, what it predicts, and the counters and times that it must agree with."""
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoding.decoder import check_sampling, resolve_settings
+from draftsmith.inference.measuring.measure import PromptSet
+from draftsmith.inference.planning.choice import acceptance_length
+from draftsmith.inference.planning.costs import (
+    CostRange,
+    Costs,
+    RoundTimes,
+    Setting,
+    fit_costs,
+    measure_costs,
+    speedup_errors,
+    start_group,
+)
+from draftsmith.inference.planning.costs_beside import costs_beside
+from draftsmith.inference.planning.fixed_batches import Course, batch_milliseconds
+from draftsmith.inference.planning.least_squares import nonnegative_least_squares
+from draftsmith.inference.replay.given_text import GivenRows, follow
+from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.trees import Chain, StaticTree
+from draftsmith.models.training_free.cascade import Cascade, CascadeConfig
+from draftsmith.models.training_free.suffix import Suffix
+
+
+def new_drafter(kind: str, target: Target) -> Drafter:
+    return DRAFTERS[kind].from_target(DRAFTERS[kind].config_class(kind=kind), target).eval()
+
+
+def analytic(setting: Setting) -> RoundTimes:
+    """A device of known costs: weights of 2 ms that hide 16 tokens, products slow to start, and caches to read."""
+    tokens, keys = setting.batch * (setting.nodes + 1), setting.batch * setting.context
+    verify = 2 + 0.05 * max(0, tokens - 16) + 0.1 * min(tokens, 8) + 1e-4 * keys
+    draft = setting.draft_length * (0.2 + 1e-3 * setting.batch)
+    return RoundTimes(setting, draft, verify, draft + verify + 0.3)
+
+
+def test_known_costs_are_found_again(tiny_target: Target) -> None:
+    """Also between and beyond what was measured, and the break-even is the ratio of the known times."""
+    fitted, left_out = CostRange(batch=32, context=512, draft_length=8).settings(new_drafter("eagle3", tiny_target))
+    assert not {(s.batch, s.context) for s in fitted} & {(s.batch, s.context) for s in left_out}
+    costs = fit_costs([analytic(setting) for setting in fitted])
+    assert speedup_errors(costs, [analytic(s) for s in left_out])["share_within_5_percent"] == 1
+    for length, batch, context in itertools.product((1, 5, 8), (1, 6, 24, 48), (100, 800)):
+        times, plain = analytic(Setting(length, batch, context)), analytic(Setting(0, batch, context))
+        assert costs.round(length, batch, context) == pytest.approx(times.whole, rel=1e-6)
+        assert costs.plain(batch, context) == pytest.approx(plain.whole, rel=1e-6)
+        assert costs.speedup(3.0, length, batch, context) == pytest.approx(3 * plain.whole / times.whole, rel=1e-6)
+        assert costs.speedup(costs.break_even(length, batch, context), length, batch, context) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_cpu_verifies_a_plain_step_where_no_request_has_a_draft(batch: int) -> None:
+    """A quarter of the rounds drafts: 1 - 0.75^B of a batch's rounds are as wide as the draft."""
+    verify = {"pass": 1.0, "token": 1.0}
+    costs = Costs("", "", "", "", draft_ms={"step: pass": 0.5}, verify_ms=verify, host=0.2, drops_columns=True)
+    wide = 1 - 0.75**batch
+    expected = 2 * 0.5 + 1 + batch * (1 + 2 * wide) + 0.2
+    assert costs.drafting_in(0.25).round(2, batch, 10) == pytest.approx(expected)
+    assert costs.drafting_in(0.25).plain(batch, 10) == costs.plain(batch, 10)
+    on_gpu = replace(costs, drops_columns=False)
+    assert on_gpu.drafting_in(0.25).round(2, batch, 10) == on_gpu.round(2, batch, 10)
+
+
+def test_held_out_error_is_that_of_the_speedup() -> None:
+    """Times that are half as long again where nothing was fitted: speedups of 2/3, whatever the acceptance."""
+    settings = [Setting(length, batch, 64) for batch in (1, 4) for length in (0, 1, 2, 4)]
+    costs = fit_costs([analytic(setting) for setting in settings])
+    slow = [replace(analytic(s), whole=analytic(s).whole * (1.5 if s.draft_length else 1)) for s in settings[:4]]
+    errors = speedup_errors(costs, slow)
+    assert errors["median_error"] == pytest.approx(0.5, rel=1e-6)
+    assert errors["share_within_5_percent"] == 0
+    assert errors["settings"] == 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_least_squares_meets_its_optimality_conditions(seed: int) -> None:
+    """Karush, Kuhn and Tucker: no coefficient is negative, no gradient leads down, and one of each two is 0."""
+    chance = np.random.default_rng(seed)
+    matrix, values = chance.random((12, 7)), chance.standard_normal(12)
+    matrix[:, 6] = matrix[:, 5]  # two columns that cannot be told apart
+    x = nonnegative_least_squares(matrix, values)
+    gradient = matrix.T @ (matrix @ x - values)
+    assert (x >= 0).all()
+    assert (gradient >= -1e-8).all()
+    assert np.abs(x * gradient).max() < 1e-8
+
+
+def test_the_costs_of_a_cascade_are_those_of_asking_its_trained_half(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookup, trained = new_drafter("suffix", tiny_target), new_drafter("medusa", tiny_target)
+    assert isinstance(lookup, Suffix)
+    asked = []
+    monkeypatch.setattr(trained, "propose", lambda *how: asked.append(1) or type(trained).propose(trained, *how))
+    setting = Setting(3, 1, 32)
+    (generation,) = start_group(tiny_target, Cascade(CascadeConfig(), lookup, trained), [setting])
+    for _ in range(8):
+        generation.step()
+    assert len(asked) == 8
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "ngram"])
+def test_measured_costs_on_a_tiny_target(kind: str, tiny_target: Target) -> None:
+    """All terms are measured, trees only where a drafter has them; costs.json gives the same costs back."""
+    shares: list[float] = []
+    reach = CostRange(batch=2, context=16, draft_length=3, tree_nodes=4, seconds=0.1)
+    costs = measure_costs(tiny_target, new_drafter(kind, tiny_target), reach, on_progress=shares.append)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    assert costs.drafter_kind == kind
+    assert costs.held_out["settings"] > 0
+    assert any(row["tree"] for row in costs.fitted_on) == (kind != "ngram")
+    assert 0 < costs.plain(1, 16) < costs.round(3, 2, 16)
+    assert Costs.from_json(costs.to_json()) == costs
+    with pytest.raises(UserError, match="context"):
+        measure_costs(tiny_target, new_drafter(kind, tiny_target), CostRange(context=tiny_target.context))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "draft_model", "medusa"])
+def test_given_rows_follow_the_text(kind: str, tiny_target: Target) -> None:
+    """On the target's own text each round drafts what decoding drafts there, though rounds accept nothing."""
+    drafter = new_drafter(kind, tiny_target)
+    prompts = [tiny_target.encode(text) for text in ("The smith heats", "def")]
+    plain = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target))
+    answers = plain.generate(prompts, 12, stop_at_eos=False).token_ids
+    rows = GivenRows(tiny_target, drafter, Chain(2), [p + a for p, a in zip(prompts, answers, strict=True)], 9)
+    generation = follow(rows, prompts)
+    followed: list[list[bool]] = [[], []]
+    for number in range(9):
+        generation.step()
+        for row, answer in enumerate(answers):
+            followed[row].append(rows.drafted[row].tolist() == answer[number + 1 : number + 3])
+    settings = resolve_settings(drafter, check_sampling(0, 1, 0), 12, 2, stop_at_eos=False)
+    for row, prompt in enumerate(prompts):
+        output = SpeculativeDecoder(tiny_target, drafter).start([prompt], settings)
+        place, accepted = 0, []
+        while output.running() and place < 9:
+            (emission,) = output.step()
+            if place or accepted:
+                accepted.append((place - 1, emission.num_accepted == 2))
+            else:
+                accepted.append((0, False))
+            place += len(emission.token_ids)
+        rounds = [(at, both) for at, both in accepted[1:] if at < 9]
+        assert [followed[row][at] for at, _ in rounds] == [both for _, both in rounds]
+
+
+def test_synthetic_acceptance_has_its_analytic_length(tiny_target: Target) -> None:
+    """1 + a1 + a1 a2 + a1 a2 a3 tokens a round, within four standard errors; and the histogram is the law's."""
+    rates = (0.8, 0.6, 0.7)
+    drafter = new_drafter("medusa", tiny_target)
+    prompts = [tiny_target.encode("iron")] * 12
+    settings = resolve_settings(
+        drafter, check_sampling(0, 1, 0), 100, 3, "synthetic", stop_at_eos=False, synthetic_rates=rates
+    )
+    stats = SpeculativeDecoder(tiny_target, drafter).decode(prompts, settings).stats.total
+    expected = acceptance_length(rates, 3)
+    assert expected == 1 + 0.8 + 0.8 * 0.6 + 0.8 * 0.6 * 0.7
+    law = [0.2, 0.8 * 0.4, 0.8 * 0.6 * 0.3, 0.8 * 0.6 * 0.7]
+    spread = math.sqrt(sum(p * (1 + n - expected) ** 2 for n, p in enumerate(law)) / stats.num_drafts)
+    assert stats.mean_acceptance_length == pytest.approx(expected, abs=4 * spread)
+    assert spread < 0.06
+    for n, p in enumerate(law):
+        share = stats.acceptance_histogram[n] / stats.num_drafts
+        assert share == pytest.approx(p, abs=4 * math.sqrt(p * (1 - p) / stats.num_drafts))
+
+
+def test_a_clock_of_known_costs_gives_the_predicted_speedup(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real decoding at a set acceptance on a clock that draft and pass advance by known times.
+
+    In a batch each row ends by itself; of three the one on the left is the last, so that the width of rounds falls.
+    """
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    rates, drafter = (0.7, 0.5), new_drafter("medusa", tiny_target)
+    plain = load_drafter("none", tiny_target)
+    draft, run = type(drafter).propose, Target.run
+
+    def propose(self: Any, state: Any, shape: Any) -> Any:
+        now[0] += 0.4e-3 * shape.depth
+        return draft(self, state, shape)
+
+    def timed_run(self: Target, token_ids: Any, *args: Any) -> Any:
+        now[0] += 2e-3 + 0.1e-3 * token_ids.numel()
+        return run(self, token_ids, *args)
+
+    monkeypatch.setattr(type(drafter), "propose", propose)
+    monkeypatch.setattr(Target, "run", timed_run)
+    costs = measure_costs(tiny_target, drafter, CostRange(batch=4, context=16, draft_length=4, seconds=1))
+    assert costs.held_out["share_within_5_percent"] == 1
+
+    synthetic = resolve_settings(
+        drafter, check_sampling(0, 1, 0), 100, 2, "synthetic", stop_at_eos=False, synthetic_rates=rates
+    )
+    one_by_one = replace(synthetic, shape=Chain(0), verification_mode="greedy", synthetic_rates=())
+    for texts in (["iron"], ["iron", "The smith"], ["The smith", "iron", "def"]):
+        prompts = [tiny_target.encode(text) for text in texts]
+        rounds = SpeculativeDecoder(tiny_target, drafter).decode(prompts, synthetic)
+        steps = SpeculativeDecoder(tiny_target, plain).decode(prompts, one_by_one)
+        for output, length in ((steps, 0), (rounds, 2)):
+            courses = [Course(4, 99, int(request.num_rounds)) for request in output.stats.requests]
+            if len(texts) == 3 and length:
+                assert courses[0].num_rounds > max(course.num_rounds for course in courses[1:])
+            found = (output.timing.total - output.timing.to_first_token) * 1000
+            assert batch_milliseconds(costs, length, courses, drops_rows=True) == pytest.approx(found, rel=1e-6)
+
+
+def test_tree_costs_count_their_nodes() -> None:
+    tree = StaticTree(((0,), (1,), (0, 0)))
+    assert Setting(2, 3, 10, tree).nodes == 3
+    assert Setting(2, 3, 10).nodes == 2
+
+
+def test_costs_beside_an_evaluation_take_the_time_that_there_is(tiny_target: Target) -> None:
+    """Ten settings of sixteen rounds, each of 2 ms at most: 0.32 s, or nothing is measured."""
+    rounds = {"draft": 1.0, "verify": 0.8, "host": 0.2}
+    row = {"batch_size": 1, "draft_length": 4, "tree_nodes": None, "num_drafts": 9, "max_new_tokens": 12}
+    rows, prompts = [{**row, "milliseconds_per_round": rounds}], PromptSet("p", [[5, 6, 7, 8]])
+    ngram = load_drafter("ngram", tiny_target)
+    assert costs_beside(tiny_target, ngram, "n", rows, prompts, 0.31) is None
+    assert costs_beside(tiny_target, ngram, "n", [{**rows[0], "num_drafts": 0}], prompts, 9.0) is None
+    costs = costs_beside(tiny_target, ngram, "n", rows, prompts, 0.33)
+    assert costs is not None
+    assert {(one["batch"], one["context"]) for one in costs.fitted_on} == {(1, 1), (1, 10)}
+    assert costs.drops_columns

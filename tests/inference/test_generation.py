@@ -1,0 +1,352 @@
+"""The decoder as a whole: whatever drafts, the text is the target's."""
+
+import functools
+import itertools
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoding import batch_engine as rows_module
+from draftsmith.inference.decoding.batch_engine import GenerationSettings, Rows
+from draftsmith.inference.decoding.decoder import resolve_settings
+from draftsmith.inference.decoding.generation import Generation
+from draftsmith.inference.verification.rules import VerificationMode
+from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.models.drafting.base import DecodingState, Draft, chain, stack_chain
+from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.sampling.trees import DynamicTree, Shape, StaticTree, node_depths
+from draftsmith.models.target.slots import SlotCache, chain_window
+from draftsmith.models.training_free.none import NoDrafter, NoneConfig
+
+PROMPTS = ["The smith heats the iron", "def strike(iron):", "A draft is cheap, a draft is cheap, a", "x"]
+TREE = DynamicTree(num_nodes=12, depth=4, width=3)
+STATIC_TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+KINDS = [kind for kind in DRAFTERS if kind != "none"]
+CUT_ON_CPU = ("ngram", "suffix")  # their drafts are cut there to what was found
+
+
+@functools.lru_cache
+def drafter_of(kind: str, target: Target) -> Drafter:
+    """Untrained: wrong nearly always, which the output must not show."""
+    torch.manual_seed(1)
+    drafter_class = DRAFTERS[kind]
+    return drafter_class.from_target(drafter_class.config_class(kind=kind), target).eval()
+
+
+CONTEXT = 128  # of the tiny target
+
+
+class Oracle(NoDrafter):
+    """Drafts what the target would say for the first `num_right` tokens, then something else."""
+
+    kind = "oracle"
+    max_draft_length = None
+
+    def __init__(self, answers: list[list[int]], prompt_lengths: list[int], num_right: int) -> None:
+        super().__init__(NoneConfig())
+        self.answers, self.prompt_lengths, self.num_right = answers, prompt_lengths, num_right
+
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        rows = []
+        lengths = state.lengths.tolist()  # of the rows up to the last that is not free
+        for answer, prompt_length, length in zip(self.answers, self.prompt_lengths, lengths, strict=False):
+            told = length - prompt_length
+            right = (answer + [0] * shape.depth)[told : told + shape.depth]
+            rows.append([token if i < self.num_right else (token + 1) % 300 for i, token in enumerate(right)])
+        return chain(torch.tensor(rows))
+
+
+class RandomTree(Oracle):
+    """A random tree in which a random path is right: other nodes draft wrong tokens, some of them twice."""
+
+    kind = "tree"
+    can_branch = True
+
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        right = super().propose(state, shape).tokens
+        num_nodes = shape.num_nodes
+        generator = torch.Generator().manual_seed(int(state.lengths.sum()))
+        tokens = torch.randint(300, (len(right), num_nodes), generator=generator)
+        parents = (torch.rand(len(right), num_nodes, generator=generator) * (torch.arange(num_nodes) + 1)).long() - 1
+        paths = torch.rand(len(right), num_nodes, generator=generator).topk(shape.depth).indices.sort().values
+        parents.scatter_(1, paths, torch.cat([paths.new_full((len(paths), 1), -1), paths[:, :-1]], 1))
+        parents = torch.where(node_depths(parents, num_nodes)[:, 1:] > shape.depth, -1, parents)
+        tokens.scatter_(1, paths, right)
+        return Draft(tokens, parents, shape.depth)
+
+
+def plain(target: Target) -> SpeculativeDecoder:
+    return SpeculativeDecoder(target, load_drafter("none", target))
+
+
+def test_plain_greedy_decoding_is_transformers(tiny_target: Target) -> None:
+    """A ragged batch on the slot cache against one prompt at a time through stock attention and `generate`."""
+    stock = AutoModelForCausalLM.from_pretrained(tiny_target.name, attn_implementation="eager", dtype=torch.float32)
+    found = plain(tiny_target).generate(PROMPTS, max_new_tokens=24).token_ids
+    for prompt, answer in zip(PROMPTS, found, strict=True):
+        ids = torch.tensor([tiny_target.encode(prompt)])
+        expected = stock.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        assert answer == expected[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("draft_length", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_output_is_plain_decoding(kind: str, draft_length: int, tiny_target: Target) -> None:
+    decoder = SpeculativeDecoder(tiny_target, drafter_of(kind, tiny_target))
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        expected = plain(tiny_target).generate(prompts, max_new_tokens=24)
+        found = decoder.generate(prompts, max_new_tokens=24, draft_length=draft_length)
+        assert found.token_ids == expected.token_ids
+        assert found.texts == expected.texts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_hot_sampling_is_plain_sampling_for_a_seed(kind: str, tiny_target: Target) -> None:
+    """Coins are keyed by position, so sample-then-match gives the very tokens of plain sampling."""
+    settings = {"max_new_tokens": 24, "temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 5}
+    expected = plain(tiny_target).generate(PROMPTS, **settings)
+    decoder = SpeculativeDecoder(tiny_target, drafter_of(kind, tiny_target))
+    assert decoder.generate(PROMPTS, verification_mode="one_hot", **settings).token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 3, 4])
+def test_counters_of_a_drafter_that_is_right_so_often(num_right: int, tiny_target: Target) -> None:
+    """Each round accepts exactly `num_right` of four; 1 + 20 tokens take 20 / (num_right + 1) rounds."""
+    answers = plain(tiny_target).generate(PROMPTS, max_new_tokens=40, stop_at_eos=False).token_ids
+    lengths = [len(tiny_target.encode(prompt)) for prompt in PROMPTS]
+    decoder = SpeculativeDecoder(tiny_target, Oracle(answers, lengths, num_right))
+    output = decoder.generate(PROMPTS, max_new_tokens=21, draft_length=4, stop_at_eos=False)
+    assert output.token_ids == [answer[:21] for answer in answers]
+    rounds = 20 // (num_right + 1)
+    for stats in output.stats.requests:
+        assert stats.num_drafts == stats.num_rounds == rounds
+        assert stats.num_accepted_tokens == rounds * num_right
+        assert stats.num_emitted_tokens == 21
+        assert stats.acceptance_histogram[num_right] == rounds
+    assert output.stats.total.mean_acceptance_length == num_right + 1
+    assert output.stats.total.per_position_acceptance_rates == [1.0] * num_right + [0.0] * (4 - num_right)
+
+
+@pytest.mark.parametrize("num_right", [0, 2, 4])
+def test_trees_leave_the_output_as_it_is(num_right: int, tiny_target: Target) -> None:
+    """Greedy and sampled, and the cache after each round holds what a fresh reading of the text would."""
+    lengths = [len(tiny_target.encode(prompt)) for prompt in PROMPTS]
+    for settings in ({}, {"temperature": 0.8, "verification_mode": "one_hot"}):
+        mode = settings.pop("verification_mode", None)
+        answers = plain(tiny_target).generate(PROMPTS, max_new_tokens=40, stop_at_eos=False, **settings).token_ids
+        drafter = RandomTree(answers, lengths, num_right)
+        output = SpeculativeDecoder(tiny_target, drafter).generate(
+            PROMPTS, max_new_tokens=21, tree=TREE, stop_at_eos=False, verification_mode=mode, **settings
+        )
+        assert output.token_ids == [answer[:21] for answer in answers]
+        assert output.stats.total.num_accepted_tokens >= num_right * output.stats.total.num_drafts
+
+
+def test_the_cache_after_a_tree_is_that_of_a_fresh_reading(tiny_target: Target) -> None:
+    prompts = [tiny_target.encode(prompt) for prompt in PROMPTS]
+    answers = plain(tiny_target).generate(PROMPTS, max_new_tokens=40, stop_at_eos=False).token_ids
+    drafter = RandomTree(answers, [len(prompt) for prompt in prompts], num_right=3)
+    settings = GenerationSettings(max_new_tokens=20, shape=TREE, stop_at_eos=False)
+    rows = Rows(tiny_target, drafter, settings, num_rows=4, num_slots=CONTEXT)
+    generation = Generation(rows, prompts, [0, 1, 2, 3])
+    while generation.running():
+        generation.step()
+        fresh = SlotCache(4, CONTEXT)
+        length = int(rows.state.lengths.max())
+        tiny_target.run(rows.state.token_ids[:, :length], chain_window(torch.zeros(4).long(), length), fresh)
+        for row, num_read in enumerate((rows.state.lengths - 1).tolist()):
+            for layer in range(tiny_target.num_layers):
+                caches = rows.cache.keys_and_values(layer), fresh.keys_and_values(layer)
+                for found, expected in zip(*caches, strict=True):
+                    found, expected = found[row, :, :num_read], expected[row, :, :num_read]
+                    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["none", *KINDS])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_queue_through_few_rows_gives_what_each_prompt_gives(
+    kind: str, lag: int, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows change hands at any time, prompts are read in chunks, and the host may be a round late: nothing shows."""
+    monkeypatch.setattr(rows_module, "PREFILL_CHUNK", 7)
+    prompts = [tiny_target.encode(prompt * (1 + i % 3)) for i, prompt in enumerate(PROMPTS * 3)]
+    drafter = drafter_of(kind, tiny_target)
+    shape = drafter.own_shape(0 if kind == "none" else 3)
+    eos = plain(tiny_target).generate([prompts[4]], max_new_tokens=12, stop_at_eos=False).token_ids[0][5]
+    monkeypatch.setattr(Target, "eos_token_ids", [eos])
+    expected = [plain(tiny_target).generate([prompt], max_new_tokens=12).token_ids[0] for prompt in prompts]
+    assert {len(answer) for answer in expected} > {12}  # some end early
+    rows = Rows(tiny_target, drafter, GenerationSettings(max_new_tokens=12, shape=shape), 3, CONTEXT)
+    generation = Generation(rows, prompts, list(range(len(prompts))), lag=lag)
+    told: list[list[int]] = [[] for _ in prompts]
+    while generation.running():
+        for emission in generation.step():
+            told[emission.request] += emission.token_ids
+    assert told == expected
+    for request, answer in zip(generation.requests, expected, strict=True):
+        assert request.token_ids == answer
+        assert request.admitted <= request.first_token <= request.finished
+        assert request.stats.num_emitted_tokens == len(answer)
+        assert request.stats.num_accepted_tokens + request.stats.num_rounds + 1 >= len(answer)
+
+
+class WithTheHost(TorchDispatchMode):
+    """Keeps what passes between host and device: values read there, tensors made here, sizes that hang on values."""
+
+    KINDS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "lift_fresh", "repeat_interleave.Tensor")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += [str(op) for kind in self.KINDS if kind in str(op)]
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in CUT_ON_CPU])
+def test_a_round_can_be_recorded(kind: str, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph holds nothing that passes between host and device: draft, verification, commit, in every mode."""
+    drafter = drafter_of(kind, tiny_target)
+    monkeypatch.setattr(torch.Tensor, "tolist", None)  # seen by no dispatch mode
+    recorded = 0
+    for mode, draft in itertools.product(get_args(VerificationMode), (3, STATIC_TREE, TREE)):
+        sampling = Sampling() if mode in ("greedy", "synthetic") else Sampling(0.8, 0.9, 20)
+        try:
+            rates = (0.5, 0.3) if mode == "synthetic" else ()
+            settings = resolve_settings(drafter, sampling, 12, draft, mode, synthetic_rates=rates)
+        except UserError:  # it drafts no trees, or has no probabilities
+            continue
+        rows = Rows(tiny_target, drafter, settings, 2, CONTEXT)
+        rows.admit([0, 1], [[5, 6, 7], [8, 9]], [0, 1])
+        with WithTheHost() as seen:
+            for _ in range(2):
+                rows.draft()
+                record = rows.verify()
+        assert not seen.found, (mode, draft)
+        assert record.shape == (2, 4 + settings.shape.depth + 1)
+        recorded += 1
+    assert recorded >= 4
+    with WithTheHost() as seen:
+        record[0, 0].item()
+        torch.tensor([1.0])
+    assert len(seen.found) == 2
+
+
+def test_sampled_answers_do_not_depend_on_the_batch(tiny_target: Target) -> None:
+    """One request at a time and all through three rows: a request's noise is its own."""
+    decoder = plain(tiny_target)
+    settings = {"max_new_tokens": 12, "temperature": 0.9, "seed": 3}
+    expected = [decoder.generate([p], request_ids=[i], **settings).token_ids[0] for i, p in enumerate(PROMPTS)]
+    assert decoder.generate(PROMPTS, batch_size=3, **settings).token_ids == expected
+
+
+def test_nothing_comes_after_the_end_of_text(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An EOS that is accepted in the middle of a draft ends the text, and drafts behind it do not count."""
+    decoder = plain(tiny_target)
+    answers = decoder.generate(PROMPTS[:1], max_new_tokens=20, stop_at_eos=False).token_ids
+    end = answers[0][6]
+    first = answers[0].index(end)
+    monkeypatch.setattr(Target, "eos_token_ids", [end])
+    oracle = Oracle(answers, [len(tiny_target.encode(PROMPTS[0]))], num_right=4)
+    output = SpeculativeDecoder(tiny_target, oracle).generate(PROMPTS[:1], max_new_tokens=20, draft_length=4)
+    assert output.token_ids[0] == answers[0][: first + 1]
+    assert output.stats.total.num_accepted_tokens <= first
+    assert output.stats.total.num_emitted_tokens == first + 1
+
+
+def test_a_round_is_cut_at_the_limit(tiny_target: Target) -> None:
+    answers = plain(tiny_target).generate(PROMPTS, max_new_tokens=20, stop_at_eos=False).token_ids
+    oracle = Oracle(answers, [len(tiny_target.encode(prompt)) for prompt in PROMPTS], num_right=4)
+    for limit in (1, 2, 5, 8):
+        output = SpeculativeDecoder(tiny_target, oracle).generate(
+            PROMPTS, max_new_tokens=limit, draft_length=4, stop_at_eos=False
+        )
+        assert output.token_ids == [answer[:limit] for answer in answers]
+
+
+class RandomDrafts(NoDrafter):
+    """Draws drafts from a fixed law that has nothing to do with the target."""
+
+    kind = "random"
+    can_sample = True
+    max_draft_length = None
+
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        logits = torch.linspace(-2, 2, 300).expand(len(state.lengths), -1)
+        return stack_chain([state.choose(logits, depth) for depth in range(shape.depth)])
+
+
+def test_sampled_text_has_the_law_of_the_target(tiny_target: Target) -> None:
+    """Second and third token of 4000 requests against plain sampling: chi-square over the likely tokens.
+
+    Both samples are random: the statistic sum (a - b)^2 / (a + b) has as many degrees of freedom as bins less one.
+    5 standard deviations above its mean have a chance below 1e-5. Seeds are fixed.
+    """
+    prompts = [tiny_target.encode(PROMPTS[0])] * 4000
+    settings = {"max_new_tokens": 3, "temperature": 0.7, "stop_at_eos": False}
+    expected = plain(tiny_target).generate(prompts, seed=1, **settings).token_ids
+    decoder = SpeculativeDecoder(tiny_target, RandomDrafts(NoneConfig()))
+    output = decoder.generate(prompts, seed=2, draft_length=2, verification_mode="probabilistic", **settings)
+    assert output.stats.total.num_accepted_tokens > 0
+    for position in (1, 2):
+        counts = [torch.bincount(torch.tensor(ids)[:, position], minlength=300) for ids in (expected, output.token_ids)]
+        likely = sum(counts) >= 20
+        rest = [count[~likely].sum()[None] for count in counts]
+        a, b = (torch.cat([count[likely], r]).double() for count, r in zip(counts, rest, strict=True))
+        statistic = ((a - b) ** 2 / (a + b).clamp(min=1)).sum()
+        degrees = len(a) - 1
+        assert statistic < degrees + 5 * (2 * degrees) ** 0.5
+
+
+def test_stream_gives_the_text_of_generate(tiny_target: Target) -> None:
+    decoder = SpeculativeDecoder(tiny_target, drafter_of("ngram", tiny_target))
+    rounds = list(decoder.stream(PROMPTS[2], 40, Sampling(), draft=4, seed=0))
+    whole = decoder.generate([PROMPTS[2]], max_new_tokens=40)
+    assert "".join(piece.text for round in rounds for piece in round.pieces) == whole.texts[0]
+    assert sum(round.num_tokens for round in rounds) == len(whole.token_ids[0])
+
+
+def test_settings_that_cannot_be_followed_are_refused(tiny_target: Target) -> None:
+    ngram = SpeculativeDecoder(tiny_target, drafter_of("ngram", tiny_target))
+    medusa = SpeculativeDecoder(tiny_target, drafter_of("medusa", tiny_target))
+    bad = [
+        (ngram, {"prompts": []}),
+        (ngram, {"prompts": [[]]}),
+        (ngram, {"max_new_tokens": 1000}),
+        *((ngram, {"temperature": value}) for value in (-1.0, 1e-38, float("nan"), float("inf"))),
+        (ngram, {"top_p": 0.5}),
+        (ngram, {"verification_mode": "one_hot"}),
+        (ngram, {"temperature": 1.0, "verification_mode": "probabilistic"}),
+        (ngram, {"temperature": 1.0, "verification_mode": "greedy"}),
+        (ngram, {"draft_length": 0}),
+        (medusa, {"draft_length": 5}),
+    ]
+    for decoder, settings in bad:
+        with pytest.raises(UserError):
+            decoder.generate(**{"prompts": PROMPTS, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"prompts": "Hello there"}, "prompts: give a list of prompts"),
+        ({"prompts": [1, 2, 3]}, "prompts: give a list of prompts"),
+        ({"prompts": [[1, 2], [3, 300]]}, "prompt 2 has token ids from 3 to 300: the target knows 0 to 299"),
+        ({"prompts": [[-1]]}, "prompt 1 has token ids from -1 to -1"),
+        ({"request_ids": [0]}, "request_ids: 1 for 4 prompts"),
+        ({"seed": 2**64}, "seed 18446744073709551616: give a whole number of at most 64 bits"),
+        ({"batch_size": -1}, "batch_size -1: give at least 1"),
+        ({"max_new_tokens": 4.0}, "max_new_tokens 4.0: give a whole number"),
+        ({"draft_length": 2.5}, "draft_length 2.5: give a whole number"),
+        ({"temperature": 1e-40}, "temperature 1e-40: give 0 .greedy., or 1e-05 or more"),
+    ],
+)
+def test_a_wrong_argument_is_named(settings: dict[str, Any], reason: str, tiny_target: Target) -> None:
+    with pytest.raises(UserError, match=reason):
+        plain(tiny_target).generate(**{"prompts": PROMPTS, "max_new_tokens": 8, **settings})

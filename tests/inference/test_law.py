@@ -1,0 +1,190 @@
+"""The law of whole texts: 100 000 of them from the full loop against the exact chance of every text.
+
+A random transformer of 16 tokens; draft, verification, cache, noise and commits all take part. Seeds are fixed.
+"""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from laws import Rows, siblings
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoding import batch_engine as rows_module
+from draftsmith.inference.decoding.decoder import resolve_settings
+from draftsmith.inference.measuring.certify import ALPHA, CertifySettings, certify, chi_square
+from draftsmith.inference.verification import rules as verify
+from draftsmith.inference.verification.rules import VerificationMode, Verified
+from draftsmith.models import DRAFTERS, Drafter, Target
+from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
+from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, probabilities
+from draftsmith.models.sampling.trees import DynamicTree, StaticTree
+
+V, LENGTH, BATCH = 16, 3, 10_000
+PROMPT = [3, 1, 4]
+SAMPLING = Sampling(0.9)
+SIBLINGS = StaticTree(((0,), (1,), (2,)))
+STATIC = StaticTree((*SIBLINGS.choices, (0, 0), (0, 1), (1, 0), (1, 1)))
+DYNAMIC = DynamicTree(num_nodes=7, depth=2, width=3)
+
+
+@pytest.fixture(scope="module")
+def small_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        max_position_embeddings=32,
+        initializer_range=0.4,
+    )
+    return Target(
+        LlamaForCausalLM(config).eval().requires_grad_(False), None, str(Path(tmp_path_factory.mktemp("target")))
+    )
+
+
+@pytest.fixture(scope="module")
+def drafter(small_target: Target) -> Drafter:
+    """The first of the target's two layers: right now and then."""
+    return DraftModel.from_target(DraftModelConfig(num_layers=1), small_target).eval()
+
+
+@pytest.fixture(scope="module")
+def law(small_target: Target) -> Tensor:
+    """Chance of every text of LENGTH tokens after the prompt, [V ** LENGTH]."""
+    texts = torch.tensor(list(itertools.product(range(V), repeat=LENGTH)))
+    rows = torch.cat([torch.tensor(PROMPT).expand(len(texts), -1), texts], 1)
+    with torch.no_grad():
+        logits = small_target.model(rows, use_cache=False).logits[:, len(PROMPT) - 1 : -1]
+    return probabilities(logits, SAMPLING).double().gather(2, texts[..., None])[..., 0].prod(1)
+
+
+def p_value(
+    decoder: SpeculativeDecoder,
+    mode: VerificationMode,
+    law: Tensor,
+    num_texts: int = 30_000,
+    draft: int | StaticTree | DynamicTree = LENGTH - 1,
+) -> float:
+    """Chi-square of the texts against their law; rare ones share a bin."""
+    how = resolve_settings(decoder.drafter, SAMPLING, LENGTH, draft, mode, seed=7, stop_at_eos=False)
+    places = torch.tensor([V ** (LENGTH - 1 - i) for i in range(LENGTH)])
+    counts = torch.zeros(V**LENGTH, dtype=torch.float64)
+    for start in range(0, num_texts, BATCH):
+        output = decoder.decode([PROMPT] * BATCH, how, request_ids=list(range(start, start + BATCH)))
+        counts += torch.bincount((torch.tensor(output.token_ids) * places).sum(1), minlength=V**LENGTH)
+    assert output.stats.total.mean_acceptance_length > 1.1
+    expected = law * num_texts
+    rare = expected < 10
+    counts, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (counts, expected))
+    return chi_square(counts, expected)[1]
+
+
+@pytest.mark.parametrize(
+    ("mode", "draft", "num_texts"),
+    [
+        ("one_hot", LENGTH - 1, 100_000),
+        ("probabilistic", LENGTH - 1, 100_000),
+        ("block", LENGTH - 1, 100_000),
+        ("without_replacement", STATIC, 100_000),
+        ("one_hot", DYNAMIC, 30_000),  # fewer: token for token plain sampling, as test_tree_drafting.py shows
+    ],
+)
+def test_texts_have_the_law_of_the_target(
+    mode: VerificationMode,
+    draft: int | StaticTree | DynamicTree,
+    num_texts: int,
+    small_target: Target,
+    drafter: Drafter,
+    law: Tensor,
+) -> None:
+    assert p_value(SpeculativeDecoder(small_target, drafter), mode, law, num_texts, draft) > ALPHA
+
+
+def test_lossy_output_is_found(small_target: Target, drafter: Drafter, law: Tensor) -> None:
+    assert p_value(SpeculativeDecoder(small_target, drafter), "typical", law) < ALPHA
+
+
+def test_a_wrong_rule_is_found(
+    small_target: Target, drafter: Drafter, law: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a rejection the next token comes from p in place of (p - q)+."""
+    right = verify.probabilistic
+
+    def no_residual(logits: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, draw: Tensor) -> Verified:
+        found = right(logits, q, drafts, accept, draw)
+        again = right(logits, q, torch.full_like(drafts, -1), accept, draw)  # nothing drafted: plain sampling
+        rejected = found.num_accepted == 0
+        return Verified(found.num_accepted, found.path, torch.where(rejected, again.next_token, found.next_token))
+
+    monkeypatch.setattr(rows_module.verify, "probabilistic", no_residual)
+    assert p_value(SpeculativeDecoder(small_target, drafter), "probabilistic", law) < ALPHA
+
+
+def test_siblings_tested_against_a_wrong_q_are_found(
+    small_target: Target, drafter: Drafter, law: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a rejection the drafter's law loses the token, and is not normalised again."""
+
+    def rule(
+        logits: Tensor, q: Tensor, tokens: Tensor, parents: Tensor, depth: int, accept: Tensor, draw: Tensor
+    ) -> Verified:
+        return siblings(Rows(logits, q, tokens, parents, depth, accept, draw), remove=True)
+
+    monkeypatch.setattr(rows_module.verify, "without_replacement", rule)
+    decoder = SpeculativeDecoder(small_target, drafter)
+    assert p_value(decoder, "without_replacement", law, draft=SIBLINGS) < ALPHA
+
+
+def test_shared_noise_is_found(
+    small_target: Target, drafter: Drafter, law: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Residuals drawn with the coins of the drafts."""
+    right = Noise.uniforms
+
+    def shared(self: Noise, positions: Tensor, stream: Stream, branch: Tensor | int = 0, **rows: Tensor) -> Tensor:
+        if stream == Stream.TARGET:
+            return right(self, positions[:, :1], Stream.DRAFT, torch.arange(positions.shape[1]), **rows)
+        return right(self, positions, stream, branch, **rows)
+
+    monkeypatch.setattr(Noise, "uniforms", shared)
+    assert p_value(SpeculativeDecoder(small_target, drafter), "probabilistic", law) < ALPHA
+
+
+@pytest.fixture
+def medusa(tiny_target: Target) -> Drafter:
+    return DRAFTERS["medusa"].from_target(DRAFTERS["medusa"].config_class(kind="medusa"), tiny_target).eval()
+
+
+def test_the_certificate(tiny_target: Target, medusa: Drafter) -> None:
+    """Passes on a drafter of ours, and its control finds the lossy mode."""
+    settings = CertifySettings(max_new_tokens=24, num_texts=64)
+    prompts = [tiny_target.encode(prompt) for prompt in ("def f(", "The smith", "x", "iron")]
+    certificate = certify(tiny_target, medusa, prompts, settings)
+    assert certificate["passed"]
+    assert certificate["control_found"]
+    assert certificate["greedy"]["batch_size_8"] == {
+        "checked": 4,
+        "identical": 4,
+        "near_tie_divergences": 0,
+        "divergences": 0,
+        "first_differences": [],
+    }
+
+
+def test_no_certificate_for_a_wrong_rule(tiny_target: Target, medusa: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One-hot verification that keeps every draft."""
+
+    def keep_all(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, uniforms: Tensor) -> Verified:
+        path = torch.arange(1, depth + 1).expand_as(tokens)
+        return Verified(torch.full((len(tokens),), depth), path, logits[:, -1].argmax(-1))
+
+    monkeypatch.setattr(rows_module.verify, "one_hot", keep_all)
+    settings = CertifySettings(max_new_tokens=24, num_texts=64)
+    certificate = certify(tiny_target, medusa, [tiny_target.encode("def f(")], settings)
+    assert not certificate["passed"]

@@ -1,0 +1,292 @@
+"""The load test with a clock that ticks when it is read: arrivals, what is counted, and what is made of it."""
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoding.decoder import resolve_settings
+from draftsmith.inference.decoding.generation import Generation
+from draftsmith.inference.decoding.schedule import Adaptive, Schedule
+from draftsmith.inference.load.load_test import (
+    Answer,
+    Clock,
+    LoadSettings,
+    Run,
+    Sla,
+    latency_text,
+    operating_points,
+    run_load_test,
+    serve,
+    stage_row,
+    time_running,
+    verdict,
+)
+from draftsmith.inference.load.traffic import Lengths, Load, check_output_lengths, check_prompt_lengths, plan_requests
+from draftsmith.models import DRAFTERS, Target, load_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.recipes.cli.main import main, parse
+from draftsmith.recipes.studies.load_test import load_settings, refuse_load_settings
+
+BASE = ["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p", "--out", "o"]
+PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17], [18]]
+
+
+class Ticking:
+    """A clock that goes on by a millisecond whenever it is read, and by what is waited."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def now(self) -> float:
+        self.seconds += 0.001
+        return self.seconds
+
+    def wait(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def clock(self) -> Clock:
+        return Clock(self.now, self.wait)
+
+
+def decoder_of(name: str, target: Target) -> SpeculativeDecoder:
+    return SpeculativeDecoder(target, load_drafter(name, target))
+
+
+def test_arrivals_are_poisson() -> None:
+    """Gaps have mean and standard deviation 1 / rate and no memory; the plan depends on the seed alone."""
+    plan = plan_requests(Load("rate", 4.0), PROMPTS, 20_000, 8, seed=1)
+    gaps = np.diff([sent.seconds for sent in plan])
+    assert plan[0].seconds == 0
+    assert gaps.mean() == pytest.approx(0.25, rel=0.03)
+    assert gaps.std() == pytest.approx(0.25, rel=0.03)
+    assert (gaps > 0.25).mean() == pytest.approx(np.exp(-1), abs=0.015)
+    assert abs(np.corrcoef(gaps[:-1], gaps[1:])[0, 1]) < 0.03
+    assert {sent.prompt for sent in plan} == {0, 1, 2, 3}
+    assert plan == plan_requests(Load("rate", 4.0), PROMPTS, 20_000, 8, seed=1)
+    assert plan != plan_requests(Load("rate", 4.0), PROMPTS, 20_000, 8, seed=2)
+    slower = plan_requests(Load("rate", 2.0), PROMPTS, 20_000, 8, seed=1)  # the same requests, further apart
+    assert [sent.prompt for sent in plan] == [sent.prompt for sent in slower]
+    assert [2 * sent.seconds for sent in plan] == pytest.approx([sent.seconds for sent in slower])
+
+
+def test_lengths_are_those_asked_for() -> None:
+    """Prompts of the nearest length, limits cut at the most; half of a lognormal lies below its median."""
+    lengths = Lengths(20, 0.5).draw(np.random.default_rng(0), 20_000)
+    assert np.median(lengths) == pytest.approx(20, abs=1)
+    assert np.log(lengths).std() == pytest.approx(0.5, abs=0.02)
+    plan = plan_requests(Load("rate", 1.0), PROMPTS, 500, 30, 0, Lengths(2, 0.0), Lengths(20, 0.5))
+    assert {sent.prompt for sent in plan} == {1}
+    assert max(sent.max_new_tokens for sent in plan) == 30
+    assert 1 <= min(sent.max_new_tokens for sent in plan) < 20
+
+
+def share_refused(check: Callable[[], None]) -> float:
+    """The percentage that the refusal names."""
+    with pytest.raises(UserError) as error:
+        check()
+    return float(str(error.value).split(": ", 1)[1].split(" %")[0])
+
+
+def test_lengths_that_cannot_be_had_are_refused() -> None:
+    """Prompts of 8 to 30 tokens stand for 8 / 1.5 to 30 * 1.5, a limit of 32 for answers of up to 48."""
+    prompts = [[1] * length for length in range(8, 31)]
+    check_prompt_lengths(Lengths(20, 0.2), prompts)
+    assert share_refused(lambda: check_prompt_lengths(Lengths(400, 0.1), prompts)) == 100
+    assert share_refused(lambda: check_prompt_lengths(Lengths(2, 0.1), prompts)) == 100
+    outside = 1 - (NormalDist().cdf(math.log(45 / 20)) - NormalDist().cdf(math.log(8 / 1.5 / 20)))
+    found = share_refused(lambda: check_prompt_lengths(Lengths(20, 1.0), prompts))
+    assert found == pytest.approx(100 * outside, abs=2)
+    check_output_lengths(Lengths(20, 0.5), 32)
+    beyond = 1 - NormalDist().cdf(math.log(48 / 100) / 0.5)
+    assert share_refused(lambda: check_output_lengths(Lengths(100, 0.5), 32)) == pytest.approx(100 * beyond, abs=1)
+
+
+@pytest.mark.parametrize("load", [Load("rate", 40.0), Load("rate", 0.5), Load("concurrency", 3)])
+@pytest.mark.parametrize("name", ["none", "ngram"])
+def test_a_run(name: str, load: Load, tiny_target: Target) -> None:
+    """Every request is answered as alone; its times are in order, and queue, prefill and decoding add up."""
+    decoder, ticking = decoder_of(name, tiny_target), Ticking()
+    settings = resolve_settings(decoder.drafter, Sampling(), 12, 3)
+    plan = plan_requests(load, PROMPTS, 12, 12, 0, output_lengths=Lengths(8, 0.5))
+    clock = ticking.clock()
+    generation = Generation(decoder.rows_for(settings, 3, 7), [], [], now=clock.now)
+    run = serve(generation, plan, PROMPTS, load, clock)
+    alone = decoder_of("none", tiny_target)
+    for sent, answer in zip(plan, run.answers, strict=True):
+        expected = alone.generate([PROMPTS[sent.prompt]], sent.max_new_tokens).token_ids[0]
+        assert answer.token_ids == expected
+        assert answer.num_prompt_tokens == len(PROMPTS[sent.prompt])
+        assert answer.arrived <= answer.admitted < answer.first_token <= answer.finished
+        queue, prefill = answer.admitted - answer.arrived, answer.first_token - answer.admitted
+        decoding = (answer.tpot or 0.0) * (len(answer.token_ids) - 1)
+        assert answer.ttft == pytest.approx(queue + prefill)
+        assert answer.finished - answer.arrived == pytest.approx(queue + prefill + decoding)
+        if load.mode == "rate":
+            assert answer.arrived == sent.seconds  # not when the decoder had time to look
+    assert max(running for *_, running in run.steps) <= 3
+    assert sum(tokens for _, _, tokens, _ in run.steps) == sum(len(answer.token_ids) for answer in run.answers)
+    if load.mode == "concurrency":  # a client sends when its last answer has come
+        events = sorted(itertools.chain(*(((a.arrived, 1), (a.finished, -1)) for a in run.answers)))
+        assert max(itertools.accumulate(change for _, change in events)) == 3
+    elif load.value == 0.5:
+        assert all(answer.admitted - answer.arrived < 0.1 for answer in run.answers)  # nobody else is there
+        assert run.steps[-1][1] > plan[-1].seconds > 5  # and it waited for them
+    row = stage_row(load, name, [run], Sla())
+    assert row["num_counted"] == (9 if load.mode == "concurrency" else 10)  # of 12, without the warm-up
+
+
+def answer(arrived: float, queue: float, prefill: float, tpot: float, num_tokens: int) -> Answer:
+    first = arrived + queue + prefill
+    return Answer(arrived, arrived + queue, first, first + tpot * (num_tokens - 1), [0] * num_tokens, 30 - num_tokens)
+
+
+def test_what_a_stage_shows() -> None:
+    """Ten requests a second apart, of which two warm up; the sixth waits long, the eighth decodes slowly."""
+    answers = [answer(float(i), 0.1, 0.2, 0.01, 11) for i in range(10)]
+    answers[0] = answer(0.0, 50.0, 0.2, 1.0, 11)  # counts nowhere
+    answers[5] = answer(5.0, 1.1, 0.2, 0.01, 11)
+    answers[7] = answer(7.0, 0.1, 0.2, 0.05, 11)
+    steps = [(float(i) - 0.5, float(i) + 0.5, 11, 2) for i in range(11)]
+    run = Run(answers, steps, num_drafts=4, num_draft_tokens=8, num_accepted_tokens=6, num_rounds=8)
+    row = stage_row(Load("rate", 1.0), "on", [run, run], Sla(ttft_ms=400, tpot_ms=20))
+    assert row["num_counted"] == 16
+    assert row["seconds"] == pytest.approx(2 * 7)  # from the third arrival to the tenth
+    assert row["throughput_tokens_per_second"] == pytest.approx(11)  # 7 steps begin between them
+    assert row["mean_running"] == pytest.approx(2)
+    ttft = [300.0] * 7 + [1300.0]
+    assert list(row["ttft_ms"].values()) == pytest.approx([np.percentile(ttft * 2, q) for q in (50, 95, 99)])
+    assert row["tpot_ms"]["p50"] == pytest.approx(10)
+    assert row["queue_ms"]["p50"] == pytest.approx(100)
+    assert row["prefill_ms"]["p99"] == pytest.approx(200)
+    assert (row["prompt_tokens"]["p50"], row["output_tokens"]["p95"]) == (19, 11)
+    assert row["sla_share"] == pytest.approx(6 / 8)
+    assert row["requests_per_second"] == pytest.approx(1)
+    assert row["goodput_requests_per_second"] == pytest.approx(6 / 8)
+    assert not row["within_sla"]
+    assert stage_row(Load("rate", 1.0), "on", [run], Sla(2000, 60))["within_sla"]
+    closed = stage_row(Load("concurrency", 4), "on", [run], Sla())
+    assert closed["num_counted"] == 6  # the first of each client is left out
+    assert closed["seconds"] == pytest.approx(9.4 - 4)  # until the last is answered, and its client is idle
+    assert closed["requests_per_second"] == pytest.approx(6 / 5.4)
+    assert (row["mean_acceptance_length"], row["mean_draft_length"]) == (2.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("num_counted", "text"), [(19, "9.5/–/–"), (20, "9.5/20/–"), (99, "9.5/20/–"), (100, "9.5/20/30")]
+)
+def test_a_percentile_needs_a_request_beyond_it(num_counted: int, text: str) -> None:
+    row = {"num_counted": num_counted, "ttft_ms": {"p50": 9.5, "p95": 20.0, "p99": 30.0}}
+    assert latency_text(row, "ttft_ms") == text
+
+
+@pytest.mark.parametrize(
+    ("words", "num_requests"), [("--rate 1", 50), ("--concurrency 1 4", 50), ("--concurrency 16 8", 128)]
+)
+def test_every_client_sends_eight_requests(words: str, num_requests: int) -> None:
+    assert load_settings(parse([*BASE, "--load", *words.split()])).num_requests == num_requests
+
+
+def test_idle_time_is_no_running_time() -> None:
+    """Steps end at 1 and at 5 s and the second took 1 s: between them nothing ran."""
+    assert time_running([(0.0, 1.0, 1, 3), (4.0, 5.0, 1, 2)], 0.5, 4.5) == pytest.approx(0.5 * 3 + 0.5 * 2)
+
+
+def stage(
+    load: float,
+    contender: str,
+    throughput: float,
+    tpot: float,
+    within: bool = True,
+    mode: str = "concurrency",
+    spread: tuple[float, ...] = (1.0,),
+) -> dict:
+    row = {"mode": mode, "load": load, "contender": contender, "throughput_tokens_per_second": throughput}
+    repeats = [{"throughput_tokens_per_second": throughput * factor, "tpot_ms": tpot} for factor in spread]
+    return {**row, "tpot_ms": {"p50": tpot}, "within_sla": within, "repeats": repeats}
+
+
+def test_operating_point_and_verdict() -> None:
+    """The largest throughput within the SLA, and the load from which speculation no longer pays."""
+    speeds = {1: (100, 180, True), 4: (300, 400, True), 8: (500, 450, True), 16: (600, 500, False)}
+    rows = []
+    for load, (off, on, within) in speeds.items():
+        rows += [stage(load, "off", off, 10.0), stage(load, "on", on, 10.0, within)]
+    points = operating_points(rows)
+    assert (points["off"]["load"], points["on"]["load"]) == (16, 8)
+    assert verdict(rows) == "speculation pays up to 4 requests at once (1.33x); it does not pay at 8 (0.90x)"
+    assert verdict(rows[:4]) == "speculation pays up to 4 requests at once (1.33x), the highest load tried"
+    assert verdict(rows[4:]) == "speculation does not pay at 8 requests at once (0.90x)"
+    assert operating_points([stage(1, "on", 5.0, 1.0, within=False)]) == {"on": None}
+    at_rate = [stage(2.0, name, 50, tpot, mode="rate") for name, tpot in (("off", 12.0), ("on", 8.0))]
+    assert verdict(at_rate) == "speculation pays up to 2 requests a second (1.50x), the highest load tried"
+
+
+def test_a_gain_that_not_every_repeat_shows_is_not_called_one() -> None:
+    off = stage(1, "off", 100, 10.0, spread=(1.0, 1.0))
+    rows = [off, stage(1, "on", 110, 10.0, spread=(0.9, 1.1))]
+    assert verdict(rows) == "no clear gain at 1 requests at once (1.10x, 0.99x to 1.21x over repeats)"
+    rows = [off, stage(1, "on", 110, 10.0, spread=(0.96, 1.04))]
+    assert verdict(rows).startswith("speculation pays up to 1 requests at once (1.10x, 1.06x to 1.14x over repeats)")
+
+
+def test_on_off_and_scheduled_give_the_same_texts(tiny_target: Target) -> None:
+    """Every contender serves the same requests of every stage and repeat, and answers them alike."""
+    medusa = DRAFTERS["medusa"].from_target(DRAFTERS["medusa"].config_class(kind="medusa"), tiny_target).eval()
+    decoders = {"off": decoder_of("none", tiny_target)}
+    decoders |= {name: SpeculativeDecoder(tiny_target, medusa) for name in ("on", "scheduled")}
+    draft = {"off": 0, "on": 3, "scheduled": Schedule(((1, 3), (2, 0)))}
+    how = {name: resolve_settings(decoders[name].drafter, Sampling(), 6, draft[name]) for name in decoders}
+    settings = LoadSettings((Load("concurrency", 1), Load("concurrency", 2)), num_requests=6, repeats=2)
+    rows, texts = run_load_test(decoders, how, PROMPTS, settings, Ticking().clock())
+    assert texts["on"] == texts["scheduled"] == texts["off"]
+    assert len(texts["off"]) == 2 * 2 * 6
+    assert [(row["load"], row["contender"]) for row in rows] == list(itertools.product((1, 2), decoders))
+    assert [row["mean_draft_length"] > 0 for row in rows] == [False, True, True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--load",
+        "--load --rate 1 --concurrency 1",
+        "--load --concurrency 1 --max-batch 4",
+        "--load --concurrency 8 --requests 12",
+        "--load --rate 0",
+        "--load --rate 1 --output-lengths 0 1",
+        "--load --rate 1 --output-lengths 100 0.1",
+        "--load --rate 1 --temperature 0 1",
+        "--load --rate 1 --tree 4,2,2",
+        "--load --rate 1 --batch-size 4",
+        "--rate 1",
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(words: str) -> None:
+    args = parse([*BASE, *words.split()])
+    check = load_settings if args.load else refuse_load_settings
+    with pytest.raises(UserError):
+        check(args)
+
+
+def test_the_command(tiny_target: Target, tmp_path: Path) -> None:
+    """From prompts to load.json, its figure and a verdict; without a schedule it measures costs for one."""
+    (tmp_path / "p.txt").write_text("def f(x):\nThe smith heats the iron\n")
+    words = ["--target", tiny_target.name, "--drafter", "ngram", "--prompts", str(tmp_path / "p.txt")]
+    more = ["--load", "--concurrency", "1", "2", "--requests", "10", "--repeats", "1", "--max-new-tokens", "12"]
+    more += ["--sla-tpot-ms", "1e6", "--device", "cpu"]
+    assert main(["evaluate", *words, *more, "--out", str(tmp_path / "out")]) == 0
+    content = json.loads((tmp_path / "out/load.json").read_text())
+    assert [(row["load"], row["contender"]) for row in content["stages"]] == list(
+        itertools.product((1, 2), ("off", "on", "scheduled"))
+    )
+    assert content["identical"]["on"] == content["identical"]["scheduled"] == {"checked": 20, "identical": 20}
+    assert set(content["operating_points"]) == {"off", "on", "scheduled"}
+    assert Adaptive.from_json(content["schedule"]).candidates == (0, 1, 2, 4)
+    assert (tmp_path / "out/load.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,0 +1,277 @@
+"""Every kernel compiles for sm_90 (H100, H200), GPU or no GPU: what Triton's interpreter does not check.
+
+The widest attention does for sm_89 (L4, RTX 40), too, which has the least shared memory.
+
+Kernels are compiled as they are launched: an entry of `launches` is a call on tensors of the meta device, of which only
+dtype and shape exist, and every launch ends after compilation. So the call waits for no result either: it could not.
+`python tests/models/test_compiled_kernels.py` prints what each kernel takes. To have more kernels compiled, add a call.
+"""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+SHARED_MEMORY = {89: 99 * 1024, 90: 227 * 1024}  # bytes that one program may have, by sm
+MOST_PROGRAMS = 65535  # on the second and third axis of a grid
+WIDEST = 512  # attention heads, of Gemma-4's global layers
+COLUMNS = ("sm", "launch", "kernel", "grid", "warps", "registers", "stack", "shared")
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launches() -> dict[str, Callable[[], object]]:
+    """By a name with the shape bucket and, where there are several, the dtype."""
+    return verification() | attention() | cache() | losses() | steps()
+
+
+def attention() -> dict[str, Callable[[], object]]:
+    """Every dtype and width in the tiles that 4, 32 and 64 query rows give; chains and trees, with and without all."""
+    from draftsmith.models.target import attention_kernel
+
+    def call(length: int, width: int, dtype: torch.dtype, num_words: int, everything: bool, splits: int) -> object:
+        query, cached = meta(2, 32, length, width, dtype=dtype), meta(2, 8, 4096, width, dtype=dtype)
+        mask = meta(2, 1, length, 3 + num_words, dtype=torch.int32)
+        extras = (1024, 30.0, meta(32, dtype=dtype)) if everything else ()
+        return attention_kernel.attend(query, cached, cached, mask, 0.1, *extras, splits=splits)
+
+    calls: dict[str, tuple[Any, ...]] = {}
+    for length in (1, 8, 64):
+        for width in (64, 128, 256):
+            calls[f"bfloat16 {length} {width}"] = length, width, torch.bfloat16, 2, False, 8
+            calls[f"float16 {length} {width}"] = length, width, torch.float16, 0, True, 8
+        calls[f"bfloat16 {length} {WIDEST}"] = length, WIDEST, torch.bfloat16, 2, False, 8
+    for width in (64, 128, 256, WIDEST):  # all lengths take the same tile
+        calls[f"float32 {width}"] = 8, width, torch.float32, 2, True, 8
+    calls["odd width"] = 8, 80, torch.bfloat16, 2, False, 8
+    calls["everything tree"] = 8, 128, torch.bfloat16, 2, True, 8
+    calls["prompt"] = 512, 128, torch.bfloat16, 0, False, 1
+    return {f"attention {name}": lambda args=args: call(*args) for name, args in calls.items()}
+
+
+def steps() -> dict[str, Callable[[], object]]:
+    """Of a fused layer, for a prompt's chunk of 512 tokens in each of 256 rows."""
+    from draftsmith.models.layers import DecodingNorm
+    from draftsmith.models.target import layer_kernels as llama_kernels
+
+    num_tokens, queries, kv_heads, half = 256 * 512, 32, 8, 64
+
+    def rotate(dtype: torch.dtype, normed: bool) -> None:
+        qkv = meta(num_tokens, (queries + 2 * kv_heads) * 2 * half, dtype=dtype)
+        heads = qkv[:, : (queries + kv_heads) * 2 * half].view(num_tokens, -1, 2, half)
+        stored, angles = qkv[:, queries * 2 * half :], meta(num_tokens, 1, 2, half, dtype=torch.float32)
+        norm = DecodingNorm(meta(queries + kv_heads, 2 * half, dtype=dtype), 1e-6) if normed else None
+        flat = meta(8192, 4 * kv_heads * half, dtype=dtype)
+        llama_kernels.rotate_and_store(
+            heads, stored, angles[:, :, :1].contiguous(), angles, norm, meta(num_tokens, dtype=torch.int64), flat
+        )
+
+    def silu(dtype: torch.dtype) -> None:
+        llama_kernels.silu_mul_(*meta(num_tokens, 2 * 14336, dtype=dtype).chunk(2, 1))
+
+    def norm(dtype: torch.dtype) -> None:
+        x = meta(num_tokens, 4096, dtype=dtype)
+        llama_kernels.rms_norm(x, DecodingNorm(meta(4096, dtype=dtype), 1e-6), x)
+
+    calls: dict[str, Callable[[], object]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        calls[f"silu {dtype}"] = lambda dtype=dtype: silu(dtype)
+        calls[f"norm {dtype}"] = lambda dtype=dtype: norm(dtype)
+        calls[f"rotate {dtype}"] = lambda dtype=dtype: rotate(dtype, True)
+    calls["rotate without norm"] = lambda: rotate(torch.bfloat16, False)
+    return calls
+
+
+def cache() -> dict[str, Callable[[], object]]:
+    from draftsmith.models.target import cache_kernels
+
+    def write(length: int, width: int, dtype: torch.dtype) -> None:
+        new, slots = meta(2, 8, length, width, dtype=dtype), meta(2 * length, dtype=torch.int64)
+        cache_kernels.write_slots(new, new, slots, meta(8192, 16 * width, dtype=dtype))
+
+    def move(depth: int) -> None:
+        (table,) = cache_kernels.move_tables([meta(2, 4096, 2, 8, 128, dtype=torch.bfloat16)] * 32)
+        indices = meta(2, 1 + depth, dtype=torch.int64)
+        cache_kernels.move_slots(table, indices[:, 0].contiguous(), indices[:, 1:].contiguous())
+
+    writes = {f"write {dtype}": dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+    moves = {f"move {depth}": depth for depth in (1, 4, 16)}
+    return {name: lambda dtype=dtype: write(5, 80, dtype) for name, dtype in writes.items()} | {
+        name: lambda depth=depth: move(depth) for name, depth in moves.items()
+    }
+
+
+def losses() -> dict[str, Callable[[], object]]:
+    from draftsmith.models.losses.loss_kernels import FusedTeacher
+    from draftsmith.models.losses.losses import DIVERGENCES
+
+    def compare(divergence: Any, dtype: torch.dtype, vocabulary: int) -> None:
+        ids = meta(vocabulary, dtype=torch.int64) if vocabulary != 128256 else None
+        teacher = FusedTeacher.of(meta(256, 128256, dtype=dtype), ids)
+        teacher.compare(meta(256, vocabulary, dtype=dtype), divergence, True)
+
+    calls = {f"{name} bfloat16": (name, torch.bfloat16, 32000) for name in DIVERGENCES}
+    calls |= {f"{name} float32 odd": (name, torch.float32, 50257) for name in DIVERGENCES}
+    calls["forward_kl bfloat16 whole"] = "forward_kl", torch.bfloat16, 128256
+    return {name: lambda args=args: compare(*args) for name, args in calls.items()}
+
+
+def verification() -> dict[str, Callable[[], object]]:
+    from draftsmith.inference.verification import kernels as verify_kernels
+    from draftsmith.models.sampling import sampling_kernels
+    from draftsmith.models.sampling.sampling import Stream
+
+    def call(
+        rule: str, batch: int, nodes: int, depth: int, vocabulary: int, dtype: torch.dtype = torch.float32
+    ) -> object:
+        logits = meta(batch, nodes + 1, vocabulary, dtype=dtype)
+        draft_logits = meta(batch, nodes, vocabulary, dtype=torch.float32)
+        tokens = meta(batch, nodes, dtype=torch.int64)
+        accept, draws = meta(batch, nodes), meta(batch, depth + 1)
+        match rule:
+            case "greedy" | "typical":
+                return getattr(verify_kernels, rule)(logits, tokens, tokens, depth)
+            case "one_hot":
+                return verify_kernels.one_hot(logits, tokens, tokens, depth, draws)
+            case "without_replacement":
+                return verify_kernels.without_replacement(logits, draft_logits, tokens, tokens, depth, accept, draws)
+            case _:
+                return getattr(verify_kernels, rule)(logits, draft_logits, tokens, accept, draws)
+
+    calls: dict[str, tuple[Any, ...]] = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        calls[f"greedy chain {str(dtype).removeprefix('torch.')}"] = "greedy", 1, 4, 4, 128256, dtype
+    for rule in ("one_hot", "typical", "probabilistic", "block", "without_replacement"):
+        calls[f"{rule} chain"] = rule, 1, 4, 4, 128256
+    for rule in ("greedy", "one_hot", "typical", "without_replacement"):
+        calls[f"{rule} tree"] = rule, 8, 63, 6, 151936
+    for rule in ("one_hot", "typical"):
+        calls[f"{rule} no drafts"] = rule, 4, 0, 0, 128256
+    calls["block long chain"] = "block", 8, 15, 15, 151936
+    calls["probabilistic odd vocabulary"] = "probabilistic", 8, 4, 4, 50257
+    noise = meta(8, dtype=torch.int64), meta(8, 1, dtype=torch.int64), Stream.DRAFT, meta(5, dtype=torch.int64)
+    return {name: lambda args=args: call(*args) for name, args in calls.items()} | {
+        "uniforms": lambda: sampling_kernels.uniforms(*noise)
+    }
+
+
+class Gpu:
+    """What Triton asks a driver for before it compiles."""
+
+    def __init__(self, sm: int) -> None:
+        self.sm = sm
+
+    def get_current_device(self) -> int:
+        return self.sm  # what is compiled is kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.sm, 32)
+
+
+def compile_all() -> Iterator[dict[str, Any]]:
+    """What each launch of each call takes, by COLUMNS, on sm_90; the widest attention on sm_89, too."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    compiled: list[tuple[Any, tuple[int, ...]]] = []
+    launch = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
+        compiled.append((launch(kernel, *args, grid=grid, warmup=True, **kwargs), grid))
+
+    JITFunction.run = compile_only
+    wide = {name: call for name, call in attention().items() if name.endswith(str(WIDEST))}
+    for sm, calls in ((90, launches()), (89, wide)):
+        driver.set_active(Gpu(sm))
+        for name, call in calls.items():
+            compiled.clear()
+            call()
+            for kernel, grid in compiled:
+                usage = resource_usage(kernel.asm["cubin"])
+                data = kernel.metadata
+                row = sm, name, data.name, list(grid), data.num_warps, usage["REG"], usage["STACK"], data.shared
+                yield dict(zip(COLUMNS, row, strict=True)) | {"memory": memory_order(kernel.asm["ptx"])}
+
+
+def memory_order(ptx: str) -> str:
+    """What the program does one after the other: L loads from global memory, S stores there, B waits at a barrier."""
+    letters = {"ld.global": "L", "st.global": "S", "bar.sync": "B"}
+    steps = re.findall("|".join(map(re.escape, letters)), ptx)
+    return "".join(letters[step] for step, _ in itertools.groupby(steps))
+
+
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    """REG: registers a thread; STACK: bytes a thread that did not fit into them; ..."""
+    import triton
+
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        output = subprocess.check_output([cuobjdump, "--dump-resource-usage", file.name], text=True)
+    return {key: int(value) for key, value in (word.split(":") for word in output.splitlines()[-1].split())}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> list[dict[str, Any]]:
+    """From a process of its own: here, kernels may be defined for the interpreter."""
+    pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_registers_hold_everything(kernels: list[dict[str, Any]]) -> None:
+    assert kernels
+    assert not [kernel for kernel in kernels if kernel["stack"] and kernel["sm"] == 90]
+
+
+def test_shared_memory_suffices(kernels: list[dict[str, Any]]) -> None:
+    assert {kernel["sm"] for kernel in kernels} == set(SHARED_MEMORY)
+    assert not [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY[kernel["sm"]]]
+
+
+def test_grids_can_be_launched(kernels: list[dict[str, Any]]) -> None:
+    """Only the first axis takes more than 65,535 programs."""
+    assert max(kernel["grid"][0] for kernel in kernels) > MOST_PROGRAMS
+    assert not [kernel for kernel in kernels if max(kernel["grid"][1:], default=1) > MOST_PROGRAMS]
+
+
+def test_a_move_reads_everything_before_it_writes(kernels: list[dict[str, Any]]) -> None:
+    """One thread's source is another's destination; the interpreter, which has one thread, cannot show that race."""
+    moves = {kernel["launch"]: kernel["memory"] for kernel in kernels if kernel["kernel"] == "move_kernel"}
+    assert set(moves.values()) == {"LBS"}
+
+
+def test_a_rule_takes_four_launches_at_most(kernels: list[dict[str, Any]]) -> None:
+    counts = Counter(kernel["launch"] for kernel in kernels)
+    assert not {launch: count for launch, count in counts.items() if launch in verification() and count > 4}
+
+
+if __name__ == "__main__":
+    for row in compile_all():
+        if sys.argv[1:] == ["--json"]:
+            print(json.dumps(row), flush=True)
+        else:
+            line = "sm_{sm} {launch:30} {kernel:18} {grid!s:15} {warps:3} {registers:4} {stack:4} {shared:6}"
+            print(line.format(**row))

@@ -1,0 +1,36 @@
+"""The device that a user names, on GPUs that are not there."""
+
+import pytest
+import torch
+
+from draftsmith.models.drafting.unrolled_attention import has_flash
+from draftsmith.models.errors import UserError
+from draftsmith.models.target.target import default_dtype, pick_device
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """What is made the current device of two old GPUs, which do bf16 by emulation alone."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    return current
+
+
+def test_the_gpu_that_is_named_becomes_the_current_one(chosen: list[torch.device]) -> None:
+    """Kernels, graphs and events go to the current device, wherever their tensors are."""
+    assert pick_device("cuda:1") == torch.device("cuda:1")
+    assert chosen == [torch.device("cuda:1")]
+    for device in (None, "cuda", "cpu"):  # the current one, whichever that is
+        pick_device(device)
+    assert len(chosen) == 1
+    with pytest.raises(UserError, match="the last GPU of this machine is cuda:1"):
+        pick_device("cuda:2")
+
+
+def test_old_gpus_do_without_bf16_and_flash_attention(chosen: list[torch.device]) -> None:
+    assert default_dtype(torch.device("cuda:0")) == torch.float32
+    assert not has_flash(torch.device("cuda:0"))

@@ -1,0 +1,343 @@
+"""What every entry of `DRAFTERS` promises, and what each family must get right by itself."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
+from draftsmith.models.batch import Batch
+from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
+from draftsmith.models.drafters.eagle3_training import unroll
+from draftsmith.models.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.models.drafting.base import NO_TOKEN, DecodingState
+from draftsmith.models.drafting.unrolled_attention import DraftingSlots
+from draftsmith.models.errors import UserError
+from draftsmith.models.losses.losses import LossSums
+from draftsmith.models.sampling.sampling import Noise, Sampling
+from draftsmith.models.sampling.trees import Chain
+from draftsmith.models.target.slots import SlotCache, chain_window
+from draftsmith.models.training_free.ngram import latest_match
+
+TRAINABLE = [kind for kind, drafter_class in DRAFTERS.items() if drafter_class.loss is not Drafter.loss]
+every_trainable = pytest.mark.parametrize("kind", TRAINABLE)
+
+
+def build(kind: str, target: Target, **fields: Any) -> Drafter:
+    """Neither trained nor as new: noise in the weights lets nothing vanish or agree by accident.
+
+    In evaluation mode, in which nothing is drawn by chance.
+    """
+    torch.manual_seed(1)
+    drafter = DRAFTERS[kind].from_target(DRAFTERS[kind].config_class(kind=kind, **fields), target).eval()
+    for parameter in drafter.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return drafter
+
+
+def loss_of(drafter: Drafter, batch: Batch, target: Target) -> LossSums:
+    return drafter.loss(batch, target.features(batch, drafter.layer_ids))
+
+
+def random_batch(target: Target, rows: int = 3, length: int = 12) -> Batch:
+    token_ids = torch.randint(1, target.vocab_size, (rows, length), generator=torch.Generator().manual_seed(2))
+    loss_mask = torch.arange(length)[None] >= torch.tensor([3, 5, 4])[:rows, None]
+    return Batch(token_ids, loss_mask)
+
+
+def first_round(drafter: Drafter, target: Target, token_ids: Tensor, sample_drafts: bool = False) -> DecodingState:
+    """The state after the target read all but the last of the tokens [B, T]."""
+    window = chain_window(torch.zeros(len(token_ids), dtype=torch.int64), token_ids.shape[1] - 1)
+    features = target.run(token_ids[:, :-1], window, SlotCache(*token_ids.shape), drafter.layer_ids)
+    lengths = torch.full((len(token_ids),), token_ids.shape[1])
+    padded = torch.cat([token_ids, torch.zeros(len(token_ids), 8, dtype=torch.int64)], 1)
+    sampling = Sampling(1.0 if sample_drafts else 0.0)
+    noise = Noise(0, torch.arange(len(token_ids)))
+    shape = drafter.own_shape(4)
+    memory = drafter.new_memory(*padded.shape, shape)
+    drafter.read(memory, token_ids, features, window)
+    state = DecodingState(
+        padded, lengths, features, window.positions, lengths - 1, sampling, noise, sample_drafts, memory
+    )
+    if drafter.reads_predictions:
+        state.predictions = torch.full((len(lengths), shape.num_nodes + 1), NO_TOKEN)
+    return state
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DRAFTERS if kind != "lookahead"])  # which drafts a tree of its own
+def test_a_draft_is_a_chain_of_tokens_with_their_probabilities(kind: str, tiny_target: Target) -> None:
+    drafter = build(kind, tiny_target)
+    token_ids = random_batch(tiny_target).token_ids
+    for sample_drafts in (False, True) if drafter.can_sample else (False,):
+        with torch.no_grad():
+            draft = drafter.propose(first_round(drafter, tiny_target, token_ids, sample_drafts), Chain(3))
+        rows, num = draft.tokens.shape
+        assert rows == 3
+        assert num <= 3
+        assert draft.depth == num
+        assert draft.parents.tolist() == [list(range(-1, num - 1))] * 3
+        assert ((draft.tokens >= 0) | (draft.tokens == NO_TOKEN)).all()
+        assert (draft.tokens < tiny_target.vocab_size).all()
+        if sample_drafts:
+            assert draft.logits is not None
+            assert draft.logits.shape == (rows, num, tiny_target.vocab_size)
+            assert draft.logits.dtype == torch.float32
+            assert (draft.logits.gather(-1, draft.tokens[..., None]) > float("-inf")).all()
+        else:
+            assert draft.logits is None
+
+
+@every_trainable
+def test_a_checkpoint_gives_the_same_drafter(kind: str, tiny_target: Target, tmp_path: Path) -> None:
+    drafter = build(kind, tiny_target)
+    save_drafter(drafter, tmp_path)
+    loaded = load_drafter(tmp_path, tiny_target)
+    assert loaded.config == drafter.config
+    batch = random_batch(tiny_target)
+    found, expected = (loss_of(d, batch, tiny_target)["loss"][0] for d in (loaded, drafter))
+    assert torch.equal(found, expected)
+
+
+@every_trainable
+def test_training_touches_the_drafter_alone(kind: str, tiny_target: Target) -> None:
+    drafter = build(kind, tiny_target).train()
+    batch = random_batch(tiny_target)
+    total, count = loss_of(drafter, batch, tiny_target)["loss"]
+    assert count == batch.loss_mask.sum()
+    total.backward()
+    assert all(parameter.grad is not None for parameter in drafter.parameters())
+    assert all(parameter.grad is None for parameter in tiny_target.model.parameters())
+
+
+@every_trainable
+def test_padding_changes_nothing(kind: str, tiny_target: Target) -> None:
+    drafter = build(kind, tiny_target)
+    batch = random_batch(tiny_target)
+    padding = torch.zeros(3, 4, dtype=torch.int64)
+    padded = Batch(torch.cat([batch.token_ids, padding], 1), torch.cat([batch.loss_mask, padding.bool()], 1))
+    with torch.no_grad():
+        expected = loss_of(drafter, batch, tiny_target)
+        found = loss_of(drafter, padded, tiny_target)
+    for name, (total, count) in expected.items():
+        torch.testing.assert_close(found[name][0], total)
+        assert found[name][1] == count
+
+
+@every_trainable
+def test_packing_changes_nothing(kind: str, tiny_target: Target) -> None:
+    """Documents of 7, 12 and 9 tokens side by side, and each in a row of its own."""
+    drafter = build(kind, tiny_target)
+    batch = random_batch(tiny_target)
+    lengths = (7, 12, 9)
+    apart = [
+        Batch(batch.token_ids[i : i + 1, :length], batch.loss_mask[i : i + 1, :length])
+        for i, length in enumerate(lengths)
+    ]
+    documents = torch.tensor([i for i, length in enumerate(lengths) for _ in range(length)] + [-1] * 3)[None]
+    pad = torch.zeros(1, 3, dtype=torch.int64)
+    packed = Batch(
+        torch.cat([*(one.token_ids for one in apart), pad], 1),
+        torch.cat([*(one.loss_mask for one in apart), pad.bool()], 1),
+        documents,
+    )
+    with torch.no_grad():
+        found = loss_of(drafter, packed, tiny_target)
+        parts = [loss_of(drafter, one, tiny_target) for one in apart]
+    for name, (total, count) in found.items():
+        torch.testing.assert_close(total, sum(part[name][0] for part in parts))
+        assert count == sum(part[name][1] for part in parts)
+
+
+@every_trainable
+def test_another_target_is_refused(kind: str, tiny_target: Target, make_target_dir, tmp_path: Path) -> None:
+    save_drafter(build(kind, tiny_target), tmp_path)
+    other = Target.from_pretrained(make_target_dir(vocab_size=310), "cpu")
+    with pytest.raises(UserError, match="310"):
+        load_drafter(tmp_path, other)
+
+
+@every_trainable
+def test_a_batch_is_the_sum_of_its_rows(kind: str, tiny_target: Target) -> None:
+    """Values and gradients: how a step is cut into micro-batches changes nothing."""
+    drafter = build(kind, tiny_target)
+    batch = random_batch(tiny_target)
+    rows = [Batch(batch.token_ids[i : i + 1], batch.loss_mask[i : i + 1]) for i in range(3)]
+    sums: list[dict[str, list[Tensor]]] = []
+    gradients = []
+    for batches in ([batch], rows):
+        drafter.zero_grad()
+        losses = [loss_of(drafter, one, tiny_target) for one in batches]
+        sum(loss["loss"][0] for loss in losses).backward()
+        sums.append({name: [sum(loss[name][part] for loss in losses) for part in (0, 1)] for name in losses[0]})
+        gradients.append([parameter.grad for parameter in drafter.parameters()])
+    torch.testing.assert_close(sums[1], sums[0])
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
+
+
+@every_trainable
+def test_training_predicts_what_decoding_drafts(kind: str, tiny_target: Target) -> None:
+    assert_trained_as_decoded(build(kind, tiny_target), tiny_target)
+
+
+class InFp64(TorchFunctionMode):
+    """Whatever asks for fp32, or for no dtype, gets fp64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        return func(*tree_map(doubled, args), **tree_map(doubled, kwargs or {}))
+
+    def __enter__(self) -> Any:
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(torch.float32)
+
+
+def doubled(argument: Any) -> Any:
+    return torch.float64 if argument is torch.float32 else argument
+
+
+@every_trainable
+def test_training_and_drafting_agree_to_the_bit(kind: str, tiny_target_dir: Path) -> None:
+    """In fp64 they differ in its last bits at most, so in no bit of fp32.
+
+    It is the order of their sums alone that parts them in fp32.
+    """
+    with InFp64():
+        target = Target.from_pretrained(tiny_target_dir, "cpu", torch.float64)
+        assert_trained_as_decoded(build(kind, target).double(), target, tolerance=1e-14)
+
+
+def test_variants_of_eagle3_train_as_they_draft(tiny_target: Target) -> None:
+    """Those that public heads come in (tests/models/test_layouts.py holds the drafts themselves)."""
+    drafter = build("eagle3", tiny_target, norm_before_residual=True)
+    assert isinstance(drafter, Eagle3)
+    drafter.embed_tokens = nn.Embedding(tiny_target.vocab_size, tiny_target.hidden_size)
+    assert_trained_as_decoded(drafter, tiny_target)
+
+
+def assert_trained_as_decoded(drafter: Drafter, tiny_target: Target, tolerance: float = 1e-5) -> None:
+    """Inputs, positions, masks and labels of training, by the chance that a drawn draft is accepted.
+
+    The decoder's drafter reads a prompt and draws a draft; training reads prompt and draft as one text. At the deepest
+    prediction of a text there is one slot a row, whose chance is that of the decoder's distribution against the
+    target's own at that place.
+    """
+    kind = drafter.kind
+    prompts = random_batch(tiny_target, length=8).token_ids
+    depth = min(4, drafter.max_draft_length or 4)
+    with torch.no_grad():
+        draft = drafter.propose(first_round(drafter, tiny_target, prompts, sample_drafts=True), Chain(depth))
+    assert draft.logits is not None
+    text = torch.cat([prompts, draft.tokens], 1)
+    for i in range(depth):
+        length = prompts.shape[1] + i + 1
+        # from the newest token on; a draft model predicts every token from the text alone
+        first = length - 1 if kind == "draft_model" else prompts.shape[1] - 1
+        batch = Batch(text[:, :length], (torch.arange(length) >= first).expand(3, -1))
+        with torch.no_grad():
+            sums = loss_of(drafter, batch, tiny_target)
+        name = f"sampled_acceptance_{0 if kind == 'draft_model' else i}"
+        if name not in sums:
+            assert i > 0
+            return
+        p = tiny_target.logits(tiny_target.features(batch).last_hidden[:, -2]).softmax(-1)
+        q = draft.logits[:, i].softmax(-1)
+        torch.testing.assert_close(sums[name][0], torch.minimum(p, q).sum(), atol=tolerance, rtol=tolerance)
+        assert sums[name][1] == 3
+        assert sums[name.replace("sampled_acceptance", "accuracy")][0] == (p.argmax(-1) == q.argmax(-1)).sum()
+
+
+def test_recomputed_steps_have_the_same_gradient(tiny_target: Target) -> None:
+    drafter = build("eagle3", tiny_target)
+    batch = random_batch(tiny_target)
+    features = tiny_target.features(batch, drafter.layer_ids)
+    gradients = []
+    for recompute in (False, True):
+        drafter.config.recompute = recompute
+        drafter.zero_grad()
+        drafter.loss(batch, features)["loss"][0].backward()
+        gradients.append([parameter.grad for parameter in drafter.parameters()])
+    for kept, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(recomputed, kept)
+
+
+def test_a_detached_step_teaches_those_before_it_nothing(tiny_target: Target) -> None:
+    """A loss of the last step alone reaches `fc` through keys and values of the text, and not otherwise."""
+    drafter = build("eagle3", tiny_target)
+    assert isinstance(drafter, Eagle3)
+    batch = random_batch(tiny_target)
+    layers = tiny_target.features(batch, drafter.layer_ids).layers
+    assert layers is not None
+    slots = DraftingSlots.of(batch.loss_mask, batch.positions)
+    for detach in (False, True):
+        drafter.config.detach = detach
+        first, *_, last = unroll(drafter, batch, layers, slots, drafter.config.unroll_steps)
+        (gradient,) = torch.autograd.grad(last.sum(), first, allow_unused=True)
+        assert (gradient is None) == detach
+
+
+def test_lk_after_kl(tiny_target: Target) -> None:
+    """The divergence changes when its share of the training is over."""
+    drafter, batch = build("eagle3", tiny_target), random_batch(tiny_target)
+    features = tiny_target.features(batch, drafter.layer_ids)
+
+    def loss(divergence: str, kl_share: float, progress: float) -> Tensor:
+        drafter.config.divergence, drafter.config.kl_share, drafter.progress = divergence, kl_share, progress
+        return drafter.loss(batch, features)["loss"][0]
+
+    assert torch.equal(loss("lk_hybrid", 0.5, 0.49), loss("forward_kl", 0.0, 0.0))
+    assert torch.equal(loss("lk_hybrid", 0.5, 0.5), loss("lk_hybrid", 0.0, 0.0))
+    assert not torch.equal(loss("lk_hybrid", 0.5, 0.5), loss("forward_kl", 0.0, 0.0))
+
+
+@every_trainable
+def test_a_batch_that_teaches_nothing_still_has_gradients(kind: str, tiny_target: Target) -> None:
+    """Zeros for all that trains: wrappers for several devices wait for every parameter."""
+    drafter, batch = build(kind, tiny_target), random_batch(tiny_target)
+    batch.loss_mask[:] = False
+    drafter.loss(batch, tiny_target.features(batch, drafter.layer_ids))["loss"][0].backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in drafter.parameters())
+
+
+def test_untrained_medusa_heads_repeat_the_target(tiny_target: Target) -> None:
+    """Identity blocks and the target's head: head i at t holds the target's distribution of x_{t+1}."""
+    drafter = Medusa.from_target(MedusaConfig(), tiny_target)
+    token_ids = random_batch(tiny_target).token_ids
+    state = first_round(drafter, tiny_target, token_ids)
+    expected = tiny_target.logits(state.features.last_hidden[:, -1]).argmax(-1)
+    assert drafter.propose(state, Chain(4)).tokens.tolist() == [[token] * 4 for token in expected.tolist()]
+
+
+def test_reduced_vocabulary_proposes_the_frequent_tokens(tiny_target: Target) -> None:
+    drafter = Eagle3.from_target(Eagle3Config(draft_vocab_size=40), tiny_target)
+    counts = torch.zeros(tiny_target.vocab_size)
+    frequent = torch.randperm(tiny_target.vocab_size, generator=torch.Generator().manual_seed(0))[:40]
+    counts[frequent] = 5
+    drafter.fit_vocabulary(counts)
+    ids = drafter.draft_to_target()
+    assert ids is not None
+    assert torch.equal(ids, frequent.sort().values)
+    assert torch.equal(drafter.t2d.nonzero()[:, 0], ids)
+    assert torch.equal(drafter.lm_head.weight, tiny_target.head_weight()[ids])
+    draft = drafter.propose(first_round(drafter, tiny_target, random_batch(tiny_target).token_ids), Chain(4))
+    assert torch.isin(draft.tokens, ids).all()
+
+
+def test_ngram_takes_the_latest_copy_of_the_longest_suffix() -> None:
+    texts = [
+        [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3],  # three tokens match twice: the later copy wins
+        [5, 6, 7, 5, 6, 1, 7, 2, 3, 5, 6],  # only (5, 6): goes on with 1 at index 5
+        [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],  # nothing
+        [4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0],  # a run of length 4 overlaps itself
+    ]
+    lengths = torch.tensor([11, 11, 11, 4])
+    start, matched = latest_match(torch.tensor(texts), lengths, longest=4, shortest=2)
+    assert start.tolist() == [7, 5, -1, 3]
+    assert matched.tolist() == [3, 2, 0, 3]

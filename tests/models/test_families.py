@@ -1,0 +1,313 @@
+"""Every family that is said to be served decodes trees on slots as transformers reads their branches, and others are
+refused with the reason.
+
+The witness is transformers' own model with eager attention and no cache, on each node's path as a text of its own.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from draftsmith.models import Target
+from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.trees import ancestor_words, node_depths
+from draftsmith.models.target.slots import ATTENTION, SlotCache, Window, chain_window
+from draftsmith.models.target.support import why_not_served
+
+VOCABULARY = 61
+SLIDING = 5
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+LENGTHS = [13, 8]  # of the prompts
+CHUNK = 5
+PARENTS = [[-1, -1, 0, 0, 2, 4], [-1, 0, 1, 1, 3, 0]]  # ragged trees, four and five deep
+KEPT = [[1, 3, 5], [1, 2, 4]]  # columns of the branch that is kept of each
+NEXT = 3  # tokens after it
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED_EXPERTS = {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+SLIDES = {"sliding_window": SLIDING}
+ALTERNATES = {**SLIDES, "layer_types": ALTERNATING}
+GEMMA = {**ALTERNATES, "query_pre_attn_scalar": 8}
+
+SERVED: dict[str, dict[str, Any]] = {
+    "afmoe": {**ALTERNATES, **EXPERTS, "num_dense_layers": 1},
+    "apertus": {},
+    "arcee": {},
+    "biogpt": {},
+    "bitnet": {},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {**ALTERNATES, "logit_scale": 0.25},
+    "ctrl": {},
+    "cwm": ALTERNATES,
+    "diffllama": {},
+    "dots1": {**ALTERNATES, **ROUTED_EXPERTS, "first_k_dense_replace": 1},
+    "ernie4_5": {},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 0},
+    "exaone4": ALTERNATES,
+    "flex_olmo": EXPERTS,
+    "gemma": {},
+    "gemma2": {**GEMMA, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0},
+    "gemma3_text": {**GEMMA, "final_logit_softcapping": 2.0},
+    "gemma4_text": {
+        **ALTERNATES,
+        "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": {**ROUTED_EXPERTS, "first_k_dense_replace": 1},
+    "gpt2": {},
+    "gpt_bigcode": {},
+    "gpt_neox": {},
+    "gpt_oss": {**ALTERNATES, **LOCAL_EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "granitemoehybrid": {
+        **LOCAL_EXPERTS,
+        "layer_types": ["full_attention"] * 3,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+    },
+    "granitemoe": {**LOCAL_EXPERTS, "logits_scaling": 4.0},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "hyperclovax": {"logits_scaling": 0.25},
+    "jais2": {},
+    "jetmoe": {"num_experts_per_tok": 2, "num_local_experts": 4, "kv_channels": 8},
+    "llama": {},
+    "minimax_m2": LOCAL_EXPERTS,
+    "ministral": ALTERNATES,
+    "mistral": SLIDES,
+    "mixtral": {**LOCAL_EXPERTS, **SLIDES},
+    "nanochat": {"final_logit_softcapping": 2.0},
+    "nemotron": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": ALTERNATES,
+    "olmoe": EXPERTS,
+    "opt": {"ffn_dim": 32, "word_embed_proj_dim": 32},
+    "persimmon": {},
+    "phi": {},
+    "phi3": SLIDES,
+    "qwen2": {**SLIDES, "use_sliding_window": True, "max_window_layers": 1},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen3": {**SLIDES, "use_sliding_window": True, "max_window_layers": 1},
+    "qwen3_moe": EXPERTS,
+    "seed_oss": {},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "stablelm": {},
+    "starcoder2": SLIDES,
+    "vaultgemma": {**GEMMA, "final_logit_softcapping": 2.0},
+}
+
+
+REFUSED: dict[str, str] = {
+    "bart": "encoder-decoder",
+    "whisper": "encoder-decoder",
+    "deepseek_v2": "latent attention",
+    "deepseek_v3": "latent attention",
+    "minicpm3": "latent attention",
+    "kimi_linear": "latent attention",
+    "glm_moe_dsa": "latent attention",
+    "deepseek_v4": "rules of their own",
+    "llama4_text": "chunked_attention",
+    "mamba": "running state",
+    "mamba2": "running state",
+    "rwkv": "running state",
+    "jamba": "running state",
+    "bamba": "running state",
+    "zamba2": "running state",
+    "falcon_h1": "running state",
+    "nemotron_h": "running state",
+    "lfm3": "conv",
+    "recurrent_gemma": "running state",
+    "minimax": "linear_attention",
+    "qwen3_next": "linear_attention",
+    "qwen3_5": "linear_attention",
+    "olmo_hybrid": "linear_attention",
+    "granitemoehybrid": "linear_attention",
+    "bloom": "ALiBi",
+    "mpt": "ALiBi",
+    "bert": "both directions",
+    "falcon": "code of its own",
+    "gptj": "code of its own",
+    "xglm": "code of its own",
+    "gemma3": "multimodal",
+    "llava": "multimodal",
+    "phi4_multimodal": "multimodal",
+    "t5": "encoder-decoder",
+    "clip_text_model": "no causal language model",
+}
+
+
+def family_config(model_type: str, changes: dict[str, Any]) -> PretrainedConfig:
+    return CONFIG_MAPPING[model_type](**{**SIZES, **changes})
+
+
+def plain_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Random weights in eager attention; norms and biases are away from one and zero, so that none goes unnoticed."""
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            nn.init.normal_(parameter, 1.0, 0.2)
+    return model
+
+
+def target_like(plain: PreTrainedModel, config: PretrainedConfig) -> Target:
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    model.load_state_dict(plain.state_dict())
+    return Target(model.eval().requires_grad_(False), None, config.model_type)
+
+
+def branch(parents: list[int], column: int) -> list[int]:
+    """Columns from the root to one."""
+    return [0] if column == 0 else [*branch(parents, parents[column - 1] + 1), column]
+
+
+class OnSlots:
+    """A target decoding two rows on slots: ragged prompts in chunks, a tree, then on from the branch that is kept."""
+
+    def __init__(self, target: Target, layer_ids: tuple[int, ...]) -> None:
+        self.target, self.layer_ids, self.cache = target, layer_ids, SlotCache(2, 32)
+
+    def read(self, token_ids: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+        """Logits [2, T, V] and captured layers [2, T, A * H]."""
+        features = self.target.run(token_ids, window, self.cache, self.layer_ids)
+        assert features.layers is not None
+        return self.target.logits(features.last_hidden), features.layers
+
+    def read_prompts(self, prompts: Tensor) -> None:
+        for start in range(0, prompts.shape[1], CHUNK):
+            chunk = prompts[:, start : start + CHUNK]
+            self.read(chunk, chain_window(torch.tensor([start, start]), chunk.shape[1]))
+
+    def read_trees(self, drafts: Tensor) -> tuple[Tensor, Tensor]:
+        prefix, parents = torch.tensor(LENGTHS), torch.tensor(PARENTS)
+        depths, words = node_depths(parents, 6), ancestor_words(parents, 6)
+        slots = chain_window(prefix, drafts.shape[1]).slots
+        return self.read(drafts, Window(slots, prefix[:, None] + depths, prefix, words))
+
+    def keep_and_read(self, next_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        prefix = torch.tensor(LENGTHS)
+        self.cache.keep_path(prefix, torch.tensor(KEPT))
+        return self.read(next_tokens, chain_window(prefix + 1 + len(KEPT[0]), NEXT))
+
+
+@torch.no_grad()
+def on_their_own(plain: PreTrainedModel, texts: list[Tensor], layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Of each text's last token: logits and hidden states in a plain pass over the right-padded texts."""
+    padded = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=3)
+    output = plain(input_ids=padded, use_cache=False, output_hidden_states=True)
+    last = torch.tensor([len(text) - 1 for text in texts])
+    rows = torch.arange(len(texts))
+    layers = torch.cat([output.hidden_states[layer_id][rows, last] for layer_id in layer_ids], -1)
+    return output.logits[rows, last], layers
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_trees_on_slots_are_their_branches_in_plain_attention(model_type: str) -> None:
+    config, layer_ids = family_config(model_type, SERVED[model_type]), (1, 2)
+    assert why_not_served(config) is None
+    plain = plain_model(config)
+    on_slots = OnSlots(target_like(plain, family_config(model_type, SERVED[model_type])), layer_ids)
+    prompts, drafts, further = (torch.randint(3, VOCABULARY, (2, n)) for n in (max(LENGTHS), 7, NEXT))
+    on_slots.read_prompts(prompts)
+    found = [
+        torch.cat(pair, 1) for pair in zip(on_slots.read_trees(drafts), on_slots.keep_and_read(further), strict=True)
+    ]
+
+    texts = []
+    for row, length in enumerate(LENGTHS):
+        text, parents = prompts[row, :length], PARENTS[row]
+        texts += [torch.cat([text, drafts[row, branch(parents, column)]]) for column in range(7)]
+        kept = torch.cat([text, drafts[row, [0, *KEPT[row]]]])
+        texts += [torch.cat([kept, further[row, : count + 1]]) for count in range(NEXT)]
+    expected = on_their_own(plain, texts, layer_ids)
+    for ours, theirs in zip(found, expected, strict=True):
+        size = theirs.abs().max().clamp(min=1)
+        assert (ours.flatten(0, 1) - theirs).abs().max() <= 1e-5 * size
+
+
+def test_the_page_names_the_families_that_are_tested() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "targets.md").read_text()
+    rows = [line for line in page[: page.index("## What is refused")].splitlines() if line.startswith("|")]
+    assert set(re.findall(r"`(\w+)`", "".join(rows))) == set(SERVED)
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_refusals_name_the_reason_before_weights_are_read(model_type: str, tmp_path: Path) -> None:
+    """The directory holds a config and nothing else."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("not in this version of transformers")
+    CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=REFUSED[model_type]):
+        Target.from_pretrained(tmp_path, "cpu")
+
+
+def test_falcon_with_alibi_is_refused_for_it() -> None:
+    assert "ALiBi" in (why_not_served(CONFIG_MAPPING["falcon"](alibi=True)) or "")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("phimoe", {**LOCAL_EXPERTS, **SLIDES}, "eager attention"),  # its window is in masks alone, no argument
+        ("modernbert-decoder", ALTERNATES, "eager attention"),  # a head of several layers
+        ("doge", {}, "masks"),  # masks of its own, which differ in texts longer than the check's
+        ("opt", {"ffn_dim": 32, "word_embed_proj_dim": 16}, "head reads 16"),
+    ],
+)
+def test_what_no_config_tells_is_found_when_loaded(model_type: str, changes: dict[str, Any], reason: str) -> None:
+    config = family_config(model_type, changes)
+    assert why_not_served(config) is None
+    with pytest.raises(UserError, match=reason):
+        target_like(plain_model(config), family_config(model_type, changes))
+
+
+def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
+    """transformers fills them with random numbers and goes on."""
+    plain_model(family_config("llama", {})).base_model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"lacks 1 of its weights, lm_head\.weight"):
+        Target.from_pretrained(tmp_path, "cpu")
+
+
+@torch.no_grad()
+def test_the_language_model_of_a_multimodal_target_can_be_saved_alone(tmp_path: Path) -> None:
+    """As docs/targets.md shows it."""
+    image_encoder = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16, "patch_size": 8}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
+    text = {**SIZES, "model_type": "llama"}
+    whole = AutoModelForImageTextToText.from_config(
+        CONFIG_MAPPING["llava"](text_config=text, vision_config={**image_encoder, **layers})
+    )
+    model = AutoModelForCausalLM.from_config(whole.config.get_text_config())
+    model.base_model.load_state_dict(whole.get_decoder().state_dict())
+    model.lm_head.load_state_dict(whole.lm_head.state_dict())
+    token_ids = torch.randint(3, VOCABULARY, (1, 9))
+    assert torch.equal(model(input_ids=token_ids).logits, whole(input_ids=token_ids).logits)

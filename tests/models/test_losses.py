@@ -1,0 +1,88 @@
+"""Divergences against their definitions, and their sum over chunks against the whole."""
+
+import math
+
+import pytest
+import torch
+
+from draftsmith.models.losses import losses
+from draftsmith.models.losses.losses import DIVERGENCES, Depth, divergence_over_depths, divergence_over_rows
+
+P = torch.tensor([0.5, 0.25, 0.25])
+Q = torch.tensor([0.25, 0.25, 0.5])
+M = (P + Q) / 2
+TV = 1 - (0.25 + 0.25 + 0.25)
+KL = 0.5 * math.log(2) + 0.25 * math.log(0.5)
+BY_HAND = {
+    "cross_entropy": -math.log(0.25),
+    "forward_kl": KL,
+    "reverse_kl": 0.25 * math.log(0.5) + 0.5 * math.log(2),
+    "jensen_shannon": float(0.5 * (P * (P / M).log()).sum() + 0.5 * (Q * (Q / M).log()).sum()),
+    "total_variation": TV,
+    "lk_hybrid": math.exp(-3 * (1 - TV)) * KL + (1 - math.exp(-3 * (1 - TV))) * TV,
+}
+
+
+@pytest.mark.parametrize("name", list(DIVERGENCES))
+def test_by_hand(name: str) -> None:
+    found = DIVERGENCES[name](Q.log()[None], P.log()[None])
+    torch.testing.assert_close(found, torch.tensor([BY_HAND[name]]))
+
+
+@pytest.mark.parametrize("name", [name for name in DIVERGENCES if name != "cross_entropy"])
+def test_no_divergence_between_equals(name: str) -> None:
+    log_p = torch.randn(4, 7).log_softmax(-1)
+    torch.testing.assert_close(DIVERGENCES[name](log_p, log_p), torch.zeros(4), atol=1e-6, rtol=0)
+
+
+def test_what_the_target_leaves_out_adds_nothing_to_forward_kl() -> None:
+    log_p, log_q = torch.tensor([[0.0, float("-inf")]]), torch.tensor([[0.5, 0.5]]).log().requires_grad_()
+    found = DIVERGENCES["forward_kl"](log_q, log_p)
+    torch.testing.assert_close(found, torch.tensor([math.log(2)]))
+    found.sum().backward()
+    assert log_q.grad is not None
+    assert log_q.grad.tolist() == [[-1.0, 0.0]]
+
+
+@pytest.mark.parametrize("ids", [None, torch.tensor([0, 2, 3, 7])], ids=["whole", "reduced"])
+@pytest.mark.parametrize("name", list(DIVERGENCES))
+def test_gradients_of_all_depths_in_chunks(name, ids: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of two teachers against autograd through the definition; depths share teachers and one of the heads."""
+    generator = torch.Generator().manual_seed(0)
+    width, vocab, weights = 6, 9, (1.0, 0.5, 2.0)
+    target_hidden = torch.randn(8, width, generator=generator)
+    target_head = torch.nn.Linear(width, vocab, bias=False).requires_grad_(False)
+    heads = [torch.nn.Linear(width, vocab if ids is None else len(ids)) for _ in range(2)]
+    heads = [heads[0], heads[0], heads[1]]
+    hidden = [torch.randn(n, width, generator=generator, requires_grad=True) for n in (5, 3, 4)]
+    teachers = [torch.tensor(t) for t in ([0, 1, 2, 5, 6], [1, 2, 6], [3, 4, 5, 6])]
+    trained = [*hidden, *heads[0].parameters(), *heads[2].parameters()]
+
+    log_p = target_head(target_hidden)
+    log_p = (log_p if ids is None else log_p[:, ids]).log_softmax(-1)
+    expected = [
+        DIVERGENCES[name](head(h).log_softmax(-1), log_p[t]).sum()
+        for h, head, t in zip(hidden, heads, teachers, strict=True)
+    ]
+    total = sum(w * loss for w, loss in zip(weights, expected, strict=True))
+    gradients = torch.autograd.grad(total, trained)
+
+    monkeypatch.setattr(losses, "chunk_rows", lambda vocabulary: 2)
+    depths = [Depth(*depth) for depth in zip(hidden, heads, teachers, weights, strict=True)]
+    found, rows = divergence_over_depths(depths, target_hidden, target_head, name, ids)
+    torch.testing.assert_close(found, total, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close([row.loss for row in rows], [loss.detach() for loss in expected], atol=1e-5, rtol=1e-5)
+    for one, other in zip(torch.autograd.grad(3 * found, trained), gradients, strict=True):
+        torch.testing.assert_close(one, 3 * other, atol=1e-5, rtol=1e-5)
+
+
+def test_reduced_vocabulary_counts_the_mass_outside_as_lost() -> None:
+    """The loss compares within the draft vocabulary; acceptance and correctness with the whole."""
+    p = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.1, 0.4]])
+    ids = torch.tensor([0, 2])
+    identity = torch.nn.Identity()
+    drafter_logits = (p[:, ids] / p[:, ids].sum(-1, keepdim=True)).log()
+    found = divergence_over_rows(drafter_logits, identity, p.log(), identity, "forward_kl", ids)
+    torch.testing.assert_close(found.loss, torch.tensor(0.0), atol=1e-6, rtol=0)
+    assert found.correct.tolist() == [False, True]
+    torch.testing.assert_close(found.acceptance, torch.tensor(0.4 + 0.9))

@@ -1,0 +1,386 @@
+"""The command line: a mistake costs one line and exit code 2, and a command twice gives the same numbers twice."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from draftsmith.data.answers.changed_settings import flatten
+from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.models import DRAFTERS, Target, save_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.recipes.cli.main import TRAIN_EPILOG, main
+from draftsmith.recipes.configs.public_targets import TARGET_RECIPES
+from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.train.config import contents
+
+ACCEPTANCE = """
+    num_rounds num_drafts num_draft_tokens num_accepted_tokens num_emitted_tokens mean_acceptance_length
+    draft_acceptance_rate per_position_acceptance_rates conditional_acceptance_rates acceptance_histogram
+"""
+
+
+def run_cli(*arguments: Any) -> int:
+    """The exit code, whether returned or raised by argparse."""
+    try:
+        return main([str(argument) for argument in arguments])
+    except SystemExit as exit:
+        return int(exit.code or 0)
+
+
+def save_new_drafter(kind: str, target: Target, directory: Path) -> Path:
+    torch.manual_seed(0)
+    drafter_class = DRAFTERS[kind]
+    save_drafter(drafter_class.from_target(drafter_class.config_class(kind=kind), target), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def files(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the cases below name in braces."""
+    folder = tmp_path_factory.mktemp("files")
+    contents = {
+        "good": "heat the iron\nheats it again, and\nreturn [iron.hit()\n",
+        "empty": "\n",
+        "long": "heat the iron\n" + "x" * tiny_target.context,
+    }
+    found = {"target": str(tiny_target_dir), "regular_file": str(folder / "good.txt")}
+    for name, content in contents.items():
+        (folder / f"{name}.txt").write_text(content)
+        found[name] = str(folder / f"{name}.txt")
+    found["malformed"] = str(folder / "malformed.jsonl")
+    (folder / "malformed.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
+    found["medusa"] = str(save_new_drafter("medusa", tiny_target, folder / "medusa"))
+    found["draft_model"] = str(save_new_drafter("draft_model", tiny_target, folder / "draft_model"))
+    prepare(tiny_target, found["good"], folder / "samples", PrepareSettings(max_new_tokens=8))
+    found["samples"] = str(folder / "samples")
+    (folder / "run/checkpoints/step-000002").mkdir(parents=True)
+    found["run"] = str(folder / "run")
+    return found
+
+
+@pytest.fixture(scope="module")
+def wide_dir(make_target_dir: Callable[..., Path]) -> Path:
+    return make_target_dir(hidden_size=48)
+
+
+@pytest.fixture(scope="module")
+def other_vocabulary_dir(make_target_dir: Callable[..., Path]) -> Path:
+    return make_target_dir(vocab_size=320)
+
+
+@pytest.fixture(autouse=True)
+def _stay_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is no directory is looked up on the Hub; the library read its variables at import."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+EVALUATE = "evaluate --target {target} --out {out} --drafter ngram --repeats 1 --max-new-tokens 8 --prompts "
+PREPARE = "prepare --target {target} --out {out} --max-new-tokens 8 --prompts "
+TRAIN = "train medusa target={target} run.dir={out} data.samples=nowhere "
+GENERATE = "generate x --target {target} --drafter "
+
+MISTAKES = {
+    "no such target": ("evaluate --target /no/target --drafter ngram --prompts {good} --out {out}", "no target"),
+    "no such target on the Hub": ("generate x --target no/target --drafter ngram", "no target"),
+    "no such target to train for": ("train medusa target=/no/target data.samples={samples} run.dir={out}", "no target"),
+    "no such drafter": (GENERATE + "/no/drafter", "no drafter"),
+    "draft length beside a schedule": (
+        GENERATE + "ngram --draft-length 2 --schedule s.json",
+        "leave out --draft-length",
+    ),
+    "drafter to be trained": (GENERATE + "eagle3", "needs a checkpoint"),
+    "drafter of another width": (
+        "generate x --target {wide} --drafter {medusa}",
+        "hidden_size 32, but {wide} has 48",
+    ),
+    "drafter of another vocabulary": ("generate x --target {other_vocabulary} --drafter {medusa}", "vocab_size"),
+    "draft model of another vocabulary": (
+        "generate x --target {other_vocabulary} --drafter {draft_model}",
+        "vocabulary",
+    ),
+    "no prompts file": (EVALUATE + "nowhere.txt", "no prompts file"),
+    "empty prompts file": (EVALUATE + "{empty}", "holds no prompts"),
+    "malformed line": (EVALUATE + "{malformed}", "line 2 is not JSON"),
+    "prompt beyond the context": (EVALUATE + "{long}", "(line|prompt) 2"),
+    "the same when preparing": (PREPARE + "{long}", "(line|prompt) 2"),
+    "empty file when preparing": (PREPARE + "{empty}", "holds no prompts"),
+    "prompt beyond the context, generating": ("generate {x200} --target {target} --drafter none", "context of 128"),
+    "folder below a file": (EVALUATE.replace("{out}", "{regular_file}/out") + "{good}", "cannot write to"),
+    "folder below a file, preparing": (PREPARE.replace("{out}", "{regular_file}/out") + "{good}", "cannot write to"),
+    "folder below a file, exporting": (
+        "export {medusa} --engine vllm --target {target} --out {regular_file}/out",
+        "cannot write to",
+    ),
+    "engine without that kind": ("export {medusa} --engine sglang --target {target} --out {out}", "medusa"),
+    "no checkpoint to export": (
+        "export ngram --engine vllm --target {target} --out {out}",
+        "no trained drafter: give a checkpoint",
+    ),
+    "no measured checkpoint": (GENERATE + "{run}/best", "was: give {run}/checkpoints/step-000002"),
+    "a run for a checkpoint": (GENERATE + "{run}", "such as {run}/checkpoints/step-000002"),
+    "unknown engine": ("export {medusa} --engine llama --target {target} --out {out}", "invalid choice"),
+    "unknown recipe": ("train eagle4 target={target}", "unknown recipe 'eagle4'; nearest: eagle"),
+    "unknown key": (TRAIN + "optimizer.lr=1", "unknown key 'optimizer.lr'"),
+    "wrong type": (TRAIN + "run.steps=many", "run.steps"),
+    "not key=value": (TRAIN + "run.steps", "not key=value"),
+    "unknown option": (TRAIN + "--steps 3", "--steps 3; settings of a run are given as .* run.steps=3"),
+    "no samples": (TRAIN, "holds no prepared samples"),
+    "prompts for samples": (TRAIN + "data.samples={good}", "is a file: .*prepare --prompts {good} --out"),
+    "no config file": (TRAIN + "--config nowhere.yaml", "nowhere.yaml"),
+    "missing argument": ("evaluate --target {target} --drafter ngram --out {out}", "--prompts"),
+    "unknown command": ("serve", "serve"),
+    "no command": ("", "COMMAND"),
+    "not a number": (EVALUATE + "{good} --repeats x", "--repeats"),
+    "time and repeats": (EVALUATE + "{good} --minutes 1", "--minutes chooses the repeats"),
+    "no time": (EVALUATE + "{good} --minutes 0", "--minutes"),
+    "the same prompts twice": (EVALUATE + "{good} {good}", "cannot be told apart"),
+    "unknown baseline": (EVALUATE + "{good} --baseline assist", "give generate, assisted, prompt_lookup"),
+    "nothing that could assist": (EVALUATE + "{good} --baseline assisted", "needs a draft model"),
+    "no single prompts": (EVALUATE + "{good} --baseline generate --batch-size 4", "add --batch-size 1"),
+    "not a device": (GENERATE + "none --device gpu", "is not a device"),
+    "nothing to report on": ("report {out}", "no folder"),
+    "unknown drafter of the quickstart": ("quickstart --out {out} --drafters ngram", "choose from"),
+    # settings that only decoding would find wrong, after the folder was made
+    "negative temperature": (EVALUATE + "{good} --temperature -1", "temperature"),
+    "negative temperature, preparing": (PREPARE + "{good} --temperature 0 -1", "temperature"),
+    "batch size 0": (EVALUATE + "{good} --batch-size 0", "atch.size"),
+    "batch size 0, preparing": (PREPARE + "{good} --batch-size 0", "atch.size"),
+    "no new tokens": (EVALUATE + "{good} --max-new-tokens 0", "max.new.tokens"),
+    "settings of answers that are given": (PREPARE + "{good} --as-given --max-new-tokens 8", "--as-given"),
+    "all held out": (PREPARE + "{good} --held-out-share 1", "held_out_share"),
+    "no new tokens, preparing": (PREPARE + "{good} --max-new-tokens 0", "max.new.tokens"),
+    "negative draft length": (EVALUATE + "{good} --draft-length -1", "draft_length -1: give at least 1"),
+    "negative draft length, preparing": (PREPARE + "{good} --drafter ngram --draft-length -3", "give at least 1"),
+    "no draft length, preparing": (PREPARE + "{good} --drafter ngram --draft-length 0", "give at least 1"),
+    "repeats 0": (EVALUATE + "{good} --repeats 0", "repeats"),
+    "fewer than no prompts": (EVALUATE + "{good} --num-prompts -1", "num.prompts"),
+    "longer drafts than heads": (
+        "evaluate --target {target} --out {out} --drafter {medusa} --prompts {good} --draft-length 5",
+        "draft.length",
+    ),
+}
+
+
+@pytest.mark.parametrize(("command", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistake_costs_one_line(
+    command: str,
+    message: str,
+    files: dict[str, str],
+    wide_dir: Path,
+    other_vocabulary_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exit code 2, one line on stderr that says what is wrong, no traceback, and nothing written."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    out = work / "out"
+    names = {**files, "wide": wide_dir, "other_vocabulary": other_vocabulary_dir, "out": out, "x200": "x" * 200}
+    assert run_cli(*(word.format(**names) for word in command.split())) == 2
+    errors = capsys.readouterr().err.splitlines()
+    lines = [line for line in errors if "Loading weights" not in line]
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: ")
+    assert re.search(message.format(**names), lines[0]), lines[0]
+    assert list(work.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_missing_gpu(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("generate", "x", "--target", files["target"], "--drafter", "none", "--device", "cuda") == 2
+    assert capsys.readouterr().err.startswith("error: device 'cuda' was asked for and there is no GPU")
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["medusa", "--steps", "3"]])
+def test_torchs_launcher_ends_with_the_line(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its summary of failed processes comes after all that they print themselves."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    assert run_cli("train", *arguments) == 2
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line in str(ChildFailedError("draftsmith.train", {0: failure}))
+
+
+class Interrupts:
+    """A module during whose import the user presses Ctrl-C."""
+
+    def __getattr__(self, name: str) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("train medusa run.steps=1", "give the same command again to go on"),
+        ("train medusa --overfit 4", "starts anew"),
+        ("evaluate --target t --drafter ngram --prompts p --out o", "starts anew"),
+    ],
+)
+@pytest.mark.parametrize("importing", [True, False])
+def test_an_interruption_costs_one_line(
+    command: str, told: str, importing: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in the seconds in which torch is imported; what does not go on says so."""
+    if importing:
+        monkeypatch.setitem(sys.modules, "draftsmith.models.errors", cast(Any, Interrupts()))
+    else:
+        monkeypatch.setattr(f"draftsmith.recipes.cli.commands.{command.split()[0]}", lambda args: Interrupts().stop)
+    assert run_cli(*command.split()) == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("interrupted: ")
+    assert told in line
+
+
+def test_help_of_train_names_recipes_and_keys() -> None:
+    keys = re.findall(r"^  ([a-z_.]+)=", TRAIN_EPILOG, re.MULTILINE)
+    assert len(keys) > 5
+    assert set(keys) <= flatten(contents(RECIPES["eagle3"]())).keys()
+    recipes = {name.removeprefix("quickstart_") for name in RECIPES.keys() - TARGET_RECIPES.keys()}
+    assert recipes <= set(re.findall(r"\w+", TRAIN_EPILOG.partition("example:")[0]))
+
+
+def test_a_run_that_was_not_measured_ends_with_its_checkpoint(
+    files: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path that `evaluate` and `export` ask for next."""
+    monkeypatch.setattr("draftsmith.recipes.cli.commands.train_drafter", lambda config: Path(files["run"]))
+    assert run_cli("train", "medusa", "target=t", "data.samples=s", "run.dir=r") == 0
+    assert f"checkpoint: {files['run']}/checkpoints/step-000002" in capsys.readouterr().out
+
+
+def test_debug_shows_the_traceback(files: dict[str, str]) -> None:
+    with pytest.raises(UserError):
+        run_cli("generate", "x", "--target", files["target"], "--drafter", "eagle3", "--debug")
+
+
+def test_options_may_stand_before_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`train RECIPE --config FILE key=value` is the documented order; argparse ends the overrides at the option."""
+    (tmp_path / "config.yaml").write_text("run: {steps: 3}\n")
+    assert run_cli("train", "medusa", "run.seed=1", "--config", tmp_path / "config.yaml", "no.such_key=1") == 2
+    assert "unknown key 'no.such_key'" in capsys.readouterr().err
+
+
+def test_help_is_quick() -> None:
+    """`draftsmith --help` and mistakes that argparse finds must not wait seconds for torch."""
+    parse = "from draftsmith.recipes.cli.main import build_parser; build_parser()"
+    code = f"import sys; {parse}; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("command", ["", "quickstart", "prepare", "train", "evaluate", "export", "generate", "report"])
+def test_help_of_every_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(*command.split(), "--help") == 0
+    assert "usage:" in capsys.readouterr().out
+
+
+def acceptance(path: Path) -> list[dict[str, Any]]:
+    rows = json.loads(path.read_text())["results"]
+    return [
+        {name: row[name] for name in (*ACCEPTANCE.split(), "temperature", "batch_size", "draft_length")} for row in rows
+    ]
+
+
+def test_evaluating_twice_gives_the_same_acceptance(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Noise is keyed by seed and place, so acceptance is a number of the drafter, not of the day."""
+    for name in ("one", "two"):
+        command = ["evaluate", "--target", files["target"], "--drafter", files["medusa"], "--drafter", "ngram"]
+        settings = ["--temperature", 0, 1, "--batch-size", 1, 2, "--draft-length", 2, "--max-new-tokens", 8]
+        more = ["--prompts", files["good"], "--repeats", 1, "--device", "cpu"]
+        assert run_cli(*command, *settings, *more, "--out", tmp_path / name) == 0
+        assert "overwritten" not in capsys.readouterr().err
+    assert run_cli(*command, *settings, *more, "--out", tmp_path / "two", "--load") == 2  # overwrites load.json only
+    assert "overwritten" not in capsys.readouterr().err
+    assert run_cli(*command, *settings, *more, "--out", tmp_path / "two", "--num-threads", 0) == 2
+    assert f"{tmp_path}/two/evaluation.md is of an earlier evaluation" in capsys.readouterr().err
+    page = (tmp_path / "one/evaluation.md").read_text()
+    assert re.match(r"# Evaluation\n\n\*\*.*\d\.\d\d×.*\*\*\n", page)
+    assert page.count("\n**Temperature") == 4
+    for folder in ("1-medusa", "2-ngram"):
+        assert (tmp_path / "one" / folder / "evaluation.md").is_file()
+        rows = acceptance(tmp_path / "one" / folder / "evaluation.json")
+        assert [(row["temperature"], row["batch_size"]) for row in rows] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+        assert rows == acceptance(tmp_path / "two" / folder / "evaluation.json")
+
+
+def test_evaluate_reproduces_what_training_measured(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint's own evaluation.json holds what `evaluate` finds, to the digit, after prepare and train."""
+    prepared = ["--out", tmp_path / "samples", "--max-new-tokens", 16, "--batch-size", 4, "--device", "cpu"]
+    for told in (": 3 samples of 3 prompts, ", " holds all answers already"):  # the second time there is nothing to do
+        assert run_cli("prepare", "--target", files["target"], "--prompts", files["good"], *prepared) == 0
+        out = capsys.readouterr().out
+        assert f"{tmp_path}/samples{told}" in out
+        assert f"next: draftsmith train eagle3 target={files['target']} data.samples={tmp_path}/samples" in out
+    settings = {
+        "target": files["target"],
+        "data.samples": tmp_path / "samples",
+        "data.batch_size": 3,
+        "evaluation.prompts": files["good"],
+        "evaluation.num_prompts": 2,
+        "evaluation.max_new_tokens": 12,
+        "evaluation.temperatures": "[0,1]",
+        "evaluation.repeats": 1,
+        "run.dir": tmp_path / "run",
+        "run.steps": 3,
+        "run.device": "cpu",
+    }
+    assert run_cli("train", "medusa", *(f"{key}={value}" for key, value in settings.items())) == 0
+    assert (tmp_path / "run/report.html").is_file()
+    assert f"best checkpoint: {tmp_path}/run/best, which is step-000003" in capsys.readouterr().out
+    command = ["evaluate", "--target", files["target"], "--drafter", tmp_path / "run/best", "--prompts", files["good"]]
+    same = ["--num-prompts", 2, "--max-new-tokens", 12, "--temperature", 0, 1, "--repeats", 1, "--device", "cpu"]
+    assert run_cli(*command, *same, "--out", tmp_path / "again") == 0
+    assert f"evaluation: {tmp_path}/again/evaluation.md" in capsys.readouterr().out
+    texts = json.loads((tmp_path / "again/samples.json").read_text())
+    assert {text["drafter"] for text in texts} == {str(tmp_path / "run/best")}
+    found = acceptance(tmp_path / "again/evaluation.json")
+    assert found == acceptance(tmp_path / "run/best/evaluation.json")
+    assert all(row["num_drafts"] > 0 for row in found)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_generated_text_does_not_depend_on_the_drafter(
+    temperature: int, files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lossless to the character, also at temperature 1, where n-grams are verified on the noise of plain sampling."""
+    texts = []
+    (tmp_path / "schedule.json").write_text('{"draft_lengths": [[1, 2], [4, 0]]}')
+    for draft in (["none"], ["ngram"], ["ngram", "--schedule", tmp_path / "schedule.json"]):
+        command = ["generate", "the iron, the iron,", "--target", files["target"], "--drafter", *draft]
+        assert run_cli(*command, "--temperature", temperature, "--max-new-tokens", 60, "--device", "cpu") == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] == texts[2]
+    assert len(texts[0]) > len("the iron, the iron,") + 20
+
+
+def test_generate_prints_the_text_as_it_is(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Line breaks at the width of the terminal, or tabs turned to blanks, would make code that does not run."""
+    prompt = "def f():\n\treturn " + "iron + " * 12 + "1"
+    command = ["generate", prompt, "--target", files["target"], "--drafter", "none", "--max-new-tokens", 4]
+    assert run_cli(*command, "--device", "cpu") == 0
+    assert capsys.readouterr().out.startswith(prompt)
+
+
+def test_every_recipe_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each one asks for what it leaves to the user, which shows that it was found and read."""
+    for recipe in RECIPES:
+        assert run_cli("train", recipe) == 2
+        missing = "data.samples" if recipe in TARGET_RECIPES else "target"
+        assert capsys.readouterr().err.startswith(f"error: {missing} is not set")

@@ -1,0 +1,51 @@
+"""`accelerate launch -m draftsmith.inference`: processes share the prompts; the first writes what all have counted."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import draftsmith.recipes
+from draftsmith.models import Target
+from draftsmith.recipes.cli.main import main
+
+LAUNCH = Path(draftsmith.recipes.__file__).parent / "launch"
+COUNTED = ("num_rounds", "num_drafts", "num_accepted_tokens", "num_emitted_tokens", "acceptance_histogram", "lossless")
+
+
+def test_two_processes_count_what_one_does(tiny_target: Target, tmp_path: Path) -> None:
+    """The acceptance of all prompts, the speed of some; one table, one file, and as many files as drafters."""
+    texts = [f"strike {'the iron ' * (i % 5)}{i}" for i in range(20)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    words = ["--target", tiny_target.name, "--drafter", "ngram", "--prompts", str(tmp_path / "p.jsonl")]
+    words += ["--batch-size", "3", "2", "--max-new-tokens", "12", "--repeats", "2", "--device", "cpu"]
+    assert main(["evaluate", *words, "--out", str(tmp_path / "alone")]) == 0
+    start = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / "cpu.yaml")]
+    start += ["--main_process_port", "0", "-m", "draftsmith.inference", *words, "--out", str(tmp_path / "shared")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(start, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("repeats of each setting") == 1
+    alone, shared = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("alone", "shared"))
+    assert alone["seconds"] > 0
+    for one, pooled in zip(alone["results"], shared["results"], strict=True):
+        assert {name: pooled[name] for name in COUNTED} == {name: one[name] for name in COUNTED}
+        assert one["num_accepted_tokens"] > 0
+        assert (one["num_prompts"], one["timed_prompts"]) == (20, 20)
+        assert (pooled["num_prompts"], pooled["repeats"]) == (20, 2)
+    assert [row["timed_prompts"] for row in shared["results"]] == [12, 10]  # of 7 and 10 batches 4 and 5
+
+
+@pytest.mark.parametrize("option", ["--load", "--choose fit.txt", "--replay", "--certify"])
+def test_what_processes_cannot_share_is_refused(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Before anything is loaded: there is no such target."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = ["--target", "/no/target", "--drafter", "ngram", "--prompts", "p.txt", "--out", str(tmp_path)]
+    assert main(["evaluate", *words, *option.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {option.split()[0]} cannot be shared by 2 processes")

@@ -1,0 +1,435 @@
+"""`draftsmith export` from end to end: what lies in the folder afterwards, and that it was measured from there."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.decoding.decoder import OutputStats
+from draftsmith.inference.decoding.schedule import Schedule
+from draftsmith.inference.measuring.lossless import LosslessCheck
+from draftsmith.models import DRAFTERS, Target, save_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.recipes.cli.main import main
+from draftsmith.recipes.serving import deliver as deliver_module
+from draftsmith.recipes.serving import engine_check
+from draftsmith.recipes.serving.deliver import DeliverySettings, deliver
+from draftsmith.recipes.serving.engine_check import EngineReport, EngineRun, add_speed, check_engine, root_cause
+from draftsmith.recipes.serving.engine_speed import TimedRequest, engine_speed
+from draftsmith.recipes.serving.export import Exported, export_checkpoint, write_scripts
+from draftsmith.recipes.serving.model_card import (
+    Findings,
+    metadata,
+    schedule_of,
+    served_row,
+    sha256,
+    training_facts,
+    write_card,
+)
+from draftsmith.recipes.serving.watch import Counters
+
+PROMPTS = ["heat the iron", "A draft is", "return [iron.hit()", "strikes it, and"]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "held-out.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return str(path)
+
+
+def save_checkpoint(kind: str, target: Target, directory: Path) -> str:
+    torch.manual_seed(0)
+    drafter_class = DRAFTERS[kind]
+    save_drafter(drafter_class.from_target(drafter_class.config_class(kind=kind), target), directory)
+    return str(directory)
+
+
+class FakeHub:
+    """Records what huggingface_hub.HfApi would be asked."""
+
+    def __init__(self) -> None:
+        self.repos: list[str] = []
+        self.uploaded: dict[str, set[str]] = {}
+
+    def create_repo(self, repo_id: str, *, exist_ok: bool) -> None:
+        assert exist_ok
+        if "/" not in repo_id:
+            raise OSError("403: not your namespace")
+        self.repos.append(repo_id)
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
+        self.uploaded[repo_id] = {path.name for path in Path(folder_path).iterdir()}
+
+
+def test_everything_beside_the_weights(tiny_target: Target, prompts: str, tmp_path: Path) -> None:
+    checkpoint = save_checkpoint("eagle3", tiny_target, tmp_path / "checkpoint")
+    out, hub = tmp_path / "out", FakeHub()
+    settings = DeliverySettings(prompts, draft_lengths=[1, 3], max_new_tokens=8, repeats=1, push="me/drafter")
+    deliver(checkpoint, "vllm", tiny_target, out, settings, hub, Console(quiet=True))
+
+    evaluation = json.loads((out / "evaluation.json").read_text())
+    assert evaluation["drafter"] == str(out)  # measured from there
+    assert [row["draft_length"] for row in evaluation["results"]] == [1, 3]
+    best = served_row(evaluation["results"])["draft_length"]
+    assert f'"num_speculative_tokens": {best}' in (out / "serve_vllm.sh").read_text()
+    assert f"--speculative-num-steps {best}" in (out / "serve_sglang.sh").read_text()
+
+    _, head, text = (out / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(head)["draftsmith"]["target"] == tiny_target.name
+    assert yaml.safe_load(head)["draftsmith"]["draft_length"] == best
+    assert "base_model" not in yaml.safe_load(head)  # a folder of this machine is none
+    for fact in (tiny_target.fingerprint(), sha256(out / "model.safetensors"), "held-out (4)", "me/drafter"):
+        assert fact in text
+
+    assert hub.repos == ["me/drafter"]
+    assert hub.uploaded["me/drafter"] == {
+        "README.md",
+        "config.json",
+        "evaluation.json",
+        "evaluation.md",
+        "model.safetensors",
+        "serve_sglang.sh",
+        "serve_vllm.sh",
+    }
+
+
+def test_the_hub_refuses(tiny_target: Target, tmp_path: Path) -> None:
+    checkpoint = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint")
+    settings = DeliverySettings(push="nobody")
+    with pytest.raises(UserError, match="--push nobody: 403"):
+        deliver(checkpoint, "vllm", tiny_target, tmp_path / "out", settings, FakeHub(), Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (DeliverySettings(check="venv"), "--check needs --prompts"),
+        (DeliverySettings(draft_lengths=[2, 3]), "several --draft-length need --prompts"),
+        (DeliverySettings("prompts.jsonl"), "no prompts file"),
+    ],
+)
+def test_refused_before_anything_is_written(
+    settings: DeliverySettings, message: str, tiny_target: Target, tmp_path: Path
+) -> None:
+    checkpoint = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint")
+    with pytest.raises(UserError, match=message):
+        deliver(checkpoint, "vllm", tiny_target, tmp_path / "out", settings, None, Console(quiet=True))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("medusa", "me/eagle-medusa-7b"), ("draft_model", "eagle3-lab/draft"), ("eagle3", "me/eagle-3")]
+)
+def test_name_on_the_hub_is_no_trap(kind: str, name: str, tiny_target: Target, tmp_path: Path) -> None:
+    """The written command names the Hub's repository, from which vLLM reads a method as from a path."""
+    checkpoint, hub = save_checkpoint(kind, tiny_target, tmp_path / "checkpoint"), FakeHub()
+    settings = DeliverySettings(push=name)
+    with pytest.raises(UserError, match=f"--push {name}: vLLM would take the drafter for 'eagle"):
+        deliver(checkpoint, "vllm", tiny_target, tmp_path / "out", settings, hub, Console(quiet=True))
+    assert not (tmp_path / "out").exists()
+    assert not hub.repos
+
+
+def test_changed_target_is_asked_for(tiny_target: Target, tmp_path: Path) -> None:
+    """A drafter that was trained along with its target fits no other."""
+    checkpoint = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint")
+    (tmp_path / "checkpoint/target").mkdir()
+    with pytest.raises(UserError, match="give --target"):
+        deliver(checkpoint, "vllm", tiny_target, tmp_path / "out", DeliverySettings(), None, Console(quiet=True))
+
+
+def test_without_prompts_the_layers_are_never_read(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a drafter can be exported where its target fits into no memory. The card still tells which one it was."""
+    checkpoint = save_checkpoint("eagle3", tiny_target, tmp_path / "checkpoint")
+    monkeypatch.setattr(Target, "from_pretrained", None)
+    out = tmp_path / "out"
+    words = ["export", checkpoint, "--engine", "vllm", "--target", tiny_target.name, "--out", str(out)]
+    assert main(words) == 0
+    assert str(tiny_target.fingerprint()) in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dtype_of_the_checkpoint_is_kept(dtype: torch.dtype, tiny_target: Target, tmp_path: Path) -> None:
+    drafter = DRAFTERS["medusa"].from_target(DRAFTERS["medusa"].config_class(kind="medusa"), tiny_target)
+    save_drafter(drafter, tmp_path / "checkpoint", dtype)
+    deliver(
+        str(tmp_path / "checkpoint"),
+        "vllm",
+        tiny_target,
+        tmp_path / "out",
+        DeliverySettings(),
+        None,
+        Console(quiet=True),
+    )
+    before, after = load_file(tmp_path / "checkpoint/model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(tensor, before[name]) and tensor.dtype == dtype for name, tensor in after.items())
+
+
+def row(batch_size: int, draft_length: int, speedup: float) -> dict[str, Any]:
+    lossless = {"divergences": 0}
+    return {
+        "batch_size": batch_size,
+        "draft_length": draft_length,
+        "speedup": speedup,
+        "temperature": 0.0,
+        "lossless": lossless,
+    }
+
+
+def test_schedule_by_batch_size() -> None:
+    """The best length at each size, none where drafting does not pay; the first goes into the command itself."""
+    rows = [row(1, 2, 1.2), row(1, 4, 1.5), row(8, 2, 1.1), row(8, 4, 0.9), row(32, 2, 0.8), row(32, 4, 0.5)]
+    assert served_row(rows) == rows[1]
+    assert schedule_of("eagle3", rows) == Schedule(((1, 4), (8, 2), (32, 0)))
+    assert schedule_of("eagle3", rows[2:]) == Schedule(((1, 2), (32, 0)))  # both engines want the first from 1
+    assert schedule_of("medusa", rows) is None  # vLLM cannot change the number of heads
+    assert schedule_of("eagle3", rows[:2]) is None
+
+
+def test_card_names_the_row_that_is_served() -> None:
+    rows = [
+        {**row(1, length, speedup), "mean_acceptance_length": 1 + length / 4}
+        for length, speedup in ((1, 1.1), (3, 1.5))
+    ]
+    exported = Exported(Path("out"), "vllm", "eagle3", "me/target", None, None, ("vllm",))
+    found = metadata(exported, {"results": rows})["draftsmith"]
+    assert found == {"target": "me/target", "draft_length": 3, "mean_acceptance_length": 1.75, "speedup": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("accepted", "said"),
+    [
+        (None, "No engine has served"),
+        (12, "vLLM 0 agrees with"),
+        (0, "vLLM 0 **disagrees with** draftsmith on 1 prompts"),
+    ],
+)
+def test_card_says_what_an_engine_made_of_it(
+    accepted: int | None, said: str, tiny_target: Target, tmp_path: Path
+) -> None:
+    """Nothing of an engine's acceptance where none was asked, or where it was another one."""
+    exported = export_checkpoint(
+        save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint"), "vllm", tiny_target, tmp_path / "out"
+    )
+    findings = Findings()
+    if accepted is not None:
+        ours = OutputStats([Stats(4, num_drafts=10, num_accepted_tokens=12)])
+        run = EngineRun("vLLM 0", [[1]], Counters(10, 40, accepted))
+        findings.check = EngineReport("medusa", 4, ours, run, LosslessCheck(1, 1, 0, 0))
+    write_card(exported, tmp_path / "checkpoint", {}, findings)
+    assert said in (tmp_path / "out/README.md").read_text()
+
+
+def test_a_failed_check_is_on_the_card(
+    tiny_target: Target, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory stays, with what was found; nothing of it is pushed."""
+    ours = OutputStats([Stats(4, num_drafts=10, num_accepted_tokens=12)])
+    report = EngineReport("medusa", 4, ours, EngineRun("vLLM 0", [[1]], Counters(10, 40, 0)), LosslessCheck(1, 1, 0, 0))
+    monkeypatch.setattr(deliver_module, "check_exported", lambda *_: report)
+    checkpoint, out, hub = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint"), tmp_path / "out", FakeHub()
+    settings = DeliverySettings(prompts, 1, [2], max_new_tokens=4, repeats=1, check="venv", push="me/drafter")
+    with pytest.raises(UserError, match="disagree"):
+        deliver(checkpoint, "vllm", tiny_target, out, settings, hub, Console(quiet=True))
+    assert "**disagrees with** draftsmith" in (out / "README.md").read_text()
+    assert not hub.repos
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "served_by"),
+    [
+        ("vllm", "eagle3", ["vllm", "sglang"]),
+        ("vllm", "eagle", ["vllm"]),
+        ("sglang", "eagle", ["sglang"]),
+        ("vllm", "medusa", ["vllm"]),
+        ("vllm", "p_eagle", ["vllm"]),
+        ("speculators", "eagle3", ["vllm"]),
+        ("fasterdecoding", "medusa", []),
+    ],
+)
+def test_which_engines_serve_a_directory(
+    engine: str, kind: str, served_by: list[str], tiny_target: Target, tmp_path: Path
+) -> None:
+    """One directory of an EAGLE-3 drafter serves both; EAGLE-1 has an architecture of another name for each."""
+    checkpoint = save_checkpoint(kind, tiny_target, tmp_path / "checkpoint")
+    exported = export_checkpoint(checkpoint, engine, tiny_target, tmp_path / "out")
+    assert list(exported.served_by) == served_by
+    scripts = write_scripts(exported, "somewhere", 2)
+    assert {path.name for path in (tmp_path / "out").glob("*.sh")} == {f"serve_{name}.sh" for name in scripts}
+
+
+# --- the check against an engine, with a script in its place
+
+
+FAKE_ENGINE = """
+import json, sys
+job = json.load(open(sys.argv[2]))
+settings, answer = job["llm"]["speculative_config"], json.load(open({text!r}))
+if settings:
+    assert settings["num_speculative_tokens"] == 2
+else:  # without the drafter: two and a half times as slow
+    for request in answer["timed"]:
+        request.update(seconds=2.5 * request["seconds"], num_drafts=0)
+json.dump({{"version": "0", **answer}}, open(sys.argv[3], "w"))
+"""
+
+
+def fake_venv(folder: Path, answer: dict[str, Any]) -> Path:
+    """An environment whose python says what the test wants, whatever script it is given."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "answer.json").write_text(json.dumps(answer))
+    script = folder / "engine.py"
+    script.write_text(FAKE_ENGINE.format(text=str(folder / "answer.json")))
+    (folder / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+    (folder / "bin/python").chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize("change", ["none", "counters", "text"])
+def test_disagreement_is_found(change: str, tiny_target: Target, tmp_path: Path) -> None:
+    """Our own answers in the engine's mouth agree; one wrong token or a few percent of acceptance do not."""
+    from draftsmith.inference import SpeculativeDecoder
+    from draftsmith.models import load_drafter
+
+    drafter = load_drafter("ngram", tiny_target)
+    prompts = [tiny_target.encode(prompt) for prompt in PROMPTS]
+    output = SpeculativeDecoder(tiny_target, drafter).generate(prompts, max_new_tokens=40, draft_length=2)
+    total = output.stats.total
+    assert total.num_accepted_tokens
+    answer = {
+        "token_ids": output.token_ids,
+        "counters": {
+            "num_drafts": total.num_drafts,
+            "num_draft_tokens": total.num_draft_tokens,
+            "num_accepted_tokens": total.num_accepted_tokens if change != "counters" else 0,
+            "num_accepted_tokens_per_pos": [1, 0],
+        },
+        "timed": [{"seconds": 0.02, "num_tokens": 10, "num_drafts": 5}] * len(prompts),
+    }
+    if change == "text":
+        answer["token_ids"] = [[(ids[0] + 1) % 300, *ids[1:]] for ids in output.token_ids]
+    settings = {"method": "ngram", "num_speculative_tokens": 2}
+    venv = fake_venv(tmp_path / "venv", answer)
+    report = check_engine(str(venv), settings, drafter, tiny_target, prompts, 40)
+    assert report.agrees == (change == "none")
+    assert report.row()["agrees"] == report.agrees
+    assert report.texts.identical == (0 if change == "text" else len(prompts))
+    row = add_speed(report, venv, tiny_target, prompts, 40).row()["speed"]
+    assert row["measured_speedup"] == pytest.approx(2.5)
+    assert row["forecast_speedup"] == pytest.approx(row["acceptance_length"] * 5 / 4)
+
+
+def test_no_environment(tiny_target: Target, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no bin/python there"):
+        engine_check.run_venv(tmp_path, None, tiny_target, [[1, 2]], 4)
+
+
+WORKER = "(Worker pid=31475) ERROR 11-21 17:44:45 [multiproc_executor.py:1063] "
+CORE = "(EngineCore pid=30304) ERROR 11-21 17:44:45 [core.py:1512] "
+IN_THE_WORKER = f"""\
+(Worker pid=31475) WARNING 11-21 17:44:30 [__init__.py:211] min_p won't work with speculative decoding.
+{WORKER}Traceback (most recent call last):
+{WORKER}KeyError: 'fc'
+{WORKER}During handling of the above exception, another exception occurred:
+{WORKER}    assert not SYNTHETIC_MODE, "Synthetic acceptance not supported with CPU sampling"
+{WORKER}AssertionError: Synthetic acceptance not supported with CPU sampling
+{CORE}    raise RuntimeError(
+{CORE}RuntimeError: Worker failed with error 'Synthetic', please check the stack trace above for the root cause
+"""
+IN_THE_CORE = f"""\
+{CORE}EngineCore failed to start.
+{CORE}ValueError: There is no module or parameter named 'model.x' in Eagle3LlamaForCausalLM.
+"""
+DEAD = """\
+    raise self._format_exception(outputs) from None
+vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.
+  warnings.warn('resource_tracker: There appear to be 1 leaked shared_memory objects
+"""
+IN_THE_SETTINGS = """\
+Traceback (most recent call last):
+pydantic_core._pydantic_core.ValidationError: 1 validation error for SpeculativeConfig
+  Value error, synthetic_acceptance_rates must have length 3, got [0.0]. [type=value_error]
+    For further information visit https://errors.pydantic.dev/2.12/v/value_error
+"""
+
+
+@pytest.mark.parametrize(
+    ("stdout", "stderr", "cause"),
+    [
+        (IN_THE_WORKER, DEAD, "AssertionError: Synthetic acceptance not supported with CPU sampling"),
+        (IN_THE_CORE, DEAD, "ValueError: There is no module or parameter named 'model.x' in Eagle3LlamaForCausalLM."),
+        (
+            "WARNING 11-21 17:44:30 [a.py:1] careful\n",
+            IN_THE_SETTINGS,
+            "must have length 3, got [0.0]. [type=value_error]",
+        ),
+        ("", "Loading\nKilled\n", "Killed"),
+        ("", "", "no message"),
+    ],
+)
+def test_cause_of_a_failure(stdout: str, stderr: str, cause: str) -> None:
+    """Logs of vLLM 0.32.0, shortened: of a failing worker, engine and argument, and of none that says why."""
+    found = root_cause(stdout, stderr)
+    assert found.endswith(cause)
+    assert "\n" not in found
+
+
+# --- its speed
+
+
+def timed(seconds: float, num_tokens: int, num_drafts: int = 0) -> TimedRequest:
+    return TimedRequest(seconds, num_tokens, num_drafts)
+
+
+def test_forecast_of_speed() -> None:
+    """Times from the first and third prompt, forecast for the second and fourth: 3 tokens a draft at half a round."""
+    plain = [timed(0.4, 40), timed(9, 90), timed(0.6, 60), timed(1, 10)]  # 10 ms; on the others 100 ms
+    drafted = [
+        timed(0.5, 40, 20),
+        timed(2, 60, 30),
+        timed(0.1, 20, 10),
+        timed(2, 40, 10),
+    ]  # 20 ms; others 40 ms a token
+    ours = OutputStats([Stats(2, num_drafts=10, num_accepted_tokens=n) for n in (0, 15, 0, 25)])
+    found = engine_speed(plain, drafted, ours)
+    assert found is not None
+    assert (found.plain_step_ms, found.round_ms) == pytest.approx((10, 20))
+    assert found.acceptance_length == 3
+    assert found.forecast_speedup == pytest.approx(3 * 10 / 20)
+    assert found.measured_speedup == pytest.approx(100 / 40)
+    assert engine_speed(plain[:1], drafted[:1], ours) is None
+    assert engine_speed([timed(0.1, 1), timed(0, 0)], drafted[:2], ours) is None
+
+
+def test_quantised_checkpoint_is_not_exported_as_such(tiny_target: Target, tmp_path: Path) -> None:
+    """Integer weights would be read as what they are not."""
+    checkpoint = Path(save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint"))
+    tensors = load_file(checkpoint / "model.safetensors")
+    save_file({name: tensor.to(torch.int8) for name, tensor in tensors.items()}, checkpoint / "model.safetensors")
+    with pytest.raises(UserError, match="floating-point"):
+        deliver(str(checkpoint), "vllm", tiny_target, tmp_path / "out", DeliverySettings(), None, Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("written_by", "told"),
+    [("decoder", "written by the target itself"), ("given", "off-policy"), (None, "not recorded")],
+)
+def test_the_card_says_who_wrote_the_text(written_by: str | None, told: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-000002").mkdir(parents=True)
+    environment = {"data_hash": "0" * 16, "git_commit": "abc", "template_hash": None}
+    if written_by is not None:
+        environment["data_written_by"] = written_by
+    (run / "environment.json").write_text(json.dumps(environment))
+    (run / "config.yaml").write_text("data: {samples: data/my}\nrun: {steps: 2, seed: 0}\n")
+    assert told in training_facts(run / "checkpoints" / "step-000002")["text"]

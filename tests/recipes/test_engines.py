@@ -1,0 +1,381 @@
+"""The outside witness: a real vLLM serves what export writes, and counts what draftsmith counts.
+
+    DRAFTSMITH_VLLM=VENV pytest -m engine -s          VENV holds vLLM 0.32.0 for CPU; about ten minutes on two cores
+
+Two targets: the one that ships, on 50 held-out prompts, and a random one of Qwen3 shape (tied embeddings, heads wider
+than hidden size / heads, eight layers). Drafters train for a few steps: agreement must not hang on how good they are.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_tokenizer
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoding.schedule import Schedule
+from draftsmith.inference.measuring.lossless import compare
+from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.training_free.ngram import Ngram, NgramConfig
+from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.serving.engine_check import ENVIRONMENT, EngineReport, check_engine, print_reports, run_venv
+from draftsmith.recipes.serving.engine_rules import (
+    DROPPED,
+    RANDOM,
+    REFUSED,
+    RULES,
+    speculative_config,
+)
+from draftsmith.recipes.serving.export import export_checkpoint, plugin_config, serve_command
+from draftsmith.recipes.serving.loader_check import expected_shapes, tensor_problems
+from draftsmith.recipes.serving.model_card import DYNAMIC_KINDS
+from draftsmith.recipes.serving.watch import Counters, read_counters, watch
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
+from draftsmith.train import train
+
+pytestmark = pytest.mark.engine
+STEPS = 30
+NUM_PROMPTS = 50
+MAX_NEW_TOKENS = 64
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+TRAINED = [kind for kind in ("draft_model", "eagle", "eagle3", "p_eagle", "medusa") if kind in DRAFTERS]
+
+
+@pytest.fixture(scope="module")
+def venv() -> Path:
+    path = os.environ.get("DRAFTSMITH_VLLM")
+    if not path:
+        pytest.skip("DRAFTSMITH_VLLM names no environment with vLLM")
+    return Path(path)
+
+
+@pytest.fixture(scope="module")
+def reports() -> Iterator[list[EngineReport]]:
+    """Gathered by the tests and printed at the end: the table of docs/serving.md."""
+    found: list[EngineReport] = []
+    yield found
+    print_reports(found, Console(width=120))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target.from_pretrained(EMBEDDED_TARGET.resolve(), "cpu", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def samples(folder: Path, target: Target) -> Path:
+    """The target's own answers to a few prompts, to train on."""
+    write_jsonl(folder / "training.jsonl", prompts_for(target, held_out=False)[:64])
+    settings = PrepareSettings(max_new_tokens=64, samplings=(Sampling(0.0),), batch_size=64)
+    prepare(target, str(folder / "training.jsonl"), folder / "samples", settings)
+    return folder / "samples"
+
+
+@pytest.fixture(scope="module")
+def held_out(target: Target) -> list[list[int]]:
+    return [target.encode(prompt) for prompt in prompts_for(target, held_out=True)[:NUM_PROMPTS]]
+
+
+def train_briefly(kind: str, target: Target, samples: Path, run: Path, **fields: Any) -> Path:
+    """A checkpoint after a few steps of the quickstart's recipe."""
+    config = RECIPES[f"quickstart_{kind}"]()
+    for name, value in fields.items():
+        setattr(config.drafter, name, value)
+    config.target = target.name
+    config.data.samples = str(samples)
+    config.run.dir = str(run)
+    config.run.steps = config.run.checkpoint_every = STEPS
+    config.run.device = "cpu"
+    train(config)
+    return sorted((run / "checkpoints").iterdir())[-1]
+
+
+def assert_agreement(report: EngineReport) -> None:
+    """Acceptance within 2 %, texts identical but for near-ties; and enough accepted to tell it from nothing."""
+    assert report.relative_difference < 0.02, report.row()
+    assert report.texts.divergences == 0, report.row()
+    assert report.ours.num_accepted_tokens > report.num_prompts
+
+
+@pytest.mark.parametrize("kind", ["ngram", *TRAINED])
+def test_vllm_accepts_what_we_accept(
+    kind: str,
+    venv: Path,
+    target: Target,
+    samples: Path,
+    held_out: list[list[int]],
+    folder: Path,
+    reports: list[EngineReport],
+) -> None:
+    drafter: Drafter
+    if kind == "ngram":
+        drafter, settings = Ngram(NgramConfig(occurrence="earliest")), NGRAM
+    else:
+        checkpoint = train_briefly(kind, target, samples, folder / f"run-{kind.replace('eagle', 'e')}")
+        out = folder / f"out-{kind.replace('eagle', 'e')}"
+        export_checkpoint(checkpoint, "vllm", target, out)
+        drafter, settings = load_drafter(out, target), speculative_config(kind, str(out), 4)
+    report = check_engine(str(venv), settings, drafter, target, held_out, MAX_NEW_TOKENS)
+    reports.append(report)
+    assert_agreement(report)
+
+
+# --- a target of another family
+
+
+@pytest.fixture(scope="module")
+def qwen3(folder: Path) -> Target:
+    """Random weights, wide enough that greedy text varies; in heads of 16 over a width of 48."""
+    tokenizer = tiny_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        rope_theta=20000.0,
+        tie_word_embeddings=True,
+        initializer_range=0.15,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    directory = folder / "qwen3"
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return Target.from_pretrained(directory, "cpu", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def qwen3_samples(folder: Path, qwen3: Target) -> Path:
+    words = ["heat", "the", "iron", "and", "strike", "it", "again", "with", "a", "hammer", "that", "is", "heavy"]
+    prompts = [f"{' '.join(words[i % 7 : i % 7 + 6])} {i}" for i in range(96)]
+    write_jsonl(folder / "qwen3.jsonl", prompts)
+    settings = PrepareSettings(max_new_tokens=48, samplings=(Sampling(0.0),), batch_size=32)
+    prepare(qwen3, str(folder / "qwen3.jsonl"), folder / "qwen3-samples", settings)
+    return folder / "qwen3-samples"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (kind, fields)
+        for kind, fields in (
+            ("draft_model", {"num_layers": 2}),
+            ("eagle", {}),
+            ("eagle3", {"draft_vocab_size": 200, "layer_ids": [1, 4, 6]}),  # a table, and other layers than the default
+            ("medusa", {"num_layers": 2}),
+        )
+        if kind in TRAINED
+    ],
+)
+def test_another_family(
+    kind: str,
+    fields: dict[str, Any],
+    venv: Path,
+    qwen3: Target,
+    qwen3_samples: Path,
+    folder: Path,
+    reports: list[EngineReport],
+) -> None:
+    name = kind.replace("eagle", "e")
+    checkpoint = train_briefly(kind, qwen3, qwen3_samples, folder / f"qwen3-run-{name}", **fields)
+    export_checkpoint(checkpoint, "vllm", qwen3, folder / f"qwen3-out-{name}")
+    drafter = load_drafter(folder / f"qwen3-out-{name}", qwen3)
+    prompts = [qwen3.encode(f"strike {i} times and heat it again") for i in range(NUM_PROMPTS)]
+    settings = speculative_config(kind, str(folder / f"qwen3-out-{name}"), 4)
+    report = check_engine(str(venv), settings, drafter, qwen3, prompts, MAX_NEW_TOKENS)
+    reports.append(report)
+    assert_agreement(report)
+
+
+# --- what else is claimed of vLLM
+
+
+def test_speculators_directory_is_served(
+    venv: Path, target: Target, samples: Path, held_out: list[list[int]], folder: Path
+) -> None:
+    """The other format of an EAGLE-3 drafter gives vLLM the same drafter."""
+    checkpoint = train_briefly("eagle3", target, samples, folder / "run-speculators", draft_vocab_size=1000)
+    out = folder / "out-speculators"
+    export_checkpoint(checkpoint, "speculators", target, out)
+    drafter = load_drafter(out, target)
+    settings = speculative_config("eagle3", str(out), 4)
+    report = check_engine(str(venv), settings, drafter, target, held_out[:10], MAX_NEW_TOKENS)
+    assert report.relative_difference < 0.02, report.row()
+    assert report.texts.divergences == 0
+
+
+def test_a_wrong_layer_is_seen(
+    venv: Path, target: Target, samples: Path, held_out: list[list[int]], folder: Path
+) -> None:
+    """The check has teeth: a directory whose layer ids are one off is served without a word, and found out."""
+    checkpoint = train_briefly("eagle3", target, samples, folder / "run-wrong")
+    out = folder / "out-wrong"
+    export_checkpoint(checkpoint, "vllm", target, out)
+    drafter = load_drafter(out, target)
+    config = json.loads((out / "config.json").read_text())
+    ids = config["eagle_aux_hidden_state_layer_ids"]
+    config["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in ids] if ids[0] > 1 else [i + 1 for i in ids[:-1]] + [1]
+    (out / "config.json").write_text(json.dumps(config))
+    settings = speculative_config("eagle3", str(out), 4)
+    report = check_engine(str(venv), settings, drafter, target, held_out[:20], MAX_NEW_TOKENS)
+    assert report.relative_difference > 0.02
+    assert report.texts.divergences == 0  # speculation stays lossless, which is why nobody notices
+
+
+@pytest.fixture(scope="module")
+def small_export(target: Target, samples: Path, folder: Path) -> Path:
+    checkpoint = train_briefly("eagle3", target, samples, folder / "run-tensors", draft_vocab_size=1000)
+    export_checkpoint(checkpoint, "vllm", target, folder / "out-tensors")
+    return folder / "out-tensors"
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome"),
+    [
+        ({"fc.weight": None}, RANDOM),
+        ({"layers.0.self_attn.o_proj.bias": "norm.weight"}, DROPPED),
+        ({"verifier_norm.weight": "norm.weight"}, REFUSED),
+        ({"norm.weight": None, "final_norm.weight": "norm.weight"}, REFUSED),
+    ],
+)
+def test_tensors_that_do_not_fit(
+    change: dict[str, str | None],
+    outcome: str,
+    venv: Path,
+    target: Target,
+    small_export: Path,
+    held_out: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    """What the rules say of a tensor too few, too many, or under another name is what vLLM does."""
+    drafter, whole = load_drafter(small_export, target), load_file(small_export / "model.safetensors")
+    tensors = {name: tensor for name, tensor in whole.items() if name not in change}
+    tensors.update({name: whole[source].clone() for name, source in change.items() if source})
+    config, rules = json.loads((small_export / "config.json").read_text()), RULES["vllm", "eagle3"]
+    told = tensor_problems(rules, expected_shapes(rules, config, target), tensors)
+    assert told[-1].endswith(outcome)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = speculative_config("eagle3", str(tmp_path), 4)
+    if outcome == REFUSED:
+        with pytest.raises(UserError, match="^vLLM in .* failed"):
+            check_engine(str(venv), settings, drafter, target, held_out[:10], MAX_NEW_TOKENS)
+        return
+    report = check_engine(str(venv), settings, drafter, target, held_out[:10], MAX_NEW_TOKENS)
+    if outcome == DROPPED:
+        assert_agreement(report)
+    else:
+        assert report.engine.counters.num_accepted_tokens < report.ours.num_accepted_tokens / 2
+
+
+def test_watching_a_running_server(
+    venv: Path, target: Target, held_out: list[list[int]], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`draftsmith watch` and `--check URL` on a real server: its page holds what they read."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
+    # `vllm serve` asks for the metadata of a package named vllm, which the CPU build, vllm-cpu, has not
+    command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", target.name]
+    command += ["--port", str(port), "--host", "127.0.0.1"]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
+    command += ["--speculative-config", json.dumps(NGRAM)]
+    with (folder / "server.log").open("w") as log:
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            wait_for(url, server, folder / "server.log")
+            assert read_counters(url) == Counters(accepted_per_position=(0,) * 4)
+            drafter = Ngram(NgramConfig(occurrence="earliest"))
+            report = check_engine(url, NGRAM, drafter, target, held_out[:10], MAX_NEW_TOKENS)
+            assert_agreement(report)
+            assert read_counters(url) == report.engine.counters
+            watch(url, None, 0.1, 1, Console(width=120))
+        finally:
+            server.terminate()
+            server.wait(60)
+    assert "acceptance length" in capsys.readouterr().out
+
+
+def wait_for(url: str, server: subprocess.Popen, log: Path) -> None:
+    for _ in range(180):
+        assert server.poll() is None, log.read_text()[-3000:]
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return
+        except OSError:
+            time.sleep(1)
+    raise AssertionError(log.read_text()[-3000:])
+
+
+def test_plain_vllm_writes_our_text(venv: Path, target: Target, held_out: list[list[int]]) -> None:
+    """Without any drafter: what differs with one is then the drafter's doing."""
+    run = run_venv(venv, None, target, held_out[:20], MAX_NEW_TOKENS)
+    plain = SpeculativeDecoder(target, load_drafter("none", target)).generate(held_out[:20], MAX_NEW_TOKENS)
+    assert run.counters == Counters()
+    assert compare(target, held_out[:20], plain.token_ids, run.token_ids).divergences == 0
+
+
+def test_vllm_reads_the_schedule(venv: Path, target: Target, tmp_path: Path) -> None:
+    """The command with the lengths by batch size goes through vLLM's own command line, checks and scheduler's table."""
+    schedule = Schedule(((1, 4), (8, 2), (24, 0)))
+    commands = []
+    for kind in DYNAMIC_KINDS:
+        drafter_class, name = DRAFTERS[kind], kind.replace("eagle", "e")
+        drafter = drafter_class.from_target(drafter_class.config_class(kind=kind), target)
+        save_drafter(drafter, tmp_path / f"checkpoint-{name}")
+        exported = export_checkpoint(tmp_path / f"checkpoint-{name}", "vllm", target, tmp_path / f"out-{name}")
+        commands.append(serve_command(exported, "vllm", str(exported.directory), 3, schedule))
+    (tmp_path / "commands.json").write_text(json.dumps(commands))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    script = Path(__file__).parents[1] / "helpers" / "vllm_reads.py"
+    answer = tmp_path / "answer.json"
+    command = [str(venv / "bin/python"), str(script), str(tmp_path / "commands.json"), str(answer)]
+    subprocess.run(command, env={**ENVIRONMENT, **environment}, check=True, capture_output=True)
+    for kind, found in zip(DYNAMIC_KINDS, json.loads(answer.read_text()), strict=True):
+        assert found["method"] == kind
+        assert found["num_speculative_tokens"] == schedule.longest
+        assert found["lengths"][1:] == [schedule.draft_length(n) for n in range(1, len(found["lengths"]))]
+        assert len(found["lengths"]) > 25
+
+
+def test_medusa_as_a_plug_in(
+    venv: Path, target: Target, samples: Path, held_out: list[list[int]], folder: Path
+) -> None:
+    """What newer vLLMs need for Medusa heads, in the one that has heads of its own too."""
+    checkpoint = train_briefly("medusa", target, samples, folder / "run-plug-in")
+    out = folder / "out-plug-in"
+    export_checkpoint(checkpoint, "vllm", target, out)
+    ours = SpeculativeDecoder(target, load_drafter(out, target)).generate(held_out, MAX_NEW_TOKENS, draft_length=4)
+    run = run_venv(venv, plugin_config(4), target, held_out, MAX_NEW_TOKENS, plugins=out)
+    assert compare(target, held_out, ours.token_ids, run.token_ids).divergences == 0
+    expected = ours.stats.total.mean_acceptance_length
+    assert run.counters.mean_acceptance_length == pytest.approx(expected, rel=0.02)
+    assert run.counters.num_accepted_tokens > len(held_out)

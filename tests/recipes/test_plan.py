@@ -1,0 +1,123 @@
+"""`draftsmith plan` and `evaluate --choose`: what they write, what they say, what they refuse."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.inference.decoding.schedule import Schedule, read_schedule
+from draftsmith.inference.planning.choice import acceptance_length
+from draftsmith.inference.planning.costs import CostRange, Costs
+from draftsmith.models import DRAFTERS, Target, save_drafter
+from draftsmith.recipes.cli.main import main
+from draftsmith.recipes.configs.published import PUBLISHED
+from draftsmith.recipes.studies.plan import Expected, plan_row
+
+
+@pytest.fixture(autouse=True)
+def _short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CostRange, "seconds", 0.1)
+    monkeypatch.setattr(CostRange.__init__, "__defaults__", (16, 256, 8, 0, 0.1))
+    monkeypatch.setattr("draftsmith.inference.planning.costs.MOST_ROUNDS", 20)
+    monkeypatch.setattr("draftsmith.inference.planning.costs.MOST_VISITS", 5)
+
+
+def test_a_plan_before_training(tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"plan --target {tiny_target_dir} --drafter medusa --drafter ngram --batch-size 1 2 --context 24"
+    command += " --tree-nodes 12 6"
+    assert main([*command.split(), "--acceptance", "0.9", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    content = json.loads((tmp_path / "plan.json").read_text())
+    medusa, ngram = content["drafters"]
+    assert [row["batch_size"] for row in medusa["by_batch_size"]] == [1, 2]
+    assert medusa["training"]["hours"] > 0
+    assert "training" not in ngram
+    costs = Costs.from_json(json.loads((tmp_path / "1-medusa" / "costs.json").read_text()))
+    for row in medusa["by_batch_size"]:
+        for length, needed in row["break_even_acceptance_length"].items():
+            assert needed == costs.break_even(int(length), row["batch_size"], 24)
+        assert list(row["tree_break_even_acceptance_length"]) == ["6", "12"]
+        for nodes, needed in row["tree_break_even_acceptance_length"].items():
+            depth = medusa["tree_depths"][nodes]
+            assert needed == costs.break_even(depth, row["batch_size"], 24, int(nodes))
+            assert needed == costs.round(depth, row["batch_size"], 24, int(nodes)) / row["plain_ms"]
+    assert {row["nodes"] for row in costs.fitted_on if row["tree"]} == {4, 12}
+    assert not ngram["tree_depths"]
+    out = capsys.readouterr().out
+    assert "this device" in out
+    assert "break even" in out
+    assert "12 nodes, depth" in out
+
+
+def test_a_plan_says_when_nothing_pays() -> None:
+    """Rounds of ten plain steps: off at every batch size, whatever is accepted."""
+    costs = Costs("", "", "d", "d", {"step: pass": 20.0}, {"pass": 2.0}, 0.0, {"rows": []})
+    row = plan_row(costs, [1, 8], 10, [1, 2], [Expected("here", "own", [1.0, 1.0])])
+    assert [one["draft_length"] for one in row["expected"][0]["by_batch_size"]] == [0, 0]
+    assert "at batch 1, 8 no draft length pays even if all is accepted" in row["verdicts"][0]
+    assert "no draft length pays at any batch size" in row["verdicts"][1]
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda one: f"{one.kind}-{one.where}")
+def test_published_rates_give_the_published_length(published: Any) -> None:
+    expected = published.length if published.length is not None else 1 + sum(published.unconditional)
+    assert acceptance_length(published.rates, published.draft_length) == pytest.approx(expected)
+    assert published.kind in DRAFTERS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--drafter none", "drafts nothing"),
+        ("--drafter nowhere", "nowhere"),
+        ("--drafter medusa --draft-length 5", "up to 4 tokens"),
+        ("--drafter medusa --acceptance 1.5", "from 0 to 1"),
+        ("--drafter medusa --acceptance nowhere.json", "no evaluation.json"),
+        ("--drafter medusa --batch-size 0", "atch-size"),
+        ("--drafter medusa --context 100000", "context"),
+        ("--drafter medusa --tree-nodes 1", "tree-nodes"),
+        ("--drafter ngram --tree-nodes 8", "drafts chains only"),
+        ("--drafter medusa --draft-length 1 --tree-nodes 9", "8 at most"),
+    ],
+)
+def test_mistakes(
+    arguments: str,
+    message: str,
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    command = ["plan", "--target", str(tiny_target_dir), "--device", "cpu", "--out", str(tmp_path / "out")]
+    assert main([*command, *arguments.split()]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_the_choice_is_fitted_on_other_prompts(
+    tiny_target: Target, tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter = DRAFTERS["medusa"].from_target(DRAFTERS["medusa"].config_class(kind="medusa"), tiny_target)
+    save_drafter(drafter, tmp_path / "medusa")
+    (tmp_path / "fit.txt").write_text("heat the iron\nheats it again, and\n")
+    (tmp_path / "held_out.txt").write_text("return [iron.hit()\nThe smith\n")
+    out = tmp_path / "out"
+    command = f"evaluate --target {tiny_target_dir} --device cpu --drafter {tmp_path}/medusa --out {out}"
+    command += f" --max-new-tokens 12 --repeats 1 --prompts {tmp_path}/held_out.txt --choose {tmp_path}/"
+    assert main([*(command + "fit.txt").split()]) == 0
+    choice = json.loads((out / "choice.json").read_text())
+    assert {"draft_length", "tree", "schedule", "fitted_on", "predicted", "vllm", "sglang"} <= choice.keys()
+    schedule = read_schedule(out / "choice.json")
+    assert isinstance(schedule, Schedule)
+    assert schedule.draft_length(1) == choice["draft_length"]
+    assert 4 in {row["draft_length"] for row in json.loads((out / "evaluation.json").read_text())["results"]}
+    assert choice["confident"]["pays"] in (True, False)
+    for arguments, message in (
+        ("held_out.txt", "fit on other prompts"),
+        ("fit.txt --draft-length 3", "--draft-length has no effect"),
+    ):
+        capsys.readouterr()
+        assert main([*(command + arguments).split()]) == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,397 @@
+"""The report of a synthetic tree of runs: what it must say, and that it stands alone."""
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from reports import (
+    ENVIRONMENT,
+    TEMPERATURES,
+    result,
+    write_comparison,
+    write_grid,
+    write_results,
+    write_run,
+    write_samples,
+)
+from rich.console import Console
+
+from draftsmith.inference.planning.costs import Costs
+from draftsmith.models.errors import UserError
+from draftsmith.recipes.reports import report
+from draftsmith.recipes.reports.contents import read_contenders, read_measured, read_runs
+from draftsmith.recipes.reports.panel import profiles
+from draftsmith.recipes.reports.printing import print_evaluations, print_summary
+from draftsmith.recipes.reports.report import build_report
+from draftsmith.recipes.reports.summary import speedup_text, summary_rows
+from draftsmith.recipes.reports.verdict import verdict
+from draftsmith.train.folder.checkpoint import checkpoint_step
+from draftsmith.train.folder.run_folder import link_best
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs: eagle3 pays, medusa does not quite, draft_model costs more than it brings."""
+    folder = tmp_path_factory.mktemp("runs") / "quickstart"
+    write_run(folder / "eagle3", keep=0.75, draft_ms=4.0)
+    write_run(folder / "medusa", keep=0.4, draft_ms=1.0)
+    write_run(folder / "draft_model", keep=0.7, draft_ms=21.0)
+    (folder / "samples").mkdir()  # neither a run nor in the way
+    write_samples(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(runs: Path) -> str:
+    return build_report(runs).read_text()
+
+
+def test_report_stands_alone(runs: Path, page: str) -> None:
+    figures = sorted(path.stem for path in (runs / "figures").iterdir())
+    assert figures == sorted(re.findall(r'<svg [^>]*data-figure="(\w+)"', page))
+    assert len(figures) == 6
+    text = re.sub(r"""xmlns(:xlink)?="[^"]*"|"http://www.w3.org/2000/svg"|(url\(|href=")#""", "", page)
+    assert not re.search(r"""(src|href)=|url\(|@import|<script [^t]|<link|https?://""", text)
+
+
+def test_verdict_and_numbers(page: str) -> None:
+    best = result(0.75, 4.0)
+    low, high = best["speedup_ci95"]
+    assert f"eagle3 (step 400) decodes {best['speedup']:.2f}× as fast as plain decoding" in page
+    assert f"95 % interval {low:.2f} to {high:.2f}" in page
+    assert "tiny_target on Abacus 9000" in page
+    for drafter in ("eagle3", "medusa", "draft_model", "ngram", "none"):
+        assert f">{drafter}<small>" in page
+    assert f"<h1>{best['speedup']:.2f}× at batch size 1: use eagle3.</h1>" in page
+    assert "Lossless: 15 of 16 compared outputs are identical to plain decoding&#39;s, the other 1 part" in page
+    assert f"{best['mean_acceptance_length']:.2f}</td>" in page
+    assert "4.00 / 10.00 / 1.00" in page
+    assert "15/16, 1 near tie" in page
+    difference = ["3", "17", "71 → 61", "0", "0.0069", "0.0069", "0.28", "near tie"]
+    assert difference == re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("near tie up to") :])[:8]
+    assert ">not compared<small>probabilistic</small></td>" in page
+    assert "measured beside eagle3, step 400" in page
+    assert "abc1234" in page
+    assert "No trained drafter is measurably faster" not in page
+    assert "speculation is broken" not in page
+
+
+@pytest.fixture
+def _no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take two seconds."""
+    monkeypatch.setattr(report, "draw_figures", lambda measured, folder: {})
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_says_when_nothing_is_faster(tmp_path: Path) -> None:
+    page = build_report(write_run(tmp_path / "medusa", keep=0.3, draft_ms=6.0)).read_text()
+    assert "No trained drafter is measurably faster than plain decoding here: no 95 % interval lies above 1.0." in page
+    assert "no trained drafter beats ngram, which needs no training" in page
+    assert f"<h1>{result(0.25, 0.3)['speedup']:.2f}× at batch size 1: use ngram.</h1>" in page
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_divergence_stands_out_and_is_no_headline(tmp_path: Path) -> None:
+    write_run(tmp_path / "eagle3", keep=0.9, draft_ms=4.0, divergences=3)
+    write_run(tmp_path / "medusa", keep=0.6, draft_ms=1.0)
+    page = build_report(tmp_path).read_text()
+    assert "speculation is broken" in page
+    assert 'alarm">12/16, 1 near tie, 3 DIVERGED<small>greedy</small></td>' in page
+    assert "<p>medusa (step 400) decodes" in page
+    assert "1: use ngram.</h1>" in build_report(tmp_path / "eagle3").read_text()  # the run's other drafter is broken
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_a_lossy_mode_is_labelled_and_no_headline(tmp_path: Path) -> None:
+    write_run(tmp_path / "eagle3", keep=0.9, draft_ms=1.0)
+    check = {"checked": 0, "identical": 0, "near_tie_divergences": 0, "divergences": 0, "first_differences": []}
+    write_comparison(tmp_path, 1, result={"verification_mode": "typical", "lossless": check})
+    page = build_report(tmp_path).read_text()
+    assert 'alarm">LOSSY (typical)<small>' in page
+    assert 'good">' not in page[page.index("<main>") : page.index('id="history"')]
+    assert "There is no speedup to report" in page
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_summary(tmp_path, console)
+    assert "LOSSY" in console.export_text()
+
+
+@pytest.mark.usefixtures("_no_figures")
+@pytest.mark.parametrize("flagged", [False, True])
+def test_what_training_predicts_stands_beside_the_decoder(flagged: bool, tmp_path: Path) -> None:
+    write_run(tmp_path / "eagle3", keep=0.9, draft_ms=1.0)
+    rates = [0.97, 0.888, 0.777, None]
+    predicted = {"mean_acceptance_length": 4.567, "conditional_acceptance_rates": rates}
+    gap = {"difference": -0.47, "ci95": [-0.6, -0.3], "flagged": flagged}
+    write_comparison(tmp_path, 1, result={"teacher_forced": predicted, "teacher_forced_gap": gap})
+    page = build_report(tmp_path).read_text()
+    cells = ["4.10 / 4.57", "90.0 % / 97.0 %", "90.0 % / 88.8 %", "90.0 % / 77.7 %", "90.0 % / –"]
+    assert cells == re.findall(r"<td[^>]*>([^<]* / [^<]*)</td>", page[page.index("as training predicts") :])[:5]
+    assert page.count("-0.47 [-0.60, -0.30]") == 1
+    assert ('alarm">-0.47' in page) == flagged
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_summary(tmp_path, console)
+    for text in (page, console.export_text()):
+        assert text.count("that training predicts on the same texts") == flagged
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_domains_stand_below_their_setting(tmp_path: Path) -> None:
+    domains = {
+        "code": {
+            **{"num_prompts": 12, "mean_acceptance_length": 3.456, "mean_acceptance_length_ci95": [3.111, 3.777]},
+            **{"speedup": 2.344, "speedup_ci95": [2.111, 2.555]},
+        },
+        "": {"num_prompts": 1, "mean_acceptance_length": 1.234, "mean_acceptance_length_ci95": None},
+    }
+    write_run(tmp_path / "eagle3", keep=0.9, draft_ms=1.0)
+    write_comparison(tmp_path, 1, result={"domains": domains})
+    page = build_report(tmp_path).read_text()
+    assert ">code (12 prompts)</th>" in page
+    assert ">3.46 [3.11, 3.78], 2.34× [2.11, 2.56]</td>" in page
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_summary(tmp_path, console)
+    printed = console.export_text()
+    assert "domain (1 prompt)" in printed
+    assert printed.count("1.23") == 1  # in the drafter's row, not in that of plain decoding
+
+
+def test_a_speedup_without_interval_decides_nothing(tmp_path: Path) -> None:
+    """Too little was timed for one: the page, its figures and the console say the ratio, and no more."""
+    write_run(tmp_path / "eagle3", keep=0.9, draft_ms=1.0)
+    for path in tmp_path.glob("eagle3/checkpoints/*/evaluation*.json"):
+        content = json.loads(path.read_text())
+        rows = [{**row, "speedup_ci95": None, "mean_acceptance_length_ci95": None} for row in content["results"]]
+        path.write_text(json.dumps({**content, "results": rows}))
+    page = build_report(tmp_path).read_text()
+    assert "Too little was timed to tell at batch size 1: the best drafter, eagle3, reaches" in page
+    assert "too few batches or repeats for an interval" in page
+    assert 'good">' not in page
+    assert 'bad">' not in page
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_summary(tmp_path, console)
+    assert "eagle3" in console.export_text()
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_a_certificate_is_shown(tmp_path: Path) -> None:
+    write_run(tmp_path / "eagle3", keep=0.9, draft_ms=1.0)
+    check = {"checked": 4, "identical": 4, "near_tie_divergences": 0, "divergences": 0, "first_differences": []}
+    sampled = {"block": {"p_value": 0.31}, "typical": {"p_value": 1e-9}}
+    certificate = {"greedy": {"batch_size_8": check}, "sampled": sampled, "passed": True, "control_found": True}
+    write_comparison(tmp_path, 1, certificate=certificate)
+    page = build_report(tmp_path).read_text()
+    expected = "(greedy batch size 8: 4/4; sampled block p = 0.31, typical (lossy, the control) p = 1e-09)"
+    assert f"Certificate of losslessness, eagle3: output is the target&#39;s {expected}" in page
+
+
+def test_sample_text_is_escaped_and_coloured(page: str) -> None:
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;\ndef f(a):\n</span>" in page
+    assert '<span class="accepted">    if a &lt;b&gt;&amp;</span> 1:\n</span>' in page
+    assert "eagle3, step 400, temperature 0.0,\n12 tokens in 3 rounds" in page
+
+
+@pytest.mark.parametrize(("divergences", "best"), [(0, "step 200"), (1, "step 400")])
+def test_best_checkpoint_is_the_fastest_that_is_sound(divergences: int, best: str, tmp_path: Path) -> None:
+    """As the run's own link has it."""
+    run = write_run(tmp_path / "eagle3", keep=0.75, draft_ms=4.0)
+    write_results(run / "checkpoints/step-000200/evaluation.json", [result(0.95, 4.0, divergences=divergences)])
+    link = link_best(run)
+    assert link is not None
+    assert checkpoint_step(link) == int(best.split()[1])
+    assert read_contenders(run, read_runs(run))[0].note == best
+
+
+def test_summary_rows(runs: Path) -> None:
+    rows = summary_rows(read_contenders(runs, read_runs(runs)))
+    names = ["eagle3", "medusa", "draft_model", "ngram", "none"]
+    assert [row.drafter for row in rows] == 2 * names  # one block a temperature
+    plain = rows[4].result
+    assert (plain["mean_acceptance_length"], plain["speedup"], plain["tokens_per_second"]) == (1.0, 1.0, 100.0)
+
+
+def test_a_comparison_takes_the_place_of_single_evaluations(tmp_path: Path) -> None:
+    """Measured in one process on other prompts, it may turn the order of the runs around."""
+    for kind in ("eagle3", "medusa"):
+        write_run(tmp_path / kind, keep=0.75, draft_ms=4.0)
+    measured = {"eagle3": result(0.3, 4.0), "medusa": result(0.7, 1.0), "ngram": result(0.2, 0.3)}
+    for number, (kind, row) in enumerate(measured.items(), 1):
+        name = kind if kind == "ngram" else str(tmp_path / kind / "checkpoints/step-000200")
+        folder = tmp_path / f"comparison/{number}-{Path(name).name}"
+        folder.mkdir(parents=True)
+        write_results(folder / "evaluation.json", [row], name, kind)
+    rows = summary_rows(read_contenders(tmp_path, read_runs(tmp_path)))
+    assert [(row.drafter, row.note) for row in rows[:3]] == [
+        ("medusa", "step 200"),
+        ("eagle3", "step 200"),
+        ("ngram", ""),
+    ]
+    page = build_report(tmp_path).read_text()
+    assert f"medusa (step 200) decodes {measured['medusa']['speedup']:.2f}×" in page
+
+
+def test_what_was_measured_elsewhere_stands_apart(tmp_path: Path) -> None:
+    """No table, and no figure, holds speeds of two machines: each has blocks with a plain row of its own."""
+    write_run(tmp_path / "eagle3", keep=0.75, draft_ms=4.0)
+    run = write_run(tmp_path / "medusa", keep=0.4, draft_ms=1.0)
+    together = {row.setting for row in summary_rows(read_contenders(tmp_path, read_runs(tmp_path)))}
+    assert len(together) == len(TEMPERATURES)
+    for path in run.glob("checkpoints/*/evaluation.json"):
+        content = json.loads(path.read_text())
+        content["environment"]["device"] = "Slide rule"
+        path.write_text(json.dumps(content))
+    blocks: dict[str, list[str]] = {}
+    for row in summary_rows(read_contenders(tmp_path, read_runs(tmp_path))):
+        blocks.setdefault(row.setting, []).append(row.drafter)
+    assert list(blocks.values()) == [["eagle3", "ngram", "none"]] * 2 + [["medusa", "none"]] * 2
+    assert [next(name for name in ("Abacus", "Slide rule") if name in block) for block in blocks] == [
+        *["Abacus"] * 2,
+        *["Slide rule"] * 2,
+    ]
+    assert "medusa was measured elsewhere (Slide rule" in build_report(tmp_path).read_text()
+
+
+def test_tables_in_the_terminal(runs: Path) -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_summary(runs, console)
+    content = {"target": "t", "drafter": "runs/[x]/best", "drafter_kind": "eagle3", "environment": ENVIRONMENT}
+    contents = [content | {"results": [result(0.75, 4.0, divergences=2)]}]
+    print_evaluations(contents, console)
+    text = console.export_text()
+    assert f"{result(0.75, 4.0)['speedup']:.2f}×" in text
+    assert "reference" in text
+    assert "[x], best" in text
+    assert "2 DIVERGED" in text
+
+
+def test_nothing_to_report(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no folder"):
+        build_report(tmp_path / "missing")
+    with pytest.raises(UserError, match="holds no run"):
+        build_report(tmp_path)
+    run = write_run(tmp_path / "eagle3", keep=0.5, draft_ms=1.0)
+    for path in run.glob("checkpoints/*/evaluation.json"):
+        path.unlink()
+    with pytest.raises(UserError, match="evaluated yet"):
+        build_report(run)
+    assert not (run / "report.html").exists()
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_an_evaluation_is_reported_without_a_run(tmp_path: Path) -> None:
+    write_grid(tmp_path)
+    page = build_report(tmp_path).read_text()
+    best = max(json.loads((tmp_path / "report.json").read_text())["drafters"][0]["results"], key=lambda r: r["speedup"])
+    title = f"{best['speedup']:.2f}× at batch size 1, break-even near batch size 9: use eagle3 with draft length 2."
+    assert f"<h1>{title}</h1>" in page
+    written = (tmp_path / "report.md").read_text()
+    assert f"**{title}**" in written
+    assert f"| eagle3 | draft length 2 | {speedup_text(best)} |" in written
+    assert "Predicted speedup of eagle3" in written
+
+
+def test_what_other_commands_left_is_shown(tmp_path: Path) -> None:
+    """A choice beside the speedup measured for it, and a load test with its figure."""
+    write_grid(tmp_path)
+    predicted = {"batch_size": 1, "draft_length": 2, "tree_nodes": None, "acceptance_length": 1.9, "speedup": 1.55}
+    predicted["fixed_batch_speedup"] = 1.48
+    choice = {
+        "drafter": "eagle3/checkpoints/step-000400", "draft_length": 2, "tree": None, "fitted_on": "others",
+        "schedule": {"draft_lengths": [[1, 2], [8, 0]]}, "predicted": [predicted],
+        "vllm": {"num_speculative_tokens_per_batch_size": [[1, 7, 2], [8, 8, 0]]},
+    }  # fmt: skip
+    times = {"p50": 1.0, "p95": 2.0, "p99": 3.0}
+    stage = {
+        "mode": "concurrency", "load": 2, "throughput_tokens_per_second": 90.0, "ttft_ms": times, "tpot_ms": times,
+        "goodput_requests_per_second": 1.0, "within_sla": True, "mean_draft_length": 2.0, "num_counted": 48,
+        "repeats": [{"throughput_tokens_per_second": 90.0, "tpot_ms": 1.0}],
+    }  # fmt: skip
+    load = {
+        "drafter": choice["drafter"],
+        "stages": [{**stage, "contender": name} for name in ("off", "on", "scheduled")],
+        "operating_points": {"off": stage, "on": None, "scheduled": stage},
+        "traffic": {"sla": {"ttft_ms": None, "tpot_ms": 2.5}},
+        "verdict": "no clear gain",
+    }
+    (tmp_path / "1-eagle3/choice.json").write_text(json.dumps(choice))
+    (tmp_path / "load.json").write_text(json.dumps(load))
+    page = build_report(tmp_path).read_text()
+    section = page[page.index('id="choice"') :]
+    row = json.loads((tmp_path / "1-eagle3/evaluation.json").read_text())["results"][1]
+    cells = ["eagle3", "1", "draft length 2", "1.90", "1.55×", "1.48×", speedup_text(row)]
+    assert cells == re.findall(r"<td[^>]*>([^<]*)</td>", section)[: len(cells)]
+    assert "2 tokens from 1 on, no tokens from 8 on" in section
+    assert 'data-figure="load"' in page
+    assert "1.0/2.0/–" in page  # 48 requests tell no p99
+    assert (tmp_path / "figures/load.png").is_file()
+
+
+@pytest.mark.parametrize("drafts", [1000, 250])
+def test_rounds_without_a_draft_are_told_of(drafts: int, tmp_path: Path) -> None:
+    row = {**result(0.6, 1.0), "num_drafts": drafts, "num_rounds": 1000}
+    write_results(tmp_path / "evaluation.json", [row], "ngram", "ngram")
+    page = build_report(tmp_path).read_text()
+    assert ("ngram drafted in 25 % of its rounds" in page) == (drafts < 1000)
+    speed = page[page.index("A round, phase by phase") :]
+    assert f"{1 + row['num_accepted_tokens'] / 1000:.2f}" in speed[: speed.index("</table>")]
+    assert "none drafted in" not in page
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_a_cascade_beside_its_trained_half_has_its_own_name(tmp_path: Path) -> None:
+    half = str(tmp_path / "hydra/checkpoints/step-000454")
+    earlier = str(tmp_path / "hydra/checkpoints/step-000227")
+    for number, (drafter, keep) in enumerate({half: 0.6, earlier: 0.3, f"suffix+{half}": 0.8}.items(), 1):
+        path = tmp_path / f"{number}-x/evaluation.json"
+        path.parent.mkdir()
+        write_results(path, [result(keep, 1.0)], drafter, "cascade" if "+" in drafter else "hydra")
+        (path.parent / "choice.json").write_text(json.dumps({"drafter": drafter, "keep": keep}))
+    measured = read_measured(tmp_path)
+    names = ["suffix+hydra", "hydra, step 454", "hydra, step 227"]
+    assert [one.name for one in measured.contenders] == names
+    assert [measured.extra_of("choice", one) for one in measured.contenders] == [
+        {"drafter": one.drafter, "keep": keep} for one, keep in zip(measured.contenders, (0.8, 0.6, 0.3), strict=True)
+    ]
+    measured.extras.clear()
+    assert verdict(measured).title.endswith("use suffix+hydra.")
+    assert [profile.name for profile in profiles(measured)] == names
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_low_acceptance_is_explained_wherever_it_was_measured(tmp_path: Path) -> None:
+    """Not only at the setting that the report leads with; and where nothing is found, that is said."""
+    finding = {"cause": "decay with depth", "measured": {"rate": 0.25}, "evidence": "it falls", "mend": "unroll"}
+    behind = [
+        {**result(0.3, 4.0, length=length), "diagnosis": [{**finding, "cost": cost, "evidence": f"costs {cost}"}]}
+        for length, cost in ((4, 0.5), (5, 0.7))
+    ]
+    unexplained = {**result(0.2, 1.0, length=2), "diagnosis": []}
+    for number, (name, rows) in enumerate({"a": [result(0.9, 1.0), *behind], "b": [unexplained]}.items()):
+        (tmp_path / f"{number}-{name}").mkdir()
+        write_results(tmp_path / f"{number}-{name}/evaluation.json", rows, f"{name}/best", "eagle3")
+    page = build_report(tmp_path).read_text()
+    section = page[page.index('id="diagnosis"') :]
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", section)[:5]
+    where = "<small>temperature 0, draft length 4, held_out and 1 other setting</small>"
+    assert cells == [f"a{where}", "decay with depth", "rate 0.25", "costs 0.7", "unroll"]
+    assert "b, at temperature 0, draft length 2, held_out: acceptance is low, and nothing wrong was found" in section
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_a_report_without_costs_says_what_measures_them(tmp_path: Path) -> None:
+    """And a run shows the texts of its best checkpoint where nothing else has left some."""
+    run = write_run(tmp_path / "eagle3", keep=0.75, draft_ms=4.0)
+    write_samples(tmp_path)
+    (tmp_path / "samples.json").rename(run / "checkpoints/step-000400/samples.json")
+    page = build_report(run).read_text()
+    assert "draftsmith plan --target models/tiny_target --drafter eagle3/best --out FOLDER/plan" in page
+    assert 'id="samples"' in page
+    costs = Costs("", "", str(run / "best"), "eagle3", {"first: pass": 1.0}, {"pass": 10.0}, host=0.0)
+    errors = {"settings": 1, "median_error": 0.0}
+    costs = replace(costs, held_out=errors, fitted_on=[{"draft_length": 4, "batch": 1, "context": 64}])
+    (run / "costs.json").write_text(json.dumps(costs.to_json()))
+    page = build_report(run).read_text()
+    assert "draftsmith plan" not in page
+    assert "the median error is" in page[page.index('id="cost-model"') :]

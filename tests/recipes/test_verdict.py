@@ -1,0 +1,146 @@
+"""The verdict says what was measured, in every case, and nothing else."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reports import result, slower, write_grid, write_results
+
+from draftsmith.inference.planning.costs import Costs
+from draftsmith.recipes.reports.contents import read_measured
+from draftsmith.recipes.reports.curves import break_even
+from draftsmith.recipes.reports.panel import Change, acceptance_length, predicted_points, profiles, speedups
+from draftsmith.recipes.reports.verdict import Verdict, verdict
+
+FITTED_ON = [{"draft_length": 4, "batch": 1, "context": 64}]
+
+
+def verdict_of(folder: Path, *rows: dict[str, Any], **extras: Any) -> Verdict:
+    write_results(folder / "evaluation.json", list(rows), "runs/eagle3/checkpoints/step-000400", "eagle3")
+    for name, content in extras.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return verdict(read_measured(folder))
+
+
+def paying(batch_size: int = 1, length: int = 4) -> dict[str, Any]:
+    return result(0.75, 4.0, batch_size=batch_size, length=length)
+
+
+def losing(batch_size: int = 1) -> dict[str, Any]:
+    return slower(paying(batch_size), 3.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "title", "tone"),
+    [
+        ([paying()], "2.03× at batch size 1: use eagle3.", "good"),
+        ([paying(), paying(4)], "2.03× at batch size 1, still 2.03× at batch size 4: use eagle3.", "good"),
+        ([paying(), losing(4)], "2.03× at batch size 1, break-even near batch size 3: use eagle3.", "good"),
+        (
+            [paying(), {**paying(4), "speedup": 1.02, "speedup_ci95": [0.97, 1.08]}],
+            "2.03× at batch size 1, no measurable gain at batch size 4: use eagle3.",
+            "good",
+        ),
+        ([paying(), paying(length=1)], "2.03× at batch size 1: use eagle3 with draft length 4.", "good"),
+        ([losing()], "Speculation does not pay at batch size 1: the best drafter, eagle3, reaches 0.68×.", "bad"),
+        ([result(0.3, 3.0)], "No measurable gain at batch size 1: the best drafter, eagle3, reaches 1.02×.", ""),
+        (
+            [result(0.75, 4.0, divergences=1)],
+            "There is no speedup to report: no drafter leaves the output of plain decoding as it is.",
+            "alarm",
+        ),
+    ],
+)
+def test_title(rows: list[dict[str, Any]], title: str, tone: str, tmp_path: Path) -> None:
+    found = verdict_of(tmp_path, *rows)
+    assert (found.title, found.tone) == (title, tone)
+    assert bool(found.broken) == (tone == "alarm")
+
+
+def test_a_choice_made_on_other_prompts_comes_before_the_fastest_row(tmp_path: Path) -> None:
+    choice = {"drafter": "runs/eagle3/checkpoints/step-000400", "draft_length": 1, "tree": None}
+    assert "with draft length 4" in verdict_of(tmp_path, paying(), paying(length=1)).title
+    chosen, row = verdict_of(tmp_path, paying(), paying(length=1), choice=choice), paying(length=1)
+    assert chosen.title == f"{row['speedup']:.2f}× at batch size 1: use eagle3 with draft length 1."
+    other = {**choice, "drafter": "runs/medusa/checkpoints/step-000400"}
+    assert "with draft length 4" in verdict_of(tmp_path, paying(), paying(length=1), choice=other).title
+
+
+def test_says_where_it_pays_though_not_at_the_smallest_batch(tmp_path: Path) -> None:
+    assert "It does pay at batch size 4 (2.03×)." in verdict_of(tmp_path, losing(), paying(4)).text
+
+
+def test_sampled_outputs_are_not_said_to_be_identical(tmp_path: Path) -> None:
+    text = verdict_of(tmp_path, result(0.75, 4.0, temperature=1.0)).text
+    assert "Outputs were not compared" in text
+    assert "identical" not in text
+
+
+def test_break_even_lies_on_the_line_over_the_logarithm() -> None:
+    curve = [
+        {"batch_size": 2, "speedup": 1.5, "speedup_ci95": [1.4, 1.6]},
+        {"batch_size": 32, "speedup": 0.5, "speedup_ci95": [0.4, 1.1]},
+    ]
+    found = break_even(curve)
+    assert found is not None
+    assert found.batch_size == pytest.approx(8.0)
+    assert (found.last_above, found.first_below, found.is_clear) == (2, 32, False)
+    assert break_even(curve[:1]) is None
+    assert break_even(curve[::-1]) is None
+
+
+def test_predictions_are_the_measured_speedups_where_costs_lie_on_a_line(tmp_path: Path) -> None:
+    """The costs of the grid are straight lines, so every measured point has to lie on the predicted curve."""
+    write_grid(tmp_path)
+    for profile in profiles(read_measured(tmp_path)):
+        for point in profile.measured:
+            costs = next(costs for costs in profile.costs if costs.batch_size == point["batch_size"])
+            assert speedups(profile, costs)[point["draft_length"] - 1] == pytest.approx(point["speedup"], rel=0.01)
+
+
+def test_predictions_count_the_rounds_without_a_draft(tmp_path: Path) -> None:
+    """A drafter that is mostly idle, whose rounds cost 1.2 plain steps: from its own rounds, and from costs.json."""
+    row = idle(result(0.9, 1.0))
+    write_results(tmp_path / "evaluation.json", [row], "ngram", "ngram")
+    (profile,) = profiles(read_measured(tmp_path))
+    assert speedups(profile, profile.costs[0])[3] == pytest.approx(row["speedup"])
+    costs = Costs("", "", "ngram", "ngram", {"first: pass": 1.0}, {"pass": 10.0, "drafts": 1.0}, host=0.0)
+    costs = replace(costs, held_out={"settings": 1, "median_error": 0.0}, fitted_on=FITTED_ON)
+    (tmp_path / "costs.json").write_text(json.dumps(costs.to_json()))
+    measured = read_measured(tmp_path)
+    (point,) = predicted_points(measured)
+    assert point.predicted == pytest.approx(row["speedup"])
+    (profile,) = profiles(measured)
+    assert speedups(profile, profile.costs[0])[3] == pytest.approx(row["speedup"])
+
+
+def test_moving_acceptance_and_costs(tmp_path: Path) -> None:
+    write_grid(tmp_path)
+    profile = profiles(read_measured(tmp_path))[0]
+    costs = profile.costs[0]
+    assert speedups(profile, costs, Change(first_rate=profile.rates[0])) == pytest.approx(speedups(profile, costs))
+    perfect = speedups(profile, costs, Change(first_rate=0.999, draft_scale=0.0))
+    assert perfect[3] == pytest.approx(5 / (costs.verify[4] + costs.host), rel=0.01)
+    assert acceptance_length([0.5], 3) == 1.875  # the last rate goes on
+
+
+def idle(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with three rounds without a draft beside each that has one; a round costs what it did."""
+    num_rounds = 4 * row["num_drafts"]
+    speedup = row["speedup"] * (1 + row["num_accepted_tokens"] / num_rounds) / row["mean_acceptance_length"]
+    ratio = row["mean_acceptance_length"] / speedup
+    interval = [0.95 * speedup, 1.05 * speedup]
+    changed = {"speedup": speedup, "speedup_ci95": interval, "step_cost_ratio": ratio}
+    return {**row, "num_rounds": num_rounds, **changed}
+
+
+def test_rounds_without_a_draft_count_in_what_a_round_emits_and_costs(tmp_path: Path) -> None:
+    row, plain_steps = result(0.9, 1.0), 1.2
+    found = verdict_of(tmp_path, idle(row))
+    tokens = 1 + (row["mean_acceptance_length"] - 1) / 4
+    assert f"a round emits {tokens:.2f} tokens and costs {plain_steps:.2f} steps" in found.text
+    facts = {fact.name: fact for fact in found.facts}
+    assert (facts["Tokens a round"].value, facts["Cost of a round"].value) == (f"{tokens:.2f}", f"{plain_steps:.2f}")
+    assert "25 % with a draft" in facts["Tokens a round"].note

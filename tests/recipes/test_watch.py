@@ -1,0 +1,182 @@
+"""Acceptance read from a metrics page: counters of vLLM's names, differences of readings, and what they mean."""
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from draftsmith.models.errors import UserError
+from draftsmith.recipes.serving.watch import Counters, Reference, parse_metrics, read_reference, verdict, watch
+
+LABELS = 'engine="{engine}",model_name="tiny, \\"quoted\\""'
+
+
+def page(num_drafts: int, accepted: tuple[int, ...], engine: int = 0) -> str:
+    """As vLLM 0.32.0 prints it, beside other metrics."""
+    labels = LABELS.replace("{engine}", str(engine))
+    total = sum(accepted)
+    lines = [
+        "# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.",
+        "# TYPE vllm:spec_decode_num_drafts_total counter",
+        f"vllm:spec_decode_num_drafts_total{{{labels}}} {float(num_drafts)}",
+        f"vllm:spec_decode_num_drafts_created{{{labels}}} 1.7e+09",
+        f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} {float(num_drafts * len(accepted))}",
+        f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} {float(total)}",
+        f"vllm:num_requests_running{{{labels}}} 3.0",
+    ]
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    lines += [f'{name}{{{labels},position="{i}"}} {float(count)}' for i, count in enumerate(accepted)]
+    return "\n".join(lines) + "\n"
+
+
+def test_counters_of_a_page() -> None:
+    found = parse_metrics(page(100, (60, 30)))
+    assert found == Counters(100, 200, 90, (60, 30))
+    assert found.mean_acceptance_length == 1.9
+    assert found.per_position_acceptance_rates == [0.6, 0.3]
+
+
+def test_standard_error_is_that_of_the_drafts() -> None:
+    """40 drafts with none accepted, 30 with one, 30 with two: the mean of a has this spread."""
+    accepted = [0] * 40 + [1] * 30 + [2] * 30
+    mean = sum(accepted) / 100
+    variance = sum((a - mean) ** 2 for a in accepted) / 100
+    assert parse_metrics(page(100, (60, 30))).standard_error == pytest.approx((variance / 100) ** 0.5)
+
+
+def test_engines_of_one_server_are_summed() -> None:
+    assert parse_metrics(page(100, (60, 30)) + page(10, (5, 1), engine=1)) == Counters(110, 220, 96, (65, 31))
+
+
+def test_server_without_speculation() -> None:
+    with pytest.raises(UserError, match="counts no drafts"):
+        parse_metrics("vllm:num_requests_running 0.0\n")
+
+
+def test_difference_of_readings() -> None:
+    earlier, now = parse_metrics(page(100, (60, 30))), parse_metrics(page(150, (90, 40)))
+    assert now - earlier == Counters(50, 100, 40, (30, 10))
+    assert earlier - now == earlier  # the server was started anew: everything is new
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "accepted", "said"),
+    [
+        (1000, (600, 300), "as measured"),
+        (1000, (610, 310), "as measured"),
+        (1000, (400, 100), "retrain"),
+        (1000, (560, 255), "slightly below"),
+        (1000, (700, 400), "better than measured"),
+        (100, (10, 0), "too few to judge"),
+    ],
+)
+def test_verdict(num_drafts: int, accepted: tuple[int, ...], said: str) -> None:
+    """Beyond chance (two standard errors), and by a tenth of the tokens that drafting gains."""
+    assert said in verdict(parse_metrics(page(num_drafts, accepted)), Reference([0.6, 0.3], 0.0))
+
+
+RATES = [0.6, 0.4, 0.25, 0.15]
+
+
+def under_schedule(num_drafts: dict[int, int], rates: list[float]) -> Counters:
+    """What a server counts that made so many drafts of each length, all accepted at the rates of the positions."""
+    accepted = [rate * sum(n for length, n in num_drafts.items() if length > i) for i, rate in enumerate(rates)]
+    drafted = sum(length * n for length, n in num_drafts.items())
+    return Counters(sum(num_drafts.values()), drafted, round(sum(accepted)), tuple(map(round, accepted)))
+
+
+@pytest.mark.parametrize(
+    "num_drafts",
+    [{1: 10_000}, {4: 10_000}, {2: 10_000}, {3: 5_000, 2: 5_000}, {1: 5_000, 4: 5_000}, {1: 3000, 2: 4000, 4: 3000}],
+)
+def test_server_with_a_schedule(num_drafts: dict[int, int]) -> None:
+    """Fewer tokens drafted under load are no loss of acceptance; fewer accepted of those drafted are."""
+    reference = Reference(RATES, 0.0)
+    found = under_schedule(num_drafts, RATES)
+    low, high = reference.range_at(found.mean_draft_length)
+    assert low - 1e-3 <= found.mean_acceptance_length <= high + 1e-3
+    assert verdict(found, reference) == "as measured"
+    assert "retrain" in verdict(under_schedule(num_drafts, [0.7 * rate for rate in RATES]), reference)
+    assert "better" in verdict(under_schedule(num_drafts, [1.4 * rate for rate in RATES]), reference)
+
+
+def test_what_is_as_measured_for_the_tokens_drafted() -> None:
+    """By hand: 2.5 tokens are 2 and 3 in equal parts at best; at worst 1 and 4."""
+    reference = Reference(RATES, 0.0)
+    assert reference.range_at(4) == pytest.approx((2.4, 2.4))
+    assert reference.range_at(1) == pytest.approx((1.6, 1.6))
+    assert reference.range_at(2.5) == pytest.approx((1 + (0.6 + 1.4) / 2, 1 + (1.0 + 1.25) / 2))
+    assert Reference([0.6], 0.0).range_at(1) == pytest.approx((1.6, 1.6))
+
+
+def write_evaluation(folder: Path) -> None:
+    rows = [
+        {
+            "temperature": temperature,
+            "draft_length": 4,
+            "batch_size": 1,
+            "tree_nodes": None,
+            "per_position_acceptance_rates": [rate, 0.3, 0.2, 0.1],
+        }
+        for temperature, rate in ((1.0, 0.5), (0.0, 0.6))
+    ]
+    (folder / "evaluation.json").write_text(json.dumps({"results": rows}))
+
+
+def test_reference_is_cut_to_the_servers_draft_length(tmp_path: Path) -> None:
+    """1 + the rates of the first K positions is the acceptance length at K, as vLLM defines it. Greedy comes first."""
+    write_evaluation(tmp_path)
+    assert read_reference(tmp_path, 2) == Reference([0.6, 0.3], 0.0)
+    with pytest.raises(UserError, match="nothing was measured there with 5"):
+        read_reference(tmp_path, 5)
+    with pytest.raises(UserError, match="holds no evaluation.json"):
+        read_reference(tmp_path / "other", 2)
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[str]]]:
+    """Serves the pages in turn, the last one for ever."""
+    pages: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path == "/metrics"
+            body = (pages.pop(0) if len(pages) > 1 else pages[0]).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{running.server_port}", pages
+    running.shutdown()
+    running.server_close()
+
+
+def test_watch(server: tuple[str, list[str]], tmp_path: Path) -> None:
+    write_evaluation(tmp_path)
+    url, pages = server
+    pages += [page(1000, (600, 300)), page(2000, (900, 350)), page(2000, (900, 350))]
+    console = Console(record=True, width=200)
+    watch(url, tmp_path, 0.01, 2, console)
+    first, second, third = console.export_text().split("\n  measured 1.90 at temperature 0, drift ")[0:3]
+    assert first.startswith("since its start: acceptance length 1.90")
+    assert second.startswith("+0.00: as measured")
+    assert "acceptance length 1.35" in second  # of the 1000 drafts since
+    assert third.startswith("-0.55: retrain")
+    assert "no drafts" in third
+
+
+@pytest.mark.parametrize(
+    ("url", "message"), [("http://127.0.0.1:9", "does not answer"), ("localhost:9", "no URL: give http://")]
+)
+def test_no_server(url: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        watch(url, None, 1.0, 1, Console())

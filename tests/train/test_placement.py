@@ -1,0 +1,361 @@
+"""The same run in every layout: processes, accumulation, and what is in pieces where change nothing that is learnt.
+
+tests/golden/trajectory.json holds losses and gradient norms of one process. Layouts that accelerate has for GPUs only
+run on processes of a CPU that it takes for them (as_gpus.py): the same code but for kernels and links between devices.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import tiny_tokenizer
+from runs import arguments, base_of, final_weights, make_config
+from safetensors.torch import load_file
+from torch import distributed
+from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.distributed.tensor import DTensor
+
+import draftsmith.recipes
+from draftsmith.data.features import stored as features
+from draftsmith.data.samples.samples import PREPARED, SAMPLES, Sample, Span, sample_line
+from draftsmith.models import Target
+from draftsmith.models.batch import Batch
+from draftsmith.models.drafters.eagle3 import Eagle3
+from draftsmith.models.errors import UserError
+from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
+from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.train import train
+from draftsmith.train.folder.checkpoint import checkpoints
+from draftsmith.train.folder.tracking import read_metrics
+from draftsmith.train.folder.training_state import PARTS, part_file, piece_of_zero3
+from draftsmith.train.folder.vocabulary import read_vocabulary
+from draftsmith.train.hardware import meter, placement
+from draftsmith.train.hardware.placement import check_placement, devices_of_layers, sizes
+from draftsmith.train.inputs.features import free_memory
+from draftsmith.train.process.signals import Stopped
+
+TESTS = Path(__file__).parents[1]
+LAUNCH = Path(draftsmith.recipes.__file__).parent / "launch"
+TRAJECTORY = TESTS / "golden" / "trajectory.json"
+TOLERANCE = 1e-4  # relative; sums in another order differ by 1e-7 a step
+RUN = {"steps": 4, "checkpoint_every": 4}
+
+
+@pytest.fixture(scope="module")
+def base(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Samples of very different lengths, the same on every machine."""
+    folder = tmp_path_factory.mktemp("data")
+    base = base_of(tiny_target_dir, tiny_target, folder)
+    chance = random.Random(0)
+    with open(folder / "samples" / SAMPLES, "w") as file:
+        for _ in range(48):
+            length = chance.randrange(8, 60)
+            ids = [chance.randrange(3, 300) for _ in range(length)]
+            file.write(sample_line(Sample(ids, [Span(length // 3, length)], "random")))
+    return base
+
+
+def trajectory(run: Path) -> list[list[float]]:
+    return [[line["loss"], line["gradient_norm"]] for line in read_metrics(run)]
+
+
+def expected() -> list[list[float]]:
+    return json.loads(TRAJECTORY.read_text())
+
+
+@pytest.fixture(scope="module")
+def one_process(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(make_config("eagle3", base, tmp_path_factory.mktemp("one"), run=RUN))
+
+
+def start(
+    config: str, base: dict[str, Any], run: Path, *options: str, script: bool = True, **environment: str
+) -> subprocess.Popen[str]:
+    """`accelerate launch` with a config of recipes/launch, in a fresh process."""
+    program = [str(TESTS / "helpers" / "as_gpus.py")] if script else ["-m", "draftsmith.train"]
+    settings = [key for key in arguments(base, run, run=RUN) if not key.startswith("run.device")]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / f"{config}.yaml")]
+    command += [*options, *program, "eagle3", "drafter.draft_vocab_size=null", *settings]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", **environment}
+    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def launch(config: str, base: dict[str, Any], run: Path, *options: str, **how: Any) -> tuple[int, str, str]:
+    """The exit code and what was printed."""
+    process = start(config, base, run, *options, "--main_process_port", "0", **how)
+    output, errors = process.communicate(timeout=400)
+    return process.returncode, output, errors
+
+
+LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {  # launcher config -> how the run describes it, options
+    "one_gpu": ("1 x cpu, one process", ()),
+    "cpu": ("2 x cpu, DDP", ()),
+    "ddp": ("2 x cpu, DDP", ("--num_processes", "2")),
+    "fsdp2": ("2 x cpu, FSDP2, target sharded", ("--num_processes", "2")),
+    "zero2": ("2 x cpu, ZeRO-2", ("--num_processes", "2")),
+    "zero3": ("2 x cpu, ZeRO-3, target sharded", ("--num_processes", "2")),
+    "zero3_offload": ("2 x cpu, ZeRO-3", ("--num_processes", "2")),
+}
+OF_GPUS = ("fsdp2", "zero2", "zero3", "zero3_offload")  # on a CPU only with as_gpus.py
+
+
+def test_every_launcher_config_is_run() -> None:
+    assert {path.stem for path in LAUNCH.glob("*.yaml")} == {*LAYOUTS, "two_machines"}
+
+
+def assert_trajectory(run: Path, one_process: Path) -> None:
+    """Losses, gradient norms and weights are those of one process."""
+    assert trajectory(run) == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+    weights = final_weights(one_process)
+    for name, weight in final_weights(run).items():
+        torch.testing.assert_close(weight, weights[name], atol=1e-5, rtol=1e-4)
+
+
+def test_one_process_gives_the_trajectory(one_process: Path) -> None:
+    assert trajectory(one_process) == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+
+
+def test_accumulation_gives_the_trajectory(base: dict[str, Any], tmp_path: Path) -> None:
+    data = {"tokens_per_micro_batch": 150, "max_length": 60}
+    run = train(make_config("eagle3", base, tmp_path, data=data, run=RUN))
+    assert trajectory(run) == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+
+
+@pytest.fixture(scope="module")
+def interrupted(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that one process stopped after two of its steps."""
+    folder, loss = tmp_path_factory.mktemp("interrupted"), Eagle3.loss
+
+    def interrupt(self: Eagle3, *arguments: Any) -> Any:
+        if self.progress == 1 / 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return loss(self, *arguments)
+
+    config = make_config("eagle3", base, folder, run=RUN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Eagle3, "loss", interrupt)
+        with pytest.raises(Stopped):
+            train(config)
+    return folder
+
+
+def assert_same_state(run: Path, one_process: Path) -> None:
+    """What a resumed run goes on from, by the names of the parameters."""
+    found, wanted = (checkpoints(path)[-1] / "trainer" for path in (run, one_process))
+    for part in PARTS:
+        expected, scale = load_file(part_file(wanted, part)), {"exp_avg_sq": 1e-9}.get(part, 1e-6)
+        torch.testing.assert_close(load_file(part_file(found, part)), expected, atol=scale, rtol=1e-3)
+
+
+@pytest.mark.parametrize("config", LAYOUTS)
+def test_layouts_go_on_with_the_trajectory(
+    config: str, base: dict[str, Any], one_process: Path, interrupted: Path, tmp_path: Path
+) -> None:
+    """Two steps by one process, two in the layout; what it saves is what one process would have saved."""
+    layout, options = LAYOUTS[config]
+    placed = {"run.target_placement": "sharded"} if "sharded" in layout else {}
+    shutil.copytree(interrupted, tmp_path / "run")
+    code, output, errors = launch(config, {**base, **placed}, tmp_path / "run", *options, script=config in OF_GPUS)
+    assert code == 0, errors[-3000:]
+    assert " ".join(output.split()).startswith(layout)
+    assert_trajectory(tmp_path / "run", one_process)
+    assert_same_state(tmp_path / "run", one_process)
+
+
+def test_pieces_of_zero3_are_equally_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven numbers on three processes: nine places, as DeepSpeed lays them out."""
+    pieces, parameter = [], SimpleNamespace(ds_tensor=torch.zeros(3))
+    for rank in range(3):
+        monkeypatch.setattr(distributed, "get_rank", lambda rank=rank: rank)
+        pieces.append(piece_of_zero3(parameter, torch.arange(1, 8)))
+    assert torch.cat(pieces).tolist() == [1, 2, 3, 4, 5, 6, 7, 0, 0]
+
+
+def test_two_machines_give_the_trajectory(base: dict[str, Any], one_process: Path, tmp_path: Path) -> None:
+    """Two launchers, with a process each; the second one's name for the run's folder is the same."""
+    where = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(get_free_port())]
+    machines = [
+        start("two_machines", base, tmp_path, *where, "--machine_rank", str(rank), script=False) for rank in range(2)
+    ]
+    outputs = [machine.communicate(timeout=400) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], outputs
+    assert " ".join(outputs[0][0].split()).startswith("2 x cpu, DDP")
+    assert_trajectory(tmp_path, one_process)
+
+
+def test_a_target_in_pieces_stores_what_a_whole_one_does(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three shards by two processes, whose layers are there only together; then the one trajectory from them."""
+    monkeypatch.setattr(features, "SHARD_BYTES", 350_000)
+    stored = {**base, "data.features": "stored", "data.features_dtype": "float32"}
+    train(make_config("eagle3", {**stored, "data.features_dir": tmp_path / "whole"}, tmp_path / "run-whole", run=RUN))
+    pieces = {**stored, "data.features_dir": tmp_path / "pieces", "run.target_placement": "sharded"}
+    code, _, errors = launch("fsdp2", pieces, tmp_path / "run-pieces", "--num_processes", "2", SHARD_BYTES="350000")
+    assert code == 0, errors[-3000:]
+    assert trajectory(tmp_path / "run-pieces") == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+    files = sorted(path.name for path in (tmp_path / "whole").glob("shard-*"))
+    assert len(files) == 3
+    for file in files:
+        found, wanted = (load_file(tmp_path / name / file) for name in ("pieces", "whole"))
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_device_map_gives_the_trajectory(
+    stored: bool, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU in the place of both devices: moves between them are those of test_device_map.py."""
+    for module in (placement, meter):
+        monkeypatch.setattr(module, "target_devices", lambda *_: [torch.device("cpu")] * 2)
+    store = {"features": "stored", "features_dtype": "float32", "features_dir": str(tmp_path / "store")}
+    data = store if stored else {}
+    run = train(make_config("eagle3", base, tmp_path / "run", data=data, run={**RUN, "target_placement": "device_map"}))
+    assert trajectory(run) == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+
+
+@pytest.mark.parametrize(("num_gpus", "on_first"), [(2, 22), (3, 2), (4, 0)])
+def test_layers_lie_where_there_is_room(
+    num_gpus: int, on_first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """70B: the first GPU also holds ends, drafter, optimiser and a micro-batch, 62 GB, as much as 36 of 80 layers."""
+    PUBLIC_TARGETS["llama_3_3_70b"].config.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    config = RECIPES["eagle3_llama_3_3_70b_usable"]()
+    config.target, config.run.target_placement = str(tmp_path), "device_map"
+    gpus = [torch.device("cuda", index) for index in range(num_gpus)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (140e9, 141e9))
+    monkeypatch.setattr(placement, "default_dtype", lambda device: torch.bfloat16)
+    target = Target.without_weights(tmp_path)
+    of_layers, taken = devices_of_layers(config, gpus[0]), sizes(config, gpus[0], target)
+    beside = taken.ends + (taken.drafter or 0.0) + taken.working
+    assert beside / taken.layers * 80 == pytest.approx(36.3, abs=0.1)
+    counts = [of_layers.count(gpu) for gpu in gpus]
+    assert of_layers == [gpu for gpu, count in zip(gpus, counts, strict=True) for _ in range(count)]
+    assert counts[0] == on_first
+    assert max(counts[1:]) - min(counts[1:]) <= 1
+    assert sum(counts) == 80
+    monkeypatch.setattr(Accelerator, "device", gpus[0])
+    text = placement.placement(config, Accelerator(), target).text()
+    assert f"over {num_gpus} GPUs; on the first device target" in text
+    assert "of the target, of 140 GB that are free" in text
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "num_gpus", "changes", "reason"),
+    [
+        (1, 1, {}, "needs several GPUs, and this process has 1"),
+        (2, 2, {}, "needs one process .*, not DDP: start with recipes/launch/one_gpu.yaml"),
+        (1, 2, {"evaluation.prompts": "prompts.jsonl"}, "leaves no process a target to evaluate with"),
+        (1, 2, {}, "puts layers on GPUs, and this run is on cpu"),
+    ],
+)
+def test_device_maps_are_refused(
+    num_processes: int,
+    num_gpus: int,
+    changes: dict[str, Any],
+    reason: str,
+    base: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(Accelerator, "num_processes", num_processes)
+    config = make_config("eagle3", {**base, **changes, "run.target_placement": "device_map"}, tmp_path)
+    with pytest.raises(UserError, match=f"run.target_placement=device_map {reason}"):
+        check_placement(config, accelerator)
+
+
+def test_a_target_in_pieces_measures_a_draft_vocabulary(base: dict[str, Any], tmp_path: Path) -> None:
+    """One process writes down what both compute."""
+    changes = {"drafter.draft_vocab_size": 200, "run.target_placement": "sharded", "run.steps": 1}
+    code, _, errors = launch("fsdp2", {**base, **changes}, tmp_path / "run", "--num_processes", "2")
+    assert code == 0, errors[-3000:]
+    found = read_vocabulary(tmp_path / "run")
+    assert found is not None
+    (inside,) = found["domains"].values()
+    assert 0 < inside["greedy"] < 1
+
+
+def test_means_of_means_are_found(base: dict[str, Any], tmp_path: Path) -> None:
+    """Each process dividing by its own tokens is the bug that the trajectory is there for."""
+    code, _, errors = launch("fsdp2", base, tmp_path / "run", "--num_processes", "2", PER_RANK_MEAN="1")
+    assert code == 0, errors[-3000:]
+    assert trajectory(tmp_path / "run") != [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"run.target_placement": "sharded"}, "needs several processes"),
+        ({"run.target_placement": "sharded", "data.features": "stored"}, "needs several processes"),
+    ],
+)
+def test_targets_in_pieces_are_refused(
+    changes: dict[str, Any], reason: str, base: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=reason):
+        train(make_config("eagle3", {**base, **changes}, tmp_path, run=RUN))
+
+
+def test_what_cannot_fit_is_refused(base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the target is loaded, with what would help."""
+    memory = type("Memory", (), {"available": 100_000})
+    monkeypatch.setattr("draftsmith.train.hardware.placement.psutil.virtual_memory", memory)
+    with pytest.raises(UserError, match=r"do not fit .* of 100 kB that are free\): data.features=stored"):
+        train(make_config("eagle3", base, tmp_path, run=RUN))
+
+
+def test_a_target_in_pieces_stays_in_pieces(tiny_target_dir: Path) -> None:
+    """Each layer is put together for its own computation alone, and nothing holds it when the target is let go."""
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    try:
+        target = Target.sharded_from_pretrained(tiny_target_dir, "cpu", torch.float32)
+        target.features(Batch(torch.ones(1, 5, dtype=torch.int64), torch.ones(1, 5, dtype=torch.bool)))
+        weights = [weight for layer in target.decoder_layers for weight in layer.parameters()]
+        assert all(isinstance(weight, DTensor) for weight in weights)
+        layer = weakref.ref(target.decoder_layers[0])
+        del target, weights
+        free_memory()
+        assert layer() is None
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_layers_that_cannot_be_stored_from_are_refused(
+    base: dict[str, Any], tmp_path: Path, make_target_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends and drafter fit; the layers, which the pass over the samples needs, do not."""
+    target = Target.from_pretrained(make_target_dir(intermediate_size=4096), "cpu", torch.float32)  # 6.3 MB of layers
+    config = make_config("medusa", {**base, "target": target.name, "data.features": "stored"}, tmp_path, run=RUN)
+    prepared = tmp_path / "samples" / PREPARED
+    shutil.copytree(base["data.samples"], tmp_path / "samples")
+    prepared.write_text(json.dumps({**json.loads(prepared.read_text()), "target_fingerprint": target.fingerprint()}))
+    config.data.samples = str(tmp_path / "samples")
+    memory = type("Memory", (), {"available": 3_000_000})
+    monkeypatch.setattr("draftsmith.train.hardware.placement.psutil.virtual_memory", memory)
+    with pytest.raises(UserError, match=r"6.\d* MB .* of 3 MB that are free: give data.features_endpoint"):
+        train(config)
+
+
+def test_asking_a_cpu_for_fsdp_is_refused(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    code, _, errors = launch("fsdp2", base, tmp_path / "run", "--num_processes", "1", script=False)
+    assert code != 0
+    assert "start with recipes/launch/cpu.yaml" in errors

@@ -1,0 +1,106 @@
+"""docs/scale.md says what the formulae give, and these are those that the start of a run prints."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scale_table import TARGETS, bytes_on_each, features_bytes, table
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from draftsmith.models import DRAFTERS, Drafter, Target
+from draftsmith.models.batch import Batch
+from draftsmith.models.losses.losses import CHUNK_ELEMENTS
+from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
+from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.train.hardware.estimates import LOGIT_COPIES, estimate, num_trained, target_size
+from draftsmith.train.loop import adamw
+
+
+def test_the_documented_table_is_what_the_formulae_give() -> None:
+    assert table() in (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_pieces_add_up_to_the_whole(name: str) -> None:
+    """Sharding on n devices spares each (n - 1) / n of the layers; stored features all of them."""
+    layers = 2 * target_size(PUBLIC_TARGETS[name].config).layers
+    whole = bytes_on_each(name, 8, "DDP", "replicated")
+    assert whole - bytes_on_each(name, 8, "DDP", "sharded") == pytest.approx(layers * 7 / 8)
+    assert whole - bytes_on_each(name, 8, "DDP", "stored") == pytest.approx(layers)
+
+
+def test_features_of_a_sample() -> None:
+    """Three layers and the last hidden state: 32,768 bytes a token of an 8B, as in docs/data.md."""
+    assert features_bytes("llama_3_1_8b") == 800 * 32_768
+
+
+def test_operations_of_a_target_are_those_counted() -> None:
+    """2 a weight of the layers and token, norms in it; attention scores are left out on both sides."""
+    target = Target.from_pretrained(EMBEDDED_TARGET, "cpu", torch.float32)
+    tokens = torch.arange(32)[None]
+    with FlopCounterMode(display=False) as counter:
+        target.model.model(input_ids=tokens, use_cache=False)
+    predicted = 2 * target_size(target.model.config).active_layers * tokens.numel()
+    assert counter.get_total_flops() == pytest.approx(predicted, rel=0.005)
+
+
+class Meter(TorchDispatchMode):
+    """Operations of matrix products, without those of attention, and the most bytes of new tensors at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = self.most = 0
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.operations += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._live:
+                    self._live[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self._live.pop, storage._cdata, None)
+        self.most = max(self.most, sum(self._live.values()))
+        return result
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DRAFTERS if DRAFTERS[kind].loss is not Drafter.loss])
+def test_a_training_step_takes_what_is_predicted(kind: str) -> None:
+    """Operations within a tenth, memory of a micro-batch within a half; weights, gradients and moments to the byte."""
+    rows, length = 8, 256
+    config = RECIPES[f"quickstart_{kind}"]()
+    config.data.batch_size, config.data.tokens_per_micro_batch, config.run.steps = rows, rows * length, 1
+    target = Target.from_pretrained(EMBEDDED_TARGET, "cpu", torch.float32)
+    drafter = DRAFTERS[kind].from_target(config.drafter, target).train()
+    token_ids = torch.randint(3, target.vocab_size, (rows, length))
+    batch = Batch(token_ids, torch.arange(length).expand(rows, -1) > 0)
+    optimizer = adamw(drafter, config.optimizer)
+
+    def step() -> None:
+        total, count = drafter.loss(batch, target.features(batch, drafter.layer_ids))["loss"]
+        (total / count).backward()
+
+    step()
+    optimizer.step()
+    states = [tensor for state in optimizer.state.values() for name, tensor in state.items() if name != "step"]
+    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    held = sum(tensor.nbytes for tensor in [*trained, *(p.grad for p in trained if p.grad is not None), *states])
+    for parameter in trained:
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+    with Meter() as meter:
+        step()
+    found = estimate(config, target.model.config, length, drafter)
+    assert held == found.drafter_bytes == 16 * num_trained(drafter)
+    assert meter.operations == pytest.approx(found.operations, rel=0.1)
+    logits = LOGIT_COPIES * CHUNK_ELEMENTS * 4
+    in_fp32 = 2 * (found.working_bytes - logits) + logits
+    assert in_fp32 / 1.5 < meter.most < 1.5 * in_fp32

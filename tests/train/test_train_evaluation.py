@@ -1,0 +1,189 @@
+"""Evaluation while training: what a share of the time buys, when to stop, and one evaluation on several processes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import base_of, make_config, write_held_out
+
+from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure
+from draftsmith.inference.planning import costs_beside
+from draftsmith.inference.planning.costs import Costs
+from draftsmith.models import Target, load_drafter
+from draftsmith.train import train
+from draftsmith.train.config import EvaluationConfig
+from draftsmith.train.evaluation import evaluate
+from draftsmith.train.evaluation.budget import Amount, Cost, affordable, checkpoints_without_gain
+from draftsmith.train.evaluation.pooling import pool, share_of, subset
+from draftsmith.train.folder.checkpoint import checkpoints
+from draftsmith.train.folder.run_folder import best_checkpoint
+from draftsmith.train.folder.tracking import read_metrics
+
+
+@pytest.fixture(scope="module")
+def base(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("data")
+    return {**base_of(tiny_target_dir, tiny_target, folder), "evaluation.prompts": write_held_out(folder)}
+
+
+# --- the share of the time
+
+
+def test_evaluations_take_their_share_of_the_time() -> None:
+    """An evaluation of which each prompt costs 3 s a repeat: over the run all of them take what they may."""
+    config = EvaluationConfig(time_share=0.1, repeats=5)
+    costs: list[Cost] = []
+    for interval in range(1, 41):
+        trained = interval * 1000.0
+        amount = affordable(config, 16, costs, trained)
+        costs.append(Cost(3.0 * amount.num_prompts * amount.repeats, trained, amount.num_prompts, amount.repeats, 0.1))
+    assert costs[0].num_prompts * costs[0].repeats == 80  # 240 s, which later ones make up for
+    spent = sum(cost.seconds for cost in costs)
+    assert 0.09 * trained < spent <= 0.1 * trained
+    assert all(cost.num_prompts == 16 for cost in costs[4:])  # 100 s are 33 prompts: it is repeats that give way
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "repeats", "seconds", "expected"),
+    [
+        (32, 5, 1.0, Amount(32, 5)),  # all of it: 160 s of 200
+        (32, 5, 2.0, Amount(32, 3)),  # 100 of 160
+        (32, 5, 5.0, Amount(20, 2)),  # 40 of 160: no fewer than two repeats
+        (32, 5, 100.0, Amount(8, 2)),  # the least
+        (3, 1, 100.0, Amount(3, 1)),  # all that was asked for is less than that
+    ],
+)
+def test_what_is_affordable(num_prompts: int, repeats: int, seconds: float, expected: Amount) -> None:
+    """200 s are left, and a prompt takes `seconds` each time."""
+    earlier = [Cost(10 * seconds, 0.0, 10, 1, 0.2)]
+    config = EvaluationConfig(time_share=0.2, repeats=repeats)
+    assert affordable(config, num_prompts, earlier, (200 + 10 * seconds) / 0.2) == expected
+    assert affordable(EvaluationConfig(time_share=None, repeats=repeats), num_prompts, earlier, 0.0) == Amount(
+        num_prompts, repeats
+    )
+
+
+def test_a_tight_share_is_kept_and_stated(base: dict[str, Any], tmp_path: Path) -> None:
+    evaluation = {"max_new_tokens": 4, "repeats": 4, "time_share": 1e-6}
+    run = train(make_config("medusa", base, tmp_path, run={"steps": 4, "checkpoint_every": 2}, evaluation=evaluation))
+    contents = [json.loads((path / "evaluation.json").read_text()) for path in checkpoints(run)]
+    assert [content["cost"]["repeats"] for content in contents] == [4, 2]
+    assert [content["results"][0]["repeats"] for content in contents] == [4, 2]
+    first, second = (content["cost"]["training_seconds"] for content in contents)
+    assert 0 < first < second
+    assert not (run / "costs.json").exists()  # for which no time was left
+    for path in checkpoints(run):
+        texts = json.loads((path / "samples.json").read_text())
+        assert [text["drafter"] for text in texts] == [str(path)] * 3
+        assert all(sum(one["num_tokens"] for one in text["rounds"]) <= 4 for text in texts)
+
+
+# --- stopping early
+
+
+@pytest.mark.parametrize(
+    ("speedups", "without_gain"),
+    [
+        ([1.0], 0),
+        ([1.0, 1.3, 1.6], 0),
+        ([1.0, 1.05, 1.08], 2),  # within 0.1 of the first
+        ([1.0, 1.05, 1.15], 0),  # together they are beyond it
+        ([1.0, 1.5, 1.4, 1.45, 1.3], 3),
+        ([1.0, 1.5, 1.4, 1.7], 0),
+    ],
+)
+def test_gain_is_what_lies_beyond_the_interval(speedups: list[float], without_gain: int) -> None:
+    rows = [
+        {"speedup": speedup, "speedup_ci95": [speedup - 0.1, speedup + 0.1], "lossless": {"divergences": 0}}
+        for speedup in speedups
+    ]
+    assert checkpoints_without_gain(rows) == without_gain
+    rows.append({"speedup": 9.0, "speedup_ci95": [8.0, 10.0], "lossless": {"divergences": 1}})
+    assert checkpoints_without_gain(rows) == without_gain + 1  # fast, but not the target's text
+
+
+def test_training_stops_when_nothing_is_gained(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so on the console and in the metrics; the same command again trains no further."""
+    monkeypatch.setattr(evaluate, "checkpoints_without_gain", lambda rows: len(rows) - 1)
+    monkeypatch.setattr(costs_beside, "MOST_SECONDS", 0.1)
+    evaluation = {"max_new_tokens": 4, "repeats": 1, "patience": 2, "time_share": None}
+    config = make_config("medusa", base, tmp_path, run={"steps": 20, "checkpoint_every": 1}, evaluation=evaluation)
+    for _ in range(2):
+        run = train(config)
+        assert "training stops at step 3: no better speedup in the last 2" in " ".join(capsys.readouterr().out.split())
+        assert len(checkpoints(run)) == 3
+        lines = read_metrics(run)
+        assert max(line["step"] for line in lines) == 3
+        assert [line["step"] for line in lines if "stopped_early" in line] == [3]
+        costs = Costs.from_json(json.loads((run / "costs.json").read_text()))
+        assert costs.drafter == str(best_checkpoint(run))
+        assert max(one["draft_length"] for one in costs.fitted_on) == config.evaluation.draft_length
+
+
+# --- several processes
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+@pytest.mark.parametrize(("num_prompts", "num_ranks"), [(3, 2), (8, 2), (11, 2), (64, 4), (64, 1), (13, 8)])
+def test_shares_are_all_prompts_once(num_prompts: int, num_ranks: int, batch_size: int) -> None:
+    """In the batches of a single process; the first rank has at least 8 prompts, wherever they stand."""
+    shares = [share_of(num_prompts, rank, num_ranks, batch_size) for rank in range(num_ranks)]
+    assert sorted(index for share in shares for index in share) == list(range(num_prompts))
+    batches = [share[i : i + batch_size] for share in shares for i in range(0, len(share), batch_size)]
+    whole = range(num_prompts)
+    assert sorted(batches) == [list(whole[i : i + batch_size]) for i in range(0, num_prompts, batch_size)]
+    assert len(shares[0]) >= min(num_prompts, 8)
+
+
+def test_the_timed_prompts_are_of_every_domain() -> None:
+    """Of 64 prompts, sorted into four domains of 16, as many each."""
+    domains = [index // 16 for index in share_of(64, 0, 4)]
+    assert [domains.count(domain) for domain in range(4)] == [4, 4, 4, 4]
+
+
+def test_pooled_counters_are_those_of_all_prompts(tiny_target: Target) -> None:
+    """Greedy decoding gives the same counters whoever decodes; the speed is rank 0's."""
+    texts = [f"strike {'the iron ' * (i % 5)}{i}" for i in range(11)]
+    domains = ["rare" if i == 7 else "half" if i % 2 else "" for i in range(11)]
+    prompts = PromptSet("prompts", [tiny_target.encode(text) for text in texts], domains)
+    settings = MeasureSettings(draft=3, max_new_tokens=12, repeats=1)
+    drafters = {"ngram": load_drafter("ngram", tiny_target)}
+    whole = measure(tiny_target, drafters, prompts, settings)["ngram"]
+    shares = [share_of(11, rank, 3) for rank in range(3)]
+    assert 7 not in shares[0]
+    rows = [measure(tiny_target, drafters, subset(prompts, share), settings)["ngram"] for share in shares]
+    pooled = pool(rows, shares)
+    assert whole["num_accepted_tokens"] > 0
+    for name in (
+        "num_prompts",
+        "num_rounds",
+        "acceptance_histogram",
+        "mean_acceptance_length",
+        "num_emitted_tokens",
+        "lossless",
+    ):
+        assert pooled[name] == whole[name], name
+    for name in ("speedup", "speedup_ci95", "tokens_per_second", "step_cost_ratio"):
+        assert pooled[name] == rows[0][name], name
+    assert pooled["timed_prompts"] == 8
+    timed = {"": 5, "half": 3, "rare": 0}
+    for domain, fields in whole["domains"].items():
+        own = pooled["domains"][domain]
+        measured = {k: v for k, v in fields.items() if "speedup" not in k and "ci95" not in k}
+        assert {name: own[name] for name in measured} == pytest.approx(measured)
+        assert own["timed_prompts"] == timed[domain]
+        assert ("speedup" in own) == (timed[domain] > 0)
+
+
+def test_differences_name_their_prompt_of_the_whole_set() -> None:
+    lossless = {"checked": 2, "identical": 1, "near_tie_divergences": 0, "divergences": 1}
+    counted = {"num_drafts": 1, "num_draft_tokens": 1, "num_accepted_tokens": 1, "num_emitted_tokens": 2}
+    counted["num_rounds"] = 1
+    row = {"num_prompts": 2, "draft_length": 1, "acceptance_histogram": [0, 1], **counted}
+    rows = [{**row, "lossless": {**lossless, "first_differences": [{"request": 1, "position": 5}]}} for _ in range(2)]
+    pooled = pool(rows, [[0, 1], [2, 7]])["lossless"]
+    assert pooled["divergences"] == 2
+    assert [difference["request"] for difference in pooled["first_differences"]] == [1, 7]

@@ -1,0 +1,283 @@
+"""Evaluation after a checkpoint: the drafter beside plain decoding and the training-free baselines."""
+
+import json
+import signal
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import rich
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from rich.markup import escape
+
+from draftsmith.data.progress import notice, progress_bar
+from draftsmith.data.prompts.prompts import read_prompt_set
+from draftsmith.inference.decoding.clock import cpu_threads
+from draftsmith.inference.measuring.environment import environment, evaluation, write_evaluation
+from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, check_settings, measure
+from draftsmith.inference.measuring.sample_texts import sample_texts
+from draftsmith.inference.planning.costs_beside import costs_beside
+from draftsmith.inference.replay.teacher_forcing import gap_warning
+from draftsmith.models import CHANGED_TARGET, Drafter, Target, load_drafter
+from draftsmith.models.errors import UserError, first_line
+from draftsmith.train.config import EvaluationConfig, TrainConfig
+from draftsmith.train.evaluation.budget import Cost, affordable, checkpoints_without_gain, left
+from draftsmith.train.evaluation.pooling import Row, pool, share_of, subset
+from draftsmith.train.folder.checkpoint import checkpoint_step, checkpoints
+from draftsmith.train.folder.run_folder import best_checkpoint, first_result, link_best, measured_checkpoints, worth
+from draftsmith.train.folder.tracking import Tracker
+from draftsmith.train.inputs.features import whole_target
+from draftsmith.train.process.signals import Stopped, StopRequest
+from draftsmith.train.process.stages import Stages
+
+ERROR = "evaluation.error.txt"
+
+
+def evaluation_prompts(config: EvaluationConfig, target: Target) -> PromptSet | None:
+    """The prompts to evaluate on, encoded; `UserError` where one of them does not fit the target."""
+    if config.prompts is None:
+        return None
+    return read_prompt_set(config.prompts, target, config.num_prompts, config.max_new_tokens)
+
+
+def evaluation_settings(config: EvaluationConfig, repeats: int) -> list[MeasureSettings]:
+    """One setting for each temperature."""
+    return [
+        MeasureSettings(
+            temperature=temperature,
+            batch_size=config.batch_size,
+            draft=config.draft_length,
+            max_new_tokens=config.max_new_tokens,
+            repeats=repeats,
+        )
+        for temperature in config.temperatures
+    ]
+
+
+def check_evaluation(config: EvaluationConfig, drafter: Drafter, target: Target) -> None:
+    """Refuse, before training, settings that the first checkpoint could not be measured with."""
+    drafters = {drafter.kind: drafter, **{name: load_drafter(name, target) for name in config.baselines}}
+    for settings in evaluation_settings(config, config.repeats):
+        check_settings(settings, drafters)
+
+
+def is_measured(checkpoint: Path, config: EvaluationConfig) -> bool:
+    """Whether everything that an evaluation writes is there."""
+    files = ["evaluation.json", *(f"evaluation.{name}.json" for name in config.baselines)]
+    return all((checkpoint / file).is_file() for file in files)
+
+
+@dataclass
+class Evaluator:
+    """Measures a run's checkpoints on all its processes, within a share of the time.
+
+    An evaluation that fails is told once and written down; training goes on, on all processes alike.
+    """
+
+    config: TrainConfig
+    accelerator: Accelerator
+    target: Target
+    prompts: PromptSet
+    run: Path
+    tracker: Tracker | None  # on the main process
+    stages: Stages
+    stop: StopRequest
+
+    def newest(self, training_seconds: float) -> str | None:
+        """Measure the newest checkpoint where that is due and not done; why training should stop, if it should.
+
+        On every process, with the same answer. Raises `Stopped` where a signal came meanwhile.
+        """
+        checkpoint, run = checkpoints(self.run)[-1], self.config.run
+        if checkpoint_step(checkpoint) % run.checkpoint_every and checkpoint_step(checkpoint) != run.steps:
+            return None  # saved on a signal
+        self.stages.enter("evaluation")
+        if not is_measured(checkpoint, self.config.evaluation):
+            self._measure(checkpoint, training_seconds)
+        reason = None
+        if self.tracker and (checkpoint / "evaluation.json").is_file():
+            log_evaluation(checkpoint, self.tracker)
+            link_best(self.run)
+            reason = self._reason_to_stop(checkpoint_step(checkpoint))
+            if reason or checkpoint_step(checkpoint) == run.steps:
+                self._measure_costs(training_seconds)
+        return broadcast_object_list([reason])[0]
+
+    def _measure(self, checkpoint: Path, training_seconds: float) -> None:
+        start = time.perf_counter()
+        config = self.config.evaluation
+        amount = affordable(config, len(self.prompts.token_ids), costs(self.run), training_seconds)
+        amount = broadcast_object_list([amount])[0]  # clocks differ
+        rank, num_ranks = self.accelerator.process_index, self.accelerator.num_processes
+        shares = [share_of(amount.num_prompts, other, num_ranks, config.batch_size) for other in range(num_ranks)]
+        contents, failed, stopped = None, "", False
+        try:
+            if shares[rank]:
+                own = subset(self.prompts, shares[rank])
+                contents = self._own_contents(checkpoint, own, amount.repeats if rank == 0 else 1)
+        except Stopped:
+            stopped = True
+        except Exception as error:  # whatever it is, it is no reason to end a training of days
+            failed = f"process {rank}: {type(error).__name__}: {first_line(error)}\n\n{traceback.format_exc()}\n"
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+        found = gather_object([(contents, failed, stopped)])
+        if any(stopped for _, _, stopped in found):
+            raise Stopped(self.stop.received or signal.SIGTERM, checkpoint.name)
+        failures = "".join(failed for _, failed, _ in found)
+        seconds = time.perf_counter() - start
+        if self.tracker and not failures:
+            cost = Cost(seconds, training_seconds, amount.num_prompts, amount.repeats, config.time_share)
+            try:
+                write(checkpoint, [contents for contents, _, _ in found if contents], shares, cost)
+            except Exception as error:
+                failures = f"process 0: {type(error).__name__}: {first_line(error)}\n\n{traceback.format_exc()}\n"
+        if self.tracker and failures:
+            (checkpoint / ERROR).write_text(failures)
+            self.tracker.log(checkpoint_step(checkpoint), {"evaluation_failed": 1, "evaluation_seconds": seconds})
+            notice(
+                f"the evaluation of {checkpoint.name} failed after {seconds:.0f} s, training goes on; "
+                f"{failures.splitlines()[0]} (all of it in {checkpoint / ERROR})"
+            )
+
+    def _own_contents(self, checkpoint: Path, prompts: PromptSet, repeats: int) -> dict[str, Any]:
+        """What this process measures, by the file that it belongs into: the checkpoint's, and those of baselines."""
+        config, target = self.config.evaluation, self._target_of(checkpoint)
+        drafters = {name: load_drafter(name, target) for name in [*config.baselines, str(checkpoint)]}
+        num_batches = -(-len(prompts.token_ids) // config.batch_size) * repeats * len(config.temperatures)
+        deadline = time.perf_counter() + self.config.run.timeout / 2
+
+        def on_batch() -> None:
+            self.stages.enter("evaluation")
+            progress.advance(task)
+            if self.stop.received is not None:
+                raise Stopped(self.stop.received, checkpoint.name)
+            if self.accelerator.num_processes > 1 and time.perf_counter() > deadline:
+                raise UserError(
+                    f"evaluation takes more than half of run.timeout={self.config.run.timeout:g} s, after which the "
+                    "other processes would give up: raise it, or take fewer evaluation.num_prompts"
+                )
+
+        rows: dict[str, list[Row]] = {name: [] for name in drafters}
+        with progress_bar(self.accelerator.is_main_process) as progress, cpu_threads(config.num_threads):
+            task = progress.add_task(f"evaluating {checkpoint.name}", total=num_batches, detail="")
+            for settings in evaluation_settings(config, repeats):
+                for name, row in measure(target, drafters, prompts, settings, on_batch).items():
+                    rows[name].append(row)
+            env = environment(target)
+            if self.accelerator.is_main_process:
+                drafter, first = drafters[str(checkpoint)], evaluation_settings(config, repeats)[0]
+                texts = sample_texts(target, drafter, str(checkpoint), prompts, first)
+                (checkpoint / "samples.json").write_text(json.dumps(texts, indent=1) + "\n")
+        files = {name: f"evaluation.{name}.json" for name in config.baselines} | {str(checkpoint): "evaluation.json"}
+        return {
+            files[name]: evaluation(target, name, drafter.kind, rows[name], env) for name, drafter in drafters.items()
+        }
+
+    def _target_of(self, checkpoint: Path) -> Target:
+        target = whole_target(self.config, self.target)
+        if (checkpoint / CHANGED_TARGET).is_dir():  # trained along: measured as it is now, with all drafters
+            target = Target.from_pretrained(checkpoint / CHANGED_TARGET, target.device, target.dtype)
+        return target
+
+    def _measure_costs(self, training_seconds: float) -> None:
+        """The run's costs.json, of its best checkpoint, where the time that is left for evaluations is enough.
+
+        A signal that comes meanwhile ends it: the run is over anyway.
+        """
+        config, path, best = self.config.evaluation, self.run / "costs.json", best_checkpoint(self.run)
+        if path.is_file():
+            return
+        rows = json.loads((best / "evaluation.json").read_text())["results"]
+        seconds = left(config, costs(self.run), training_seconds)
+
+        def on_progress(share: float) -> None:
+            self.stages.enter("evaluation")
+            if self.stop.received is not None:
+                raise Stopped(self.stop.received, best.name)
+
+        try:
+            target = self._target_of(best)
+            with cpu_threads(config.num_threads):
+                drafter = load_drafter(str(best), target)
+                found = costs_beside(target, drafter, str(best), rows, self.prompts, seconds, on_progress)
+            if found:
+                write_evaluation(path, found.to_json())
+        except Stopped:
+            pass
+        except Exception as error:
+            notice(f"the costs of a round were not measured: {type(error).__name__}: {first_line(error)}")
+
+    def _reason_to_stop(self, step: int) -> str | None:
+        patience = self.config.evaluation.patience
+        rows = [first_result(checkpoint) for checkpoint in measured_checkpoints(self.run)]
+        if patience is None or checkpoints_without_gain(rows) < patience:
+            return None
+        reason = f"no better speedup in the last {patience} checkpoints (evaluation.patience)"
+        assert self.tracker
+        self.tracker.log(step, {"stopped_early": reason})
+        rich.print(f"training stops at step {step}: {escape(reason)}")
+        return reason
+
+
+def write(checkpoint: Path, of_ranks: list[dict[str, Any]], shares: list[list[int]], cost: Cost) -> None:
+    """The files of an evaluation from what each rank with a share of the prompts measured for them."""
+    shares = [share for share in shares if share]
+    for file, own in of_ranks[0].items():
+        rows = zip(*(contents[file]["results"] for contents in of_ranks), strict=True)
+        pooled = [pool(list(of_setting), shares) for of_setting in rows]
+        write_evaluation(checkpoint / file, {**own, "results": pooled, "cost": asdict(cost)})
+    (checkpoint / ERROR).unlink(missing_ok=True)
+
+
+def costs(run: Path) -> list[Cost]:
+    """Of the evaluations so far, oldest first."""
+    contents = [json.loads((checkpoint / "evaluation.json").read_text()) for checkpoint in measured_checkpoints(run)]
+    return [Cost(**content["cost"]) for content in contents]
+
+
+def log_evaluation(checkpoint: Path, tracker: Tracker) -> None:
+    """Tell the tracker and the console what the checkpoint's first setting gave."""
+    content = json.loads((checkpoint / "evaluation.json").read_text())
+    first, cost = content["results"][0], Cost(**content["cost"])
+    interval = first["speedup_ci95"]
+    metrics = {
+        "acceptance_length": first["mean_acceptance_length"],
+        "speedup": first["speedup"],
+        **({"speedup_low": interval[0], "speedup_high": interval[1]} if interval else {}),
+        "step_cost_ratio": first["step_cost_ratio"],
+        "divergences": first["lossless"]["divergences"],
+        "evaluation_seconds": cost.seconds,
+    }
+    by_position = {f"acceptance_at_{i}": rate for i, rate in enumerate(first["per_position_acceptance_rates"])}
+    tracker.log(checkpoint_step(checkpoint), {**metrics, **by_position})
+    rich.print(
+        f"{checkpoint.name}: acceptance length {first['mean_acceptance_length']:.2f}, speedup {first['speedup']:.2f} "
+        + escape(f"[{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "(too little for an interval)")
+        + f", in {cost.seconds:.0f} s: {cost.num_prompts} prompts, {cost.repeats} times"
+    )
+    if first["lossless"]["divergences"]:
+        rich.print("[bold red]speculative output differs from plain decoding: see evaluation.json, and report this")
+    for row in content["results"]:
+        if warning := gap_warning(row):
+            rich.print(f"[bold red]{escape(warning)}")
+
+
+def what_training_brought(run: Path) -> str:
+    """The best trained checkpoint beside the drafter as it was before its first step, on the same prompts."""
+    measured = measured_checkpoints(run)
+    if len(measured) < 2 or checkpoint_step(measured[0]):
+        return "what training brought is not known: its evaluations failed"
+    untrained, *trained = map(first_result, measured)
+    best = max(trained, key=worth)
+    before, after = untrained["mean_acceptance_length"], best["mean_acceptance_length"]
+    change = (
+        f"acceptance length {before:.2f} -> {after:.2f}, speedup {untrained['speedup']:.2f} -> {best['speedup']:.2f}"
+    )
+    if after <= before:
+        return f"training brought nothing: {change}"
+    return f"what training brought: {change}"

@@ -1,0 +1,172 @@
+"""The folder of a run: its config, what it ran on, and the link to its best checkpoint."""
+
+import json
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from draftsmith.data.answers.changed_settings import changes, flatten, in_words
+from draftsmith.data.progress import notice
+from draftsmith.data.samples.samples import data_hash, read_prepared
+from draftsmith.inference.measuring.environment import environment
+from draftsmith.models import Target
+from draftsmith.models.drafting.layouts import checkpoint_hash
+from draftsmith.models.errors import UserError
+from draftsmith.models.target.identity import identity
+from draftsmith.train.config import DataConfig, EvaluationConfig, TrainConfig, contents, dump
+from draftsmith.train.folder.checkpoint import checkpoints
+
+# What a run may go on with changed: where things lie, what is told and measured, how the work is divided. The weights
+# stay the same up to rounding, and to what a drafter draws by chance.
+FREE = {
+    "run.dir",
+    "run.device",
+    "run.target_placement",
+    "run.compile",
+    "run.checkpoint_every",
+    "run.keep_checkpoints",
+    "run.log_every",
+    "run.wandb_project",
+    "run.profile",
+    "run.timeout",
+    "run.stuck_after",
+    "data.tokens_per_micro_batch",
+    "data.features_dir",
+    "data.features_endpoint",
+    *(f"evaluation.{field.name}" for field in fields(EvaluationConfig)),
+}
+# What a setting names decides, however it is spelled: the setting, and the hash in environment.json.
+HASHES = {"target": "target_fingerprint", "data.samples": "data_hash", "init_from": "init_from_hash"}
+
+
+def open_run(config: TrainConfig, target: Target, accelerator: Accelerator) -> Path:
+    """Make or check the run's folder, and write config.yaml and environment.json into it.
+
+    Raises `UserError`, on every rank, where it cannot be written to or holds checkpoints of another config.
+    """
+    run = Path(config.run.dir)
+    require_writable(run)
+    problem: list[str] = []
+    if accelerator.is_main_process:
+        environment = environment_of(config, target)
+        try:
+            check_same_run(run, config, environment)
+        except UserError as error:
+            problem = [str(error)]
+        else:
+            (run / "checkpoints").mkdir(exist_ok=True)
+            write_whole(run / "config.yaml", dump(config))
+            write_whole(run / "environment.json", json.dumps(environment, indent=2) + "\n")
+    if problem := gather_object(problem):
+        raise UserError(problem[0])
+    return run
+
+
+def environment_of(config: TrainConfig, target: Target) -> dict[str, Any]:
+    """What environment.json says."""
+    samples = Path(config.data.samples)
+    content = {**identity(target), **environment(target), "data_hash": data_hash(samples)}
+    content["data_written_by"] = read_prepared(samples)["written_by"]
+    if config.init_from is not None:
+        content["init_from_hash"] = checkpoint_hash(config.init_from)
+    return content
+
+
+def check_same_run(run: Path, config: TrainConfig, environment: dict[str, Any]) -> None:
+    """Refuse a folder with checkpoints of a run that would give other weights; tell what else is changed."""
+    if not checkpoints(run):
+        return
+    stored_environment = json.loads((run / "environment.json").read_text())
+    changed = changed_settings(yaml.safe_load((run / "config.yaml").read_text()), config)
+    for key, hash in HASHES.items():
+        before, now = (content.get(hash) for content in (stored_environment, environment))
+        if before and now:
+            changed.pop(key, None)
+            if before != now:
+                changed[key] = f"the content of {key} {before} -> {now}"
+    if decisive := {key: text for key, text in changed.items() if key not in FREE}:
+        raise UserError(
+            f"{run} holds a run with other settings ({in_words(decisive)}): give the ones it has, or another "
+            f"run.dir, where init_from={checkpoints(run)[-1]} trains on from it, or remove it to start anew"
+        )
+    changed.pop("run.dir", None)
+    if changed:
+        text = f"{run} goes on with {in_words(changed)}"
+        if any(key.startswith("evaluation.") for key in changed):
+            text += "; `best` compares checkpoints as each was measured"
+        notice(text)
+
+
+def changed_settings(stored: dict[str, Any], config: TrainConfig) -> dict[str, str]:
+    """How a stored config differs, as `changes` says; a key that draftsmith did not have then has its default.
+
+    So a new setting's default is what was done before there was the setting.
+    """
+    drafter = type(config.drafter)(kind=config.drafter.kind)
+    defaults = contents(TrainConfig(target="", drafter=drafter, data=DataConfig(samples="")))
+    return changes({**flatten(defaults), **flatten(stored)}, contents(config))
+
+
+def link_best(run: Path) -> Path | None:
+    """Point `best` at the checkpoint with the highest measured speedup, by its first evaluated setting.
+
+    A checkpoint whose output differed from plain decoding comes after all others.
+    """
+    measured = measured_checkpoints(run)
+    if not measured:
+        (run / "best").unlink(missing_ok=True)
+        return None
+    best = max(measured, key=lambda checkpoint: worth(first_result(checkpoint)))
+    temporary = run / ".best"
+    temporary.unlink(missing_ok=True)
+    os.symlink(best.relative_to(run), temporary)
+    temporary.replace(run / "best")
+    return best
+
+
+def measured_checkpoints(run: Path) -> list[Path]:
+    """Those with an evaluation, oldest first."""
+    return [checkpoint for checkpoint in checkpoints(run) if (checkpoint / "evaluation.json").is_file()]
+
+
+def best_checkpoint(run: Path) -> Path:
+    """The checkpoint that `best` points at, by its own path."""
+    return run / (run / "best").readlink()
+
+
+def worth(result: dict[str, Any]) -> tuple[bool, float]:
+    """What checkpoints, of one run or of several, are compared by."""
+    return result["lossless"]["divergences"] == 0, result["speedup"]
+
+
+def results(checkpoint: Path) -> list[dict[str, Any]]:
+    """The rows of a checkpoint's evaluation."""
+    return json.loads((checkpoint / "evaluation.json").read_text())["results"]
+
+
+def first_result(checkpoint: Path) -> dict[str, Any]:
+    """The first of them."""
+    return results(checkpoint)[0]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write whole or not at all: a resumed run reads these files before it writes them anew."""
+    partial = path.with_name(f".{path.name}")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def require_writable(folder: Path) -> None:
+    """Make the folder, or raise `UserError` saying why it cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink(missing_ok=True)  # another process may have been quicker
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}") from None

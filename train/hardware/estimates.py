@@ -1,0 +1,178 @@
+"""What a training run will take, from shapes alone: floating-point operations, hours, memory.
+
+The formulae count matrix products (2 operations a weight and token forward, 4 backward) and leave out attention scores,
+which are small below some 10,000 tokens. tests/train/test_scale.py holds them against what a step of each family
+takes. The share of a device's peak that a run reaches is measured elsewhere; here it is an assumption.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from draftsmith.models import DRAFTERS, Drafter, Target
+from draftsmith.models.losses.losses import CHUNK_ELEMENTS
+from draftsmith.models.target.loading import drop_layers
+from draftsmith.models.target.target import Whole
+from draftsmith.train.config import TrainConfig
+
+TRAINED_BYTES = 4 + 4 + 8  # fp32 weight, gradient and AdamW's two moments
+VALUES_KEPT = 8  # times the widths of a layer: what its passes leave for their gradients, and these; as measured
+LOGIT_COPIES = 6  # of a chunk of logits that exist at once: two sides, their logarithms, gradients
+UTILISATION = 0.35  # share of the device's dense bf16 peak that matrix products reach, all in all
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str
+    peak: float  # dense bf16 operations a second
+    memory: float  # bytes
+
+
+H100 = Device("H100 80 GB", 989e12, 80e9)
+H200 = Device("H200 141 GB", 989e12, 141e9)
+
+# Dense bf16 peak by what CUDA calls the device, of NVIDIA's data sheets; of cards for workstations with fp32 sums.
+PEAKS = {
+    "A100": 312e12,
+    "A10": 125e12,
+    "A40": 150e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "H20": 148e12,
+    "H100": H100.peak,
+    "H200": H200.peak,
+    "GH200": H200.peak,
+    "B200": 2250e12,
+    "RTX 3090": 71e12,
+    "RTX 4090": 165e12,
+}
+
+
+def peak_of(device: torch.device) -> float | None:
+    """Dense bf16 operations a second of a device; None of a CPU, and of a GPU that is not in the table."""
+    if device.type != "cuda":
+        return None
+    name = f" {torch.cuda.get_device_name(device)} ".replace("-", " ")
+    return next((peak for known, peak in PEAKS.items() if f" {known} " in name), None)
+
+
+@dataclass(frozen=True)
+class TargetSize:
+    """Weights of a target: how many there are, and how many a token passes through."""
+
+    layers: int
+    active_layers: int  # without the experts that a token is not sent to
+    head: int  # vocabulary x hidden
+    embedding: int  # 0 where it is tied to the head
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.head + self.embedding
+
+
+def target_size(config: PretrainedConfig) -> TargetSize:
+    """Counted on the meta device from one layer of each kind, so that the largest target takes a moment."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["layer"] * text.num_hidden_layers
+    ends = _count(config, [])
+    counted = {kind: _count(config, [kinds.index(kind)]) for kind in set(kinds)}
+    num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    share = getattr(text, "num_experts_per_tok", 1) / num_experts
+    layers = sum(sum(counted[kind]) - sum(ends) for kind in kinds)
+    experts = sum(counted[kind][1] for kind in kinds)
+    head = text.vocab_size * text.hidden_size
+    return TargetSize(layers, round(layers - experts * (1 - share)), head, 0 if text.tie_word_embeddings else head)
+
+
+def _count(config: PretrainedConfig, kept: list[int]) -> tuple[int, int]:
+    """Parameters outside and inside experts of a model of only the kept layers."""
+    config = copy.deepcopy(config)
+    drop_layers(config.get_text_config(), kept)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    return sum(p.numel() for p in model.parameters()) - experts, experts
+
+
+def meta_target(config: PretrainedConfig, name: str) -> Target:
+    """Embedding, head and sizes of a target with no numbers in them: enough to build a drafter of the right shape."""
+    without_layers = copy.deepcopy(config)
+    drop_layers(without_layers.get_text_config(), [])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(without_layers)
+    return Target(model, None, name, whole=Whole(config, fingerprint=""))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one run, its target and drafter whole on each device."""
+
+    operations: float  # in all
+    target_bytes: float
+    drafter_bytes: float  # weights, gradients, optimiser
+    working_bytes: float  # of one micro-batch
+
+    @property
+    def total_bytes(self) -> float:
+        return self.target_bytes + self.drafter_bytes + self.working_bytes
+
+    def hours(self, device: Device, num_devices: int = 1) -> float:
+        return self.operations / (device.peak * UTILISATION * num_devices) / 3600
+
+
+def estimate(
+    config: TrainConfig, target_config: PretrainedConfig, tokens_per_sample: int, drafter: Drafter | None = None
+) -> Estimate:
+    """What a recipe takes for a target of this shape in bf16.
+
+    `drafter`: one that was built by the recipe; without it, one is built without its numbers.
+    `tokens_per_sample`: prompt and answer.
+    """
+    size = target_size(target_config)
+    drafter = drafter or meta_drafter(config, target_config)
+    trained = num_trained(drafter)
+    tokens = config.run.steps * config.data.batch_size * tokens_per_sample
+
+    text = target_config.get_text_config()
+    width, inner = text.hidden_size, int(getattr(text, "intermediate_size", 4 * text.hidden_size))
+    states = (len(drafter.layer_ids) + 1) * width
+    kept = states + drafter.passes * VALUES_KEPT * (3 * width + inner)  # values a token, of 2 bytes
+    logits = LOGIT_COPIES * CHUNK_ELEMENTS * 4
+    return Estimate(
+        operations=tokens * operations_per_token(config, size, drafter),
+        target_bytes=2 * size.total,
+        drafter_bytes=TRAINED_BYTES * trained,
+        working_bytes=2 * kept * config.data.tokens_per_micro_batch + logits,
+    )
+
+
+def meta_drafter(config: TrainConfig, target_config: PretrainedConfig) -> Drafter:
+    with torch.device("meta"):
+        return DRAFTERS[config.drafter.kind].from_target(config.drafter, meta_target(target_config, config.target))
+
+
+def num_trained(drafter: Drafter) -> int:
+    return sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+
+
+def num_multiplied(drafter: Drafter) -> int:
+    """Trained parameters less those that are only looked up: embeddings that no head shares."""
+    matrices = {id(module.weight) for module in drafter.modules() if isinstance(module, nn.Linear)}
+    tables = {id(module.weight): module.weight for module in drafter.modules() if isinstance(module, nn.Embedding)}
+    looked_up = (weight.numel() for key, weight in tables.items() if weight.requires_grad and key not in matrices)
+    return num_trained(drafter) - sum(looked_up)
+
+
+def operations_per_token(config: TrainConfig, size: TargetSize, drafter: Drafter) -> float:
+    """Of target and drafter together; stored features need no layers.
+
+    A token passes once through the target's layers and head, whose distribution teaches all depths, and `passes` times
+    through what the drafter trains. Logits of a drafter by the target's own head take 2 operations a weight forward and
+    2 backward, for it stays frozen.
+    """
+    layers = size.active_layers if config.data.features == "online" else 0
+    own_logits = 4 * size.head * drafter.passes if drafter.drafts_by_target_head else 0
+    return 2 * layers + 2 * size.head + own_logits + 6 * drafter.passes * num_multiplied(drafter)

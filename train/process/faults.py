@@ -1,0 +1,72 @@
+"""What can go wrong in a step, and how it ends: with one line that names the cause and the mend."""
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch.distributed import DistError
+
+from draftsmith.data.progress import notice
+from draftsmith.models.errors import UserError, first_line
+from draftsmith.train.process.stages import Stages
+
+NONFINITE = "nonfinite.json"
+AGAIN = "the same command goes on from the newest checkpoint"
+FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))  # in errors of the system's and of safetensors'
+LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in errors of torch's
+
+
+class NonFinite:
+    """Counts steps in a row whose loss or gradient is not finite; each of them changes nothing."""
+
+    def __init__(self, run: Path, most: int, is_main: bool) -> None:
+        self._run, self._most, self._is_main = run, most, is_main
+        self._steps: list[dict] = []
+
+    def note(self, finite: bool, step: int, samples: list[int]) -> None:
+        """Raises `UserError`, alike on all ranks, at the last of `most` such steps in a row."""
+        if finite:
+            self._steps = []
+            return
+        self._steps.append({"step": step, "samples": samples})
+        if len(self._steps) < self._most:
+            if self._is_main:
+                notice(f"step {step} is skipped: its loss or gradient is not finite")
+            return
+        if self._is_main:
+            (self._run / NONFINITE).write_text(json.dumps(self._steps, indent=1) + "\n")
+        where = f"{self._most} steps in a row, up to step {step}" if self._most > 1 else f"step {step}"
+        raise UserError(
+            f"loss or gradient were not finite in {where}; the samples are listed in {self._run / NONFINITE}: lower "
+            "optimizer.learning_rate, or take out samples that are broken; with other settings give another run.dir"
+        )
+
+
+def is_finite(norm: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+    """Whether the gradient's norm and all losses are, a bool on the device."""
+    return torch.stack([norm.float(), *losses]).isfinite().all()
+
+
+@contextlib.contextmanager
+def in_one_line(stages: Stages, rank: int, num_ranks: int) -> Iterator[None]:
+    """Errors inside the block that come from a full disk or from another process become a `UserError`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if not any(text in str(error) for text in FULL):
+            raise
+        where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+        raise UserError(f"the disk is full{where}: make room, and give the same command again; {AGAIN}") from error
+    except RuntimeError as error:
+        if num_ranks == 1 or not (isinstance(error, DistError) or any(name in str(error) for name in LOST)):
+            raise
+        waited = "imed out" in str(error)
+        raise UserError(
+            f"process {rank} of {num_ranks} {'waited run.timeout for' if waited else 'lost'} another at step "
+            f"{stages.step}, {stages.now[0]} ({first_line(error)}): see what that one said; {AGAIN}"
+        ) from error
