@@ -91,9 +91,8 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    given: frozenset[str] = field(
-        default=frozenset(), compare=False
-    )  # keys that file and command line set; not written
+    # Keys that the file or the command line set; not written to config.yaml.
+    explicit_keys: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 # What others call a setting.
@@ -143,7 +142,7 @@ SHARES = (
 def contents(config: TrainConfig) -> dict[str, Any]:
     """The settings, as nested dicts."""
     content = asdict(config)
-    del content["given"]
+    del content["explicit_keys"]
     return content
 
 
@@ -163,7 +162,7 @@ def resolve(recipe: TrainConfig, file: Path | None = None, overrides: Iterable[s
             raise UserError(f"unknown key {key!r}; nearest: {near}")
         values[key] = value
     config = from_dict(unflatten(values))
-    config.given = frozenset(key for key, _ in changes)
+    config.explicit_keys = frozenset(key for key, _ in changes)
     return config
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from draftsmith.data.features.stored import FeatureSource
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.samples.batches import Rows
+from draftsmith.data.samples.batches import MicroBatch
 from draftsmith.models import Drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.losses.losses import LossSums
@@ -153,7 +153,7 @@ class Run:
             if config.evaluation.untrained and self.evaluator:
                 rich.print(escape(what_training_brought(self.folder)))
 
-    def load(self, step: int) -> list[tuple[Rows, Batch]]:
+    def load(self, step: int) -> list[tuple[MicroBatch, Batch]]:
         """This rank's micro-batches of a step, in memory from which a GPU can copy them by itself."""
         groups = self.plan.micro_batches(step, self.accelerator.process_index, self.accelerator.num_processes)
         batches, on_gpu = [self.plan.collate(rows) for rows in groups], self.accelerator.device.type == "cuda"
@@ -203,7 +203,7 @@ def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
 def gradients(
     accelerator: Accelerator,
     model: torch.nn.Module,
-    batches: list[tuple[Rows, Batch]],
+    batches: list[tuple[MicroBatch, Batch]],
     source: FeatureSource,
     stages: Stages,
 ) -> list[LossSums]:

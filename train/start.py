@@ -22,7 +22,7 @@ def fit_vocabulary_size(config: TrainConfig, vocab_size: int) -> None:
     drafter = config.drafter
     if not isinstance(drafter, ReducedVocabulary) or (size := drafter.draft_vocab_size or 0) <= vocab_size:
         return
-    if "drafter.draft_vocab_size" in config.given:
+    if "drafter.draft_vocab_size" in config.explicit_keys:
         raise UserError(too_large(size, vocab_size))
     if PartialState().is_main_process:
         notice(f"the recipe drafts from {size} tokens, and the target has {vocab_size}: all of them are drafted from")
@@ -85,5 +85,5 @@ def check_shape(config: TrainConfig, source: str, drafter: Drafter) -> None:
             continue
         if name not in config.drafter.of_checkpoint:
             raise UserError(f"{key}={value}: a drafter that init_from loads has {found}, leave one of them out")
-        if key in config.given and value is not None:
+        if key in config.explicit_keys and value is not None:
             raise UserError(f"{key}={value}, but init_from={source} has {found}: leave one of them out")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from draftsmith.data.prompts.conversations import Chat
-from draftsmith.data.prompts.raw_rows import Prompt
+from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.samples.samples import Sample, Span
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling

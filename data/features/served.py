@@ -21,7 +21,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from draftsmith.data.answers.endpoint import Endpoint, PassingError
-from draftsmith.data.samples.batches import BatchPlan, Rows
+from draftsmith.data.samples.batches import BatchPlan, MicroBatch
 from draftsmith.data.samples.samples import AGREEMENT, agreement
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
@@ -64,7 +64,7 @@ class ServedFeatures:
             )
         self._check()
 
-    def __call__(self, rows: Rows, batch: Batch) -> Features:
+    def __call__(self, rows: MicroBatch, batch: Batch) -> Features:
         texts = [batch.token_ids[number, : self.plan.lengths[index]].tolist() for number, (index,) in enumerate(rows)]
         states = torch.zeros(*batch.token_ids.shape, len(self.layer_ids) + 1, self.target.hidden_size)
         with ThreadPoolExecutor(REQUESTS) as pool:

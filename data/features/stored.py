@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from draftsmith.data.samples.batches import BatchPlan, Rows
+from draftsmith.data.samples.batches import BatchPlan, MicroBatch
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
@@ -34,7 +34,7 @@ HEADER = "draftsmith"  # the key of a shard's metadata
 REMOVE = "remove it, and the same command stores it anew"
 
 StoredDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
-FeatureSource = Callable[[Rows, Batch], Features]  # features of a micro-batch, on its device
+FeatureSource = Callable[[MicroBatch, Batch], Features]  # features of a micro-batch, on its device
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class StoredFeatures:
             for start, length in zip(itertools.accumulate(shard.lengths, initial=0), shard.lengths, strict=False)
         ]
 
-    def read(self, rows: Rows, batch: Batch, target: Target) -> Features:
+    def read(self, rows: MicroBatch, batch: Batch, target: Target) -> Features:
         """The features of a micro-batch, on the device and in the dtype of the target; zeros in the padding."""
         key = str(rows)
         hidden, scales = self._ahead.pop(key) if key in self._ahead else self._load(rows, batch)
@@ -116,14 +116,14 @@ class StoredFeatures:
         layers = states[:, :, :-1].flatten(2) if self.contents.layer_ids else None
         return Features(states[:, :, -1], layers)
 
-    def read_ahead(self, rows: Rows, batch: Batch, pin_memory: bool) -> None:
+    def read_ahead(self, rows: MicroBatch, batch: Batch, pin_memory: bool) -> None:
         """Take what `read` will ask for from the disk: in another thread, while a device computes."""
         tensors = self._load(rows, batch)
         if pin_memory:
             tensors = tensors[0].pin_memory(), None if tensors[1] is None else tensors[1].pin_memory()
         self._ahead[str(rows)] = tensors
 
-    def _load(self, rows: Rows, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _load(self, rows: MicroBatch, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Encoded hidden states [B, T, A + 1, H] and the scales [B, T, A + 1] of fp8."""
         shape = (*batch.token_ids.shape, self.contents.num_states)
         hidden = torch.zeros(*shape, self.contents.hidden_size, dtype=self.contents.torch_dtype)

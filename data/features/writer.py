@@ -19,7 +19,7 @@ from torch import Tensor
 
 from draftsmith.data.features.stored import HEADER, INDEX, FeatureSource, Shard, StoredFeatures, checksum, encode, stamp
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.samples.batches import Rows, group_rows
+from draftsmith.data.samples.batches import MicroBatch, group_rows
 from draftsmith.models.errors import UserError
 
 TOLD_AFTER = 2.0  # seconds, in which the first batches show how long the pass will take
@@ -95,13 +95,13 @@ def num_batches(store: StoredFeatures, shards: list[Shard]) -> int:
     return sum(len(batches_of(store, shard)) for shard in shards)
 
 
-def batches_of(store: StoredFeatures, shard: Shard) -> list[Rows]:
+def batches_of(store: StoredFeatures, shard: Shard) -> list[MicroBatch]:
     """The samples of a shard, one a row, in batches of similar length."""
     rows = [[shard.first + i] for i, length in enumerate(shard.lengths) if length]
     return group_rows(rows, store.plan.lengths, store.plan.tokens_per_micro_batch)
 
 
-def compute(store: StoredFeatures, rows: Rows, source: FeatureSource) -> dict[str, Tensor]:
+def compute(store: StoredFeatures, rows: MicroBatch, source: FeatureSource) -> dict[str, Tensor]:
     """The encoded hidden states of some rows [B, T, A + 1, ...]. Raises `UserError` where one is not finite."""
     features = source(rows, store.plan.collate(rows))
     states = features.last_hidden[:, :, None]

@@ -9,7 +9,7 @@ import torch
 from rich.text import Text
 
 from draftsmith.data.progress import notice
-from draftsmith.data.prompts.raw_rows import Prompt
+from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.samples.samples import Sample, read_prepared
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafting.base import Drafter

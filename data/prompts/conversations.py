@@ -13,7 +13,7 @@ from typing import Any, cast
 from jinja2 import TemplateError
 
 from draftsmith.data.prompts.checks import check_not_rendered
-from draftsmith.data.prompts.raw_rows import Prompt
+from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.target.target import Target
 

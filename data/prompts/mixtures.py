@@ -17,7 +17,7 @@ from typing import ClassVar
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from draftsmith.data.prompts.raw_rows import Prompt
+from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.sources import read_source
 from draftsmith.data.prompts.splits import deduplicate, prompt_hash
 from draftsmith.models.errors import UserError

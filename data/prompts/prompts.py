@@ -8,7 +8,7 @@ from draftsmith.data.progress import notice
 from draftsmith.data.prompts.checks import check_bos, check_not_rendered, check_token_ids, notice_raw_texts
 from draftsmith.data.prompts.conversations import opened_chat
 from draftsmith.data.prompts.mixtures import read_mixture
-from draftsmith.data.prompts.raw_rows import Prompt
+from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.sources import read_source
 from draftsmith.data.prompts.splits import Split, deduplicate, split_prompts
 from draftsmith.inference.measuring.measure import PromptSet, pick_prompts

@@ -1,6 +1,6 @@
 """Where prompts come from: files, folders of source text, and Hub data sets.
 
-FILE.jsonl, FILE.json, FILE.parquet [:COLUMN]    rows as in rows.py, or one column of them
+FILE.jsonl, FILE.json, FILE.parquet [:COLUMN]    rows as in prompt_formats.py, or one column of them
 FILE.txt                                         a prompt a line
 FOLDER [:SUFFIXES]                               prompts cut from source files, as in FOLDER:py,md
 NAME[/CONFIG]:COLUMN[:SPLIT]                     a Hub data set; train[:1000] as SPLIT streams the first 1000 rows
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.progress import notice
-from draftsmith.data.prompts.raw_rows import Prompt, to_prompt
+from draftsmith.data.prompts.prompt_formats import Prompt, to_prompt
 from draftsmith.models.errors import UserError, first_line
 
-Rows = Iterable[tuple[str, Any]]  # where a row stands, and the row
+RawRows = Iterable[tuple[str, Any]]  # where a row stands, and the row
 
 SOURCE_SUFFIXES = (
     *("c", "cc", "cpp", "cs", "go", "h", "hpp", "java", "js", "jl", "kt", "lua", "md", "php", "pl", "py", "r", "rb"),
@@ -45,7 +45,7 @@ def read_source(source: str, domain_column: str = "domain") -> list[Prompt]:
     return prompts
 
 
-def _from_rows(rows: Rows, source: str, column: str, domain_column: str) -> list[Prompt]:
+def _from_rows(rows: RawRows, source: str, column: str, domain_column: str) -> list[Prompt]:
     prompts, left_out = [], []
     for where, row in rows:
         prompt = row if isinstance(row, Prompt) else to_prompt(row, where, column, domain_column)
@@ -72,11 +72,11 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
         raise UserError(f"{path} is not UTF-8 text: {error}") from None
 
 
-def _text_rows(path: Path) -> Rows:
+def _text_rows(path: Path) -> RawRows:
     return ((where, Prompt(text=line, where=where)) for where, line in _lines(path))
 
 
-def _jsonl_rows(path: Path) -> Rows:
+def _jsonl_rows(path: Path) -> RawRows:
     for where, line in _lines(path):
         try:
             yield where, json.loads(line)
@@ -84,7 +84,7 @@ def _jsonl_rows(path: Path) -> Rows:
             raise UserError(f"{where} is not JSON: {error}") from None
 
 
-def _json_rows(path: Path) -> Rows:
+def _json_rows(path: Path) -> RawRows:
     try:
         rows = json.loads(path.read_text("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -96,7 +96,7 @@ def _json_rows(path: Path) -> Rows:
     return ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _parquet_rows(path: Path) -> Rows:
+def _parquet_rows(path: Path) -> RawRows:
     from pyarrow import ArrowInvalid, parquet  # comes with datasets
 
     try:
@@ -107,7 +107,7 @@ def _parquet_rows(path: Path) -> Rows:
     return ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
 
 
-READERS: dict[str, Callable[[Path], Rows]] = {
+READERS: dict[str, Callable[[Path], RawRows]] = {
     ".jsonl": _jsonl_rows,
     ".json": _json_rows,
     ".parquet": _parquet_rows,
@@ -164,7 +164,7 @@ def parts(lines: list[str]) -> Iterator[tuple[int, int]]:
 # --- the Hub
 
 
-def hub_rows(name: str, column: str, split: str) -> Rows:
+def hub_rows(name: str, column: str, split: str) -> RawRows:
     """Rows of a Hub data set; streamed, without loading the rest, where the split says how many: `train[:1000]`."""
     if not column:
         known = ", ".join(READERS)

@@ -10,7 +10,7 @@ import unicodedata
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from draftsmith.data.prompts.raw_rows import Prompt
+from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.models.errors import UserError
 
 HASH_DIGITS = 16

@@ -14,7 +14,7 @@ from draftsmith.models.batch import Batch
 
 LENGTH_GROUPS = 8  # batches are drawn from groups of so many batches sorted by length, to pad less
 
-Rows = list[list[int]]  # the samples of each row of a micro-batch, by their place in the list of samples
+MicroBatch = list[list[int]]  # the samples of each row of a micro-batch, by their place in the list of samples
 
 
 @dataclass
@@ -57,7 +57,7 @@ class BatchPlan:
             batches += [members[i : i + self.batch_size] for i in range(0, len(members), self.batch_size)]
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
-    def micro_batches(self, step: int, rank: int, num_ranks: int) -> list[Rows]:
+    def micro_batches(self, step: int, rank: int, num_ranks: int) -> list[MicroBatch]:
         """This rank's share of a step: micro-batches within the budget, as many as every other rank has.
 
         `batch_size` must be a multiple of `num_ranks`.
@@ -67,7 +67,7 @@ class BatchPlan:
         groups = group_rows(rows, self.lengths, self.tokens_per_micro_batch)
         return share_equally(groups, self.lengths, num_ranks)[rank::num_ranks]
 
-    def collate(self, rows: Rows) -> Batch:
+    def collate(self, rows: MicroBatch) -> Batch:
         """Token ids and loss masks of a micro-batch."""
         length = max(width(row, self.lengths) for row in rows)
         token_ids = torch.zeros(len(rows), length, dtype=torch.int64)
@@ -84,7 +84,7 @@ class BatchPlan:
                 start = end
         return Batch(token_ids, loss_mask, documents if self.packing else None)
 
-    def num_tokens(self, rows: Rows) -> int:
+    def num_tokens(self, rows: MicroBatch) -> int:
         """Of a micro-batch, without padding."""
         return sum(width(row, self.lengths) for row in rows)
 
@@ -119,17 +119,17 @@ def width(row: list[int], lengths: list[int]) -> int:
     return sum(lengths[index] for index in row)
 
 
-def size(rows: Rows, lengths: list[int]) -> int:
+def size(rows: MicroBatch, lengths: list[int]) -> int:
     """Tokens of a micro-batch, padding included."""
     return len(rows) * max(width(row, lengths) for row in rows)
 
 
-def pack(chosen: list[int], lengths: list[int], capacity: int) -> Rows:
+def pack(chosen: list[int], lengths: list[int], capacity: int) -> MicroBatch:
     """Samples side by side in few rows of at most `capacity` tokens: the longest first, into the first row with room.
 
     First-fit decreasing takes at most 11/9 of the fewest rows possible, and one more.
     """
-    rows: Rows = []
+    rows: MicroBatch = []
     room: list[int] = []
     for index in sorted(chosen, key=lambda index: -lengths[index]):
         row = next((row for row, left in enumerate(room) if left >= lengths[index]), None)
@@ -142,9 +142,9 @@ def pack(chosen: list[int], lengths: list[int], capacity: int) -> Rows:
     return rows
 
 
-def group_rows(rows: Rows, lengths: list[int], budget: int) -> list[Rows]:
+def group_rows(rows: MicroBatch, lengths: list[int], budget: int) -> list[MicroBatch]:
     """Rows in groups of similar length, each of at most `budget` tokens with its padding."""
-    groups: list[Rows] = []
+    groups: list[MicroBatch] = []
     for row in sorted(rows, key=lambda row: -width(row, lengths)):
         if groups and (len(groups[-1]) + 1) * width(groups[-1][0], lengths) <= budget:
             groups[-1].append(row)
@@ -153,7 +153,7 @@ def group_rows(rows: Rows, lengths: list[int], budget: int) -> list[Rows]:
     return groups
 
 
-def share_equally(groups: list[Rows], lengths: list[int], num_ranks: int) -> list[Rows]:
+def share_equally(groups: list[MicroBatch], lengths: list[int], num_ranks: int) -> list[MicroBatch]:
     """The groups, some of them halved, so that their number is a multiple of `num_ranks`; the largest first.
 
     As the number of samples is such a multiple too, there is always one left to halve.
@@ -166,7 +166,7 @@ def share_equally(groups: list[Rows], lengths: list[int], num_ranks: int) -> lis
     return sorted(groups, key=lambda rows: -size(rows, lengths))
 
 
-def halves(rows: Rows) -> list[Rows]:
+def halves(rows: MicroBatch) -> list[MicroBatch]:
     """Two micro-batches out of one: half of the rows each, or half of the samples of the only one."""
     if len(rows) > 1:
         middle = len(rows) // 2

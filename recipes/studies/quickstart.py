@@ -18,8 +18,8 @@ from rich.console import Console
 
 from draftsmith.data.answers.prepare import PrepareSettings, decode_answers, prepare
 from draftsmith.data.answers.turns import Dialogue, Markers
+from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import encode_prompts, read_prompts
-from draftsmith.data.prompts.raw_rows import Prompt
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.inference import SpeculativeDecoder

@@ -6,7 +6,7 @@ import pytest
 from chats import FAMILIES, Family, changed, chat_target
 
 from draftsmith.data.prompts.conversations import given_sample, given_samples, opened_chat
-from draftsmith.data.prompts.raw_rows import Prompt
+from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 

@@ -19,7 +19,7 @@ from draftsmith.data.features import stored as features
 from draftsmith.data.features import writer as feature_writer
 from draftsmith.data.features.stored import Contents, FeatureSource, StoredFeatures, decode, encode, samples_hash
 from draftsmith.data.features.writer import check_disk, write_shards
-from draftsmith.data.samples.batches import BatchPlan, Rows
+from draftsmith.data.samples.batches import BatchPlan, MicroBatch
 from draftsmith.data.samples.samples import Sample, read_samples
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
@@ -265,7 +265,7 @@ def test_ranks_in_step_ask_equally_often(samples: Path, tiny_target: Target, tmp
     missing, num_ranks, asked = store.missing(), len(store.shards) + 1, [0] * (len(store.shards) + 1)
     for rank in range(num_ranks):
 
-        def source(rows: Rows, batch: Batch, rank: int = rank) -> Features:
+        def source(rows: MicroBatch, batch: Batch, rank: int = rank) -> Features:
             asked[rank] += 1
             return tiny_target.features(batch, store.contents.layer_ids)
 

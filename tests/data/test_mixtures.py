@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from draftsmith.data.prompts.mixtures import read_mixture
+from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_prompts
-from draftsmith.data.prompts.raw_rows import Prompt
 from draftsmith.data.prompts.splits import deduplicate, opening_hash, prompt_hash, split_prompts, write_prompts
 from draftsmith.models.errors import UserError
 

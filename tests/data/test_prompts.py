@@ -8,8 +8,8 @@ import pytest
 from chats import FAMILIES, chat_target
 
 from draftsmith.data.prompts.conversations import opened_chat
+from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import check_lengths, encode_prompts, read_prompt_set, read_prompts
-from draftsmith.data.prompts.raw_rows import Prompt
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 

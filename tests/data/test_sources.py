@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from draftsmith.data.prompts.prompt_formats import Prompt, to_prompt
 from draftsmith.data.prompts.prompts import read_prompts
-from draftsmith.data.prompts.raw_rows import Prompt, to_prompt
 from draftsmith.data.prompts.sources import parts
 from draftsmith.models.errors import UserError
 

@@ -7,7 +7,7 @@ import pytest
 
 from draftsmith.data.answers.prepare import PrepareSettings, decode_answers
 from draftsmith.data.answers.turns import Dialogue, Markers, split_turns
-from draftsmith.data.prompts.raw_rows import Prompt
+from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.samples.samples import Sample, loss_mask
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter

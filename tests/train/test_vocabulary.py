@@ -9,7 +9,7 @@ from test_drafters import build, loss_of, random_batch
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.features.vocabulary import MEASURED, measure_vocabulary, split, token_counts
-from draftsmith.data.samples.batches import BatchPlan, Rows
+from draftsmith.data.samples.batches import BatchPlan, MicroBatch
 from draftsmith.data.samples.samples import SAMPLES, Sample, Span, read_samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter, save_drafter
@@ -108,7 +108,7 @@ def test_bounds_by_enumeration(tiny_target: Target, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("draftsmith.data.features.vocabulary.CHUNK_ELEMENTS", 5 * tiny_target.vocab_size)
     plan, kept = make_plan(), torch.arange(20, tiny_target.vocab_size, 2)
 
-    def source(rows: Rows, batch: Batch) -> Features:
+    def source(rows: MicroBatch, batch: Batch) -> Features:
         return tiny_target.features(batch)
 
     found = measure_vocabulary(kept, plan, source, tiny_target)

@@ -12,7 +12,7 @@ from draftsmith.data.features.served import ServedFeatures
 from draftsmith.data.features.stored import Contents, FeatureSource, StoredFeatures, samples_hash
 from draftsmith.data.features.writer import check_disk, write_index, write_shards
 from draftsmith.data.prompts.checks import check_capture
-from draftsmith.data.samples.batches import BatchPlan, Rows
+from draftsmith.data.samples.batches import BatchPlan, MicroBatch
 from draftsmith.data.samples.samples import check_same_target, read_prepared
 from draftsmith.models import Drafter, Target
 from draftsmith.models.batch import Batch
@@ -108,7 +108,7 @@ def feature_source(
 def watched_source(source: FeatureSource, stages: Stages) -> FeatureSource:
     """The same; each batch shows that the pass moves."""
 
-    def moving(rows: Rows, batch: Batch) -> Features:
+    def moving(rows: MicroBatch, batch: Batch) -> Features:
         stages.enter("storing features")
         return source(rows, batch)
 
