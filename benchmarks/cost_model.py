@@ -29,7 +29,7 @@ from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.decoding.decoder import check_sampling, resolve_settings
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.planning.costs import CostRange, measure_costs
-from draftsmith.inference.planning.fixed_batches import Course, batch_milliseconds
+from draftsmith.inference.planning.fixed_batches import RequestProfile, batch_milliseconds
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 
@@ -91,8 +91,8 @@ def decode(decoder: SpeculativeDecoder, draft_length: int, prompts: list[list[in
     return (time.perf_counter() - start) * 1000, [request.stats.num_rounds for request in generation.requests]
 
 
-def courses(prompts: list[list[int]], rounds: list[int], new: int) -> list[Course]:
-    return [Course(len(prompt), new - 1, count) for prompt, count in zip(prompts, rounds, strict=True)]
+def profiles(prompts: list[list[int]], rounds: list[int], new: int) -> list[RequestProfile]:
+    return [RequestProfile(len(prompt), new - 1, count) for prompt, count in zip(prompts, rounds, strict=True)]
 
 
 def rows_of(
@@ -116,7 +116,7 @@ def rows_of(
                 for length, taken in run_in_turns(decoders, part, new).items():
                     times = found[batch, length]
                     rounds = taken[0][1] if length else [new - 1] * len(part)
-                    predicted = batch_milliseconds(costs, length, courses(part, rounds, new), drops_rows=True)
+                    predicted = batch_milliseconds(costs, length, profiles(part, rounds, new), drops_rows=True)
                     times.predicted[visit] += predicted
                     times.measured[visit] += float(np.median([milliseconds for milliseconds, _ in taken]))
                     times.tokens, times.rounds = times.tokens + new - 1, times.rounds + max(rounds)

@@ -1,6 +1,6 @@
 """The verification rules on a GPU: kernels against their plain twins and against the bytes they must move.
 
-    python benchmarks/verify_kernels.py
+    python benchmarks/acceptance_kernels.py
 
 V 128256, B rows, a chain of 4 or a tree of 16 nodes. What must be moved are the logits, read once: the target's (bf16
 for greedy, which takes them as they are, fp32 for the others) and the drafter's. The floor is the time that a copy of
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.measuring.environment import git_commit
-from draftsmith.inference.verification import rules as verify
+from draftsmith.inference.verification import acceptance_rules
 from draftsmith.models.sampling import sampling
 from draftsmith.models.sampling.sampling import Noise, Stream
 
@@ -39,12 +39,12 @@ class Case:
 
 def cases(batch: int, vocabulary: int, device: str) -> Iterator[Case]:
     """Kernels must be importable: triton, and a CUDA device or its interpreter."""
-    from draftsmith.inference.verification import kernels as verify_kernels
+    from draftsmith.inference.verification import acceptance_kernels
     from draftsmith.models.sampling import sampling_kernels
 
     def rule(name: str, *args: Any) -> Case:
         read = sum(arg.nbytes for arg in args if isinstance(arg, Tensor) and arg.shape[-1] == vocabulary)
-        kernel, twin = getattr(verify_kernels, name), getattr(verify, name)
+        kernel, twin = getattr(acceptance_kernels, name), getattr(acceptance_rules, name)
         return Case(f"{name} {shape}", lambda: kernel(*args), lambda: twin(*args), read)
 
     for shape, parents, depth in (("chain", CHAIN, len(CHAIN)), ("tree", TREE, DEPTH)):

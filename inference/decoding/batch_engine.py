@@ -16,8 +16,8 @@ from torch import Tensor
 
 from draftsmith.inference.decoding.graphs import CALLS_TO_RECORD, Replay, can_be_recorded
 from draftsmith.inference.decoding.schedule import AnySchedule, Confident
-from draftsmith.inference.verification import rules as verify
-from draftsmith.inference.verification.rules import Verified
+from draftsmith.inference.verification import acceptance_rules
+from draftsmith.inference.verification.acceptance_rules import Verified
 from draftsmith.models.drafting.base import NO_TOKEN, DecodingState, Draft, Drafter, chain
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, cut, sample
 from draftsmith.models.sampling.trees import Chain, Shape, ancestor_words, node_depths
@@ -32,7 +32,7 @@ class GenerationSettings:
     max_new_tokens: int = 128
     sampling: Sampling = Sampling()
     shape: Shape = Chain(4)
-    verification_mode: verify.VerificationMode = "greedy"
+    verification_mode: acceptance_rules.VerificationMode = "greedy"
     seed: int = 0
     stop_at_eos: bool = True
     synthetic_rates: tuple[float, ...] = ()  # chance of each depth to be accepted, for verification mode synthetic
@@ -50,7 +50,7 @@ class Round:
     verify: Replay[Tensor]
 
 
-class Rows:
+class BatchEngine:
     """Rows are free until a request is admitted to them, and again when its record says that it is finished."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Rows:
             num_new=torch.ones(num_rows, dtype=torch.int64, device=device),
             sampling=settings.sampling,
             noise=Noise(settings.seed, torch.zeros(num_rows, dtype=torch.int64, device=device)),
-            sample_drafts=settings.verification_mode in verify.SAMPLED_DRAFTS,
+            sample_drafts=settings.verification_mode in acceptance_rules.SAMPLED_DRAFTS,
             memory=drafter.new_memory(num_rows, num_slots, settings.shape),
             least_confidence=settings.schedule.least if isinstance(settings.schedule, Confident) else 0.0,
         )
@@ -257,7 +257,9 @@ class Rows:
         each_node = torch.arange(draft.tokens.shape[1], device=logits.device)
         coins = state.noise.uniforms(state.lengths[:, None], Stream.ACCEPT, each_node)
         if mode == "synthetic":
-            return verify.synthetic(logits, *nodes, self.synthetic_rates[: draft.depth], coins[:, : draft.depth])
+            return acceptance_rules.synthetic(
+                logits, *nodes, self.synthetic_rates[: draft.depth], coins[:, : draft.depth]
+            )
         logits = cut(logits, self.settings.sampling)
         if mode == "typical":
             return rules.typical(logits, *nodes)
@@ -305,10 +307,10 @@ class Rows:
 def rules_on(device: torch.device) -> ModuleType:
     """The verification rules: on a GPU the kernels, else their specification."""
     if device.type != "cuda":
-        return verify
-    from draftsmith.inference.verification import kernels as verify_kernels  # needs triton
+        return acceptance_rules
+    from draftsmith.inference.verification import acceptance_kernels  # needs triton
 
-    return verify_kernels
+    return acceptance_kernels
 
 
 def draft_window(prefix: Tensor, draft: Draft) -> Window:

@@ -11,11 +11,11 @@ from typing import get_args
 
 import torch
 
-from draftsmith.inference.decoding.batch_engine import GenerationSettings, Rows
+from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.generation import Generation
 from draftsmith.inference.decoding.schedule import AnySchedule, Confident
-from draftsmith.inference.verification.rules import SAMPLED_DRAFTS, VerificationMode
+from draftsmith.inference.verification.acceptance_rules import SAMPLED_DRAFTS, VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.sampling.sampling import Sampling
@@ -83,7 +83,7 @@ class SpeculativeDecoder:
 
     def __init__(self, target: Target, drafter: Drafter) -> None:
         self.target, self.drafter = target, drafter
-        self._rows: Rows | None = None  # of the last call
+        self._engine: BatchEngine | None = None  # of the last call
 
     @classmethod
     def from_pretrained(
@@ -156,13 +156,13 @@ class SpeculativeDecoder:
         batch_size: int | None = None,
     ) -> Output:
         """`generate` for prompts and settings that are known to fit."""
-        rows = self._rows_of(prompts, settings, batch_size)
-        return self.decode_on(rows, prompts, request_ids)
+        engine = self._engine_for_prompts(prompts, settings, batch_size)
+        return self.decode_on(engine, prompts, request_ids)
 
-    def decode_on(self, rows: Rows, prompts: list[list[int]], request_ids: list[int] | None = None) -> Output:
-        """`decode` on given rows of `rows_for`, which have slots for each prompt."""
+    def decode_on(self, engine: BatchEngine, prompts: list[list[int]], request_ids: list[int] | None = None) -> Output:
+        """`decode` on an engine of `engine_for`, which has slots for each prompt."""
         start = time.perf_counter()
-        generation = Generation(rows, prompts, request_ids or list(range(len(prompts))))
+        generation = Generation(engine, prompts, request_ids or list(range(len(prompts))))
         generation.step()
         first = time.perf_counter()
         while generation.running():
@@ -190,20 +190,22 @@ class SpeculativeDecoder:
         batch_size: int | None = None,
     ) -> Generation:
         """Begin to decode prompts that fit the target's context; the caller steps."""
-        rows = self._rows_of(prompts, settings, batch_size)
-        return Generation(rows, prompts, request_ids or list(range(len(prompts))))
+        engine = self._engine_for_prompts(prompts, settings, batch_size)
+        return Generation(engine, prompts, request_ids or list(range(len(prompts))))
 
-    def _rows_of(self, prompts: list[list[int]], settings: GenerationSettings, batch_size: int | None) -> Rows:
-        return self.rows_for(settings, min(len(prompts), batch_size or len(prompts)), max(map(len, prompts)))
+    def _engine_for_prompts(
+        self, prompts: list[list[int]], settings: GenerationSettings, batch_size: int | None
+    ) -> BatchEngine:
+        return self.engine_for(settings, min(len(prompts), batch_size or len(prompts)), max(map(len, prompts)))
 
-    def rows_for(self, settings: GenerationSettings, num_rows: int, longest_prompt: int) -> Rows:
-        """Those of the last call where they fit, since on a GPU they hold recorded rounds."""
+    def engine_for(self, settings: GenerationSettings, num_rows: int, longest_prompt: int) -> BatchEngine:
+        """Return the last call's engine where it fits, since on a GPU it holds recorded rounds; else a new one."""
         needed = longest_prompt + settings.max_new_tokens + settings.shape.num_nodes + 1
-        rows = self._rows
-        if rows is None or rows.settings != settings or rows.num_rows != num_rows or rows.num_slots < needed:
+        engine = self._engine
+        if engine is None or engine.settings != settings or engine.num_rows != num_rows or engine.num_slots < needed:
             num_slots = -(-needed // SLOT_BLOCK) * SLOT_BLOCK
-            rows = self._rows = Rows(self.target, self.drafter, settings, num_rows, num_slots)
-        return rows
+            engine = self._engine = BatchEngine(self.target, self.drafter, settings, num_rows, num_slots)
+        return engine
 
     def stream(
         self,
@@ -217,7 +219,7 @@ class SpeculativeDecoder:
         settings = resolve_settings(self.drafter, sampling, max_new_tokens, draft, seed=seed)
         token_ids = self.encode(prompt)
         self.check_prompts([token_ids], max_new_tokens)
-        generation = Generation(self.rows_for(settings, 1, len(token_ids)), [token_ids], [0], lag=0)
+        generation = Generation(self.engine_for(settings, 1, len(token_ids)), [token_ids], [0], lag=0)
         new_ids: list[int] = []
         drafted: list[bool] = []  # of each new token: proposed by the drafter and accepted
         num_written = 0  # characters in earlier pieces

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from draftsmith.inference.decoding.batch_engine import RECORD_HEAD, Rows
+from draftsmith.inference.decoding.batch_engine import RECORD_HEAD, BatchEngine
 from draftsmith.inference.decoding.clock import PhaseClock
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.schedule import DraftLengths
@@ -46,7 +46,7 @@ class Generation:
 
     def __init__(
         self,
-        rows: Rows,
+        engine: BatchEngine,
         prompts: list[list[int]],
         request_ids: list[int],
         lag: int | None = None,
@@ -57,26 +57,26 @@ class Generation:
 
         `now` tells the time of what happens to a request, in seconds.
         """
-        self.rows, self.prompts, self.request_ids, self._now = rows, list(prompts), list(request_ids), now
-        rows.clear()
-        on_gpu = rows.target.device.type == "cuda"
+        self.engine, self.prompts, self.request_ids, self._now = engine, list(prompts), list(request_ids), now
+        engine.clear()
+        on_gpu = engine.target.device.type == "cuda"
         self.lag = int(on_gpu) if lag is None else lag
-        self.limits = [rows.settings.max_new_tokens] * len(prompts)  # of new tokens
-        self.requests = [Request(Stats(rows.settings.shape.depth)) for _ in prompts]
-        self.clock = PhaseClock(rows.target.device)
+        self.limits = [engine.settings.max_new_tokens] * len(prompts)  # of new tokens
+        self.requests = [Request(Stats(engine.settings.shape.depth)) for _ in prompts]
+        self.clock = PhaseClock(engine.target.device)
         self._waiting = deque(range(len(prompts)))
-        self._owners: list[int | None] = [None] * rows.num_rows  # the request in each row
+        self._owners: list[int | None] = [None] * engine.num_rows  # the request in each row
         self._unread: deque[_Unread] = deque()
-        self._draft_lengths = DraftLengths(rows.settings.schedule, rows.settings.shape.depth)
+        self._draft_lengths = DraftLengths(engine.settings.schedule, engine.settings.shape.depth)
 
     def add(self, prompt: list[int], request_id: int, max_new_tokens: int) -> None:
-        """One more request, at any time. The rows must have room for it."""
-        assert len(prompt) + max_new_tokens + self.rows.settings.shape.num_nodes < self.rows.num_slots
+        """One more request, at any time. The engine must have room for it."""
+        assert len(prompt) + max_new_tokens + self.engine.settings.shape.num_nodes < self.engine.num_slots
         self._waiting.append(len(self.prompts))
         self.prompts.append(prompt)
         self.request_ids.append(request_id)
         self.limits.append(max_new_tokens)
-        self.requests.append(Request(Stats(self.rows.settings.shape.depth)))
+        self.requests.append(Request(Stats(self.engine.settings.shape.depth)))
 
     def running(self) -> bool:
         return bool(self._waiting) or self.num_running > 0
@@ -98,17 +98,17 @@ class Generation:
         running = [(row, owner) for row, owner in enumerate(self._owners) if owner is not None]
         draft_length = self._draft_lengths.next(len(running))
         self.clock.mark(None)
-        self.rows.expect(self._longest(), width=running[-1][0] + 1)
-        self.rows.draft(draft_length)
+        self.engine.expect(self._longest(), width=running[-1][0] + 1)
+        self.engine.draft(draft_length)
         self.clock.mark("draft")
-        record = self.rows.verify()
+        record = self.engine.verify()
         self.clock.mark("verify")
         self._unread.append(_Unread(record, [(row, row, owner) for row, owner in running], draft_length))
         return self._read(self.lag)
 
     def _longest(self) -> int:
         """Tokens that the longest running text has at most by now: rounds that are not read yet may have added some."""
-        unread = len(self._unread) * (self.rows.settings.shape.depth + 1)
+        unread = len(self._unread) * (self.engine.settings.shape.depth + 1)
         owners = [owner for owner in self._owners if owner is not None]
         return unread + max(len(self.prompts[i]) + len(self.requests[i].token_ids) for i in owners)
 
@@ -125,9 +125,9 @@ class Generation:
             self._owners[row] = request
             self.requests[request].admitted = now
         self.clock.mark(None)
-        self.rows.expect(max(len(self.prompts[i]) for i in taken), width=len(self._owners))
+        self.engine.expect(max(len(self.prompts[i]) for i in taken), width=len(self._owners))
         prompts, request_ids = [self.prompts[i] for i in taken], [self.request_ids[i] for i in taken]
-        record = self.rows.admit(rows, prompts, request_ids, [self.limits[i] for i in taken])
+        record = self.engine.admit(rows, prompts, request_ids, [self.limits[i] for i in taken])
         self.clock.mark("prefill")
         places = [(line, row, owner) for line, (row, owner) in enumerate(zip(rows, taken, strict=True))]
         self._unread.append(_Unread(record, places))
@@ -158,7 +158,7 @@ class Generation:
         if finished:
             request.finished = now
             self._owners[row] = None
-            self.rows.drafter.remember(self.prompts[owner] + request.token_ids)
+            self.engine.drafter.remember(self.prompts[owner] + request.token_ids)
         return Emission(owner, token_ids, min(num_accepted, num_emitted))
 
 

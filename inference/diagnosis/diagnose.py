@@ -9,8 +9,8 @@ acceptance in weaknesses.py; docs/diagnosis.md says what was tested.
 import numpy as np
 
 from draftsmith.inference.decoding.counters import Stats
-from draftsmith.inference.diagnosis.case import Case, Finding, Reference
 from draftsmith.inference.diagnosis.miswiring import other_identity, other_map, other_template, other_wiring
+from draftsmith.inference.diagnosis.replayed_drafter import Finding, Reference, ReplayedDrafter
 from draftsmith.inference.diagnosis.weaknesses import (
     LOW_FIRST,
     decay,
@@ -51,12 +51,12 @@ def diagnose(
     `domains` by prompt. The drafter is in evaluation mode and can be replayed. A finding has `cause`, `measured`
     (figures), `evidence` (a sentence), `mend` and `cost`, tokens a round or None where no experiment tells.
     """
-    tracks = replay(target, recording, {"d": drafter}, draft_length)["d"]
-    case = Case(target, drafter, recording, draft_length, tracks, domains or [], reference)
-    wiring = [*other_identity(case), *other_wiring(case), *other_map(case)]
-    found = [*wiring, *other_template(case), *decay(case), *uncertain_target(case), *domain_shift(case)]
+    traces = replay(target, recording, {"d": drafter}, draft_length)["d"]
+    replayed = ReplayedDrafter(target, drafter, recording, draft_length, traces, domains or [], reference)
+    wiring = [*other_identity(replayed), *other_wiring(replayed), *other_map(replayed)]
+    found = [*wiring, *other_template(replayed), *decay(replayed), *uncertain_target(replayed), *domain_shift(replayed)]
     if not any(one["cause"] == "missing d2t" for one in wiring):
-        found += outside_vocabulary(case)
+        found += outside_vocabulary(replayed)
     if not any(one["cost"] for one in found):
-        found += less_than_before(case)
+        found += less_than_before(replayed)
     return sorted(found, key=lambda one: -(one["cost"] or 0))

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.inference.diagnosis.case import Case, Finding, finding, plus, worthy_gain
-from draftsmith.inference.replay.ratings import score_drafter, score_target
+from draftsmith.inference.diagnosis.replayed_drafter import Finding, ReplayedDrafter, finding, plus, worthy_gain
 from draftsmith.inference.replay.replay import (
-    Track,
+    AcceptanceTrace,
+    acceptance_trace,
     record,
     replay,
     select_layers,
     text_batch,
-    track,
 )
+from draftsmith.inference.replay.token_scores import score_drafter, score_target
 from draftsmith.models import Target
 from draftsmith.models.drafters.eagle3 import default_layer_ids
 from draftsmith.models.layers import shift_left
@@ -36,42 +36,43 @@ TAIL = 3  # last tokens of a prompt that show the template
 # --- another target
 
 
-def other_identity(case: Case) -> Iterator[Finding]:
+def other_identity(replayed: ReplayedDrafter) -> Iterator[Finding]:
     """What the checkpoint says of its target against the target itself."""
-    for key, recorded in (case.drafter.trained_for or {}).items():
+    for key, recorded in (replayed.drafter.trained_for or {}).items():
         name, fingerprint = PARTS[key]
-        if recorded != (own := fingerprint(case.target)):
+        if recorded != (own := fingerprint(replayed.target)):
             yield finding(
                 "template mismatch" if key == "template_hash" else "fingerprint mismatch",
                 {"recorded": recorded, "found": own},
-                f"the drafter was trained for {name} ({key} {recorded}) than {case.target.name} has ({own})",
+                f"the drafter was trained for {name} ({key} {recorded}) than {replayed.target.name} has ({own})",
                 "serve it with the target, tokenizer and template that it was trained for, or train it for this one",
                 None,
             )
 
 
-def other_template(case: Case) -> Iterator[Finding]:
+def other_template(replayed: ReplayedDrafter) -> Iterator[Finding]:
     """Prompts that do not end as the target's chat template opens an answer: put them into it, and decode again."""
-    tokenizer, recording = case.target.tokenizer, case.recording
+    tokenizer, recording = replayed.target.tokenizer, replayed.recording
     if tokenizer is None or not tokenizer.chat_template:
         return
-    tail = rendered(case.target, "x")[-TAIL:]
+    tail = rendered(replayed.target, "x")[-TAIL:]
     outside = [prompt for prompt in recording.prompts if prompt[-TAIL:] != tail]
     if not outside:
         return
     contents = [str(tokenizer.decode(prompt, skip_special_tokens=True)) for prompt in outside]
-    prompts = [rendered(case.target, content) for content in contents]
-    room = max(map(len, prompts)) + recording.max_new_tokens <= case.target.context
+    prompts = [rendered(replayed.target, content) for content in contents]
+    room = max(map(len, prompts)) + recording.max_new_tokens <= replayed.target.context
     if not room:
         return
     inside = record(
-        case.target, prompts, recording.sampling, recording.max_new_tokens, case.draft_length, recording.seed
+        replayed.target, prompts, recording.sampling, recording.max_new_tokens, replayed.draft_length, recording.seed
     )
     now = replace(recording, prompts=outside, answers=[
         answer for prompt, answer in zip(recording.prompts, recording.answers, strict=True) if prompt[-TAIL:] != tail
     ])  # fmt: skip
     before, after = (
-        case.stats(replay(case.target, texts, {"d": case.drafter}, case.draft_length)["d"]) for texts in (now, inside)
+        replayed.stats(replay(replayed.target, texts, {"d": replayed.drafter}, replayed.draft_length)["d"])
+        for texts in (now, inside)
     )
     if gain := worthy_gain(after, before):
         yield finding(
@@ -120,9 +121,9 @@ def shifted(x: Tensor, by: int) -> Tensor:
     return shift_left(x, by) if by >= 0 else shift_left(x.flip(1), -by).flip(1)
 
 
-def wirings(case: Case) -> dict[str, Wiring]:
+def wirings(replayed: ReplayedDrafter) -> dict[str, Wiring]:
     """Other wirings that a drafter may have been trained with, by the cause that they would be."""
-    own, num_layers = case.drafter.layer_ids, case.target.num_layers
+    own, num_layers = replayed.drafter.layer_ids, replayed.target.num_layers
     found = {"features shifted (-1)": Wiring(own, -1), "features shifted (+1)": Wiring(own, 1)}
     if not own:
         return {**found, "features before the final norm": Wiring((), before_norm=True)}
@@ -137,18 +138,18 @@ def wirings(case: Case) -> dict[str, Wiring]:
     return found
 
 
-def other_wiring(case: Case) -> Iterator[Finding]:
+def other_wiring(replayed: ReplayedDrafter) -> Iterator[Finding]:
     """The best of the other wirings, where one of them lifts acceptance."""
-    tried = rewired(case, wirings(case))
-    if not reads_answer(case, tried["features shifted (+1)"]):
+    tried = rewired(replayed, wirings(replayed))
+    if not reads_answer(replayed, tried["features shifted (+1)"]):
         del tried["features shifted (+1)"]
-    gains = {name: gain for name, tracks in tried.items() if (gain := case.gain(tracks))}
+    gains = {name: gain for name, traces in tried.items() if (gain := replayed.gain(traces))}
     if not gains:
         return
     best = max(gains, key=lambda name: gains[name]["difference"])
     measured = {
-        "layer_ids": list(case.drafter.layer_ids),
-        "first_accepted": case.first_accepted(case.tracks),
+        "layer_ids": list(replayed.drafter.layer_ids),
+        "first_accepted": replayed.first_accepted(replayed.traces),
         "tried": gains,
     }
     if best.startswith("layer ids"):
@@ -161,55 +162,57 @@ def other_wiring(case: Case) -> Iterator[Finding]:
     yield finding(cause, measured, f"with {best}, {plus(gains[best])}", mend, gains[best]["difference"])
 
 
-def rewired(case: Case, tried: dict[str, Wiring]) -> dict[str, list[Track]]:
-    """The tracks under each wiring; one pass of the target a text."""
+def rewired(replayed: ReplayedDrafter, tried: dict[str, Wiring]) -> dict[str, list[AcceptanceTrace]]:
+    """The traces under each wiring; one pass of the target a text."""
     layer_ids = {layer_id for wiring in tried.values() for layer_id in wiring.layer_ids}
-    all_ids = tuple(sorted({*layer_ids, case.target.num_layers}))
-    tracks: dict[str, list[Track]] = {name: [] for name in tried}
-    for index in range(len(case.tracks)):
-        batch, sampling = text_batch(case.recording, index, case.target.device), case.recording.sampling
-        read = case.target.features(batch, all_ids)
-        rated = score_target(case.target, read.last_hidden, batch, sampling)
+    all_ids = tuple(sorted({*layer_ids, replayed.target.num_layers}))
+    traces: dict[str, list[AcceptanceTrace]] = {name: [] for name in tried}
+    for index in range(len(replayed.traces)):
+        batch, sampling = text_batch(replayed.recording, index, replayed.target.device), replayed.recording.sampling
+        read = replayed.target.features(batch, all_ids)
+        rated = score_target(replayed.target, read.last_hidden, batch, sampling)
         for name, wiring in tried.items():
             features = wiring.features(read, all_ids)
-            scores = score_drafter(case.drafter, batch, features, case.draft_length, sampling)
-            tracks[name].append(track(case.recording, index, rated, scores))
-    return tracks
+            scores = score_drafter(replayed.drafter, batch, features, replayed.draft_length, sampling)
+            traces[name].append(acceptance_trace(replayed.recording, index, rated, scores))
+    return traces
 
 
-def reads_answer(case: Case, later: list[Track]) -> bool:
+def reads_answer(replayed: ReplayedDrafter, later: list[AcceptanceTrace]) -> bool:
     """Whether it was trained on features of a place later, if at all: those hold the answer, and lift others too.
 
     Not so a drafter that learnt something: that gets some right, and does not draft the newest token again.
     """
-    ids = case.target_ids()
+    ids = replayed.target_ids()
     again = [
         ids[one.choice[:-1, 0]] == np.array(answer[: len(one.choice) - 1])
-        for one, answer in zip(case.tracks, case.recording.answers, strict=True)
+        for one, answer in zip(replayed.traces, replayed.recording.answers, strict=True)
     ]
-    reads_it = case.first_accepted(later)
-    learnt_nothing = case.first_accepted(case.tracks) < LEARNT * reads_it
+    reads_it = replayed.first_accepted(later)
+    learnt_nothing = replayed.first_accepted(replayed.traces) < LEARNT * reads_it
     return (learnt_nothing and reads_it >= KNOWN) or float(np.concatenate(again).mean()) >= AGAIN
 
 
 # --- the draft vocabulary
 
 
-def other_map(case: Case) -> Iterator[Finding]:
+def other_map(replayed: ReplayedDrafter) -> Iterator[Finding]:
     """A map of the first ids only, or of others than `t2d` marks: what those bring, or a map found on other texts."""
-    ids, marked = case.drafter.draft_to_target(), getattr(case.drafter, "t2d", None)
+    ids, marked = replayed.drafter.draft_to_target(), getattr(replayed.drafter, "t2d", None)
     if ids is None:
         return
     marked_ids = marked.nonzero()[:, 0] if isinstance(marked, Tensor) else ids
     if len(marked_ids) == len(ids) and not torch.equal(marked_ids, ids):
-        maps, source = [marked_ids.cpu().numpy()] * len(case.tracks), "the map that t2d marks"
+        maps, source = [marked_ids.cpu().numpy()] * len(replayed.traces), "the map that t2d marks"
     elif torch.equal(ids.cpu(), torch.arange(len(ids))):
-        maps, source = fitted_maps(case), "a map fitted to the other texts"
+        maps, source = fitted_maps(replayed), "a map fitted to the other texts"
     else:
         return
     read = iter(maps)
-    if gain := case.gain(case.with_accept(lambda one, accept: (next(read)[one.choice] == one.following).astype(float))):
-        low = float((case.target_ids() == np.arange(len(ids))).mean())
+    if gain := replayed.gain(
+        replayed.with_accept(lambda one, accept: (next(read)[one.choice] == one.following).astype(float))
+    ):
+        low = float((replayed.target_ids() == np.arange(len(ids))).mean())
         yield finding(
             "missing d2t",
             {"share_of_ids_unmapped": low, "gain": gain},
@@ -219,12 +222,12 @@ def other_map(case: Case) -> Iterator[Finding]:
         )
 
 
-def fitted_maps(case: Case) -> list[np.ndarray]:
+def fitted_maps(replayed: ReplayedDrafter) -> list[np.ndarray]:
     """For each text a map [Vd]: the token that stood most often, in the other texts, where a draft id was likeliest."""
-    pairs = [list(zip(one.choice[:, 0].tolist(), one.following[:, 0].tolist(), strict=True)) for one in case.tracks]
+    pairs = [list(zip(one.choice[:, 0].tolist(), one.following[:, 0].tolist(), strict=True)) for one in replayed.traces]
     maps = []
     for index in range(len(pairs)):
-        fitted = np.full(len(case.target_ids()), -2)
+        fitted = np.full(len(replayed.target_ids()), -2)
         counts = Counter(pair for number, text in enumerate(pairs) if number != index for pair in text)
         for (choice, token), _ in reversed(counts.most_common()):  # the commonest is written last
             if choice >= 0 and token >= 0:

@@ -8,22 +8,30 @@ from collections.abc import Iterator
 import numpy as np
 
 from draftsmith.inference.decoding.counters import Stats, length_interval
-from draftsmith.inference.diagnosis.case import LEAST_PROMPTS, WORTH, Case, Finding, finding, plus, worthy_gain
+from draftsmith.inference.diagnosis.replayed_drafter import (
+    LEAST_PROMPTS,
+    WORTH,
+    Finding,
+    ReplayedDrafter,
+    finding,
+    plus,
+    worthy_gain,
+)
 
 LOW_FIRST = 0.6  # share of first drafted tokens accepted, below which acceptance is low
 SURE = 0.5  # probability of the target's likeliest token from which on it is sure
 
 
-def outside_vocabulary(case: Case) -> Iterator[Finding]:
+def outside_vocabulary(replayed: ReplayedDrafter) -> Iterator[Finding]:
     """Tokens that the drafter cannot propose, as if they were accepted as often as the others."""
-    if case.drafter.draft_to_target() is None:
+    if replayed.drafter.draft_to_target() is None:
         return
-    ids = case.target_ids()
-    outside = [~np.isin(one.following, ids) & (one.following >= 0) for one in case.tracks]
+    ids = replayed.target_ids()
+    outside = [~np.isin(one.following, ids) & (one.following >= 0) for one in replayed.traces]
     share = float(np.concatenate([one[:, 0] for one in outside]).mean())
-    inside_rate = pooled(case, [~one for one in outside])
-    if gain := case.gain(
-        case.with_accept(lambda one, accept: np.where(np.isin(one.following, ids), accept, inside_rate))
+    inside_rate = pooled(replayed, [~one for one in outside])
+    if gain := replayed.gain(
+        replayed.with_accept(lambda one, accept: np.where(np.isin(one.following, ids), accept, inside_rate))
     ):
         yield finding(
             "draft vocabulary",
@@ -35,25 +43,25 @@ def outside_vocabulary(case: Case) -> Iterator[Finding]:
         )
 
 
-def pooled(case: Case, marks: list[np.ndarray]) -> np.ndarray:
+def pooled(replayed: ReplayedDrafter, marks: list[np.ndarray]) -> np.ndarray:
     """Of the drafts offered at marked places [N, K], the share accepted at each depth, [K]."""
-    weights = [case.weights(index) * mark for index, mark in enumerate(marks)]
-    accepted = sum((weight * case.accept(index)).sum(0) for index, weight in enumerate(weights))
+    weights = [replayed.weights(index) * mark for index, mark in enumerate(marks)]
+    accepted = sum((weight * replayed.accept(index)).sum(0) for index, weight in enumerate(weights))
     return np.asarray(accepted / np.maximum(sum(weight.sum(0) for weight in weights), 1e-9))
 
 
-def decay(case: Case) -> Iterator[Finding]:
+def decay(replayed: ReplayedDrafter) -> Iterator[Finding]:
     """Later tokens of a draft, as if each were as good as the first one of a draft that starts there.
 
     The same tokens of the same texts are compared, so that what is left is not how hard they are.
     """
-    if case.draft_length < 2:
+    if replayed.draft_length < 2:
         return
-    fresh = case.with_accept(lambda one, accept: as_first(accept))
-    every = [np.ones_like(one.rank, dtype=bool) for one in case.tracks]
-    found, gain = pooled(case, every), case.gain(fresh)
-    weights = [case.weights(index) for index in range(len(case.tracks))]
-    firsts = sum((w * one.accept[case.mode]).sum(0) for w, one in zip(weights, fresh, strict=True))
+    fresh = replayed.with_accept(lambda one, accept: as_first(accept))
+    every = [np.ones_like(one.rank, dtype=bool) for one in replayed.traces]
+    found, gain = pooled(replayed, every), replayed.gain(fresh)
+    weights = [replayed.weights(index) for index in range(len(replayed.traces))]
+    firsts = sum((w * one.accept[replayed.mode]).sum(0) for w, one in zip(weights, fresh, strict=True))
     expected = np.asarray(firsts / np.maximum(sum(w.sum(0) for w in weights), 1e-9))
     if gain:
         yield finding(
@@ -77,12 +85,12 @@ def listed(rates: np.ndarray) -> str:
     return ", ".join(f"{rate:.2f}" for rate in rates)
 
 
-def uncertain_target(case: Case) -> Iterator[Finding]:
+def uncertain_target(replayed: ReplayedDrafter) -> Iterator[Finding]:
     """What no drafter of one token can reach where the target draws; and where it is unsure, what it costs this one."""
-    if not case.recording.sampling.greedy:
-        ceiling = case.stats(case.with_accept(lambda one, accept: one.best))
+    if not replayed.recording.sampling.greedy:
+        ceiling = replayed.stats(replayed.with_accept(lambda one, accept: one.best))
         now = sum(ceiling[1:], ceiling[0])
-        lost = case.draft_length + 1 - now.mean_acceptance_length
+        lost = replayed.draft_length + 1 - now.mean_acceptance_length
         if lost >= WORTH and (now.conditional_acceptance_rates[0] or 0) < LOW_FIRST:
             yield finding(
                 "high target entropy",
@@ -93,10 +101,10 @@ def uncertain_target(case: Case) -> Iterator[Finding]:
                 lost,
             )
         return
-    sure = [one.best >= SURE for one in case.tracks]
+    sure = [one.best >= SURE for one in replayed.traces]
     share = 1 - float(np.concatenate([one[:, 0] for one in sure]).mean())
-    at_sure, at_unsure = pooled(case, sure), pooled(case, [~one for one in sure])
-    gain = case.gain(case.with_accept(lambda one, accept: np.where(one.best >= SURE, accept, at_sure)))
+    at_sure, at_unsure = pooled(replayed, sure), pooled(replayed, [~one for one in sure])
+    gain = replayed.gain(replayed.with_accept(lambda one, accept: np.where(one.best >= SURE, accept, at_sure)))
     if gain and at_unsure[0] < LOW_FIRST <= at_sure[0]:
         yield finding(
             "high target entropy",
@@ -120,9 +128,9 @@ def temperature(drawn: list[Stats], greedy: list[Stats], above_zero: float) -> I
         )
 
 
-def domain_shift(case: Case) -> Iterator[Finding]:
+def domain_shift(replayed: ReplayedDrafter) -> Iterator[Finding]:
     """A domain whose interval lies below that of all others together."""
-    stats, domains = case.stats(case.tracks), case.domains
+    stats, domains = replayed.stats(replayed.traces), replayed.domains
     for domain in dict.fromkeys(domains):
         own = [one for one, name in zip(stats, domains, strict=True) if name == domain]
         others = [one for one, name in zip(stats, domains, strict=True) if name != domain]
@@ -144,9 +152,9 @@ def domain_shift(case: Case) -> Iterator[Finding]:
             )
 
 
-def less_than_before(case: Case) -> Iterator[Finding]:
+def less_than_before(replayed: ReplayedDrafter) -> Iterator[Finding]:
     """Less than half of the first tokens that were accepted before, and no other cause found."""
-    first, reference = case.first_accepted(case.tracks), case.reference
+    first, reference = replayed.first_accepted(replayed.traces), replayed.reference
     if reference is None or first >= 0.5 * reference.first_accepted:
         return
     measured = {"first_accepted": first, "before": reference.first_accepted, "source": reference.source}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftsmith.inference.decoding.decoder import SpeculativeDecoder, resolve_settings
 from draftsmith.inference.measuring.lossless import LosslessCheck, compare
-from draftsmith.inference.verification.rules import VerificationMode
+from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.sampling.sampling import Sampling, probabilities
 from draftsmith.models.target.slots import run_causal

@@ -36,8 +36,8 @@ from draftsmith.inference.measuring.speed import (
 )
 from draftsmith.inference.replay.calibration import calibration_fields
 from draftsmith.inference.replay.replay import expected_stats
-from draftsmith.inference.replay.teacher_forcing import teacher_forced_fields, teacher_forced_tracks
-from draftsmith.inference.verification.rules import VerificationMode
+from draftsmith.inference.replay.teacher_forcing import teacher_forced_fields, teacher_forced_traces
+from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import require_at_least
 from draftsmith.models.sampling.trees import Chain, DynamicTree, StaticTree
@@ -177,11 +177,11 @@ def training_predictions(
         written = next(iter(answers.values()))
         alike = {name: drafters[name] for name, found in answers.items() if found == written}
         answers = {name: found for name, found in answers.items() if name not in alike}
-        forced = teacher_forced_tracks(target, alike, prompts, written, settings.draft, settings.max_new_tokens)
-        for name, tracks in forced.items():
-            expected = [expected_stats(track, Chain(settings.draft), "greedy") for track in tracks]
+        forced = teacher_forced_traces(target, alike, prompts, written, settings.draft, settings.max_new_tokens)
+        for name, traces in forced.items():
+            expected = [expected_stats(trace, Chain(settings.draft), "greedy") for trace in traces]
             decoded = [request for batch in outputs[name] for request in batch[0].stats.requests]
-            calibration = calibration_fields(tracks, settings.draft, "greedy")
+            calibration = calibration_fields(traces, settings.draft, "greedy")
             fields[name] = teacher_forced_fields(expected, decoded) | calibration
     return fields
 
@@ -189,9 +189,9 @@ def training_predictions(
 def own_run(target: Target, drafter: Drafter, prompts: PromptSet, how: GenerationSettings, batch_size: int) -> Run:
     """All batches are decoded on the same rows, since on a GPU new ones would record their rounds in what is timed."""
     decoder = SpeculativeDecoder(target, drafter)
-    rows = decoder.rows_for(how, min(batch_size, len(prompts.token_ids)), max(map(len, prompts.token_ids)))
-    rows.warm_up()
-    return lambda batch: decoder.decode_on(rows, [prompts.token_ids[i] for i in batch], batch)
+    engine = decoder.engine_for(how, min(batch_size, len(prompts.token_ids)), max(map(len, prompts.token_ids)))
+    engine.warm_up()
+    return lambda batch: decoder.decode_on(engine, [prompts.token_ids[i] for i in batch], batch)
 
 
 def baseline_run(baseline: Baseline, prompts: PromptSet, how: GenerationSettings) -> Run:

@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.planning.costs import Costs
-from draftsmith.inference.replay.given_text import follow_answers
+from draftsmith.inference.replay.forced_decoding import force_answers
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import StaticTree, likeliest_tree
@@ -114,10 +114,10 @@ def rank_accuracies(
     comb = StaticTree(tuple((0,) * level + (rank,) for level in range(depth) for rank in range(most)))
     ranks = torch.zeros(depth, most, dtype=torch.float64)
     counts = torch.zeros(depth, dtype=torch.float64)
-    for followed in follow_answers(target, drafter, comb, texts, batch_size):
+    for followed in force_answers(target, drafter, comb, texts, batch_size):
         for round_number in range(followed.num_rounds):
             followed.generation.step()
-            drafted = followed.rows.drafted.view(len(followed.texts), depth, most).tolist()
+            drafted = followed.engine.drafted.view(len(followed.texts), depth, most).tolist()
             for (_, answer), row in zip(followed.texts, drafted, strict=True):
                 _count_ranks(row, answer[1 + round_number :], ranks, counts)
     return [falling(row) for row in (ranks / counts.clamp(min=1)[:, None]).tolist()]

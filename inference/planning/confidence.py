@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.inference.decoding.schedule import Confident
 from draftsmith.inference.planning.costs import GOAL, Costs
-from draftsmith.inference.replay.given_text import follow_answers
+from draftsmith.inference.replay.forced_decoding import force_answers
 from draftsmith.models import Drafter, Target
 from draftsmith.models.sampling.trees import Chain
 
@@ -39,7 +39,7 @@ class Drafts:
 
 
 @dataclass(frozen=True)
-class Weighed:
+class ConfidenceChoice:
     """The best rule, and what is predicted of it and of the best chains of one length, on the same rounds."""
 
     rule: Confident
@@ -59,13 +59,13 @@ def draft_everywhere(
 ) -> list[Drafts]:
     """Chains at every token of the answers; texts: prompts and what the target answered in greedy decoding."""
     found = []
-    for followed in follow_answers(target, drafter, Chain(longest), texts, batch_size):
-        state = followed.rows.state
+    for followed in force_answers(target, drafter, Chain(longest), texts, batch_size):
+        state = followed.engine.state
         state.confidence = torch.zeros(len(followed.texts), longest, device=target.device)
         drafted, confidence = [], []
         for _ in range(followed.num_rounds):
             followed.generation.step()
-            drafted.append(followed.rows.drafted.cpu().numpy())
+            drafted.append(followed.engine.drafted.cpu().numpy())
             confidence.append(state.confidence.cpu().numpy().copy())
         for row, (_, answer) in enumerate(followed.texts):
             places = len(answer) - 1
@@ -77,7 +77,7 @@ def draft_everywhere(
     return found
 
 
-def weigh(drafts: Sequence[Drafts], costs: Costs, batch: int, context: int) -> Weighed:
+def choose_confidence(drafts: Sequence[Drafts], costs: Costs, batch: int, context: int) -> ConfidenceChoice:
     """The rule and the chain length of the highest predicted speedup at a batch size that stays full."""
     longest = drafts[0].confidence.shape[1]
     rules = [Confident(length, least) for length in range(2, longest + 1) for least in LEASTS]
@@ -88,7 +88,7 @@ def weigh(drafts: Sequence[Drafts], costs: Costs, batch: int, context: int) -> W
         whole = [(one, np.full(len(one.num_right), length)) for one in drafts]
         chains.append((predict(whole, costs, batch, context)[0], length))
     chain_speedup, chain_length = max(chains)
-    return Weighed(rule, acceptance_length, speedup, chain_length, chain_speedup)
+    return ConfidenceChoice(rule, acceptance_length, speedup, chain_length, chain_speedup)
 
 
 def predict(drafts: Sequence[tuple[Drafts, np.ndarray]], costs: Costs, batch: int, context: int) -> tuple[float, float]:

@@ -23,7 +23,7 @@ import torch
 from draftsmith.inference.decoding.generation import Generation
 from draftsmith.inference.measuring.environment import device_name
 from draftsmith.inference.planning.least_squares import nonnegative_least_squares
-from draftsmith.inference.replay.given_text import GivenRows, follow
+from draftsmith.inference.replay.forced_decoding import ForcedBatchEngine, start_forced
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import Chain, Shape, StaticTree, likeliest_tree
@@ -359,9 +359,9 @@ def start_group(target: Target, drafter: Drafter, group: list[Setting]) -> list[
     running = []
     for setting in group:
         used = drafter if setting.draft_length else plain
-        rows = GivenRows(target, used, setting.shape, texts, MOST_ROUNDS, cache)
-        cache = rows.cache  # all read the same text: one cache serves them, as warm as it would be alone
-        running.append(follow(rows, [text[:start] for text in texts]))
+        engine = ForcedBatchEngine(target, used, setting.shape, texts, MOST_ROUNDS, cache)
+        cache = engine.cache  # all read the same text: one cache serves them, as warm as it would be alone
+        running.append(start_forced(engine, [text[:start] for text in texts]))
     return running
 
 

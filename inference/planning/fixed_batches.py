@@ -17,7 +17,7 @@ NUM_BATCHES = 64  # that are drawn from the requests
 
 
 @dataclass(frozen=True)
-class Course:
+class RequestProfile:
     """How one request goes, from its first token on."""
 
     prompt_length: int
@@ -30,13 +30,13 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Answered:
+class DecodedRequest:
     """A request as it was decoded once, with chains as long as any that are asked about, or longer."""
 
     prompt_length: int
     stats: Stats
 
-    def course(self, draft_length: int) -> Course:
+    def profile(self, draft_length: int) -> RequestProfile:
         """With chains of this length, 0 for plain decoding.
 
         A round of a shorter chain emits what a longer one would have, up to its own length. The number of rounds until
@@ -48,32 +48,32 @@ class Answered:
         counts = np.array(stats.acceptance_histogram, dtype=float)
         counts[0] += stats.num_rounds - stats.num_drafts  # nothing drafted, nothing accepted
         if not counts.sum():
-            return Course(self.prompt_length, num_tokens, num_tokens)
+            return RequestProfile(self.prompt_length, num_tokens, num_tokens)
         mean = 1 + counts @ accepted / counts.sum()
         surplus = counts @ ((1 + accepted) * accepted) / counts.sum() / (2 * mean)
-        return Course(self.prompt_length, num_tokens, round((num_tokens + surplus) / mean))
+        return RequestProfile(self.prompt_length, num_tokens, round((num_tokens + surplus) / mean))
 
 
-def batch_milliseconds(costs: Costs, draft_length: int, courses: Sequence[Course], drops_rows: bool) -> float:
+def batch_milliseconds(costs: Costs, draft_length: int, profiles: Sequence[RequestProfile], drops_rows: bool) -> float:
     """All rounds of a fixed batch; `drops_rows`: rows right of the last running one are not computed (on a CPU)."""
     total = 0.0
-    for number in range(max(course.num_rounds for course in courses)):
-        running = [row for row, course in enumerate(courses) if course.num_rounds > number]
-        context = max(courses[row].context(number) for row in running)
-        width = 1 + running[-1] if drops_rows else len(courses)
+    for number in range(max(profile.num_rounds for profile in profiles)):
+        running = [row for row, profile in enumerate(profiles) if profile.num_rounds > number]
+        context = max(profiles[row].context(number) for row in running)
+        width = 1 + running[-1] if drops_rows else len(profiles)
         total += costs.round(draft_length, width, round(context))
     return total
 
 
 def fixed_batch_speedup(
-    costs: Costs, draft_length: int, requests: Sequence[Answered], batch: int, drops_rows: bool
+    costs: Costs, draft_length: int, requests: Sequence[DecodedRequest], batch: int, drops_rows: bool
 ) -> float:
     """Over plain decoding of the same batches, drawn by chance from the requests; the same ones each time."""
     chance = np.random.default_rng(0)
-    drafted, plain = ([request.course(length) for request in requests] for length in (draft_length, 0))
+    drafted, plain = ([request.profile(length) for request in requests] for length in (draft_length, 0))
     milliseconds = np.zeros(2)
     for _ in range(NUM_BATCHES):
         picks = chance.choice(len(requests), batch, replace=batch > len(requests))
-        for side, (length, courses) in enumerate(((0, plain), (draft_length, drafted))):
-            milliseconds[side] += batch_milliseconds(costs, length, [courses[i] for i in picks], drops_rows)
+        for side, (length, profiles) in enumerate(((0, plain), (draft_length, drafted))):
+            milliseconds[side] += batch_milliseconds(costs, length, [profiles[i] for i in picks], drops_rows)
     return float(milliseconds[0] / milliseconds[1])

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.inference.replay.replay import Track, starts, survival
-from draftsmith.inference.verification.rules import VerificationMode
+from draftsmith.inference.replay.replay import AcceptanceTrace, starts, survival
+from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models.sampling.trees import Chain
 
 NUM_BINS = 10  # of equal width
 
 
-def calibration_fields(tracks: list[Track], draft_length: int, mode: VerificationMode) -> dict[str, Any]:
+def calibration_fields(traces: list[AcceptanceTrace], draft_length: int, mode: VerificationMode) -> dict[str, Any]:
     """What a row of evaluation.json says: of each depth its bins that are not empty, and the calibration error.
 
     A bin has the mean confidence, the share accepted of the drafts whose every token before was, and their (expected)
@@ -23,18 +23,20 @@ def calibration_fields(tracks: list[Track], draft_length: int, mode: Verificatio
     distance of the two, weighted by number (Guo et al., arXiv 1706.04599); None where nothing was drafted.
     """
     offered, confidence, accepted = (
-        np.concatenate(arrays) for arrays in zip(*(offers(track, draft_length, mode) for track in tracks), strict=True)
+        np.concatenate(arrays) for arrays in zip(*(offers(trace, draft_length, mode) for trace in traces), strict=True)
     )
     bins = [depth_bins(*depth) for depth in zip(offered.T, confidence.T, accepted.T, strict=True)]
     return {"calibration": bins, "calibration_error": [error_of(of_depth) for of_depth in bins]}
 
 
-def offers(track: Track, draft_length: int, mode: VerificationMode) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def offers(
+    trace: AcceptanceTrace, draft_length: int, mode: VerificationMode
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each place and depth [N, K]: chance that its token was offered, its confidence, chance that it was kept."""
-    alive = survival(track, Chain(draft_length), mode)
+    alive = survival(trace, Chain(draft_length), mode)
     before = np.concatenate([np.ones((len(alive), 1)), alive[:, :-1]], 1)
     columns = slice(draft_length)
-    return starts(alive, track.limit)[:, None] * before, track.confidence[:, columns], track.accept[mode][:, columns]
+    return starts(alive, trace.limit)[:, None] * before, trace.confidence[:, columns], trace.accept[mode][:, columns]
 
 
 def depth_bins(offered: np.ndarray, confidence: np.ndarray, accepted: np.ndarray) -> list[dict[str, float]]:

@@ -32,8 +32,8 @@ import torch
 
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.decoder import SpeculativeDecoder, resolve_settings
-from draftsmith.inference.replay.ratings import UNRANKED, DrafterScores, TargetScores, score_drafter, score_target
-from draftsmith.inference.verification.rules import VerificationMode
+from draftsmith.inference.replay.token_scores import UNRANKED, DrafterScores, TargetScores, score_drafter, score_target
+from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafting.base import NO_TOKEN
@@ -89,7 +89,7 @@ def record(
 
 
 @dataclass
-class Track:
+class AcceptanceTrace:
     """How one drafter fares along one answer; place i is a round's start with i + 1 tokens written. fp64 in arrays."""
 
     accept: dict[str, np.ndarray]  # verification mode -> [N, K] chance that depth k is accepted when all before it were
@@ -103,28 +103,30 @@ class Track:
     limit: int  # tokens of the answer that decoding emits
 
 
-def replay(target: Target, recording: Recording, drafters: dict[str, Drafter], longest: int) -> dict[str, list[Track]]:
-    """The tracks of each drafter, one a text, for drafts of up to `longest` tokens; one pass of the target a text.
+def replay(
+    target: Target, recording: Recording, drafters: dict[str, Drafter], longest: int
+) -> dict[str, list[AcceptanceTrace]]:
+    """The traces of each drafter, one a text, for drafts of up to `longest` tokens; one pass of the target a text.
 
     Drafters are in evaluation mode. Raises `UserError` for one that cannot be replayed.
     """
     for drafter in drafters.values():
         check_replayed(drafter)
     layer_ids = tuple(sorted({layer_id for drafter in drafters.values() for layer_id in drafter.layer_ids}))
-    tracks: dict[str, list[Track]] = {name: [] for name in drafters}
+    traces: dict[str, list[AcceptanceTrace]] = {name: [] for name in drafters}
     for index in range(len(recording.prompts)):
         batch = text_batch(recording, index, target.device)
         features = target.features(batch, layer_ids)
         rated = score_target(target, features.last_hidden, batch, recording.sampling)
         for name, drafter in drafters.items():
             if isinstance(drafter, Ngram):
-                found = lookup_track(drafter, recording, index, rated, longest)
+                found = lookup_trace(drafter, recording, index, rated, longest)
             else:
                 own = select_layers(features, layer_ids, drafter.layer_ids)
                 scores = score_drafter(drafter, batch, own, longest, recording.sampling)
-                found = track(recording, index, rated, scores)
-            tracks[name].append(found)
-    return tracks
+                found = acceptance_trace(recording, index, rated, scores)
+            traces[name].append(found)
+    return traces
 
 
 def text_batch(recording: Recording, index: int, device: torch.device) -> Batch:
@@ -143,7 +145,7 @@ def select_layers(features: Features, layer_ids: tuple[int, ...], wanted: tuple[
     return Features(features.last_hidden, layers[..., [layer_ids.index(i) for i in wanted], :].flatten(-2))
 
 
-def track(recording: Recording, index: int, rated: TargetScores, scores: DrafterScores) -> Track:
+def acceptance_trace(recording: Recording, index: int, rated: TargetScores, scores: DrafterScores) -> AcceptanceTrace:
     """From the scores [.., 1, T] of one text."""
     depths, first = range(len(scores.rank)), len(recording.prompts[index]) - 1
     last = first + len(recording.answers[index])
@@ -160,7 +162,7 @@ def track(recording: Recording, index: int, rated: TargetScores, scores: Drafter
     log_q, log_p = at_starts(scores.log_q).astype(np.float64), np.maximum(of_target(rated.log_p), LOWEST)
     likeliest = (rank == 0).astype(np.float64)
     following = np.pad(recording.answers[index], (0, len(depths)), constant_values=-1)
-    return Track(
+    return AcceptanceTrace(
         accept={
             "greedy": likeliest,
             "one_hot": likeliest,
@@ -177,7 +179,9 @@ def track(recording: Recording, index: int, rated: TargetScores, scores: Drafter
     )
 
 
-def lookup_track(drafter: Ngram, recording: Recording, index: int, rated: TargetScores, longest: int) -> Track:
+def lookup_trace(
+    drafter: Ngram, recording: Recording, index: int, rated: TargetScores, longest: int
+) -> AcceptanceTrace:
     """Of a drafter that looks its drafts up in the text written so far: asked at every place at once."""
     prompt, answer = recording.prompts[index], recording.answers[index]
     lengths = torch.arange(len(prompt) + 1, len(prompt) + len(answer) + 1)
@@ -188,7 +192,7 @@ def lookup_track(drafter: Ngram, recording: Recording, index: int, rated: Target
     scores.log_q[:] = float("-inf")
     scores.rank = torch.full_like(scores.rank, UNRANKED, dtype=torch.int64)
     scores.rank[:, 0, len(prompt) - 1 : -1] = torch.where(right, 0, UNRANKED).T
-    found = track(recording, index, rated, scores)
+    found = acceptance_trace(recording, index, rated, scores)
     found.confidence[:] = 1
     found.choice, found.num_drafted = drafted.numpy(), (drafted != NO_TOKEN).sum(1).numpy()
     return found
@@ -218,11 +222,11 @@ def check_replayed_as(shape: Shape, mode: VerificationMode) -> Chain | StaticTre
 # --- counters
 
 
-def survival(track: Track, shape: Chain | StaticTree, mode: VerificationMode) -> np.ndarray:
+def survival(trace: AcceptanceTrace, shape: Chain | StaticTree, mode: VerificationMode) -> np.ndarray:
     """Chance that a round from each place accepts at least 1, 2, ... tokens, [N, depth]."""
     if isinstance(shape, Chain):
-        return track.accept[mode][:, : shape.depth].cumprod(1)
-    paths, nodes = track.rank[:, : shape.depth].tolist(), set(shape.choices)
+        return trace.accept[mode][:, : shape.depth].cumprod(1)
+    paths, nodes = trace.rank[:, : shape.depth].tolist(), set(shape.choices)
     return np.array([[float(tuple(path[: j + 1]) in nodes) for j in range(shape.depth)] for path in paths])
 
 
@@ -237,12 +241,12 @@ def starts(alive: np.ndarray, limit: int) -> np.ndarray:
     return np.where(np.arange(places) < limit - 1, chance[:places], 0)
 
 
-def expected_stats(track: Track, shape: Chain | StaticTree, mode: VerificationMode) -> Stats:
+def expected_stats(trace: AcceptanceTrace, shape: Chain | StaticTree, mode: VerificationMode) -> Stats:
     """The decoder's counters on this text, in expectation over what a drafter draws and over the coins of accepting."""
-    alive = survival(track, shape, mode)
-    chance = starts(alive, track.limit)
+    alive = survival(trace, shape, mode)
+    chance = starts(alive, trace.limit)
     if isinstance(shape, Chain):
-        drafted = np.minimum(track.num_drafted, shape.depth)
+        drafted = np.minimum(trace.num_drafted, shape.depth)
     else:
         drafted = np.full(len(alive), shape.num_nodes)
     of_drafts = chance * (drafted > 0)
@@ -252,7 +256,7 @@ def expected_stats(track: Track, shape: Chain | StaticTree, mode: VerificationMo
         num_drafts=float(of_drafts.sum()),
         num_draft_tokens=float(of_drafts @ drafted),
         num_accepted_tokens=float(of_drafts @ alive.sum(1)),
-        num_emitted_tokens=track.limit,
+        num_emitted_tokens=trace.limit,
         num_rounds=float(chance.sum()),
         acceptance_histogram=histogram.tolist(),
     )

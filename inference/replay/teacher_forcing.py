@@ -13,7 +13,7 @@ from typing import Any
 
 from draftsmith.inference.decoding.counters import Stats, paired_difference
 from draftsmith.inference.decoding.decoder import SpeculativeDecoder, check_sampling, resolve_settings
-from draftsmith.inference.replay.replay import Recording, Track, replay
+from draftsmith.inference.replay.replay import AcceptanceTrace, Recording, replay
 from draftsmith.models import Drafter, Target, load_drafter
 
 LEAST_PROMPTS = 4  # of fewer, an interval over prompts says nothing
@@ -21,14 +21,14 @@ TOLERANCE = 0.02  # share of the acceptance length that rounding may explain
 CAUSES = "training and drafting see different features, layers, positions, tokens or draft vocabulary"
 
 
-def teacher_forced_tracks(
+def teacher_forced_traces(
     target: Target,
     drafters: dict[str, Drafter],
     prompts: list[list[int]],
     answers: list[list[int]],
     draft_length: int,
     max_new_tokens: int,
-) -> dict[str, list[Track]]:
+) -> dict[str, list[AcceptanceTrace]]:
     """What the decoder's counters of each prompt come from as training predicts them; `answers` are greedy outputs.
 
     `expected_stats` makes the counters. The drafters draft chains, are in evaluation mode, and wrote the same answers.

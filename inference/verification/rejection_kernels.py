@@ -1,4 +1,6 @@
-"""Triton kernels of the rules that test drafts against the law they were drawn from; `verify_kernels` launches them.
+"""Triton kernels of the rules that test drafts against the distribution q that drew them.
+
+acceptance_kernels.py launches them.
 
 What is left to draw from is always (p - lam q)+ up to a factor. Token-wise, lam is 1 after a rejection. Block
 verification leaves (w p - q)+, so lam is 1 / w. Siblings without replacement: let (p - lam q)+ / mass be what was left
@@ -6,8 +8,8 @@ of p, and `left` the sum of q over the tokens not yet tried. A rejection leaves 
 is (p - lam' q)+ up to a factor with lam' = lam + mass / left. The tokens tried before it need no care: more of q than
 of p was left of a token that was rejected, so it is 0 from then on. Where rounding leaves nothing at all, p is meant.
 
-Shapes as in `verify_kernels`. p and q are `Chunked` logits of the target, T a row, and of the drafter, P a row (N of a
-chain). A draft that cannot have been drawn counts as q = 0.
+Shapes as in acceptance_kernels.py. p and q are `Chunked` logits of the target, T a row, and of the drafter, P a row (N
+of a chain). A draft that cannot have been drawn counts as q = 0.
 """
 
 from typing import NamedTuple

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.inference.decoding.counters import Stats
-from draftsmith.inference.diagnosis.case import Finding, Reference
 from draftsmith.inference.diagnosis.diagnose import diagnose, is_low
+from draftsmith.inference.diagnosis.replayed_drafter import Finding, Reference
 from draftsmith.inference.diagnosis.weaknesses import temperature
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.inference.replay.replay import REPLAYED_MODES, Recording, expected_stats, record, replay
-from draftsmith.inference.verification.rules import VerificationMode
+from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain
@@ -65,8 +65,8 @@ def diagnosed(row: dict[str, Any], drafter: Drafter, texts: Texts, prompts: Prom
         return diagnose(target, drafter, at_zero, length, prompts.domains[:DIAGNOSED_PROMPTS], reference_of(name))
 
     def stats(recording: Recording, mode: VerificationMode) -> list[Stats]:
-        tracks = replay(target, recording, {"d": drafter}, length)["d"]
-        return [expected_stats(one, Chain(length), mode) for one in tracks]
+        traces = replay(target, recording, {"d": drafter}, length)["d"]
+        return [expected_stats(one, Chain(length), mode) for one in traces]
 
     above = texts.of(prompts, Sampling(row["temperature"], row["top_p"]), row["max_new_tokens"], length)
     return list(temperature(stats(above, row["verification_mode"]), stats(at_zero, "greedy"), row["temperature"]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from draftsmith.inference.verification.rules import LOSSY
+from draftsmith.inference.verification.acceptance_rules import LOSSY
 from draftsmith.models.errors import UserError
 from draftsmith.train.folder.checkpoint import checkpoint_step, checkpoints
 from draftsmith.train.folder.run_folder import worth

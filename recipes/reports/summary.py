@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.inference.replay.teacher_forcing import gap_warning
-from draftsmith.inference.verification.rules import LOSSY
+from draftsmith.inference.verification.acceptance_rules import LOSSY
 from draftsmith.recipes.reports.contents import Contender, Result, is_sound, plain_step_ms, told_apart
 from draftsmith.recipes.reports.tables import Cell, Row, Table, Tone, table_of
 

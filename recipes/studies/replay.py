@@ -21,14 +21,14 @@ from draftsmith.inference.measuring.environment import environment, write_evalua
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, acceptance_fields
 from draftsmith.inference.replay.calibration import calibration_fields
 from draftsmith.inference.replay.replay import (
-    Track,
+    AcceptanceTrace,
     check_replayed,
     check_replayed_as,
     expected_stats,
     record,
     replay,
 )
-from draftsmith.inference.verification.rules import VerificationMode
+from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.sampling.sampling import Sampling
@@ -72,13 +72,13 @@ def replay_drafters(
     rows: list[dict[str, Any]] = []
     for prompts, sampling in itertools.product(prompt_sets, settings.samplings):
         recording = record(target, prompts.token_ids, sampling, settings.max_new_tokens, longest, settings.seed)
-        tracks = replay(target, recording, drafters, longest)
+        traces = replay(target, recording, drafters, longest)
         for name, drafter in drafters.items():
             for shape, mode in settings_of(drafter, sampling, settings):
-                stats = [expected_stats(track, shape, mode) for track in tracks[name]]
-                row = {"drafter": name, **replayed_row(prompts, sampling, shape, mode, stats, settings, tracks[name])}
+                stats = [expected_stats(trace, shape, mode) for trace in traces[name]]
+                row = {"drafter": name, **replayed_row(prompts, sampling, shape, mode, stats, settings, traces[name])}
                 if name != names[0] and (shape, mode) in settings_of(drafters[names[0]], sampling, settings):
-                    others = [expected_stats(track, shape, mode) for track in tracks[names[0]]]
+                    others = [expected_stats(trace, shape, mode) for trace in traces[names[0]]]
                     row["difference"] = {"from": names[0], **paired_difference(stats, others)}
                 rows.append(row)
     content = {"target": target.name, "environment": environment(target), "results": rows}
@@ -159,7 +159,7 @@ def replayed_row(
     mode: VerificationMode,
     stats: list[Stats],
     settings: ReplaySettings,
-    tracks: list[Track],
+    traces: list[AcceptanceTrace],
 ) -> dict[str, Any]:
     """One row of replay.json; its counters are expected values, which may be fractions."""
     is_chain = isinstance(shape, Chain)
@@ -174,5 +174,5 @@ def replayed_row(
         "max_new_tokens": settings.max_new_tokens,
         **acceptance_fields(sum(stats[1:], stats[0])),
         "mean_acceptance_length_ci95": length_interval(stats),
-        **(calibration_fields(tracks, shape.depth, mode) if is_chain else {}),
+        **(calibration_fields(traces, shape.depth, mode) if is_chain else {}),
     }

@@ -24,10 +24,10 @@ from draftsmith.inference.planning.choice import (
     rates_of_rounds,
     tree_acceptance_length,
 )
-from draftsmith.inference.planning.confidence import Weighed, draft_everywhere, weigh
+from draftsmith.inference.planning.confidence import ConfidenceChoice, choose_confidence, draft_everywhere
 from draftsmith.inference.planning.costs import GOAL, CostRange, Costs, measure_costs
 from draftsmith.inference.planning.costs_beside import typical_context
-from draftsmith.inference.planning.fixed_batches import Answered, fixed_batch_speedup
+from draftsmith.inference.planning.fixed_batches import DecodedRequest, fixed_batch_speedup
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import StaticTree
@@ -48,7 +48,7 @@ class Choice:
 
     draft_length: int  # at the smallest batch size; 0: plain decoding is faster
     tree: StaticTree | None  # at the smallest batch size, where it is predicted to beat the chain
-    weighed: Weighed | None  # ending chains by confidence, likewise; None where that was not tried
+    weighed: ConfidenceChoice | None  # ending chains by confidence, likewise; None where that was not tried
     schedule: Schedule
     rates: list[float | None]  # conditional ones, the first of all rounds
     accuracies: list[list[float]]  # by depth and rank; empty where no tree was fitted
@@ -148,7 +148,9 @@ def choose(
             "--choose: every answer ends with its first token, which leaves nothing to fit: give other prompts"
         )
     rates = rates_of_rounds(total.conditional_acceptance_rates, total.num_drafts, total.num_rounds)
-    requests = [Answered(len(ids), stats) for ids, stats in zip(prompts.token_ids, decoded.stats.requests, strict=True)]
+    requests = [
+        DecodedRequest(len(ids), stats) for ids, stats in zip(prompts.token_ids, decoded.stats.requests, strict=True)
+    ]
     context = typical_context(prompts, settings.max_new_tokens)
     with_tree = drafter.can_branch and settings.temperature == 0
     reach = CostRange(max(batches), context, longest, TREE_NODES if with_tree else 0)
@@ -164,7 +166,7 @@ def choose(
     texts = list(zip(prompts.token_ids, decoded.token_ids, strict=True))[:ANSWERS]
     weighed = None
     if drafter.can_sample and settings.temperature == 0 and longest > 1:
-        weighed = weigh(draft_everywhere(drafter, target, texts, longest), costs, batches[0], context)
+        weighed = choose_confidence(draft_everywhere(drafter, target, texts, longest), costs, batches[0], context)
         if weighed.pays:
             fields = {"acceptance_length": weighed.acceptance_length, "speedup": weighed.speedup}
             shape = {"draft_length": weighed.rule.longest, "tree_nodes": None, "schedule": weighed.rule.to_json()}

@@ -11,7 +11,7 @@ chance:
 
 Rules compute in the dtype that they are given, here fp64: what is left is bisection and rounding, below 1e-9.
 
-Shapes as in inference/verification/rules.py; K coins of a round, R rows.
+Shapes as in inference/verification/acceptance_rules.py; K coins of a round, R rows.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from draftsmith.inference.verification import rules as verify
-from draftsmith.inference.verification.rules import Verified
+from draftsmith.inference.verification import acceptance_rules
+from draftsmith.inference.verification.acceptance_rules import Verified
 from draftsmith.models.drafting.base import NO_TOKEN
 from draftsmith.models.sampling.sampling import Sampling, cut, sample
 
@@ -156,14 +156,14 @@ def on_chain(rule: Callable[..., Verified]) -> Rule:
 
 
 RULES: dict[str, Rule] = {
-    "greedy": lambda r: verify.greedy(r.logits, r.tokens, r.parents, r.depth),
-    "one_hot": lambda r: verify.one_hot(r.logits, r.tokens, r.parents, r.depth, r.draw),
-    "probabilistic": on_chain(verify.probabilistic),
-    "block": on_chain(verify.block),
-    "without_replacement": lambda r: verify.without_replacement(
+    "greedy": lambda r: acceptance_rules.greedy(r.logits, r.tokens, r.parents, r.depth),
+    "one_hot": lambda r: acceptance_rules.one_hot(r.logits, r.tokens, r.parents, r.depth, r.draw),
+    "probabilistic": on_chain(acceptance_rules.probabilistic),
+    "block": on_chain(acceptance_rules.block),
+    "without_replacement": lambda r: acceptance_rules.without_replacement(
         r.logits, r.draft_logits, r.tokens, r.parents, r.depth, r.accept, r.draw
     ),
-    "typical": lambda r: verify.typical(r.logits, r.tokens, r.parents, r.depth),
+    "typical": lambda r: acceptance_rules.typical(r.logits, r.tokens, r.parents, r.depth),
 }
 
 

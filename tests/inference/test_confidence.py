@@ -6,7 +6,7 @@ import torch
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.schedule import Confident
-from draftsmith.inference.planning.confidence import Drafts, draft_everywhere, predict, weigh
+from draftsmith.inference.planning.confidence import Drafts, choose_confidence, draft_everywhere, predict
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import DRAFTERS, Target, load_drafter
 
@@ -55,10 +55,10 @@ def test_confidence_pays_where_it_knows() -> None:
     """A drafter that is right where it is sure, and knows it: long drafts there, one token elsewhere."""
     right = np.array([3, 0, 0, 0, 0, 3, 0, 0, 0, 0])
     sure = np.where(right[:, None] > 0, 0.9, 0.01) * np.ones((1, 3))
-    found = weigh([Drafts(right, sure)], COSTS, 1, 10)
+    found = choose_confidence([Drafts(right, sure)], COSTS, 1, 10)
     assert found.pays
     assert found.rule.longest == 3
     assert found.rule.least > 0.01
-    knows_nothing = weigh([Drafts(right, np.full((10, 3), 0.5))], COSTS, 1, 10)
+    knows_nothing = choose_confidence([Drafts(right, np.full((10, 3), 0.5))], COSTS, 1, 10)
     assert not knows_nothing.pays
     assert knows_nothing.speedup == pytest.approx(knows_nothing.chain_speedup)

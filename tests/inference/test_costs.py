@@ -23,9 +23,9 @@ from draftsmith.inference.planning.costs import (
     start_group,
 )
 from draftsmith.inference.planning.costs_beside import costs_beside
-from draftsmith.inference.planning.fixed_batches import Course, batch_milliseconds
+from draftsmith.inference.planning.fixed_batches import RequestProfile, batch_milliseconds
 from draftsmith.inference.planning.least_squares import nonnegative_least_squares
-from draftsmith.inference.replay.given_text import GivenRows, follow
+from draftsmith.inference.replay.forced_decoding import ForcedBatchEngine, start_forced
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import Chain, StaticTree
@@ -134,13 +134,15 @@ def test_given_rows_follow_the_text(kind: str, tiny_target: Target) -> None:
     prompts = [tiny_target.encode(text) for text in ("The smith heats", "def")]
     plain = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target))
     answers = plain.generate(prompts, 12, stop_at_eos=False).token_ids
-    rows = GivenRows(tiny_target, drafter, Chain(2), [p + a for p, a in zip(prompts, answers, strict=True)], 9)
-    generation = follow(rows, prompts)
+    engine = ForcedBatchEngine(
+        tiny_target, drafter, Chain(2), [p + a for p, a in zip(prompts, answers, strict=True)], 9
+    )
+    generation = start_forced(engine, prompts)
     followed: list[list[bool]] = [[], []]
     for number in range(9):
         generation.step()
         for row, answer in enumerate(answers):
-            followed[row].append(rows.drafted[row].tolist() == answer[number + 1 : number + 3])
+            followed[row].append(engine.drafted[row].tolist() == answer[number + 1 : number + 3])
     settings = resolve_settings(drafter, check_sampling(0, 1, 0), 12, 2, stop_at_eos=False)
     for row, prompt in enumerate(prompts):
         output = SpeculativeDecoder(tiny_target, drafter).start([prompt], settings)
@@ -211,11 +213,11 @@ def test_a_clock_of_known_costs_gives_the_predicted_speedup(
         rounds = SpeculativeDecoder(tiny_target, drafter).decode(prompts, synthetic)
         steps = SpeculativeDecoder(tiny_target, plain).decode(prompts, one_by_one)
         for output, length in ((steps, 0), (rounds, 2)):
-            courses = [Course(4, 99, int(request.num_rounds)) for request in output.stats.requests]
+            profiles = [RequestProfile(4, 99, int(request.num_rounds)) for request in output.stats.requests]
             if len(texts) == 3 and length:
-                assert courses[0].num_rounds > max(course.num_rounds for course in courses[1:])
+                assert profiles[0].num_rounds > max(profile.num_rounds for profile in profiles[1:])
             found = (output.timing.total - output.timing.to_first_token) * 1000
-            assert batch_milliseconds(costs, length, courses, drops_rows=True) == pytest.approx(found, rel=1e-6)
+            assert batch_milliseconds(costs, length, profiles, drops_rows=True) == pytest.approx(found, rel=1e-6)
 
 
 def test_tree_costs_count_their_nodes() -> None:

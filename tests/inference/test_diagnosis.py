@@ -13,9 +13,9 @@ from test_teacher_forcing import batch_of
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats
-from draftsmith.inference.diagnosis.case import Finding, Reference
 from draftsmith.inference.diagnosis.diagnose import diagnose, is_low
 from draftsmith.inference.diagnosis.miswiring import rendered, shifted
+from draftsmith.inference.diagnosis.replayed_drafter import Finding, Reference
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.replay.replay import Recording, expected_stats, record, replay
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
@@ -85,8 +85,8 @@ def found(target: Target, drafter: Drafter, recording: Recording, **more: Any) -
 
 
 def acceptance(target: Target, drafter: Drafter, recording: Recording) -> Stats:
-    tracks = replay(target, recording, {"d": drafter}, DRAFT_LENGTH)["d"]
-    stats = [expected_stats(track, Chain(DRAFT_LENGTH), "greedy") for track in tracks]
+    traces = replay(target, recording, {"d": drafter}, DRAFT_LENGTH)["d"]
+    stats = [expected_stats(trace, Chain(DRAFT_LENGTH), "greedy") for trace in traces]
     return sum(stats[1:], stats[0])
 
 

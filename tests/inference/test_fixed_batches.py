@@ -6,17 +6,22 @@ import pytest
 
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.planning.costs import Costs
-from draftsmith.inference.planning.fixed_batches import Answered, Course, batch_milliseconds, fixed_batch_speedup
+from draftsmith.inference.planning.fixed_batches import (
+    DecodedRequest,
+    RequestProfile,
+    batch_milliseconds,
+    fixed_batch_speedup,
+)
 
 COSTS = Costs("", "", "", "", draft_ms={"step: pass": 0.25}, verify_ms={"pass": 2.0}, host=0.0)  # whatever the batch
 
 
-def answered(num_tokens: int, histogram: list[float], without_draft: int = 0) -> Answered:
+def answered(num_tokens: int, histogram: list[float], without_draft: int = 0) -> DecodedRequest:
     """A request of so many tokens behind its first one."""
     drafts = sum(histogram)
     stats = Stats(len(histogram) - 1, drafts, num_emitted_tokens=1 + num_tokens, acceptance_histogram=histogram)
     stats.num_rounds = drafts + without_draft
-    return Answered(10, stats)
+    return DecodedRequest(10, stats)
 
 
 @pytest.mark.parametrize("draft_length", [0, 1, 2, 4])
@@ -33,13 +38,13 @@ def test_rounds_of_shorter_chains(histogram: list[float], without_draft: int, dr
     def expected(tokens: int) -> float:
         return 0.0 if tokens <= 0 else 1 + sum(p * expected(tokens - 1 - accepted) for accepted, p in law)
 
-    course = answered(60, histogram, without_draft).course(draft_length)
-    assert course.num_rounds == pytest.approx(expected(60), abs=0.51)
-    assert course.num_rounds == 60 or draft_length
+    profile = answered(60, histogram, without_draft).profile(draft_length)
+    assert profile.num_rounds == pytest.approx(expected(60), abs=0.51)
+    assert profile.num_rounds == 60 or draft_length
 
 
 def test_a_request_of_one_token_takes_no_round() -> None:
-    assert answered(0, [0, 0]).course(1).num_rounds == 0
+    assert answered(0, [0, 0]).profile(1).num_rounds == 0
 
 
 def test_a_batch_lasts_as_long_as_its_slowest_request() -> None:
@@ -56,7 +61,7 @@ def test_a_batch_lasts_as_long_as_its_slowest_request() -> None:
 
 def test_rows_right_of_the_last_running_one_cost_nothing() -> None:
     costs = Costs("", "", "", "", draft_ms={}, verify_ms={"pass": 1.0, "token": 1.0}, host=0.0)
-    left, right = Course(5, 4, 4), Course(5, 4, 1)
+    left, right = RequestProfile(5, 4, 4), RequestProfile(5, 4, 1)
     assert batch_milliseconds(costs, 1, [left, right], drops_rows=True) == (1 + 4) + 3 * (1 + 2)
     assert batch_milliseconds(costs, 1, [right, left], drops_rows=True) == 4 * (1 + 4)
     assert batch_milliseconds(costs, 1, [left, right], drops_rows=False) == 4 * (1 + 4)
@@ -65,5 +70,5 @@ def test_rows_right_of_the_last_running_one_cost_nothing() -> None:
 def test_attention_reads_up_to_the_longest_running_text() -> None:
     """Two requests: in the first round both run, at 7.5 and 22.5 tokens; then one at 12.5."""
     costs = Costs("", "", "", "", draft_ms={}, verify_ms={"row x context": 1.0}, host=0.0)
-    longer, shorter = Course(20, 5, 1), Course(5, 10, 2)
+    longer, shorter = RequestProfile(20, 5, 1), RequestProfile(5, 10, 2)
     assert batch_milliseconds(costs, 1, [shorter, longer], drops_rows=True) == 2 * round(22.5) + round(12.5)

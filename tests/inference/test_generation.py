@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.decoding import batch_engine as rows_module
-from draftsmith.inference.decoding.batch_engine import GenerationSettings, Rows
+from draftsmith.inference.decoding import batch_engine
+from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.decoding.generation import Generation
-from draftsmith.inference.verification.rules import VerificationMode
+from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.drafting.base import DecodingState, Draft, chain, stack_chain
 from draftsmith.models.errors import UserError
@@ -152,16 +152,16 @@ def test_the_cache_after_a_tree_is_that_of_a_fresh_reading(tiny_target: Target) 
     answers = plain(tiny_target).generate(PROMPTS, max_new_tokens=40, stop_at_eos=False).token_ids
     drafter = RandomTree(answers, [len(prompt) for prompt in prompts], num_right=3)
     settings = GenerationSettings(max_new_tokens=20, shape=TREE, stop_at_eos=False)
-    rows = Rows(tiny_target, drafter, settings, num_rows=4, num_slots=CONTEXT)
-    generation = Generation(rows, prompts, [0, 1, 2, 3])
+    engine = BatchEngine(tiny_target, drafter, settings, num_rows=4, num_slots=CONTEXT)
+    generation = Generation(engine, prompts, [0, 1, 2, 3])
     while generation.running():
         generation.step()
         fresh = SlotCache(4, CONTEXT)
-        length = int(rows.state.lengths.max())
-        tiny_target.run(rows.state.token_ids[:, :length], chain_window(torch.zeros(4).long(), length), fresh)
-        for row, num_read in enumerate((rows.state.lengths - 1).tolist()):
+        length = int(engine.state.lengths.max())
+        tiny_target.run(engine.state.token_ids[:, :length], chain_window(torch.zeros(4).long(), length), fresh)
+        for row, num_read in enumerate((engine.state.lengths - 1).tolist()):
             for layer in range(tiny_target.num_layers):
-                caches = rows.cache.keys_and_values(layer), fresh.keys_and_values(layer)
+                caches = engine.cache.keys_and_values(layer), fresh.keys_and_values(layer)
                 for found, expected in zip(*caches, strict=True):
                     found, expected = found[row, :, :num_read], expected[row, :, :num_read]
                     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -173,7 +173,7 @@ def test_a_queue_through_few_rows_gives_what_each_prompt_gives(
     kind: str, lag: int, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows change hands at any time, prompts are read in chunks, and the host may be a round late: nothing shows."""
-    monkeypatch.setattr(rows_module, "PREFILL_CHUNK", 7)
+    monkeypatch.setattr(batch_engine, "PREFILL_CHUNK", 7)
     prompts = [tiny_target.encode(prompt * (1 + i % 3)) for i, prompt in enumerate(PROMPTS * 3)]
     drafter = drafter_of(kind, tiny_target)
     shape = drafter.own_shape(0 if kind == "none" else 3)
@@ -181,8 +181,8 @@ def test_a_queue_through_few_rows_gives_what_each_prompt_gives(
     monkeypatch.setattr(Target, "eos_token_ids", [eos])
     expected = [plain(tiny_target).generate([prompt], max_new_tokens=12).token_ids[0] for prompt in prompts]
     assert {len(answer) for answer in expected} > {12}  # some end early
-    rows = Rows(tiny_target, drafter, GenerationSettings(max_new_tokens=12, shape=shape), 3, CONTEXT)
-    generation = Generation(rows, prompts, list(range(len(prompts))), lag=lag)
+    engine = BatchEngine(tiny_target, drafter, GenerationSettings(max_new_tokens=12, shape=shape), 3, CONTEXT)
+    generation = Generation(engine, prompts, list(range(len(prompts))), lag=lag)
     told: list[list[int]] = [[] for _ in prompts]
     while generation.running():
         for emission in generation.step():
@@ -222,12 +222,12 @@ def test_a_round_can_be_recorded(kind: str, tiny_target: Target, monkeypatch: py
             settings = resolve_settings(drafter, sampling, 12, draft, mode, synthetic_rates=rates)
         except UserError:  # it drafts no trees, or has no probabilities
             continue
-        rows = Rows(tiny_target, drafter, settings, 2, CONTEXT)
-        rows.admit([0, 1], [[5, 6, 7], [8, 9]], [0, 1])
+        engine = BatchEngine(tiny_target, drafter, settings, 2, CONTEXT)
+        engine.admit([0, 1], [[5, 6, 7], [8, 9]], [0, 1])
         with WithTheHost() as seen:
             for _ in range(2):
-                rows.draft()
-                record = rows.verify()
+                engine.draft()
+                record = engine.verify()
         assert not seen.found, (mode, draft)
         assert record.shape == (2, 4 + settings.shape.depth + 1)
         recorded += 1

@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.decoding import batch_engine as rows_module
+from draftsmith.inference.decoding import batch_engine
 from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.measuring.certify import ALPHA, CertifySettings, certify, chi_square
-from draftsmith.inference.verification import rules as verify
-from draftsmith.inference.verification.rules import VerificationMode, Verified
+from draftsmith.inference.verification import acceptance_rules
+from draftsmith.inference.verification.acceptance_rules import VerificationMode, Verified
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, probabilities
@@ -114,7 +114,7 @@ def test_a_wrong_rule_is_found(
     small_target: Target, drafter: Drafter, law: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a rejection the next token comes from p in place of (p - q)+."""
-    right = verify.probabilistic
+    right = acceptance_rules.probabilistic
 
     def no_residual(logits: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, draw: Tensor) -> Verified:
         found = right(logits, q, drafts, accept, draw)
@@ -122,7 +122,7 @@ def test_a_wrong_rule_is_found(
         rejected = found.num_accepted == 0
         return Verified(found.num_accepted, found.path, torch.where(rejected, again.next_token, found.next_token))
 
-    monkeypatch.setattr(rows_module.verify, "probabilistic", no_residual)
+    monkeypatch.setattr(batch_engine.acceptance_rules, "probabilistic", no_residual)
     assert p_value(SpeculativeDecoder(small_target, drafter), "probabilistic", law) < ALPHA
 
 
@@ -136,7 +136,7 @@ def test_siblings_tested_against_a_wrong_q_are_found(
     ) -> Verified:
         return siblings(Rows(logits, q, tokens, parents, depth, accept, draw), remove=True)
 
-    monkeypatch.setattr(rows_module.verify, "without_replacement", rule)
+    monkeypatch.setattr(batch_engine.acceptance_rules, "without_replacement", rule)
     decoder = SpeculativeDecoder(small_target, drafter)
     assert p_value(decoder, "without_replacement", law, draft=SIBLINGS) < ALPHA
 
@@ -184,7 +184,7 @@ def test_no_certificate_for_a_wrong_rule(tiny_target: Target, medusa: Drafter, m
         path = torch.arange(1, depth + 1).expand_as(tokens)
         return Verified(torch.full((len(tokens),), depth), path, logits[:, -1].argmax(-1))
 
-    monkeypatch.setattr(rows_module.verify, "one_hot", keep_all)
+    monkeypatch.setattr(batch_engine.acceptance_rules, "one_hot", keep_all)
     settings = CertifySettings(max_new_tokens=24, num_texts=64)
     certificate = certify(tiny_target, medusa, [tiny_target.encode("def f(")], settings)
     assert not certificate["passed"]

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.decoding.batch_engine import GenerationSettings, Rows
+from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.lossless import LosslessCheck, compare, in_fp32, next_logits, target_uniform
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, interleaved, measure, pick_prompts
 from draftsmith.inference.measuring.speed import bootstrap_ratio
-from draftsmith.inference.verification.rules import VerificationMode
+from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain
@@ -272,13 +272,13 @@ def test_each_repeat_starts_without_memories(tiny_target: Target) -> None:
 
 def test_nothing_is_built_or_recorded_in_what_is_timed(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the batches differ in length and size: before the first of them all rows stand, with all their rounds."""
-    built: list[Rows] = []
+    built: list[BatchEngine] = []
     kinds_before: list[set[tuple[int, ...]]] = []  # of rounds: nodes, columns read
 
     def kinds() -> list[set[tuple[int, ...]]]:
         return [{key[:2] for key in rows._rounds} for rows in built]
 
-    def build(self: Rows, *args: Any, original: Callable[..., None] = Rows.__init__) -> None:
+    def build(self: BatchEngine, *args: Any, original: Callable[..., None] = BatchEngine.__init__) -> None:
         original(self, *args)
         built.append(self)
 
@@ -286,7 +286,7 @@ def test_nothing_is_built_or_recorded_in_what_is_timed(tiny_target: Target, monk
         kinds_before.extend(kinds())
         return interleaved(*args)
 
-    monkeypatch.setattr(Rows, "__init__", build)
+    monkeypatch.setattr(BatchEngine, "__init__", build)
     monkeypatch.setattr("draftsmith.inference.measuring.measure.interleaved", time_them)
     prompts = PromptSet("some", [[5] * 4, [6] * 5, [7] * 70, [8] * 30, [9] * 7])
     drafters = {"draft_model": DRAFTERS["draft_model"].from_target(DRAFTERS["draft_model"].config_class(), tiny_target)}

@@ -13,20 +13,20 @@ from test_teacher_forcing import TEXTS, TRAINABLE, trained
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats, paired_difference
-from draftsmith.inference.diagnosis.case import Reference
+from draftsmith.inference.diagnosis.replayed_drafter import Reference
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure
 from draftsmith.inference.replay import replay as replay_module
 from draftsmith.inference.replay.calibration import calibration_fields
-from draftsmith.inference.replay.ratings import draft_ids, ranks
 from draftsmith.inference.replay.replay import (
+    AcceptanceTrace,
     Recording,
-    Track,
     check_replayed,
     check_replayed_as,
     expected_stats,
     record,
     replay,
 )
+from draftsmith.inference.replay.token_scores import draft_ids, ranks
 from draftsmith.models import Drafter, Target, UserError, load_drafter, save_drafter
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.sampling.sampling import Sampling
@@ -68,7 +68,7 @@ def test_counters_are_the_decoders(
     monkeypatch.setattr(Target, "eos_token_ids", ends)
     recording = record(tiny_target, prompts, sampling, NUM_TOKENS, LONGEST, seed=3, batch_size=4)
     assert {recording.answers[i][:NUM_TOKENS][-1] in ends for i in range(len(prompts))} == {True, False}
-    tracks = replay(tiny_target, recording, drafters, LONGEST)
+    traces = replay(tiny_target, recording, drafters, LONGEST)
     for name, drafter in drafters.items():
         for shape in [Chain(2), Chain(LONGEST), *([TREE] if drafter.can_branch else [])]:
             draft = {"draft_length": shape.depth} if isinstance(shape, Chain) else {"tree": shape}
@@ -76,7 +76,7 @@ def test_counters_are_the_decoders(
                 prompts, NUM_TOKENS, temperature, sampling.top_p, verification_mode=mode, seed=3, **draft
             )
             assert output.token_ids == [answer[:NUM_TOKENS] for answer in recording.answers]
-            assert [expected_stats(track, shape, mode) for track in tracks[name]] == output.stats.requests, (
+            assert [expected_stats(trace, shape, mode) for trace in traces[name]] == output.stats.requests, (
                 name,
                 shape,
             )
@@ -109,24 +109,26 @@ def test_sampled_drafts_are_replayed_in_expectation(
     answers = [answer + more for answer, more in zip(live.token_ids, beyond, strict=True)]
     recording = Recording(many, answers, NUM_TOKENS, sampling)
 
-    def z_of(tracks: list[Track]) -> float:
-        expected = [expected_stats(track, Chain(LONGEST), "probabilistic") for track in tracks]
+    def z_of(traces: list[AcceptanceTrace]) -> float:
+        expected = [expected_stats(trace, Chain(LONGEST), "probabilistic") for trace in traces]
         return abs(z_score(live.stats.requests, expected))
 
-    tracks = replay(tiny_target, recording, {"d": drafter}, LONGEST)["d"]
-    assert z_of(tracks) < 3
-    for track in tracks:
-        track.accept["probabilistic"] = np.roll(track.accept["probabilistic"], 1, 0)
-    assert z_of(tracks) > 4  # shifted by one
+    traces = replay(tiny_target, recording, {"d": drafter}, LONGEST)["d"]
+    assert z_of(traces) < 3
+    for trace in traces:
+        trace.accept["probabilistic"] = np.roll(trace.accept["probabilistic"], 1, 0)
+    assert z_of(traces) > 4  # shifted by one
     score = replay_module.score_drafter
     monkeypatch.setattr(replay_module, "score_drafter", lambda *args: score(*args[:4], Sampling(1.0)))
     uncut = replay(tiny_target, recording, {"d": drafter}, LONGEST)["d"]
     assert z_of(uncut) > 6  # q before top-p, from which no draft was drawn
 
 
-def made_up(accept: np.ndarray, limit: int) -> Track:
+def made_up(accept: np.ndarray, limit: int) -> AcceptanceTrace:
     empty: Any = np.zeros_like(accept)
-    return Track({"greedy": accept}, *[empty] * 6, num_drafted=np.full(len(accept), accept.shape[1]), limit=limit)
+    return AcceptanceTrace(
+        {"greedy": accept}, *[empty] * 6, num_drafted=np.full(len(accept), accept.shape[1]), limit=limit
+    )
 
 
 def test_expected_counters_are_those_of_all_outcomes() -> None:
@@ -154,17 +156,17 @@ def test_expected_counters_are_those_of_all_outcomes() -> None:
 
 def test_a_known_rate_gives_its_known_length() -> None:
     """Leviathan et al., equation 1: (1 - a^(K + 1)) / (1 - a) tokens a round."""
-    track = made_up(np.full((400, 3), 0.7), 397)
-    assert expected_stats(track, Chain(3), "greedy").mean_acceptance_length == pytest.approx((1 - 0.7**4) / 0.3)
+    trace = made_up(np.full((400, 3), 0.7), 397)
+    assert expected_stats(trace, Chain(3), "greedy").mean_acceptance_length == pytest.approx((1 - 0.7**4) / 0.3)
 
 
 def test_calibration_counts_what_the_rows_count(
     drafters: dict[str, Drafter], tiny_target: Target, prompts: list[list[int]]
 ) -> None:
     recording = record(tiny_target, prompts, Sampling(), NUM_TOKENS, LONGEST)
-    tracks = replay(tiny_target, recording, {"d": drafters["eagle3"]}, LONGEST)["d"]
-    stats = [expected_stats(track, Chain(3), "greedy") for track in tracks]
-    total, fields = sum(stats[1:], stats[0]), calibration_fields(tracks, 3, "greedy")
+    traces = replay(tiny_target, recording, {"d": drafters["eagle3"]}, LONGEST)["d"]
+    stats = [expected_stats(trace, Chain(3), "greedy") for trace in traces]
+    total, fields = sum(stats[1:], stats[0]), calibration_fields(traces, 3, "greedy")
     for bins, rate in zip(fields["calibration"], total.conditional_acceptance_rates, strict=True):
         count = sum(one["count"] for one in bins)
         assert sum(one["count"] * one["accepted"] for one in bins) / count == pytest.approx(rate)

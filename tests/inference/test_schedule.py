@@ -11,7 +11,7 @@ import torch
 from laws import RULES, World, all_drafts, distances, independent, likeliest, outcomes, random_world
 
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.decoding.batch_engine import GenerationSettings, Rows
+from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.decoding.schedule import (
     Adaptive,
@@ -168,16 +168,16 @@ def test_a_drafter_that_was_off_drafts_as_one_that_never_was(
     prompts = [tiny_target.encode(prompt) for prompt in PROMPTS[:3]]
     settings = GenerationSettings(64, shape=Chain(3), stop_at_eos=False)
 
-    def draft_after(texts: list[list[int]], draft_lengths: list[int]) -> tuple[Rows, Draft]:
-        rows = Rows(tiny_target, drafter, settings, 3, slots)
-        rows.admit([0, 1, 2], texts, [0, 1, 2])
+    def draft_after(texts: list[list[int]], draft_lengths: list[int]) -> tuple[BatchEngine, Draft]:
+        engine = BatchEngine(tiny_target, drafter, settings, 3, slots)
+        engine.admit([0, 1, 2], texts, [0, 1, 2])
         for draft_length in draft_lengths:
-            rows.draft(draft_length)
-            rows.verify()
-        rows.draft(3)
-        greedy = rows._newest_draft
-        rows.state.sample_drafts, rows.state.sampling = True, Sampling(1.0)
-        return rows, replace(greedy, logits=drafter.propose(rows.state, Chain(3)).logits)
+            engine.draft(draft_length)
+            engine.verify()
+        engine.draft(3)
+        greedy = engine._newest_draft
+        engine.state.sample_drafts, engine.state.sampling = True, Sampling(1.0)
+        return engine, replace(greedy, logits=drafter.propose(engine.state, Chain(3)).logits)
 
     switched, found = draft_after(prompts, [3, 0, 0, 0, 1, 0, 2, 0, 0])
     ends = switched.state.lengths.tolist()
@@ -210,17 +210,17 @@ def test_what_a_schedule_cannot_go_with_is_refused(tiny_target: Target) -> None:
 @pytest.mark.parametrize("kind", TRAINED)
 def test_chains_end_by_confidence(kind: str, tiny_target: Target) -> None:
     """The tokens are those of whole chains, up to where the product of the confidences falls below the least."""
-    rows = Rows(tiny_target, drafter_of(kind, tiny_target), GenerationSettings(64, shape=Chain(3)), 3, 96)
-    rows.admit([0, 1, 2], [tiny_target.encode(prompt) for prompt in PROMPTS[:3]], [0, 1, 2])
-    state = rows.state
+    engine = BatchEngine(tiny_target, drafter_of(kind, tiny_target), GenerationSettings(64, shape=Chain(3)), 3, 96)
+    engine.admit([0, 1, 2], [tiny_target.encode(prompt) for prompt in PROMPTS[:3]], [0, 1, 2])
+    state = engine.state
     state.confidence = torch.zeros(3, 3)
-    whole = rows.drafter.propose(state, Chain(3)).tokens
+    whole = engine.drafter.propose(state, Chain(3)).tokens
     products = state.confidence.cumprod(1)
     assert (products > 0).all()
     assert (products < 1).all()
     for least in [*products.flatten().tolist(), 1.0]:
         state.least_confidence = least
-        found = rows.drafter.propose(state, Chain(3)).tokens
+        found = engine.drafter.propose(state, Chain(3)).tokens
         lengths = 1 + (products[:, :2] >= least).sum(1)
         assert found.shape[1] == lengths.max()  # where all rows have stopped the drafter has, too
         expected = whole.masked_fill(torch.arange(3) >= lengths[:, None], NO_TOKEN)

@@ -9,7 +9,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure
 from draftsmith.inference.replay.replay import expected_stats
-from draftsmith.inference.replay.teacher_forcing import gap_warning, teacher_forced_fields, teacher_forced_tracks
+from draftsmith.inference.replay.teacher_forcing import gap_warning, teacher_forced_fields, teacher_forced_traces
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.eagle3 import Eagle3
@@ -163,5 +163,5 @@ def predicted(
     target: Target, drafter: Drafter, prompts: list[list[int]], answers: list[list[int]], draft_length: int
 ) -> list[Stats]:
     """Training's counters of each prompt."""
-    tracks = teacher_forced_tracks(target, {"d": drafter}, prompts, answers, draft_length, NUM_TOKENS)
-    return [expected_stats(track, Chain(draft_length), "greedy") for track in tracks["d"]]
+    traces = teacher_forced_traces(target, {"d": drafter}, prompts, answers, draft_length, NUM_TOKENS)
+    return [expected_stats(trace, Chain(draft_length), "greedy") for trace in traces["d"]]

@@ -31,8 +31,8 @@ from laws import (
 )
 from torch import Tensor
 
-from draftsmith.inference.verification import rules as verify
-from draftsmith.inference.verification.rules import Verified
+from draftsmith.inference.verification import acceptance_rules
+from draftsmith.inference.verification.acceptance_rules import Verified
 from draftsmith.models.drafting.base import NO_TOKEN
 from draftsmith.models.sampling.sampling import sample
 
@@ -167,9 +167,11 @@ def no_residual(r: Rows) -> Verified:
 
 def plain_residual(r: Rows) -> Verified:
     """Accepts by blocks, then draws from (p - q)+ as if it had gone token by token."""
-    finish = verify._finish_chain
+    finish = acceptance_rules._finish_chain
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "_finish_chain", lambda p, q, d, n, w, u: finish(p, q, d, n, torch.ones_like(w), u))
+        patch.setattr(
+            acceptance_rules, "_finish_chain", lambda p, q, d, n, w, u: finish(p, q, d, n, torch.ones_like(w), u)
+        )
         return RULES["block"](r)
 
 
@@ -240,7 +242,7 @@ def distance_of_two_rounds(rule: str, replayed: list[int]) -> float:
         """[R, 3, 3] -> two drafted tokens, number of accepted ones, next token: [R, 4]"""
         logits, draft_logits = p.log().expand(len(noise), 3, 2), q.log().expand(len(noise), 2, 2)
         drafts = sample(draft_logits.softmax(-1), noise[:, DRAFT, :2])
-        verified = getattr(verify, rule)(logits, draft_logits, drafts, noise[:, ACCEPT, :2], noise[:, DRAW])
+        verified = getattr(acceptance_rules, rule)(logits, draft_logits, drafts, noise[:, ACCEPT, :2], noise[:, DRAW])
         return torch.cat([drafts, verified.num_accepted[:, None], verified.next_token[:, None]], 1)
 
     def play(row: Tensor, coins: Tensor) -> Tensor:

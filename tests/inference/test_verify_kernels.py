@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference.verification import rules as verify
-from draftsmith.inference.verification.rules import Verified
+from draftsmith.inference.verification import acceptance_rules
+from draftsmith.inference.verification.acceptance_rules import Verified
 from draftsmith.models.sampling import sampling
 from draftsmith.models.sampling.sampling import Noise, Stream
 from draftsmith.models.sampling.trees import node_depths
 
 pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
-from draftsmith.inference.verification import kernels as verify_kernels
+from draftsmith.inference.verification import acceptance_kernels
 from draftsmith.models.sampling import sampling_kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -131,8 +131,8 @@ def run(kernel: Callable[..., Any], *args: Any) -> Any:
 
 
 def assert_same(rule: str, *args: Any) -> Verified:
-    expected = getattr(verify, rule)(*args)
-    verified = run(getattr(verify_kernels, rule), *args)
+    expected = getattr(acceptance_rules, rule)(*args)
+    verified = run(getattr(acceptance_kernels, rule), *args)
     assert agree(verified, expected).all(), (verified, expected)
     assert (
         (verified.path >= 0) & (verified.path < args[0].shape[1])
@@ -155,14 +155,14 @@ class TestSame:
 
     def test_one_hot(self, vocabulary: int, chunk: int, batch: int) -> None:
         case = make_case(vocabulary, batch, 6)
-        coins = settled_coins(partial(verify.one_hot, case.logits, *case.tree), (batch, case.depth + 1))
+        coins = settled_coins(partial(acceptance_rules.one_hot, case.logits, *case.tree), (batch, case.depth + 1))
         assert_same("one_hot", case.logits, *case.tree, *coins)
 
     def test_typical(self, vocabulary: int, chunk: int, batch: int) -> None:
         case = make_case(
             vocabulary, 5, 6, ("random", "one_hot", "gaps")
         )  # ties of likelihoods are a matter of rounding
-        loose, strict = (verify.typical(case.logits, *case.tree, 0.09 * x, 0.3 * x) for x in (0.999, 1.001))
+        loose, strict = (acceptance_rules.typical(case.logits, *case.tree, 0.09 * x, 0.3 * x) for x in (0.999, 1.001))
         assert agree(loose, strict).all()
         assert_same("typical", case.logits, *case.tree)
 
@@ -170,14 +170,14 @@ class TestSame:
     def test_chains(self, rule: str, vocabulary: int, chunk: int, batch: int) -> None:
         case = make_case(vocabulary, batch, 3, chain=True)
         args = case.logits, case.draft_logits, case.tokens
-        coins = settled_coins(partial(getattr(verify, rule), *args), (batch, 3), (batch, 4))
+        coins = settled_coins(partial(getattr(acceptance_rules, rule), *args), (batch, 3), (batch, 4))
         assert_same(rule, *args, *coins)
 
     def test_without_replacement(self, vocabulary: int, chunk: int, batch: int) -> None:
         case = make_case(vocabulary, batch, 6)
         num_parents = int(case.parents.max()) + 2
         args = case.logits, case.draft_logits[:, :num_parents].contiguous(), *case.tree
-        coins = settled_coins(partial(verify.without_replacement, *args), (batch, 6), (batch, case.depth + 1))
+        coins = settled_coins(partial(acceptance_rules.without_replacement, *args), (batch, 6), (batch, case.depth + 1))
         assert_same("without_replacement", *args, *coins)
 
 
@@ -186,7 +186,7 @@ def test_many_siblings_are_rejected() -> None:
     logits, draft_logits = torch.randn(24, 6, 12), torch.randn(24, 1, 12)
     tokens = (draft_logits - logits[:, :1])[:, 0].topk(3).indices[:, [0, 0, 1, 2, 1]]
     args = logits, draft_logits, tokens, torch.full_like(tokens, -1), 1
-    coins = settled_coins(partial(verify.without_replacement, *args), (24, 5), (24, 2))
+    coins = settled_coins(partial(acceptance_rules.without_replacement, *args), (24, 5), (24, 2))
     assert_same("without_replacement", *args, *coins)
 
 
@@ -197,7 +197,7 @@ def test_chains_that_end_early(rule: str) -> None:
     draft_logits[::2, 2] = draft_logits[::2, 2].scatter(1, tokens[::2, 2:], float("-inf"))
     tokens[1::2, 2] = -1
     args = logits, draft_logits, tokens
-    coins = settled_coins(partial(getattr(verify, rule), *args), (32, 3), (32, 4))
+    coins = settled_coins(partial(getattr(acceptance_rules, rule), *args), (32, 3), (32, 4))
     assert_same(rule, *args, *coins)
 
 
@@ -251,7 +251,7 @@ def test_the_impossible_is_never_accepted_or_drawn(rule: str, coin: float) -> No
     logits = torch.tensor([float("-inf"), 0.0, float("-inf"), float("-inf")]).expand(2, 3, 4).contiguous()
     draft_logits = torch.tensor([0.0, float("-inf"), 1.0, 2.0]).expand(2, 2, 4).contiguous()
     case = Case(logits, draft_logits, torch.tensor([[0, 2], [3, 1]]), torch.tensor([[-1, 0]] * 2), 2)
-    verified = run(getattr(verify_kernels, rule), *arguments(rule, case, coin, max(coin, 2.0**-53)))
+    verified = run(getattr(acceptance_kernels, rule), *arguments(rule, case, coin, max(coin, 2.0**-53)))
     assert verified.num_accepted.tolist() == [0, 0]
     assert verified.next_token.tolist() == [1, 1]
 
@@ -272,9 +272,9 @@ def test_a_row_without_a_law_does_no_harm(rule: str, chunk: int) -> None:
     """Padded and finished rows may hold anything: they get some token id and some columns, the others their own."""
     case = make_case(10, 3, 3, ("random",), chain=True)
     args = arguments(rule, case, torch.tensor([0.3, 0.4, 0.5]), 0.6)
-    alone = run(getattr(verify_kernels, rule), *args)
+    alone = run(getattr(acceptance_kernels, rule), *args)
     case.logits[1] = case.draft_logits[1] = float("-inf")
-    verified = run(getattr(verify_kernels, rule), *args)
+    verified = run(getattr(acceptance_kernels, rule), *args)
     assert agree(verified, alone)[[0, 2]].all()
     assert 0 <= verified.next_token[1] < 10
     assert 0 <= verified.num_accepted[1] <= 3
@@ -303,7 +303,7 @@ def test_one_row_of_parents_may_serve_the_batch() -> None:
     parents = case.parents[:1].expand(3, -1)
     depth = int(node_depths(parents, 5).max())
     tokens = torch.stack([case.tokens, case.tokens], 2)[..., 0]
-    coins = settled_coins(partial(verify.one_hot, case.logits, tokens, parents, depth), (3, depth + 1))
+    coins = settled_coins(partial(acceptance_rules.one_hot, case.logits, tokens, parents, depth), (3, depth + 1))
     wide = torch.cat([coins[0], coins[0]], 1)[:, : depth + 1]
     assert_same("one_hot", case.logits, tokens, parents, depth, wide)
 
@@ -332,7 +332,7 @@ def test_noise_is_the_same_bit_for_bit(stream: Stream, branch: Tensor | int, num
 
 def test_benchmark() -> None:
     """It needs a GPU and says so; its calls are tried here, on little."""
-    path = Path(__file__).parents[2] / "benchmarks/verify_kernels.py"
+    path = Path(__file__).parents[2] / "benchmarks/acceptance_kernels.py"
     benchmark = runpy.run_path(str(path))
     for case in benchmark["cases"](1, 40, str(DEVICE)):
         assert case.num_bytes > 0

@@ -1,6 +1,6 @@
 """The verification rules row by row: against plain Python on the same coins, and at the edges.
 
-Shapes as in inference/verification/rules.py.
+Shapes as in inference/verification/acceptance_rules.py.
 """
 
 import math
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import one_hot
 
-from draftsmith.inference.verification import rules as verify
-from draftsmith.inference.verification.rules import Verified
+from draftsmith.inference.verification import acceptance_rules
+from draftsmith.inference.verification.acceptance_rules import Verified
 from draftsmith.models.drafting.base import NO_TOKEN, chain
 from draftsmith.models.sampling.trees import node_depths
 
@@ -160,7 +160,7 @@ def test_walk_on_trees_with_twins_and_ties(num_nodes: int) -> None:
     targets = [[max(range(3), key=row.__getitem__) for row in rows] for rows in logits.tolist()]
     expected = list(map(plain_walk, targets, tokens.tolist(), parents.tolist()))
     assert max(len(path) for path, _ in expected) >= min(num_nodes, 3)
-    assert_same(verify.greedy(logits, tokens, parents, depth), expected)
+    assert_same(acceptance_rules.greedy(logits, tokens, parents, depth), expected)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 5])
@@ -171,7 +171,7 @@ def test_rules_on_chains_equal_plain_python(rule: str, num_nodes: int) -> None:
     rows = 1000
     logits, draft_logits = (random_logits(generator, rows, n) for n in (num_nodes + 1, num_nodes))
     draft_logits[::5] = logits[::5, :-1]
-    drafts = verify.sample(draft_logits.softmax(-1), uniforms(generator, rows, num_nodes))
+    drafts = acceptance_rules.sample(draft_logits.softmax(-1), uniforms(generator, rows, num_nodes))
     anything = torch.randint(NO_TOKEN, V, drafts.shape, generator=generator)
     drafts = torch.where(torch.rand(drafts.shape, generator=generator) < 0.2, anything, drafts)
     accept, draw = uniforms(generator, rows, num_nodes), uniforms(generator, rows, num_nodes + 1)
@@ -194,7 +194,7 @@ def test_siblings_without_replacement_equal_plain_python(num_nodes: int) -> None
     draft_logits[::3] = logits[::3, :-1]
     accept, draw = uniforms(generator, rows, num_nodes), uniforms(generator, rows, depth + 1)
     columns = lists(logits), lists(draft_logits), tokens.tolist(), parents.tolist(), accept.tolist(), draw.tolist()
-    found = verify.without_replacement(logits, draft_logits, tokens, parents, depth, accept, draw)
+    found = acceptance_rules.without_replacement(logits, draft_logits, tokens, parents, depth, accept, draw)
     assert_same(found, list(map(plain_rejection, *columns)))
 
 
@@ -207,7 +207,7 @@ def test_typical_acceptance_equals_plain_python(num_nodes: int) -> None:
     logits = torch.randn(500, num_nodes + 1, V, generator=generator) * 2
     expected = list(map(plain_typical, lists(logits), tokens.tolist(), parents.tolist()))
     assert max(len(path) for path, _ in expected) >= min(num_nodes, 2)
-    assert_same(verify.typical(logits, tokens, parents, depth), expected)
+    assert_same(acceptance_rules.typical(logits, tokens, parents, depth), expected)
 
 
 # At the edges ---------------------------------------------------------------------------------------------------------
@@ -234,8 +234,8 @@ def test_no_drafts_is_plain_decoding(rule: str) -> None:
 
 def test_no_drafts_without_chance() -> None:
     p, none = torch.tensor([[[0.25, 0.25, 0.5]]]), torch.zeros(1, 0, dtype=torch.int64)
-    assert verify.greedy(p, none, none, 0).next_token.tolist() == [2]
-    assert verify.typical(p.log(), none, none, 0).next_token.tolist() == [2]
+    assert acceptance_rules.greedy(p, none, none, 0).next_token.tolist() == [2]
+    assert acceptance_rules.typical(p.log(), none, none, 0).next_token.tolist() == [2]
 
 
 @pytest.mark.parametrize("rule", SAMPLED)
@@ -284,7 +284,7 @@ def test_twins_and_undrawn_siblings_change_nothing() -> None:
     def verified(nodes: list[int]) -> Verified:
         logits, draft_logits = p.log().expand(rows, len(nodes) + 1, 4), q.log().expand(rows, 1, 4)
         chosen = tokens[:, nodes], parents[:, nodes], 1, accept[:, nodes]
-        return verify.without_replacement(logits, draft_logits, *chosen, draw)
+        return acceptance_rules.without_replacement(logits, draft_logits, *chosen, draw)
 
     with_them, without = verified([0, 1, 2, 3]), verified([0, 3])
     assert with_them.num_accepted.tolist() == without.num_accepted.tolist()
@@ -297,11 +297,11 @@ def test_typical_acceptance_prefers_depth_then_likelihood() -> None:
     """Column 3 is likelier than 4 with the same parent; 2 is likelier than 1, but nothing stands below it."""
     p = torch.tensor([[0.3, 0.5, 0.2], [0.25, 0.25, 0.5], [1.0, 0, 0], [0.1, 0.6, 0.3], [1.0, 0, 0], [1.0, 0, 0]])
     tokens, parents = torch.tensor([[0, 1, 2, 0, 1]]), torch.tensor([[-1, -1, 0, 0, 1]])
-    verified = verify.typical(p.log()[None], tokens, parents, 2)
+    verified = acceptance_rules.typical(p.log()[None], tokens, parents, 2)
     assert verified.num_accepted.tolist() == [2]
     assert verified.path.tolist() == [[1, 3]]
     assert verified.next_token.tolist() == [1]
-    strict = verify.typical(p.log()[None], tokens, parents, 2, epsilon=0.4, delta=9.0)  # p(x) > 0.4
+    strict = acceptance_rules.typical(p.log()[None], tokens, parents, 2, epsilon=0.4, delta=9.0)  # p(x) > 0.4
     assert strict.path[0, : strict.num_accepted].tolist() == [2]
 
 

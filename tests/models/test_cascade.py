@@ -7,7 +7,7 @@ import torch
 from test_drafters import build
 
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.decoding.batch_engine import GenerationSettings, Rows
+from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.decoding.generation import Generation
 from draftsmith.inference.decoding.schedule import Schedule
@@ -49,9 +49,9 @@ def test_the_text_is_the_targets(cascade: Cascade, tiny_target: Target) -> None:
 def test_each_row_gets_the_right_draft(cascade: Cascade, tiny_target: Target) -> None:
     """A row whose last three tokens stood before looks its draft up, the others are drafted for."""
     prompts = [[9, 5, 6, 7, 8, 4, 5, 6, 7], [9, 5, 6, 7, 8, 4, 3, 6, 7], [1, 2, 3]]
-    rows = Rows(tiny_target, cascade, GenerationSettings(shape=Chain(3)), 3, 128)
-    rows.admit([0, 1, 2], prompts, [0, 1, 2])
-    state = rows.state
+    engine = BatchEngine(tiny_target, cascade, GenerationSettings(shape=Chain(3)), 3, 128)
+    engine.admit([0, 1, 2], prompts, [0, 1, 2])
+    state = engine.state
     state.token_ids[torch.arange(3), state.lengths - 1] = torch.tensor([8, 8, 8])
     found = cascade.propose(state, Chain(3)).tokens
     looked_up, _ = cascade.lookup.look_up(state, 3)
@@ -75,19 +75,19 @@ def test_a_draft_model_reads_what_others_drafted(cascade: Cascade, tiny_target: 
     for prompt, answer in zip(prompts, answers, strict=True):
         cascade.remember(prompt + answer)
     settings = GenerationSettings(shape=Chain(4), stop_at_eos=False)
-    rows = Rows(tiny_target, cascade, settings, len(prompts), 128)
-    rows.admit([0, 1, 2, 3], prompts, [0, 1, 2, 3])
+    engine = BatchEngine(tiny_target, cascade, settings, len(prompts), 128)
+    engine.admit([0, 1, 2, 3], prompts, [0, 1, 2, 3])
     for _ in range(3):
-        rows.draft()
-        rows.verify()
-    texts = [ids[:length].tolist() for ids, length in zip(rows.state.token_ids, rows.state.lengths, strict=True)]
+        engine.draft()
+        engine.verify()
+    texts = [ids[:length].tolist() for ids, length in zip(engine.state.token_ids, engine.state.lengths, strict=True)]
     assert max(len(text) - len(prompt) for text, prompt in zip(texts, prompts, strict=True)) > 10  # drafts were right
-    fresh = Rows(tiny_target, cascade.trained, settings, len(prompts), 128)
+    fresh = BatchEngine(tiny_target, cascade.trained, settings, len(prompts), 128)
     fresh.admit([0, 1, 2, 3], [text[:-1] for text in texts], [0, 1, 2, 3])
     for row, text in enumerate(texts):
         fresh.state.token_ids[row, len(text) - 1] = text[-1]
-    rows.state.own_drafts = False
-    found = cascade.trained.propose(rows.state, Chain(4)).tokens
+    engine.state.own_drafts = False
+    found = cascade.trained.propose(engine.state, Chain(4)).tokens
     assert found.tolist() == cascade.trained.propose(fresh.state, Chain(4)).tokens.tolist()
 
 
@@ -95,14 +95,14 @@ def test_a_draft_model_reads_what_others_drafted(cascade: Cascade, tiny_target: 
 def test_a_trained_drafter_without_memory_is_asked_where_needed(
     cascade: Cascade, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = Rows(tiny_target, cascade, GenerationSettings(shape=Chain(3)), 1, 128)
-    rows.admit([0], [[9, 5, 6, 7, 8, 4, 5, 6, 7]], [0])
-    rows.state.token_ids[0, 9] = 8
+    engine = BatchEngine(tiny_target, cascade, GenerationSettings(shape=Chain(3)), 1, 128)
+    engine.admit([0], [[9, 5, 6, 7, 8, 4, 5, 6, 7]], [0])
+    engine.state.token_ids[0, 9] = 8
     monkeypatch.setattr(type(cascade.trained), "propose", None)
-    assert cascade.propose(rows.state, Chain(3)).tokens.tolist() == [[4, 5, 6]]
-    rows.state.token_ids[0, 9] = 1
+    assert cascade.propose(engine.state, Chain(3)).tokens.tolist() == [[4, 5, 6]]
+    engine.state.token_ids[0, 9] = 1
     with pytest.raises(TypeError):
-        cascade.propose(rows.state, Chain(3))
+        cascade.propose(engine.state, Chain(3))
 
 
 @pytest.mark.parametrize(("first", "second"), PARTS[:1])
@@ -128,12 +128,12 @@ def test_a_draft_model_reads_what_was_written_without_speculation(cascade: Casca
     """Off while two requests run, on when the shorter one is done: then no slot of the longer one's text is empty."""
     schedule = Schedule(((1, 3), (2, 0)))
     settings = resolve_settings(cascade, Sampling(), 40, schedule, stop_at_eos=False)
-    rows = Rows(tiny_target, cascade, settings, 2, 128)
-    generation = Generation(rows, [], [])
+    engine = BatchEngine(tiny_target, cascade, settings, 2, 128)
+    generation = Generation(engine, [], [])
     generation.add([5, 77, 23, 9], 0, 40)
     generation.add([100, 3, 200], 1, 15)
     while generation.running():
         generation.step()
-    keys, _ = rows.state.memory.cache.keys_and_values(0)  # [B, Hkv, M, D]
-    num_before = int(rows.state.lengths[0]) - (settings.shape.depth + 2)  # the last round, with its newest token
+    keys, _ = engine.state.memory.cache.keys_and_values(0)  # [B, Hkv, M, D]
+    num_before = int(engine.state.lengths[0]) - (settings.shape.depth + 2)  # the last round, with its newest token
     assert (keys[0, :, :num_before].abs().sum((0, 2)) > 0).all()

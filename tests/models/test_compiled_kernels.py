@@ -130,7 +130,7 @@ def losses() -> dict[str, Callable[[], object]]:
 
 
 def verification() -> dict[str, Callable[[], object]]:
-    from draftsmith.inference.verification import kernels as verify_kernels
+    from draftsmith.inference.verification import acceptance_kernels
     from draftsmith.models.sampling import sampling_kernels
     from draftsmith.models.sampling.sampling import Stream
 
@@ -143,13 +143,15 @@ def verification() -> dict[str, Callable[[], object]]:
         accept, draws = meta(batch, nodes), meta(batch, depth + 1)
         match rule:
             case "greedy" | "typical":
-                return getattr(verify_kernels, rule)(logits, tokens, tokens, depth)
+                return getattr(acceptance_kernels, rule)(logits, tokens, tokens, depth)
             case "one_hot":
-                return verify_kernels.one_hot(logits, tokens, tokens, depth, draws)
+                return acceptance_kernels.one_hot(logits, tokens, tokens, depth, draws)
             case "without_replacement":
-                return verify_kernels.without_replacement(logits, draft_logits, tokens, tokens, depth, accept, draws)
+                return acceptance_kernels.without_replacement(
+                    logits, draft_logits, tokens, tokens, depth, accept, draws
+                )
             case _:
-                return getattr(verify_kernels, rule)(logits, draft_logits, tokens, accept, draws)
+                return getattr(acceptance_kernels, rule)(logits, draft_logits, tokens, accept, draws)
 
     calls: dict[str, tuple[Any, ...]] = {}
     for dtype in (torch.float32, torch.float16, torch.bfloat16):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.decoding.batch_engine import GenerationSettings, Rows
+from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.measuring.certify import ALPHA, chi_square
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
@@ -260,9 +260,9 @@ def drafter_of(kind: str, target: Target) -> Drafter:
     return DRAFTERS[kind].from_target(DRAFTERS[kind].config_class(kind=kind), target).eval()
 
 
-def logits_in_a_tree(rows: Rows, patch: pytest.MonkeyPatch) -> list[list[tuple[Path, Tensor]]]:
+def logits_in_a_tree(engine: BatchEngine, patch: pytest.MonkeyPatch) -> list[list[tuple[Path, Tensor]]]:
     """Of each row the paths that the drafter reads in its next draft, with the logits [V] of what follows each."""
-    found: list[list[tuple[Path, Tensor]]] = [[] for _ in range(rows.num_rows)]
+    found: list[list[tuple[Path, Tensor]]] = [[] for _ in range(engine.num_rows)]
 
     def spied(grow_shape: Callable) -> Callable:
         def grow_it(shape: object, root: Tensor, read: Callable, *rest: object) -> Draft:
@@ -284,11 +284,11 @@ def logits_in_a_tree(rows: Rows, patch: pytest.MonkeyPatch) -> list[list[tuple[P
     with patch.context() as context:
         for name in ("grow_static", "grow_dynamic"):
             context.setattr(tree_drafting, name, spied(getattr(tree_drafting, name)))
-        rows.draft()
+        engine.draft()
     return found
 
 
-def logits_on_a_chain(rows: Rows, tokens: Tensor, patch: pytest.MonkeyPatch) -> Tensor:
+def logits_on_a_chain(engine: BatchEngine, tokens: Tensor, patch: pytest.MonkeyPatch) -> Tensor:
     """What a drafter that drafts these tokens [B, D] as a chain holds of the next one, [B, V]."""
     found: list[Tensor] = []
     forced = torch.cat([tokens, torch.zeros(len(tokens), 9, dtype=torch.int64)], 1)
@@ -299,7 +299,7 @@ def logits_on_a_chain(rows: Rows, tokens: Tensor, patch: pytest.MonkeyPatch) -> 
 
     with patch.context() as context:
         context.setattr(DecodingState, "choose", choose)
-        rows.draft()
+        engine.draft()
     return found[tokens.shape[1]]
 
 
@@ -311,18 +311,18 @@ def test_a_node_is_drafted_as_its_path_alone(
     """After two rounds with trees, against fresh rows that have only read the text and draft chains."""
     drafter = drafter_of(kind, tiny_target)
     prompts = [tiny_target.encode(prompt) for prompt in PROMPTS]
-    rows = Rows(tiny_target, drafter, GenerationSettings(shape=tree), len(prompts), 128)
-    rows.admit([0, 1, 2, 3], prompts, [0, 1, 2, 3])
+    engine = BatchEngine(tiny_target, drafter, GenerationSettings(shape=tree), len(prompts), 128)
+    engine.admit([0, 1, 2, 3], prompts, [0, 1, 2, 3])
     for _ in range(2):
-        rows.draft()
-        rows.verify()
-    texts = [ids[:length].tolist() for ids, length in zip(rows.state.token_ids, rows.state.lengths, strict=True)]
-    fresh = Rows(tiny_target, drafter, GenerationSettings(shape=Chain(tree.depth)), len(prompts), 128)
+        engine.draft()
+        engine.verify()
+    texts = [ids[:length].tolist() for ids, length in zip(engine.state.token_ids, engine.state.lengths, strict=True)]
+    fresh = BatchEngine(tiny_target, drafter, GenerationSettings(shape=Chain(tree.depth)), len(prompts), 128)
     fresh.admit([0, 1, 2, 3], [text[:-1] for text in texts], [0, 1, 2, 3])
     for row, text in enumerate(texts):
         fresh.state.token_ids[row, len(text) - 1] = text[-1]
 
-    found = logits_in_a_tree(rows, monkeypatch)
+    found = logits_in_a_tree(engine, monkeypatch)
     assert len(found[0]) == 1 + tree.num_read
     for nodes in zip(*found, strict=True):  # the same place in the tree of every row
         tokens = torch.tensor([path for path, _ in nodes], dtype=torch.int64)

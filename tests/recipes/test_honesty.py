@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.decoding.batch_engine import GenerationSettings, Rows
+from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.decoding.counters import Stats, length_interval, student_t
 from draftsmith.inference.decoding.decoder import Output, OutputStats, RequestTimes, Timing
 from draftsmith.inference.measuring.bandwidth import bandwidth_floor_share
@@ -42,20 +42,20 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    clock, draft, verify = Clock(), Rows.draft, Rows.verify
+    clock, draft, verify = Clock(), BatchEngine.draft, BatchEngine.verify
 
-    def timed_draft(rows: Rows, draft_length: int | None = None) -> None:
-        clock.now += clock.costs["draft"] if rows.settings.shape.depth else 0
-        draft(rows, draft_length)
+    def timed_draft(engine: BatchEngine, draft_length: int | None = None) -> None:
+        clock.now += clock.costs["draft"] if engine.settings.shape.depth else 0
+        draft(engine, draft_length)
 
-    def timed_verify(rows: Rows) -> object:
-        clock.now += clock.costs["verify"] if rows.settings.shape.depth else 1.0
-        return verify(rows)
+    def timed_verify(engine: BatchEngine) -> object:
+        clock.now += clock.costs["verify"] if engine.settings.shape.depth else 1.0
+        return verify(engine)
 
     with monkeypatch.context() as patch:
         patch.setattr("time.perf_counter", clock)
-        patch.setattr(Rows, "draft", timed_draft)
-        patch.setattr(Rows, "verify", timed_verify)
+        patch.setattr(BatchEngine, "draft", timed_draft)
+        patch.setattr(BatchEngine, "verify", timed_verify)
         yield clock
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from draftsmith.inference.decoding.counters import Stats, paired_difference
-from draftsmith.inference.replay.replay import Recording, Track, expected_stats, starts, survival
-from draftsmith.inference.verification.rules import VerificationMode
+from draftsmith.inference.replay.replay import AcceptanceTrace, Recording, expected_stats, starts, survival
+from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target
 from draftsmith.models.sampling.trees import Chain
 
@@ -31,14 +31,14 @@ class Reference:
 
 
 @dataclass
-class Case:
+class ReplayedDrafter:
     """A drafter on recorded texts."""
 
     target: Target
     drafter: Drafter
     recording: Recording
     draft_length: int
-    tracks: list[Track]
+    traces: list[AcceptanceTrace]
     domains: list[str]
     reference: Reference | None
 
@@ -46,31 +46,31 @@ class Case:
     def mode(self) -> VerificationMode:
         return "greedy" if self.recording.sampling.greedy else "one_hot"
 
-    def stats(self, tracks: list[Track]) -> list[Stats]:
-        return [expected_stats(one, Chain(self.draft_length), self.mode) for one in tracks]
+    def stats(self, traces: list[AcceptanceTrace]) -> list[Stats]:
+        return [expected_stats(one, Chain(self.draft_length), self.mode) for one in traces]
 
     def accept(self, index: int) -> np.ndarray:
         """[N, K]"""
-        return self.tracks[index].accept[self.mode]
+        return self.traces[index].accept[self.mode]
 
-    def with_accept(self, change: Callable[[Track, np.ndarray], np.ndarray]) -> list[Track]:
-        """The tracks with other chances."""
-        return [replace(one, accept={self.mode: change(one, one.accept[self.mode])}) for one in self.tracks]
+    def with_accept(self, change: Callable[[AcceptanceTrace, np.ndarray], np.ndarray]) -> list[AcceptanceTrace]:
+        """The traces with other chances."""
+        return [replace(one, accept={self.mode: change(one, one.accept[self.mode])}) for one in self.traces]
 
-    def gain(self, tracks: list[Track]) -> dict[str, Any] | None:
-        """The acceptance length that other tracks add, where that is worth a word."""
-        return worthy_gain(self.stats(tracks), self.stats(self.tracks))
+    def gain(self, traces: list[AcceptanceTrace]) -> dict[str, Any] | None:
+        """The acceptance length that other traces add, where that is worth a word."""
+        return worthy_gain(self.stats(traces), self.stats(self.traces))
 
     def weights(self, index: int) -> np.ndarray:
         """Chance that a draft of each place and depth is offered with all before it accepted, [N, K]."""
-        one = self.tracks[index]
+        one = self.traces[index]
         alive = survival(one, Chain(self.draft_length), self.mode)
         before = np.concatenate([np.ones((len(alive), 1)), alive[:, :-1]], 1)
         return starts(alive, one.limit)[:, None] * before
 
-    def first_accepted(self, tracks: list[Track]) -> float:
+    def first_accepted(self, traces: list[AcceptanceTrace]) -> float:
         """Share of first drafted tokens."""
-        stats = self.stats(tracks)
+        stats = self.stats(traces)
         return sum(stats[1:], stats[0]).conditional_acceptance_rates[0] or 0.0
 
     def target_ids(self) -> np.ndarray:

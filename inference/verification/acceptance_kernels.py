@@ -1,9 +1,9 @@
-"""Triton kernels of the rules in `verify`: the same names, arguments and results, in one to four launches a rule.
+"""Triton kernels of acceptance_rules.py: the same names, arguments and results, in one to four launches a rule.
 
-`verify` is the specification. Here no law over the vocabulary is ever in memory: logits are read in chunks, and the
-next token is drawn from (p - lam q)+, lam being 0 where p itself is meant. Tensors lie on one CUDA device; logits are
-contiguous, for a hidden copy of them would cost more than the rule. Nothing waits for the device, and all that is
-allocated are the results and a few numbers a chunk.
+The plain rules are the specification. Here no distribution over the vocabulary is ever in memory: logits are read in
+chunks, and the next token is drawn from (p - lam q)+, where lam is 0 if p itself is meant. Tensors lie on one CUDA
+device. Logits are contiguous, since a hidden copy of them would cost more than the rule. Nothing waits for the device,
+and only the results and a few numbers a chunk are allocated.
 
 Shapes: B rows, N nodes, T = N + 1 columns, D depth, P columns with draft logits, V vocabulary in CHUNKS chunks of CHUNK
 logits, NODES the power of 2 from T on. In kernels, `row` is a row of the batch, and [NODES] runs over columns.
@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from draftsmith.inference.verification import rejection_kernels as rejection
+from draftsmith.inference.verification.acceptance_rules import Verified
 from draftsmith.inference.verification.rejection_kernels import Tree, load_tree
-from draftsmith.inference.verification.rules import Verified
 from draftsmith.models.sampling.sampling_kernels import chunk_sizes, load_law, read_in_chunks, sample_columns
 
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.inference.decoding.batch_engine import GenerationSettings, Rows
+from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.decoding.generation import Generation
-from draftsmith.inference.verification.rules import Verified
+from draftsmith.inference.verification.acceptance_rules import Verified
 from draftsmith.models import Drafter, Target
 from draftsmith.models.drafting.base import DecodingState, Draft
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import SlotCache
 
 
-class GivenRows(Rows):
+class ForcedBatchEngine(BatchEngine):
     """One row a text. A round verifies greedily but accepts nothing; the token that follows is then the text's own.
 
     The target verifies the text's next tokens in place of what was drafted: what it has to do, such as which experts it
@@ -37,7 +37,7 @@ class GivenRows(Rows):
         num_rounds: int,
         cache: SlotCache | None = None,
     ) -> None:
-        """`cache`: of other rows that follow the same texts, which then serves these too."""
+        """`cache`: that of another engine which follows the same texts; it then serves this one too."""
         longest = max(map(len, texts))
         settings = GenerationSettings(
             max_new_tokens=num_rounds + 1,
@@ -67,31 +67,31 @@ class GivenRows(Rows):
         return verified._replace(num_accepted=torch.zeros_like(verified.num_accepted))
 
 
-def follow(rows: GivenRows, prompts: list[list[int]]) -> Generation:
-    """Begin to follow the texts of the rows behind their prompts; the caller steps, `num_rounds` times at most."""
-    generation = Generation(rows, prompts, list(range(len(prompts))))
+def start_forced(engine: ForcedBatchEngine, prompts: list[list[int]]) -> Generation:
+    """Begin to follow the texts of the engine behind their prompts; the caller steps, `num_rounds` times at most."""
+    generation = Generation(engine, prompts, list(range(len(prompts))))
     generation.step()
     return generation
 
 
 @dataclass
-class Followed:
+class ForcedBatch:
     """Some texts, prompts and answers, being followed; the longest answer has `num_rounds` places."""
 
     texts: Sequence[tuple[list[int], list[int]]]
-    rows: GivenRows
+    engine: ForcedBatchEngine
     generation: Generation
     num_rounds: int
 
 
-def follow_answers(
+def force_answers(
     target: Target, drafter: Drafter, shape: Shape, texts: Sequence[tuple[list[int], list[int]]], batch_size: int = 8
-) -> Iterator[Followed]:
+) -> Iterator[ForcedBatch]:
     """Begin to follow prompts with their answers, a batch at a time; one in which no answer goes on is left out."""
     for start in range(0, len(texts), batch_size):
         batch = texts[start : start + batch_size]
         num_rounds = max(len(answer) for _, answer in batch) - 1
         if num_rounds < 1:
             continue
-        rows = GivenRows(target, drafter, shape, [prompt + answer for prompt, answer in batch], num_rounds)
-        yield Followed(batch, rows, follow(rows, [prompt for prompt, _ in batch]), num_rounds)
+        engine = ForcedBatchEngine(target, drafter, shape, [prompt + answer for prompt, answer in batch], num_rounds)
+        yield ForcedBatch(batch, engine, start_forced(engine, [prompt for prompt, _ in batch]), num_rounds)
