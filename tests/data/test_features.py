@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from feature_stores import make_store, source_of
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.features import stored as features
 from draftsmith.data.features import writer as feature_writer
-from draftsmith.data.features.stored import Contents, FeatureSource, StoredFeatures, decode, encode, samples_hash
+from draftsmith.data.features.stored import StoredFeatures, decode, encode
 from draftsmith.data.features.writer import check_disk, write_shards
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
 from draftsmith.data.samples.samples import Sample, read_samples
@@ -50,25 +51,9 @@ def make_plan(samples: list[Sample], max_length: int = 40) -> BatchPlan:
     return BatchPlan(samples, 4, max_length, 200, seed=0)
 
 
-def make_store(folder: Path, target: Target, plan: BatchPlan, **changes: Any) -> StoredFeatures:
-    fields = {
-        "target_fingerprint": target.fingerprint(),
-        "ends_fingerprint": target.ends_fingerprint(),
-        "layer_ids": (1, 2),
-        "hidden_size": target.hidden_size,
-        "dtype": "float32",
-        "samples_hash": samples_hash(plan),
-    }
-    return StoredFeatures(folder, Contents(**{**fields, **changes}), plan)
-
-
 def write(store: StoredFeatures, target: Target) -> StoredFeatures:
     write_shards(store, store.missing(), source_of(store, target))
     return store
-
-
-def source_of(store: StoredFeatures, target: Target) -> FeatureSource:
-    return lambda rows, batch: target.features(batch, store.contents.layer_ids)
 
 
 def test_what_is_read_is_what_the_target_computes(samples: Path, tiny_target: Target, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from fake_server import FakeServer
 from runs import make_config
 from safetensors.torch import load_file, save_file
-from test_endpoint import FakeServer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from feature_stores import make_store, source_of
 from safetensors.torch import load_file
-from test_features import make_store, source_of
 from vllm_process import serving
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from test_teacher_forcing import batch_of
+from drafters import batch_of
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats

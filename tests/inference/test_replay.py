@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_teacher_forcing import TEXTS, TRAINABLE, trained
+from drafters import TEXTS, TRAINABLE, trained
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats, paired_difference

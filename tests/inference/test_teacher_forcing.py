@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-import torch
+from drafters import TEXTS, TRAINABLE, trained
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats
@@ -11,48 +11,15 @@ from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, m
 from draftsmith.inference.replay.replay import expected_stats
 from draftsmith.inference.replay.teacher_forcing import gap_warning, teacher_forced_fields, teacher_forced_traces
 from draftsmith.models import DRAFTERS, Drafter, Target
-from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.eagle3 import Eagle3
 from draftsmith.models.sampling.trees import Chain, StaticTree
 
-TRAINABLE = [kind for kind, drafter_class in DRAFTERS.items() if drafter_class.loss is not Drafter.loss]
-TEXTS = ["The smith", "def strike(", "heats it again, and", "A draft is cheap", "iron iron iron", "x"]
 NUM_TOKENS, DRAFT_LENGTH = 24, 4
 
 
 @pytest.fixture(scope="module")
 def prompts(tiny_target: Target) -> list[list[int]]:
     return [tiny_target.encode(text) for text in TEXTS]
-
-
-def batch_of(prompts: list[list[int]], answers: list[list[int]]) -> Batch:
-    """Prompts and answers, padded, loss on the answers."""
-    texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-    token_ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
-    mask = torch.zeros_like(token_ids, dtype=torch.bool)
-    for row, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
-        token_ids[row, : len(text)] = torch.tensor(text)
-        mask[row, len(prompt) : len(text)] = True
-    return Batch(token_ids, mask)
-
-
-def trained(kind: str, target: Target, prompts: list[list[int]], num_steps: int = 20, **config: Any) -> Drafter:
-    """After a few steps on half of the answers, so that some drafts are followed and some are not."""
-    torch.manual_seed(1)
-    drafter_class = DRAFTERS[kind]
-    drafter = drafter_class.from_target(drafter_class.config_class(kind=kind, **config), target).train()
-    plain = SpeculativeDecoder(target, DRAFTERS["none"].from_target(None, target))
-    answers = plain.generate(prompts[::2], 28, batch_size=len(prompts)).token_ids
-    batch = batch_of(prompts[::2], answers)
-    drafter.fit_vocabulary(torch.bincount(batch.token_ids[batch.loss_mask], minlength=target.vocab_size))
-    features = target.features(batch, drafter.layer_ids)
-    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], 1e-2)
-    for _ in range(num_steps):
-        total, count = drafter.loss(batch, features)["loss"]
-        (total / count).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return drafter.eval()
 
 
 @pytest.fixture(scope="module", params=TRAINABLE)

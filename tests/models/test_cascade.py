@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_drafters import build
+from drafters import build
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_families import SERVED, family_config
+from families import SERVED, family_config
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare

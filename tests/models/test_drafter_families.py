@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_drafters import build, loss_of, random_batch
+from drafters import build, loss_of, random_batch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig

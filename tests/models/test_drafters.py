@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafters import TRAINABLE, build, first_round, loss_of, random_batch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
@@ -14,58 +15,13 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.drafters.eagle3_training import unroll
 from draftsmith.models.drafters.medusa import Medusa, MedusaConfig
-from draftsmith.models.drafting.base import NO_TOKEN, DecodingState
+from draftsmith.models.drafting.base import NO_TOKEN
 from draftsmith.models.drafting.unrolled_attention import DraftingSlots
 from draftsmith.models.errors import UserError
-from draftsmith.models.losses.losses import LossSums
-from draftsmith.models.sampling.sampling import Noise, Sampling
 from draftsmith.models.sampling.trees import Chain
-from draftsmith.models.target.slots import SlotCache, chain_window
 from draftsmith.models.training_free.ngram import latest_match
 
-TRAINABLE = [kind for kind, drafter_class in DRAFTERS.items() if drafter_class.loss is not Drafter.loss]
 every_trainable = pytest.mark.parametrize("kind", TRAINABLE)
-
-
-def build(kind: str, target: Target, **fields: Any) -> Drafter:
-    """Neither trained nor as new: noise in the weights lets nothing vanish or agree by accident.
-
-    In evaluation mode, in which nothing is drawn by chance.
-    """
-    torch.manual_seed(1)
-    drafter = DRAFTERS[kind].from_target(DRAFTERS[kind].config_class(kind=kind, **fields), target).eval()
-    for parameter in drafter.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    return drafter
-
-
-def loss_of(drafter: Drafter, batch: Batch, target: Target) -> LossSums:
-    return drafter.loss(batch, target.features(batch, drafter.layer_ids))
-
-
-def random_batch(target: Target, rows: int = 3, length: int = 12) -> Batch:
-    token_ids = torch.randint(1, target.vocab_size, (rows, length), generator=torch.Generator().manual_seed(2))
-    loss_mask = torch.arange(length)[None] >= torch.tensor([3, 5, 4])[:rows, None]
-    return Batch(token_ids, loss_mask)
-
-
-def first_round(drafter: Drafter, target: Target, token_ids: Tensor, sample_drafts: bool = False) -> DecodingState:
-    """The state after the target read all but the last of the tokens [B, T]."""
-    window = chain_window(torch.zeros(len(token_ids), dtype=torch.int64), token_ids.shape[1] - 1)
-    features = target.run(token_ids[:, :-1], window, SlotCache(*token_ids.shape), drafter.layer_ids)
-    lengths = torch.full((len(token_ids),), token_ids.shape[1])
-    padded = torch.cat([token_ids, torch.zeros(len(token_ids), 8, dtype=torch.int64)], 1)
-    sampling = Sampling(1.0 if sample_drafts else 0.0)
-    noise = Noise(0, torch.arange(len(token_ids)))
-    shape = drafter.own_shape(4)
-    memory = drafter.new_memory(*padded.shape, shape)
-    drafter.read(memory, token_ids, features, window)
-    state = DecodingState(
-        padded, lengths, features, window.positions, lengths - 1, sampling, noise, sample_drafts, memory
-    )
-    if drafter.reads_predictions:
-        state.predictions = torch.full((len(lengths), shape.num_nodes + 1), NO_TOKEN)
-    return state
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DRAFTERS if kind != "lookahead"])  # which drafts a tree of its own

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_target, tiny_tokenizer
+from families import SERVED, VOCABULARY, family_config, plain_model
 from huggingface_hub.errors import LocalEntryNotFoundError
 from runs import arguments, make_config
 from safetensors.torch import load_file
-from test_families import SERVED, VOCABULARY, family_config, plain_model
+from tiny_target import save_target, tiny_tokenizer
 
 from draftsmith.data.samples.samples import PREPARED, SAMPLES, Sample, Span, sample_line
 from draftsmith.models import Target

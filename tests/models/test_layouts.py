@@ -1,76 +1,21 @@
 """Public checkpoints of other projects, on synthetic ones of exactly their layouts: the same drafts, or a refusal."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from test_drafters import first_round
+from drafters import assert_same_drafter, first_round, noisy
+from public_checkpoints import PUBLIC, llama_config, safeailab_eagle, speculators_eagle3, write
 from torch import Tensor
 
-from draftsmith.models import DRAFTERS, Drafter, Target, checkpoint_of, load_drafter, read_checkpoint, save_drafter
+from draftsmith.models import Drafter, Target, checkpoint_of, load_drafter, read_checkpoint, save_drafter
 from draftsmith.models.drafting.base import OWN_EMBEDDING
 from draftsmith.models.drafting.layouts import medusa_name
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import Chain
 from draftsmith.recipes.serving.export import export_checkpoint
-
-
-def noisy(kind: str, target: Target, **fields: Any) -> Drafter:
-    """A drafter no weight of which is a copy or zero."""
-    torch.manual_seed(0)
-    drafter_class = DRAFTERS[kind]
-    drafter = drafter_class.from_target(drafter_class.config_class(kind=kind, **fields), target)
-    for parameter in drafter.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return drafter
-
-
-def assert_same(found: Drafter, expected: Drafter) -> None:
-    """Tensor by tensor to the bit, and in all that engines read: then so are drafts."""
-    assert found.kind == expected.kind
-    assert found.layer_ids == expected.layer_ids
-    ours, theirs = found.engine_tensors(), expected.engine_tensors()
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
-
-
-def write(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str) -> Path:
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    if file.endswith(".safetensors"):
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / file)
-    else:
-        torch.save(tensors, directory / file)
-    return directory
-
-
-def llama_config(target: Target, **more: Any) -> dict[str, Any]:
-    """config.json as SafeAILab's training code leaves it: the older RoPE key, no layer ids, no target width."""
-    text = target.text_config
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_act": "silu",
-        "hidden_size": target.hidden_size,
-        "intermediate_size": text.intermediate_size,
-        "max_position_embeddings": 2048,
-        "num_attention_heads": text.num_attention_heads,
-        "num_key_value_heads": text.num_key_value_heads,
-        "num_hidden_layers": 1,
-        "rms_norm_eps": text.rms_norm_eps,
-        "rope_theta": text.rope_parameters["rope_theta"],
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "vocab_size": target.vocab_size,
-        **more,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -79,87 +24,10 @@ def deep_target(make_target_dir: Any) -> Target:
     return Target.from_pretrained(make_target_dir(num_hidden_layers=8), "cpu", torch.float32)
 
 
-def safeailab_eagle(target: Target, folder: Path, bias: bool = True) -> Drafter:
-    """EAGLE-1 names the target's architecture, and brings a copy of its embedding; its `fc` mostly has a bias."""
-    drafter = noisy("eagle", target, bias=bias)
-    config = llama_config(target, architectures=["LlamaForCausalLM"], bias=bias)
-    write(folder, config, {**drafter.engine_tensors(), **embedding(target)}, "pytorch_model.bin")
-    return drafter
-
-
-def safeailab_eagle3(target: Target, folder: Path, file: str = "pytorch_model.bin") -> Drafter:
-    drafter = noisy("eagle3", target, draft_vocab_size=6)
-    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in drafter.engine_tensors().items()}
-    write(folder, llama_config(target, draft_vocab_size=6), tensors, file)
-    return drafter
-
-
-def specforge_eagle3(target: Target, folder: Path) -> Drafter:
-    """Nested layer ids name output layers; a whole vocabulary comes with tables that map it on itself."""
-    drafter = noisy("eagle3", target, layer_ids=[2, 5, 7])
-    size = target.vocab_size
-    tables = {"d2t": torch.zeros(size, dtype=torch.int64), "t2d": torch.ones(size, dtype=torch.bool)}
-    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in drafter.engine_tensors().items()}
-    eagle = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 4, 6]}
-    config = llama_config(target, draft_vocab_size=size, eagle_config=eagle)
-    write(folder, config, {**tensors, **tables}, "model.safetensors")
-    return drafter
-
-
-def speculators_eagle3(target: Target, folder: Path, **changes: Any) -> Drafter:
-    """The layer's config nested; copies of the target's norm, head and embedding beside the tensors."""
-    drafter = noisy("eagle3", target, draft_vocab_size=6, layer_ids=[1, 3, 6])
-    layer = {**llama_config(target), "head_dim": 8, "rope_parameters": dict(target.text_config.rope_parameters)}
-    config = {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "transformer_layer_config": layer,
-        "draft_vocab_size": 6,
-        "norm_before_residual": False,
-        "target_hidden_size": None,
-        "eagle_aux_hidden_state_layer_ids": [1, 3, 6],
-        "speculators_config": {"algorithm": "eagle3", "proposal_methods": [], "verifier": {"name_or_path": "x"}},
-        **changes,
-    }
-    copies = {"verifier_norm.weight": torch.ones(target.hidden_size), "verifier_lm_head.weight": torch.ones(6, 32)}
-    write(folder, config, {**drafter.engine_tensors(), **copies, **embedding(target)}, "model.safetensors")
-    return drafter
-
-
-def fasterdecoding_medusa(target: Target, folder: Path, prefix: str = "") -> Drafter:
-    """Its config.json tells no sizes, and often fewer heads than the file has."""
-    drafter = noisy("medusa", target, num_heads=3)
-    own = drafter.engine_tensors()
-    tensors = {}
-    for head in range(3):
-        tensors[f"{prefix}{head}.0.linear.weight"] = own[f"blocks.{head}.layers.0.weight"]
-        tensors[f"{prefix}{head}.0.linear.bias"] = own[f"blocks.{head}.layers.0.bias"]
-        tensors[f"{prefix}{head}.1.weight"] = own[f"lm_heads.{head}.weight"]
-    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
-    write(folder, config, tensors, "medusa_lm_head.pt")
-    return drafter
-
-
-def embedding(target: Target) -> dict[str, Tensor]:
-    return {"embed_tokens.weight": target.embedding.weight.detach().clone()}  # type: ignore[union-attr,operator]
-
-
-PUBLIC: dict[str, Callable[[Target, Path], Drafter]] = {  # each writes a checkpoint and returns the drafter in it
-    "SafeAILab EAGLE-1": safeailab_eagle,
-    "SafeAILab EAGLE-1, no bias": lambda target, folder: safeailab_eagle(target, folder, bias=False),
-    "SafeAILab EAGLE-3": safeailab_eagle3,
-    "SafeAILab EAGLE-3, safetensors": lambda target, folder: safeailab_eagle3(target, folder, "model.safetensors"),
-    "SpecForge EAGLE-3": specforge_eagle3,
-    "speculators EAGLE-3": speculators_eagle3,
-    "FasterDecoding Medusa": fasterdecoding_medusa,
-    "FasterDecoding Medusa, prefixed": lambda target, folder: fasterdecoding_medusa(target, folder, "medusa_head."),
-}
-
-
 @pytest.mark.parametrize("layout", PUBLIC)
 def test_public_checkpoints(layout: str, deep_target: Target, tmp_path: Path) -> None:
     drafter = PUBLIC[layout](deep_target, tmp_path / "head")
-    assert_same(load_drafter(tmp_path / "head", deep_target), drafter)
+    assert_same_drafter(load_drafter(tmp_path / "head", deep_target), drafter)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +185,7 @@ def test_keys_that_a_format_may_leave_out(
     config = foreign_config(drafter, **changes)
     path = write(tmp_path / "head", config, checkpoint_of(drafter, torch.float32).tensors, "model.safetensors")
     found = load_drafter(path, tiny_target)
-    assert_same(found, drafter)
+    assert_same_drafter(found, drafter)
     assert found.engine_config() == drafter.engine_config()
 
 
@@ -385,7 +253,7 @@ def test_round_trip(layout: str, kind: str, fields: dict[str, Any], deep_target:
     export_checkpoint(tmp_path / "checkpoint", layout, deep_target, tmp_path / "out")
     assert "draftsmith" not in json.loads((tmp_path / "out/config.json").read_text())
     expected = load_drafter(tmp_path / "checkpoint", deep_target)
-    assert_same(load_drafter(tmp_path / "out", deep_target), expected)
+    assert_same_drafter(load_drafter(tmp_path / "out", deep_target), expected)
 
 
 def test_original_names(deep_target: Target, tmp_path: Path) -> None:

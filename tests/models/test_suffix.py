@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_drafters import first_round
+from drafters import first_round
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftsmith.inference import SpeculativeDecoder

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_tokenizer
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from tiny_target import tiny_tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_layouts import noisy
+from drafters import noisy
 from torch import Tensor, nn
 
 from draftsmith.models import Target, save_drafter

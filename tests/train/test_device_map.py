@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import dispatch_model
-from conftest import save_target
-from test_families import SERVED, family_config
+from families import SERVED, family_config
+from tiny_target import save_target
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import tiny_tokenizer
 from runs import arguments, base_of, final_weights, make_config
 from safetensors.torch import load_file
+from tiny_target import tiny_tokenizer
 from torch import distributed
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.tensor import DTensor

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from drafters import assert_same_drafter, noisy
+from public_checkpoints import PUBLIC
+from runs import make_config
 from safetensors.torch import load_file
-from test_layouts import PUBLIC, assert_same, noisy
-from test_train import make_config, read_metrics
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.models import Drafter, Target, load_drafter, save_drafter
@@ -18,6 +19,7 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.config import resolve
 from draftsmith.train.folder.checkpoint import checkpoints
+from draftsmith.train.folder.tracking import read_metrics
 from draftsmith.train.setup import set_up
 
 LAYOUTS = [name for name in PUBLIC if "," not in name]  # without variants of one layout
@@ -79,7 +81,7 @@ def test_training_goes_on_from_a_checkpoint(name: str, base: dict[str, Any], tar
         expected.kind, {**base, "init_from": source}, tmp_path / "run", run={"steps": 3, "checkpoint_every": 1}
     )
     training = {name: value for name, value in vars(config.drafter).items() if name not in config.drafter.of_checkpoint}
-    assert_same(set_up(config).drafter, expected)
+    assert_same_drafter(set_up(config).drafter, expected)
     assert training.items() <= vars(config.drafter).items()
 
     run = train(config)
@@ -124,7 +126,7 @@ def test_what_agrees_may_be_said(base: dict[str, Any], target: Target, tmp_path:
     drafter = {"draft_vocab_size": 40, "layer_ids": [1, 4, 6], "intermediate_size": "null", "unroll_steps": 2}
     config = make_config("eagle3", {**base, "init_from": tmp_path / "source"}, tmp_path / "run", drafter=drafter)
     found = set_up(config).drafter
-    assert_same(found, expected)
+    assert_same_drafter(found, expected)
     assert found.config.unroll_steps == 2
 
 
@@ -145,7 +147,7 @@ def test_a_head_of_another_target(
 
     content["draftsmith"]["trained_for"]["target_fingerprint"] = "another"
     path.write_text(json.dumps(content))
-    assert_same(set_up(config).drafter, expected)
+    assert_same_drafter(set_up(config).drafter, expected)
     assert "made with other weights or another config" in capsys.readouterr().err
 
     content["draftsmith"]["trained_for"]["tokenizer_fingerprint"] = "another"
@@ -162,5 +164,5 @@ def test_an_embedding_of_its_own_gives_way(
     file = tmp_path / "source" / "pytorch_model.bin"
     torch.save({**torch.load(file), "embed_tokens.weight": torch.randn(target.vocab_size, 32)}, file)
     config = make_config("eagle3", {**base, "init_from": tmp_path / "source"}, tmp_path / "run")
-    assert_same(set_up(config).drafter, expected)
+    assert_same_drafter(set_up(config).drafter, expected)
     assert "an embedding of its own" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_drafters import build, loss_of, random_batch
+from drafters import build, loss_of, random_batch
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.features.vocabulary import MEASURED, measure_vocabulary, split, token_counts

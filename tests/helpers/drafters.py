@@ -1,0 +1,110 @@
+"""Drafters that several test files make, and the batches and rounds that they are tried on."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.models import DRAFTERS, Drafter, Target
+from draftsmith.models.batch import Batch
+from draftsmith.models.drafting.base import NO_TOKEN, DecodingState
+from draftsmith.models.losses.losses import LossSums
+from draftsmith.models.sampling.sampling import Noise, Sampling
+from draftsmith.models.target.slots import SlotCache, chain_window
+
+TRAINABLE = [kind for kind, drafter_class in DRAFTERS.items() if drafter_class.loss is not Drafter.loss]
+
+
+def build(kind: str, target: Target, **fields: Any) -> Drafter:
+    """Neither trained nor as new: noise in the weights lets nothing vanish or agree by accident.
+
+    In evaluation mode, in which nothing is drawn by chance.
+    """
+    torch.manual_seed(1)
+    drafter = DRAFTERS[kind].from_target(DRAFTERS[kind].config_class(kind=kind, **fields), target).eval()
+    for parameter in drafter.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return drafter
+
+
+def loss_of(drafter: Drafter, batch: Batch, target: Target) -> LossSums:
+    return drafter.loss(batch, target.features(batch, drafter.layer_ids))
+
+
+def random_batch(target: Target, rows: int = 3, length: int = 12) -> Batch:
+    token_ids = torch.randint(1, target.vocab_size, (rows, length), generator=torch.Generator().manual_seed(2))
+    loss_mask = torch.arange(length)[None] >= torch.tensor([3, 5, 4])[:rows, None]
+    return Batch(token_ids, loss_mask)
+
+
+def first_round(drafter: Drafter, target: Target, token_ids: Tensor, sample_drafts: bool = False) -> DecodingState:
+    """The state after the target read all but the last of the tokens [B, T]."""
+    window = chain_window(torch.zeros(len(token_ids), dtype=torch.int64), token_ids.shape[1] - 1)
+    features = target.run(token_ids[:, :-1], window, SlotCache(*token_ids.shape), drafter.layer_ids)
+    lengths = torch.full((len(token_ids),), token_ids.shape[1])
+    padded = torch.cat([token_ids, torch.zeros(len(token_ids), 8, dtype=torch.int64)], 1)
+    sampling = Sampling(1.0 if sample_drafts else 0.0)
+    noise = Noise(0, torch.arange(len(token_ids)))
+    shape = drafter.own_shape(4)
+    memory = drafter.new_memory(*padded.shape, shape)
+    drafter.read(memory, token_ids, features, window)
+    state = DecodingState(
+        padded, lengths, features, window.positions, lengths - 1, sampling, noise, sample_drafts, memory
+    )
+    if drafter.reads_predictions:
+        state.predictions = torch.full((len(lengths), shape.num_nodes + 1), NO_TOKEN)
+    return state
+
+
+def noisy(kind: str, target: Target, **fields: Any) -> Drafter:
+    """A drafter no weight of which is a copy or zero."""
+    torch.manual_seed(0)
+    drafter_class = DRAFTERS[kind]
+    drafter = drafter_class.from_target(drafter_class.config_class(kind=kind, **fields), target)
+    for parameter in drafter.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return drafter
+
+
+def assert_same_drafter(found: Drafter, expected: Drafter) -> None:
+    """Tensor by tensor to the bit, and in all that engines read: then so are drafts."""
+    assert found.kind == expected.kind
+    assert found.layer_ids == expected.layer_ids
+    ours, theirs = found.engine_tensors(), expected.engine_tensors()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+TEXTS = ["The smith", "def strike(", "heats it again, and", "A draft is cheap", "iron iron iron", "x"]
+
+
+def batch_of(prompts: list[list[int]], answers: list[list[int]]) -> Batch:
+    """Prompts and answers, padded, loss on the answers."""
+    texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    token_ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
+    mask = torch.zeros_like(token_ids, dtype=torch.bool)
+    for row, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
+        token_ids[row, : len(text)] = torch.tensor(text)
+        mask[row, len(prompt) : len(text)] = True
+    return Batch(token_ids, mask)
+
+
+def trained(kind: str, target: Target, prompts: list[list[int]], num_steps: int = 20, **config: Any) -> Drafter:
+    """After a few steps on half of the answers, so that some drafts are followed and some are not."""
+    torch.manual_seed(1)
+    drafter_class = DRAFTERS[kind]
+    drafter = drafter_class.from_target(drafter_class.config_class(kind=kind, **config), target).train()
+    plain = SpeculativeDecoder(target, DRAFTERS["none"].from_target(None, target))
+    answers = plain.generate(prompts[::2], 28, batch_size=len(prompts)).token_ids
+    batch = batch_of(prompts[::2], answers)
+    drafter.fit_vocabulary(torch.bincount(batch.token_ids[batch.loss_mask], minlength=target.vocab_size))
+    features = target.features(batch, drafter.layer_ids)
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], 1e-2)
+    for _ in range(num_steps):
+        total, count = drafter.loss(batch, features)["loss"]
+        (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return drafter.eval()
