@@ -23,12 +23,12 @@ class Stats:
     """
 
     draft_length: int  # longest path of a draft
-    num_drafts: float = 0  # rounds with at least one drafted token
-    num_draft_tokens: float = 0
-    num_accepted_tokens: float = 0  # bonus tokens not among them
+    num_drafts: int | float = 0  # rounds with at least one drafted token
+    num_draft_tokens: int | float = 0
+    num_accepted_tokens: int | float = 0  # bonus tokens not among them
     num_emitted_tokens: int = 0
-    num_rounds: float = 0  # target passes after the prompt's
-    acceptance_histogram: list[float] = field(default_factory=list)  # drafts by accepted tokens, draft_length + 1 bins
+    num_rounds: int | float = 0  # target passes after the prompt's
+    acceptance_histogram: list[int | float] = field(default_factory=list)  # drafts by accepted tokens
 
     def __post_init__(self) -> None:
         self.acceptance_histogram = self.acceptance_histogram or [0] * (self.draft_length + 1)
@@ -74,6 +74,21 @@ class Stats:
         """Chance that draft i is accepted when all before it were; None where that never happened."""
         at_least = self._at_least()
         return [later / now if now else None for now, later in zip(at_least[:-1], at_least[1:], strict=True)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of evaluation.json: the counters, and the figures that follow from them."""
+        return {
+            "num_rounds": self.num_rounds,
+            "num_drafts": self.num_drafts,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "num_emitted_tokens": self.num_emitted_tokens,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "per_position_acceptance_rates": self.per_position_acceptance_rates,
+            "conditional_acceptance_rates": self.conditional_acceptance_rates,
+            "acceptance_histogram": list(self.acceptance_histogram),
+        }
 
     def _at_least(self) -> list[float]:
         """Drafts with at least j accepted tokens, j = 0..draft_length."""

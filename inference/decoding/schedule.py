@@ -165,12 +165,16 @@ def read_schedule(path: Path) -> AnySchedule:
     """From a file with a schedule, or with one under "schedule" such as choice.json. Raises `UserError`."""
     try:
         content = json.loads(path.read_text())
-        content = content.get("schedule", content)
-        if "confident" in content:
-            return Confident.from_json(content)
-        return Adaptive.from_json(content) if "adaptive" in content else Schedule.from_json(content)
+        return schedule_from_json(content.get("schedule", content))
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UserError(f"{path} holds no schedule: {first_line(error)}") from None
+
+
+def schedule_from_json(content: dict[str, Any]) -> AnySchedule:
+    """Return the schedule that its `to_json` gave this content of. Raises `UserError` for content of none."""
+    if "confident" in content:
+        return Confident.from_json(content)
+    return Adaptive.from_json(content) if "adaptive" in content else Schedule.from_json(content)
 
 
 # --- in the decoder

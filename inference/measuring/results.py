@@ -1,0 +1,341 @@
+"""What is measured on a drafter, as types, and the file that holds it: evaluation.json is one `Evaluation`.
+
+The fields have the names and the order of the file; docs/measurement.md explains them.
+"""
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import PlainValidator
+
+from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.decoding.schedule import AnySchedule, schedule_from_json
+from draftsmith.inference.verification.acceptance_rules import LOSSY, VerificationMode
+from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.files import write_json
+from draftsmith.models.typed_json import flat, from_json, optional, to_json, with_flat_parts
+
+Interval = tuple[float, float] | None  # 95 % interval; None where too little was measured for one
+
+
+# --- the parts of a row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a row was measured at. Rows may stand side by side where their settings are equal."""
+
+    prompt_set: str
+    num_prompts: int
+    temperature: float
+    top_p: float
+    verification_mode: VerificationMode = field(compare=False)  # follows from the drafter where nobody chose it
+    batch_size: int
+    draft_length: int  # tokens on the longest path of a draft
+    tree_nodes: int | None  # None: a chain
+    schedule: Annotated[AnySchedule, PlainValidator(schedule_from_json)] | None = optional(compare=False)
+    max_new_tokens: int
+
+    def differs_only_in(self, other: "Setting", *names: str) -> bool:
+        """Return whether two settings are equal once these fields of them are."""
+        return replace(self, **{name: getattr(other, name) for name in names}) == other
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Percentiles of a latency in milliseconds."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Mean milliseconds of a round in drafting, in the target's pass with its verification, and on the host."""
+
+    draft: float
+    verify: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        """Milliseconds of a whole round."""
+        return self.draft + self.verify + self.host
+
+
+@dataclass(frozen=True)
+class FirstTokenParts:
+    """Medians in milliseconds of what passes until the second round; None where it was not measured."""
+
+    tokenise: float | None = None
+    prefill: float | None = None
+    first_decode: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Times of a drafter beside plain decoding, in one process. Speeds are in tokens per second."""
+
+    baseline_tokens_per_second: float
+    tokens_per_second: float
+    speedup: float  # from prompt to last token
+    speedup_ci95: Interval
+    repeats: int
+    decode_tokens_per_second: float | None  # without reading the prompts; None where nothing came after that
+    baseline_decode_tokens_per_second: float | None
+    decode_speedup: float | None
+    throughput_tokens_per_second: float | None  # over everything that was timed; None in older files
+    ttft_ms: Percentiles  # time to the first token
+    ttft_parts_ms: FirstTokenParts
+    tpot_ms: Percentiles  # time per later token
+    baseline_tpot_ms: Percentiles
+    milliseconds_per_round: Phases
+    baseline_milliseconds_per_round: Phases  # its total is a plain step
+    bandwidth_floor_share: float | None  # share of the memory's bandwidth that is used; None where unknown
+    step_cost_ratio: float  # acceptance length / speedup
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where an output first differs from plain decoding, and what the target holds of the two tokens."""
+
+    request: int  # place among the prompts
+    position: int  # in the answer, from 0
+    plain_token: int | None  # None: the answer had ended
+    speculative_token: int | None
+    top_two_gap: float  # between the target's two highest logits there, in the dtype of the run
+    top_two_gap_fp32: float
+    token_gap_fp32: float | None  # between the two tokens
+    share_gap_fp32: float | None  # sampled: how far the uniform number lies outside the share of one of them
+    near_tie_gap: float  # the largest that counts as a near tie: of token_gap_fp32, where sampled of share_gap_fp32
+    near_tie: bool
+
+
+@dataclass(frozen=True)
+class LosslessCheck:
+    """Counts of requests whose output was compared with plain decoding."""
+
+    checked: int = 0
+    identical: int = 0
+    near_tie_divergences: int = 0  # first difference between two tokens that the target holds equally likely
+    divergences: int = 0  # any other first difference: a bug
+    first_differences: list[Difference] = field(default_factory=list)  # of all outputs that are not identical
+
+
+@dataclass(frozen=True, kw_only=True)
+class DomainResult:
+    """Acceptance on the prompts of one domain; the speedup where every batch is a single prompt."""
+
+    num_prompts: int
+    num_drafts: int | float
+    num_draft_tokens: int | float
+    num_accepted_tokens: int | float
+    num_emitted_tokens: int
+    mean_acceptance_length: float
+    mean_acceptance_length_ci95: Interval
+    draft_acceptance_rate: float
+    speedup: float | None = optional()
+    speedup_ci95: Interval = optional(beside="speedup")
+    timed_prompts: int | None = optional()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineResult:
+    """The speed of one way in which transformers decodes, beside ours."""
+
+    num_emitted_tokens: int
+    tokens_per_second: float
+    speedup_over_plain: float
+    speedup_over_plain_ci95: Interval
+    identical: int | None  # outputs equal to plain decoding's; None where they were sampled
+
+
+@dataclass(frozen=True)
+class TeacherForced:
+    """The acceptance that a training pass over the texts that the decoder wrote predicts."""
+
+    mean_acceptance_length: float
+    conditional_acceptance_rates: list[float | None]
+    per_position_acceptance_rates: list[float]
+
+
+@dataclass(frozen=True)
+class TeacherForcedGap:
+    """The decoder's acceptance length less the one that training predicts, with its interval over prompts."""
+
+    difference: float
+    ci95: Interval
+    flagged: bool  # larger than chance and rounding explain
+
+
+@dataclass(frozen=True)
+class CalibrationBin:
+    """Drafted tokens of like confidence: its mean, the share that was accepted, and their (expected) number."""
+
+    confidence: float
+    accepted: float
+    count: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause of low acceptance, what was measured of it, and how to mend it."""
+
+    cause: str
+    measured: dict[str, Any]
+    evidence: str
+    mend: str
+    cost: float | None  # tokens a round that it costs; None where that is unknown
+
+
+# --- a row and its file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One row of evaluation.json: a drafter at one setting."""
+
+    setting: Setting = flat()
+    acceptance: Stats = flat()
+    mean_acceptance_length_ci95: Interval  # None where several processes counted, too
+    speed: Speed = flat()
+    lossless: LosslessCheck
+    domains: dict[str, DomainResult] | None = optional()
+    baselines: dict[str, BaselineResult] | None = optional()
+    teacher_forced: TeacherForced | None = optional()
+    teacher_forced_gap: TeacherForcedGap | None = optional()
+    calibration: list[list[CalibrationBin]] | None = optional()  # of each depth the bins that are not empty
+    calibration_error: list[float | None] | None = optional()
+    timed_prompts: int | None = optional()  # where several processes may have counted: the prompts that were timed
+    diagnosis: list[Finding] | None = optional()  # None: acceptance is not low
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the output is the target's own, as far as was looked: else its speed does not count."""
+        return self.lossless.divergences == 0 and self.setting.verification_mode not in LOSSY
+
+    @property
+    def rank_key(self) -> tuple[bool, float]:
+        """The key by which checkpoints and drafters are ranked: one without divergences first, then the speedup."""
+        return self.lossless.divergences == 0, self.speed.speedup
+
+    @property
+    def tokens_a_round(self) -> float:
+        """Tokens that a round emits, rounds without a draft counted, which the acceptance length leaves out."""
+        return 1 + self.acceptance.num_accepted_tokens / self.acceptance.num_rounds
+
+    @property
+    def steps_a_round(self) -> float:
+        """What a round costs in steps of plain decoding, reading the prompt included."""
+        return self.tokens_a_round / self.speed.speedup
+
+    @property
+    def plain_step_ms(self) -> float:
+        """Milliseconds of a round of plain decoding, timed like the drafter's own rounds."""
+        return self.speed.baseline_milliseconds_per_round.total
+
+
+@dataclass(frozen=True)
+class ChiSquareTest:
+    """How well sampled tokens agree with the target's law."""
+
+    num_tokens: int
+    chi_square: float
+    degrees: int  # of freedom
+    p_value: float
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Whether a drafter leaves the target's output as it is, by the checks of certify.py."""
+
+    greedy: dict[str, LosslessCheck]  # by batch size
+    sampled: dict[str, ChiSquareTest]  # by verification mode; that of the lossy one is the control
+    passed: bool
+    control_found: bool  # the test finds the lossy mode, as it must
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a figure depends on besides the drafter."""
+
+    versions: dict[str, str | None]  # of Python and of packages
+    device: str
+    num_threads: int
+    dtype: str
+    target_fingerprint: str
+    git_commit: str | None
+    command: str
+
+
+@dataclass(frozen=True)
+class EvaluationCost:
+    """What an evaluation after a checkpoint took."""
+
+    seconds: float
+    training_seconds: float  # of the run, up to that checkpoint
+    num_prompts: int
+    repeats: int
+    time_share: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The content of evaluation.json: a drafter at every setting."""
+
+    target: str
+    drafter: str  # as it was given: a checkpoint, a name on the Hub, or a training-free drafter
+    drafter_kind: str
+    environment: Environment
+    results: list[Annotated[Result, with_flat_parts(Result)]]
+    certificate: Certificate | None = optional()
+    seconds: float | None = optional()  # that the whole comparison took, all its drafters
+    cost: EvaluationCost | None = optional()
+
+
+def read_evaluation(path: Path) -> Evaluation:
+    """Read an evaluation.json, also of an older version. Raises `UserError` for a file that is none."""
+    try:
+        return from_json(Evaluation, upgraded(json.loads(path.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} holds no evaluation: {first_line(error)}") from None
+
+
+def write_evaluation(path: Path, evaluation: Evaluation) -> None:
+    """Write evaluation.json whole or not at all."""
+    write_json(path, to_json(evaluation))
+
+
+# --- older files
+
+
+ADDED_LATER: dict[str, Any] = {  # fields of a row with their value where an older version did not measure them
+    "mean_acceptance_length_ci95": None,
+    "decode_tokens_per_second": None,
+    "baseline_decode_tokens_per_second": None,
+    "decode_speedup": None,
+    "throughput_tokens_per_second": None,
+    "ttft_parts_ms": {},
+    "bandwidth_floor_share": None,
+}
+
+
+def upgraded(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of an evaluation.json of any version with the fields of today."""
+    return {**content, "results": [_upgraded_row(row) for row in content["results"]]}
+
+
+def _upgraded_row(row: dict[str, Any]) -> dict[str, Any]:
+    plain_step = {"draft": 0.0, "verify": row["baseline_tpot_ms"]["p50"], "host": 0.0}
+    rounds = row["num_drafts"] or row["num_emitted_tokens"] - row["num_prompts"]  # the prompt gives one token
+    differences = [{"share_gap_fp32": None, **entry} for entry in row["lossless"].get("first_differences", [])]
+    return {
+        **ADDED_LATER,
+        "baseline_milliseconds_per_round": plain_step,
+        "num_rounds": rounds,
+        **row,
+        "lossless": {**row["lossless"], "first_differences": differences},
+    }
