@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from draftsmith.data.answers.endpoint import Endpoint, PassingError
+from draftsmith.data.answers.endpoint import Endpoint
+from draftsmith.data.http import PassingError
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
 from draftsmith.data.samples.samples import AGREEMENT, agreement
 from draftsmith.models import Target
@@ -54,13 +55,13 @@ class ServedFeatures:
         self.target, self.layer_ids, self.plan = target, layer_ids, plan
         options = shlex.join(serve_options([*layer_ids, target.num_layers], "/dev/shm/hidden_states"))
         self.command = f"vllm serve {target.name} {options}"
-        self.server = Endpoint(url, target, 1, setting=SETTING, command=self.command)
+        self.endpoint = Endpoint(url, target, 1, setting=SETTING, command=self.command)
         longest = max(plan.lengths[index] for index in plan.trained)
-        if longest >= self.server.context:
+        if longest >= self.endpoint.context:
             raise UserError(
-                f"{SETTING}={url} takes {self.server.context} tokens, and it writes one after the longest sample's "
+                f"{SETTING}={url} takes {self.endpoint.context} tokens, and it writes one after the longest sample's "
                 f"{longest}: serve with --max-model-len {longest + 1}, or give data.max_length="
-                f"{self.server.context - 1}"
+                f"{self.endpoint.context - 1}"
             )
         self._check()
 
@@ -76,8 +77,8 @@ class ServedFeatures:
 
     def read(self, token_ids: list[int]) -> Reading:
         """Of one text."""
-        body = {"model": self.server.model, "prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "logprobs": 1}
-        return self.server.ask(
+        body = {"model": self.endpoint.model, "prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "logprobs": 1}
+        return self.endpoint.server.ask(
             "/v1/completions", {**body, "return_token_ids": True}, lambda answer: self._reading(answer, token_ids)
         )
 
@@ -90,7 +91,7 @@ class ServedFeatures:
             token, logprob = choice["token_ids"][0], choice["logprobs"]["token_logprobs"][0]
         except (KeyError, TypeError, IndexError, ValueError):
             raise UserError(
-                f"{SETTING}={self.server.url} gives no hidden states: start it as `{self.command}`"
+                f"{SETTING}={self.endpoint.server.url} gives no hidden states: start it as `{self.command}`"
             ) from None
         tensors = take_file(path)
         if tensors.get("token_ids", torch.empty(0)).tolist() != token_ids:
@@ -99,7 +100,7 @@ class ServedFeatures:
         expected = (len(token_ids), len(self.layer_ids) + 1, self.target.hidden_size)
         if tuple(states.shape) != expected:
             raise UserError(
-                f"{SETTING}={self.server.url} gives hidden states of shape {list(states.shape)} and not "
+                f"{SETTING}={self.endpoint.server.url} gives hidden states of shape {list(states.shape)} and not "
                 f"{list(expected)}: tokens, layers {list(self.layer_ids)} and the last one, width; start it as "
                 f"`{self.command}`"
             )
@@ -117,7 +118,7 @@ class ServedFeatures:
         """Refuse states that are not the target's: by the server's probabilities, the first layer and the samples."""
         texts = [self.plan.samples[i].token_ids[: self.plan.lengths[i]] for i in self.plan.trained[:CHECKED_TEXTS]]
         readings = [self.read(text) for text in texts]
-        where = f"{SETTING}={self.server.url}"
+        where = f"{SETTING}={self.endpoint.server.url}"
         errors = [abs(self._logits(reading.states[-1:])[0, reading.token] - reading.logprob) for reading in readings]
         error = float(torch.stack(errors).mean())
         if not error < LOGPROB_ERROR:

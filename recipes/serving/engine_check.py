@@ -8,8 +8,6 @@ import os
 import re
 import subprocess
 import tempfile
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,13 @@ from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.decoder import OutputStats
 from draftsmith.inference.measuring.lossless import LosslessCheck, compare
 from draftsmith.models import Drafter, Target
-from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.errors import UserError
 from draftsmith.recipes.serving import watch
 from draftsmith.recipes.serving.engine_speed import EngineSpeed, TimedRequest, engine_speed
 from draftsmith.recipes.serving.watch import Counters
 
 SERVER = Path(__file__).with_name("vllm_server.py")
+REQUEST_TIMEOUT = 300.0  # seconds
 TOLERANCE = 0.02  # largest relative difference of mean acceptance lengths that counts as agreement
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -226,27 +225,19 @@ def root_cause(stdout: str, stderr: str) -> str:
 
 def run_endpoint(url: str, prompts: list[list[int]], max_new_tokens: int) -> EngineRun:
     """Send the prompts, one by one, to a running vLLM; what it counted is the difference of two readings."""
-    root = url.rstrip("/").removesuffix("/v1")
-    before = watch.read_counters(root)
-    model = call(f"{root}/v1/models")["data"][0]["id"]
-    token_ids = []
-    for prompt in prompts:
-        request = {"model": model, "prompt": prompt, "max_tokens": max_new_tokens, "temperature": 0}
-        answer = call(f"{root}/v1/completions", {**request, "return_token_ids": True})
-        token_ids.append(answer["choices"][0]["token_ids"])
-    version = call(f"{root}/version").get("version", "unknown")
-    return EngineRun(f"vLLM {version}", token_ids, watch.read_counters(root) - before)
-
-
-def call(url: str, content: dict[str, Any] | None = None) -> Any:
-    """GET, or POST of JSON; the JSON that comes back."""
-    data = None if content is None else json.dumps(content).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    server = watch.vllm_at(url, REQUEST_TIMEOUT)
+    before = watch.read_counters(server)
+    request = {"max_tokens": max_new_tokens, "temperature": 0, "return_token_ids": True}
     try:
-        with urllib.request.urlopen(request, timeout=300) as response:
-            return json.loads(response.read())
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        raise UserError(f"{url}: {first_line(error)}") from None
+        request["model"] = server.json("/v1/models")["data"][0]["id"]
+        answers = [server.json("/v1/completions", {**request, "prompt": prompt}) for prompt in prompts]
+        token_ids = [answer["choices"][0]["token_ids"] for answer in answers]
+        version = server.json("/version").get("version", "unknown")
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{server.name} answers as no vLLM does ({type(error).__name__}: {error}): {server.mend}"
+        ) from None
+    return EngineRun(f"vLLM {version}", token_ids, watch.read_counters(server) - before)
 
 
 def print_reports(reports: list[EngineReport], console: Console) -> None:

@@ -5,21 +5,21 @@ Counters only ever rise, so that two readings give what happened between them.
 
 import json
 import math
-import re
 import time
-import urllib.error
-import urllib.request
+from collections import defaultdict
 from dataclasses import dataclass
 from operator import mul
 from pathlib import Path
 
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from draftsmith.models.errors import UserError
+from draftsmith.data.http import Server
+from draftsmith.models.errors import UserError, first_line
 
-PREFIX = "vllm:spec_decode_num_"
-LINE = re.compile(rf"^{PREFIX}(\w+?)_total(?:\{{(.*)\}})? (\S+)$")
-POSITION = re.compile(r'position="(\d+)"')
+PREFIX = "vllm:spec_decode_num_"  # of vLLM's counters, whose names end in _total
+TIMEOUT = 10.0  # seconds
+MEND = "give the address of a running vLLM"
 TOLERANCE = 0.1  # share of the extra tokens of a round that traffic may cost before retraining is worth a thought
 LEAST_DRAFTS = 200  # below which nothing is said about drift
 
@@ -68,39 +68,34 @@ class Counters:
 
 
 def parse_metrics(page: str) -> Counters:
-    """Counters of a metrics page. Raises `UserError` where it has none: the server does not speculate."""
-    totals = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
-    positions: dict[int, int] = {}
-    found = False
-    for line in page.splitlines():
-        if (match := LINE.match(line)) is None:
-            continue
-        name, labels, value = match.groups()
-        found = True
-        if name in totals:
-            totals[name] += int(float(value))
-        elif name == "accepted_tokens_per_pos" and (place := POSITION.search(labels or "")):
-            positions[int(place[1])] = positions.get(int(place[1]), 0) + int(float(value))
-    if not found:
+    """Return the counters of a Prometheus page. Raises `UserError` where it has none: the server does not speculate."""
+    totals: dict[str, int] = defaultdict(int)
+    positions: dict[int, int] = defaultdict(int)
+    try:
+        samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+    except ValueError as error:
+        raise UserError(f"/metrics is no Prometheus page ({first_line(error)}): {MEND}") from None
+    for sample in samples:
+        if sample.name.startswith(PREFIX) and sample.name.endswith("_total"):
+            totals[sample.name.removeprefix(PREFIX).removesuffix("_total")] += int(sample.value)
+            if "position" in sample.labels:
+                positions[int(sample.labels["position"])] += int(sample.value)
+    if not totals:
         raise UserError(
             "the server counts no drafts: start it with --speculative-config, and without --disable-log-stats"
         )
-    per_position = tuple(positions.get(i, 0) for i in range(max(positions, default=-1) + 1))
+    per_position = tuple(positions[i] for i in range(max(positions, default=-1) + 1))
     return Counters(totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"], per_position)
 
 
-def read_counters(url: str) -> Counters:
-    """The counters of the server at `url` (http://HOST:PORT, /metrics is added). Raises `UserError` if it is silent."""
-    address = url.rstrip("/").removesuffix("/metrics").removesuffix("/v1") + "/metrics"
-    if not address.startswith(("http://", "https://")):
-        raise UserError(f"{url} is no URL: give http://HOST:PORT, such as http://localhost:8000")
-    try:
-        with urllib.request.urlopen(address, timeout=10) as response:
-            return parse_metrics(response.read().decode())
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{address} does not answer ({error}): give the address of a running vLLM") from None
+def vllm_at(url: str, timeout: float = TIMEOUT) -> Server:
+    """Return the vLLM that runs at `url` (http://HOST:PORT, with or without /metrics or /v1)."""
+    return Server(url, url, MEND, timeout)
+
+
+def read_counters(server: Server) -> Counters:
+    """Return the counters of a server as they stand now. Raises `UserError` where it is silent or drafts nothing."""
+    return parse_metrics(server.text("/metrics"))
 
 
 @dataclass
@@ -179,14 +174,15 @@ def describe(found: Counters, reference: Reference | None) -> str:
 
 def watch(url: str, against: Path | None, interval: float, readings: int | None, console: Console) -> None:
     """Print a line for all of the server's life, then one for each interval, `readings` of them or for ever."""
-    earlier = read_counters(url)
+    server = vllm_at(url)
+    earlier = read_counters(server)
     positions = len(earlier.accepted_per_position)
     reference = read_reference(against, positions) if against is not None and positions else None
     console.print(f"since its start: {describe(earlier, reference)}", highlight=False, soft_wrap=True)
     done = 0
     while readings is None or done < readings:
         time.sleep(interval)
-        now = read_counters(url)
+        now = read_counters(server)
         stamp = time.strftime("%H:%M:%S")
         console.print(f"{stamp}  {describe(now - earlier, reference)}", highlight=False, soft_wrap=True)
         earlier, done = now, done + 1

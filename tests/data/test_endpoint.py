@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fake_server import FakeServer
 
-from draftsmith.data.answers import endpoint as endpoint_module
+from draftsmith.data import http
 from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.samples.samples import SAMPLES, read_samples
@@ -35,8 +35,8 @@ def make_server(tiny_target: Target) -> Iterator[Callable[..., FakeServer]]:
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "FIRST_WAIT", 0.002)
-    monkeypatch.setattr(endpoint_module, "ATTEMPTS", 4)
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.002)
+    monkeypatch.setattr(http, "ATTEMPTS", 4)
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +132,9 @@ def test_waits_double(make_server: Callable[..., FakeServer], served: Target, mo
     server = make_server()
     endpoint = Endpoint(server.url, served, 6)
     waits: list[float] = []
-    monkeypatch.setattr(endpoint_module, "FIRST_WAIT", 1.0)
-    monkeypatch.setattr(endpoint_module, "ATTEMPTS", 8)
-    monkeypatch.setattr(endpoint._stopped, "wait", lambda seconds: waits.append(seconds))
+    monkeypatch.setattr(http, "FIRST_WAIT", 1.0)
+    monkeypatch.setattr(http, "ATTEMPTS", 8)
+    monkeypatch.setattr(endpoint.server.stopped, "wait", lambda seconds: waits.append(seconds))
     server.trouble = lambda number, answer: 500
     with pytest.raises(UserError, match="8 times in a row, at last with: HTTP 500"):
         endpoint.complete([5, 6], Sampling(), 0)
@@ -195,7 +195,7 @@ def test_unfit_servers_are_refused(make_server: Callable[..., FakeServer], tiny_
     foreign = make_server()
     foreign.target = type("Foreign", (), {"encode": staticmethod(lambda text: tiny_target.encode(text)[1:])})()
     refused(foreign, "tokenizer is not that")
-    with pytest.raises(UserError, match="give a URL"):
+    with pytest.raises(UserError, match="give http://HOST:PORT"):
         Endpoint("localhost:8000", served, 6)
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from draftsmith.data.answers import endpoint as endpoint_module
+from draftsmith.data import http
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.samples.samples import PREPARED
 from draftsmith.models import Target
@@ -72,8 +72,8 @@ class HiddenStatesServer(FakeServer):
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "FIRST_WAIT", 0.002)
-    monkeypatch.setattr(endpoint_module, "ATTEMPTS", 3)
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.002)
+    monkeypatch.setattr(http, "ATTEMPTS", 3)
 
 
 @pytest.fixture(scope="module")

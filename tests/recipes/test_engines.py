@@ -43,7 +43,7 @@ from draftsmith.recipes.serving.engine_rules import (
 from draftsmith.recipes.serving.export import export_checkpoint, plugin_config, serve_command
 from draftsmith.recipes.serving.loader_check import expected_shapes, tensor_problems
 from draftsmith.recipes.serving.model_card import DYNAMIC_KINDS
-from draftsmith.recipes.serving.watch import Counters, read_counters, watch
+from draftsmith.recipes.serving.watch import Counters, read_counters, vllm_at, watch
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.train import train
 
@@ -312,11 +312,11 @@ def test_watching_a_running_server(
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
             wait_for(url, server, folder / "server.log")
-            assert read_counters(url) == Counters(accepted_per_position=(0,) * 4)
+            assert read_counters(vllm_at(url)) == Counters(accepted_per_position=(0,) * 4)
             drafter = Ngram(NgramConfig(occurrence="earliest"))
             report = check_engine(url, NGRAM, drafter, target, held_out[:10], MAX_NEW_TOKENS)
             assert_agreement(report)
-            assert read_counters(url) == report.engine.counters
+            assert read_counters(vllm_at(url)) == report.engine.counters
             watch(url, None, 0.1, 1, Console(width=120))
         finally:
             server.terminate()

@@ -175,7 +175,8 @@ def test_watch(server: tuple[str, list[str]], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "message"), [("http://127.0.0.1:9", "does not answer"), ("localhost:9", "no URL: give http://")]
+    ("url", "message"),
+    [("http://127.0.0.1:9", "no model server answers there"), ("localhost:9", "no URL: give http://")],
 )
 def test_no_server(url: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
