@@ -20,7 +20,11 @@ WINGS = {  # the floors from the ground up, and the wings of each from the groun
 }
 FLOORS = tuple(WINGS)
 # What all wings of a floor stand on. Other files beside the wings stand on top of them.
-GROUND = {"models": ("batch", "errors", "files", "layers", "typed_json"), "data": ("http", "progress"), "train": ("config",)}
+GROUND = {
+    "models": ("batch", "errors", "files", "layers", "typed_json"),
+    "data": ("http", "progress"),
+    "train": ("config",),
+}
 FEWEST_FILES, MOST_FILES = 2, 14  # of a wing, so that it reads as a table of contents
 
 
