@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from pydantic import PositiveInt
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
@@ -44,7 +45,7 @@ class DraftModelConfig(DrafterConfig):
         None  # Hub name or directory of a causal language model to start from; None: parts of the target
     )
     num_layers: int | None = None  # evenly spaced layers of the target to start from; None: 2
-    hidden_size: int | None = None  # of a narrower model, whose layers start at random; None: the target's
+    hidden_size: PositiveInt | None = None  # of a narrower model, whose layers start at random; None: the target's
     divergence: Divergence = "forward_kl"
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
@@ -40,7 +41,7 @@ from draftsmith.models.target.target import Features, Target
 class EagleConfig(DrafterConfig):
     of_checkpoint = ("intermediate_size", "bias")
     kind: str = "eagle"
-    intermediate_size: int | None = None  # None: the target's
+    intermediate_size: PositiveInt | None = None  # None: the target's
     bias: bool = False  # of `fc`, as most public EAGLE-1 heads have one; of SGLang and SafeAILab's code, not of vLLM's
     unroll_steps: int = 3  # trained also on its own guesses, as HASS (arXiv 2408.15766) does; 1: as in the paper
     step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -50,7 +51,7 @@ class Eagle3Config(ReducedVocabulary):
     of_checkpoint = (*ReducedVocabulary.of_checkpoint, "layer_ids", "intermediate_size", "norm_before_residual")
     kind: str = "eagle3"
     layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
-    intermediate_size: int | None = None  # None: the target's
+    intermediate_size: PositiveInt | None = None  # None: the target's
     norm_before_residual: bool = False  # the layer's residual is the normed feature; of vLLM's engines, not of SGLang's
     unroll_steps: int = 4  # length of the training-time test
     step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,7 +32,7 @@ class MLPSpeculatorConfig(DrafterConfig):
     of_checkpoint = ("num_heads", "inner_size", "tie_weights", "scale_input")
     kind: str = "mlp_speculator"
     num_heads: int = 4  # stages
-    inner_size: int | None = None  # width of the state; None: the target's hidden size
+    inner_size: PositiveInt | None = None  # width of the state; None: the target's hidden size
     tie_weights: bool = False  # one embedding, projection (but for the first stage's), norm and head for all stages
     scale_input: bool = False  # norm of the target's hidden state, without weights
     head_decay: float = 1.0  # weight of stage i is head_decay ** i

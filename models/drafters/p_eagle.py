@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
@@ -42,7 +43,7 @@ class PEagleConfig(ReducedVocabulary):
     of_checkpoint = (*ReducedVocabulary.of_checkpoint, "layer_ids", "intermediate_size", "num_layers", "mask_token_id")
     kind: str = "p_eagle"
     layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
-    intermediate_size: int | None = None  # None: the target's
+    intermediate_size: PositiveInt | None = None  # None: the target's
     num_layers: int = 4
     num_depths: int = 8  # K, tokens of the longest draft
     mask_token_id: int | None = None  # whose embedding mask slots read; None: the end of text, which no draft follows

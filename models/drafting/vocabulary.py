@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor
 
 from draftsmith.models.drafting.base import DrafterConfig
@@ -18,7 +19,7 @@ class ReducedVocabulary(DrafterConfig):
     """Fields of the families that can draft from a part of the target's vocabulary; one of the two, or all of it."""
 
     of_checkpoint: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "draft_vocab_coverage")
-    draft_vocab_size: int | None = None  # so many of the tokens that the target writes most often
+    draft_vocab_size: PositiveInt | None = None  # so many of the tokens that the target writes most often
     draft_vocab_coverage: float | None = None  # or: as many as make up this share of what it writes
 
 

@@ -115,6 +115,12 @@ def test_wrong_value_names_the_key(argument: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_drafter_says_itself_what_does_not_fit_together() -> None:
+    arguments = [*NEEDED, "drafter.model=m", "drafter.num_layers=2"]
+    with pytest.raises(UserError, match=r"^drafter.model brings its own num_layers and hidden_size: leave them out"):
+        resolve(RECIPES["draft_model"](), None, arguments)
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
