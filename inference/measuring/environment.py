@@ -1,6 +1,5 @@
 """evaluation.json: what was measured on a drafter, on what, and with what."""
 
-import json
 import os
 import platform
 import subprocess
@@ -32,14 +31,6 @@ def environment(target: Target) -> dict[str, Any]:
 def evaluation(target: Target, name: str, kind: str, results: list[dict[str, Any]], env: dict[str, Any]) -> dict:
     """The object that evaluation.json holds."""
     return {"target": target.name, "drafter": name, "drafter_kind": kind, "environment": env, "results": results}
-
-
-def write_evaluation(path: Path, content: dict) -> None:
-    """Write whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
 
 
 def git_commit() -> str | None:

@@ -22,17 +22,18 @@ from draftsmith.data.prompts.checks import notice_other_target
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.baselines import make_baselines
 from draftsmith.inference.measuring.certify import CertifySettings, certify, num_checks
-from draftsmith.inference.measuring.environment import environment, evaluation, write_evaluation
+from draftsmith.inference.measuring.environment import environment, evaluation
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, check_settings, measure
 from draftsmith.inference.measuring.sample_texts import sample_texts
 from draftsmith.inference.planning.costs_beside import costs_beside
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
+from draftsmith.models.files import require_writable, write_json
 from draftsmith.recipes.evaluation.diagnoses import add_diagnoses
 from draftsmith.recipes.reports.contents import measured_of
 from draftsmith.recipes.reports.report import evaluation_markdown
 from draftsmith.train.evaluation.pooling import Row, pool, share_of, subset
-from draftsmith.train.folder.run_folder import require_writable, worth
+from draftsmith.train.folder.run_folder import worth
 
 COSTS_SHARE = 0.1  # of the time that an evaluation takes, for measuring costs
 
@@ -116,9 +117,9 @@ def write_contents(contents: list[dict[str, Any]], costs: dict[str, dict[str, An
     for path, content in zip(paths, contents, strict=True):
         own = [costs[content["drafter"]]] if content["drafter"] in costs else []
         for one in own:
-            write_evaluation(path.with_name("costs.json"), one)
+            write_json(path.with_name("costs.json"), one)
         content["seconds"] = time.perf_counter() - start
-        write_evaluation(path, content)
+        write_json(path, content)
         path.with_suffix(".md").write_text(evaluation_markdown([content], own), encoding="utf-8")
     (out / "evaluation.md").write_text(evaluation_markdown(contents, list(costs.values())), encoding="utf-8")
 

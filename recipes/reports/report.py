@@ -8,13 +8,13 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
+from draftsmith.models.files import require_writable
 from draftsmith.recipes.reports.contents import Measured, checkpoint_names, measured_of, read_measured
 from draftsmith.recipes.reports.drawing import Drawn, draw_figures
 from draftsmith.recipes.reports.panel import Profile, profiles
 from draftsmith.recipes.reports.sections import Section, sections
 from draftsmith.recipes.reports.tables import markdown
 from draftsmith.recipes.reports.verdict import Verdict, verdict
-from draftsmith.train.folder.run_folder import require_writable
 
 WORDS = {
     "Acceptance length": "Tokens emitted per round (one draft and its verification), the target's own token counted: "

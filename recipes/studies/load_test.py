@@ -28,12 +28,12 @@ from draftsmith.inference.load.load_test import (
     verdict,
 )
 from draftsmith.inference.load.traffic import Lengths, Load, check_output_lengths, check_prompt_lengths
-from draftsmith.inference.measuring.environment import environment, write_evaluation
+from draftsmith.inference.measuring.environment import environment
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.files import require_writable, write_json
 from draftsmith.recipes.reports.drawing import DOTS_PER_INCH, STYLE
 from draftsmith.recipes.reports.load_figure import draw_load
-from draftsmith.train.folder.run_folder import require_writable
 
 REPEATS = 3
 REQUESTS, REQUESTS_A_CLIENT = 50, 8  # of a run; with 3 repeats 120 are counted, enough for a p99
@@ -88,7 +88,7 @@ def evaluate_under_load(args: argparse.Namespace, console: Console) -> None:
         "identical": identical(texts) if how["on"].verification_mode in ("greedy", "one_hot") else None,
         "verdict": verdict(rows),
     }
-    write_evaluation(args.out / "load.json", content)
+    write_json(args.out / "load.json", content)
     draw(content, args.out / "load.png")
     print_load(content, console)
     console.print(f"wrote {args.out / 'load.json'} and load.png", soft_wrap=True, highlight=False)

@@ -17,19 +17,19 @@ from rich.table import Table
 
 from draftsmith.data.progress import progress_bar
 from draftsmith.inference.decoding.clock import cpu_threads
-from draftsmith.inference.measuring.environment import device_name, environment, write_evaluation
+from draftsmith.inference.measuring.environment import device_name, environment
 from draftsmith.inference.planning.choice import acceptance_length, best_draft_length, rates_of_rounds
 from draftsmith.inference.planning.costs import CostRange, Costs, measure_costs, usual_tree
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.drafting.vocabulary import ReducedVocabulary
 from draftsmith.models.errors import UserError, first_line, require_at_least
+from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.sampling.trees import StaticTree
 from draftsmith.recipes.configs.public_targets import TOKENS_PER_SAMPLE
 from draftsmith.recipes.configs.published import PUBLISHED
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.comparison import evaluation_paths
 from draftsmith.train import TrainConfig
-from draftsmith.train.folder.run_folder import require_writable
 from draftsmith.train.hardware.estimates import H100, estimate
 
 CONTEXT = 256  # tokens of each request, where nothing else is asked for
@@ -89,7 +89,7 @@ def plan(target: Target, names: list[str], settings: PlanSettings, out: Path, co
                 progress.update(task, completed=share)
 
             costs = measure_costs(target, drafter, reach, name, show)
-            write_evaluation(path.parent / "costs.json", costs.to_json())
+            write_json(path.parent / "costs.json", costs.to_json())
             expected = own + [Expected(p.where, p.source, list(p.rates)) for p in PUBLISHED if p.kind == drafter.kind]
             row = plan_row(costs, settings.batch_sizes, context, lengths[name], expected, trees[name])
             if config is not None:
@@ -97,7 +97,7 @@ def plan(target: Target, names: list[str], settings: PlanSettings, out: Path, co
             planned.append(row)
         env = environment(target)
     content = {"target": target.name, "context": context, "environment": env, "drafters": planned}
-    write_evaluation(out / "plan.json", content)
+    write_json(out / "plan.json", content)
     print_plan(content, device_name(target), target.device.type == "cuda", console)
     return content
 

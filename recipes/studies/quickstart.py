@@ -27,6 +27,7 @@ from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
+from draftsmith.models.files import require_writable
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.comparison import Options, compare, evaluation_paths
@@ -35,7 +36,7 @@ from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.serving.deliver import DeliverySettings, deliver
 from draftsmith.recipes.serving.engine_rules import RULES
 from draftsmith.train import TrainConfig, train
-from draftsmith.train.folder.run_folder import best_checkpoint, require_writable, worth
+from draftsmith.train.folder.run_folder import best_checkpoint, worth
 
 EMBEDDED_TARGET = Path(__file__).parents[1] / "tiny_python"
 # Shares of the time; the rest is for loading, the report, and estimates that were too low.

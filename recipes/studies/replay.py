@@ -17,7 +17,7 @@ from rich.text import Text
 
 from draftsmith.inference.decoding.counters import Stats, length_interval, paired_difference
 from draftsmith.inference.decoding.decoder import check_sampling, check_shape
-from draftsmith.inference.measuring.environment import environment, write_evaluation
+from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, acceptance_fields
 from draftsmith.inference.replay.calibration import calibration_fields
 from draftsmith.inference.replay.replay import (
@@ -31,10 +31,10 @@ from draftsmith.inference.replay.replay import (
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, DynamicTree, StaticTree
 from draftsmith.recipes.reports.contents import checkpoint_names
-from draftsmith.train.folder.run_folder import require_writable
 
 LONGEST = 8  # draft length up to which chains are replayed where none is given
 
@@ -82,7 +82,7 @@ def replay_drafters(
                     row["difference"] = {"from": names[0], **paired_difference(stats, others)}
                 rows.append(row)
     content = {"target": target.name, "environment": environment(target), "results": rows}
-    write_evaluation(out / "replay.json", content)
+    write_json(out / "replay.json", content)
     print_replays(rows, console)
     console.print(f"expected counters of {len(rows)} settings: {out / 'replay.json'}")
     return content

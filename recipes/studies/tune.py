@@ -13,7 +13,6 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.decoding.decoder import Output
 from draftsmith.inference.decoding.schedule import Confident, Schedule, for_sglang, for_vllm
-from draftsmith.inference.measuring.environment import write_evaluation
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.planning.choice import (
     acceptance_length,
@@ -30,12 +29,12 @@ from draftsmith.inference.planning.costs_beside import typical_context
 from draftsmith.inference.planning.fixed_batches import DecodedRequest, fixed_batch_speedup
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
+from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.sampling.trees import StaticTree
 from draftsmith.recipes.evaluation.comparison import Options, compare, evaluation_paths
 from draftsmith.recipes.reports.printing import print_evaluations
 from draftsmith.recipes.reports.summary import draft_text, is_choice
 from draftsmith.recipes.studies.replay import refuse_without_effect
-from draftsmith.train.folder.run_folder import require_writable
 
 DEFAULT, LONGEST = 4, 8  # draft length that the chosen one is measured beside; the longest that is tried
 RANKS, TREE_NODES = 8, 32  # of a tree, at most
@@ -116,14 +115,14 @@ def choose_and_evaluate(
             raise UserError(f"--choose: drafter {name} drafts nothing, so there is nothing to choose")
         with cpu_threads(num_threads):
             choice, costs = choose(target, drafter, name, fit_prompts, settings, batches)
-        write_evaluation(path.parent / "costs.json", costs.to_json())
+        write_json(path.parent / "costs.json", costs.to_json())
         drafts = drafts_to_measure(choice, drafter)
         chosen_grid = [replace(settings, batch_size=batch, draft=draft) for batch in batches for draft in drafts]
         content = compare(
             target, [name], prompt_sets, chosen_grid, path.parent, Options(num_threads, sample_texts=True)
         )[0]
         names_of = {"fitted_on": fit_prompts.name, "reported_on": [prompts.name for prompts in prompt_sets]}
-        write_evaluation(path.parent / "choice.json", {"drafter": name, **choice.to_json(), **names_of})
+        write_json(path.parent / "choice.json", {"drafter": name, **choice.to_json(), **names_of})
         print_evaluations([content], console)
         print_choice(name, choice, content["results"], console)
 

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from draftsmith.models import Target
 from draftsmith.models.drafters.medusa import Medusa
 from draftsmith.models.errors import UserError
+from draftsmith.models.files import require_writable
 from draftsmith.train import loop, train
 from draftsmith.train.folder import checkpoint as checkpointing
 from draftsmith.train.folder.checkpoint import (
@@ -34,7 +35,6 @@ from draftsmith.train.folder.checkpoint import (
     resumable,
     rotate,
 )
-from draftsmith.train.folder.run_folder import require_writable
 from draftsmith.train.folder.tracking import read_metrics
 from draftsmith.train.inputs.prefetch import prefetched
 from draftsmith.train.process.faults import in_one_line

@@ -17,13 +17,14 @@ from rich.markup import escape
 from draftsmith.data.progress import notice, progress_bar
 from draftsmith.data.prompts.prompts import read_prompt_set
 from draftsmith.inference.decoding.clock import cpu_threads
-from draftsmith.inference.measuring.environment import environment, evaluation, write_evaluation
+from draftsmith.inference.measuring.environment import environment, evaluation
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, check_settings, measure
 from draftsmith.inference.measuring.sample_texts import sample_texts
 from draftsmith.inference.planning.costs_beside import costs_beside
 from draftsmith.inference.replay.teacher_forcing import gap_warning
 from draftsmith.models import CHANGED_TARGET, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.files import write_json
 from draftsmith.train.config import EvaluationConfig, TrainConfig
 from draftsmith.train.evaluation.budget import Cost, affordable, checkpoints_without_gain, left
 from draftsmith.train.evaluation.pooling import Row, pool, share_of, subset
@@ -206,7 +207,7 @@ class Evaluator:
                 drafter = load_drafter(str(best), target)
                 found = costs_beside(target, drafter, str(best), rows, self.prompts, seconds, on_progress)
             if found:
-                write_evaluation(path, found.to_json())
+                write_json(path, found.to_json())
         except Stopped:
             pass
         except Exception as error:
@@ -230,7 +231,7 @@ def write(checkpoint: Path, of_ranks: list[dict[str, Any]], shares: list[list[in
     for file, own in of_ranks[0].items():
         rows = zip(*(contents[file]["results"] for contents in of_ranks), strict=True)
         pooled = [pool(list(of_setting), shares) for of_setting in rows]
-        write_evaluation(checkpoint / file, {**own, "results": pooled, "cost": asdict(cost)})
+        write_json(checkpoint / file, {**own, "results": pooled, "cost": asdict(cost)})
     (checkpoint / ERROR).unlink(missing_ok=True)
 
 

@@ -17,6 +17,7 @@ from draftsmith.inference.measuring.environment import environment
 from draftsmith.models import Target
 from draftsmith.models.drafting.layouts import checkpoint_hash
 from draftsmith.models.errors import UserError
+from draftsmith.models.files import require_writable, write_json, write_whole
 from draftsmith.models.target.identity import identity
 from draftsmith.train.config import DataConfig, EvaluationConfig, TrainConfig, contents, dump
 from draftsmith.train.folder.checkpoint import checkpoints
@@ -61,7 +62,7 @@ def open_run(config: TrainConfig, target: Target, accelerator: Accelerator) -> P
         else:
             (run / "checkpoints").mkdir(exist_ok=True)
             write_whole(run / "config.yaml", dump(config))
-            write_whole(run / "environment.json", json.dumps(environment, indent=2) + "\n")
+            write_json(run / "environment.json", environment)
     if problem := gather_object(problem):
         raise UserError(problem[0])
     return run
@@ -152,21 +153,3 @@ def results(checkpoint: Path) -> list[dict[str, Any]]:
 def first_result(checkpoint: Path) -> dict[str, Any]:
     """The first of them."""
     return results(checkpoint)[0]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write whole or not at all: a resumed run reads these files before it writes them anew."""
-    partial = path.with_name(f".{path.name}")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-def require_writable(folder: Path) -> None:
-    """Make the folder, or raise `UserError` saying why it cannot be written to."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # another process may have been quicker
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}") from None

@@ -7,8 +7,8 @@ from typing import Any
 
 from draftsmith.data.answers.changed_settings import flatten
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.files import write_whole
 from draftsmith.train.config import TrainConfig, contents
-from draftsmith.train.folder.run_folder import write_whole
 
 METRICS = "metrics.jsonl"
 OF_EVALUATIONS = {"speedup", "evaluation_failed", "stopped_early"}  # each in lines of its own
