@@ -1,12 +1,14 @@
 """The device's side of decoding: a fixed number of rows, each with one request's text, cache and state.
 
-`admit` reads prompts into free rows; `draft` and `verify` make a round: draft -> one pass of the target -> accept ->
-commit. Nothing in a round depends on values that the host would have to wait for: shapes are fixed, ends of texts and
-length limits are decided here, and what happened leaves as one small tensor, a record.
+`BatchEngine.admit` reads prompts into free rows. A round is `verify(draft())`: the drafter proposes, the target reads
+the draft in one pass, a verification rule accepts, and the engine commits. On a GPU nothing in a round depends on
+values that the host would have to wait for: shapes are fixed, ends of texts and length limits are decided here, and
+what happened leaves as one small tensor, a record.
 
 Shapes: B rows, M slots a row, N drafted tokens, D nodes on the longest path of a draft, H hidden width, V vocabulary.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -39,19 +41,12 @@ class GenerationSettings:
     schedule: AnySchedule | None = None  # of draft lengths; the shape is then a chain of the longest
 
 
-RECORD_HEAD = 4  # emitted, drafted, accepted, finished: then the tokens
-
-
-@dataclass
-class Round:
-    """The two halves of a round with drafts of one shape."""
-
-    propose: Replay[Draft]
-    verify: Replay[Tensor]
+RECORD_HEAD = 4  # numbers before the tokens in a record's line: emitted, drafted, accepted, and whether finished
+RoundKind = tuple[int, int]  # nodes of a draft, columns of the last pass that a plain step reads: what a graph is for
 
 
 class BatchEngine:
-    """Rows are free until a request is admitted to them, and again when its record says that it is finished."""
+    """A batch of requests, one a row. A row is free until a request is admitted, and again when its record says so."""
 
     def __init__(
         self, target: Target, drafter: Drafter, settings: GenerationSettings, num_rows: int, num_slots: int
@@ -85,15 +80,13 @@ class BatchEngine:
         if drafter.reads_predictions:
             columns = settings.shape.num_nodes + 1
             self.state.predictions = torch.full((num_rows, columns), NO_TOKEN, device=device)
-        on_gpu = device.type == "cuda"
-        self._records_drafts = on_gpu and can_be_recorded(drafter)
-        self._records_verification = on_gpu and can_be_recorded(target.model)
-        self._width = num_rows  # rows from the left that a round computes
-        self._num_columns = 1  # of the features, that the last pass filled
+        self._num_columns = 1  # columns of the features that the target's last pass filled
         self._num_unread = 0  # newest tokens of a row, at most, that the drafter has still to read from the text
-        self._rounds: dict[tuple[int, ...], Round] = {}
-        self._round: Round
-        self._newest_draft: Draft
+        self.fixed_shapes = device.type != "cpu"  # a round computes all rows and slots; else no more than those in use
+        # a recorded verification reads the tensors of a recorded draft: both are recorded, or neither is
+        records = device.type == "cuda" and can_be_recorded(drafter) and can_be_recorded(target.model)
+        self._drafting: dict[RoundKind, Replay[Draft]] = defaultdict(partial(Replay, self._propose, records))
+        self._verification: dict[RoundKind, Replay[Tensor]] = defaultdict(partial(Replay, self._verify, records))
 
     def clear(self) -> None:
         """Free all rows."""
@@ -106,11 +99,9 @@ class BatchEngine:
         draft_lengths = schedule.lengths if schedule else (self.settings.shape.depth,)
         for draft_length in draft_lengths:
             for _ in range(CALLS_TO_RECORD):
-                self.draft(draft_length)
-                self.verify()
+                self.verify(self.draft(draft_length))
                 if 0 in draft_lengths:  # a step of plain decoding is recorded for each round that can come before it
-                    self.draft(0)
-                    self.verify()
+                    self.verify(self.draft(0))
 
     @torch.no_grad()
     def admit(
@@ -127,6 +118,7 @@ class BatchEngine:
         for row, prompt in zip(token_ids, prompts, strict=True):
             row[: len(prompt)] = torch.tensor(prompt)
         token_ids = token_ids.to(device)
+        self._limit_reading(max(map(len, prompts)))
         newest = self._read_prompts(index, token_ids, lengths)
         self.state.noise.assign(index, torch.tensor(request_ids, device=device))
 
@@ -159,7 +151,7 @@ class BatchEngine:
         cache, memory = self.cache, self.state.memory
         if len(index) < self.num_rows:
             cache, memory = cache.rows(index), memory and memory.rows(index)
-        found: Features | None = None
+        newest: Features | None = None
         for start in range(0, token_ids.shape[1] - 1, PREFILL_CHUNK):
             end = min(start + PREFILL_CHUNK, token_ids.shape[1] - 1)
             window = chain_window(torch.full_like(lengths, start), end - start)
@@ -167,22 +159,12 @@ class BatchEngine:
             self.drafter.read(memory, token_ids, features, window)
             column = lengths - 1 - start
             here = features.gather(column.clamp(0, end - start - 1)[:, None])
-            found = here if found is None else here.where(column >= 0, found)
-        assert found is not None
-        return found
+            newest = here if newest is None else here.where(column >= 0, newest)
+        assert newest is not None
+        return newest
 
-    def expect(self, longest: int, width: int) -> None:
-        """No row that is not finished is longer than `longest` tokens, and none stands right of the first `width`.
-
-        On a CPU no more is read and computed. On a GPU rounds are recorded for all slots and rows, and the kernel
-        skips by itself what no token sees.
-        """
-        if self.target.device.type == "cpu":
-            self.cache.num_seen = min(self.num_slots, longest + self.settings.shape.num_nodes)
-            self._width = width
-
-    def draft(self, draft_length: int | None = None) -> None:
-        """The first half of a round: every row gets a draft, of the settings' shape or a shorter chain.
+    def draft(self, draft_length: int | None = None) -> Draft:
+        """Return a draft for every row, of the settings' shape or a shorter chain: the first half of a round.
 
         Length 0 is a step of plain decoding. The drafter's memory is fed all the same.
         """
@@ -191,28 +173,41 @@ class BatchEngine:
         assert shape == whole or (isinstance(whole, Chain) and shape.depth < whole.depth)
         if shape.num_nodes and self._num_unread:
             self._catch_up()
-        columns = 0 if shape.num_nodes else self._num_columns
-        key = (shape.num_nodes, columns, self._width)
-        if key not in self._rounds:
-            propose = Replay(partial(self._draft_all, shape, columns), self._records_drafts)
-            self._rounds[key] = Round(propose, Replay(self._verify_all, self._records_verification))
-        self._round = self._rounds[key]
-        self._newest_draft = self._round.propose()
-        if not shape.num_nodes and self.drafter.reads_text_alone:
+        elif not shape.num_nodes and self.drafter.reads_text_alone:
             self._num_unread += 1
+        kind = self._kind_of_round(shape.num_nodes)
+        return self._drafting[kind](shape, kind[1])
 
-    def verify(self) -> Tensor:
-        """The second half: read the draft with the target, accept, commit.
+    def verify(self, draft: Draft) -> Tensor:
+        """Read the draft with the target, accept and commit: the second half of a round.
 
-        Returns the record of the rows computed: [B, 5 + D] or less.
+        Returns the record of the rows computed: int64 [B, 5 + D] or less.
         """
-        record = self._round.verify()
-        self._num_columns = self._newest_draft.depth + 1
+        record = self._verification[self._kind_of_round(draft.tokens.shape[1])](draft)
+        self._num_columns = draft.depth + 1
         return record
 
+    def _kind_of_round(self, num_nodes: int) -> RoundKind:
+        """Return the kind of a round with drafts of so many nodes. A plain step reads the last pass's columns, too."""
+        return num_nodes, 0 if num_nodes else self._num_columns
+
+    def _num_computed(self) -> int:
+        """Return how many rows, from the left, a round computes: all, or those up to the last running one."""
+        if self.fixed_shapes or self.finished.all():
+            return self.num_rows
+        return int((~self.finished).nonzero()[-1]) + 1
+
+    def _limit_reading(self, longest: int) -> None:
+        """Let attention read no slots beyond the drafts of texts that have at most `longest` tokens.
+
+        The kernel of a GPU skips by itself what no token sees.
+        """
+        if not self.fixed_shapes:
+            self.cache.num_seen = min(self.num_slots, longest + self.settings.shape.num_nodes)
+
     @torch.no_grad()
-    def _draft_all(self, shape: Shape, num_columns: int) -> Draft:
-        state = self.state.first(self._width)
+    def _propose(self, shape: Shape, num_columns: int) -> Draft:
+        state = self.state.first(self._num_computed())
         if shape.num_nodes:
             return self.drafter.propose(state, shape)
         if not self.drafter.reads_text_alone:  # the next pass writes over these features
@@ -227,7 +222,7 @@ class BatchEngine:
 
         Rows that have read more of their text read it again, which changes nothing.
         """
-        state = self.state.first(self._width)
+        state = self.state.first(self._num_computed())
         count = min(self._num_unread + self.settings.shape.depth, self.num_slots)
         first = (state.lengths - 1 - count).clamp(min=0)
         for start in range(0, count, PREFILL_CHUNK):
@@ -236,20 +231,24 @@ class BatchEngine:
         self._num_unread = 0
 
     @torch.no_grad()
-    def _verify_all(self) -> Tensor:
-        state, draft = self.state.first(self._width), self._newest_draft
-        cache = self.cache if self._width == self.num_rows else self.cache.rows(slice(self._width))
+    def _verify(self, draft: Draft) -> Tensor:
+        num_computed = len(draft.tokens)
+        state = self.state.first(num_computed)
+        if not self.fixed_shapes and not self.finished.all():
+            self._limit_reading(int(self.state.lengths[~self.finished].max()))
+        cache = self.cache if num_computed == self.num_rows else self.cache.rows(slice(num_computed))
         tokens = torch.cat([state.newest()[:, None], draft.tokens.clamp(min=0)], 1)  # [B, N + 1]
         features = self.target.run(tokens, draft_window(state.lengths - 1, draft), cache, self.drafter.layer_ids)
         logits = self.target.logits(features.last_hidden)  # [B, N + 1, V] of what follows each column of the window
-        verified = self._verify(state, logits, draft)
+        verified = self._accept(state, logits, draft)
         if state.predictions is not None:
             state.predictions.copy_(logits.argmax(-1))
         if not draft.is_chain:
             cache.keep_path(state.lengths - 1, verified.path)
         return self._commit(state, draft, verified, features)
 
-    def _verify(self, state: DecodingState, logits: Tensor, draft: Draft) -> Verified:
+    def _accept(self, state: DecodingState, logits: Tensor, draft: Draft) -> Verified:
+        """Apply the verification rule of the settings to a draft and the target's logits [B, N + 1, V]."""
         mode, rules = self.settings.verification_mode, self.rules
         nodes = draft.tokens, draft.parents, draft.depth
         if mode == "greedy":

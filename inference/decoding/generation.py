@@ -98,19 +98,12 @@ class Generation:
         running = [(row, owner) for row, owner in enumerate(self._owners) if owner is not None]
         draft_length = self._draft_lengths.next(len(running))
         self.clock.mark(None)
-        self.engine.expect(self._longest(), width=running[-1][0] + 1)
-        self.engine.draft(draft_length)
+        draft = self.engine.draft(draft_length)
         self.clock.mark("draft")
-        record = self.engine.verify()
+        record = self.engine.verify(draft)
         self.clock.mark("verify")
         self._unread.append(_Unread(record, [(row, row, owner) for row, owner in running], draft_length))
         return self._read(self.lag)
-
-    def _longest(self) -> int:
-        """Tokens that the longest running text has at most by now: rounds that are not read yet may have added some."""
-        unread = len(self._unread) * (self.engine.settings.shape.depth + 1)
-        owners = [owner for owner in self._owners if owner is not None]
-        return unread + max(len(self.prompts[i]) + len(self.requests[i].token_ids) for i in owners)
 
     def _free_rows(self) -> list[int]:
         """Those to admit to now: all free ones, once they are enough to be worth a pass of the target."""
@@ -125,7 +118,6 @@ class Generation:
             self._owners[row] = request
             self.requests[request].admitted = now
         self.clock.mark(None)
-        self.engine.expect(max(len(self.prompts[i]) for i in taken), width=len(self._owners))
         prompts, request_ids = [self.prompts[i] for i in taken], [self.request_ids[i] for i in taken]
         record = self.engine.admit(rows, prompts, request_ids, [self.limits[i] for i in taken])
         self.clock.mark("prefill")

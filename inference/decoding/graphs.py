@@ -13,26 +13,28 @@ BY_LENGTH = ("dynamic", "longrope")  # kinds of rotary angles
 
 
 class Replay(Generic[Output]):
-    """Calls the function as it is; where that is asked for, after a few calls, replays what one call launched on a GPU.
+    """Calls a function as it is, or, where it `records`, replays after a few calls what one call launched on a GPU.
 
-    The function reads and writes tensors that live on between the calls, takes no arguments, and never waits for the
-    device. What it returns is the same object each time, filled anew.
+    A recorded function reads and writes tensors that live on between the calls, and never waits for the device. It gets
+    the same arguments in each call from the recorded one on. What it returns is then the same object, filled anew.
     """
 
-    def __init__(self, function: Callable[[], Output], records: bool) -> None:
+    def __init__(self, function: Callable[..., Output], records: bool) -> None:
         self._function, self._records = function, records
         self._num_calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._arguments: tuple[object, ...]
         self._output: Output
 
-    def __call__(self) -> Output:
+    def __call__(self, *arguments: object) -> Output:
         if not self._records or self._num_calls < CALLS_TO_RECORD - 1:
             self._num_calls += 1
-            return self._function()
+            return self._function(*arguments)
         if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
+            self._graph, self._arguments = torch.cuda.CUDAGraph(), arguments
             with torch.cuda.graph(self._graph):
-                self._output = self._function()
+                self._output = self._function(*arguments)
+        assert all(new is kept or new == kept for new, kept in zip(arguments, self._arguments, strict=True))
         self._graph.replay()
         return self._output
 

@@ -53,17 +53,18 @@ class ForcedBatchEngine(BatchEngine):
         self.texts = padded.to(target.device)
 
     @torch.inference_mode()  # in which drafters may have made their tokens
-    def draft(self, draft_length: int | None = None) -> None:
+    def draft(self, draft_length: int | None = None) -> Draft:
         state = self.state
         state.token_ids.copy_(self.texts)
-        super().draft(draft_length)
-        tokens = self._newest_draft.tokens
+        draft = super().draft(draft_length)
+        tokens = draft.tokens
         self.drafted = tokens.clone()
         next_places = state.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         tokens.copy_(self.texts.gather(1, next_places.clamp(max=self.num_slots - 1)))
+        return draft
 
-    def _verify(self, state: DecodingState, logits: Tensor, draft: Draft) -> Verified:
-        verified = super()._verify(state, logits, draft)
+    def _accept(self, state: DecodingState, logits: Tensor, draft: Draft) -> Verified:
+        verified = super()._accept(state, logits, draft)
         return verified._replace(num_accepted=torch.zeros_like(verified.num_accepted))
 
 

@@ -172,10 +172,8 @@ def test_a_drafter_that_was_off_drafts_as_one_that_never_was(
         engine = BatchEngine(tiny_target, drafter, settings, 3, slots)
         engine.admit([0, 1, 2], texts, [0, 1, 2])
         for draft_length in draft_lengths:
-            engine.draft(draft_length)
-            engine.verify()
-        engine.draft(3)
-        greedy = engine._newest_draft
+            engine.verify(engine.draft(draft_length))
+        greedy = engine.draft(3)
         engine.state.sample_drafts, engine.state.sampling = True, Sampling(1.0)
         return engine, replace(greedy, logits=drafter.propose(engine.state, Chain(3)).logits)
 

@@ -78,8 +78,7 @@ def test_a_draft_model_reads_what_others_drafted(cascade: Cascade, tiny_target: 
     engine = BatchEngine(tiny_target, cascade, settings, len(prompts), 128)
     engine.admit([0, 1, 2, 3], prompts, [0, 1, 2, 3])
     for _ in range(3):
-        engine.draft()
-        engine.verify()
+        engine.verify(engine.draft())
     texts = [ids[:length].tolist() for ids, length in zip(engine.state.token_ids, engine.state.lengths, strict=True)]
     assert max(len(text) - len(prompt) for text, prompt in zip(texts, prompts, strict=True)) > 10  # drafts were right
     fresh = BatchEngine(tiny_target, cascade.trained, settings, len(prompts), 128)

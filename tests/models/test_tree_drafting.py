@@ -314,8 +314,7 @@ def test_a_node_is_drafted_as_its_path_alone(
     engine = BatchEngine(tiny_target, drafter, GenerationSettings(shape=tree), len(prompts), 128)
     engine.admit([0, 1, 2, 3], prompts, [0, 1, 2, 3])
     for _ in range(2):
-        engine.draft()
-        engine.verify()
+        engine.verify(engine.draft())
     texts = [ids[:length].tolist() for ids, length in zip(engine.state.token_ids, engine.state.lengths, strict=True)]
     fresh = BatchEngine(tiny_target, drafter, GenerationSettings(shape=Chain(tree.depth)), len(prompts), 128)
     fresh.admit([0, 1, 2, 3], [text[:-1] for text in texts], [0, 1, 2, 3])

@@ -6,6 +6,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
@@ -44,13 +45,13 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock, draft, verify = Clock(), BatchEngine.draft, BatchEngine.verify
 
-    def timed_draft(engine: BatchEngine, draft_length: int | None = None) -> None:
+    def timed_draft(engine: BatchEngine, draft_length: int | None = None) -> Draft:
         clock.now += clock.costs["draft"] if engine.settings.shape.depth else 0
-        draft(engine, draft_length)
+        return draft(engine, draft_length)
 
-    def timed_verify(engine: BatchEngine) -> object:
+    def timed_verify(engine: BatchEngine, drafted: Draft) -> Tensor:
         clock.now += clock.costs["verify"] if engine.settings.shape.depth else 1.0
-        return verify(engine)
+        return verify(engine, drafted)
 
     with monkeypatch.context() as patch:
         patch.setattr("time.perf_counter", clock)
