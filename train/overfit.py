@@ -94,7 +94,7 @@ def overfit(config: TrainConfig, num_sequences: int) -> Overfit:
         raise UserError(
             "--overfit: this drafter changes the target that it is judged by; give the recipe medusa instead"
         )
-    config.drafter, config.data.batch_size = config.drafter.by_heart(), 1
+    config.drafter, config.data.batch_size = config.drafter.for_overfitting(), 1
     setup = set_up(config)
     if len(setup.plan.samples) < num_sequences:
         raise UserError(f"--overfit {num_sequences}: {config.data.samples} has {len(setup.plan.samples)} samples")

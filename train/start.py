@@ -72,7 +72,7 @@ def continued(config: TrainConfig, source: str, target: Target) -> Drafter:
 
 def with_training_of(checkpoint: Checkpoint, wanted: DrafterConfig) -> Checkpoint:
     """The checkpoint as if it had been trained by the config: all but what its tensors decide."""
-    training = {name: value for name, value in asdict(wanted).items() if name not in wanted.of_checkpoint}
+    training = {name: value for name, value in asdict(wanted).items() if name not in wanted.fixed_fields}
     entry = {**checkpoint.config.get("draftsmith", {}), **training}
     return replace(checkpoint, config={**checkpoint.config, "draftsmith": entry})
 
@@ -83,7 +83,7 @@ def check_shape(config: TrainConfig, source: str, drafter: Drafter) -> None:
         key, found = f"drafter.{name}", getattr(drafter.config, name)
         if value == found:
             continue
-        if name not in config.drafter.of_checkpoint:
+        if name not in config.drafter.fixed_fields:
             raise UserError(f"{key}={value}: a drafter that init_from loads has {found}, leave one of them out")
         if key in config.explicit_keys and value is not None:
             raise UserError(f"{key}={value}, but init_from={source} has {found}: leave one of them out")

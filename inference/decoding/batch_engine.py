@@ -74,7 +74,7 @@ class BatchEngine:
             sampling=settings.sampling,
             noise=Noise(settings.seed, torch.zeros(num_rows, dtype=torch.int64, device=device)),
             sample_drafts=settings.verification_mode in acceptance_rules.SAMPLED_DRAFTS,
-            memory=drafter.new_memory(num_rows, num_slots, settings.shape),
+            cache=drafter.new_cache(num_rows, num_slots, settings.shape),
             least_confidence=settings.schedule.least if isinstance(settings.schedule, Confident) else 0.0,
         )
         if drafter.reads_predictions:
@@ -148,15 +148,15 @@ class BatchEngine:
 
     def _read_prompts(self, index: Tensor, token_ids: Tensor, lengths: Tensor) -> Features:
         """Target and drafter read prompts [b, P + 1] chunk by chunk; returns the features of each newest token."""
-        cache, memory = self.cache, self.state.memory
+        cache, drafter_cache = self.cache, self.state.cache
         if len(index) < self.num_rows:
-            cache, memory = cache.rows(index), memory and memory.rows(index)
+            cache, drafter_cache = cache.rows(index), drafter_cache and drafter_cache.rows(index)
         newest: Features | None = None
         for start in range(0, token_ids.shape[1] - 1, PREFILL_CHUNK):
             end = min(start + PREFILL_CHUNK, token_ids.shape[1] - 1)
             window = chain_window(torch.full_like(lengths, start), end - start)
             features = self.target.run(token_ids[:, start:end], window, cache, self.drafter.layer_ids)
-            self.drafter.read(memory, token_ids, features, window)
+            self.drafter.prefill(drafter_cache, token_ids, features, window)
             column = lengths - 1 - start
             here = features.gather(column.clamp(0, end - start - 1)[:, None])
             newest = here if newest is None else here.where(column >= 0, newest)
@@ -166,14 +166,14 @@ class BatchEngine:
     def draft(self, draft_length: int | None = None) -> Draft:
         """Return a draft for every row, of the settings' shape or a shorter chain: the first half of a round.
 
-        Length 0 is a step of plain decoding. The drafter's memory is fed all the same.
+        Length 0 is a step of plain decoding. The drafter's cache is filled all the same.
         """
         whole = self.settings.shape
         shape = whole if draft_length in (None, whole.depth) else Chain(draft_length)
         assert shape == whole or (isinstance(whole, Chain) and shape.depth < whole.depth)
         if shape.num_nodes and self._num_unread:
             self._catch_up()
-        elif not shape.num_nodes and self.drafter.reads_text_alone:
+        elif not shape.num_nodes and self.drafter.prefills_from_tokens:
             self._num_unread += 1
         kind = self._kind_of_round(shape.num_nodes)
         return self._drafting[kind](shape, kind[1])
@@ -210,10 +210,10 @@ class BatchEngine:
         state = self.state.first(self._num_computed())
         if shape.num_nodes:
             return self.drafter.propose(state, shape)
-        if not self.drafter.reads_text_alone:  # the next pass writes over these features
+        if not self.drafter.prefills_from_tokens:  # the next pass writes over these features
             positions = state.positions[:, :num_columns]
             window = Window(positions, positions, positions[:, 0])
-            self.drafter.read(state.memory, state.token_ids, state.features.up_to(num_columns), window)
+            self.drafter.prefill(state.cache, state.token_ids, state.features.up_to(num_columns), window)
         return chain(state.token_ids[:, :0])
 
     @torch.no_grad()
@@ -227,7 +227,7 @@ class BatchEngine:
         first = (state.lengths - 1 - count).clamp(min=0)
         for start in range(0, count, PREFILL_CHUNK):
             window = chain_window(first + start, min(PREFILL_CHUNK, count - start))
-            self.drafter.read(state.memory, state.token_ids, state.features, window)
+            self.drafter.prefill(state.cache, state.token_ids, state.features, window)
         self._num_unread = 0
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import Tensor
 from draftsmith.inference.verification import rejection_kernels as rejection
 from draftsmith.inference.verification.acceptance_rules import Verified
 from draftsmith.inference.verification.rejection_kernels import Tree, load_tree
-from draftsmith.models.sampling.sampling_kernels import chunk_sizes, load_law, read_in_chunks, sample_columns
+from draftsmith.models.sampling.sampling_kernels import chunk_sizes, load_distribution, read_in_chunks, sample_columns
 
 
 def greedy(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Verified:
@@ -214,7 +214,7 @@ def _typical(
     columns, token, parent = load_tree(tree, row, N, NODES)
     above, parent = (row * (N + 1) + parent)[:, None], tl.maximum(parent, 0)
     drawn, chunks = (token >= 0)[:, None], tl.arange(0, CHUNKS)
-    law, weights = load_law(p, above, tl.where(drawn, V, 0), CHUNK, CHUNKS)
+    law, weights = load_distribution(p, above, tl.where(drawn, V, 0), CHUNK, CHUNKS)
     start, largest, total = law  # of what each node was drawn from, [NODES, 1]
     means = tl.load(p.means + above * CHUNKS + chunks, mask=drawn & (chunks * CHUNK < V), other=0.0)
     log_total = largest + tl.log(total)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.models.sampling.sampling_kernels import load_law, pick, probabilities
+from draftsmith.models.sampling.sampling_kernels import load_distribution, pick, probabilities
 
 
 class Tree(NamedTuple):
@@ -44,8 +44,8 @@ def draw(p, p_row, q, q_row, lam, masses, uniform, V, CHUNK: tl.constexpr, CHUNK
     mass = tl.load(masses + chunks, mask=chunks * CHUNK < tl.where(lam > 0, V, 0), other=0.0)
     lam = tl.where(tl.sum(mass, 0) > 0, lam, 0.0)
     q_V = tl.where(lam > 0, V, 0)
-    p_law, weights = load_law(p, p_row, V, CHUNK, CHUNKS)
-    q_law, _ = load_law(q, q_row, q_V, CHUNK, CHUNKS)
+    p_law, weights = load_distribution(p, p_row, V, CHUNK, CHUNKS)
+    q_law, _ = load_distribution(q, q_row, q_V, CHUNK, CHUNKS)
     chunk, rest = pick(tl.where(lam > 0, mass, weights), uniform)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     left = _residual(probabilities(p_law, ids, ids < V), probabilities(q_law, ids, ids < q_V), lam)
@@ -56,8 +56,8 @@ def draw(p, p_row, q, q_row, lam, masses, uniform, V, CHUNK: tl.constexpr, CHUNK
 @triton.jit
 def sum_residual(p, p_row, q, q_row, lam, masses, chunk, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
     """The sum of (p - lam q)+ over a chunk, into `masses`."""
-    p_law, _ = load_law(p, p_row, V, CHUNK, CHUNKS)
-    q_law, _ = load_law(q, q_row, V, CHUNK, CHUNKS)
+    p_law, _ = load_distribution(p, p_row, V, CHUNK, CHUNKS)
+    q_law, _ = load_distribution(q, q_row, V, CHUNK, CHUNKS)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     left = _residual(probabilities(p_law, ids, ids < V), probabilities(q_law, ids, ids < V), lam)
     tl.store(masses + chunk, tl.sum(left, 0))
@@ -73,7 +73,7 @@ def draft_probabilities(rows, row, width, token, V, CHUNK: tl.constexpr, CHUNKS:
     """Of the n-th draft [NODES] under the n-th of a row's `width` laws; 0 where there is no draft."""
     exists = (token >= 0)[:, None]
     at = (row * width + tl.arange(0, token.shape[0]))[:, None]
-    law, _ = load_law(rows, at, tl.where(exists, V, 0), CHUNK, CHUNKS)
+    law, _ = load_distribution(rows, at, tl.where(exists, V, 0), CHUNK, CHUNKS)
     return tl.sum(probabilities(law, token[:, None], exists), 1)
 
 
@@ -198,8 +198,8 @@ def try_children(
     """
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_row = row * tl.num_programs(1) + column
-    p_law, _ = load_law(p, row * (N + 1) + column, V, CHUNK, CHUNKS)
-    q_law, _ = load_law(q, q_row, V, CHUNK, CHUNKS)
+    p_law, _ = load_distribution(p, row * (N + 1) + column, V, CHUNK, CHUNKS)
+    q_law, _ = load_distribution(q, q_row, V, CHUNK, CHUNKS)
     columns, token, parent = load_tree(tree, row, N, NODES)
     waiting = (parent == column) & (token >= 0)
     child = tl.min(tl.where(waiting, columns, NODES), 0)

@@ -26,7 +26,7 @@ from draftsmith.models.drafting.base import (
     DrafterConfig,
     load_tensors,
 )
-from draftsmith.models.drafting.tree_drafting import LevelWindows, Memory, grow, take
+from draftsmith.models.drafting.tree_drafting import DrafterCache, LevelWindows, grow, take
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses.losses import ChainLoss, Depth, Divergence, LossSums, divergence_over_rows, teachers_of
@@ -39,7 +39,7 @@ from draftsmith.models.target.target import Features, Target, find_decoder_layer
 
 @dataclass
 class DraftModelConfig(DrafterConfig):
-    of_checkpoint = ("model", "num_layers", "hidden_size")
+    fixed_fields = ("model", "num_layers", "hidden_size")
     kind: str = "draft_model"
     model: str | None = (
         None  # Hub name or directory of a causal language model to start from; None: parts of the target
@@ -59,7 +59,7 @@ class DraftModel(Drafter):
     kind = "draft_model"
     config_class = DraftModelConfig
     can_branch = True
-    reads_text_alone = True
+    prefills_from_tokens = True
 
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel, target: Target) -> None:
         super().__init__()
@@ -118,19 +118,19 @@ class DraftModel(Drafter):
     def as_target(self) -> Target:
         return Target(self.model, self.target.tokenizer, "the draft model", fuse_layers=False)
 
-    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> "DraftModelMemory":
-        memory = DraftModelMemory(num_rows, num_slots, shape, self.model.device)
-        memory.fused_decoder = fuse(self.model)
-        return memory
+    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> "DraftModelCache":
+        cache = DraftModelCache(num_rows, num_slots, shape, self.model.device)
+        cache.fused_decoder = fuse(self.model)
+        return cache
 
-    def read(self, memory: "DraftModelMemory", token_ids: Tensor, features: Features, window: Window) -> None:
-        self._run(token_ids.gather(1, window.slots), window, memory)
+    def prefill(self, cache: "DraftModelCache", token_ids: Tensor, features: Features, window: Window) -> None:
+        self._run(token_ids.gather(1, window.slots), window, cache)
 
-    def _run(self, token_ids: Tensor, window: Window, memory: "DraftModelMemory") -> Tensor:
+    def _run(self, token_ids: Tensor, window: Window, cache: "DraftModelCache") -> Tensor:
         """Decode the new tokens [B, T] of a window; the last hidden state [B, T, H]."""
-        if memory.fused_decoder is not None:
-            return memory.fused_decoder.run(token_ids, window, memory.cache)[0]
-        return run_on_slots(self.model, token_ids, window, memory.cache)
+        if cache.fused_decoder is not None:
+            return cache.fused_decoder.run(token_ids, window, cache.kv)[0]
+        return run_on_slots(self.model, token_ids, window, cache.kv)
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Read what is new, then draft level by level.
@@ -139,21 +139,21 @@ class DraftModel(Drafter):
         accepted; both are read each round, so that rows need not be told apart. After a tree, whose nodes do not stand
         where their text went, and after another drafter's draft everything is read that the last round committed.
         """
-        memory, head = state.memory, self.model.get_output_embeddings()
+        cache, head = state.cache, self.model.get_output_embeddings()
         newest = state.lengths - 1  # [B]
         if isinstance(shape, Chain) and state.own_drafts:
             window = chain_window(newest - 1, 2)
         else:
             window = chain_window(state.positions[:, 0] + 1, state.positions.shape[1])
-        hidden = self._run(state.token_ids.gather(1, window.slots), window, memory)
+        hidden = self._run(state.token_ids.gather(1, window.slots), window, cache)
         column = (newest - window.prefix).clamp(min=0)  # a finished row committed nothing
         hidden = take(hidden, column[:, None])  # [B, 1, H]
         windows = LevelWindows(state.lengths, shape.num_read)
 
         def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
-            return head(self._run(tokens, windows.next(tokens.shape[1], parents), memory))
+            return head(self._run(tokens, windows.next(tokens.shape[1], parents), cache))
 
-        return grow(shape, memory.plan, head(hidden), read, state)
+        return grow(shape, cache.tree, head(hidden), read, state)
 
     # --- checkpoints
 
@@ -178,7 +178,7 @@ class DraftModel(Drafter):
         return drafter
 
 
-class DraftModelMemory(Memory):
+class DraftModelCache(DrafterCache):
     fused_decoder: FusedDecoder | None  # where the model has the shape for it
 
 

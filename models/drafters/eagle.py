@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafters.eagle_drafting import Drafting, EagleMemory
+from draftsmith.models.drafters.eagle_drafting import Drafting, EagleCache
 from draftsmith.models.drafting.base import DecodingState, Draft, Drafter, DrafterConfig, check_same_shape, load_tensors
 from draftsmith.models.drafting.decoder_layer import (
     DecoderLayer,
@@ -39,7 +39,7 @@ from draftsmith.models.target.target import Features, Target
 
 @dataclass
 class EagleConfig(DrafterConfig):
-    of_checkpoint = ("intermediate_size", "bias")
+    fixed_fields = ("intermediate_size", "bias")
     kind: str = "eagle"
     intermediate_size: PositiveInt | None = None  # None: the target's
     bias: bool = False  # of `fc`, as most public EAGLE-1 heads have one; of SGLang and SafeAILab's code, not of vLLM's
@@ -50,7 +50,7 @@ class EagleConfig(DrafterConfig):
     divergence: Divergence = "forward_kl"
     noise: float = 0.1  # features in training get uniform noise of at most this
 
-    def by_heart(self) -> "EagleConfig":
+    def for_overfitting(self) -> "EagleConfig":
         """Without noise; and by features alone it would take long."""
         return replace(self, noise=0.0, divergence_weight=1.0)
 
@@ -89,7 +89,7 @@ class Eagle(Drafter):
         return drafter
 
     @property
-    def passes(self) -> float:
+    def training_passes(self) -> float:
         return self.config.unroll_steps
 
     # --- training
@@ -157,18 +157,18 @@ class Eagle(Drafter):
 
     # --- drafting
 
-    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> EagleMemory:
-        return EagleMemory(self, num_rows, num_slots, shape)
+    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> EagleCache:
+        return EagleCache(self, num_rows, num_slots, shape)
 
     @torch.inference_mode()
-    def read(self, memory: EagleMemory, token_ids: Tensor, features: Features, window: Window) -> None:
-        memory.write(token_ids.gather(1, window.positions + 1), features.last_hidden, window)
+    def prefill(self, cache: EagleCache, token_ids: Tensor, features: Features, window: Window) -> None:
+        cache.write(token_ids.gather(1, window.positions + 1), features.last_hidden, window)
 
     @torch.inference_mode()
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Read the newest features into the drafter's cache, then draft level by level."""
         drafting = Drafting(state, state.features.last_hidden, shape)
-        return grow(shape, state.memory.plan, drafting.root, drafting, state)
+        return grow(shape, state.cache.tree, drafting.root, drafting, state)
 
     # --- checkpoints
 

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.eagle3_training import unroll
-from draftsmith.models.drafters.eagle_drafting import Drafting, Eagle3Memory
+from draftsmith.models.drafters.eagle_drafting import Drafting, Eagle3Cache
 from draftsmith.models.drafting.base import (
     OWN_EMBEDDING,
     DecodingState,
@@ -48,7 +48,7 @@ from draftsmith.models.target.target import Features, Target, check_layer_ids
 
 @dataclass
 class Eagle3Config(ReducedVocabulary):
-    of_checkpoint = (*ReducedVocabulary.of_checkpoint, "layer_ids", "intermediate_size", "norm_before_residual")
+    fixed_fields = (*ReducedVocabulary.fixed_fields, "layer_ids", "intermediate_size", "norm_before_residual")
     kind: str = "eagle3"
     layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
     intermediate_size: PositiveInt | None = None  # None: the target's
@@ -160,7 +160,7 @@ class Eagle3(Drafter):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @property
-    def passes(self) -> float:
+    def training_passes(self) -> float:
         return self.config.unroll_steps
 
     # --- training
@@ -183,20 +183,20 @@ class Eagle3(Drafter):
 
     # --- drafting
 
-    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Eagle3Memory:
-        return Eagle3Memory(self, num_rows, num_slots, shape)
+    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> Eagle3Cache:
+        return Eagle3Cache(self, num_rows, num_slots, shape)
 
     @torch.inference_mode()
-    def read(self, memory: Eagle3Memory, token_ids: Tensor, features: Features, window: Window) -> None:
+    def prefill(self, cache: Eagle3Cache, token_ids: Tensor, features: Features, window: Window) -> None:
         assert features.layers is not None
-        memory.write(token_ids.gather(1, window.positions + 1), self.fc(features.layers), window)
+        cache.write(token_ids.gather(1, window.positions + 1), self.fc(features.layers), window)
 
     @torch.inference_mode()
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Read the newest features into the drafter's cache, then draft level by level."""
         assert state.features.layers is not None
         drafting = Drafting(state, self.fc(state.features.layers), shape)
-        draft, ids = grow(shape, state.memory.plan, drafting.root, drafting, state), state.memory.ids
+        draft, ids = grow(shape, state.cache.tree, drafting.root, drafting, state), state.cache.ids
         return draft if ids is None else in_target_vocabulary(draft, ids, self.target.vocab_size)
 
     # --- checkpoints

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from draftsmith.models.drafters.eagle3 import Eagle3
 
 
-class Memory(tree_drafting.Memory):
+class DrafterCache(tree_drafting.DrafterCache):
     """What is made or looked up once: the cache, the rotary table, and the weights."""
 
     ids: Tensor | None = None  # [Vd] target ids of a draft vocabulary
@@ -38,7 +38,7 @@ class Memory(tree_drafting.Memory):
         attention, mlp = layer.self_attn, layer.mlp
         super().__init__(num_rows, num_slots, shape, attention.o_proj.weight.device)
         self.layer, self.attention, self.embedding = layer, attention, embedding
-        self.rotary = rotary_table(rotary, self.cache.num_slots, attention.o_proj.weight)
+        self.rotary = rotary_table(rotary, self.kv.num_slots, attention.o_proj.weight)
         store_for_decoding(attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
         self.output = attention.o_proj.weight
         self.mlp_norm = decoding_norm(layer.post_attention_layernorm)
@@ -59,20 +59,20 @@ class Memory(tree_drafting.Memory):
         """
         x, residual = self.enter(self.embedding(token_ids), hidden)
         query, key, value = self.attention.project(x, self.rotary, window.positions)
-        self.cache.write_to(window.slots)
-        self.keys, self.values = self.cache.update(key, value, 0)
+        self.kv.write_to(window.slots)
+        self.keys, self.values = self.kv.update(key, value, 0)
         return query, residual
 
     def finish(self, query: Tensor, residual: Tensor, window: Window) -> Tensor:
         """The rest of the layer, from query [B, Nq, T, D] and residual [B, T, H] to its output [B, T, H]."""
-        mask = window.mask(self.cache.num_slots)
+        mask = window.mask(self.kv.num_slots)
         attended, _ = slot_attention(self.layer, query, self.keys, self.values, mask)
         hidden = residual + F.linear(attended.flatten(2), self.output)
         gate, up = F.linear(self.mlp_norm(hidden), self.gate_up).chunk(2, -1)
         return hidden + F.linear(F.silu(gate, inplace=True).mul_(up), self.down)
 
 
-class Eagle3Memory(Memory):
+class Eagle3Cache(DrafterCache):
     def __init__(self, drafter: "Eagle3", num_rows: int, num_slots: int, shape: Shape) -> None:
         layer = drafter.layer
         super().__init__(layer, drafter.embedding, drafter.rotary, num_rows, num_slots, shape)
@@ -91,7 +91,7 @@ class Eagle3Memory(Memory):
         return F.linear(self.final_norm(hidden), self.head)
 
 
-class EagleMemory(Memory):
+class EagleCache(DrafterCache):
     def __init__(self, drafter: "Eagle", num_rows: int, num_slots: int, shape: Shape) -> None:
         super().__init__(drafter.layer, drafter.target.embedding, drafter.rotary, num_rows, num_slots, shape)
         store_for_decoding(drafter.fc)
@@ -127,20 +127,20 @@ class Drafting:
 
         All become keys and values, only the newest committed one goes on through the layer.
         """
-        self.memory: Memory = state.memory
+        self.cache: DrafterCache = state.cache
         next_ids = state.token_ids.gather(1, (state.positions + 1).clamp(max=state.token_ids.shape[1] - 1))
         window = Window(state.positions, state.positions, state.positions[:, 0])
-        query, residual = self.memory.write(next_ids, features, window)
+        query, residual = self.cache.write(next_ids, features, window)
         rows, newest = torch.arange(len(query), device=query.device), state.num_new - 1
         slots = state.lengths[:, None] - 2
         window = Window(slots, slots, slots[:, 0])
-        self.hidden = self.memory.finish(query[rows, :, newest][:, :, None], residual[rows, newest][:, None], window)
-        self.root = self.memory.logits(self.hidden)  # [B, 1, Vd]
+        self.hidden = self.cache.finish(query[rows, :, newest][:, :, None], residual[rows, newest][:, None], window)
+        self.root = self.cache.logits(self.hidden)  # [B, 1, Vd]
         self.windows = LevelWindows(state.lengths - 1, shape.num_read)
 
     def __call__(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
         window = self.windows.next(tokens.shape[1], parents)
-        token_ids = tokens if self.memory.ids is None else self.memory.ids[tokens]
+        token_ids = tokens if self.cache.ids is None else self.cache.ids[tokens]
         hidden = self.hidden if parents is None else take(self.hidden, parents)
-        self.hidden = self.memory.finish(*self.memory.write(token_ids, hidden, window), window)
-        return self.memory.logits(self.hidden)
+        self.hidden = self.cache.finish(*self.cache.write(token_ids, hidden, window), window)
+        return self.cache.logits(self.hidden)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.medusa import ResidualBlocks
 from draftsmith.models.drafting.base import DecodingState, Draft, Drafter, DrafterConfig, check_same_shape, load_tensors
-from draftsmith.models.drafting.tree_drafting import Plan, grow, plan_of, take
+from draftsmith.models.drafting.tree_drafting import TreeIndices, grow, take, tree_indices
 from draftsmith.models.errors import require_at_least
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses.losses import ChainLoss, Depth, Divergence, LossSums, teachers_of
@@ -26,7 +26,7 @@ from draftsmith.models.target.target import Features, Target
 
 @dataclass
 class HydraConfig(DrafterConfig):
-    of_checkpoint = ("num_heads", "num_layers")
+    fixed_fields = ("num_heads", "num_layers")
     kind: str = "hydra"
     num_heads: int = 4
     num_layers: int = 1  # residual blocks a head; Hydra++ has 4, behind a prefix layer that is not here
@@ -87,8 +87,8 @@ class Hydra(Drafter):
             read = torch.cat([read, shift_left(embedded, 1 + i)], -1)  # [B, T, (i + 2) H]
             yield Depth(block(read[counted]), head, teachers_of(counted, i), self.config.head_decay**i)
 
-    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Plan | None:
-        return plan_of(shape, self.target.device)
+    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> TreeIndices | None:
+        return tree_indices(shape, self.target.device)
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Head after head from the last position that the target read, each on what the heads before it drafted."""
@@ -102,7 +102,7 @@ class Hydra(Drafter):
             block, head = next(heads)
             return head(block(inputs))
 
-        return grow(shape, state.memory, read(state.newest()[:, None], None), read, state)
+        return grow(shape, state.cache, read(state.newest()[:, None], None), read, state)
 
     # --- checkpoints
 

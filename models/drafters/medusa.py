@@ -23,7 +23,7 @@ from draftsmith.models.drafting.base import (
     in_target_vocabulary,
     load_tensors,
 )
-from draftsmith.models.drafting.tree_drafting import Plan, grow, plan_of, take
+from draftsmith.models.drafting.tree_drafting import TreeIndices, grow, take, tree_indices
 from draftsmith.models.drafting.vocabulary import ReducedVocabulary, too_large
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import shift_left
@@ -35,7 +35,7 @@ from draftsmith.models.target.target import Features, Target
 
 @dataclass
 class MedusaConfig(ReducedVocabulary):
-    of_checkpoint = (*ReducedVocabulary.of_checkpoint, "num_heads", "num_layers", "output")
+    fixed_fields = (*ReducedVocabulary.fixed_fields, "num_heads", "num_layers", "output")
     kind: str = "medusa"
     num_heads: int = 4
     num_layers: int = 1  # residual blocks a head
@@ -153,8 +153,8 @@ class Medusa(Drafter):
         with self.corrections.applied():
             return run_causal(self.target.model, batch.token_ids, batch.positions, batch.attention_mask())
 
-    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Plan | None:
-        return plan_of(shape, self.target.device)
+    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> TreeIndices | None:
+        return tree_indices(shape, self.target.device)
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """The first heads at the last position that the target read."""
@@ -165,7 +165,7 @@ class Medusa(Drafter):
             block, head = next(heads)
             return head(block(hidden))  # [B, 1, V], whatever the heads before it proposed
 
-        draft = grow(shape, state.memory, next_head(), next_head, state)
+        draft = grow(shape, state.cache, next_head(), next_head, state)
         return draft if ids is None else in_target_vocabulary(draft, ids, self.target.vocab_size)
 
     # --- checkpoints

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafting.base import DecodingState, Draft, Drafter, DrafterConfig, check_same_shape, load_tensors
-from draftsmith.models.drafting.tree_drafting import Plan, grow, plan_of, take
+from draftsmith.models.drafting.tree_drafting import TreeIndices, grow, take, tree_indices
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses.losses import ChainLoss, Depth, Divergence, LossSums, teachers_of
@@ -29,7 +29,7 @@ EPS = 1e-6
 
 @dataclass
 class MLPSpeculatorConfig(DrafterConfig):
-    of_checkpoint = ("num_heads", "inner_size", "tie_weights", "scale_input")
+    fixed_fields = ("num_heads", "inner_size", "tie_weights", "scale_input")
     kind: str = "mlp_speculator"
     num_heads: int = 4  # stages
     inner_size: PositiveInt | None = None  # width of the state; None: the target's hidden size
@@ -113,8 +113,8 @@ class MLPSpeculator(Drafter):
             state = self.next_state(i, state, shift_left(batch.token_ids, 1 + i))  # [B, T, I]
             yield Depth(state[counted], head, teachers_of(counted, i), self.config.head_decay**i)
 
-    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Plan | None:
-        return plan_of(shape, self.target.device)
+    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> TreeIndices | None:
+        return tree_indices(shape, self.target.device)
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Stage after stage from the last position that the target read."""
@@ -127,7 +127,7 @@ class MLPSpeculator(Drafter):
             inner = self.next_state(stage, inner if parents is None else take(inner, parents), tokens)  # [B, W, I]
             return self.head[stage](inner)
 
-        return grow(shape, state.memory, read(state.newest()[:, None], None), read, state)
+        return grow(shape, state.cache, read(state.newest()[:, None], None), read, state)
 
     # --- checkpoints
 

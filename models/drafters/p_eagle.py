@@ -28,7 +28,7 @@ from draftsmith.models.drafting.base import (
     load_tensors,
 )
 from draftsmith.models.drafting.decoder_layer import DecoderLayer
-from draftsmith.models.drafting.tree_drafting import Memory, grow, take
+from draftsmith.models.drafting.tree_drafting import DrafterCache, grow, take
 from draftsmith.models.drafting.vocabulary import ReducedVocabulary
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import RMSNorm, checkpoint_tensors, rotary_table, shift_left
@@ -40,7 +40,13 @@ from draftsmith.models.target.target import Features, Target
 
 @dataclass
 class PEagleConfig(ReducedVocabulary):
-    of_checkpoint = (*ReducedVocabulary.of_checkpoint, "layer_ids", "intermediate_size", "num_layers", "mask_token_id")
+    fixed_fields = (
+        *ReducedVocabulary.fixed_fields,
+        "layer_ids",
+        "intermediate_size",
+        "num_layers",
+        "mask_token_id",
+    )
     kind: str = "p_eagle"
     layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
     intermediate_size: PositiveInt | None = None  # None: the target's
@@ -128,7 +134,7 @@ class PEagle(Drafter):
         return hidden, self.target.embedding(token)
 
     @property
-    def passes(self) -> float:
+    def training_passes(self) -> float:
         """A slot of the text, and the mask slots that are kept of it."""
         return sum(self.share_kept(depth) for depth in range(self.config.num_depths))
 
@@ -189,20 +195,20 @@ class PEagle(Drafter):
 
     # --- drafting
 
-    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> "PEagleMemory":
-        return PEagleMemory(self, num_rows, num_slots, shape)
+    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> "PEagleCache":
+        return PEagleCache(self, num_rows, num_slots, shape)
 
     @torch.inference_mode()
-    def read(self, memory: "PEagleMemory", token_ids: Tensor, features: Features, window: Window) -> None:
+    def prefill(self, cache: "PEagleCache", token_ids: Tensor, features: Features, window: Window) -> None:
         assert features.layers is not None
         embedded = self.target.embedding(token_ids.gather(1, window.positions + 1))
-        self.decode(memory, self.eagle3.fc(features.layers), embedded, window, window.slots)
+        self.decode(cache, self.eagle3.fc(features.layers), embedded, window, window.slots)
 
     @torch.inference_mode()
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """One pass over the newest features and the mask slots behind the newest committed one."""
         assert state.features.layers is not None
-        memory, batch, width = state.memory, *state.positions.shape
+        cache, batch, width = state.cache, *state.positions.shape
         next_ids = state.token_ids.gather(1, (state.positions + 1).clamp(max=state.token_ids.shape[1] - 1))
         hidden, embedded = self.eagle3.fc(state.features.layers), self.target.embedding(next_ids)
         mask_hidden, mask_embedded = self.mask_inputs(batch, shape.depth - 1)
@@ -210,9 +216,9 @@ class PEagle(Drafter):
         mask_places = state.lengths[:, None] - 1 + torch.arange(shape.depth - 1, device=next_ids.device)
         places = torch.cat([state.positions, mask_places], 1)  # [B, T + K - 1]
         # what was not committed is kept nowhere: its places are those of mask slots
-        written = torch.where(columns < state.num_new[:, None], state.positions, memory.cache.num_slots)
+        written = torch.where(columns < state.num_new[:, None], state.positions, cache.kv.num_slots)
         hidden = self.decode(
-            memory,
+            cache,
             torch.cat([hidden, mask_hidden], 1),
             torch.cat([embedded, mask_embedded], 1),
             Window(places, places, places[:, 0]),
@@ -226,22 +232,20 @@ class PEagle(Drafter):
         def next_depth(*_: Tensor | None) -> Tensor:
             return next(depths)  # [B, 1, Vd], whatever was drafted before
 
-        draft, ids = grow(shape, memory.plan, next_depth(), next_depth, state), memory.ids
+        draft, ids = grow(shape, cache.tree, next_depth(), next_depth, state), cache.ids
         return draft if ids is None else in_target_vocabulary(draft, ids, self.target.vocab_size)
 
-    def decode(
-        self, memory: "PEagleMemory", hidden: Tensor, embedded: Tensor, window: Window, written: Tensor
-    ) -> Tensor:
+    def decode(self, cache: "PEagleCache", hidden: Tensor, embedded: Tensor, window: Window, written: Tensor) -> Tensor:
         """All layers on the cache: inputs [B, T, H] at the places of a window -> outputs [B, T, H].
 
         `written` [B, T]: the slots that keep keys and values.
         """
-        memory.cache.write_to(written)
-        mask = window.mask(memory.cache.num_slots)
-        positions = window.positions.clamp(max=len(memory.rotary) - 1)
+        cache.kv.write_to(written)
+        mask = window.mask(cache.kv.num_slots)
+        positions = window.positions.clamp(max=len(cache.rotary) - 1)
         for number, layer in enumerate(self.layers()):
-            query, key, value = self.project(number, hidden, embedded, memory.rotary, positions)
-            keys, values = memory.cache.update(key, value, number)
+            query, key, value = self.project(number, hidden, embedded, cache.rotary, positions)
+            keys, values = cache.kv.update(key, value, number)
             hidden = layer.finish(hidden, slot_attention(layer, query, keys, values, mask)[0])
         return hidden
 
@@ -283,11 +287,11 @@ class PEagle(Drafter):
         return drafter
 
 
-class PEagleMemory(Memory):
+class PEagleCache(DrafterCache):
     def __init__(self, drafter: PEagle, num_rows: int, num_slots: int, shape: Shape) -> None:
         like = drafter.eagle3.fc.weight
         super().__init__(num_rows, num_slots, shape, like.device)
-        self.rotary = rotary_table(drafter.eagle3.rotary, self.cache.num_slots, like)
+        self.rotary = rotary_table(drafter.eagle3.rotary, self.kv.num_slots, like)
         self.ids = drafter.draft_to_target()
 
 

@@ -77,7 +77,7 @@ class DecodingState:
     sampling: Sampling
     noise: Noise
     sample_drafts: bool  # draw draft tokens by chance (probabilistic verification) or take the likeliest
-    memory: Any = None  # the drafter's own, of `new_memory`
+    cache: Any = None  # the drafter's own, of `new_cache`
     own_drafts: bool = True  # what the last round verified was this drafter's draft
     least_confidence: float = 0.0  # a chain ends where the drafter's confidence in what it has drafted is below this
     confidence: Tensor | None = None  # [B, K] where somebody asks: at each depth the chance of the likeliest token
@@ -96,7 +96,7 @@ class DecodingState:
             positions=self.positions[:count],
             num_new=self.num_new[:count],
             noise=self.noise.first(count),
-            memory=self.memory and self.memory.rows(slice(count)),
+            cache=self.cache and self.cache.rows(slice(count)),
             confidence=None if self.confidence is None else self.confidence[:count],
             predictions=None if self.predictions is None else self.predictions[:count],
         )
@@ -141,14 +141,14 @@ class DrafterConfig:
     """Fields of a family's own config come in a subclass beside its module."""
 
     kind: str
-    of_checkpoint: ClassVar[tuple[str, ...]] = ()  # fields that a checkpoint's tensors decide; the rest is of training
+    fixed_fields: ClassVar[tuple[str, ...]] = ()  # decided by a checkpoint's tensors; the others by training
 
     @property
     def changes_target(self) -> bool:
         """Whether the target is trained along, so that a checkpoint holds a target of its own in `target/`."""
         return False
 
-    def by_heart(self) -> "DrafterConfig":
+    def for_overfitting(self) -> "DrafterConfig":
         """The same drafter trained without what only helps it on text that it has not seen."""
         return self
 
@@ -167,7 +167,7 @@ class Drafter(nn.Module):
     can_embed: ClassVar[bool] = False  # a checkpoint may bring an embedding in place of the target's
     reads_predictions: ClassVar[bool] = False  # what the target said of every node of its last draft
     max_draft_length: int | None = None  # nodes on a path
-    reads_text_alone: bool = False  # `read` needs no features, so that what was not read can be later
+    prefills_from_tokens: bool = False  # `prefill` needs no features, so that what was not read can be later
     drafts_by_target_head: ClassVar[bool] = False  # it has no head of its own, not even a copy
     progress: float = 0.0  # share of training that is done, kept by the training loop
 
@@ -181,7 +181,7 @@ class Drafter(nn.Module):
         """A new drafter for the target, with starting weights."""
 
     @property
-    def passes(self) -> float:
+    def training_passes(self) -> float:
         """How often a token of a text goes through what is trained, on average, in a pass of training."""
         return 1.0
 
@@ -189,7 +189,7 @@ class Drafter(nn.Module):
         """The shape of its drafts where chains of this length are asked for."""
         return Chain(draft_length)
 
-    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Any:
+    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> Any:
         """What it keeps of the rows' texts from round to round, for drafts of the shape; None where that is nothing.
 
         `rows(index)` of it is a view of some rows, by their indices [b] or a slice from the first. It may hold copies
@@ -197,7 +197,7 @@ class Drafter(nn.Module):
         """
         return None
 
-    def read(self, memory: Any, token_ids: Tensor, features: Features, window: Window) -> None:
+    def prefill(self, cache: Any, token_ids: Tensor, features: Features, window: Window) -> None:
         """Take in a part of some prompts [b, P + 1] (one place is free): what the target computed in a window of them.
 
         The newest token of a prompt comes again in the first round's `propose`, as in each round does what the last

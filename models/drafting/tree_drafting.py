@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 Read = Callable[[Tensor, Tensor | None], Tensor]
 
 
-def grow(shape: Shape, plan: "Plan | None", logits: Tensor, read: Read, state: DecodingState) -> Draft:
+def grow(shape: Shape, tree: "TreeIndices | None", logits: Tensor, read: Read, state: DecodingState) -> Draft:
     """A draft of the shape, in the drafter's vocabulary, from the logits [B, 1, V] of what follows the newest token.
 
-    `plan` is `plan_of(shape)`. A static tree drawn by chance has siblings without replacement.
+    `tree` is `tree_indices(shape)`. A static tree drawn by chance has siblings without replacement.
     """
     if isinstance(shape, Chain):
         return grow_chain(shape.depth, logits, read, state)
     if isinstance(shape, DynamicTree):
         assert not state.sample_drafts, "the likeliest of many nodes are no sample"
         return grow_dynamic(shape, logits, read)
-    assert plan is not None
-    return grow_static(plan, logits, read, state)
+    assert tree is not None
+    return grow_static(tree, logits, read, state)
 
 
 def grow_chain(depth: int, logits: Tensor, read: Read, state: DecodingState) -> Draft:
@@ -83,19 +83,19 @@ class Level:
 
 
 @dataclass
-class Plan:
+class TreeIndices:
     """What growing a static tree needs to know of it, on the device."""
 
     levels: list[Level]
     parents: Tensor  # [N] parent node of each node, -1 for the root
     read_at: Tensor  # [P] of each column with children its place among all that are read; 0 for the others
 
-    def rows(self, index: Tensor | slice) -> "Plan":
-        """The plan is the same for all rows."""
+    def rows(self, index: Tensor | slice) -> "TreeIndices":
+        """A tree is the same for all rows."""
         return self
 
 
-def plan_of(shape: Shape, device: torch.device) -> Plan | None:
+def tree_indices(shape: Shape, device: torch.device) -> TreeIndices | None:
     """To be made once; only static trees have one."""
     if not isinstance(shape, StaticTree):
         return None
@@ -113,18 +113,18 @@ def plan_of(shape: Shape, device: torch.device) -> Plan | None:
         levels.append(Level(read_tensor, parents, most, picks_tensor))
         read_before = read
     up_to_last = columns[: columns.index(inner[-1]) + 1]
-    return Plan(
+    return TreeIndices(
         levels,
         torch.tensor([columns.index(path[:-1]) - 1 for path in shape.choices], device=device),
         torch.tensor([inner.index(path) if path in inner else 0 for path in up_to_last], device=device),
     )
 
 
-def grow_static(plan: Plan, logits: Tensor, read: Read, state: DecodingState) -> Draft:
+def grow_static(tree: TreeIndices, logits: Tensor, read: Read, state: DecodingState) -> Draft:
     """Read what has children, choose the children, keep those that are in the tree."""
     nodes: list[Tensor] = []  # of each level, [B, nodes]
     drawn_from: list[Tensor] = []
-    for depth, level in enumerate(plan.levels):
+    for depth, level in enumerate(tree.levels):
         if depth:
             tokens = nodes[-1][:, level.read].clamp(min=0)  # NO_TOKEN, too, may have children in the tree
             logits = read(tokens, level.parents.expand_as(tokens))
@@ -134,8 +134,8 @@ def grow_static(plan: Plan, logits: Tensor, read: Read, state: DecodingState) ->
         if cut_logits is not None:
             drawn_from.append(cut_logits.expand(-1, len(level.read), -1))
     tokens = torch.cat(nodes, 1)
-    draft_logits = torch.cat(drawn_from, 1)[:, plan.read_at] if drawn_from else None
-    return Draft(tokens, plan.parents.expand_as(tokens), len(plan.levels), draft_logits)
+    draft_logits = torch.cat(drawn_from, 1)[:, tree.read_at] if drawn_from else None
+    return Draft(tokens, tree.parents.expand_as(tokens), len(tree.levels), draft_logits)
 
 
 # --- dynamic trees
@@ -180,17 +180,17 @@ def best(values: Tensor, count: int) -> Tensor:
 # --- the drafter's cache
 
 
-class Memory:
+class DrafterCache:
     """What a drafter that reads its own drafts keeps from round to round; made once for the shape of its drafts."""
 
     def __init__(self, num_rows: int, num_slots: int, shape: Shape, device: torch.device) -> None:
-        self.plan = plan_of(shape, device)
-        self.cache = SlotCache(num_rows, num_slots + shape.num_read)
+        self.tree = tree_indices(shape, device)
+        self.kv = SlotCache(num_rows, num_slots + shape.num_read)
 
     def rows(self, index: Tensor | slice) -> "Self":
         """A view of some rows: their indices [b], or a slice from the first row on."""
         view = copy.copy(self)
-        view.cache = self.cache.rows(index)
+        view.kv = self.kv.rows(index)
         return view
 
 

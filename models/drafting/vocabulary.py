@@ -18,7 +18,7 @@ SIZE_UNIT = 64  # engines pad the matrix of a head to a multiple of it anyway
 class ReducedVocabulary(DrafterConfig):
     """Fields of the families that can draft from a part of the target's vocabulary; one of the two, or all of it."""
 
-    of_checkpoint: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "draft_vocab_coverage")
+    fixed_fields: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "draft_vocab_coverage")
     draft_vocab_size: PositiveInt | None = None  # so many of the tokens that the target writes most often
     draft_vocab_coverage: float | None = None  # or: as many as make up this share of what it writes
 

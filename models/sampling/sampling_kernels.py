@@ -108,11 +108,12 @@ def _read_chunk(rows, row, chunk, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def load_law(rows, row, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """The law of a row, or of rows [R, 1], as `probabilities` takes it, and the weights of its chunks up to a factor.
+def load_distribution(rows, row, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """Return the distribution of a row, or of rows [R, 1], and the weights of its chunks up to a factor.
 
-    A law is where the logits start, the largest of them, and the sum of exp(logit - largest). A row that does not exist
-    has V = 0. Its probabilities are 0, as are those of a row of -inf alone: their sum, of others 1 at least, is made 1.
+    A distribution, as `probabilities` takes it, is the address of the logits, the largest logit, and the sum of
+    exp(logit - largest). A row that does not exist has V = 0. Its probabilities are 0, as are those of a row that is
+    -inf everywhere: the sum, which is at least 1 in every other row, is set to 1 there.
     """
     chunks = tl.arange(0, CHUNKS)
     exists = chunks * CHUNK < V
@@ -125,9 +126,9 @@ def load_law(rows, row, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def probabilities(law, ids, mask):
+def probabilities(distribution, ids, mask):
     """Of the tokens `ids`: fp32, 0 outside the mask."""
-    start, largest, total = law
+    start, largest, total = distribution
     return tl.exp(tl.load(start + ids, mask=mask, other=float("-inf")) - largest) / total.to(tl.float32)
 
 
@@ -162,10 +163,10 @@ def _sample_columns(
     uniform = tl.load(uniforms + batch_row * (DEPTH + 1) + depth).to(tl.float64)
 
     row = batch_row.to(tl.int64) * tl.num_programs(1) + column
-    law, weights = load_law(p, row, V, CHUNK, CHUNKS)
+    distribution, weights = load_distribution(p, row, V, CHUNK, CHUNKS)
     chunk, rest = pick(weights, uniform)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    lane, _ = pick(probabilities(law, ids, ids < V), rest)
+    lane, _ = pick(probabilities(distribution, ids, ids < V), rest)
     tl.store(drawn + row, chunk * CHUNK + lane)
 
 

@@ -77,8 +77,8 @@ def _gather_columns(x: Tensor, columns: Tensor) -> Tensor:
 
 
 @dataclass
-class Whole:
-    """What only the whole target tells."""
+class FullTarget:
+    """What only the full target tells: facts that a model without its layers lacks."""
 
     config: PretrainedConfig
     fingerprint: str | None  # None where nobody has seen its weights: a server ran them
@@ -88,7 +88,7 @@ class Target:
     """A frozen decoder with its tokenizer, on one device unless it is loaded otherwise.
 
     `run` decodes on a `SlotCache`, `features` reads whole rows for training; both take the layer ids whose hidden
-    states are wanted (N means after N layers, Hugging Face's `hidden_states[N]`). One loaded by `ends_from_pretrained`
+    states are wanted (N means after N layers, Hugging Face's `hidden_states[N]`). One loaded by `head_from_pretrained`
     has neither.
     """
 
@@ -98,22 +98,22 @@ class Target:
         tokenizer: PreTrainedTokenizerBase | None,
         name: str,
         fuse_layers: bool = True,
-        whole: "Whole | None" = None,
+        full: "FullTarget | None" = None,
         decodes: bool = True,
     ) -> None:
-        """`whole`: what `model` does not tell of the target where its layers are left out.
+        """`full`: what `model` does not tell of the target where its layers are left out.
 
         `decodes`: whether it will be asked for more than `features`; else that is not checked.
         """
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
-        self.text_config = (whole.config if whole else model.config).get_text_config()
+        self.text_config = (full.config if full else model.config).get_text_config()
         self.head_module: nn.Module = model.get_output_embeddings()
         self.embedding: nn.Module = model.get_input_embeddings()
-        self._whole = whole
-        self._fingerprint = whole.fingerprint if whole else None
-        if whole is None:
+        self._full = full
+        self._fingerprint = full.fingerprint if full else None
+        if full is None:
             self.decoder_layers = find_decoder_layers(model)
             self.fused_decoder = fuse(model) if fuse_layers else None  # what `run` takes instead of stock modelling
             if decodes and model.device.type != "meta":
@@ -179,7 +179,7 @@ class Target:
         return cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
 
     @classmethod
-    def ends_from_pretrained(
+    def head_from_pretrained(
         cls,
         name: str | Path,
         fingerprint: str | None,
@@ -196,7 +196,7 @@ class Target:
         config = read_config(name)
         check_served_family(config, str(name))
         model, tokenizer = load_first_layers(name, config, 0, device, dtype or default_dtype(device))
-        return cls(model, tokenizer, str(name), whole=Whole(config, fingerprint))
+        return cls(model, tokenizer, str(name), full=FullTarget(config, fingerprint))
 
     @classmethod
     def first_layers_from_pretrained(
@@ -208,7 +208,7 @@ class Target:
 
     @property
     def has_layers(self) -> bool:
-        return self._whole is None
+        return self._full is None
 
     @classmethod
     def without_weights(cls, name: str | Path) -> "Target":
@@ -324,7 +324,7 @@ class Target:
             return self._fingerprint
         return self._digest(self.model.named_parameters())
 
-    def ends_fingerprint(self) -> str:
+    def head_fingerprint(self) -> str:
         """The same over config, embedding and head alone, which a target without its layers gives too."""
         return self._digest([("embedding", cast(Tensor, self.embedding.weight)), ("head", self.head_weight())])
 

@@ -41,17 +41,17 @@ class Cascade(Drafter):
             )
         self.config, self.lookup, self.trained = config, lookup, trained
         self.layer_ids, self.max_draft_length = trained.layer_ids, trained.max_draft_length
-        self.trained_for, self.reads_text_alone = trained.trained_for, trained.reads_text_alone
+        self.trained_for, self.prefills_from_tokens = trained.trained_for, trained.prefills_from_tokens
 
     @classmethod
     def from_target(cls, config: CascadeConfig, target: Target) -> "Cascade":
         raise TypeError("a cascade is made of two drafters")
 
-    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> Any:
-        return self.trained.new_memory(num_rows, num_slots, shape)
+    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> Any:
+        return self.trained.new_cache(num_rows, num_slots, shape)
 
-    def read(self, memory: Any, token_ids: Tensor, features: Features, window: Window) -> None:
-        self.trained.read(memory, token_ids, features, window)
+    def prefill(self, cache: Any, token_ids: Tensor, features: Features, window: Window) -> None:
+        self.trained.prefill(cache, token_ids, features, window)
 
     def remember(self, token_ids: list[int]) -> None:
         self.lookup.remember(token_ids)
@@ -60,10 +60,10 @@ class Cascade(Drafter):
         self.lookup.forget()
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
-        """A trained drafter that keeps a memory is asked every round; on a CPU others only where a row needs it."""
+        """A trained drafter that keeps a cache is asked every round; on a CPU others only where a row needs it."""
         tokens, matched = self.lookup.look_up(state, shape.depth)
         found = matched >= self.config.shortest  # [B]
-        if state.memory is None and tokens.device.type == "cpu" and found.all():
+        if state.cache is None and tokens.device.type == "cpu" and found.all():
             return lookup_chain(tokens)
         draft = self.trained.propose(replace(state, own_drafts=False), shape)
         width = draft.tokens.shape[1]

@@ -67,7 +67,7 @@ class Lookahead(Drafter):
             window.append([guess, *[(*guess, *side, *[0] * i) for i in range(draft_length - 1)]])
         return window
 
-    def new_memory(self, num_rows: int, num_slots: int, shape: Shape) -> "LookaheadMemory":
+    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> "LookaheadCache":
         assert isinstance(shape, StaticTree)
         length = shape.depth - self.config.window + 1
         nodes = {path: node for node, path in enumerate(shape.choices)}
@@ -77,7 +77,7 @@ class Lookahead(Drafter):
         window_nodes, candidate_nodes, parent = (
             torch.tensor(index, device=self.device) for index in (window, candidates, parents)
         )
-        return LookaheadMemory(
+        return LookaheadCache(
             parent,
             window_nodes,
             candidate_nodes,
@@ -87,25 +87,25 @@ class Lookahead(Drafter):
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Complete n-grams by what the target said of the last draft, move the window on, look candidates up."""
-        memory: LookaheadMemory = state.memory
+        cache: LookaheadCache = state.cache
         assert state.predictions is not None
         drafted = (state.predictions[:, 0] != NO_TOKEN)[:, None, None]  # else the row begins
-        predicted = state.predictions[:, memory.window_nodes[:, -1] + 1]  # [B, W]
-        ngrams = torch.cat([memory.guesses, predicted[..., None]], 2)  # [B, W, N]
-        memory.pool.copy_(add(memory.pool, ngrams).where(drafted, NO_TOKEN))
-        memory.guesses.copy_(ngrams[..., 1:].where(drafted, first_guesses(state, memory.guesses)))
+        predicted = state.predictions[:, cache.window_nodes[:, -1] + 1]  # [B, W]
+        ngrams = torch.cat([cache.guesses, predicted[..., None]], 2)  # [B, W, N]
+        cache.pool.copy_(add(cache.pool, ngrams).where(drafted, NO_TOKEN))
+        cache.guesses.copy_(ngrams[..., 1:].where(drafted, first_guesses(state, cache.guesses)))
 
-        candidates = ngrams_after(memory.pool, state.newest(), self.config.candidates)
+        candidates = ngrams_after(cache.pool, state.newest(), self.config.candidates)
         tokens = state.token_ids.new_empty(len(candidates), shape.num_nodes)
-        tokens[:, memory.window_nodes] = memory.guesses
-        tokens[:, memory.candidate_nodes], parent = merged(candidates, memory.candidate_nodes)
-        parents = memory.parents.repeat(len(tokens), 1)
-        parents[:, memory.candidate_nodes[:, 1:]] = parent
+        tokens[:, cache.window_nodes] = cache.guesses
+        tokens[:, cache.candidate_nodes], parent = merged(candidates, cache.candidate_nodes)
+        parents = cache.parents.repeat(len(tokens), 1)
+        parents[:, cache.candidate_nodes[:, 1:]] = parent
         return Draft(tokens, parents, shape.depth)
 
 
 @dataclass
-class LookaheadMemory:
+class LookaheadCache:
     """Where the nodes of window and candidates stand in the tree, and each row's guesses and n-grams."""
 
     parents: Tensor  # [nodes] of each node in the tree, -1 for the root
@@ -114,7 +114,7 @@ class LookaheadMemory:
     guesses: Tensor  # [B, W, N - 1] token ids
     pool: Tensor  # [B, C, N] token ids from old to new; NO_TOKEN where there is none
 
-    def rows(self, index: Tensor | slice) -> "LookaheadMemory":
+    def rows(self, index: Tensor | slice) -> "LookaheadCache":
         """A row begins anew with its first draft: reading prompts leaves it as it is."""
         return replace(self, guesses=self.guesses[index], pool=self.pool[index])
 

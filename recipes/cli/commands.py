@@ -284,7 +284,7 @@ def export(args: argparse.Namespace) -> None:
     if args.prompts:
         target = Target.from_pretrained(args.target, args.device)
     else:  # nothing is decoded
-        target = Target.ends_from_pretrained(args.target, None, args.device or "cpu")
+        target = Target.head_from_pretrained(args.target, None, args.device or "cpu")
     deliver(args.checkpoint, args.engine, target, args.out, settings, HfApi() if args.push else None, console)
 
 

@@ -60,7 +60,7 @@ def export_checkpoint(
 ) -> Exported:
     """Write the drafter of a checkpoint (a directory or a Hub name) for an engine, or in an original layout, to `out`.
 
-    The target's embedding, head and sizes are enough, as `Target.ends_from_pretrained` loads them.
+    The target's embedding, head and sizes are enough, as `Target.head_from_pretrained` loads them.
     `hub_name`: what it will be served under, where that is not `out`. Raises `UserError`, before anything is written,
     where that engine cannot serve it as it was trained.
     """

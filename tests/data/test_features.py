@@ -161,12 +161,12 @@ def test_a_draft_model_needs_the_layers(samples: Path, tiny_target_dir: Path, tm
 
 def test_ends_are_those_of_the_whole_target(tiny_target: Target, tiny_target_dir: Path) -> None:
     """Embedding, head and sizes, and no other weight but the final norm."""
-    ends = Target.ends_from_pretrained(tiny_target_dir, tiny_target.fingerprint(), "cpu")
+    ends = Target.head_from_pretrained(tiny_target_dir, tiny_target.fingerprint(), "cpu")
     hidden = torch.randn(3, tiny_target.hidden_size)
     token_ids = torch.arange(5)
     assert torch.equal(ends.logits(hidden), tiny_target.logits(hidden))
     assert torch.equal(ends.embedding(token_ids), tiny_target.embedding(token_ids))
-    assert ends.ends_fingerprint() == tiny_target.ends_fingerprint()
+    assert ends.head_fingerprint() == tiny_target.head_fingerprint()
     for size in ("num_layers", "hidden_size", "vocab_size", "context", "eos_token_ids"):
         assert getattr(ends, size) == getattr(tiny_target, size)
     own = 2 * tiny_target.vocab_size * tiny_target.hidden_size + tiny_target.hidden_size

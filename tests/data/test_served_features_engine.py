@@ -66,7 +66,7 @@ def make_plan(samples: list[Sample]) -> BatchPlan:
 
 def test_stored_states_are_those_of_the_target(url: str, target: Target, samples: list[Sample], tmp_path: Path) -> None:
     plan = BatchPlan(samples, 4, max_length=400, tokens_per_micro_batch=2000, seed=0)
-    ends = Target.ends_from_pretrained(EMBEDDED_TARGET, target.fingerprint(), "cpu", torch.float32)
+    ends = Target.head_from_pretrained(EMBEDDED_TARGET, target.fingerprint(), "cpu", torch.float32)
     stores = [make_store(tmp_path / name, target, plan, layer_ids=LAYER_IDS) for name in ("served", "own")]
     served = ServedFeatures(url, ends, LAYER_IDS, plan)
     for store, source in zip(stores, (served, source_of(stores[1], target)), strict=True):
@@ -81,4 +81,4 @@ def test_stored_states_are_those_of_the_target(url: str, target: Target, samples
 
 def test_a_server_with_other_layers_is_refused(url: str, target: Target, samples: list[Sample]) -> None:
     with pytest.raises(UserError, match="layer 3 is not what comes out of that layer"):
-        ServedFeatures(url, Target.ends_from_pretrained(EMBEDDED_TARGET, None, "cpu"), (3, 7, 11), make_plan(samples))
+        ServedFeatures(url, Target.head_from_pretrained(EMBEDDED_TARGET, None, "cpu"), (3, 7, 11), make_plan(samples))

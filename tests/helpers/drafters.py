@@ -47,10 +47,10 @@ def first_round(drafter: Drafter, target: Target, token_ids: Tensor, sample_draf
     sampling = Sampling(1.0 if sample_drafts else 0.0)
     noise = Noise(0, torch.arange(len(token_ids)))
     shape = drafter.own_shape(4)
-    memory = drafter.new_memory(*padded.shape, shape)
-    drafter.read(memory, token_ids, features, window)
+    cache = drafter.new_cache(*padded.shape, shape)
+    drafter.prefill(cache, token_ids, features, window)
     state = DecodingState(
-        padded, lengths, features, window.positions, lengths - 1, sampling, noise, sample_drafts, memory
+        padded, lengths, features, window.positions, lengths - 1, sampling, noise, sample_drafts, cache
     )
     if drafter.reads_predictions:
         state.predictions = torch.full((len(lengths), shape.num_nodes + 1), NO_TOKEN)

@@ -11,7 +11,7 @@ from draftsmith.models import Target
 def make_store(folder: Path, target: Target, plan: BatchPlan, **changes: Any) -> StoredFeatures:
     fields = {
         "target_fingerprint": target.fingerprint(),
-        "ends_fingerprint": target.ends_fingerprint(),
+        "ends_fingerprint": target.head_fingerprint(),
         "layer_ids": (1, 2),
         "hidden_size": target.hidden_size,
         "dtype": "float32",

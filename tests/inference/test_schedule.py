@@ -125,7 +125,7 @@ BY_ROWS = Schedule(((1, 3), (2, 0), (3, 2), (4, 0)))  # as texts end, lengths go
 RESTLESS = Adaptive((0, 1, 3), decay=0.3, probe_every=4)  # untrained drafters are wrong: 0 with probes of 3 between
 KINDS = [kind for kind in DRAFTERS if kind not in ("none", "lookahead")]  # whose drafts are chains
 TRAINED = [kind for kind in KINDS if DRAFTERS[kind].loss is not Drafter.loss]
-WITH_MEMORY = ("draft_model", "eagle", "eagle3", "p_eagle")
+WITH_CACHE = ("draft_model", "eagle", "eagle3", "p_eagle")
 
 
 @functools.lru_cache
@@ -162,7 +162,7 @@ def test_a_drafter_that_was_off_drafts_as_one_that_never_was(
 ) -> None:
     """Tokens and logits after it was off are those of one that has read the same text at once.
 
-    As a control, one whose memory was not fed meanwhile drafts otherwise, if it has a memory.
+    As a control, one whose cache was not fed meanwhile drafts otherwise, if it has a cache.
     """
     drafter, slots = drafter_of(kind, tiny_target), 96
     prompts = [tiny_target.encode(prompt) for prompt in PROMPTS[:3]]
@@ -185,10 +185,10 @@ def test_a_drafter_that_was_off_drafts_as_one_that_never_was(
     assert found.tokens.tolist() == expected.tokens.tolist()
     torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
 
-    if kind in WITH_MEMORY:
-        read = type(drafter).read
-        in_rows = lambda self, memory, ids, *rest: ids.shape[1] == slots or read(self, memory, ids, *rest)  # noqa: E731
-        monkeypatch.setattr(type(drafter), "read", in_rows)  # of prompts only
+    if kind in WITH_CACHE:
+        prefill = type(drafter).prefill
+        in_rows = lambda self, cache, ids, *rest: ids.shape[1] == slots or prefill(self, cache, ids, *rest)  # noqa: E731
+        monkeypatch.setattr(type(drafter), "prefill", in_rows)  # of prompts only
         unfed = draft_after(prompts, [3, 0, 0, 0, 1, 0, 2, 0, 0])[1]
         assert (unfed.logits - expected.logits).abs().max() > 0.01
 

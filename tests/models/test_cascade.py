@@ -91,7 +91,7 @@ def test_a_draft_model_reads_what_others_drafted(cascade: Cascade, tiny_target: 
 
 
 @pytest.mark.parametrize(("first", "second"), PARTS[:1])
-def test_a_trained_drafter_without_memory_is_asked_where_needed(
+def test_a_trained_drafter_without_a_cache_is_asked_where_needed(
     cascade: Cascade, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = BatchEngine(tiny_target, cascade, GenerationSettings(shape=Chain(3)), 1, 128)
@@ -133,6 +133,6 @@ def test_a_draft_model_reads_what_was_written_without_speculation(cascade: Casca
     generation.add([100, 3, 200], 1, 15)
     while generation.running():
         generation.step()
-    keys, _ = engine.state.memory.cache.keys_and_values(0)  # [B, Hkv, M, D]
+    keys, _ = engine.state.cache.kv.keys_and_values(0)  # [B, Hkv, M, D]
     num_before = int(engine.state.lengths[0]) - (settings.shape.depth + 2)  # the last round, with its newest token
     assert (keys[0, :, :num_before].abs().sum((0, 2)) > 0).all()

@@ -81,7 +81,7 @@ def test_ends_of_every_family_are_read_alone(model_type: str, tmp_path: Path) ->
     tiny_tokenizer().save_pretrained(tmp_path)
     for file in of_layers(tmp_path):
         file.unlink()
-    ends = Target.ends_from_pretrained(tmp_path, "0" * 16, "cpu", torch.float32)
+    ends = Target.head_from_pretrained(tmp_path, "0" * 16, "cpu", torch.float32)
     hidden, token_ids = torch.randn(5, config.hidden_size), torch.arange(VOCABULARY)
     assert torch.equal(ends.head_module(hidden), whole.get_output_embeddings()(hidden))
     assert torch.equal(ends.embedding(token_ids), whole.get_input_embeddings()(token_ids))
@@ -98,7 +98,7 @@ def test_ends_of_a_target_that_is_no_safetensors(make_target_dir: Callable[..., 
     tensors = load_file(directory / "model.safetensors")
     torch.save(tensors, directory / "pytorch_model.bin")
     (directory / "model.safetensors").unlink()
-    ends = Target.ends_from_pretrained(directory, "0" * 16, "cpu")
+    ends = Target.head_from_pretrained(directory, "0" * 16, "cpu")
     assert torch.equal(ends.head_weight(), tensors["lm_head.weight"])
 
 
@@ -131,7 +131,7 @@ def test_a_damaged_shard_is_told(damage: Callable[[Path], None], tensor: str, ta
     file = shards(target_in_shards)[tensor]
     damage(file)
     with pytest.raises(UserError, match=f"{file.name}.*: get it"):
-        Target.ends_from_pretrained(target_in_shards, "0" * 16, "cpu")
+        Target.head_from_pretrained(target_in_shards, "0" * 16, "cpu")
 
 
 def test_a_missing_end_is_told(target_in_shards: Path) -> None:
@@ -141,4 +141,4 @@ def test_a_missing_end_is_told(target_in_shards: Path) -> None:
     del content["weight_map"]["lm_head.weight"]
     index.write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"lacks 1 of its weights, lm_head.weight"):
-        Target.ends_from_pretrained(target_in_shards, "0" * 16, "cpu")
+        Target.head_from_pretrained(target_in_shards, "0" * 16, "cpu")

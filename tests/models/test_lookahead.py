@@ -11,7 +11,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Noise, Sampling
 from draftsmith.models.sampling.trees import StaticTree
 from draftsmith.models.target.target import Features
-from draftsmith.models.training_free.lookahead import Lookahead, LookaheadConfig, LookaheadMemory
+from draftsmith.models.training_free.lookahead import Lookahead, LookaheadCache, LookaheadConfig
 
 PLACES, CANDIDATES, POOL = 3, 2, 24
 PROMPT = [3, 1, 4, 1, 5, 2, 6, 5]
@@ -78,7 +78,7 @@ def test_window_and_pool_are_those_of_the_paper(length: int) -> None:
     drafter = Lookahead(LookaheadConfig(window=PLACES, candidates=CANDIDATES, pool=POOL), torch.device("cpu"))
     shape = drafter.own_shape(length)
     assert shape.num_nodes == (PLACES + CANDIDATES) * length
-    memory: LookaheadMemory = drafter.new_memory(2, 200, shape)
+    cache: LookaheadCache = drafter.new_cache(2, 200, shape)
     twins = [SlowLookahead(PROMPT, length), SlowLookahead(PROMPT[::-1], length)]
     predictions = torch.full((2, shape.num_nodes + 1), NO_TOKEN)
     num_rounds = 0
@@ -92,20 +92,20 @@ def test_window_and_pool_are_those_of_the_paper(length: int) -> None:
         nothing = Features(torch.zeros(2, 1, 1), None)
         noise = Noise(0, torch.arange(2))
         state = DecodingState(
-            token_ids, lengths, nothing, lengths[:, None], lengths, Sampling(), noise, False, memory,
+            token_ids, lengths, nothing, lengths[:, None], lengths, Sampling(), noise, False, cache,
             predictions=predictions,
         )  # fmt: skip
         draft = drafter.propose(state, shape)
         for row, twin in enumerate(twins):
-            assert memory.guesses[row].tolist() == twin.window
+            assert cache.guesses[row].tolist() == twin.window
             paths = paths_of(draft, row)
-            leaves = [paths[node] for node in memory.candidate_nodes.flatten().tolist()]
+            leaves = [paths[node] for node in cache.candidate_nodes.flatten().tolist()]
             for candidate in twin.candidates():
                 assert all(candidate[: i + 1] in leaves for i in range(length))
                 assert leaves.count(candidate) == 1  # those that begin alike share nodes
             trunk = [guesses[0] for guesses in twin.window]
             for place, guesses in enumerate(twin.window):
-                assert paths[memory.window_nodes[place, -1]] == [*trunk[: place + 1], *guesses[1:]]
+                assert paths[cache.window_nodes[place, -1]] == [*trunk[: place + 1], *guesses[1:]]
             predictions[row] = torch.tensor([likeliest(twin.text + path) for path in [[], *paths]])
             num_rounds += len(twin.candidates()) > 0
             twin.round()

@@ -19,7 +19,7 @@ from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.drafting import tree_drafting
 from draftsmith.models.drafting.base import NO_TOKEN, DecodingState, Draft
-from draftsmith.models.drafting.tree_drafting import grow, plan_of
+from draftsmith.models.drafting.tree_drafting import grow, tree_indices
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Noise, Sampling, cut
 from draftsmith.models.sampling.trees import WORD, Chain, DynamicTree, Shape, StaticTree, ancestor_words
@@ -79,7 +79,7 @@ def state_of(rows: int, sampling: Sampling = GREEDY, sample_drafts: bool = False
 
 
 def grown(paths: Paths, shape: Shape, state: DecodingState) -> Draft:
-    return grow(shape, plan_of(shape, torch.device("cpu")), paths.root(), paths.read, state)
+    return grow(shape, tree_indices(shape, torch.device("cpu")), paths.root(), paths.read, state)
 
 
 def drafted_paths(draft: Draft, row: int) -> list[Path]:

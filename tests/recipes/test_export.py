@@ -244,7 +244,7 @@ def test_draft_model_is_an_ordinary_model(tied: bool, make_target_dir: Any, tmp_
 def test_a_target_without_its_layers_is_enough(engine: str, kind: str, tiny_target: Target, tmp_path: Path) -> None:
     """The same files to the byte, which tell of the target that the drafter was trained for."""
     checkpoint = save_checkpoint(kind, tiny_target, tmp_path / "checkpoint")
-    ends = Target.ends_from_pretrained(tiny_target.name, None, "cpu")
+    ends = Target.head_from_pretrained(tiny_target.name, None, "cpu")
     for target, out in ((tiny_target, tmp_path / "whole"), (ends, tmp_path / "ends")):
         assert export_checkpoint(checkpoint, engine, target, out).target_fingerprint == tiny_target.fingerprint()
     files = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}

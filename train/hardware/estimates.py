@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.losses.losses import CHUNK_ELEMENTS
 from draftsmith.models.target.loading import drop_layers
-from draftsmith.models.target.target import Whole
+from draftsmith.models.target.target import FullTarget
 from draftsmith.train.config import TrainConfig
 
 TRAINED_BYTES = 4 + 4 + 8  # fp32 weight, gradient and AdamW's two moments
@@ -103,7 +103,7 @@ def meta_target(config: PretrainedConfig, name: str) -> Target:
     drop_layers(without_layers.get_text_config(), [])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(without_layers)
-    return Target(model, None, name, whole=Whole(config, fingerprint=""))
+    return Target(model, None, name, full=FullTarget(config, fingerprint=""))
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def estimate(
     text = target_config.get_text_config()
     width, inner = text.hidden_size, int(getattr(text, "intermediate_size", 4 * text.hidden_size))
     states = (len(drafter.layer_ids) + 1) * width
-    kept = states + drafter.passes * VALUES_KEPT * (3 * width + inner)  # values a token, of 2 bytes
+    kept = states + drafter.training_passes * VALUES_KEPT * (3 * width + inner)  # values a token, of 2 bytes
     logits = LOGIT_COPIES * CHUNK_ELEMENTS * 4
     return Estimate(
         operations=tokens * operations_per_token(config, size, drafter),
@@ -174,5 +174,5 @@ def operations_per_token(config: TrainConfig, size: TargetSize, drafter: Drafter
     2 backward, for it stays frozen.
     """
     layers = size.active_layers if config.data.features == "online" else 0
-    own_logits = 4 * size.head * drafter.passes if drafter.drafts_by_target_head else 0
-    return 2 * layers + 2 * size.head + own_logits + 6 * drafter.passes * num_multiplied(drafter)
+    own_logits = 4 * size.head * drafter.training_passes if drafter.drafts_by_target_head else 0
+    return 2 * layers + 2 * size.head + own_logits + 6 * drafter.training_passes * num_multiplied(drafter)

@@ -30,7 +30,7 @@ def load_target(config: TrainConfig, device: torch.device) -> Target:
         return load_whole(config, device)
     if fingerprint is None and config.data.features_endpoint is None:  # written by a server, of weights not seen here
         fingerprint = load_whole(config, device).fingerprint()
-    return Target.ends_from_pretrained(config.target, fingerprint, device)
+    return Target.head_from_pretrained(config.target, fingerprint, device)
 
 
 def load_whole(config: TrainConfig, device: torch.device) -> Target:
@@ -57,7 +57,7 @@ def open_store(config: TrainConfig, drafter: Drafter, target: Target, plan: Batc
         return None
     contents = Contents(
         target_fingerprint=target.fingerprint(),
-        ends_fingerprint=target.ends_fingerprint(),
+        ends_fingerprint=target.head_fingerprint(),
         layer_ids=drafter.layer_ids,
         hidden_size=target.hidden_size,
         dtype=config.data.features_dtype,
