@@ -33,7 +33,7 @@ from draftsmith.models.target.target import Features
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 from draftsmith.train.config import OptimizerConfig
-from draftsmith.train.loop import adamw
+from draftsmith.train.step import adamw
 
 BATCH_SIZE, STEPS = 32, 3
 LOSS = [(Teacher, "compare")]

@@ -20,7 +20,7 @@ from draftsmith.models import Target
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for
-from draftsmith.train.loop import learning_rate
+from draftsmith.train.step import learning_rate
 
 VARIANTS = {
     "forward_kl": {},

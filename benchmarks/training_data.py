@@ -28,9 +28,9 @@ from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for, 
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.folder.checkpoint import checkpoints
 from draftsmith.train.inputs.features import feature_source
-from draftsmith.train.loop import gradients
 from draftsmith.train.process.stages import Stages
 from draftsmith.train.setup import set_up
+from draftsmith.train.step import accumulate_gradients
 
 transformers.utils.logging.set_verbosity_error()  # it reports each layer that a target without layers leaves out
 
@@ -66,7 +66,7 @@ def seconds_per_step(configs: dict[str, TrainConfig]) -> dict[str, float]:
         for name, (setup, source) in runs.items():
             start = time.perf_counter()
             batches = [(rows, setup.plan.collate(rows)) for rows in setup.plan.micro_batches(step, 0, 1)]
-            gradients(setup.accelerator, setup.drafter, batches, source, Stages(setup.accelerator.device))
+            accumulate_gradients(setup.accelerator, setup.drafter, batches, source, Stages(setup.accelerator.device))
             times[name].append(time.perf_counter() - start)
             setup.drafter.zero_grad()
     return {name: statistics.median(found[1:]) for name, found in times.items()}

@@ -21,9 +21,9 @@ from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.losses.losses import LossSums
 from draftsmith.models.target.target import Features
 from draftsmith.train.config import EvaluationConfig, OptimizerConfig, TrainConfig
-from draftsmith.train.loop import gradients, learning_rate
 from draftsmith.train.process.stages import Stages
 from draftsmith.train.setup import Setup, set_up
+from draftsmith.train.step import accumulate_gradients, learning_rate, set_learning_rate
 
 GOAL = 0.9  # of the longest possible acceptance length, K + 1
 STEPS = 600
@@ -107,9 +107,8 @@ def overfit(config: TrainConfig, num_sequences: int) -> Overfit:
     with progress_bar() as progress:
         task = progress.add_task(f"overfitting {drafter.kind}", total=STEPS, detail="")
         for step in range(STEPS):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, STEPS, schedule)
-            (sums,) = gradients(setup.accelerator, model, [([], gate.batch)], gate.features, stages)
+            set_learning_rate(optimizer, learning_rate(step, STEPS, schedule))
+            (sums,) = accumulate_gradients(setup.accelerator, model, [([], gate.batch)], gate.features, stages)
             setup.accelerator.clip_grad_norm_(model.parameters(), schedule.max_gradient_norm)
             optimizer.step()
             optimizer.zero_grad()

@@ -19,7 +19,7 @@ from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 from draftsmith.train.hardware.estimates import LOGIT_COPIES, estimate, num_trained, target_size
-from draftsmith.train.loop import adamw
+from draftsmith.train.step import adamw
 
 
 def test_the_documented_table_is_what_the_formulae_give() -> None:

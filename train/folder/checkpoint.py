@@ -15,7 +15,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors.torch import save_file
@@ -43,11 +42,6 @@ def checkpoint_step(checkpoint: Path) -> int:
 def checkpoints(run: Path) -> list[Path]:
     """All complete checkpoints of a run, oldest first; of some only what was measured on them is left."""
     return sorted((run / "checkpoints").glob("step-*"), key=checkpoint_step)
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Random numbers of a step, whatever came before it."""
-    torch.manual_seed((seed * 1_000_003 + step) * 4099 + rank)
 
 
 # --- writing

@@ -43,7 +43,7 @@ class Meter:
         """A step whose gradient was not finite."""
         self._skipped += 1
 
-    def take(self) -> dict[str, Any]:
+    def flush(self) -> dict[str, Any]:
         """Means over everything added on all ranks, tokens a second, and more; begins anew.
 
         `tokens_per_second` counts tokens that are trained on; `model_flop_utilisation` all that are read, by the
@@ -54,7 +54,7 @@ class Meter:
         reduce = self._accelerator.reduce
         reduced = {name: reduce(torch.stack(pairs).sum(0), "sum").tolist() for name, pairs in self._pairs.items()}
         device = self._accelerator.device
-        taken = self._stages.take()
+        taken = self._stages.flush()
         memory = torch.tensor([self._peak_memory()], dtype=torch.float64, device=device)
         of_rank = torch.tensor([*taken.values(), float(self._tokens_read)], dtype=torch.float64, device=device)
         *seconds, tokens_read = reduce(of_rank, "mean").tolist()

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from torch.distributed import DistError
 
@@ -21,7 +20,7 @@ FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))  # in errors of th
 LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in errors of torch's
 
 
-class NonFinite:
+class NonFiniteSteps:
     """Counts steps in a row whose loss or gradient is not finite; each of them changes nothing."""
 
     def __init__(self, run: Path, most: int, is_main: bool) -> None:
@@ -45,11 +44,6 @@ class NonFinite:
             f"loss or gradient were not finite in {where}; the samples are listed in {self._run / NONFINITE}: lower "
             "optimizer.learning_rate, or take out samples that are broken; with other settings give another run.dir"
         )
-
-
-def is_finite(norm: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
-    """Whether the gradient's norm and all losses are, a bool on the device."""
-    return torch.stack([norm.float(), *losses]).isfinite().all()
 
 
 @contextlib.contextmanager

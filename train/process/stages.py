@@ -42,7 +42,7 @@ class Stages:
         """All but evaluations since the start, by the host's clock."""
         return sum(self._seconds[stage] for stage in STAGES if stage != "evaluation")
 
-    def take(self) -> dict[str, float]:
+    def flush(self) -> dict[str, float]:
         """Seconds of each stage since the last call. Waits for the device."""
         stage = self.now[0]
         self.enter(stage)

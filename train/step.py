@@ -1,0 +1,101 @@
+"""The parts of one training step: learning rate, gradient over all micro-batches and ranks, clipping, agreement."""
+
+import contextlib
+import math
+import signal
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from draftsmith.data.features.stored import FeatureSource
+from draftsmith.data.samples.batches import MicroBatch
+from draftsmith.models import Drafter
+from draftsmith.models.batch import Batch
+from draftsmith.models.losses.losses import LossSums
+from draftsmith.train.config import OptimizerConfig
+from draftsmith.train.process.stages import Stages
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed all random numbers of a step on a rank, so that they depend on nothing that came before."""
+    torch.manual_seed((seed * 1_000_003 + step) * 4099 + rank)
+
+
+def adamw(drafter: Drafter, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return AdamW over what is trained; one kernel does all that a step does to a tensor, on a GPU to all tensors."""
+    trainable = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(trainable, betas=betas, weight_decay=config.weight_decay, fused=True)
+
+
+def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
+    """Return the learning rate of `step`, counted from 0.
+
+    It rises linearly in the warm-up, and falls on a cosine from its peak to `final_share` of it.
+    """
+    warmup = max(1, round(config.warmup_share * num_steps))
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, num_steps - warmup)
+    share = config.final_share + (1 - config.final_share) * 0.5 * (1 + math.cos(math.pi * progress))
+    return config.learning_rate * share
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give all parameters the same learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def accumulate_gradients(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    batches: list[tuple[MicroBatch, Batch]],
+    source: FeatureSource,
+    stages: Stages,
+) -> list[LossSums]:
+    """Leave in the parameters the gradient of the step's mean loss per trained token; return each batch's sums."""
+    stages.enter("communication")
+    own_tokens = torch.stack([batch.loss_mask.sum() for _, batch in batches]).sum()
+    num_tokens = accelerator.reduce(own_tokens, "sum").clamp(min=1)
+    batch_sums = []
+    for number, (micro_batch, batch) in enumerate(batches, 1):
+        stages.enter("target")
+        features = source(micro_batch, batch)
+        stages.enter("drafter")
+        last = number == len(batches)
+        accelerator.gradient_state._set_sync_gradients(last)  # DeepSpeed steps where this is set
+        synchronise = contextlib.nullcontext() if last else accelerator.no_sync(model)
+        with synchronise, accelerator.autocast():
+            sums = model(batch, features)
+            # gradients are averaged over ranks: multiply by their number to divide by all tokens just once
+            accelerator.backward(sums["loss"][0] / num_tokens * accelerator.num_processes)
+        batch_sums.append({name: (total.detach(), count) for name, (total, count) in sums.items()})
+    return batch_sums
+
+
+def clip_gradient(accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> Tensor:
+    """Clip the gradient to `max_norm`; return the norm that it had before, a scalar on the device."""
+    norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    return torch.as_tensor(norm, device=accelerator.device)
+
+
+def all_finite(norm: Tensor, losses: list[Tensor]) -> Tensor:
+    """Return whether the gradient's norm and all losses are finite, a bool on the device."""
+    return torch.stack([norm.float(), *losses]).isfinite().all()
+
+
+def agree(accelerator: Accelerator, finite: Tensor, received_signal: int | None) -> tuple[bool, int | None]:
+    """Return, alike on all ranks, whether the step was finite on each of them, and a signal that any of them received.
+
+    Waits for the device, once a step.
+    """
+    signals = [received_signal == signal.SIGTERM, received_signal == signal.SIGINT]
+    flags = torch.cat([(~finite).float()[None], torch.tensor(signals, dtype=torch.float32, device=finite.device)])
+    nonfinite, terminated, interrupted = accelerator.reduce(flags, "sum").tolist()
+    stopped_by = signal.SIGTERM if terminated else signal.SIGINT if interrupted else None
+    return not nonfinite, stopped_by
