@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
-from draftsmith.data.features.writer import size_text
+from draftsmith.data.progress import size_text
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target, load_drafter

@@ -1,4 +1,4 @@
-"""What a user sees of the work: the one progress bar, and notices."""
+"""What a user sees of the work: the one progress bar, notices, and sizes in words."""
 
 from rich.console import Console
 from rich.progress import (
@@ -28,3 +28,12 @@ def progress_bar(visible: bool = True) -> Progress:
 def notice(text: str) -> None:
     """A line, on the error output, that a user should know of and that stops nothing."""
     Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
+
+
+def size_text(num_bytes: float) -> str:
+    """Return a size as disks are sold: 1 kB is 1000 bytes."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

@@ -22,7 +22,7 @@ FLOORS = tuple(WINGS)
 # What all wings of a floor stand on. Other files beside the wings stand on top of them.
 GROUND = {
     "models": ("batch", "errors", "files", "layers", "typed_json"),
-    "data": ("http", "progress"),
+    "data": ("http", "progress", "ranks"),
     "train": ("config",),
 }
 FEWEST_FILES, MOST_FILES = 2, 14  # of a wing, so that it reads as a table of contents

@@ -4,7 +4,6 @@ It knows of a drafter only its `loss`: sums and counts, of which "loss" is minim
 the whole step, over all ranks and micro-batches, so that neither changes the gradient.
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from rich.markup import escape
 from torch import Tensor
 
 from draftsmith.data.progress import progress_bar
+from draftsmith.data.ranks import rank_and_num_ranks
 from draftsmith.data.samples.batches import MicroBatch
 from draftsmith.models.batch import Batch
 from draftsmith.models.target.target import pick_device
@@ -50,7 +50,7 @@ def train(config: TrainConfig) -> Path:
     Raises `Stopped` where a signal asked for that: after a checkpoint, or at once before the first step.
     """
     stages, stop = Stages(pick_device(config.run.device)), StopRequest()
-    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, num_ranks = rank_and_num_ranks()
     # from the start, in which processes find each other, and features may be stored for hours
     with in_one_line(stages, rank, num_ranks), watched(stages, rank, num_ranks, config.run.stuck_after), stop:
         setup = set_up(config)

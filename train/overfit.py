@@ -5,13 +5,13 @@ drafter that fails here is wired wrongly, whatever its loss says, and an hour of
 learning rate are the gate's own: those of a recipe are made for long runs on much text.
 """
 
-import os
 from dataclasses import dataclass
 
 import rich
 import torch
 
 from draftsmith.data.progress import progress_bar
+from draftsmith.data.ranks import rank_and_num_ranks
 from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.data.samples.samples import Sample, Span
 from draftsmith.inference import SpeculativeDecoder
@@ -88,7 +88,7 @@ def overfit(config: TrainConfig, num_sequences: int) -> Overfit:
         raise UserError("--overfit reads the target's features as it goes: give data.features=online")
     if config.data.on_policy_share:
         raise UserError("--overfit learns the target's text by heart: leave out data.on_policy_share")
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if rank_and_num_ranks()[1] != 1:
         raise UserError("--overfit learns in one process: start it as draftsmith train")
     if config.drafter.changes_target:
         raise UserError(

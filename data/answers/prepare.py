@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import random
 import time
 from collections.abc import Iterable, Iterator
@@ -27,6 +26,7 @@ from draftsmith.data.prompts.checks import (
 )
 from draftsmith.data.prompts.prompts import read_split
 from draftsmith.data.prompts.splits import HELD_OUT, write_prompts
+from draftsmith.data.ranks import rank_and_num_ranks
 from draftsmith.data.samples.samples import PREPARED, SAMPLES, read_prepared, read_samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import resolve_settings
@@ -71,7 +71,7 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
     prompts or settings.
     """
     work = Work(target, source, settings)
-    rank, num_ranks = process()
+    rank, num_ranks = rank_and_num_ranks()
     open_folder(out, work.prepared(source), rank)
     if rank == 0 and work.held_out:
         write_prompts(out / HELD_OUT, work.held_out)
@@ -257,11 +257,6 @@ def open_folder(out: Path, prepared: dict, rank: int) -> None:
             f"{out} holds samples of another target, prompts or settings ({in_words(decisive)}): give the same again, "
             "another folder, or remove it"
         )
-
-
-def process() -> tuple[int, int]:
-    """This process's rank and the number of processes, as launchers tell them."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def wait_for_answers(out: Path, count: int) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.data.features.stored import HEADER, INDEX, FeatureSource, Shard, StoredFeatures, checksum, encode, stamp
-from draftsmith.data.progress import progress_bar
+from draftsmith.data.progress import progress_bar, size_text
 from draftsmith.data.samples.batches import MicroBatch, group_rows
 from draftsmith.models.errors import UserError
 
@@ -39,15 +39,6 @@ def check_disk(store: StoredFeatures) -> str:
             "larger disk, data.features_dtype=float8_e4m3fn, a smaller data.max_length, or data.features=online"
         )
     return f"{amount} of {size_text(free)} free"
-
-
-def size_text(num_bytes: float) -> str:
-    """As disks are sold: 1 kB is 1000 bytes."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
 
 
 def write_shards(

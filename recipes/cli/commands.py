@@ -17,11 +17,12 @@ from rich.console import Console
 
 from draftsmith.data.answers.as_given import store_given
 from draftsmith.data.answers.estimate import estimate
-from draftsmith.data.answers.prepare import PrepareSettings, Work, process
+from draftsmith.data.answers.prepare import PrepareSettings, Work
 from draftsmith.data.answers.prepare import prepare as prepare_samples
 from draftsmith.data.progress import notice
 from draftsmith.data.prompts.prompts import read_prompt_set
 from draftsmith.data.prompts.splits import HELD_OUT
+from draftsmith.data.ranks import rank_and_num_ranks
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.decoding.decoder import check_sampling
@@ -103,7 +104,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 def print_next_of_prepare(args: argparse.Namespace) -> None:
     """The command that trains on what was prepared; from the first process alone."""
-    if process()[0] == 0:
+    if rank_and_num_ranks()[0] == 0:
         words = ["train eagle3", f"target={args.target}", f"data.samples={args.out}", "run.dir=runs/NAME"]
         if args.held_out_share:
             words.append(f"evaluation.prompts={args.out / HELD_OUT}")
@@ -154,7 +155,7 @@ def evaluate(args: argparse.Namespace) -> None:
     """A function a mode, each from the target and its prompt sets on."""
     refuse_several_processes(args)
     written = args.out / ("load.json" if args.load else "replay.json" if args.replay else "evaluation.md")
-    if written.is_file() and process()[0] == 0:
+    if written.is_file() and rank_and_num_ranks()[0] == 0:
         notice(f"{written} is of an earlier evaluation and will be overwritten")
     if args.load:
         return evaluate_under_load(args, console)
@@ -183,7 +184,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def refuse_several_processes(args: argparse.Namespace) -> None:
     """Processes share the prompts of a comparison; what else `evaluate` does is the work of one."""
-    num_processes = process()[1]
+    num_processes = rank_and_num_ranks()[1]
     modes = {"--load": args.load, "--choose": args.choose, "--replay": args.replay, "--certify": args.certify}
     for name in (name for name, given in modes.items() if given and num_processes > 1):
         raise UserError(f"{name} cannot be shared by {num_processes} processes: start it as `draftsmith evaluate`")

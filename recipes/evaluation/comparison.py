@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from rich.progress import Progress
 
-from draftsmith.data.answers.prepare import process
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.prompts.checks import notice_other_target
+from draftsmith.data.ranks import rank_and_num_ranks
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.baselines import make_baselines
 from draftsmith.inference.measuring.certify import CertifySettings, certify, num_checks
@@ -67,7 +67,7 @@ def compare(
     `UserError`, before anything is measured or written, for drafters and settings that do not go together.
     """
     start = time.perf_counter()
-    rank, num_ranks = process()
+    rank, num_ranks = rank_and_num_ranks()
     drafters = {name: load_drafter(name, target) for name in names}
     for drafter in drafters.values():
         notice_other_target(drafter, target)
@@ -167,7 +167,7 @@ class Shared:
 
 def on_first(own: T) -> list[T]:
     """What every process has, in their order, on the first of them; nothing on the others."""
-    rank, num_ranks = process()
+    rank, num_ranks = rank_and_num_ranks()
     if num_ranks == 1:
         return [own]
     dist.init_process_group("gloo", timeout=LONGEST_WAIT)

@@ -19,8 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors.torch import save_file
 
-from draftsmith.data.features.writer import size_text
-from draftsmith.data.progress import notice
+from draftsmith.data.progress import notice, size_text
 from draftsmith.models import CHANGED_TARGET, Drafter, save_drafter
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.train.folder.training_state import PARTS, WEIGHT, load_parts, part_file, whole_part

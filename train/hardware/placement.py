@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from draftsmith.data.features.writer import size_text
+from draftsmith.data.progress import size_text
+from draftsmith.data.ranks import rank_and_num_ranks
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.target import default_dtype, pick_device
@@ -30,7 +31,7 @@ from draftsmith.train.hardware.estimates import estimate, target_size
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
     """Processes and their devices, as the launcher started them. Raises `UserError` for a layout that is not served."""
-    device = pick_device(config.run.device)
+    device, num_ranks = pick_device(config.run.device), rank_and_num_ranks()[1]
     mixed_precision = "bf16" if default_dtype(device) == torch.bfloat16 else "no"
     process_group = InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout))
     sharded = next((name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}") == "true"), None)
@@ -39,10 +40,9 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         cpu=device.type == "cpu" and not sharded,  # with it accelerate would forget that it was asked to shard
         kwargs_handlers=[process_group],
     )
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if sharded and (accelerator.distributed_type.name != sharded or accelerator.num_processes != started):
+    if sharded and (accelerator.distributed_type.name != sharded or accelerator.num_processes != num_ranks):
         raise UserError(
-            f"accelerate does not run {sharded} in {started} processes on {device.type}: on a CPU start with "
+            f"accelerate does not run {sharded} in {num_ranks} processes on {device.type}: on a CPU start with "
             "recipes/launch/cpu.yaml"
         )
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
