@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import draftsmith.recipes.cli.commands
+import draftsmith.recipes.cli.train
 import draftsmith.recipes.studies.quickstart  # noqa: F401
 from draftsmith.recipes.cli.main import main
 

@@ -201,7 +201,7 @@ def lookup_trace(
 def check_replayed(drafter: Drafter) -> None:
     """Refuse a drafter whose drafts a recorded text does not tell."""
     if type(drafter).depths is Drafter.depths and not isinstance(drafter, Ngram):
-        raise UserError(f"{drafter.kind} cannot be replayed from a text alone: measure it, without --replay")
+        raise UserError(f"{drafter.kind} cannot be replayed from a text alone: measure it with draftsmith evaluate")
 
 
 def check_replayed_as(shape: Shape, mode: VerificationMode) -> Chain | StaticTree:
@@ -209,12 +209,12 @@ def check_replayed_as(shape: Shape, mode: VerificationMode) -> Chain | StaticTre
     if isinstance(shape, DynamicTree):
         raise UserError(
             "a dynamic tree cannot be replayed, its shape hangs on tokens that the text does not hold: measure it "
-            "without --replay, or give a static tree"
+            "with draftsmith evaluate, or give a static tree"
         )
     if mode not in REPLAYED_MODES or (mode == "probabilistic" and not isinstance(shape, Chain)):
         raise UserError(
             f"verification_mode {mode} of such drafts cannot be replayed from a text: give one_hot or greedy, or "
-            "measure it without --replay"
+            "measure it with draftsmith evaluate"
         )
     return shape
 

@@ -1,18 +1,22 @@
-"""The command line: parses, calls `commands`, and turns mistakes of the user's into one line and exit code 2."""
+"""The command line: it parses, runs one command, and turns a user's mistake into one line and exit code 2."""
 
 import argparse
 import json
+import logging
 import os
 import sys
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+from draftsmith.recipes.cli.flags import add_flags, settings_from
+from draftsmith.recipes.configs import command_settings
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
-RESUMED = ("quickstart", "prepare", "train")  # go on where they were interrupted
-PROMPTS = "file, folder, Hub dataset as NAME:COLUMN[:SPLIT], or a .yaml mixture of them (docs/data.md)"
+RESUMED = ("quickstart", "prepare", "train")  # commands that go on where they were interrupted
 TRAIN_EPILOG = """\
 recipes:
   eagle, eagle3, p_eagle, medusa, medusa_2, hydra, mlp_speculator, draft_model;
@@ -37,6 +41,120 @@ the keys that are set most often; all, with their values, are in the config.yaml
 """
 
 
+class Command(NamedTuple):
+    """One command of the command line."""
+
+    module: str  # below draftsmith.recipes; its `run(settings, console)` is the command
+    settings: type  # the dataclass that its flags are made of
+    text: str  # what it does, for --help
+    epilog: str  # an example, for its own --help
+
+
+COMMANDS = {
+    "quickstart": Command(
+        "studies.quickstart",
+        command_settings.QuickstartSettings,
+        "train and measure drafters with nothing to download",
+        "example:\n  draftsmith quickstart --minutes 10",
+    ),
+    "prepare": Command(
+        "cli.prepare",
+        command_settings.PrepareCommandSettings,
+        "let the target answer prompts: the text to train on",
+        "example:\n  draftsmith prepare --target MODEL --prompts P.jsonl --held-out-share 0.05 --out data/my",
+    ),
+    "train": Command(
+        "cli.train",
+        command_settings.TrainSettings,
+        "train a drafter by a recipe; the same command resumes an interrupted run",
+        TRAIN_EPILOG,
+    ),
+    "evaluate": Command(
+        "cli.evaluate",
+        command_settings.EvaluateSettings,
+        "measure acceptance and speed of drafters beside plain decoding",
+        "example:\n  draftsmith evaluate --target MODEL --drafter runs/my/best --drafter ngram \\\n"
+        "    --prompts held_out.jsonl --temperature 0 1 --batch-size 1 4 --out runs/my-evaluation",
+    ),
+    "tune": Command(
+        "studies.tune",
+        command_settings.TuneSettings,
+        "fit draft length, tree and schedule on some prompts, and measure them on others",
+        "example:\n  draftsmith tune --target MODEL --drafter runs/my/best --fit-prompts fit.jsonl \\\n"
+        "    --prompts held_out.jsonl --batch-size 1 4 8 --out runs/my-choice",
+    ),
+    "load-test": Command(
+        "studies.load_test",
+        command_settings.LoadTestSettings,
+        "put a drafter under traffic, with speculation on, off and scheduled",
+        "example:\n  draftsmith load-test --target MODEL --drafter runs/my/best --prompts held_out.jsonl \\\n"
+        "    --concurrency 1 2 4 8 --out runs/my-load",
+    ),
+    "replay": Command(
+        "studies.replay",
+        command_settings.ReplaySettings,
+        "find the acceptance of all draft lengths and verification modes from one recording",
+        "example:\n  draftsmith replay --target MODEL --drafter runs/my/best --drafter ngram \\\n"
+        "    --prompts held_out.jsonl --temperature 0 1 --out runs/my-replay",
+    ),
+    "plan": Command(
+        "studies.plan",
+        command_settings.PlanSettings,
+        "say before training whether a drafter can pay, from what it costs on this device",
+        "example:\n  draftsmith plan --target MODEL --drafter eagle3 --drafter medusa --out runs/plan",
+    ),
+    "export": Command(
+        "cli.export",
+        command_settings.ExportSettings,
+        "write a checkpoint as a serving engine loads it, with the command that serves it",
+        "example:\n  draftsmith export runs/my/best --engine vllm --target MODEL --out exported",
+    ),
+    "watch": Command(
+        "cli.watch",
+        command_settings.WatchSettings,
+        "show the acceptance of a running vLLM, beside what was measured at export",
+        "example:\n  draftsmith watch http://localhost:8000 --against exported",
+    ),
+    "generate": Command(
+        "cli.generate",
+        command_settings.GenerateSettings,
+        "stream text; tokens that were drafted and accepted are green",
+        'example:\n  draftsmith generate "PROMPT" --target MODEL --drafter runs/my/best',
+    ),
+    "report": Command(
+        "cli.report",
+        command_settings.ReportSettings,
+        "rebuild report.html and figures/ of a run, of a folder of runs, or of an evaluation",
+        "example:\n  draftsmith report runs/my",
+    ),
+}
+LOAD_TEST_FLAGS = (
+    *("--rate", "--concurrency", "--requests", "--max-batch", "--prompt-lengths", "--output-lengths"),
+    *("--sla-ttft-ms", "--sla-tpot-ms"),
+)
+MOVED = {  # flags that `evaluate` had, and where they are now
+    "--choose": "a command: draftsmith tune --fit-prompts",
+    "--replay": "a command: draftsmith replay",
+    "--load": "a command: draftsmith load-test",
+    **dict.fromkeys(LOAD_TEST_FLAGS, "a flag of another command: draftsmith load-test"),
+}
+
+
+class Call(NamedTuple):
+    """A command with what the user gave it."""
+
+    name: str
+    settings: Any  # of the type that the command declares
+    debug: bool  # show the traceback of an error
+
+
+class OneLineHelp(argparse.RawDescriptionHelpFormatter):
+    """Help with room for most flags on a line of their own."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34)
+
+
 class OneLineParser(argparse.ArgumentParser):
     """argparse, saying what is wrong in one line."""
 
@@ -45,7 +163,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def fail(message: str) -> int:
-    """Say what is wrong; the exit code. torch's launcher ends with a summary, which repeats what lies in its file."""
+    """Say what is wrong and return the exit code. torch's launcher ends with a summary that repeats its file's line."""
     line = f"error: {message}"
     print(line, file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -53,246 +171,84 @@ def fail(message: str) -> int:
     return EXIT_USER_ERROR
 
 
-def _quickstart(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder to write (%(default)s)")
-    sub.add_argument("--drafters", default="eagle3,hydra,medusa,draft_model", help="comma-separated (%(default)s)")
-    sub.add_argument("--minutes", type=float, default=10.0, help="time for everything (%(default)s)")
-    sub.add_argument("--target", help="Hub name or directory; by default the target that draftsmith ships")
-    _add_device(sub)
-
-
-def _prepare(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--target", required=True, help="Hub name or directory")
-    sub.add_argument("--prompts", required=True, help=PROMPTS)
-    sub.add_argument("--out", type=Path, required=True, help="folder to write")
-    sub.add_argument("--max-new-tokens", type=int, default=256, help="of an answer (%(default)s)")
-    sub.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="taken in turn (%(default)s)")
-    sub.add_argument("--top-p", type=float, nargs="+", default=[1.0], help="one a temperature, or one for all above 0")
-    sub.add_argument("--top-k", type=int, nargs="+", default=[0], help="likewise; 0 is off (%(default)s)")
-    sub.add_argument("--batch-size", type=int, default=32, help="prompts answered at a time (%(default)s)")
-    sub.add_argument(
-        "--drafter", help="that speeds the target up: ngram, suffix, lookahead, a checkpoint, or none (the default)"
-    )
-    sub.add_argument("--draft-length", type=int, help="of its chains (4)")
-    sub.add_argument("--endpoint", metavar="URL", help="a vLLM or SGLang server that runs the target and answers")
-    sub.add_argument(
-        "--held-out-share", type=float, default=0.0, help="of the prompts, left for evaluation in OUT/held_out.jsonl"
-    )
-    sub.add_argument("--as-given", action="store_true", help="store conversations as they are: off-policy")
-    sub.add_argument("--skip-long", action="store_true", help="leave out prompts that exceed the target's context")
-    sub.add_argument("--dry-run", action="store_true", help="measure on some prompts what all will take; write nothing")
-    sub.add_argument("--seed", type=int, default=0)
-    _add_device(sub)
-
-
-def _train(sub: argparse.ArgumentParser) -> None:
-    sub.formatter_class = argparse.RawDescriptionHelpFormatter
-    sub.epilog = TRAIN_EPILOG
-    sub.add_argument("recipe", metavar="RECIPE", help="see below")
-    sub.add_argument("--config", type=Path, help="YAML over the recipe, such as the config.yaml of a run")
-    sub.add_argument(
-        "--overfit",
-        type=int,
-        metavar="N",
-        help="only learn N sequences by heart, to see that drafter and decoder agree",
-    )
-    sub.add_argument("overrides", nargs="*", metavar="key=value", help="over both, by dotted name")
-
-
-def _evaluate(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--target", required=True, help="Hub name or directory")
-    sub.add_argument(
-        "--drafter",
-        required=True,
-        action="append",
-        help="checkpoint, Hub name, ngram, suffix, lookahead, none, or a cascade suffix+CHECKPOINT; repeatable",
-    )
-    sub.add_argument("--prompts", required=True, nargs="+", help=f"{PROMPTS}; several are told apart")
-    sub.add_argument("--num-prompts", type=int, help="take so many of each (all)")
-    sub.add_argument("--temperature", type=float, nargs="+", default=[0.0])
-    sub.add_argument("--top-p", type=float, default=1.0)
-    sub.add_argument("--batch-size", type=int, nargs="+", default=[1])
-    sub.add_argument("--draft-length", type=int, nargs="+", help="of chains (4, or none where there is a --tree)")
-    sub.add_argument("--tree", nargs="+", default=[], help="NODES,DEPTH,WIDTH (EAGLE-2), or a .json list of choices")
-    sub.add_argument("--schedule", type=Path, metavar="FILE", help="draft lengths by running requests (docs/load.md)")
-    sub.add_argument("--verification-mode", help="by default greedy, else probabilistic or one_hot, by the drafter")
-    sub.add_argument(
-        "--synthetic-acceptance", type=float, nargs="+", default=[], metavar="RATE", help="accept at these chances"
-    )
-    sub.add_argument(
-        "--choose", metavar="FIT_PROMPTS", help="fit draft length, tree and schedule on these, report on --prompts"
-    )
-    sub.add_argument("--certify", action="store_true", help="test that the output is the target's; takes a minute")
-    sub.add_argument(
-        "--replay", action="store_true", help="acceptance only, of all draft lengths and modes, from one recording"
-    )
-    sub.add_argument(
-        "--baseline", nargs="+", default=[], metavar="NAME", help="of transformers: generate, assisted, prompt_lookup"
-    )
-    sub.add_argument("--max-new-tokens", type=int, default=32, help="of an answer (%(default)s)")
-    sub.add_argument("--repeats", type=int, help="of every setting (up to 5, as fit into 4 minutes in all)")
-    sub.add_argument("--minutes", type=float, help="time of all that chooses the repeats instead")
-    sub.add_argument("--num-threads", type=int, help="CPU threads to compute with (torch's default)")
-    sub.add_argument("--seed", type=int, default=0)
-    sub.add_argument("--out", type=Path, required=True, help="folder to write")
-    _add_device(sub)
-    _add_load(sub)
-
-
-def _add_load(parser: argparse.ArgumentParser) -> None:
-    load = parser.add_argument_group("load test", "requests that arrive over time (docs/load.md)")
-    load.add_argument("--load", action="store_true", help="speculation on, off and scheduled, under traffic")
-    load.add_argument("--rate", type=float, nargs="+", help="stages of an open test: requests a second")
-    load.add_argument("--concurrency", type=int, nargs="+", help="stages of a closed test: requests at once")
-    load.add_argument("--requests", type=int, help="of each run (50, but 8 for each client)")
-    load.add_argument("--max-batch", type=int, help="requests that an open test runs at once (16)")
-    load.add_argument("--sla-ttft-ms", type=float, help="that p95 of the time to the first token must keep")
-    load.add_argument("--sla-tpot-ms", type=float, help="that p95 of the time per later token must keep")
-    for name, text in (("prompt", "the nearest prompts are taken"), ("output", "answers are cut there at the latest")):
-        load.add_argument(
-            f"--{name}-lengths", type=float, nargs=2, metavar=("MEDIAN", "SIGMA"), help=f"lognormal; {text}"
-        )
-
-
-def _plan(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--target", required=True, help="Hub name or directory")
-    sub.add_argument(
-        "--drafter", required=True, action="append", help="kind or recipe, untrained, or a checkpoint; repeatable"
-    )
-    sub.add_argument("--batch-size", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="(%(default)s)")
-    sub.add_argument("--context", type=int, help="tokens of each request (256, or half of the target's context)")
-    sub.add_argument("--draft-length", type=int, nargs="+", default=[], help="(1 to 8, or as far as the drafter goes)")
-    sub.add_argument("--tree-nodes", type=int, nargs="+", default=[], metavar="N", help="trees of so many nodes, too")
-    sub.add_argument(
-        "--acceptance",
-        nargs="+",
-        default=[],
-        metavar="FILE_OR_RATE",
-        help="evaluation.json of a similar drafter, or the chance of each drafted token to be accepted",
-    )
-    sub.add_argument("--num-threads", type=int, help="CPU threads to compute with (torch's default)")
-    sub.add_argument("--out", type=Path, required=True, help="folder to write")
-    _add_device(sub)
-
-
-def _export(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("checkpoint", metavar="CHECKPOINT", help="such as runs/NAME/best, or a name on the Hub")
-    engines = ["vllm", "sglang", "speculators", "safeailab", "fasterdecoding"]
-    sub.add_argument("--engine", required=True, choices=engines, help="an engine, or the layout of another project")
-    sub.add_argument("--target", required=True, help="Hub name or directory")
-    sub.add_argument("--out", type=Path, required=True, help="folder to write")
-    sub.add_argument("--prompts", help="held-out prompts, to measure what was written and choose the draft length")
-    sub.add_argument("--num-prompts", type=int, help="take so many of them (all)")
-    sub.add_argument(
-        "--draft-length", type=int, nargs="+", default=[], help="to serve with, or to choose from (1 to 5)"
-    )
-    sub.add_argument("--batch-size", type=int, nargs="+", default=[1], help="to measure; several give a schedule")
-    sub.add_argument("--max-new-tokens", type=int, default=64)
-    sub.add_argument("--repeats", type=int, default=3)
-    sub.add_argument("--check", metavar="VENV_OR_URL", help="serve it with a real vLLM, and compare counters and texts")
-    sub.add_argument("--push", metavar="NAME", help="upload it to the Hub")
-    _add_device(sub)
-
-
-def _watch(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("url", metavar="URL", help="such as http://localhost:8000")
-    sub.add_argument("--against", type=Path, metavar="DIR", help="exported folder with its evaluation.json")
-    sub.add_argument("--interval", type=float, default=30.0, help="seconds between readings (%(default)s)")
-    sub.add_argument("--readings", type=int, help="stop after so many (never)")
-
-
-def _generate(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("prompt", metavar="PROMPT")
-    sub.add_argument("--target", required=True, help="Hub name or directory")
-    sub.add_argument(
-        "--drafter", required=True, help="checkpoint, Hub name, ngram, suffix, lookahead, none, or suffix+CHECKPOINT"
-    )
-    sub.add_argument("--max-new-tokens", type=int, default=128)
-    sub.add_argument("--temperature", type=float, default=0.0)
-    sub.add_argument("--top-p", type=float, default=1.0)
-    sub.add_argument("--draft-length", type=int, help="of its chains (4)")
-    sub.add_argument("--schedule", type=Path, help="of draft lengths, a .json file (docs/load.md)")
-    sub.add_argument("--seed", type=int, default=0)
-    _add_device(sub)
-
-
-def _report(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("run", type=Path, metavar="RUN")
-
-
-def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU if there is one")
-
-
-COMMANDS = {  # name: what --help says, and what adds its arguments
-    "quickstart": ("train and measure drafters with nothing to download", _quickstart),
-    "prepare": ("let the target answer prompts: the text to train on", _prepare),
-    "train": ("train a drafter by a recipe; the same command resumes an interrupted run", _train),
-    "evaluate": ("measure acceptance and speed of drafters beside plain decoding", _evaluate),
-    "plan": ("say before training whether a drafter can pay, from what it costs on this device", _plan),
-    "export": ("write a checkpoint as a serving engine loads it, with the command that serves it", _export),
-    "watch": ("acceptance of a running vLLM, beside what was measured at export", _watch),
-    "generate": ("stream text; tokens that were drafted and accepted are green", _generate),
-    "report": ("rebuild report.html and figures/ of a run, of a folder of runs, or of an evaluation", _report),
-}
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser("draftsmith", description="Train drafters for speculative decoding, and measure them.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (text, add_arguments) in COMMANDS.items():
-        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        add_arguments(sub)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name,
+            help=command.text,
+            description=command.text[0].upper() + command.text[1:] + ".",
+            epilog=command.epilog,
+            formatter_class=OneLineHelp,
+        )
+        subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        add_flags(subparser, command.settings)
     return parser
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; `key=value` ones may stand before and after options."""
+def parse(argv: Sequence[str]) -> Call:
+    """Return the command that was given; `key=value` overrides may stand before and after options."""
     parser = build_parser()
-    args, rest = parser.parse_known_args(argv)
-    if rest and (args.command != "train" or any(word.startswith("-") for word in rest)):
-        mend = "; settings of a run are given as key=value, such as run.steps=3" if args.command == "train" else ""
+    if argv[:1] == ["evaluate"]:
+        for flag in (word.partition("=")[0] for word in argv):
+            if flag in MOVED:
+                parser.exit(fail(f"{flag} is now {MOVED[flag]} ..."))
+    parsed, rest = parser.parse_known_args(argv)
+    if rest and (parsed.command != "train" or any(word.startswith("-") for word in rest)):
+        mend = "; settings of a run are given as key=value, such as run.steps=3" if parsed.command == "train" else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{mend}")
     if rest:
-        args.overrides += rest
-    return args
+        parsed.overrides = [*getattr(parsed, "overrides", []), *rest]
+    return Call(parsed.command, settings_from(COMMANDS[parsed.command].settings, parsed), parsed.debug)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    args = parse(argv)
+    call = parse(sys.argv[1:] if argv is None else argv)
     try:
-        return run(args)
+        return run(call)
     except KeyboardInterrupt:
-        print(f"interrupted: {what_the_same_command_does(args)}", file=sys.stderr)
+        print(f"interrupted: {after_interruption(call)}", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
-def what_the_same_command_does(args: argparse.Namespace) -> str:
-    """After an interruption."""
-    tried = getattr(args, "dry_run", False) or getattr(args, "overfit", None) is not None  # these write nothing
-    if args.command in RESUMED and not tried:
-        return f"give the same command again to go on ({args.command})"
-    return f"the same command starts anew ({args.command})"
+def after_interruption(call: Call) -> str:
+    """Return what the same command does when it is given again."""
+    writes_nothing = getattr(call.settings, "dry_run", False) or getattr(call.settings, "overfit", None) is not None
+    if call.name in RESUMED and not writes_nothing:
+        return f"give the same command again to go on ({call.name})"
+    return f"the same command starts anew ({call.name})"
 
 
-def run(args: argparse.Namespace) -> int:
-    """One command; its exit code."""
-    from draftsmith.models.errors import UserError  # torch is slow to import and --help needs none of it
-    from draftsmith.recipes.cli import commands
+def run(call: Call) -> int:
+    """Run one command and return its exit code. torch is imported here: `--help` does not wait for it."""
+    from rich.console import Console
+
+    from draftsmith.models.errors import UserError
     from draftsmith.train.process.signals import Stopped
 
     try:
-        getattr(commands, args.command)(args)
+        quiet_libraries()
+        module = import_module(f"draftsmith.recipes.{COMMANDS[call.name].module}")
+        module.run(call.settings, Console())
     except UserError as error:
-        if args.debug:
+        if call.debug:
             raise
         return fail(str(error))
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return stopped.exit_code
     return 0
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' own progress bars and warnings out of the output."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns of tied weights at every checkpoint
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def gain_cell(gain: Gain) -> Cell:
 
 
 def choices(measured: Measured) -> Section:
-    """What `evaluate --choose` has chosen, from acceptance on other prompts and measured costs."""
+    """What `draftsmith tune` has chosen, from acceptance on other prompts and measured costs."""
     rows: list[Row] = []
     notes = []
     for content in measured.extras.get("choice", []):

@@ -1,9 +1,8 @@
-"""`draftsmith evaluate --load`: a drafter under traffic, with speculation on, off and scheduled."""
+"""`draftsmith load-test`: a drafter under traffic, with speculation on, off and scheduled."""
 
-import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -15,9 +14,10 @@ from draftsmith.data.progress import progress_bar
 from draftsmith.data.prompts.checks import notice_other_target
 from draftsmith.data.prompts.prompts import read_prompt_set
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoding.batch_engine import GenerationSettings
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.decoding.decoder import check_sampling, resolve_settings
-from draftsmith.inference.decoding.schedule import AnySchedule, read_schedule
+from draftsmith.inference.decoding.schedule import Adaptive, AnySchedule, read_schedule
 from draftsmith.inference.load.load_test import (
     LoadSettings,
     Sla,
@@ -29,135 +29,125 @@ from draftsmith.inference.load.load_test import (
 )
 from draftsmith.inference.load.traffic import Lengths, Load, check_output_lengths, check_prompt_lengths
 from draftsmith.inference.measuring.environment import environment
-from draftsmith.models import Target, load_drafter
+from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.files import require_writable, write_json
+from draftsmith.recipes.configs.command_settings import LoadTestSettings
+from draftsmith.recipes.evaluation.inputs import notice_overwriting
 from draftsmith.recipes.reports.drawing import DOTS_PER_INCH, STYLE
 from draftsmith.recipes.reports.load_figure import draw_load
 
-REPEATS = 3
+MAX_BATCH = 16
 REQUESTS, REQUESTS_A_CLIENT = 50, 8  # of a run; with 3 repeats 120 are counted, enough for a p99
 
 
-def evaluate_under_load(args: argparse.Namespace, console: Console) -> None:
-    """The command. Raises `UserError`, before anything is measured or written, for settings that do not go together."""
-    settings = load_settings(args)
-    target = Target.from_pretrained(args.target, args.device)
-    prompts = read_prompt_set(args.prompts[0], target, args.num_prompts, args.max_new_tokens)
-    if settings.prompt_lengths:
-        check_prompt_lengths(settings.prompt_lengths, prompts.token_ids)
-    drafter, plain = load_drafter(args.drafter[0], target), load_drafter("none", target)
+def run(settings: LoadTestSettings, console: Console) -> None:
+    """Send requests over time, and write load.json and load.png.
+
+    Raises `UserError`, before anything is measured or written, for settings that do not go together.
+    """
+    traffic = load_settings(settings)
+    notice_overwriting(settings.out / "load.json")
+    target = Target.from_pretrained(settings.target, settings.device)
+    prompts = read_prompt_set(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
+    if traffic.prompt_lengths:
+        check_prompt_lengths(traffic.prompt_lengths, prompts.token_ids)
+    (name,) = settings.drafter
+    drafter, plain = load_drafter(name, target), load_drafter("none", target)
     notice_other_target(drafter, target)
-    sampling = check_sampling(args.temperature[0], args.top_p, 0)
-    draft_length = args.draft_length[0] if args.draft_length else 4
-    common = sampling, args.max_new_tokens
-    how = {
-        "off": resolve_settings(plain, *common, seed=args.seed),
-        "on": resolve_settings(drafter, *common, draft_length, args.verification_mode, args.seed),
-    }
+    sampling = check_sampling(settings.temperature, settings.top_p, 0)
+
+    def resolve(drafter: Drafter, draft: int | AnySchedule) -> GenerationSettings:
+        mode = settings.verification_mode
+        return resolve_settings(drafter, sampling, settings.max_new_tokens, draft, mode, settings.seed)
+
+    decoding = {"off": resolve(plain, 0), "on": resolve(drafter, settings.draft_length)}
     decoders = {"off": SpeculativeDecoder(target, plain), "on": SpeculativeDecoder(target, drafter)}
-    require_writable(args.out)
-    with progress_bar() as progress, cpu_threads(args.num_threads):
-        task = progress.add_task("load test", total=len(settings.loads) * settings.repeats * 3, detail="")
-        if args.schedule:
-            schedule: AnySchedule = read_schedule(args.schedule)
+    require_writable(settings.out)
+    with progress_bar() as progress, cpu_threads(settings.num_threads):
+        task = progress.add_task("load test", total=len(traffic.loads) * traffic.repeats * 3, detail="")
+        if settings.schedule:
+            schedule: AnySchedule = read_schedule(settings.schedule)
         else:
-            most = max(load.value for load in settings.loads)
-            most = most if settings.loads[0].mode == "concurrency" else settings.max_batch
-            sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= most]
-            lengths = sorted({0, 1, draft_length // 2, draft_length})
-            schedule = measure_round_costs(decoders["on"], how["on"], prompts.token_ids, lengths, sizes)
-        how["scheduled"] = resolve_settings(drafter, *common, schedule, args.verification_mode, args.seed)
+            schedule = measured_schedule(
+                decoders["on"], decoding["on"], prompts.token_ids, traffic, settings.draft_length
+            )
+        decoding["scheduled"] = resolve(drafter, schedule)
         decoders["scheduled"] = SpeculativeDecoder(target, drafter)
         rows, texts = run_load_test(
-            decoders, how, prompts.token_ids, settings, on_progress=lambda: progress.advance(task)
+            decoders, decoding, prompts.token_ids, traffic, on_progress=lambda: progress.advance(task)
         )
         env = environment(target)
     content = {
         "target": target.name,
-        "drafter": args.drafter[0],
+        "drafter": name,
         "drafter_kind": drafter.kind,
         "environment": env,
-        "traffic": {**asdict(settings), "prompt_set": prompts.name, "num_prompts": len(prompts.token_ids)},
-        "temperature": args.temperature[0],
-        "max_new_tokens": args.max_new_tokens,
-        "draft_length": draft_length,
+        "traffic": {**asdict(traffic), "prompt_set": prompts.name, "num_prompts": len(prompts.token_ids)},
+        "temperature": settings.temperature,
+        "max_new_tokens": settings.max_new_tokens,
+        "draft_length": settings.draft_length,
         "schedule": schedule.to_json(),
         "stages": rows,
         "operating_points": operating_points(rows),
-        "identical": identical(texts) if how["on"].verification_mode in ("greedy", "one_hot") else None,
+        "identical": identical(texts) if decoding["on"].verification_mode in ("greedy", "one_hot") else None,
         "verdict": verdict(rows),
     }
-    write_json(args.out / "load.json", content)
-    draw(content, args.out / "load.png")
+    write_json(settings.out / "load.json", content)
+    draw(content, settings.out / "load.png")
     print_load(content, console)
-    console.print(f"wrote {args.out / 'load.json'} and load.png", soft_wrap=True, highlight=False)
+    console.print(f"wrote {settings.out / 'load.json'} and load.png", soft_wrap=True, highlight=False)
 
 
-def load_settings(args: argparse.Namespace) -> LoadSettings:
-    """From the command line; `UserError` for what does not go together or would be ignored."""
-    refuse_ignored(args)
-    if bool(args.rate) == bool(args.concurrency):
-        raise UserError("--load: give either --rate (requests a second) or --concurrency (requests at once)")
-    values = sorted(args.rate or args.concurrency)
-    for value in values:
-        require_at_least("--rate" if args.rate else "--concurrency", value, 0.001 if args.rate else 1)
-    most = max(values) if args.concurrency else 0
-    num_requests = max(REQUESTS, REQUESTS_A_CLIENT * most) if args.requests is None else args.requests
-    max_batch = 16 if args.max_batch is None else args.max_batch
-    require_at_least("--requests", num_requests, 10)
-    repeats = REPEATS if args.repeats is None else args.repeats
-    require_at_least("--repeats", repeats)
-    require_at_least("--max-batch", max_batch)
-    if args.concurrency and args.max_batch is not None:
+def measured_schedule(
+    decoder: SpeculativeDecoder,
+    decoding: GenerationSettings,
+    prompts: list[list[int]],
+    traffic: LoadSettings,
+    draft_length: int,
+) -> Adaptive:
+    """Return a schedule from costs that are measured up to the number of requests that will run at once."""
+    most = traffic.max_batch if traffic.loads[0].mode == "rate" else max(load.value for load in traffic.loads)
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= most]
+    lengths = sorted({0, 1, draft_length // 2, draft_length})
+    return measure_round_costs(decoder, decoding, prompts, lengths, sizes)
+
+
+def load_settings(settings: LoadTestSettings) -> LoadSettings:
+    """Return the traffic that was asked for; `UserError` for what does not go together or would be ignored."""
+    if len(settings.drafter) > 1 or settings.drafter == ("none",):
+        raise UserError("--drafter: give one; plain decoding is measured beside it")
+    if bool(settings.rate) == bool(settings.concurrency):
+        raise UserError("give either --rate (requests a second) or --concurrency (requests at once)")
+    if settings.concurrency and settings.max_batch is not None:
         raise UserError("--max-batch has no effect with --concurrency, which sets the batch: leave it out")
+    most = max(settings.concurrency, default=0)
+    num_requests = max(REQUESTS, REQUESTS_A_CLIENT * most) if settings.requests is None else settings.requests
     if num_requests < 2 * most:
         raise UserError(f"--requests {num_requests}: give at least {2 * most}, the first of each client is not counted")
-    prompt_lengths = lengths_of("--prompt-lengths", args.prompt_lengths)
-    output_lengths = lengths_of("--output-lengths", args.output_lengths)
+    output_lengths = lognormal("--output-lengths", settings.output_lengths)
     if output_lengths:
-        check_output_lengths(output_lengths, args.max_new_tokens)
+        check_output_lengths(output_lengths, settings.max_new_tokens)
+    mode: Literal["rate", "concurrency"] = "rate" if settings.rate else "concurrency"
     return LoadSettings(
-        loads=tuple(Load("rate" if args.rate else "concurrency", value) for value in values),
+        loads=tuple(Load(mode, value) for value in sorted(settings.rate or settings.concurrency)),
         num_requests=num_requests,
-        repeats=repeats,
-        max_batch=max_batch,
-        seed=args.seed,
-        sla=Sla(args.sla_ttft_ms, args.sla_tpot_ms),
-        prompt_lengths=prompt_lengths,
+        repeats=settings.repeats,
+        max_batch=MAX_BATCH if settings.max_batch is None else settings.max_batch,
+        seed=settings.seed,
+        sla=Sla(settings.sla_ttft_ms, settings.sla_tpot_ms),
+        prompt_lengths=lognormal("--prompt-lengths", settings.prompt_lengths),
         output_lengths=output_lengths,
     )
 
 
-def refuse_load_settings(args: argparse.Namespace) -> None:
-    """Without --load those of a load test would do nothing."""
-    names = ["rate", "concurrency", "requests", "max_batch", "prompt_lengths", "output_lengths"]
-    names += ["sla_ttft_ms", "sla_tpot_ms"]
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
-    if given:
-        raise UserError(f"{', '.join(given)}: of a load test only; add --load")
-
-
-def lengths_of(name: str, values: list[float] | None) -> Lengths | None:
+def lognormal(name: str, values: tuple[float, float] | None) -> Lengths | None:
+    """Return the distribution of lengths that a flag asks for."""
     if values is None:
         return None
     require_at_least(f"{name} MEDIAN", values[0])
     require_at_least(f"{name} SIGMA", values[1], 0)
     return Lengths(*values)
-
-
-def refuse_ignored(args: argparse.Namespace) -> None:
-    """A load test is of one drafter and one setting."""
-    if len(args.prompts) > 1 or args.minutes is not None or args.baseline:
-        raise UserError("--load: give one set of --prompts, and leave out --minutes and --baseline")
-    if len(args.drafter) > 1 or len(args.temperature) > 1 or len(args.draft_length or []) > 1:
-        raise UserError("--load: give one --drafter, one --temperature and one --draft-length")
-    if args.tree or args.certify or args.synthetic_acceptance or args.batch_size != [1]:
-        raise UserError(
-            "--load: --tree, --certify, --synthetic-acceptance and --batch-size have no effect: leave them out"
-        )
-    if args.drafter == ["none"]:
-        raise UserError("--load: plain decoding is measured beside any drafter; give another --drafter")
 
 
 def identical(texts: dict[str, list[list[int]]]) -> dict[str, Any]:

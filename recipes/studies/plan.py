@@ -7,7 +7,7 @@ draft length breaks even; published or own acceptance gives the speedup to expec
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from draftsmith.inference.planning.choice import acceptance_length, best_draft_l
 from draftsmith.inference.planning.costs import CostRange, Costs, measure_costs, usual_tree
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.drafting.vocabulary import ReducedVocabulary
-from draftsmith.models.errors import UserError, first_line, require_at_least
+from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.sampling.trees import StaticTree
+from draftsmith.recipes.configs.command_settings import PlanSettings
 from draftsmith.recipes.configs.public_targets import TOKENS_PER_SAMPLE
 from draftsmith.recipes.configs.published import PUBLISHED
 from draftsmith.recipes.configs.recipes import RECIPES
@@ -37,18 +38,6 @@ LONGEST = 8  # draft length, likewise
 
 
 @dataclass
-class PlanSettings:
-    """What is asked of a plan."""
-
-    batch_sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
-    context: int | None = None  # tokens of each request; None: 256, or half of the target's context
-    draft_lengths: list[int] = field(default_factory=list)  # empty: 1 to 8, or as far as the drafter goes
-    acceptance: list[str] = field(default_factory=list)  # evaluation.json files, or rates from 0 to 1
-    num_threads: int | None = None
-    tree_nodes: list[int] = field(default_factory=list)  # of trees to plan with, too; empty: chains only
-
-
-@dataclass
 class Expected:
     """Acceptance to plan with."""
 
@@ -57,33 +46,32 @@ class Expected:
     rates: list[float | None]
 
 
-def plan(target: Target, names: list[str], settings: PlanSettings, out: Path, console: Console) -> dict[str, Any]:
-    """Measure, print and write plan.json and a costs.json a drafter; returns what plan.json holds.
+def run(settings: PlanSettings, console: Console) -> None:
+    """Measure, print and write plan.json and a costs.json for each drafter.
 
-    `names` are kinds or recipes, untrained, or checkpoints. Raises `UserError` before anything is measured.
+    The drafters are kinds or recipes, untrained, or checkpoints. Raises `UserError` before anything is measured.
     """
-    for name, values in (("--batch-size", settings.batch_sizes), ("--draft-length", settings.draft_lengths)):
-        for value in values:
-            require_at_least(name, value)
-    for value in settings.tree_nodes:
-        require_at_least("--tree-nodes", value, 2)
+    target = Target.from_pretrained(settings.target, settings.device)
+    names, batches = list(settings.drafter), sorted(set(settings.batch_size))
     own = [read_acceptance(text) for text in settings.acceptance]
     drafters = {name: drafter_of_shape(name, target) for name in names}
     context = settings.context or min(CONTEXT, target.context // 2)
-    lengths = {name: lengths_of(drafter, settings.draft_lengths, name) for name, (drafter, _) in drafters.items()}
+    lengths = {name: lengths_of(drafter, settings.draft_length, name) for name, (drafter, _) in drafters.items()}
     trees = {
         name: trees_of(drafter, settings.tree_nodes, max(lengths[name])) for name, (drafter, _) in drafters.items()
     }
     if settings.tree_nodes and not any(trees.values()):
         raise UserError(f"--tree-nodes: {listed(names)} drafts chains only: leave it out")
-    require_writable(out)
+    require_writable(settings.out)
 
     planned = []
     with progress_bar() as progress, cpu_threads(settings.num_threads):
-        for (name, (drafter, config)), path in zip(drafters.items(), evaluation_paths(out, names), strict=True):
+        for (name, (drafter, config)), path in zip(
+            drafters.items(), evaluation_paths(settings.out, names), strict=True
+        ):
             task = progress.add_task(f"measuring {name}", total=1.0, detail="")
             most_nodes = max((tree.num_nodes for tree in trees[name]), default=0)
-            reach = CostRange(max(settings.batch_sizes), context, max(lengths[name]), most_nodes)
+            reach = CostRange(max(batches), context, max(lengths[name]), most_nodes)
 
             def show(share: float, task: TaskID = task) -> None:
                 progress.update(task, completed=share)
@@ -91,15 +79,14 @@ def plan(target: Target, names: list[str], settings: PlanSettings, out: Path, co
             costs = measure_costs(target, drafter, reach, name, show)
             write_json(path.parent / "costs.json", costs.to_json())
             expected = own + [Expected(p.where, p.source, list(p.rates)) for p in PUBLISHED if p.kind == drafter.kind]
-            row = plan_row(costs, settings.batch_sizes, context, lengths[name], expected, trees[name])
+            row = plan_row(costs, batches, context, lengths[name], expected, trees[name])
             if config is not None:
                 row["training"] = training(config, drafter, target)
             planned.append(row)
         env = environment(target)
     content = {"target": target.name, "context": context, "environment": env, "drafters": planned}
-    write_json(out / "plan.json", content)
+    write_json(settings.out / "plan.json", content)
     print_plan(content, device_name(target), target.device.type == "cuda", console)
-    return content
 
 
 def drafter_of_shape(name: str, target: Target) -> tuple[Drafter, TrainConfig | None]:
@@ -119,7 +106,7 @@ def drafter_of_shape(name: str, target: Target) -> tuple[Drafter, TrainConfig | 
     return drafter.to(target.device).eval(), config
 
 
-def lengths_of(drafter: Drafter, asked: list[int], name: str) -> list[int]:
+def lengths_of(drafter: Drafter, asked: Sequence[int], name: str) -> list[int]:
     most = drafter.max_draft_length
     if most == 0:
         raise UserError(f"drafter {name}: it drafts nothing, so there is nothing to plan: give a kind such as eagle3")
@@ -128,7 +115,7 @@ def lengths_of(drafter: Drafter, asked: list[int], name: str) -> list[int]:
     return sorted(set(asked)) or list(range(1, min(LONGEST, most or LONGEST) + 1))
 
 
-def trees_of(drafter: Drafter, sizes: list[int], longest: int) -> list[StaticTree]:
+def trees_of(drafter: Drafter, sizes: Sequence[int], longest: int) -> list[StaticTree]:
     """Of usual shape and of these numbers of nodes; none for a drafter of chains."""
     return [usual_tree(size, longest) for size in sorted(set(sizes))] if drafter.can_branch else []
 

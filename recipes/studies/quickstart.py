@@ -29,6 +29,7 @@ from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable
 from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.recipes.configs.command_settings import QuickstartSettings
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.comparison import Options, compare, evaluation_paths
 from draftsmith.recipes.reports.printing import print_summary
@@ -47,7 +48,7 @@ CHECKPOINTS = 2  # a run
 MAX_NEW_TOKENS = 128  # of training text, a prompt
 NUM_HELD_OUT = 64  # prompts for the comparison, and again as many for checkpoints
 COMPARISON = MeasureSettings(max_new_tokens=96, repeats=5)
-PREPARE_BATCH = 64
+ANSWERS = PrepareSettings(max_new_tokens=MAX_NEW_TOKENS, batch_size=64)
 TIMED_PROMPTS = 8
 
 
@@ -64,16 +65,14 @@ class Plan:
     steps: dict[str, int]  # by drafter
 
 
-def run_quickstart(
-    out: Path, kinds: list[str], minutes: float, target_name: str | None, device: str | None, console: Console
-) -> None:
-    """Do everything, or what an interrupted call left to do. Writes only below `out`."""
+def run(settings: QuickstartSettings, console: Console) -> None:
+    """Do everything, or what an interrupted call left to do. Writes only below `settings.out`."""
+    kinds = [kind.strip() for kind in settings.drafters.split(",") if kind.strip()]
     if unknown := [kind for kind in kinds if kind not in WEIGHTS] or (not kinds):
         raise UserError(f"--drafters {unknown if kinds else '(empty)'}: choose from {', '.join(WEIGHTS)}")
-    if minutes <= 0:
-        raise UserError(f"--minutes {minutes}: give more than 0")
-    name = target_name or str(EMBEDDED_TARGET)
-    target = Target.from_pretrained(name, device)
+    out, minutes = settings.out, settings.minutes
+    name = settings.target or str(EMBEDDED_TARGET)
+    target = Target.from_pretrained(name, settings.device)
     require_writable(out)
 
     train_prompts, held_out = (prompts_for(target, is_held_out) for is_held_out in (False, True))
@@ -88,10 +87,9 @@ def run_quickstart(
     write_jsonl(prompts / "training.jsonl", train_prompts[: plan.num_prompts])
     write_jsonl(prompts / "comparison.jsonl", held_out[: plan.num_comparison_prompts])
     write_jsonl(prompts / "checkpoints.jsonl", held_out[NUM_HELD_OUT : 2 * NUM_HELD_OUT])
-    settings = PrepareSettings(max_new_tokens=MAX_NEW_TOKENS, batch_size=PREPARE_BATCH)
-    prepare(target, str(prompts / "training.jsonl"), out / "samples", settings)
+    prepare(target, str(prompts / "training.jsonl"), out / "samples", ANSWERS)
     for kind in kinds:
-        train(quickstart_config(kind, plan, out, device))
+        train(quickstart_config(kind, plan, out, settings.device))
 
     fastest = ranked({best_checkpoint(out / kind): kind for kind in kinds}, target, plan, out)
     best = next(iter(fastest))
@@ -162,17 +160,16 @@ def measure_plan(target: Target, prompts: list[str], kinds: list[str], minutes: 
     """Time a batch of answers, a decoded prompt and a few training steps of each drafter, and divide."""
     console.print(f"measuring what {minutes:g} minutes allow on this machine ...")
     seconds = minutes * 60
-    encoded = [target.encode(prompt) for prompt in prompts[:PREPARE_BATCH]]
+    encoded = [target.encode(prompt) for prompt in prompts[: ANSWERS.batch_size]]
     plain = SpeculativeDecoder(target, load_drafter("none", target))
     plain.generate(encoded[:1], max_new_tokens=4)  # warm-up
 
     start = time.perf_counter()
-    settings = PrepareSettings(max_new_tokens=MAX_NEW_TOKENS, batch_size=PREPARE_BATCH)
     dialogues = [
         Dialogue(Prompt(text=prompt), index, Sampling(1.0), target, Markers.of(target))
-        for index, prompt in enumerate(prompts[:PREPARE_BATCH])
+        for index, prompt in enumerate(prompts[: ANSWERS.batch_size])
     ]
-    samples = [sample for dialogue in decode_answers(plain, dialogues, settings) for sample in dialogue.samples]
+    samples = [sample for dialogue in decode_answers(plain, dialogues, ANSWERS) for sample in dialogue.samples]
     num_batches = max(2, int(seconds * PREPARE_SHARE / (time.perf_counter() - start)))
 
     num_threads, per_token = fastest_num_threads(plain, encoded[:TIMED_PROMPTS])
@@ -193,7 +190,7 @@ def measure_plan(target: Target, prompts: list[str], kinds: list[str], minutes: 
     return Plan(
         target=target.name,
         minutes=minutes,
-        num_prompts=min(len(prompts), num_batches * PREPARE_BATCH),
+        num_prompts=min(len(prompts), num_batches * ANSWERS.batch_size),
         num_checkpoint_prompts=min(NUM_HELD_OUT, max(2, int(seconds * CHECKPOINT_SHARE / checkpoint_prompt))),
         num_comparison_prompts=min(NUM_HELD_OUT, max(4, int(seconds * COMPARISON_SHARE / comparison_prompt))),
         num_threads=num_threads,

@@ -1,13 +1,10 @@
-"""`evaluate --replay`: every drafter, draft length, tree and verification mode from one recording of the target.
+"""`draftsmith replay`: every drafter, draft length, tree and verification mode from one recording of the target.
 
 No time is measured: one plain decoding of the prompts a temperature and one pass over each text score everything
 (inference/replay/replay.py). Written to replay.json.
 """
 
-import argparse
 import itertools
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -15,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.decoding.counters import Stats, length_interval, paired_difference
 from draftsmith.inference.decoding.decoder import check_sampling, check_shape
 from draftsmith.inference.measuring.environment import environment
-from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, acceptance_fields
+from draftsmith.inference.measuring.measure import PromptSet, acceptance_fields
 from draftsmith.inference.replay.calibration import calibration_fields
 from draftsmith.inference.replay.replay import (
     AcceptanceTrace,
@@ -30,90 +28,65 @@ from draftsmith.inference.replay.replay import (
 )
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.sampling.sampling import Sampling
-from draftsmith.models.sampling.trees import Chain, DynamicTree, StaticTree
+from draftsmith.models.sampling.trees import Chain, StaticTree
+from draftsmith.recipes.configs.command_settings import ReplaySettings
+from draftsmith.recipes.evaluation.inputs import notice_overwriting, parse_tree, read_prompt_sets
 from draftsmith.recipes.reports.contents import checkpoint_names
 
-LONGEST = 8  # draft length up to which chains are replayed where none is given
 
-
-@dataclass(frozen=True)
-class ReplaySettings:
-    samplings: tuple[Sampling, ...] = (Sampling(),)
-    longest: int = LONGEST  # chains of 1 to so many tokens
-    trees: tuple[Chain | StaticTree, ...] = ()
-    max_new_tokens: int = 64
-    seed: int = 0
-
-
-def replay_drafters(
-    target: Target,
-    names: list[str],
-    prompt_sets: list[PromptSet],
-    settings: ReplaySettings,
-    out: Path,
-    console: Console,
-) -> dict[str, Any]:
-    """Replay drafters (checkpoints, Hub names, `ngram`); prints, writes and returns the content of OUT/replay.json.
+def run(settings: ReplaySettings, console: Console) -> None:
+    """Replay drafters (checkpoints, Hub names, `ngram`), print the rows and write them to OUT/replay.json.
 
     Of rows beyond the first drafter's, `difference` is their acceptance length less that drafter's at the same setting,
     with a paired interval. Raises `UserError`, before anything is decoded, for what cannot be replayed.
     """
-    require_at_least("--draft-length", settings.longest)
-    drafters = {name: load_drafter(name, target) for name in names}
+    notice_overwriting(settings.out / "replay.json")
+    temperatures = dict.fromkeys(settings.temperature)
+    samplings = [check_sampling(temperature, settings.top_p, 0) for temperature in temperatures]
+    trees = [check_replayed_as(parse_tree(text), "one_hot") for text in dict.fromkeys(settings.tree)]
+    target = Target.from_pretrained(settings.target, settings.device)
+    prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
+    drafters = {name: load_drafter(name, target) for name in settings.drafter}
     for drafter in drafters.values():
         check_replayed(drafter)
-        for tree in settings.trees if drafter.can_branch else ():
+        for tree in trees if drafter.can_branch else ():
             check_shape(tree, drafter)
-    require_writable(out)
-    longest = max([settings.longest, *(tree.depth for tree in settings.trees)])
+    require_writable(settings.out)
+    longest = max([settings.draft_length, *(tree.depth for tree in trees)])
     rows: list[dict[str, Any]] = []
-    for prompts, sampling in itertools.product(prompt_sets, settings.samplings):
-        recording = record(target, prompts.token_ids, sampling, settings.max_new_tokens, longest, settings.seed)
-        traces = replay(target, recording, drafters, longest)
-        for name, drafter in drafters.items():
-            for shape, mode in settings_of(drafter, sampling, settings):
-                stats = [expected_stats(trace, shape, mode) for trace in traces[name]]
-                row = {"drafter": name, **replayed_row(prompts, sampling, shape, mode, stats, settings, traces[name])}
-                if name != names[0] and (shape, mode) in settings_of(drafters[names[0]], sampling, settings):
-                    others = [expected_stats(trace, shape, mode) for trace in traces[names[0]]]
-                    row["difference"] = {"from": names[0], **paired_difference(stats, others)}
-                rows.append(row)
+    with cpu_threads(settings.num_threads):
+        for prompts, sampling in itertools.product(prompt_sets, samplings):
+            recording = record(target, prompts.token_ids, sampling, settings.max_new_tokens, longest, settings.seed)
+            traces = replay(target, recording, drafters, longest)
+            rows += replayed_rows(drafters, prompts, sampling, settings, trees, traces)
     content = {"target": target.name, "environment": environment(target), "results": rows}
-    write_json(out / "replay.json", content)
+    write_json(settings.out / "replay.json", content)
     print_replays(rows, console)
-    console.print(f"expected counters of {len(rows)} settings: {out / 'replay.json'}")
-    return content
+    console.print(f"expected counters of {len(rows)} settings: {settings.out / 'replay.json'}")
 
 
-def replay_settings(args: argparse.Namespace, grid: list[MeasureSettings]) -> ReplaySettings:
-    """From the command line; `UserError` for what a replay does not look at."""
-    given = {
-        "--choose": args.choose is not None,
-        "--batch-size": args.batch_size != [1],
-        "--repeats": args.repeats is not None,
-        "--minutes": args.minutes is not None,
-        "--baseline": bool(args.baseline),
-        "--certify": args.certify,
-        "--synthetic-acceptance": bool(args.synthetic_acceptance),
-        "--verification-mode": args.verification_mode is not None,
-    }
-    refuse_without_effect(given, "--replay, which takes no time and tries all modes")
-    samplings = tuple(dict.fromkeys(check_sampling(one.temperature, one.top_p, 0) for one in grid))
-    trees: dict[Chain | StaticTree, None] = {}
-    for draft in (one.draft for one in grid if not isinstance(one.draft, int)):
-        if not isinstance(draft, StaticTree | DynamicTree):
-            raise UserError("a schedule cannot be replayed, it goes by how many requests run: leave out --replay")
-        trees[check_replayed_as(draft, "one_hot")] = None
-    return ReplaySettings(samplings, max(args.draft_length or [LONGEST]), tuple(trees), args.max_new_tokens, args.seed)
-
-
-def refuse_without_effect(given: dict[str, bool], mode: str) -> None:
-    """`UserError` for the first option that was given and that a mode of `evaluate` does not look at."""
-    for name in (name for name, was_given in given.items() if was_given):
-        raise UserError(f"{name} has no effect with {mode}: leave it out")
+def replayed_rows(
+    drafters: dict[str, Drafter],
+    prompts: PromptSet,
+    sampling: Sampling,
+    settings: ReplaySettings,
+    trees: list[Chain | StaticTree],
+    traces: dict[str, list[AcceptanceTrace]],
+) -> list[dict[str, Any]]:
+    """Return the rows of all drafters on one set of prompts at one temperature."""
+    rows = []
+    first = next(iter(drafters))
+    for name, drafter in drafters.items():
+        for shape, mode in shapes_and_modes(drafter, sampling, settings, trees):
+            stats = [expected_stats(trace, shape, mode) for trace in traces[name]]
+            row = {"drafter": name, **replayed_row(prompts, sampling, shape, mode, stats, settings, traces[name])}
+            if name != first and (shape, mode) in shapes_and_modes(drafters[first], sampling, settings, trees):
+                others = [expected_stats(trace, shape, mode) for trace in traces[first]]
+                row["difference"] = {"from": first, **paired_difference(stats, others)}
+            rows.append(row)
+    return rows
 
 
 def print_replays(rows: list[dict[str, Any]], console: Console) -> None:
@@ -137,8 +110,8 @@ def print_replays(rows: list[dict[str, Any]], console: Console) -> None:
         console.print(Text(title, style="bold"), table)
 
 
-def settings_of(
-    drafter: Drafter, sampling: Sampling, settings: ReplaySettings
+def shapes_and_modes(
+    drafter: Drafter, sampling: Sampling, settings: ReplaySettings, trees: list[Chain | StaticTree]
 ) -> list[tuple[Chain | StaticTree, VerificationMode]]:
     """The shapes and verification modes that a drafter is replayed with at a temperature."""
     exact: VerificationMode = "greedy" if sampling.greedy else "one_hot"
@@ -146,10 +119,11 @@ def settings_of(
     if not sampling.greedy and drafter.can_sample:
         modes.append("probabilistic")
     chains = [
-        Chain(depth) for depth in range(1, min(settings.longest, drafter.max_draft_length or settings.longest) + 1)
+        Chain(depth)
+        for depth in range(1, min(settings.draft_length, drafter.max_draft_length or settings.draft_length) + 1)
     ]
-    trees = settings.trees if drafter.can_branch else ()
-    return [*((chain, mode) for mode in modes for chain in chains), *((tree, exact) for tree in trees)]
+    own_trees = trees if drafter.can_branch else ()
+    return [*((chain, mode) for mode in modes for chain in chains), *((tree, exact) for tree in own_trees)]
 
 
 def replayed_row(

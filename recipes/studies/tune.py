@@ -1,9 +1,7 @@
-"""`draftsmith evaluate --choose`: draft length, tree and schedule fitted on one set of prompts, measured on another."""
+"""`draftsmith tune`: draft length, tree and schedule fitted on one set of prompts, measured on another."""
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -31,10 +29,12 @@ from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.sampling.trees import StaticTree
+from draftsmith.recipes.configs.command_settings import TuneSettings
 from draftsmith.recipes.evaluation.comparison import Options, compare, evaluation_paths
+from draftsmith.recipes.evaluation.inputs import notice_overwriting, read_prompt_sets
 from draftsmith.recipes.reports.printing import print_evaluations
 from draftsmith.recipes.reports.summary import draft_text, is_choice
-from draftsmith.recipes.studies.replay import refuse_without_effect
+from draftsmith.train.evaluation.pooling import subset
 
 DEFAULT, LONGEST = 4, 8  # draft length that the chosen one is measured beside; the longest that is tried
 RANKS, TREE_NODES = 8, 32  # of a tree, at most
@@ -69,62 +69,61 @@ class Choice:
         }
 
 
-def refuse_choose_settings(args: argparse.Namespace) -> None:
-    """`UserError` for what a choice does not look at."""
-    given = {
-        "--draft-length": bool(args.draft_length),
-        "--tree": bool(args.tree),
-        "--schedule": args.schedule is not None,
-        "--baseline": bool(args.baseline),
-        "--certify": args.certify,
-        "--minutes": args.minutes is not None,
-    }
-    refuse_without_effect(given, "--choose, which finds the drafts and measures them in --repeats")
+def run(settings: TuneSettings, console: Console) -> None:
+    """Fit on some prompts, and measure what was chosen beside chains of 4 on others.
 
-
-def choose_and_evaluate(
-    target: Target,
-    names: list[str],
-    fit_source: str,
-    prompt_sets: list[PromptSet],
-    grid: list[MeasureSettings],
-    out: Path,
-    num_threads: int | None,
-    num_prompts: int | None,
-    console: Console,
-) -> None:
-    """Fit on the prompts of `fit_source`, measure what was chosen beside chains of 4 on the others.
-
-    `grid` gives temperature, batch sizes and the like; its drafts are not looked at. Writes choice.json, costs.json and
-    evaluation.json of each drafter. Raises `UserError` where both sets share prompts, and for several temperatures.
+    Writes choice.json, costs.json and evaluation.json of each drafter. Raises `UserError` where both sets of prompts
+    share some, and for a drafter that drafts nothing.
     """
-    settings = grid[0]
-    if len({one.temperature for one in grid}) > 1 or settings.verification_mode == "synthetic":
-        raise UserError("--choose fits one temperature, and no synthetic acceptance: leave the others out")
-    fit_prompts = read_prompt_set(fit_source, target, num_prompts, settings.max_new_tokens)
-    held_out = {tuple(ids) for prompts in prompt_sets for ids in prompts.token_ids}
-    if shared := sum(tuple(ids) in held_out for ids in fit_prompts.token_ids):
-        raise UserError(
-            f"--choose: {shared} of its prompts are among --prompts: fit on other prompts than you report on"
-        )
-    require_writable(out)
-    batches = sorted({one.batch_size for one in grid})
-    for name, path in zip(names, evaluation_paths(out, names), strict=True):
+    notice_overwriting(settings.out / "evaluation.md")
+    target = Target.from_pretrained(settings.target, settings.device)
+    prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
+    fit_prompts, prompt_sets = prompts_to_fit(settings, prompt_sets, target)
+    require_writable(settings.out)
+    at = MeasureSettings(
+        settings.temperature,
+        settings.top_p,
+        max_new_tokens=settings.max_new_tokens,
+        repeats=settings.repeats,
+        seed=settings.seed,
+        verification_mode=settings.verification_mode,
+    )
+    batches = sorted(set(settings.batch_size))
+    for name, path in zip(settings.drafter, evaluation_paths(settings.out, list(settings.drafter)), strict=True):
         drafter = load_drafter(name, target)
         if drafter.max_draft_length == 0:
-            raise UserError(f"--choose: drafter {name} drafts nothing, so there is nothing to choose")
-        with cpu_threads(num_threads):
-            choice, costs = choose(target, drafter, name, fit_prompts, settings, batches)
+            raise UserError(f"--drafter {name} drafts nothing, so there is nothing to tune")
+        with cpu_threads(settings.num_threads):
+            choice, costs = choose(target, drafter, name, fit_prompts, at, batches)
         write_json(path.parent / "costs.json", costs.to_json())
         drafts = drafts_to_measure(choice, drafter)
-        chosen_grid = [replace(settings, batch_size=batch, draft=draft) for batch in batches for draft in drafts]
-        content = compare(
-            target, [name], prompt_sets, chosen_grid, path.parent, Options(num_threads, sample_texts=True)
-        )[0]
-        names_of = {"fitted_on": fit_prompts.name, "reported_on": [prompts.name for prompts in prompt_sets]}
-        write_json(path.parent / "choice.json", {"drafter": name, **choice.to_json(), **names_of})
+        grid = [replace(at, batch_size=batch, draft=draft) for batch in batches for draft in drafts]
+        options = Options(settings.num_threads, sample_texts=True)
+        content = compare(target, [name], prompt_sets, grid, path.parent, options)[0]
+        sources = {"fitted_on": fit_prompts.name, "reported_on": [prompts.name for prompts in prompt_sets]}
+        write_json(path.parent / "choice.json", {"drafter": name, **choice.to_json(), **sources})
         print_evaluations([content], console)
         print_choice(name, choice, content["results"], console)
+
+
+def prompts_to_fit(
+    settings: TuneSettings, prompt_sets: list[PromptSet], target: Target
+) -> tuple[PromptSet, list[PromptSet]]:
+    """Return the prompts to fit on and those to measure on; `UserError` where they share some.
+
+    Where no others are given to fit on, every second one of the only set is.
+    """
+    if settings.fit_prompts is None:
+        if len(prompt_sets) > 1 or len(prompt_sets[0].token_ids) < 2:
+            raise UserError("--prompts: give one set of two prompts or more to divide, or --fit-prompts")
+        indices = list(range(len(prompt_sets[0].token_ids)))
+        fit_prompts, prompt_sets = subset(prompt_sets[0], indices[1::2]), [subset(prompt_sets[0], indices[::2])]
+    else:
+        fit_prompts = read_prompt_set(settings.fit_prompts, target, settings.num_prompts, settings.max_new_tokens)
+    measured = {tuple(ids) for prompts in prompt_sets for ids in prompts.token_ids}
+    if shared := sum(tuple(ids) in measured for ids in fit_prompts.token_ids):
+        raise UserError(f"{shared} prompts to fit on are measured, too: fit on other prompts than you report on")
+    return fit_prompts, prompt_sets
 
 
 def choose(
@@ -143,9 +142,7 @@ def choose(
     decoded = decode(target, drafter, prompts, replace(settings, draft=longest))
     total = decoded.stats.total
     if not total.num_rounds:
-        raise UserError(
-            "--choose: every answer ends with its first token, which leaves nothing to fit: give other prompts"
-        )
+        raise UserError("every answer ends with its first token, which leaves nothing to fit: give other prompts")
     rates = rates_of_rounds(total.conditional_acceptance_rates, total.num_drafts, total.num_rounds)
     requests = [
         DecodedRequest(len(ids), stats) for ids, stats in zip(prompts.token_ids, decoded.stats.requests, strict=True)

@@ -33,9 +33,9 @@ from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.recipes.cli.main import main, parse
-from draftsmith.recipes.studies.load_test import load_settings, refuse_load_settings
+from draftsmith.recipes.studies.load_test import load_settings
 
-BASE = ["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p", "--out", "o"]
+BASE = ["load-test", "--target", "t", "--drafter", "d", "--prompts", "p", "--out", "o"]
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17], [18]]
 
 
@@ -191,7 +191,7 @@ def test_a_percentile_needs_a_request_beyond_it(num_counted: int, text: str) -> 
     ("words", "num_requests"), [("--rate 1", 50), ("--concurrency 1 4", 50), ("--concurrency 16 8", 128)]
 )
 def test_every_client_sends_eight_requests(words: str, num_requests: int) -> None:
-    assert load_settings(parse([*BASE, "--load", *words.split()])).num_requests == num_requests
+    assert load_settings(parse([*BASE, *words.split()]).settings).num_requests == num_requests
 
 
 def test_idle_time_is_no_running_time() -> None:
@@ -255,33 +255,34 @@ def test_on_off_and_scheduled_give_the_same_texts(tiny_target: Target) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--load",
-        "--load --rate 1 --concurrency 1",
-        "--load --concurrency 1 --max-batch 4",
-        "--load --concurrency 8 --requests 12",
-        "--load --rate 0",
-        "--load --rate 1 --output-lengths 0 1",
-        "--load --rate 1 --output-lengths 100 0.1",
-        "--load --rate 1 --temperature 0 1",
-        "--load --rate 1 --tree 4,2,2",
-        "--load --rate 1 --batch-size 4",
-        "--rate 1",
+        "",
+        "--rate 1 --concurrency 1",
+        "--concurrency 1 --max-batch 4",
+        "--concurrency 8 --requests 12",
+        "--rate 1 --output-lengths 0 1",
+        "--rate 1 --output-lengths 100 0.1",
+        "--rate 1 --drafter ngram",
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(words: str) -> None:
-    args = parse([*BASE, *words.split()])
-    check = load_settings if args.load else refuse_load_settings
+    settings = parse([*BASE, *words.split()]).settings
     with pytest.raises(UserError):
-        check(args)
+        load_settings(settings)
+
+
+@pytest.mark.parametrize("words", ["--rate 0", "--rate 1 --temperature 0 1", "--rate 1 --tree 4,2,2"])
+def test_flags_that_it_does_not_take_are_refused(words: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse([*BASE, *words.split()])
 
 
 def test_the_command(tiny_target: Target, tmp_path: Path) -> None:
     """From prompts to load.json, its figure and a verdict; without a schedule it measures costs for one."""
     (tmp_path / "p.txt").write_text("def f(x):\nThe smith heats the iron\n")
     words = ["--target", tiny_target.name, "--drafter", "ngram", "--prompts", str(tmp_path / "p.txt")]
-    more = ["--load", "--concurrency", "1", "2", "--requests", "10", "--repeats", "1", "--max-new-tokens", "12"]
+    more = ["--concurrency", "1", "2", "--requests", "10", "--repeats", "1", "--max-new-tokens", "12"]
     more += ["--sla-tpot-ms", "1e6", "--device", "cpu"]
-    assert main(["evaluate", *words, *more, "--out", str(tmp_path / "out")]) == 0
+    assert main(["load-test", *words, *more, "--out", str(tmp_path / "out")]) == 0
     content = json.loads((tmp_path / "out/load.json").read_text())
     assert [(row["load"], row["contender"]) for row in content["stages"]] == list(
         itertools.product((1, 2), ("off", "on", "scheduled"))

@@ -201,14 +201,14 @@ def test_what_cannot_be_replayed_is_refused(tiny_target: Target) -> None:
             check_replayed_as(shape, mode)
 
 
-def test_evaluate_replay(
+def test_the_command(
     drafters: dict[str, Drafter], tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every drafter, draft length, tree and mode, with the difference from the first drafter."""
     save_drafter(drafters["medusa"], tmp_path / "medusa")
     (tmp_path / "prompts.txt").write_text("\n".join(TEXTS))
     (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
-    command = ["evaluate", "--target", str(tiny_target_dir), "--prompts", str(tmp_path / "prompts.txt"), "--replay"]
+    command = ["replay", "--target", str(tiny_target_dir), "--prompts", str(tmp_path / "prompts.txt")]
     command += ["--drafter", str(tmp_path / "medusa"), "--temperature", "0", "1", "--max-new-tokens", "8"]
     command += ["--tree", str(tmp_path / "tree.json"), "--draft-length", "3", "--out", str(tmp_path / "out")]
     assert main([*command, "--drafter", "ngram"]) == 0
@@ -223,9 +223,6 @@ def test_evaluate_replay(
         assert low <= row["mean_acceptance_length"] <= high
         assert ("difference" in row) == (row["drafter"] == "ngram")
     assert "acceptance length by draft length" in capsys.readouterr().out
-    for option in (["--certify"], ["--choose", str(tmp_path / "prompts.txt")]):
-        assert main([*command, *option]) == 2
-        assert f"{option[0]} has no effect with --replay" in capsys.readouterr().err
 
 
 def test_low_acceptance_is_diagnosed_in_evaluations(

@@ -5,18 +5,22 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args, get_type_hints
 
 import pytest
 import torch
+from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from draftsmith.data.answers.changed_settings import flatten
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.cli.main import TRAIN_EPILOG, main
+from draftsmith.recipes.cli.main import COMMANDS, MOVED, TRAIN_EPILOG, main
+from draftsmith.recipes.configs import command_settings
 from draftsmith.recipes.configs.public_targets import TARGET_RECIPES
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train.config import contents
@@ -158,7 +162,7 @@ MISTAKES = {
     "settings of answers that are given": (PREPARE + "{good} --as-given --max-new-tokens 8", "--as-given"),
     "all held out": (PREPARE + "{good} --held-out-share 1", "held_out_share"),
     "no new tokens, preparing": (PREPARE + "{good} --max-new-tokens 0", "max.new.tokens"),
-    "negative draft length": (EVALUATE + "{good} --draft-length -1", "draft_length -1: give at least 1"),
+    "negative draft length": (EVALUATE + "{good} --draft-length -1", "--draft-length: -1: give at least 1"),
     "negative draft length, preparing": (PREPARE + "{good} --drafter ngram --draft-length -3", "give at least 1"),
     "no draft length, preparing": (PREPARE + "{good} --drafter ngram --draft-length 0", "give at least 1"),
     "repeats 0": (EVALUATE + "{good} --repeats 0", "repeats"),
@@ -238,7 +242,7 @@ def test_an_interruption_costs_one_line(
     if importing:
         monkeypatch.setitem(sys.modules, "draftsmith.models.errors", cast(Any, Interrupts()))
     else:
-        monkeypatch.setattr(f"draftsmith.recipes.cli.commands.{command.split()[0]}", lambda args: Interrupts().stop)
+        monkeypatch.setattr(f"draftsmith.recipes.cli.{command.split()[0]}.run", lambda *call: Interrupts().stop)
     assert run_cli(*command.split()) == 130
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("interrupted: ")
@@ -257,7 +261,7 @@ def test_a_run_that_was_not_measured_ends_with_its_checkpoint(
     files: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The path that `evaluate` and `export` ask for next."""
-    monkeypatch.setattr("draftsmith.recipes.cli.commands.train_drafter", lambda config: Path(files["run"]))
+    monkeypatch.setattr("draftsmith.recipes.cli.train.train", lambda config: Path(files["run"]))
     assert run_cli("train", "medusa", "target=t", "data.samples=s", "run.dir=r") == 0
     assert f"checkpoint: {files['run']}/checkpoints/step-000002" in capsys.readouterr().out
 
@@ -281,10 +285,36 @@ def test_help_is_quick() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("command", ["", "quickstart", "prepare", "train", "evaluate", "export", "generate", "report"])
-def test_help_of_every_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_on_a_screen(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert run_cli(*command.split(), "--help") == 0
-    assert "usage:" in capsys.readouterr().out
+    page = capsys.readouterr().out
+    assert page.startswith(f"usage: draftsmith {command}".rstrip())
+    assert page.count("\n") <= 45
+    assert not command or f"\nexample:\n  draftsmith {command}" in page
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_takes_its_own_settings(name: str) -> None:
+    """The table of commands names a module; its `run` takes the dataclass that the flags are made of."""
+    command = COMMANDS[name]
+    hints = get_type_hints(import_module(f"draftsmith.recipes.{command.module}").run)
+    assert hints == {"settings": command.settings, "console": Console, "return": type(None)}
+
+
+def test_verification_modes_are_those_of_the_decoder() -> None:
+    """The command line spells them out, so that `--help` needs no torch; synthetic has a flag of its own."""
+    assert {*get_args(command_settings.VerificationMode), "synthetic"} == set(get_args(VerificationMode))
+
+
+@pytest.mark.parametrize("flag", MOVED)
+def test_a_flag_that_moved_says_where(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(*["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p", "--out", "o"], f"{flag}=1") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(rf"error: {flag} is now a .*command: draftsmith (load-test|tune|replay)", line)
 
 
 def acceptance(path: Path) -> list[dict[str, Any]]:
@@ -304,9 +334,7 @@ def test_evaluating_twice_gives_the_same_acceptance(
         more = ["--prompts", files["good"], "--repeats", 1, "--device", "cpu"]
         assert run_cli(*command, *settings, *more, "--out", tmp_path / name) == 0
         assert "overwritten" not in capsys.readouterr().err
-    assert run_cli(*command, *settings, *more, "--out", tmp_path / "two", "--load") == 2  # overwrites load.json only
-    assert "overwritten" not in capsys.readouterr().err
-    assert run_cli(*command, *settings, *more, "--out", tmp_path / "two", "--num-threads", 0) == 2
+    assert run_cli(*command, *settings, *more, "--out", tmp_path / "two", "--tree", "0") == 2
     assert f"{tmp_path}/two/evaluation.md is of an earlier evaluation" in capsys.readouterr().err
     page = (tmp_path / "one/evaluation.md").read_text()
     assert re.match(r"# Evaluation\n\n\*\*.*\d\.\d\d×.*\*\*\n", page)

@@ -1,4 +1,4 @@
-"""`draftsmith plan` and `evaluate --choose`: what they write, what they say, what they refuse."""
+"""`draftsmith plan` and `draftsmith tune`: what they write, what they say, what they refuse."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 
 from draftsmith.inference.decoding.schedule import Schedule, read_schedule
+from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.inference.planning.choice import acceptance_length
 from draftsmith.inference.planning.costs import CostRange, Costs
 from draftsmith.models import DRAFTERS, Target, save_drafter
+from draftsmith.models.errors import UserError
 from draftsmith.recipes.cli.main import main
+from draftsmith.recipes.configs.command_settings import TuneSettings
 from draftsmith.recipes.configs.published import PUBLISHED
 from draftsmith.recipes.studies.plan import Expected, plan_row
+from draftsmith.recipes.studies.tune import prompts_to_fit
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +77,7 @@ def test_published_rates_give_the_published_length(published: Any) -> None:
         ("--drafter medusa --draft-length 5", "up to 4 tokens"),
         ("--drafter medusa --acceptance 1.5", "from 0 to 1"),
         ("--drafter medusa --acceptance nowhere.json", "no evaluation.json"),
-        ("--drafter medusa --batch-size 0", "atch-size"),
         ("--drafter medusa --context 100000", "context"),
-        ("--drafter medusa --tree-nodes 1", "tree-nodes"),
         ("--drafter ngram --tree-nodes 8", "drafts chains only"),
         ("--drafter medusa --draft-length 1 --tree-nodes 9", "8 at most"),
     ],
@@ -96,6 +98,13 @@ def test_mistakes(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", ["--batch-size 0", "--tree-nodes 1"])
+def test_too_small_numbers(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--target", "t", "--drafter", "d", "--out", "o", *words.split()])
+    assert capsys.readouterr().err.startswith(f"error: argument {words.split()[0]}: {words.split()[1]}: give at least")
+
+
 def test_the_choice_is_fitted_on_other_prompts(
     tiny_target: Target, tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,8 +113,8 @@ def test_the_choice_is_fitted_on_other_prompts(
     (tmp_path / "fit.txt").write_text("heat the iron\nheats it again, and\n")
     (tmp_path / "held_out.txt").write_text("return [iron.hit()\nThe smith\n")
     out = tmp_path / "out"
-    command = f"evaluate --target {tiny_target_dir} --device cpu --drafter {tmp_path}/medusa --out {out}"
-    command += f" --max-new-tokens 12 --repeats 1 --prompts {tmp_path}/held_out.txt --choose {tmp_path}/"
+    command = f"tune --target {tiny_target_dir} --device cpu --drafter {tmp_path}/medusa --out {out}"
+    command += f" --max-new-tokens 12 --repeats 1 --prompts {tmp_path}/held_out.txt --fit-prompts {tmp_path}/"
     assert main([*(command + "fit.txt").split()]) == 0
     choice = json.loads((out / "choice.json").read_text())
     assert {"draft_length", "tree", "schedule", "fitted_on", "predicted", "vllm", "sglang"} <= choice.keys()
@@ -114,10 +123,17 @@ def test_the_choice_is_fitted_on_other_prompts(
     assert schedule.draft_length(1) == choice["draft_length"]
     assert 4 in {row["draft_length"] for row in json.loads((out / "evaluation.json").read_text())["results"]}
     assert choice["confident"]["pays"] in (True, False)
-    for arguments, message in (
-        ("held_out.txt", "fit on other prompts"),
-        ("fit.txt --draft-length 3", "--draft-length has no effect"),
-    ):
-        capsys.readouterr()
-        assert main([*(command + arguments).split()]) == 2
-        assert message in capsys.readouterr().err
+    capsys.readouterr()
+    assert main([*(command + "held_out.txt").split()]) == 2
+    assert "fit on other prompts" in capsys.readouterr().err
+
+
+def test_without_others_the_prompts_are_divided(tiny_target: Target, tmp_path: Path) -> None:
+    """Every second one is to fit on; where they equal those that are measured, or there is but one, it is refused."""
+    settings = TuneSettings(target="t", drafter=("d",), prompts=("p",), out=tmp_path)
+    fit, (measured,) = prompts_to_fit(settings, [PromptSet("p", [[1], [2], [3]], ["a", "b", "c"])], tiny_target)
+    assert (fit.token_ids, measured.token_ids) == ([[2]], [[1], [3]])
+    assert (fit.domains, measured.domains) == (["b"], ["a", "c"])
+    for token_ids, message in ([[1], [1]], "fit on other prompts"), ([[1]], "two prompts or more"):
+        with pytest.raises(UserError, match=message):
+            prompts_to_fit(settings, [PromptSet("p", token_ids)], tiny_target)

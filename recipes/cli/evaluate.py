@@ -1,0 +1,49 @@
+"""`draftsmith evaluate`, also as `accelerate launch -m draftsmith.inference`."""
+
+from typing import Any
+
+from rich.console import Console
+
+from draftsmith.data.ranks import device_of_process, rank_and_num_ranks
+from draftsmith.models import Target
+from draftsmith.models.errors import UserError
+from draftsmith.recipes.configs.command_settings import EvaluateSettings
+from draftsmith.recipes.evaluation.comparison import Options, compare
+from draftsmith.recipes.evaluation.inputs import DEFAULT_MINUTES, notice_overwriting, read_prompt_sets, settings_grid
+from draftsmith.recipes.reports.printing import print_evaluations
+from draftsmith.recipes.reports.summary import certificate_text
+
+
+def run(settings: EvaluateSettings, console: Console) -> None:
+    """Measure drafters beside plain decoding, at every setting and on every set of prompts.
+
+    Several processes share the prompts, and the first one writes and prints. Raises `UserError` for what cannot be
+    measured.
+    """
+    rank, num_processes = rank_and_num_ranks()
+    if settings.certify and num_processes > 1:
+        raise UserError(f"--certify cannot be shared by {num_processes} processes: start it as `draftsmith evaluate`")
+    if rank == 0:
+        notice_overwriting(settings.out / "evaluation.md")
+    grid = settings_grid(settings)
+    target = Target.from_pretrained(settings.target, settings.device or device_of_process())
+    prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
+    minutes = settings.minutes or (DEFAULT_MINUTES if settings.repeats is None else None)
+    options = Options(settings.num_threads, settings.certify, settings.baseline, minutes, sample_texts=True, costs=True)
+    contents = compare(target, list(settings.drafter), prompt_sets, grid, settings.out, options)
+    if not contents:  # of several processes this is not the first
+        return
+    print_evaluations(contents, console)
+    console.print(f"{repeats_text(contents, minutes)}; all took {contents[0]['seconds'] / 60:.1f} minutes")
+    console.print(f"evaluation: {settings.out / 'evaluation.md'}", soft_wrap=True, markup=False, highlight=False)
+    for content in contents if settings.certify else []:
+        console.print(certificate_text(content["drafter"], content.get("certificate")))
+
+
+def repeats_text(contents: list[dict[str, Any]], minutes: float | None) -> str:
+    """Return how often everything was decoded, and what chose that."""
+    repeats = sorted({row["repeats"] for content in contents for row in content["results"]})
+    text = f"{repeats[0]} repeats of each setting"
+    if len(repeats) > 1:
+        text = f"{repeats[0]} to {repeats[-1]} repeats by setting"
+    return text if minutes is None else f"{text}, as many as fit into {minutes:g} minutes"

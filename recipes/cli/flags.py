@@ -1,0 +1,81 @@
+"""Make the flags of a command from its settings dataclass, and the settings from the flags that a user gave."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from draftsmith.recipes.configs.command_settings import GROUPS
+
+Settings = TypeVar("Settings")
+
+
+def add_flags(parser: argparse.ArgumentParser, settings_class: type) -> None:
+    """Add a flag or a positional argument for each field of a dataclass, group by group, the required ones first.
+
+    A field's metadata are those that `option` of command_settings.py gives it.
+    """
+    settings = sorted(fields(settings_class), key=lambda setting: setting.default is not MISSING)  # type: ignore[arg-type]
+    hints = get_type_hints(settings_class)
+    usage = [parser.prog]
+    for name in GROUPS:
+        members = [setting for setting in settings if setting.metadata["group"] == name]
+        group = parser.add_argument_group(name) if members else parser
+        for setting in members:
+            positional, metavar = setting.metadata["positional"], setting.metadata["metavar"]
+            flag = setting.name if positional else f"--{setting.name.replace('_', '-')}"
+            group.add_argument(
+                flag, default=argparse.SUPPRESS, help=help_of(setting), **values_of(setting, hints[setting.name])
+            )
+            if setting.default is MISSING:
+                usage.append(metavar if positional else f"{flag} {metavar}")
+    parser.usage = " ".join([*usage, "[options]"])
+
+
+def values_of(setting: "Field[Any]", hint: Any) -> dict[str, Any]:
+    """Return how argparse reads the values of a field, by its type."""
+    kind = next(kind for kind in get_args(hint) if kind is not NoneType) if NoneType in get_args(hint) else hint
+    if kind is bool:
+        return {"action": "store_true"}
+    positional, repeatable, least = (setting.metadata[name] for name in ("positional", "repeatable", "least"))
+    reading: dict[str, Any] = {"metavar": setting.metadata["metavar"]}
+    if not positional:
+        reading["required"] = setting.default is MISSING
+    if get_origin(kind) is Literal:
+        return reading | {"choices": get_args(kind)}
+    if get_origin(kind) is not tuple:
+        return reading | {"type": reader(kind, least)}
+    types = get_args(kind)
+    number = len(types) if ... not in types else "*" if positional else "+"
+    return reading | {"type": reader(types[0], least)} | ({"action": "append"} if repeatable else {"nargs": number})
+
+
+def reader(kind: type, least: float | None) -> Callable[[str], Any]:
+    """Return a function that reads one value and refuses one below `least`."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if least is not None and not value >= least:
+            raise argparse.ArgumentTypeError(f"{text}: give at least {least:g}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it where a text is no such value
+    return read
+
+
+def help_of(setting: "Field[Any]") -> str:
+    """Return the help of a field, with its default where there is one to name."""
+    default = setting.default
+    if default is MISSING or default is None or default is False or default == ():
+        return setting.metadata["help"]
+    values = default if isinstance(default, tuple) else (default,)
+    shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+    return f"{setting.metadata['help']} ({shown})"
+
+
+def settings_from(settings_class: type[Settings], parsed: argparse.Namespace) -> Settings:
+    """Return the settings that were parsed; those that were not given have the defaults of the dataclass."""
+    names = {setting.name for setting in fields(settings_class)}  # type: ignore[arg-type]
+    values = {name: value for name, value in vars(parsed).items() if name in names}
+    return settings_class(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})

@@ -1,0 +1,40 @@
+"""`draftsmith generate`: text as it is decoded, drafted and accepted tokens in green."""
+
+import itertools
+
+from rich.console import Console
+
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoding.decoder import check_sampling
+from draftsmith.inference.decoding.schedule import read_schedule
+from draftsmith.models import Target, load_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.recipes.configs.command_settings import GenerateSettings
+
+DRAFT_LENGTH = 4  # where neither a length nor a schedule is asked for
+DIM, GREEN, RESET = "\x1b[2m", "\x1b[32m", "\x1b[0m"
+
+
+def run(settings: GenerateSettings, console: Console) -> None:
+    """Stream the answer to a prompt. Raises `UserError` before anything is printed."""
+    sampling = check_sampling(settings.temperature, settings.top_p, 0)
+    if settings.schedule and settings.draft_length is not None:
+        raise UserError("--schedule sets the draft length: leave out --draft-length")
+    length = DRAFT_LENGTH if settings.draft_length is None else settings.draft_length
+    draft = read_schedule(settings.schedule) if settings.schedule else length
+    target = Target.from_pretrained(settings.target, settings.device)
+    decoder = SpeculativeDecoder(target, load_drafter(settings.drafter, target))
+    rounds = decoder.stream(settings.prompt, settings.max_new_tokens, sampling, draft, settings.seed)
+    first = next(rounds)  # a mistake in the settings shows before anything is printed
+    write(settings.prompt, DIM, console)
+    for round in itertools.chain([first], rounds):
+        for piece in round.pieces:
+            write(piece.text, GREEN if piece.drafted else "", console)
+    console.file.write("\n")
+
+
+def write(text: str, style: str, console: Console) -> None:
+    """Write text as it is: rich would change tabs and break long lines. It is styled on a terminal only."""
+    styled = style and console.is_terminal and not console.no_color
+    console.file.write(f"{style}{text}{RESET}" if styled else text)
+    console.file.flush()

@@ -1,0 +1,78 @@
+"""`draftsmith prepare`, also as `accelerate launch -m draftsmith.data`."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from rich.console import Console
+
+from draftsmith.data.answers.as_given import store_given
+from draftsmith.data.answers.estimate import estimate
+from draftsmith.data.answers.prepare import PrepareSettings, Work, prepare
+from draftsmith.data.prompts.splits import HELD_OUT
+from draftsmith.data.ranks import device_of_process, rank_and_num_ranks
+from draftsmith.inference.decoding.decoder import check_sampling
+from draftsmith.models import Target
+from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.recipes.configs.command_settings import PrepareCommandSettings
+
+T = TypeVar("T", int, float)
+
+
+def run(settings: PrepareCommandSettings, console: Console) -> None:
+    """Let the target answer prompts. Raises `UserError` for settings that would have no effect."""
+    answers = PrepareSettings(
+        max_new_tokens=settings.max_new_tokens,
+        samplings=samplings_in_turn(settings.temperature, settings.top_p, settings.top_k),
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        drafter=settings.drafter or "none",
+        draft_length=4 if settings.draft_length is None else settings.draft_length,
+        endpoint=settings.endpoint,
+        skip_long=settings.skip_long,
+        held_out_share=settings.held_out_share,
+    )
+    refuse_without_effect(settings, answers)
+    if settings.endpoint:
+        target = Target.without_weights(settings.target)
+    else:
+        target = Target.from_pretrained(settings.target, settings.device or device_of_process())
+    if settings.dry_run:
+        console.print(estimate(Work(target, settings.prompts, answers)).table(), highlight=False)
+        return
+    if settings.as_given:
+        store_given(target, settings.prompts, settings.out, settings.held_out_share)
+    else:
+        prepare(target, settings.prompts, settings.out, answers)
+    if rank_and_num_ranks()[0] == 0:
+        words = ["train eagle3", f"target={settings.target}", f"data.samples={settings.out}", "run.dir=runs/NAME"]
+        words += [f"evaluation.prompts={settings.out / HELD_OUT}"] if settings.held_out_share else []
+        console.print(f"next: draftsmith {' '.join(words)}", soft_wrap=True, markup=False, highlight=False)
+
+
+def refuse_without_effect(settings: PrepareCommandSettings, answers: PrepareSettings) -> None:
+    """Raise `UserError` where a setting that was given would change nothing."""
+    if settings.as_given and (settings.dry_run or answers != PrepareSettings(held_out_share=settings.held_out_share)):
+        raise UserError("--as-given asks the target for no answers: leave out the settings of answers")
+    if settings.endpoint and (settings.drafter or settings.draft_length is not None or settings.device):
+        raise UserError("--drafter, --draft-length and --device have no effect behind an --endpoint: leave them out")
+    if settings.draft_length is not None and answers.drafter == "none":
+        raise UserError("--draft-length has no effect without a --drafter: leave it out, or give --drafter ngram")
+
+
+def samplings_in_turn(
+    temperatures: Sequence[float], top_p: Sequence[float], top_k: Sequence[int]
+) -> tuple[Sampling, ...]:
+    """Return one sampling for each temperature; a single top-p or top-k is that of all temperatures above 0."""
+    top_p = one_for_each("--top-p", top_p, 1.0, temperatures)
+    top_k = one_for_each("--top-k", top_k, 0, temperatures)
+    return tuple(check_sampling(*values) for values in zip(temperatures, top_p, top_k, strict=True))
+
+
+def one_for_each(name: str, values: Sequence[T], off: T, temperatures: Sequence[float]) -> Sequence[T]:
+    """Return a value for each temperature; a single one holds wherever sampling is not greedy, if it is anywhere."""
+    if len(values) == 1:
+        return [values[0] if temperature or not any(temperatures) else off for temperature in temperatures]
+    if len(values) != len(temperatures):
+        raise UserError(f"{name} has {len(values)} values for {len(temperatures)} temperatures: give one, or as many")
+    return values

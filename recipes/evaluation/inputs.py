@@ -1,0 +1,79 @@
+"""What an evaluation is made of, from the settings of a command: sets of prompts, and settings to measure at."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from draftsmith.data.progress import notice
+from draftsmith.data.prompts.prompts import read_prompt_set
+from draftsmith.inference.decoding.schedule import read_schedule
+from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
+from draftsmith.models import Target
+from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.sampling.trees import DynamicTree, StaticTree
+from draftsmith.recipes.configs.command_settings import EvaluateSettings
+
+DRAFT_LENGTH = 4  # where neither a draft length, nor a tree, nor a schedule is asked for
+DEFAULT_REPEATS, DEFAULT_MINUTES = 5, 4.0  # so many repeats of each setting, or as many as fit
+MOST_REPEATS = 25  # where a time is given
+
+
+def read_prompt_sets(
+    sources: Sequence[str], target: Target, num_prompts: int | None, max_new_tokens: int
+) -> list[PromptSet]:
+    """Read and encode several sets of prompts. Raises `UserError` for bad prompts and for two sets of one name."""
+    prompt_sets = [read_prompt_set(source, target, num_prompts, max_new_tokens) for source in sources]
+    names = [prompts.name for prompts in prompt_sets]
+    if len(set(names)) < len(names):
+        raise UserError(f"--prompts: the sets {', '.join(names)} cannot be told apart by name: rename one of the files")
+    return prompt_sets
+
+
+def settings_grid(settings: EvaluateSettings) -> list[MeasureSettings]:
+    """Return every temperature with every batch size and every draft.
+
+    Raises `UserError` for a tree or a schedule that cannot be read, and for settings that exclude each other.
+    """
+    if settings.synthetic_acceptance and settings.verification_mode:
+        raise UserError("--synthetic-acceptance is a verification mode of its own: leave out --verification-mode")
+    if settings.repeats is not None and settings.minutes is not None:
+        raise UserError("--minutes chooses the repeats: leave out --repeats")
+    lengths = settings.draft_length or ([] if settings.tree or settings.schedule else [DRAFT_LENGTH])
+    schedules = [read_schedule(settings.schedule)] if settings.schedule else []
+    most = DEFAULT_REPEATS if settings.minutes is None else MOST_REPEATS
+    return [
+        MeasureSettings(
+            temperature,
+            settings.top_p,
+            batch_size,
+            draft,
+            settings.max_new_tokens,
+            most if settings.repeats is None else settings.repeats,
+            settings.seed,
+            "synthetic" if settings.synthetic_acceptance else settings.verification_mode,
+            settings.synthetic_acceptance,
+        )
+        for temperature in settings.temperature
+        for batch_size in settings.batch_size
+        for draft in [*lengths, *map(parse_tree, settings.tree), *schedules]
+    ]
+
+
+def parse_tree(text: str) -> StaticTree | DynamicTree:
+    """Return the tree of NODES,DEPTH,WIDTH, or of a JSON file with a list of choices such as [[0], [1], [0, 0]]."""
+    if text.endswith(".json"):
+        try:
+            return StaticTree(tuple(map(tuple, json.loads(Path(text).read_text()))))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"--tree {text}: {first_line(error)}") from None
+    try:
+        num_nodes, depth, width = map(int, text.split(","))
+    except ValueError:
+        raise UserError(f"--tree {text}: give NODES,DEPTH,WIDTH or the path of a .json list of choices") from None
+    return DynamicTree(num_nodes, depth, width)
+
+
+def notice_overwriting(path: Path) -> None:
+    """Tell the user where a file of an earlier evaluation will be overwritten."""
+    if path.is_file():
+        notice(f"{path} is of an earlier evaluation and will be overwritten")
