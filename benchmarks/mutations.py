@@ -41,9 +41,18 @@ LAYOUTS = "models/drafting/layouts.py"
 ENGINE_RULES = "recipes/serving/engine_rules.py"
 LOADER = "recipes/serving/loader_check.py"
 
-VERIFICATION_TESTS = ("tests/inference/test_verify.py", "tests/inference/test_verify_rows.py")
+VERIFICATION_TESTS = (
+    "tests/inference/test_verify.py",
+    "tests/inference/test_verify_rows.py",
+    "tests/inference/test_costs.py",
+)
 KERNEL_TESTS = ("tests/inference/test_verify_kernels.py",)
-LOSS_TESTS = ("tests/models/test_losses.py", "tests/models/test_drafters.py", "tests/models/test_drafter_families.py")
+LOSS_TESTS = (
+    "tests/models/test_losses.py",
+    "tests/models/test_drafters.py",
+    "tests/models/test_drafter_families.py",
+    "tests/train/test_vocabulary.py",
+)
 LOSS_KERNEL_TESTS = ("tests/models/test_loss_kernels.py",)
 UNROLLED_TESTS = ("tests/models/test_unrolled_attention.py", "tests/models/test_drafters.py")
 LAYOUT_TESTS = ("tests/models/test_layouts.py",)
