@@ -28,7 +28,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.decoding.decoder import check_sampling, resolve_settings
 from draftsmith.inference.measuring.environment import environment
-from draftsmith.inference.planning.costs import CostRange, measure_costs
+from draftsmith.inference.planning.cost_measurement import CostRange, measure_costs
 from draftsmith.inference.planning.fixed_batches import RequestProfile, batch_milliseconds
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET

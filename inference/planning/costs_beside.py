@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from draftsmith.inference.measuring.measure import PromptSet
-from draftsmith.inference.planning.costs import LEAST_VISITS, MOST_ROUNDS, VISIT, CostRange, Costs, measure_costs
+from draftsmith.inference.planning.cost_measurement import LEAST_VISITS, MOST_ROUNDS, VISIT, CostRange, measure_costs
+from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import Drafter, Target
 
 MOST_SECONDS = 30.0

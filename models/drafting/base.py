@@ -168,6 +168,7 @@ class Drafter(nn.Module):
     reads_predictions: ClassVar[bool] = False  # what the target said of every node of its last draft
     max_draft_length: int | None = None  # nodes on a path
     prefills_from_tokens: bool = False  # `prefill` needs no features, so that what was not read can be later
+    looks_up_first: ClassVar[bool] = False  # asks what is trained only in rows where it looks up nothing
     drafts_by_target_head: ClassVar[bool] = False  # it has no head of its own, not even a copy
     progress: float = 0.0  # share of training that is done, kept by the training loop
 

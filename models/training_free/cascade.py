@@ -32,6 +32,7 @@ class Cascade(Drafter):
     kind = "cascade"
     config_class = CascadeConfig
     can_sample = False
+    looks_up_first = True
 
     def __init__(self, config: CascadeConfig, lookup: Ngram | Suffix, trained: Drafter) -> None:
         super().__init__()

@@ -143,9 +143,9 @@ def profile_of(contender: Contender, fitted: Costs | None, leading: Result) -> P
     points = [{name: row[name] for name in names} for row in rows]
     if fitted:
         fitted = fitted.drafting_in(longest["num_drafts"] / longest["num_rounds"])
-        known = max(one["draft_length"] for one in fitted.fitted_on)
+        known = max(row.draft_length for row in fitted.fitted_on)
         context = context_of(fitted, longest)
-        sizes = sorted({*sizes, *(one["batch"] for one in fitted.fitted_on)})
+        sizes = sorted({*sizes, *(row.batch for row in fitted.fitted_on)})
         costs = [fitted_costs(fitted, size, context, max(known, longest["draft_length"])) for size in sizes]
         return Profile(contender.name, fitted_text(fitted, context), known, rates, costs, points)
     known = longest["draft_length"]
@@ -169,7 +169,7 @@ def fitted_costs(fitted: Costs, batch_size: int, context: int, longest: int) -> 
 
 def context_of(fitted: Costs, row: Result) -> int:
     """Tokens in the context: as many as the row's answers may have, within the contexts that costs were measured at."""
-    contexts = [one["context"] for one in fitted.fitted_on]
+    contexts = [row.context for row in fitted.fitted_on]
     return min(max(row["max_new_tokens"], min(contexts)), max(contexts))
 
 
@@ -177,8 +177,8 @@ def fitted_text(fitted: Costs, context: int) -> str:
     error = fitted.held_out
     return (
         f"Costs are those of costs.json, measured on {fitted.device}, at a context of {context} tokens; at "
-        f"{count(error['settings'], 'setting')} left out of the fit the predicted speedup was off by "
-        f"{100 * error['median_error']:.1f} % in the median."
+        f"{count(error.settings, 'setting')} left out of the fit the predicted speedup was off by "
+        f"{100 * error.median_error:.1f} % in the median."
     )
 
 

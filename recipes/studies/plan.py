@@ -19,7 +19,8 @@ from draftsmith.data.progress import progress_bar
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.environment import device_name, environment
 from draftsmith.inference.planning.choice import acceptance_length, best_draft_length, rates_of_rounds
-from draftsmith.inference.planning.costs import CostRange, Costs, measure_costs, usual_tree
+from draftsmith.inference.planning.cost_measurement import CostRange, measure_costs, usual_tree
+from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.drafting.vocabulary import ReducedVocabulary
 from draftsmith.models.errors import UserError, first_line
@@ -174,7 +175,7 @@ def plan_row(
         "by_batch_size": by_batch,
         "tree_depths": {str(tree.num_nodes): tree.depth for tree in trees},
         "expected": [expectation(one, costs, batches, context, lengths) for one in expected],
-        "held_out": {name: value for name, value in costs.held_out.items() if name != "rows"},
+        "held_out": {name: value for name, value in vars(costs.held_out).items() if name != "rows"},
     }
     return {**row, "verdicts": verdicts(row)}
 

@@ -22,7 +22,8 @@ from draftsmith.inference.planning.choice import (
     tree_acceptance_length,
 )
 from draftsmith.inference.planning.confidence import ConfidenceChoice, choose_confidence, draft_everywhere
-from draftsmith.inference.planning.costs import GOAL, CostRange, Costs, measure_costs
+from draftsmith.inference.planning.cost_measurement import CostRange, measure_costs
+from draftsmith.inference.planning.costs import GOAL, Costs
 from draftsmith.inference.planning.costs_beside import typical_context
 from draftsmith.inference.planning.fixed_batches import DecodedRequest, fixed_batch_speedup
 from draftsmith.models import Drafter, Target, load_drafter

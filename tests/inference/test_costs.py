@@ -12,19 +12,15 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import check_sampling, resolve_settings
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.inference.planning.choice import acceptance_length
-from draftsmith.inference.planning.costs import (
+from draftsmith.inference.planning.cost_measurement import (
     CostRange,
-    Costs,
-    RoundTimes,
-    Setting,
-    fit_costs,
+    RoundSetting,
     measure_costs,
-    speedup_errors,
-    start_group,
+    start_generations,
 )
+from draftsmith.inference.planning.costs import Costs, RoundTimes, fit_costs, fit_terms, speedup_errors
 from draftsmith.inference.planning.costs_beside import costs_beside
 from draftsmith.inference.planning.fixed_batches import RequestProfile, batch_milliseconds
-from draftsmith.inference.planning.least_squares import nonnegative_least_squares
 from draftsmith.inference.replay.forced_decoding import ForcedBatchEngine, start_forced
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
@@ -37,12 +33,13 @@ def new_drafter(kind: str, target: Target) -> Drafter:
     return DRAFTERS[kind].from_target(DRAFTERS[kind].config_class(kind=kind), target).eval()
 
 
-def analytic(setting: Setting) -> RoundTimes:
+def analytic(setting: RoundSetting) -> RoundTimes:
     """A device of known costs: weights of 2 ms that hide 16 tokens, products slow to start, and caches to read."""
     tokens, keys = setting.batch * (setting.nodes + 1), setting.batch * setting.context
     verify = 2 + 0.05 * max(0, tokens - 16) + 0.1 * min(tokens, 8) + 1e-4 * keys
     draft = setting.draft_length * (0.2 + 1e-3 * setting.batch)
-    return RoundTimes(setting, draft, verify, draft + verify + 0.3)
+    place = setting.draft_length, setting.batch, setting.context, setting.nodes, setting.tree is not None
+    return RoundTimes(*place, draft, verify, draft + verify + 0.3)
 
 
 def test_known_costs_are_found_again(tiny_target: Target) -> None:
@@ -50,12 +47,14 @@ def test_known_costs_are_found_again(tiny_target: Target) -> None:
     fitted, left_out = CostRange(batch=32, context=512, draft_length=8).settings(new_drafter("eagle3", tiny_target))
     assert not {(s.batch, s.context) for s in fitted} & {(s.batch, s.context) for s in left_out}
     costs = fit_costs([analytic(setting) for setting in fitted])
-    assert speedup_errors(costs, [analytic(s) for s in left_out])["share_within_5_percent"] == 1
+    assert speedup_errors(costs, [analytic(s) for s in left_out]).share_within_5_percent == 1
     for length, batch, context in itertools.product((1, 5, 8), (1, 6, 24, 48), (100, 800)):
-        times, plain = analytic(Setting(length, batch, context)), analytic(Setting(0, batch, context))
-        assert costs.round(length, batch, context) == pytest.approx(times.whole, rel=1e-6)
-        assert costs.plain(batch, context) == pytest.approx(plain.whole, rel=1e-6)
-        assert costs.speedup(3.0, length, batch, context) == pytest.approx(3 * plain.whole / times.whole, rel=1e-6)
+        times, plain = analytic(RoundSetting(length, batch, context)), analytic(RoundSetting(0, batch, context))
+        assert costs.round(length, batch, context) == pytest.approx(times.round_ms, rel=1e-6)
+        assert costs.plain(batch, context) == pytest.approx(plain.round_ms, rel=1e-6)
+        assert costs.speedup(3.0, length, batch, context) == pytest.approx(
+            3 * plain.round_ms / times.round_ms, rel=1e-6
+        )
         assert costs.speedup(costs.break_even(length, batch, context), length, batch, context) == pytest.approx(1)
 
 
@@ -74,24 +73,29 @@ def test_a_cpu_verifies_a_plain_step_where_no_request_has_a_draft(batch: int) ->
 
 def test_held_out_error_is_that_of_the_speedup() -> None:
     """Times that are half as long again where nothing was fitted: speedups of 2/3, whatever the acceptance."""
-    settings = [Setting(length, batch, 64) for batch in (1, 4) for length in (0, 1, 2, 4)]
+    settings = [RoundSetting(length, batch, 64) for batch in (1, 4) for length in (0, 1, 2, 4)]
     costs = fit_costs([analytic(setting) for setting in settings])
-    slow = [replace(analytic(s), whole=analytic(s).whole * (1.5 if s.draft_length else 1)) for s in settings[:4]]
+    slow = [replace(analytic(s), round_ms=analytic(s).round_ms * (1.5 if s.draft_length else 1)) for s in settings[:4]]
     errors = speedup_errors(costs, slow)
-    assert errors["median_error"] == pytest.approx(0.5, rel=1e-6)
-    assert errors["share_within_5_percent"] == 0
-    assert errors["settings"] == 3
+    assert errors.median_error == pytest.approx(0.5, rel=1e-6)
+    assert errors.share_within_5_percent == 0
+    assert errors.settings == 3
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_least_squares_meets_its_optimality_conditions(seed: int) -> None:
-    """Karush, Kuhn and Tucker: no coefficient is negative, no gradient leads down, and one of each two is 0."""
+    """Karush, Kuhn and Tucker: no cost is negative, no gradient leads down, and one of each two is 0."""
     chance = np.random.default_rng(seed)
-    matrix, values = chance.random((12, 7)), chance.standard_normal(12)
-    matrix[:, 6] = matrix[:, 5]  # two columns that cannot be told apart
-    x = nonnegative_least_squares(matrix, values)
-    gradient = matrix.T @ (matrix @ x - values)
+    counts, measured = chance.random((12, 7)), chance.random(12) + 0.1
+    counts[:, 4] *= 1e6  # a term that is paid a million times as often
+    counts[:, 6] = counts[:, 5]  # two terms that cannot be told apart
+    rows = [dict(zip("abcdefg", row, strict=True)) for row in counts.tolist()]
+    costs = fit_terms(rows, measured.tolist())
+    x = np.array([costs.get(name, 0.0) for name in "abcdefg"])
+    matrix = counts / measured[:, None]
+    gradient = matrix.T @ (matrix @ x - 1) / np.linalg.norm(matrix, axis=0)
     assert (x >= 0).all()
+    assert 0 < np.count_nonzero(x) < 7
     assert (gradient >= -1e-8).all()
     assert np.abs(x * gradient).max() < 1e-8
 
@@ -103,8 +107,8 @@ def test_the_costs_of_a_cascade_are_those_of_asking_its_trained_half(
     assert isinstance(lookup, Suffix)
     asked = []
     monkeypatch.setattr(trained, "propose", lambda *how: asked.append(1) or type(trained).propose(trained, *how))
-    setting = Setting(3, 1, 32)
-    (generation,) = start_group(tiny_target, Cascade(CascadeConfig(), lookup, trained), [setting])
+    setting = RoundSetting(3, 1, 32)
+    (generation,) = start_generations(tiny_target, Cascade(CascadeConfig(), lookup, trained), [setting])
     for _ in range(8):
         generation.step()
     assert len(asked) == 8
@@ -119,8 +123,8 @@ def test_measured_costs_on_a_tiny_target(kind: str, tiny_target: Target) -> None
     assert shares == sorted(shares)
     assert shares[-1] == 1
     assert costs.drafter_kind == kind
-    assert costs.held_out["settings"] > 0
-    assert any(row["tree"] for row in costs.fitted_on) == (kind != "ngram")
+    assert costs.held_out.settings > 0
+    assert any(row.tree for row in costs.fitted_on) == (kind != "ngram")
     assert 0 < costs.plain(1, 16) < costs.round(3, 2, 16)
     assert Costs.from_json(costs.to_json()) == costs
     with pytest.raises(UserError, match="context"):
@@ -202,7 +206,7 @@ def test_a_clock_of_known_costs_gives_the_predicted_speedup(
     monkeypatch.setattr(type(drafter), "propose", propose)
     monkeypatch.setattr(Target, "run", timed_run)
     costs = measure_costs(tiny_target, drafter, CostRange(batch=4, context=16, draft_length=4, seconds=1))
-    assert costs.held_out["share_within_5_percent"] == 1
+    assert costs.held_out.share_within_5_percent == 1
 
     synthetic = resolve_settings(
         drafter, check_sampling(0, 1, 0), 100, 2, "synthetic", stop_at_eos=False, synthetic_rates=rates
@@ -222,8 +226,8 @@ def test_a_clock_of_known_costs_gives_the_predicted_speedup(
 
 def test_tree_costs_count_their_nodes() -> None:
     tree = StaticTree(((0,), (1,), (0, 0)))
-    assert Setting(2, 3, 10, tree).nodes == 3
-    assert Setting(2, 3, 10).nodes == 2
+    assert RoundSetting(2, 3, 10, tree).nodes == 3
+    assert RoundSetting(2, 3, 10).nodes == 2
 
 
 def test_costs_beside_an_evaluation_take_the_time_that_there_is(tiny_target: Target) -> None:
@@ -236,5 +240,5 @@ def test_costs_beside_an_evaluation_take_the_time_that_there_is(tiny_target: Tar
     assert costs_beside(tiny_target, ngram, "n", [{**rows[0], "num_drafts": 0}], prompts, 9.0) is None
     costs = costs_beside(tiny_target, ngram, "n", rows, prompts, 0.33)
     assert costs is not None
-    assert {(one["batch"], one["context"]) for one in costs.fitted_on} == {(1, 1), (1, 10)}
+    assert {(row.batch, row.context) for row in costs.fitted_on} == {(1, 1), (1, 10)}
     assert costs.drops_columns

@@ -9,7 +9,8 @@ import pytest
 from draftsmith.inference.decoding.schedule import Schedule, read_schedule
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.inference.planning.choice import acceptance_length
-from draftsmith.inference.planning.costs import CostRange, Costs
+from draftsmith.inference.planning.cost_measurement import CostRange
+from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.cli.main import main
@@ -23,8 +24,8 @@ from draftsmith.recipes.studies.tune import prompts_to_fit
 def _short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CostRange, "seconds", 0.1)
     monkeypatch.setattr(CostRange.__init__, "__defaults__", (16, 256, 8, 0, 0.1))
-    monkeypatch.setattr("draftsmith.inference.planning.costs.MOST_ROUNDS", 20)
-    monkeypatch.setattr("draftsmith.inference.planning.costs.MOST_VISITS", 5)
+    monkeypatch.setattr("draftsmith.inference.planning.cost_measurement.MOST_ROUNDS", 20)
+    monkeypatch.setattr("draftsmith.inference.planning.cost_measurement.MOST_VISITS", 5)
 
 
 def test_a_plan_before_training(tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,7 +46,7 @@ def test_a_plan_before_training(tiny_target_dir: Path, tmp_path: Path, capsys: p
             depth = medusa["tree_depths"][nodes]
             assert needed == costs.break_even(depth, row["batch_size"], 24, int(nodes))
             assert needed == costs.round(depth, row["batch_size"], 24, int(nodes)) / row["plain_ms"]
-    assert {row["nodes"] for row in costs.fitted_on if row["tree"]} == {4, 12}
+    assert {row.nodes for row in costs.fitted_on if row.tree} == {4, 12}
     assert not ngram["tree_depths"]
     out = capsys.readouterr().out
     assert "this device" in out
@@ -55,7 +56,7 @@ def test_a_plan_before_training(tiny_target_dir: Path, tmp_path: Path, capsys: p
 
 def test_a_plan_says_when_nothing_pays() -> None:
     """Rounds of ten plain steps: off at every batch size, whatever is accepted."""
-    costs = Costs("", "", "d", "d", {"step: pass": 20.0}, {"pass": 2.0}, 0.0, {"rows": []})
+    costs = Costs("", "", "d", "d", {"step: pass": 20.0}, {"pass": 2.0}, 0.0)
     row = plan_row(costs, [1, 8], 10, [1, 2], [Expected("here", "own", [1.0, 1.0])])
     assert [one["draft_length"] for one in row["expected"][0]["by_batch_size"]] == [0, 0]
     assert "at batch 1, 8 no draft length pays even if all is accepted" in row["verdicts"][0]

@@ -19,7 +19,7 @@ from reports import (
 )
 from rich.console import Console
 
-from draftsmith.inference.planning.costs import Costs
+from draftsmith.inference.planning.costs import Costs, HeldOutErrors, RoundTimes
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.reports import report
 from draftsmith.recipes.reports.contents import read_contenders, read_measured, read_runs
@@ -389,8 +389,7 @@ def test_a_report_without_costs_says_what_measures_them(tmp_path: Path) -> None:
     assert "draftsmith plan --target models/tiny_target --drafter eagle3/best --out FOLDER/plan" in page
     assert 'id="samples"' in page
     costs = Costs("", "", str(run / "best"), "eagle3", {"first: pass": 1.0}, {"pass": 10.0}, host=0.0)
-    errors = {"settings": 1, "median_error": 0.0}
-    costs = replace(costs, held_out=errors, fitted_on=[{"draft_length": 4, "batch": 1, "context": 64}])
+    costs = replace(costs, held_out=HeldOutErrors(settings=1), fitted_on=[RoundTimes(4, 1, 64, 4, False, 1, 10, 11)])
     (run / "costs.json").write_text(json.dumps(costs.to_json()))
     page = build_report(run).read_text()
     assert "draftsmith plan" not in page

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from reports import result, slower, write_grid, write_results
 
-from draftsmith.inference.planning.costs import Costs
+from draftsmith.inference.planning.costs import Costs, HeldOutErrors, RoundTimes
 from draftsmith.recipes.reports.contents import read_measured
 from draftsmith.recipes.reports.curves import break_even
 from draftsmith.recipes.reports.panel import Change, acceptance_length, predicted_points, profiles, speedups
 from draftsmith.recipes.reports.verdict import Verdict, verdict
 
-FITTED_ON = [{"draft_length": 4, "batch": 1, "context": 64}]
+FITTED_ON = [RoundTimes(4, 1, 64, 4, False, 1, 10, 11)]
 
 
 def verdict_of(folder: Path, *rows: dict[str, Any], **extras: Any) -> Verdict:
@@ -107,7 +107,7 @@ def test_predictions_count_the_rounds_without_a_draft(tmp_path: Path) -> None:
     (profile,) = profiles(read_measured(tmp_path))
     assert speedups(profile, profile.costs[0])[3] == pytest.approx(row["speedup"])
     costs = Costs("", "", "ngram", "ngram", {"first: pass": 1.0}, {"pass": 10.0, "drafts": 1.0}, host=0.0)
-    costs = replace(costs, held_out={"settings": 1, "median_error": 0.0}, fitted_on=FITTED_ON)
+    costs = replace(costs, held_out=HeldOutErrors(settings=1), fitted_on=FITTED_ON)
     (tmp_path / "costs.json").write_text(json.dumps(costs.to_json()))
     measured = read_measured(tmp_path)
     (point,) = predicted_points(measured)

@@ -120,7 +120,7 @@ def test_training_stops_when_nothing_is_gained(
         assert [line["step"] for line in lines if "stopped_early" in line] == [3]
         costs = Costs.from_json(json.loads((run / "costs.json").read_text()))
         assert costs.drafter == str(best_checkpoint(run))
-        assert max(one["draft_length"] for one in costs.fitted_on) == config.evaluation.draft_length
+        assert max(row.draft_length for row in costs.fitted_on) == config.evaluation.draft_length
 
 
 # --- several processes

@@ -1,0 +1,219 @@
+"""Short measurements of rounds with the real target, drafter and decoder, from which costs.py fits what rounds cost."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from draftsmith.inference.decoding.generation import Generation
+from draftsmith.inference.measuring.environment import device_name
+from draftsmith.inference.planning.costs import Costs, RoundTimes, fit_costs, speedup_errors
+from draftsmith.inference.replay.forced_decoding import ForcedBatchEngine, start_forced
+from draftsmith.models import Drafter, Target, load_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.trees import Chain, Shape, StaticTree, likeliest_tree
+
+VISIT = 4  # rounds of a setting in a row, the first of them not counted
+LEAST_VISITS, MOST_VISITS = 4, 12
+MOST_ROUNDS = VISIT * MOST_VISITS
+TREE_SIZES, TREE_SIZES_BETWEEN = (4, 16, 64), (8, 32)  # nodes of trees to fit on, and to test the fit on
+USUAL_ACCURACIES = [[0.6, 0.15, 0.08, 0.05, 0.03, 0.02, 0.01, 0.01]] * 8  # by depth and rank, for the shape of a tree
+
+
+@dataclass(frozen=True)
+class RoundSetting:
+    """How many requests run, the tokens of each, and the draft of a round. Draft length 0 is a plain step."""
+
+    draft_length: int
+    batch: int
+    context: int
+    tree: StaticTree | None = None
+
+    @property
+    def shape(self) -> Shape:
+        return self.tree or Chain(self.draft_length)
+
+    @property
+    def nodes(self) -> int:
+        return self.shape.num_nodes
+
+
+@dataclass(frozen=True)
+class CostRange:
+    """The range in which costs are measured, and for how long."""
+
+    batch: int = 16
+    context: int = 256
+    draft_length: int = 8  # or as far as the drafter goes
+    tree_nodes: int = 0  # of the largest tree; 0: chains only
+    seconds: float = 30.0  # about, for each drafter
+
+    def settings(self, drafter: Drafter) -> tuple[list[RoundSetting], list[RoundSetting]]:
+        """Return a coarse grid of settings to fit on, and settings between them to test the fit on."""
+        longest = self._longest(drafter)
+        batches, contexts = powers_of_2(self.batch), sorted({max(1, self.context // 8), self.context})
+        trees = self._trees(drafter, (*TREE_SIZES, self.tree_nodes))
+        fitted = [
+            setting
+            for batch, context in itertools.product(batches, contexts)
+            for setting in drafts_at(batch, context, powers_of_2(longest), trees)
+        ]
+        left_out = [low + (high - low) // 2 for low, high in itertools.pairwise(batches) if high - low > 1]
+        lengths = [length for length in range(1, longest + 1) if length not in powers_of_2(longest)] or [longest]
+        trees = self._trees(drafter, TREE_SIZES_BETWEEN)
+        between = [
+            setting
+            for batch in left_out or [self.batch]
+            for setting in drafts_at(batch, max(1, self.context // 2), lengths, trees)
+        ]
+        return fitted, between
+
+    def _longest(self, drafter: Drafter) -> int:
+        most = drafter.max_draft_length
+        return self.draft_length if most is None else min(self.draft_length, most)
+
+    def _trees(self, drafter: Drafter, sizes: Sequence[int]) -> list[StaticTree]:
+        if not drafter.can_branch:
+            return []
+        depth = self._longest(drafter)
+        possible = len(USUAL_ACCURACIES[0]) if depth == 1 else self.tree_nodes
+        wanted = sorted({size for size in sizes if 0 < size <= min(self.tree_nodes, possible)})
+        return [usual_tree(size, depth) for size in wanted]
+
+
+def drafts_at(batch: int, context: int, lengths: list[int], trees: list[StaticTree]) -> list[RoundSetting]:
+    """Return a plain step, chains of the given lengths and trees at one batch size and context."""
+    chains = [RoundSetting(length, batch, context) for length in [0, *lengths]]
+    return chains + [RoundSetting(tree.depth, batch, context, tree) for tree in trees]
+
+
+def usual_tree(num_nodes: int, depth: int) -> StaticTree:
+    """Return the best tree for ranks that are right as often as is usual, with paths of at most `depth` nodes.
+
+    Raises `UserError` for more nodes than there can be.
+    """
+    return likeliest_tree(USUAL_ACCURACIES[:depth], num_nodes)
+
+
+def powers_of_2(most: int) -> list[int]:
+    """Return 1, 2, 4, ... below `most`, then `most` itself."""
+    return [*(2**power for power in range((most - 1).bit_length())), most]
+
+
+def measure_costs(
+    target: Target,
+    drafter: Drafter,
+    reach: CostRange = CostRange(),
+    name: str = "",
+    on_progress: Callable[[float], None] = lambda share: None,
+) -> Costs:
+    """Return the costs of a drafter, which need not be trained, for its target on this device.
+
+    `on_progress` gets the share that is done. Raises `UserError` where the target's context is too short.
+    """
+    room = MOST_ROUNDS + reach.draft_length + reach.tree_nodes
+    if reach.context + room > target.context:
+        raise UserError(
+            f"context {reach.context}: measuring needs {room} tokens beyond it, and the target's context is "
+            f"{target.context}: give at most {target.context - room}"
+        )
+    fitted, left_out = reach.settings(drafter)
+    times = time_rounds(target, drafter, fitted + left_out, reach.seconds, on_progress)
+    costs = fit_costs(times[: len(fitted)])
+    return replace(
+        costs,
+        device=device_name(target),
+        target=target.name,
+        drafter=name or drafter.kind,
+        drafter_kind=drafter.kind,
+        drops_columns=target.device.type == "cpu",
+        held_out=speedup_errors(costs, times[len(fitted) :]),
+    )
+
+
+def time_rounds(
+    target: Target,
+    drafter: Drafter,
+    settings: list[RoundSetting],
+    seconds: float,
+    on_progress: Callable[[float], None] = lambda share: None,
+) -> list[RoundTimes]:
+    """Time rounds of each setting for about so many seconds in all, the settings in turns, some rounds a visit.
+
+    A machine that gets slower or faster meanwhile then does so for all.
+    """
+    groups: dict[tuple[int, int], list[int]] = {}  # settings, by their place, of each batch size and context
+    for place, setting in enumerate(settings):
+        groups.setdefault((setting.batch, setting.context), []).append(place)
+    timed: dict[int, TimedGeneration] = {}
+    for places in groups.values():
+        generations = start_generations(target, drafter, [settings[place] for place in places])
+        timed |= zip(places, map(TimedGeneration, generations), strict=True)
+    begin = time.perf_counter()
+    for visit in range(1, MOST_VISITS + 1):
+        for places in groups.values():
+            for _ in range(VISIT):
+                for place in places:
+                    timed[place].step()
+        done = max(visit / MOST_VISITS, (time.perf_counter() - begin) / seconds)
+        on_progress(min(1.0, done))
+        if done >= 1 and visit >= LEAST_VISITS:
+            break
+    return [timed[place].times(setting) for place, setting in enumerate(settings)]
+
+
+def start_generations(target: Target, drafter: Drafter, settings: list[RoundSetting]) -> list[Generation]:
+    """Start decoding at settings of one batch size and context; texts have `context` tokens in the middle of it."""
+    batch, context = settings[0].batch, settings[0].context
+    start = max(1, context - MOST_ROUNDS // 2)
+    most_nodes = max(setting.nodes for setting in settings)
+    length = start + MOST_ROUNDS + most_nodes + 2
+    # texts repeat themselves, so that a lookup finds a draft, unless what is trained would then not be asked
+    period = length if drafter.looks_up_first else most_nodes + 1
+    pieces = torch.randint(target.vocab_size, (batch, period), generator=torch.Generator().manual_seed(0))
+    texts = pieces.repeat(1, -(-length // period))[:, :length].tolist()
+    plain, cache = load_drafter("none", target), None
+    generations = []
+    for setting in settings:
+        drafts_with = drafter if setting.draft_length else plain
+        engine = ForcedBatchEngine(target, drafts_with, setting.shape, texts, MOST_ROUNDS, cache)
+        cache = engine.cache  # all read the same text: one cache serves them, as warm as it would be alone
+        generations.append(start_forced(engine, [text[:start] for text in texts]))
+    return generations
+
+
+class TimedGeneration:
+    """A generation, and how long its rounds took."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self._milliseconds: list[float] = []  # of whole rounds
+
+    def step(self) -> None:
+        """Decode one round."""
+        begin = time.perf_counter()
+        self.generation.step()
+        self._milliseconds.append((time.perf_counter() - begin) * 1000)
+
+    def times(self, setting: RoundSetting) -> RoundTimes:
+        """Return the medians of the rounds so far, which were of this setting."""
+        intervals = self.generation.clock.intervals()
+        draft, verify = ([time for phase, time in intervals if phase == wanted] for wanted in ("draft", "verify"))
+        return RoundTimes(
+            setting.draft_length,
+            setting.batch,
+            setting.context,
+            setting.nodes,
+            setting.tree is not None,
+            counted_median(draft),
+            counted_median(verify),
+            counted_median(self._milliseconds),
+        )
+
+
+def counted_median(milliseconds: list[float]) -> float:
+    """Return the median over a setting's rounds, without the first one of each visit."""
+    return statistics.median(value for number, value in enumerate(milliseconds) if number % VISIT)
