@@ -135,7 +135,12 @@ MUTATIONS = (
         "== tokens).long().cumprod(1).sum(1)",
         "== tokens).long().sum(1)",
     ),
-    Mutation("walk: goes on behind a mismatch", RULES, "alive = alive & is_next.any", "alive = is_next.any"),
+    Mutation(
+        "walk: a drafted token of any parent",
+        RULES,
+        "(parents + 1 == column) & (tokens == targets.gather(1, column))",
+        "(tokens == targets.gather(1, column))",
+    ),
     Mutation(
         "chains: the residual where nothing was drawn",
         RULES,
@@ -144,10 +149,7 @@ MUTATIONS = (
     ),
     # their kernels
     Mutation(
-        "kernel, greedy: the last of equal tokens",
-        ACCEPTANCE,
-        "largest, lane = tl.max(x, 0, return_indices=True)",
-        "largest, lane = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=False)",
+        "kernel, greedy: a token's place in its chunk", ACCEPTANCE, "+ chunk, chunk * CHUNK + lane)", "+ chunk, lane)"
     ),
     Mutation(
         "kernel, walk: a drafted token of any column",

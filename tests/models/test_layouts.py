@@ -204,6 +204,16 @@ def test_a_p_eagle_must_say_what_it_is(missing: str, tiny_target: Target, tmp_pa
         load_drafter(path, tiny_target)
 
 
+def test_a_whole_vocabulary_in_another_order_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    """Engines read no table beside a whole vocabulary, so that every draft would be another token."""
+    drafter = noisy("eagle3", tiny_target)
+    ids = torch.arange(tiny_target.vocab_size)
+    tensors = {**checkpoint_of(drafter, torch.float32).tensors, "d2t": ids.roll(1) - ids}
+    path = write(tmp_path / "head", foreign_config(drafter), tensors, "model.safetensors")
+    with pytest.raises(UserError, match="in another order"):
+        load_drafter(path, tiny_target)
+
+
 def foreign_config(drafter: Drafter, **changes: Any) -> dict[str, Any]:
     """config.json in the engines' layout as another project would write it; changes to None leave a key out."""
     config = {**checkpoint_of(drafter, torch.float32).config, "draftsmith": None, **changes}
