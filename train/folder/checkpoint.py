@@ -1,22 +1,20 @@
 """Checkpoints of a run, written whole, and what a resumed run goes on from.
 
 A checkpoint is a drafter as the engines load it; its `trainer/` holds what resuming needs: weights in fp32 and the
-optimiser's state (training_state.py), the step, and a manifest with the checksum of every file. All else is a function
-of these: the learning rate, the order of the data and the random numbers (`seed_step`) of the step, patience of the
-evaluations that lie in the checkpoints. So a run goes on as it would have, also in another layout or on another number
-of processes.
+optimiser's state (training_state.py), the step, and a manifest with the checksum of every file. All else follows from
+these: the step gives the learning rate, the order of the data and the random numbers (`seed_step`), the evaluations in
+the checkpoints give `evaluation.patience`. So a run goes on as it would have, also in another layout or on another
+number of processes.
 """
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from safetensors.torch import save_file
 
 from draftsmith.data.progress import notice, size_text
@@ -24,22 +22,25 @@ from draftsmith.models import CHANGED_TARGET, Drafter, save_drafter
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.train.folder.training_state import PARTS, WEIGHT, load_parts, part_file, whole_part
 from draftsmith.train.hardware.placement import whole_weights
+from draftsmith.train.process.faults import failing_together
 
 TRAINER, MANIFEST, PROGRESS = "trainer", "manifest.json", "progress.json"
 WEIGHTS = "model.safetensors"
-RESUMABLE = 2  # of the checkpoints that are kept: the newest, and one for the case that it is damaged
+RESUMABLE = 2  # checkpoints that keep their training state: the newest, and one in case that it is damaged
 
 
 def checkpoint_name(step: int) -> str:
+    """Return the name of the checkpoint's folder after so many steps."""
     return f"step-{step:06d}"
 
 
 def checkpoint_step(checkpoint: Path) -> int:
+    """Return the number of steps after which a checkpoint was saved."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """All complete checkpoints of a run, oldest first; of some only what was measured on them is left."""
+    """Return all complete checkpoints of a run, oldest first; old ones may hold only what was measured on them."""
     return sorted((run / "checkpoints").glob("step-*"), key=checkpoint_step)
 
 
@@ -49,67 +50,52 @@ def checkpoints(run: Path) -> list[Path]:
 def save_checkpoint(
     accelerator: Accelerator, drafter: Drafter, optimizer: Any, run: Path, step: int, seconds: float
 ) -> Path:
-    """Write a checkpoint under a hidden name and rename it when all of it is on disk.
+    """Write a checkpoint under a hidden name and rename it when all of it is on disk. All processes call this together.
 
-    `seconds`: of training so far. Raises `UserError` on every rank where one of them cannot write; what is there of the
-    new checkpoint is removed, and earlier ones are as they were.
+    `seconds` of training have led to it. Raises `UserError` on every rank where one of them cannot write; what is there
+    of the new checkpoint is removed, and earlier ones are as they were.
     """
-    final = run / "checkpoints" / checkpoint_name(step)
+    on_main, final = accelerator.is_main_process, run / "checkpoints" / checkpoint_name(step)
     partial = final.with_name("." + final.name)
-
-    def write_drafter() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-        save_drafter(drafter, partial)
-        (partial / TRAINER).mkdir()
-        (partial / TRAINER / PROGRESS).write_text(json.dumps({"step": step, "training_seconds": seconds}) + "\n")
-
-    def save_part(part: str) -> list[str]:
-        tensors, file = whole_part(accelerator, drafter, optimizer, part), part_file(partial / TRAINER, part)
-        return failures(accelerator, run, (lambda: save_file(tensors, file)) if on_main else None)
-
-    def finish() -> None:
-        (partial / TRAINER / MANIFEST).write_text(json.dumps(manifest(partial), indent=1) + "\n")
-        sync(partial)
-        partial.rename(final)
-
-    on_main = accelerator.is_main_process
-    with whole_weights(accelerator, drafter):
-        failed = failures(accelerator, run, write_drafter if on_main else None)
-    for part in PARTS:  # one at a time, so that the main process's memory holds no more than one of them
-        failed = failed or save_part(part)
-    failed = failed or failures(accelerator, run, finish if on_main else None)
-    if failed:
+    try:
+        with whole_weights(accelerator, drafter), failing_together(Exception):
+            if on_main:
+                shutil.rmtree(partial, ignore_errors=True)
+                save_drafter(drafter, partial)
+                (partial / TRAINER).mkdir()
+                progress = {"step": step, "training_seconds": seconds}
+                (partial / TRAINER / PROGRESS).write_text(json.dumps(progress) + "\n")
+        for part in PARTS:  # one at a time, so that the main process's memory holds no more than one of them
+            tensors = whole_part(accelerator, drafter, optimizer, part)
+            with failing_together(Exception):
+                if on_main:
+                    save_file(tensors, part_file(partial / TRAINER, part))
+        with failing_together(Exception):
+            if on_main:
+                (partial / TRAINER / MANIFEST).write_text(json.dumps(manifest(partial), indent=1) + "\n")
+                sync(partial)
+                partial.rename(final)
+    except UserError as error:
         if on_main:
             shutil.rmtree(partial, ignore_errors=True)
+        # torch, safetensors and the system each have their own error for a full disk: the free room tells it
+        free, existing = size_text(shutil.disk_usage(run).free), resumable(run)
         raise UserError(
-            f"{final} cannot be written ({failed[0]}): make room or mend the disk, and give the same command again; it "
-            f"goes on from {existing[-1].name if (existing := resumable(run)) else 'the start'}"
-        )
+            f"{final} cannot be written ({error}; {free} free): make room or mend the disk, and give the same command "
+            f"again; it goes on from {existing[-1].name if existing else 'the start'}"
+        ) from None
     return final
 
 
-def failures(accelerator: Accelerator, run: Path, act: Callable[[], None] | None) -> list[str]:
-    """Act on this rank, if there is something to do; what went wrong on any rank, known to all.
-
-    torch, safetensors and the system each have their own error for a full disk, so the room that is left is told, too.
-    """
-    failed = []
-    if act is not None:
-        try:
-            act()
-        except Exception as error:
-            failed.append(f"{first_line(error)}; {size_text(shutil.disk_usage(run).free)} free")
-    return gather_object(failed)
-
-
 def manifest(checkpoint: Path) -> dict[str, str]:
-    """Checksum of each file of a checkpoint by its path."""
+    """Return the checksum of each file of a checkpoint by its path."""
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST)
     return {str(path.relative_to(checkpoint)): checksum(path) for path in files}
 
 
 def checksum(path: Path) -> str:
-    digest = sha256()
+    """Return the SHA-256 of a file in hex."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
         while part := file.read(1 << 24):
             digest.update(part)
@@ -125,9 +111,9 @@ def sync(checkpoint: Path) -> None:
 
 
 def rotate(run: Path, keep: int | None) -> None:
-    """Leave the weights of the newest `keep` checkpoints and of the best, the training state of the newest two of them.
+    """Keep the weights of the newest `keep` checkpoints and of the best, the training state of the newest two of them.
 
-    What was measured stays in every checkpoint, for the report and for `evaluation.patience`.
+    What was measured stays in every checkpoint, for the report and for `evaluation.patience`. None keeps all.
     """
     if keep is None:
         return
@@ -151,11 +137,12 @@ def remove(folder: Path) -> None:
 
 
 def resumable(run: Path) -> list[Path]:
+    """Return the checkpoints that have their training state, oldest first."""
     return [checkpoint for checkpoint in checkpoints(run) if (checkpoint / TRAINER).is_dir()]
 
 
 def damage(checkpoint: Path) -> str | None:
-    """The first file of a checkpoint that is not as it was written; None where it is whole."""
+    """Return the first file of a checkpoint that is not as it was written; None where all are."""
     try:
         expected: dict[str, str] = json.loads((checkpoint / TRAINER / MANIFEST).read_text())
         return next((name for name, digest in expected.items() if checksum(checkpoint / name) != digest), None)
@@ -164,16 +151,16 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def set_damaged_aside(run: Path) -> None:
-    """Rename resumable checkpoints that are newer than the newest whole one, and say so; clear up what was half done.
+    """Rename resumable checkpoints that are newer than the newest whole one, and say so; remove what is half written.
 
-    Raises `UserError` where there are some, but none is whole.
+    Raises `UserError` where there are resumable checkpoints, but none is whole.
     """
-    for left in [path for pattern in (".*", "step-*/.*") for path in (run / "checkpoints").glob(pattern)]:
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
-    found = resumable(run)
-    while found and (file := damage(found[-1])):
-        damaged = found.pop()
-        if not found:
+    for path in [path for pattern in (".*", "step-*/.*") for path in (run / "checkpoints").glob(pattern)]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    existing = resumable(run)
+    while existing and (file := damage(existing[-1])):
+        damaged = existing.pop()
+        if not existing:
             raise UserError(
                 f"{damaged} is damaged ({file}), and there is no other to go on from: give another run.dir, or remove "
                 f"{run} to start anew"
@@ -181,30 +168,27 @@ def set_damaged_aside(run: Path) -> None:
         aside = damaged.with_name(f"damaged-{damaged.name}")
         remove(aside)
         damaged.rename(aside)
-        notice(f"{damaged.name} is damaged ({file}); it is now {aside.name}, and the run goes on from {found[-1].name}")
+        notice(
+            f"{damaged.name} is damaged ({file}); it is now {aside.name}, and the run goes on from {existing[-1].name}"
+        )
 
 
 def resume(accelerator: Accelerator, drafter: Drafter, optimizer: Any, run: Path) -> tuple[int, float]:
-    """Load the training state of the newest whole checkpoint; its step and seconds of training, 0 where there is none.
+    """Load the training state of the newest whole checkpoint; return its step and its seconds of training, or 0 and 0.
 
     Raises `UserError` on every rank where checkpoints are there and none can be loaded.
     """
-    problem: list[str] = []
-    if accelerator.is_main_process:
-        try:
+    with failing_together():
+        if accelerator.is_main_process:
             set_damaged_aside(run)
-        except UserError as error:
-            problem = [str(error)]
-    if problem := gather_object(problem):
-        raise UserError(problem[0])
-    found = resumable(run)
-    if not found:
+    existing = resumable(run)
+    if not existing:
         return 0, 0.0
-    folder = found[-1] / TRAINER
+    folder = existing[-1] / TRAINER
     if not part_file(folder, WEIGHT).is_file():
         raise UserError(
-            f"the training state in {found[-1]} is that of an older draftsmith: let that one end the run, or give "
-            f"another run.dir and init_from={found[-1]}, which starts with a fresh optimiser"
+            f"the training state in {existing[-1]} is that of an older draftsmith: let that one end the run, or give "
+            f"another run.dir and init_from={existing[-1]}, which starts with a fresh optimiser"
         )
     load_parts(accelerator, drafter, optimizer, folder)
     progress = json.loads((folder / PROGRESS).read_text())

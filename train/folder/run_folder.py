@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from draftsmith.data.answers.changed_settings import changes, flatten, in_words
 from draftsmith.data.progress import notice
@@ -19,29 +18,18 @@ from draftsmith.models.drafting.layouts import checkpoint_hash
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, write_json, write_whole
 from draftsmith.models.target.identity import identity
-from draftsmith.train.config import DataConfig, EvaluationConfig, TrainConfig, contents, dump
+from draftsmith.train.config import DataConfig, EvaluationConfig, RunConfig, TrainConfig, contents, dump
 from draftsmith.train.folder.checkpoint import checkpoints
+from draftsmith.train.process.faults import failing_together
 
-# What a run may go on with changed: where things lie, what is told and measured, how the work is divided. The weights
-# stay the same up to rounding, and to what a drafter draws by chance.
-FREE = {
-    "run.dir",
-    "run.device",
-    "run.target_placement",
-    "run.compile",
-    "run.checkpoint_every",
-    "run.keep_checkpoints",
-    "run.log_every",
-    "run.wandb_project",
-    "run.profile",
-    "run.timeout",
-    "run.stuck_after",
-    "data.tokens_per_micro_batch",
-    "data.features_dir",
-    "data.features_endpoint",
+# Settings that may change when a run goes on: where things lie, what is said and measured, how the work is divided. The
+# weights stay the same up to rounding, and to what a drafter draws by chance.
+CHANGEABLE = {
+    *(f"run.{field.name}" for field in fields(RunConfig) if field.name not in ("steps", "seed")),
+    *("data.tokens_per_micro_batch", "data.features_dir", "data.features_endpoint"),
     *(f"evaluation.{field.name}" for field in fields(EvaluationConfig)),
 }
-# What a setting names decides, however it is spelled: the setting, and the hash in environment.json.
+# Settings that name something whose content decides, however it is spelled, and its hash in environment.json.
 HASHES = {"target": "target_fingerprint", "data.samples": "data_hash", "init_from": "init_from_hash"}
 
 
@@ -52,24 +40,18 @@ def open_run(config: TrainConfig, target: Target, accelerator: Accelerator) -> P
     """
     run = Path(config.run.dir)
     require_writable(run)
-    problem: list[str] = []
-    if accelerator.is_main_process:
-        environment = environment_of(config, target)
-        try:
+    with failing_together():
+        if accelerator.is_main_process:
+            environment = environment_of(config, target)
             check_same_run(run, config, environment)
-        except UserError as error:
-            problem = [str(error)]
-        else:
             (run / "checkpoints").mkdir(exist_ok=True)
             write_whole(run / "config.yaml", dump(config))
             write_json(run / "environment.json", environment)
-    if problem := gather_object(problem):
-        raise UserError(problem[0])
     return run
 
 
 def environment_of(config: TrainConfig, target: Target) -> dict[str, Any]:
-    """What environment.json says."""
+    """Return the content of environment.json."""
     samples = Path(config.data.samples)
     content = {**identity(target), **environment(target), "data_hash": data_hash(samples)}
     content["data_written_by"] = read_prepared(samples)["written_by"]
@@ -79,7 +61,7 @@ def environment_of(config: TrainConfig, target: Target) -> dict[str, Any]:
 
 
 def check_same_run(run: Path, config: TrainConfig, environment: dict[str, Any]) -> None:
-    """Refuse a folder with checkpoints of a run that would give other weights; tell what else is changed."""
+    """Refuse a folder with checkpoints of a run that would give other weights; say what else has changed."""
     if not checkpoints(run):
         return
     stored_environment = json.loads((run / "environment.json").read_text())
@@ -90,7 +72,7 @@ def check_same_run(run: Path, config: TrainConfig, environment: dict[str, Any]) 
             changed.pop(key, None)
             if before != now:
                 changed[key] = f"the content of {key} {before} -> {now}"
-    if decisive := {key: text for key, text in changed.items() if key not in FREE}:
+    if decisive := {key: text for key, text in changed.items() if key not in CHANGEABLE}:
         raise UserError(
             f"{run} holds a run with other settings ({in_words(decisive)}): give the ones it has, or another "
             f"run.dir, where init_from={checkpoints(run)[-1]} trains on from it, or remove it to start anew"
@@ -104,9 +86,9 @@ def check_same_run(run: Path, config: TrainConfig, environment: dict[str, Any]) 
 
 
 def changed_settings(stored: dict[str, Any], config: TrainConfig) -> dict[str, str]:
-    """How a stored config differs, as `changes` says; a key that draftsmith did not have then has its default.
+    """Return in words, by key, how a stored config differs; a key that draftsmith did not have then has its default.
 
-    So a new setting's default is what was done before there was the setting.
+    So the default of a new setting must be what was done before there was the setting.
     """
     drafter = type(config.drafter)(kind=config.drafter.kind)
     defaults = contents(TrainConfig(target="", drafter=drafter, data=DataConfig(samples="")))
@@ -131,12 +113,12 @@ def link_best(run: Path) -> Path | None:
 
 
 def measured_checkpoints(run: Path) -> list[Path]:
-    """Those with an evaluation, oldest first."""
+    """Return the checkpoints with an evaluation, oldest first."""
     return [checkpoint for checkpoint in checkpoints(run) if (checkpoint / "evaluation.json").is_file()]
 
 
 def best_checkpoint(run: Path) -> Path:
-    """The checkpoint that `best` points at, by its own path."""
+    """Return the checkpoint that `best` points at, by its own path."""
     return run / (run / "best").readlink()
 
 

@@ -2,6 +2,9 @@
 
 FSDP2 and DeepSpeed ZeRO hold pieces, each in its own way. They are put together for a checkpoint, one parameter after
 the other, so that a run goes on in another layout or on another number of processes.
+
+torch.distributed.checkpoint does not do this. It knows nothing of DeepSpeed; its whole optimiser state fills the main
+process's memory at once, not one part at a time; and it makes up a state for parameters that AdamW has not moved yet.
 """
 
 from collections.abc import Callable
@@ -18,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from draftsmith.models import Drafter
 
 WEIGHT, STEP, MOMENTS = "weight", "step", ("exp_avg", "exp_avg_sq")  # the last three as AdamW calls them
-PARTS = (WEIGHT, STEP, *MOMENTS)  # each a file
+PARTS = (WEIGHT, STEP, *MOMENTS)  # each is a file of a checkpoint
 
 
 def part_file(folder: Path, part: str) -> Path:
@@ -26,25 +29,24 @@ def part_file(folder: Path, part: str) -> Path:
 
 
 def whole_part(accelerator: Accelerator, drafter: Drafter, optimizer: Any, part: str) -> dict[str, Tensor]:
-    """One of `PARTS` of all parameters, fp32, on the CPU of the main process; all processes call this together.
+    """Return one of `PARTS` of all parameters by name, fp32, on the CPU of the main process; elsewhere nothing.
 
-    The weights come with the buffers. AdamW has no state of what it has not moved yet, so that may be missing.
+    All processes call this together. The weights come with the persistent buffers. Parameters that AdamW has not moved
+    yet have no state, and are missing.
     """
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     read: Callable[..., Tensor | None] = whole_of_zero if deepspeed else whole_of_torch
-    found: dict[str, Tensor] = {}
-    if part == WEIGHT:
-        found |= persistent_buffers(drafter)
+    whole = persistent_buffers(drafter) if part == WEIGHT else {}
     for name, parameter in drafter.named_parameters():
         value = read(optimizer, parameter, part)
         if value is not None and accelerator.is_main_process:
-            found[name] = value.detach().to("cpu", copy=True).contiguous()
-    return found if accelerator.is_main_process else {}
+            whole[name] = value.detach().to("cpu", copy=True).contiguous()
+    return whole if accelerator.is_main_process else {}
 
 
 @torch.no_grad()
 def load_parts(accelerator: Accelerator, drafter: Drafter, optimizer: Any, folder: Path) -> None:
-    """What `whole_part` gave, from its files; all processes call this together, and each takes its pieces."""
+    """Load what `whole_part` returned from its files. All processes call this together; each takes its own pieces."""
     files = {part: safe_open(part_file(folder, part), "pt") for part in PARTS}
     moved = set(files[STEP].keys())
     for name, buffer in persistent_buffers(drafter).items():
@@ -52,7 +54,7 @@ def load_parts(accelerator: Accelerator, drafter: Drafter, optimizer: Any, folde
     write = write_to_torch
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         write = write_to_zero
-        if moved:  # it counts the steps of all parameters as one
+        if moved:  # DeepSpeed counts the steps of all parameters as one
             begin_zero(optimizer, max(files[STEP].get_tensor(name) for name in moved))
     for name, parameter in drafter.named_parameters():
         parts = PARTS if name in moved else (WEIGHT,)
@@ -60,20 +62,23 @@ def load_parts(accelerator: Accelerator, drafter: Drafter, optimizer: Any, folde
 
 
 def persistent_buffers(drafter: Drafter) -> dict[str, Tensor]:
-    """Those that are part of what was learnt or chosen, such as a draft vocabulary."""
-    kept = drafter.state_dict().keys()
-    return {name: buffer for name, buffer in drafter.named_buffers() if name in kept}
+    """Return the buffers that are part of what was learnt or chosen, such as a draft vocabulary, by name."""
+    persistent = drafter.state_dict().keys()
+    return {name: buffer for name, buffer in drafter.named_buffers() if name in persistent}
 
 
 # --- torch: one process, DDP, and FSDP2, whose pieces are DTensors
 
 
 def whole_of_torch(optimizer: Any, parameter: nn.Parameter, part: str) -> Tensor | None:
+    """Return one of `PARTS` of a parameter; None where AdamW has not moved it."""
     value = parameter if part == WEIGHT else optimizer.state.get(parameter, {}).get(part)
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def write_to_torch(optimizer: Any, parameter: nn.Parameter, whole: dict[str, Tensor]) -> None:
+    """Set a parameter, and its state where `whole` has one."""
+
     def own(value: Tensor) -> Tensor:
         value = value.to(parameter.device)
         if isinstance(parameter, DTensor):
@@ -90,6 +95,7 @@ def write_to_torch(optimizer: Any, parameter: nn.Parameter, whole: dict[str, Ten
 
 
 def whole_of_zero(optimizer: Any, parameter: nn.Parameter, part: str) -> Tensor | None:
+    """Return one of `PARTS` of a parameter; None where AdamW has not moved it."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -97,7 +103,7 @@ def whole_of_zero(optimizer: Any, parameter: nn.Parameter, part: str) -> Tensor 
         if parameter.requires_grad:
             return safe_get_full_fp32_param(parameter)
         with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().to(torch.float32, copy=True)  # the block's end lets go of it
+            return parameter.detach().to(torch.float32, copy=True)  # after the block it is in pieces again
     states = [state for state in zero_states(optimizer).values() if STEP in state]
     if not (states and parameter.requires_grad):
         return None
@@ -105,6 +111,7 @@ def whole_of_zero(optimizer: Any, parameter: nn.Parameter, part: str) -> Tensor 
 
 
 def write_to_zero(optimizer: Any, parameter: nn.Parameter, whole: dict[str, Tensor]) -> None:
+    """Set a parameter, and its state where `whole` has one and `begin_zero` has made room for it."""
     import deepspeed
     from deepspeed.utils import (
         safe_set_full_fp32_param,
@@ -129,19 +136,19 @@ def write_to_zero(optimizer: Any, parameter: nn.Parameter, whole: dict[str, Tens
 
 
 def piece_of_zero3(parameter: Any, value: Tensor) -> Tensor:
-    """This process's piece of the parameter; the last is filled up with zeros."""
+    """Return this process's piece of a whole parameter; the last piece is filled up with zeros."""
     size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank()
     piece = value.flatten()[rank * size : (rank + 1) * size]
     return nn.functional.pad(piece, (0, size - len(piece)))
 
 
 def zero_states(optimizer: Any) -> dict[Tensor, dict[str, Tensor]]:
-    """AdamW's state of each long tensor; empty before the first step."""
+    """Return AdamW's state of each long tensor; empty before the first step."""
     return optimizer.optimizer.optimizer.state
 
 
 def begin_zero(optimizer: Any, step: Tensor) -> None:
-    """The state that AdamW has after so many steps, with moments still to be filled in."""
+    """Give AdamW the state that it has after `step` steps, with moments of zero, to be filled in."""
     zero, states = optimizer.optimizer, zero_states(optimizer)
     if zero3 := hasattr(zero, "fp32_partitioned_groups_flat"):
         long_tensors = zero.fp32_partitioned_groups_flat

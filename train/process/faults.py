@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch.distributed import DistError
 
@@ -44,6 +45,21 @@ class NonFiniteSteps:
             f"loss or gradient were not finite in {where}; the samples are listed in {self._run / NONFINITE}: lower "
             "optimizer.learning_rate, or take out samples that are broken; with other settings give another run.dir"
         )
+
+
+@contextlib.contextmanager
+def failing_together(error_class: type[Exception] = UserError) -> Iterator[None]:
+    """Raise a `UserError` on all processes where one of them raises an `error_class` inside the block.
+
+    All processes enter the block together.
+    """
+    failures = []
+    try:
+        yield
+    except error_class as error:
+        failures.append(first_line(error))
+    if failures := gather_object(failures):
+        raise UserError(failures[0])
 
 
 @contextlib.contextmanager
