@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from inspect import getdoc
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,116 +18,22 @@ from draftsmith.recipes.configs import command_settings
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 RESUMED = ("quickstart", "prepare", "train")  # commands that go on where they were interrupted
-TRAIN_EPILOG = """\
-recipes:
-  eagle, eagle3, p_eagle, medusa, medusa_2, hydra, mlp_speculator, draft_model;
-  quickstart_ before any of them but medusa_2: for the target that draftsmith ships;
-  those for public targets: docs/recipes.md
-
-example:
-  draftsmith train eagle3 target=MODEL data.samples=data/my run.dir=runs/my evaluation.prompts=data/my/held_out.jsonl
-
-the keys that are set most often; all, with their values, are in the config.yaml of any run:
-  target=MODEL                     Hub name or directory
-  data.samples=DIR                 what draftsmith prepare wrote
-  run.dir=DIR                      folder to write, such as runs/my
-  evaluation.prompts=FILE          measure every checkpoint on these
-  run.steps=N                      of the optimiser
-  run.checkpoint_every=N           steps
-  optimizer.learning_rate=RATE     at its peak
-  data.batch_size=N                samples a step, over all processes
-  data.max_length=N                tokens of a row
-  data.tokens_per_micro_batch=N    of a forward pass: less takes less memory
-  init_from=CHECKPOINT             train on from it
-"""
 
 
-class Command(NamedTuple):
-    """One command of the command line."""
-
-    module: str  # below draftsmith.recipes; its `run(settings, console)` is the command
-    settings: type  # the dataclass that its flags are made of
-    text: str  # what it does, for --help
-    epilog: str  # an example, for its own --help
-
-
-COMMANDS = {
-    "quickstart": Command(
-        "studies.quickstart",
-        command_settings.QuickstartSettings,
-        "train and measure drafters with nothing to download",
-        "example:\n  draftsmith quickstart --minutes 10",
-    ),
-    "prepare": Command(
-        "cli.prepare",
-        command_settings.PrepareCommandSettings,
-        "let the target answer prompts: the text to train on",
-        "example:\n  draftsmith prepare --target MODEL --prompts P.jsonl --held-out-share 0.05 --out data/my",
-    ),
-    "train": Command(
-        "cli.train",
-        command_settings.TrainSettings,
-        "train a drafter by a recipe; the same command resumes an interrupted run",
-        TRAIN_EPILOG,
-    ),
-    "evaluate": Command(
-        "cli.evaluate",
-        command_settings.EvaluateSettings,
-        "measure acceptance and speed of drafters beside plain decoding",
-        "example:\n  draftsmith evaluate --target MODEL --drafter runs/my/best --drafter ngram \\\n"
-        "    --prompts held_out.jsonl --temperature 0 1 --batch-size 1 4 --out runs/my-evaluation",
-    ),
-    "tune": Command(
-        "studies.tune",
-        command_settings.TuneSettings,
-        "fit draft length, tree and schedule on some prompts, and measure them on others",
-        "example:\n  draftsmith tune --target MODEL --drafter runs/my/best --fit-prompts fit.jsonl \\\n"
-        "    --prompts held_out.jsonl --batch-size 1 4 8 --out runs/my-choice",
-    ),
-    "load-test": Command(
-        "studies.load_test",
-        command_settings.LoadTestSettings,
-        "put a drafter under traffic, with speculation on, off and scheduled",
-        "example:\n  draftsmith load-test --target MODEL --drafter runs/my/best --prompts held_out.jsonl \\\n"
-        "    --concurrency 1 2 4 8 --out runs/my-load",
-    ),
-    "replay": Command(
-        "studies.replay",
-        command_settings.ReplaySettings,
-        "find the acceptance of all draft lengths and verification modes from one recording",
-        "example:\n  draftsmith replay --target MODEL --drafter runs/my/best --drafter ngram \\\n"
-        "    --prompts held_out.jsonl --temperature 0 1 --out runs/my-replay",
-    ),
-    "plan": Command(
-        "studies.plan",
-        command_settings.PlanSettings,
-        "say before training whether a drafter can pay, from what it costs on this device",
-        "example:\n  draftsmith plan --target MODEL --drafter eagle3 --drafter medusa --out runs/plan",
-    ),
-    "export": Command(
-        "cli.export",
-        command_settings.ExportSettings,
-        "write a checkpoint as a serving engine loads it, with the command that serves it",
-        "example:\n  draftsmith export runs/my/best --engine vllm --target MODEL --out exported",
-    ),
-    "watch": Command(
-        "cli.watch",
-        command_settings.WatchSettings,
-        "show the acceptance of a running vLLM, beside what was measured at export",
-        "example:\n  draftsmith watch http://localhost:8000 --against exported",
-    ),
-    "generate": Command(
-        "cli.generate",
-        command_settings.GenerateSettings,
-        "stream text; tokens that were drafted and accepted are green",
-        'example:\n  draftsmith generate "PROMPT" --target MODEL --drafter runs/my/best',
-    ),
-    "report": Command(
-        "cli.report",
-        command_settings.ReportSettings,
-        "rebuild report.html and figures/ of a run, of a folder of runs, or of an evaluation",
-        "example:\n  draftsmith report runs/my",
-    ),
+# By name: the module below draftsmith.recipes whose `run(settings, console)` is the command, and its settings.
+COMMANDS: dict[str, tuple[str, type]] = {
+    "quickstart": ("studies.quickstart", command_settings.QuickstartSettings),
+    "prepare": ("cli.prepare", command_settings.PrepareCommandSettings),
+    "train": ("cli.train", command_settings.TrainSettings),
+    "evaluate": ("cli.evaluate", command_settings.EvaluateSettings),
+    "tune": ("studies.tune", command_settings.TuneSettings),
+    "load-test": ("studies.load_test", command_settings.LoadTestSettings),
+    "replay": ("studies.replay", command_settings.ReplaySettings),
+    "plan": ("studies.plan", command_settings.PlanSettings),
+    "export": ("cli.export", command_settings.ExportSettings),
+    "watch": ("cli.watch", command_settings.WatchSettings),
+    "generate": ("cli.generate", command_settings.GenerateSettings),
+    "report": ("cli.report", command_settings.ReportSettings),
 }
 LOAD_TEST_FLAGS = (
     *("--rate", "--concurrency", "--requests", "--max-batch", "--prompt-lengths", "--output-lengths"),
@@ -174,16 +81,11 @@ def fail(message: str) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser("draftsmith", description="Train drafters for speculative decoding, and measure them.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(
-            name,
-            help=command.text,
-            description=command.text[0].upper() + command.text[1:] + ".",
-            epilog=command.epilog,
-            formatter_class=OneLineHelp,
-        )
+    for name, (_, settings_class) in COMMANDS.items():
+        text, _, epilog = str(getdoc(settings_class)).partition("\n\n")
+        subparser = subparsers.add_parser(name, help=text, description=text, epilog=epilog, formatter_class=OneLineHelp)
         subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        add_flags(subparser, command.settings)
+        add_flags(subparser, settings_class)
     return parser
 
 
@@ -200,7 +102,7 @@ def parse(argv: Sequence[str]) -> Call:
         parser.error(f"unrecognized arguments: {' '.join(rest)}{mend}")
     if rest:
         parsed.overrides = [*getattr(parsed, "overrides", []), *rest]
-    return Call(parsed.command, settings_from(COMMANDS[parsed.command].settings, parsed), parsed.debug)
+    return Call(parsed.command, settings_from(COMMANDS[parsed.command][1], parsed), parsed.debug)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -230,7 +132,7 @@ def run(call: Call) -> int:
 
     try:
         quiet_libraries()
-        module = import_module(f"draftsmith.recipes.{COMMANDS[call.name].module}")
+        module = import_module(f"draftsmith.recipes.{COMMANDS[call.name][0]}")
         module.run(call.settings, Console())
     except UserError as error:
         if call.debug:

@@ -1,4 +1,5 @@
 """The settings of every command. Each field is a flag of the command line, or one of its positional arguments.
+The docstring of a class is what `--help` of its command says, with an example.
 
 Nothing slow is imported here, so that `--help` and mistakes in flags are answered at once.
 """
@@ -62,7 +63,12 @@ class OfDrafters(OfTarget):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateSettings(OfDrafters):
-    """Settings of `draftsmith evaluate`."""
+    """Measure acceptance and speed of drafters beside plain decoding.
+
+    example:
+      draftsmith evaluate --target MODEL --drafter runs/my/best --drafter ngram \\
+        --prompts held_out.jsonl --temperature 0 1 --batch-size 1 4 --out runs/my-evaluation
+    """
 
     prompts: tuple[str, ...] = option(INPUT, "files, folders, Hub NAME:COLUMN, .yaml", metavar="P")
     baseline: tuple[str, ...] = option(INPUT, "generate, assisted, prompt_lookup", (), metavar="NAME")
@@ -80,7 +86,12 @@ class EvaluateSettings(OfDrafters):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings(OfDrafters):
-    """Settings of `draftsmith tune`."""
+    """Fit draft length, tree and schedule on some prompts, and measure them on others.
+
+    example:
+      draftsmith tune --target MODEL --drafter runs/my/best --fit-prompts fit.jsonl \\
+        --prompts held_out.jsonl --batch-size 1 4 8 --out runs/my-choice
+    """
 
     prompts: tuple[str, ...] = option(INPUT, "prompts to measure on", metavar="P")
     fit_prompts: str | None = option(INPUT, "other prompts to fit on (half of --prompts)", None, "P")
@@ -92,7 +103,12 @@ class TuneSettings(OfDrafters):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadTestSettings(OfDrafters):
-    """Settings of `draftsmith load-test`."""
+    """Put a drafter under traffic, with speculation on, off and scheduled.
+
+    example:
+      draftsmith load-test --target MODEL --drafter runs/my/best --prompts held_out.jsonl \\
+        --concurrency 1 2 4 8 --out runs/my-load
+    """
 
     prompts: str = option(INPUT, "file, folder, Hub NAME:COLUMN or .yaml", metavar="P")
     temperature: float = option(DECODING, "temperature to sample at", 0.0, "X")
@@ -112,7 +128,12 @@ class LoadTestSettings(OfDrafters):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaySettings(OfDrafters):
-    """Settings of `draftsmith replay`."""
+    """Find the acceptance of all draft lengths and verification modes from one recording.
+
+    example:
+      draftsmith replay --target MODEL --drafter runs/my/best --drafter ngram \\
+        --prompts held_out.jsonl --temperature 0 1 --out runs/my-replay
+    """
 
     prompts: tuple[str, ...] = option(INPUT, "files, folders, Hub NAME:COLUMN, .yaml", metavar="P")
     temperature: tuple[float, ...] = option(DECODING, "temperatures to sample at", (0.0,), "X")
@@ -122,7 +143,11 @@ class ReplaySettings(OfDrafters):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings(OfTarget):
-    """Settings of `draftsmith plan`."""
+    """Say before training whether a drafter can pay, from what it costs on this device.
+
+    example:
+      draftsmith plan --target MODEL --drafter eagle3 --drafter medusa --out runs/plan
+    """
 
     drafter: tuple[str, ...] = option(INPUT, "kind or recipe, untrained, or a checkpoint", metavar="D", repeatable=True)
     acceptance: tuple[str, ...] = option(INPUT, "measured acceptance, or a rate for all depths", (), "FILE_OR_RATE")
@@ -136,7 +161,11 @@ class PlanSettings(OfTarget):
 
 @dataclass(frozen=True, kw_only=True)
 class QuickstartSettings(OnDevice):
-    """Settings of `draftsmith quickstart`."""
+    """Train and measure drafters with nothing to download.
+
+    example:
+      draftsmith quickstart --minutes 10
+    """
 
     target: str | None = option(INPUT, "Hub name or directory (one is shipped)", None, "T")
     drafters: str = option(INPUT, "comma-separated", "eagle3,hydra,medusa,draft_model", "KINDS")
@@ -146,7 +175,11 @@ class QuickstartSettings(OnDevice):
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareCommandSettings(OfTarget):
-    """Settings of `draftsmith prepare`."""
+    """Let the target answer prompts: the text to train on.
+
+    example:
+      draftsmith prepare --target MODEL --prompts P.jsonl --held-out-share 0.05 --out data/my
+    """
 
     prompts: str = option(INPUT, "file, folder, Hub NAME:COLUMN or .yaml", metavar="P")
     held_out_share: float = option(INPUT, "of the prompts, kept in OUT/held_out.jsonl", 0.0, "X")
@@ -167,7 +200,30 @@ class PrepareCommandSettings(OfTarget):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """Settings of `draftsmith train`."""
+    """Train a drafter by a recipe; the same command resumes an interrupted run.
+
+    recipes:
+      eagle, eagle3, p_eagle, medusa, medusa_2, hydra, mlp_speculator, draft_model;
+      quickstart_ before any of them but medusa_2: for the target that draftsmith ships;
+      those for public targets: docs/recipes.md
+
+    example:
+      draftsmith train eagle3 target=MODEL data.samples=data/my run.dir=runs/my \\
+        evaluation.prompts=data/my/held_out.jsonl
+
+    the keys that are set most often; all, with their values, are in the config.yaml of any run:
+      target=MODEL                     Hub name or directory
+      data.samples=DIR                 what draftsmith prepare wrote
+      run.dir=DIR                      folder to write, such as runs/my
+      evaluation.prompts=FILE          measure every checkpoint on these
+      run.steps=N                      of the optimiser
+      run.checkpoint_every=N           steps
+      optimizer.learning_rate=RATE     at its peak
+      data.batch_size=N                samples a step, over all processes
+      data.max_length=N                tokens of a row
+      data.tokens_per_micro_batch=N    of a forward pass: less takes less memory
+      init_from=CHECKPOINT             train on from it
+    """
 
     recipe: str = option(INPUT, "see below", metavar="RECIPE", positional=True)
     config: Path | None = option(INPUT, "YAML over the recipe, as of a run", None, "FILE")
@@ -177,7 +233,11 @@ class TrainSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings(OfTarget):
-    """Settings of `draftsmith export`."""
+    """Write a checkpoint as a serving engine loads it, with the command that serves it.
+
+    example:
+      draftsmith export runs/my/best --engine vllm --target MODEL --out exported
+    """
 
     checkpoint: str = option(INPUT, "such as runs/NAME/best, or a Hub name", metavar="CHECKPOINT", positional=True)
     engine: Engine = option(INPUT, "vllm, sglang, or another project's layout", metavar="ENGINE")
@@ -194,7 +254,11 @@ class ExportSettings(OfTarget):
 
 @dataclass(frozen=True, kw_only=True)
 class WatchSettings:
-    """Settings of `draftsmith watch`."""
+    """Show the acceptance of a running vLLM, beside what was measured at export.
+
+    example:
+      draftsmith watch http://localhost:8000 --against exported
+    """
 
     url: str = option(INPUT, "such as http://localhost:8000", metavar="URL", positional=True)
     against: Path | None = option(INPUT, "exported folder with its evaluation.json", None, "DIR")
@@ -204,7 +268,11 @@ class WatchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings(OfTarget):
-    """Settings of `draftsmith generate`."""
+    """Stream text; tokens that were drafted and accepted are green.
+
+    example:
+      draftsmith generate "PROMPT" --target MODEL --drafter runs/my/best
+    """
 
     prompt: str = option(INPUT, "text to go on with", metavar="PROMPT", positional=True)
     drafter: str = option(INPUT, "checkpoint, ngram, suffix, lookahead, none", metavar="D")
@@ -218,6 +286,10 @@ class GenerateSettings(OfTarget):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSettings:
-    """Settings of `draftsmith report`."""
+    """Rebuild report.html and figures/ of a run, of a folder of runs, or of an evaluation.
+
+    example:
+      draftsmith report runs/my
+    """
 
     run: Path = option(INPUT, "a run, a folder of runs, or an evaluation", metavar="RUN", positional=True)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from inspect import getdoc
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
@@ -19,7 +20,7 @@ from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.cli.main import COMMANDS, MOVED, TRAIN_EPILOG, main
+from draftsmith.recipes.cli.main import COMMANDS, MOVED, main
 from draftsmith.recipes.configs import command_settings
 from draftsmith.recipes.configs.public_targets import TARGET_RECIPES
 from draftsmith.recipes.configs.recipes import RECIPES
@@ -250,11 +251,12 @@ def test_an_interruption_costs_one_line(
 
 
 def test_help_of_train_names_recipes_and_keys() -> None:
-    keys = re.findall(r"^  ([a-z_.]+)=", TRAIN_EPILOG, re.MULTILINE)
+    page = str(getdoc(command_settings.TrainSettings))
+    keys = re.findall(r"^  ([a-z_.]+)=", page, re.MULTILINE)
     assert len(keys) > 5
     assert set(keys) <= flatten(contents(RECIPES["eagle3"]())).keys()
     recipes = {name.removeprefix("quickstart_") for name in RECIPES.keys() - TARGET_RECIPES.keys()}
-    assert recipes <= set(re.findall(r"\w+", TRAIN_EPILOG.partition("example:")[0]))
+    assert recipes <= set(re.findall(r"\w+", page.partition("example:")[0]))
 
 
 def test_a_run_that_was_not_measured_ends_with_its_checkpoint(
@@ -300,9 +302,9 @@ def test_help_fits_on_a_screen(
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_takes_its_own_settings(name: str) -> None:
     """The table of commands names a module; its `run` takes the dataclass that the flags are made of."""
-    command = COMMANDS[name]
-    hints = get_type_hints(import_module(f"draftsmith.recipes.{command.module}").run)
-    assert hints == {"settings": command.settings, "console": Console, "return": type(None)}
+    module, settings = COMMANDS[name]
+    hints = get_type_hints(import_module(f"draftsmith.recipes.{module}").run)
+    assert hints == {"settings": settings, "console": Console, "return": type(None)}
 
 
 def test_verification_modes_are_those_of_the_decoder() -> None:
