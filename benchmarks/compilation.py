@@ -28,7 +28,7 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.eagle3_training import Unrolling
 from draftsmith.models.drafters.medusa import ResidualBlocks
 from draftsmith.models.drafting.decoder_layer import DecoderLayer
-from draftsmith.models.losses.losses import Teacher
+from draftsmith.models.losses.divergences import Teacher
 from draftsmith.models.target.target import Features
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET

@@ -22,7 +22,6 @@ from draftsmith.train.folder.checkpoint import checkpoint_name, checkpoints, res
 from draftsmith.train.folder.run_folder import open_run
 from draftsmith.train.folder.tracking import Tracker
 from draftsmith.train.folder.vocabulary import vocabulary_content, write_vocabulary
-from draftsmith.train.hardware.compilation import with_compiled_loss
 from draftsmith.train.hardware.meter import Meter
 from draftsmith.train.hardware.placement import gather_as_one, steps_in_backward
 from draftsmith.train.inputs.features import feature_source
@@ -89,7 +88,6 @@ class TrainingRun:
         # a step that DeepSpeed has taken cannot be skipped
         max_nonfinite = 1 if steps_in_backward(self.accelerator) else config.optimizer.max_nonfinite_steps
         self.nonfinite_steps = NonFiniteSteps(folder, max_nonfinite, on_main)
-        self.accumulate = with_compiled_loss(accumulate_gradients) if config.run.compile else accumulate_gradients
         self.evaluator: Evaluator | None = None
         if setup.prompts:
             self.evaluator = Evaluator(
@@ -153,7 +151,7 @@ class TrainingRun:
         if self.setup.on_policy and self.setup.on_policy.is_due(step):
             batches = [(micro_batch, self.setup.on_policy.rewrite(batch, step)) for micro_batch, batch in batches]
 
-        batch_sums = self.accumulate(accelerator, self.model, batches, self.source, stages)
+        batch_sums = accumulate_gradients(accelerator, self.model, batches, self.source, stages)
         stages.enter("communication")
         norm = clip_gradient(accelerator, self.model, config.optimizer.max_gradient_norm)
         finite = all_finite(norm, [sums["loss"][0] for sums in batch_sums])

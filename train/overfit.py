@@ -18,7 +18,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import load_drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, require_at_least
-from draftsmith.models.losses.losses import LossSums
+from draftsmith.models.losses.chain_loss import LossSums
 from draftsmith.models.target.target import Features
 from draftsmith.train.config import EvaluationConfig, OptimizerConfig, TrainConfig
 from draftsmith.train.process.stages import Stages

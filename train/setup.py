@@ -68,6 +68,7 @@ def set_up(config: TrainConfig) -> Setup:
     set_seed(config.run.seed)
     counts = token_counts(plan, target.vocab_size)
     drafter = starting_drafter(config, target, counts).to(accelerator.device)
+    drafter.compile_loss = config.run.compile
     if target.has_layers:
         check_capture(target, drafter.layer_ids, samples[0].token_ids)
     if prompts:

@@ -13,7 +13,7 @@ from draftsmith.data.features.stored import FeatureSource
 from draftsmith.data.samples.batches import MicroBatch
 from draftsmith.models import Drafter
 from draftsmith.models.batch import Batch
-from draftsmith.models.losses.losses import LossSums
+from draftsmith.models.losses.chain_loss import LossSums
 from draftsmith.train.config import OptimizerConfig
 from draftsmith.train.process.stages import Stages
 

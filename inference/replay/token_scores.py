@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafting.base import Drafter
-from draftsmith.models.losses.losses import ChainLoss, chunk_rows
+from draftsmith.models.losses.chain_loss import ChainLoss, chunk_rows
 from draftsmith.models.sampling.sampling import Sampling, cut
 from draftsmith.models.target.target import Features, Target
 

@@ -29,7 +29,8 @@ from draftsmith.models.drafting.base import (
 from draftsmith.models.drafting.tree_drafting import DrafterCache, LevelWindows, grow, take
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.layers import shift_left
-from draftsmith.models.losses.losses import ChainLoss, Depth, Divergence, LossSums, divergence_over_rows, teachers_of
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, divergence_over_rows, teacher_rows
+from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Chain, Shape
 from draftsmith.models.target.fused_layers import FusedDecoder, fuse
 from draftsmith.models.target.loading import drop_layers
@@ -101,6 +102,7 @@ class DraftModel(Drafter):
             features.last_hidden[counted],
             self.target.logits,
             self.config.divergence,
+            compiled=self.compile_loss,
         )
         return {
             "loss": (rows.loss, batch.loss_mask.sum()),
@@ -112,7 +114,7 @@ class DraftModel(Drafter):
         """From the text alone: what it predicts at places t + 1, t + 2, ... is what it would draft after x_{t+1}."""
         hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask()).flatten(0, 1)
         for i in range(depth):
-            places = teachers_of(slots.next_depth(), i)
+            places = teacher_rows(slots.next_depth(), i)
             yield Depth(hidden[places], self.model.get_output_embeddings(), places)
 
     def as_target(self) -> Target:

@@ -31,7 +31,8 @@ from draftsmith.models.drafting.tree_drafting import grow
 from draftsmith.models.drafting.unrolled_attention import DraftingSlots, KeyValue, unrolled_attention
 from draftsmith.models.errors import require_at_least
 from draftsmith.models.layers import checkpoint_tensors, rotary_table
-from draftsmith.models.losses.losses import ChainLoss, Depth, Divergence, LossSums
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums
+from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import Window
 from draftsmith.models.target.target import Features, Target

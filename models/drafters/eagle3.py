@@ -40,7 +40,8 @@ from draftsmith.models.drafting.unrolled_attention import DraftingSlots
 from draftsmith.models.drafting.vocabulary import ReducedVocabulary, too_large
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import RMSNorm, checkpoint_tensors
-from draftsmith.models.losses.losses import ChainLoss, Depth, Divergence, LossSums
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums
+from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import Window
 from draftsmith.models.target.target import Features, Target, check_layer_ids

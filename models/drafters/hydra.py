@@ -19,7 +19,8 @@ from draftsmith.models.drafting.base import DecodingState, Draft, Drafter, Draft
 from draftsmith.models.drafting.tree_drafting import TreeIndices, grow, take, tree_indices
 from draftsmith.models.errors import require_at_least
 from draftsmith.models.layers import shift_left
-from draftsmith.models.losses.losses import ChainLoss, Depth, Divergence, LossSums, teachers_of
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, teacher_rows
+from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.target import Features, Target
 
@@ -85,7 +86,7 @@ class Hydra(Drafter):
         for i, (block, head) in enumerate(zip(self.blocks[:depth], self.lm_heads[:depth], strict=True)):
             counted = slots.next_depth()
             read = torch.cat([read, shift_left(embedded, 1 + i)], -1)  # [B, T, (i + 2) H]
-            yield Depth(block(read[counted]), head, teachers_of(counted, i), self.config.head_decay**i)
+            yield Depth(block(read[counted]), head, teacher_rows(counted, i), self.config.head_decay**i)
 
     def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> TreeIndices | None:
         return tree_indices(shape, self.target.device)

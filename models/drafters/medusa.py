@@ -27,7 +27,8 @@ from draftsmith.models.drafting.tree_drafting import TreeIndices, grow, take, tr
 from draftsmith.models.drafting.vocabulary import ReducedVocabulary, too_large
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import shift_left
-from draftsmith.models.losses.losses import ChainLoss, Depth, Divergence, LossSums, divergence_over_rows, teachers_of
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, divergence_over_rows, teacher_rows
+from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import run_causal
 from draftsmith.models.target.target import Features, Target
@@ -132,7 +133,9 @@ class Medusa(Drafter):
         if self.config.changes_target:
             counted = shift_left(batch.loss_mask, 1)
             now, before = read[counted], features.last_hidden[counted]
-            kept = divergence_over_rows(now, self.target.logits, before, self.target.logits, "forward_kl")
+            kept = divergence_over_rows(
+                now, self.target.logits, before, self.target.logits, "forward_kl", compiled=self.compile_loss
+            )
             total, count = sums["loss"]
             sums["loss"] = (total + self.config.distillation_weight * kept.loss, count)
             sums["target_change"] = (kept.loss.detach(), counted.sum())
@@ -146,7 +149,7 @@ class Medusa(Drafter):
         """The first `depth` heads, which read hidden states [B, T, H]."""
         for i, (block, head) in enumerate(self.heads()[:depth]):
             counted = slots.next_depth()
-            yield Depth(block(read[counted]), head, teachers_of(counted, i), self.config.head_decay**i)
+            yield Depth(block(read[counted]), head, teacher_rows(counted, i), self.config.head_decay**i)
 
     def _changed_hidden(self, batch: Batch) -> Tensor:
         """Last hidden state [B, T, H] of the target as it is now, with gradient."""

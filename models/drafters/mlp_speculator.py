@@ -20,7 +20,8 @@ from draftsmith.models.drafting.base import DecodingState, Draft, Drafter, Draft
 from draftsmith.models.drafting.tree_drafting import TreeIndices, grow, take, tree_indices
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import shift_left
-from draftsmith.models.losses.losses import ChainLoss, Depth, Divergence, LossSums, teachers_of
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, teacher_rows
+from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.target import Features, Target
 
@@ -111,7 +112,7 @@ class MLPSpeculator(Drafter):
         for i, head in enumerate(self.head[:depth]):
             counted = slots.next_depth()
             state = self.next_state(i, state, shift_left(batch.token_ids, 1 + i))  # [B, T, I]
-            yield Depth(state[counted], head, teachers_of(counted, i), self.config.head_decay**i)
+            yield Depth(state[counted], head, teacher_rows(counted, i), self.config.head_decay**i)
 
     def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> TreeIndices | None:
         return tree_indices(shape, self.target.device)

@@ -32,7 +32,8 @@ from draftsmith.models.drafting.tree_drafting import DrafterCache, grow, take
 from draftsmith.models.drafting.vocabulary import ReducedVocabulary
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import RMSNorm, checkpoint_tensors, rotary_table, shift_left
-from draftsmith.models.losses.losses import ChainLoss, Depth, Divergence, LossSums, teachers_of
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, teacher_rows
+from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import Window, slot_attention
 from draftsmith.models.target.target import Features, Target
@@ -159,7 +160,7 @@ class PEagle(Drafter):
         text, masked = self.run(batch, features.layers, behind)
         for d, (kept, share) in enumerate(zip(kept_slots[:depth], shares[:depth], strict=True)):
             hidden = self.eagle3.norm(masked[behind.real & (behind.depths == d)] if d else text[kept])
-            yield Depth(hidden, self.eagle3.lm_head, teachers_of(kept, d), self.config.depth_decay**d / share)
+            yield Depth(hidden, self.eagle3.lm_head, teacher_rows(kept, d), self.config.depth_decay**d / share)
 
     def keep(self, slots: ChainLoss) -> tuple[list[Tensor], list[float]]:
         """Slots [B, T] to train at each depth, among those of the depth before, and which share of what there is."""

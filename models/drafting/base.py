@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import checkpoint_tensors
-from draftsmith.models.losses.losses import ChainLoss, Depth, Divergence, LossSums, divergence_over_depths
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, divergence_over_depths
+from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, cut, sample
 from draftsmith.models.sampling.trees import Chain, Shape
 from draftsmith.models.target.slots import Window
@@ -171,6 +172,7 @@ class Drafter(nn.Module):
     looks_up_first: ClassVar[bool] = False  # asks what is trained only in rows where it looks up nothing
     drafts_by_target_head: ClassVar[bool] = False  # it has no head of its own, not even a copy
     progress: float = 0.0  # share of training that is done, kept by the training loop
+    compile_loss: bool = False  # on a CPU, compare with the target by compiled code (`run.compile`)
 
     config: Any
     target: Target  # of drafters that are trained
@@ -244,7 +246,12 @@ class Drafter(nn.Module):
     def compare(self, chain_loss: ChainLoss, depths: list[Depth], features: Features) -> ChainLoss:
         """Fill in the divergence of a chain of predictions from the target's own."""
         chain_loss.total, losses = divergence_over_depths(
-            depths, features.last_hidden.flatten(0, 1), self.target.logits, self.divergence(), self.draft_to_target()
+            depths,
+            features.last_hidden.flatten(0, 1),
+            self.target.logits,
+            self.divergence(),
+            self.draft_to_target(),
+            self.compile_loss,
         )
         for rows in losses:
             chain_loss.add(rows)

@@ -115,12 +115,12 @@ def cache() -> dict[str, Callable[[], object]]:
 
 
 def losses() -> dict[str, Callable[[], object]]:
-    from draftsmith.models.losses.loss_kernels import FusedTeacher
-    from draftsmith.models.losses.losses import DIVERGENCES
+    from draftsmith.models.losses.divergence_kernels import FusedTeacher
+    from draftsmith.models.losses.divergences import DIVERGENCES
 
     def compare(divergence: Any, dtype: torch.dtype, vocabulary: int) -> None:
         ids = meta(vocabulary, dtype=torch.int64) if vocabulary != 128256 else None
-        teacher = FusedTeacher.of(meta(256, 128256, dtype=dtype), ids)
+        teacher = FusedTeacher.from_logits(meta(256, 128256, dtype=dtype), ids)
         teacher.compare(meta(256, vocabulary, dtype=dtype), divergence, True)
 
     calls = {f"{name} bfloat16": (name, torch.bfloat16, 32000) for name in DIVERGENCES}

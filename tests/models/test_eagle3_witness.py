@@ -19,7 +19,7 @@ from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.drafters.eagle3_training import unroll
 from draftsmith.models.drafting.unrolled_attention import DraftingSlots
 from draftsmith.models.layers import checkpoint_tensors
-from draftsmith.models.losses.losses import DIVERGENCES
+from draftsmith.models.losses.divergences import DIVERGENCES
 from draftsmith.models.target.slots import ATTENTION
 from draftsmith.models.target.target import Features
 

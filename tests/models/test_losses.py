@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from divergence_definitions import DEFINITIONS
 
-from draftsmith.models.losses import losses
-from draftsmith.models.losses.losses import DIVERGENCES, Depth, divergence_over_depths, divergence_over_rows
+from draftsmith.models.losses import chain_loss
+from draftsmith.models.losses.chain_loss import Depth, divergence_over_depths, divergence_over_rows
 
 P = torch.tensor([0.5, 0.25, 0.25])
 Q = torch.tensor([0.25, 0.25, 0.5])
@@ -23,21 +24,21 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("name", list(DIVERGENCES))
+@pytest.mark.parametrize("name", list(DEFINITIONS))
 def test_by_hand(name: str) -> None:
-    found = DIVERGENCES[name](Q.log()[None], P.log()[None])
+    found = DEFINITIONS[name](Q.log()[None], P.log()[None])
     torch.testing.assert_close(found, torch.tensor([BY_HAND[name]]))
 
 
-@pytest.mark.parametrize("name", [name for name in DIVERGENCES if name != "cross_entropy"])
+@pytest.mark.parametrize("name", [name for name in DEFINITIONS if name != "cross_entropy"])
 def test_no_divergence_between_equals(name: str) -> None:
     log_p = torch.randn(4, 7).log_softmax(-1)
-    torch.testing.assert_close(DIVERGENCES[name](log_p, log_p), torch.zeros(4), atol=1e-6, rtol=0)
+    torch.testing.assert_close(DEFINITIONS[name](log_p, log_p), torch.zeros(4), atol=1e-6, rtol=0)
 
 
 def test_what_the_target_leaves_out_adds_nothing_to_forward_kl() -> None:
     log_p, log_q = torch.tensor([[0.0, float("-inf")]]), torch.tensor([[0.5, 0.5]]).log().requires_grad_()
-    found = DIVERGENCES["forward_kl"](log_q, log_p)
+    found = DEFINITIONS["forward_kl"](log_q, log_p)
     torch.testing.assert_close(found, torch.tensor([math.log(2)]))
     found.sum().backward()
     assert log_q.grad is not None
@@ -45,7 +46,7 @@ def test_what_the_target_leaves_out_adds_nothing_to_forward_kl() -> None:
 
 
 @pytest.mark.parametrize("ids", [None, torch.tensor([0, 2, 3, 7])], ids=["whole", "reduced"])
-@pytest.mark.parametrize("name", list(DIVERGENCES))
+@pytest.mark.parametrize("name", list(DEFINITIONS))
 def test_gradients_of_all_depths_in_chunks(name, ids: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of two teachers against autograd through the definition; depths share teachers and one of the heads."""
     generator = torch.Generator().manual_seed(0)
@@ -61,13 +62,13 @@ def test_gradients_of_all_depths_in_chunks(name, ids: torch.Tensor | None, monke
     log_p = target_head(target_hidden)
     log_p = (log_p if ids is None else log_p[:, ids]).log_softmax(-1)
     expected = [
-        DIVERGENCES[name](head(h).log_softmax(-1), log_p[t]).sum()
+        DEFINITIONS[name](head(h).log_softmax(-1), log_p[t]).sum()
         for h, head, t in zip(hidden, heads, teachers, strict=True)
     ]
     total = sum(w * loss for w, loss in zip(weights, expected, strict=True))
     gradients = torch.autograd.grad(total, trained)
 
-    monkeypatch.setattr(losses, "chunk_rows", lambda vocabulary: 2)
+    monkeypatch.setattr(chain_loss, "chunk_rows", lambda vocabulary: 2)
     depths = [Depth(*depth) for depth in zip(hidden, heads, teachers, weights, strict=True)]
     found, rows = divergence_over_depths(depths, target_hidden, target_head, name, ids)
     torch.testing.assert_close(found, total, atol=1e-5, rtol=1e-5)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.batch import Batch
-from draftsmith.models.losses.losses import CHUNK_ELEMENTS
+from draftsmith.models.losses.chain_loss import CHUNK_ELEMENTS
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from draftsmith.models import DRAFTERS, Drafter, Target
-from draftsmith.models.losses.losses import CHUNK_ELEMENTS
+from draftsmith.models.losses.chain_loss import CHUNK_ELEMENTS
 from draftsmith.models.target.loading import drop_layers
 from draftsmith.models.target.target import FullTarget
 from draftsmith.train.config import TrainConfig

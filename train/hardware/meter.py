@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from draftsmith.models import Drafter
-from draftsmith.models.losses.losses import LossSums
+from draftsmith.models.losses.chain_loss import LossSums
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.hardware.estimates import operations_per_token, peak_of, target_size
 from draftsmith.train.hardware.placement import target_devices

@@ -1,7 +1,7 @@
-"""Triton kernels of `losses`: a divergence and its gradient, without log-probabilities in memory.
+"""Triton kernels of `divergences`: a divergence and its gradient, without log-probabilities in memory.
 
 One program reads a row of the drafter's logits and one of the target's: once for the softmax, once for the loss, once
-for the gradient, which takes the place of the drafter's logits. The specification is `losses.Teacher`.
+for the gradient, which takes the place of the drafter's logits. The specification is `divergences.Teacher`.
 
 Shapes: R rows of the drafter, S rows of the target, V target vocabulary, Vd draft vocabulary. Logits are stored in fp32
 or half precision; all arithmetic is fp32. Tensors lie on one CUDA device, or in Triton's interpreter on the CPU. No
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.models.losses.losses import LK_DECAY, Comparison, Divergence
+from draftsmith.models.losses.divergences import LK_DECAY, Comparison, Divergence
 
 BLOCK = 4096  # logits that a program reads at once
 NUM_WARPS = 8
@@ -25,7 +25,7 @@ DECAY = tl.constexpr(LK_DECAY)
 
 @dataclass
 class FusedTeacher:
-    """`losses.Teacher`, of which only sums are kept beside the logits."""
+    """`divergences.Teacher`, of which only sums are kept beside the logits."""
 
     logits: Tensor  # [S, Vd] as the target's head made them, within the draft vocabulary
     log_sum: Tensor  # [S, 2] fp32 of exp(logits): the largest logit, and the log of the sum relative to it
@@ -35,7 +35,7 @@ class FusedTeacher:
     choice: Tensor  # [R] int64 the likeliest token of the whole vocabulary
 
     @classmethod
-    def of(cls, logits: Tensor, draft_to_target: Tensor | None) -> "FusedTeacher":
+    def from_logits(cls, logits: Tensor, draft_to_target: Tensor | None) -> "FusedTeacher":
         """From the target's logits [S, V]."""
         logits = logits.contiguous()
         whole_log_sum, choice = read_rows(logits)
@@ -49,7 +49,7 @@ class FusedTeacher:
         return replace(self, rows=self.rows[rows], choice=self.choice[rows])
 
     def compare(self, logits: Tensor, divergence: Divergence, with_gradient: bool) -> Comparison:
-        """As `losses.Teacher.compare`; the gradient, where it is asked for, takes the place of contiguous logits."""
+        """As `Teacher.compare`; the gradient, where it is asked for, takes the place of contiguous logits."""
         logits = logits.contiguous()
         loss = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         acceptance, choice = torch.empty_like(loss), torch.empty_like(self.rows)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.models.losses import losses
-from draftsmith.models.losses.losses import DIVERGENCES, Comparison, Depth, Teacher, divergence_over_depths
+from draftsmith.models.losses import chain_loss
+from draftsmith.models.losses.chain_loss import Depth, divergence_over_depths
+from draftsmith.models.losses.divergences import DIVERGENCES, Comparison, Teacher
 
 pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
-from draftsmith.models.losses import loss_kernels
-from draftsmith.models.losses.loss_kernels import FusedTeacher
+from draftsmith.models.losses import divergence_kernels
+from draftsmith.models.losses.divergence_kernels import FusedTeacher
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK = 16
@@ -36,7 +37,7 @@ def compare_both(
     logits: Tensor, teacher_logits: Tensor, ids: Tensor | None, rows: slice | Tensor, divergence, with_gradient=True
 ) -> tuple[Comparison, Comparison]:
     found, expected = (
-        form.of(teacher_logits.to(DEVICE), None if ids is None else ids.to(DEVICE))[
+        form.from_logits(teacher_logits.to(DEVICE), None if ids is None else ids.to(DEVICE))[
             rows.to(DEVICE) if isinstance(rows, Tensor) else rows
         ].compare(logits.to(DEVICE).clone(), divergence, with_gradient)
         for form in (FusedTeacher, Teacher)
@@ -56,7 +57,7 @@ def assert_same(found: Comparison, expected: Comparison, tolerance: float = 1e-5
 @pytest.fixture(autouse=True)
 def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "gpu" not in request.keywords:
-        monkeypatch.setattr(loss_kernels, "BLOCK", BLOCK)
+        monkeypatch.setattr(divergence_kernels, "BLOCK", BLOCK)
 
 
 @every_divergence
@@ -90,7 +91,7 @@ def test_what_the_target_never_writes(divergence) -> None:
 def test_logits_are_left_alone_without_a_gradient() -> None:
     logits = random_logits(37).to(DEVICE)
     before = logits.clone()
-    found = FusedTeacher.of(logits, None).compare(logits, "forward_kl", False)
+    found = FusedTeacher.from_logits(logits, None).compare(logits, "forward_kl", False)
     assert found.gradient is None
     assert torch.equal(logits, before)
 
@@ -115,10 +116,10 @@ def losses_and_gradients(ids: Tensor | None) -> list[Tensor]:
 def test_the_loss_of_training_by_both(ids: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of rows, depths that share a head, gradients in hidden states and parameters."""
     ids = None if ids is None else ids.to(DEVICE)
-    monkeypatch.setattr(losses, "chunk_rows", lambda vocabulary: 2)
-    monkeypatch.setattr(losses, "teacher_of", Teacher.of)
+    monkeypatch.setattr(chain_loss, "chunk_rows", lambda vocabulary: 2)
+    monkeypatch.setattr(chain_loss, "teacher_from", Teacher.from_logits)
     expected = losses_and_gradients(ids)
-    monkeypatch.setattr(losses, "teacher_of", FusedTeacher.of)
+    monkeypatch.setattr(chain_loss, "teacher_from", FusedTeacher.from_logits)
     torch.testing.assert_close(losses_and_gradients(ids), expected, atol=1e-5, rtol=1e-5)
 
 
