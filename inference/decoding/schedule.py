@@ -1,13 +1,14 @@
-"""How long the coming round's drafts are: by the number of running requests, by what was accepted lately, or by how
-sure the drafter is of what it drafts.
+"""Rules for the draft length of the coming round.
 
-The more requests run, the more a drafted token costs to verify and the fewer of them pay; from some number on none do.
-`Schedule` is a fixed table of that, `Adaptive` a rule that follows the acceptance it meets. Both look at finished
-rounds only. `Confident` ends each row's chain by itself, by what was drafted before. That is what keeps the output's
-law: whatever the past was, a round of any draft length emits tokens by the target's law given the text so far, as long
-as whether a token is drafted is settled before that token and the coins are drawn. A rule that looked at the token it
-is about to offer, or at a coin of the coming round, would offer likely tokens more often and emit another law
-(tests/inference/test_schedule.py proves the one and finds the other).
+The more requests run, the more a drafted token costs to verify, and from some number of requests on no draft pays.
+`Schedule` is a fixed table by the number of running requests, and `Adaptive` follows the acceptance of the rounds
+before. `Confident` ends the chain of each row by how sure the drafter is of what it has drafted.
+
+None of them changes the distribution of the output. A round of any draft length emits tokens by the target's
+distribution given the text so far, as long as it is settled whether a token is drafted before that token and the coins
+of its test are drawn. A rule that looked at the token it is about to offer, or at a coin of the coming round, would
+offer likely tokens more often, and the output would have another distribution (tests/inference/test_schedule.py proves
+the first and finds the second).
 """
 
 import json
@@ -16,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.typed_json import from_json
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Draft lengths by the number of running requests: (from so many on, draft length), 0 for speculation off.
+    """Draft lengths by the number of running requests. Raises `UserError` unless these numbers rise from 1."""
 
-    Raises `UserError` unless the first entry is from 1 and the numbers rise.
-    """
-
-    draft_lengths: tuple[tuple[int, int], ...]
+    draft_lengths: tuple[tuple[int, int], ...]  # (from so many requests on, draft length); 0: speculation is off
 
     def __post_init__(self) -> None:
         check_starts([start for start, _ in self.draft_lengths])
@@ -33,7 +32,7 @@ class Schedule:
             raise UserError("schedule: a draft length is negative: give 0 (speculation off) or more")
 
     def draft_length(self, num_running: int) -> int:
-        """The draft length for so many running requests, at least one."""
+        """Return the draft length for a number of running requests, at least 1."""
         return next(length for start, length in reversed(self.draft_lengths) if start <= num_running)
 
     @property
@@ -47,29 +46,21 @@ class Schedule:
     def to_json(self) -> dict[str, Any]:
         return {"draft_lengths": [list(entry) for entry in self.draft_lengths]}
 
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Schedule":
-        """Inverse of `to_json`; raises `UserError` for what is none."""
-        try:
-            return cls(tuple((int(start), int(length)) for start, length in content["draft_lengths"]))
-        except (KeyError, TypeError, ValueError):
-            raise UserError('schedule: give {"draft_lengths": [[1, 4], [8, 2], [24, 0]]}') from None
-
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Drafts the length that promises most tokens per millisecond, by the acceptance of the rounds before.
+    """Draft the length that promises most tokens per millisecond, by the acceptance of the rounds before.
 
-    The chance of each depth to be accepted, when all before it were, is an exponential mean over finished rounds of the
-    whole batch (TurboSpec, arXiv 2406.14066). It begins at 1, so that the first rounds try long drafts, and every so
-    many rounds the longest one is drafted whatever the means are, since only drafts show what they are worth.
+    The conditional acceptance rate of each depth is an exponential mean over finished rounds of the whole batch
+    (TurboSpec, arXiv 2406.14066). It begins at 1, so that the first rounds try long drafts. Every `probe_every` rounds
+    the longest one is drafted whatever the means are, since only drafts show how often they are accepted.
     Raises `UserError` for numbers that make no such rule.
     """
 
-    candidates: tuple[int, ...]  # draft lengths to choose from, rising; 0 is speculation off
+    candidates: tuple[int, ...]  # draft lengths to choose from, rising; 0: speculation is off
     costs: tuple[tuple[int, tuple[float, ...]], ...] = ()
-    """(from so many running requests on, milliseconds of a round at each candidate). None: a drafted token costs a
-    tenth of a plain step at any number of requests, a guess that fits one request on a large target."""
+    """(from so many running requests on, milliseconds of a round at each candidate). Where it is empty, a drafted token
+    costs a tenth of a plain step at any number of requests: a guess that fits one request on a large target."""
     decay: float = 0.9  # of the means, per round
     probe_every: int = 32  # rounds
 
@@ -94,7 +85,7 @@ class Adaptive:
         return self.candidates[-1]
 
     def best(self, num_running: int, rates: list[float]) -> int:
-        """The candidate of most tokens per time; `rates` are conditional acceptance rates by depth."""
+        """Return the candidate of most tokens per time; `rates` are conditional acceptance rates by depth."""
         row = next((row for start, row in reversed(self.costs) if start <= num_running), None)
         milliseconds = row or [1 + length / 10 for length in self.candidates]
         expected, chance = [1.0], 1.0  # tokens that a round of each length emits, the bonus token among them
@@ -107,25 +98,16 @@ class Adaptive:
     def to_json(self) -> dict[str, Any]:
         return {"adaptive": asdict(self)}
 
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Adaptive":
-        """Inverse of `to_json`; raises `UserError` for what is none."""
-        try:
-            fields = dict(content["adaptive"])
-            costs = tuple((int(start), tuple(map(float, row))) for start, row in fields.pop("costs", ()))
-            return cls(tuple(map(int, fields.pop("candidates"))), costs, **fields)
-        except (KeyError, TypeError, ValueError):
-            raise UserError('adaptive schedule: give {"adaptive": {"candidates": [0, 2, 4]}}') from None
-
 
 @dataclass(frozen=True)
 class Confident:
-    """Drafts on while the drafter is sure of what it has drafted: at least one token, up to `longest` of them.
+    """Draft on while the drafter is sure of what it has drafted: at least one token, and up to `longest` of them.
 
-    The confidence of a token is the drafter's chance of the likeliest token in its place, whichever was drawn, and that
-    of a chain is their product (EAGLE-2, arXiv 2406.16858, takes the product of what was drawn). One more token is
-    drafted while that of those before it is at least `least`: known before it is drawn. Each row of a batch stops by
-    itself, and the drafter with the last of them. Raises `UserError` for numbers that make no such rule.
+    The confidence in a token is the drafter's probability of the likeliest token in its place, whichever was drawn. The
+    confidence in a chain is the product over its tokens (EAGLE-2, arXiv 2406.16858, multiplies what was drawn). One
+    more token is drafted while the confidence in the chain before it, which is known before it is drawn, is at least
+    `least`. Each row of a batch stops by itself, and the drafter stops with the last row.
+    Raises `UserError` for numbers that make no such rule.
     """
 
     longest: int
@@ -142,55 +124,53 @@ class Confident:
     def to_json(self) -> dict[str, Any]:
         return {"confident": asdict(self)}
 
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Confident":
-        """Inverse of `to_json`; raises `UserError` for what is none."""
-        try:
-            fields = content["confident"]
-            return cls(int(fields["longest"]), float(fields["least"]))
-        except (KeyError, TypeError, ValueError):
-            raise UserError('confident schedule: give {"confident": {"longest": 8, "least": 0.4}}') from None
-
 
 AnySchedule = Schedule | Adaptive | Confident
 
 
 def check_starts(starts: list[int]) -> None:
-    """Numbers of running requests must rise from 1."""
+    """Raise `UserError` unless numbers of running requests rise from 1."""
     if starts[:1] != [1] or starts != sorted(set(starts)):
         raise UserError(f"schedule: the numbers of running requests are {starts}: let them rise from 1")
 
 
+FORMATS = (
+    '{"draft_lengths": [[1, 4], [8, 2], [24, 0]]}, {"adaptive": {"candidates": [0, 2, 4]}}, or '
+    '{"confident": {"longest": 8, "least": 0.4}}'
+)
+
+
 def read_schedule(path: Path) -> AnySchedule:
-    """From a file with a schedule, or with one under "schedule" such as choice.json. Raises `UserError`."""
+    """Read a file that holds a schedule, or one under "schedule" as choice.json does. Raises `UserError`."""
     try:
         content = json.loads(path.read_text())
         return schedule_from_json(content.get("schedule", content))
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"{path} holds no schedule: {first_line(error)}") from None
+        raise UserError(f"{path} holds no schedule ({first_line(error)}): give {FORMATS}") from None
 
 
 def schedule_from_json(content: dict[str, Any]) -> AnySchedule:
-    """Return the schedule that its `to_json` gave this content of. Raises `UserError` for content of none."""
+    """Return the schedule whose `to_json` gave this content. Raises `UserError` for content of none."""
     if "confident" in content:
-        return Confident.from_json(content)
-    return Adaptive.from_json(content) if "adaptive" in content else Schedule.from_json(content)
+        return from_json(Confident, content["confident"])
+    return from_json(Adaptive, content["adaptive"]) if "adaptive" in content else from_json(Schedule, content)
 
 
 # --- in the decoder
 
 
 class DraftLengths:
-    """The draft length of each coming round of one run."""
+    """The draft length of each coming round of a generation."""
 
     def __init__(self, schedule: AnySchedule | None, draft_length: int) -> None:
-        """Without a schedule it is `draft_length`, always; with `Confident` at most that."""
+        """Without a schedule each round has `draft_length`; with `Confident` it has that at most."""
         self._schedule, self._draft_length = schedule, draft_length
         self._num_rounds = 0
-        self._reached = [1.0] * draft_length  # means of how often each depth was offered with all before it accepted
+        self._reached = [1.0] * draft_length  # means of how often each depth was tried, all before it being accepted
         self._accepted = [1.0] * draft_length
 
     def next(self, num_running: int) -> int:
+        """Return the draft length of the next round, in which `num_running` requests take part."""
         if self._schedule is None or isinstance(self._schedule, Confident):
             return self._draft_length
         if isinstance(self._schedule, Schedule):
@@ -202,13 +182,13 @@ class DraftLengths:
 
     @property
     def rates(self) -> list[float]:
-        """Conditional acceptance rate of each depth."""
+        """The conditional acceptance rate of each depth."""
         return [accepted / reached for accepted, reached in zip(self._accepted, self._reached, strict=True)]
 
     def finish_round(self, draft_length: int, num_accepted: list[int]) -> None:
-        """What a round of that length accepted of each running request's draft.
+        """Take in how many drafted tokens of each running request a round of that length accepted.
 
-        Where a drafter had nothing to propose, nothing was accepted.
+        Nothing was accepted where the drafter had nothing to propose.
         """
         if not isinstance(self._schedule, Adaptive):
             return
@@ -225,10 +205,10 @@ class DraftLengths:
 
 
 def for_vllm(schedule: Schedule) -> list[list[int]]:
-    """`num_speculative_tokens_per_batch_size` of vLLM: [first batch size, last, draft length].
+    """Return vLLM's `num_speculative_tokens_per_batch_size`: [first batch size, last one, draft length].
 
-    The last range is open: vLLM carries its length on. `num_speculative_tokens` beside it must be the longest, since
-    vLLM cuts the lengths of the schedule at it.
+    vLLM carries the last length on beyond its range. `num_speculative_tokens` beside it must be the longest length,
+    since vLLM cuts the lengths of the schedule at it.
     """
     starts = [start for start, _ in schedule.draft_lengths]
     ends = [*(start - 1 for start in starts[1:]), starts[-1]]
@@ -236,9 +216,9 @@ def for_vllm(schedule: Schedule) -> list[list[int]]:
 
 
 def for_sglang(schedule: Schedule) -> dict[str, dict[str, list[int]]]:
-    """The JSON of SGLang's `--speculative-adaptive-config`: one candidate from each batch size on.
+    """Return the JSON of SGLang's `--speculative-adaptive-config`: one candidate from each batch size on.
 
     SGLang serves it for EAGLE and EAGLE3 with `--speculative-adaptive` and topk 1, and wants `--speculative-num-steps`
-    among the candidates. It looks batch sizes up as it pads them for its CUDA graphs.
+    among the candidates. It looks up batch sizes as it pads them for its CUDA graphs.
     """
     return {str(start): {"candidate_steps": [length]} for start, length in schedule.draft_lengths}

@@ -13,7 +13,7 @@ import pytest
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.decoding.generation import Generation
-from draftsmith.inference.decoding.schedule import Adaptive, Schedule
+from draftsmith.inference.decoding.schedule import Adaptive, Schedule, schedule_from_json
 from draftsmith.inference.load.load_test import (
     Answer,
     Clock,
@@ -289,5 +289,7 @@ def test_the_command(tiny_target: Target, tmp_path: Path) -> None:
     )
     assert content["identical"]["on"] == content["identical"]["scheduled"] == {"checked": 20, "identical": 20}
     assert set(content["operating_points"]) == {"off", "on", "scheduled"}
-    assert Adaptive.from_json(content["schedule"]).candidates == (0, 1, 2, 4)
+    schedule = schedule_from_json(content["schedule"])
+    assert isinstance(schedule, Adaptive)
+    assert schedule.candidates == (0, 1, 2, 4)
     assert (tmp_path / "out/load.png").read_bytes()[:4] == b"\x89PNG"
