@@ -5,7 +5,8 @@ the draft in one pass, a verification rule accepts, and the engine commits. On a
 values that the host would have to wait for: shapes are fixed, ends of texts and length limits are decided here, and
 what happened leaves as one small tensor, a record.
 
-Shapes: B rows, M slots a row, N drafted tokens, D nodes on the longest path of a draft, H hidden width, V vocabulary.
+Shapes: B rows (b of them admitted), M slots a row, N drafted tokens, D nodes on the longest path of a draft, P tokens
+of the longest prompt, H hidden width, V vocabulary.
 """
 
 from collections import defaultdict
@@ -31,14 +32,16 @@ PREFILL_CHUNK = 512  # prompt tokens a row that the target reads at once
 
 @dataclass(frozen=True)
 class GenerationSettings:
+    """How a batch of requests is decoded; `resolve_settings` makes settings that fit a drafter."""
+
     max_new_tokens: int = 128
     sampling: Sampling = Sampling()
     shape: Shape = Chain(4)
     verification_mode: acceptance_rules.VerificationMode = "greedy"
     seed: int = 0
     stop_at_eos: bool = True
-    synthetic_rates: tuple[float, ...] = ()  # chance of each depth to be accepted, for verification mode synthetic
-    schedule: AnySchedule | None = None  # of draft lengths; the shape is then a chain of the longest
+    synthetic_rates: tuple[float, ...] = ()  # conditional acceptance rates by depth, for verification mode synthetic
+    schedule: AnySchedule | None = None  # of draft lengths; the shape is then a chain of the longest one
 
 
 RECORD_HEAD = 4  # numbers before the tokens in a record's line: emitted, drafted, accepted, and whether finished
@@ -46,21 +49,24 @@ RoundKind = tuple[int, int]  # nodes of a draft, columns of the last pass that a
 
 
 class BatchEngine:
-    """A batch of requests, one a row. A row is free until a request is admitted, and again when its record says so."""
+    """Decodes a batch of requests, one in each row.
+
+    A row is free until a request is admitted to it, and again when its record says that the request is finished.
+    """
 
     def __init__(
         self, target: Target, drafter: Drafter, settings: GenerationSettings, num_rows: int, num_slots: int
     ) -> None:
-        """`num_slots` holds prompt, answer and a whole draft beyond it."""
+        """Allocate all tensors. The `num_slots` of a row hold a prompt, its answer and a whole draft beyond it."""
         self.target, self.drafter, self.settings = target, drafter, settings
         self.num_rows, self.num_slots = num_rows, num_slots
         self.rules = rules_on(target.device)
         device, depth = target.device, settings.shape.depth
         self.cache = SlotCache(num_rows, num_slots)
-        rates = [*settings.synthetic_rates, *[0.0] * depth][:depth]  # none where none is given
+        rates = [*settings.synthetic_rates, *[0.0] * depth][:depth]  # 0 for depths without one
         self.synthetic_rates = torch.tensor(rates, device=device)
         self.eos = torch.tensor(target.eos_token_ids if settings.stop_at_eos else [], device=device)
-        self.limits = torch.full((num_rows,), 2, device=device)  # length at which a row is cut
+        self.limits = torch.full((num_rows,), 2, device=device)  # [B] length at which a text is cut
         self.finished = torch.ones(num_rows, dtype=torch.bool, device=device)
         width, num_layers = target.hidden_size, len(drafter.layer_ids)
         layers = torch.zeros(num_rows, depth + 1, num_layers * width, dtype=target.dtype, device=device)
@@ -94,22 +100,22 @@ class BatchEngine:
         self._num_unread = 0
 
     def warm_up(self) -> None:
-        """Run every kind of round that the settings can ask for until it is recorded."""
+        """Run each kind of round that the settings can ask for, until it is recorded."""
         schedule = self.settings.schedule
         draft_lengths = schedule.lengths if schedule else (self.settings.shape.depth,)
         for draft_length in draft_lengths:
             for _ in range(CALLS_TO_RECORD):
                 self.verify(self.draft(draft_length))
-                if 0 in draft_lengths:  # a step of plain decoding is recorded for each round that can come before it
+                if 0 in draft_lengths:  # a plain step is recorded for each round that can come before it
                     self.verify(self.draft(0))
 
     @torch.no_grad()
     def admit(
         self, rows: list[int], prompts: list[list[int]], request_ids: list[int], limits: list[int] | None = None
     ) -> Tensor:
-        """Read the prompts into the given rows, and give each its first token. Returns the record of these rows.
+        """Read prompts into free rows and give each its first token. Return the record of these rows, int64 [b, 5].
 
-        `limits`: most tokens that each request gets, by default the settings' for all.
+        `limits`: the most tokens that each request gets; by default that of the settings for all.
         """
         device = self.target.device
         index = torch.tensor(rows, device=device)
@@ -147,7 +153,7 @@ class BatchEngine:
         return torch.cat([head, first], 1)
 
     def _read_prompts(self, index: Tensor, token_ids: Tensor, lengths: Tensor) -> Features:
-        """Target and drafter read prompts [b, P + 1] chunk by chunk; returns the features of each newest token."""
+        """Let target and drafter read prompts [b, P + 1] chunk by chunk; return the features of each newest token."""
         cache, drafter_cache = self.cache, self.state.cache
         if len(index) < self.num_rows:
             cache, drafter_cache = cache.rows(index), drafter_cache and drafter_cache.rows(index)
@@ -164,9 +170,9 @@ class BatchEngine:
         return newest
 
     def draft(self, draft_length: int | None = None) -> Draft:
-        """Return a draft for every row, of the settings' shape or a shorter chain: the first half of a round.
+        """Run the first half of a round: return a draft for every row, of the settings' shape or a shorter chain.
 
-        Length 0 is a step of plain decoding. The drafter's cache is filled all the same.
+        Length 0 makes a step of plain decoding. The drafter's cache is filled all the same.
         """
         whole = self.settings.shape
         shape = whole if draft_length in (None, whole.depth) else Chain(draft_length)
@@ -179,16 +185,17 @@ class BatchEngine:
         return self._drafting[kind](shape, kind[1])
 
     def verify(self, draft: Draft) -> Tensor:
-        """Read the draft with the target, accept and commit: the second half of a round.
+        """Run the second half of a round: read the draft with the target, accept, and commit.
 
-        Returns the record of the rows computed: int64 [B, 5 + D] or less.
+        Returns the record of the rows that were computed, int64 [B, 5 + D]: per row how many tokens were emitted,
+        drafted and accepted, whether it is finished, and the tokens.
         """
         record = self._verification[self._kind_of_round(draft.tokens.shape[1])](draft)
         self._num_columns = draft.depth + 1
         return record
 
     def _kind_of_round(self, num_nodes: int) -> RoundKind:
-        """Return the kind of a round with drafts of so many nodes. A plain step reads the last pass's columns, too."""
+        """Return the kind of a round with so many drafted nodes. A plain step reads the columns of the last pass."""
         return num_nodes, 0 if num_nodes else self._num_columns
 
     def _num_computed(self) -> int:
@@ -218,9 +225,10 @@ class BatchEngine:
 
     @torch.no_grad()
     def _catch_up(self) -> None:
-        """Let the drafter read what was committed while speculation was off and in the round before, but the newest.
+        """Let the drafter read all but the newest of the tokens that were committed since it last drafted.
 
-        Rows that have read more of their text read it again, which changes nothing.
+        These are the tokens of plain steps and of the round before. Rows that have read some of them read them again,
+        which changes nothing.
         """
         state = self.state.first(self._num_computed())
         count = min(self._num_unread + self.settings.shape.depth, self.num_slots)
@@ -253,8 +261,8 @@ class BatchEngine:
         nodes = draft.tokens, draft.parents, draft.depth
         if mode == "greedy":
             return rules.greedy(logits, *nodes)
-        each_node = torch.arange(draft.tokens.shape[1], device=logits.device)
-        coins = state.noise.uniforms(state.lengths[:, None], Stream.ACCEPT, each_node)
+        node_numbers = torch.arange(draft.tokens.shape[1], device=logits.device)
+        coins = state.noise.uniforms(state.lengths[:, None], Stream.ACCEPT, node_numbers)
         if mode == "synthetic":
             return acceptance_rules.synthetic(
                 logits, *nodes, self.synthetic_rates[: draft.depth], coins[:, : draft.depth]
@@ -264,7 +272,7 @@ class BatchEngine:
             return rules.typical(logits, *nodes)
         positions = state.lengths[:, None] + torch.arange(draft.depth + 1, device=logits.device)
         uniforms = state.noise.uniforms(positions, Stream.TARGET)
-        if mode == "one_hot" or not draft.depth:  # without drafts all modes left draw from p
+        if mode == "one_hot" or not draft.depth:  # without a draft, each of the modes below draws from p, too
             return rules.one_hot(logits, *nodes, uniforms)
         assert draft.logits is not None
         if mode == "without_replacement":
@@ -273,7 +281,7 @@ class BatchEngine:
         return rule(logits, draft.logits, draft.tokens, coins, uniforms)
 
     def _commit(self, state: DecodingState, draft: Draft, verified: Verified, features: Features) -> Tensor:
-        """Append what was accepted to the rows that are not finished, and keep what the next round reads."""
+        """Append the accepted tokens to the rows that are not finished, and keep what the next round reads."""
         num_accepted, tokens = verified.num_accepted, draft.tokens
         limits, finished = self.limits[: len(tokens)], self.finished[: len(tokens)]
         prefix = state.lengths - 1
@@ -304,7 +312,7 @@ class BatchEngine:
 
 
 def rules_on(device: torch.device) -> ModuleType:
-    """The verification rules: on a GPU the kernels, else their specification."""
+    """Return the module of the verification rules: on a GPU the kernels, else their specification."""
     if device.type != "cuda":
         return acceptance_rules
     from draftsmith.inference.verification import acceptance_kernels  # needs triton
@@ -313,7 +321,7 @@ def rules_on(device: torch.device) -> ModuleType:
 
 
 def draft_window(prefix: Tensor, draft: Draft) -> Window:
-    """The newest committed token of each row, at slot `prefix` [B], and the nodes of its draft."""
+    """Return the window of the newest committed token of each row, at slot `prefix` [B], and the nodes of its draft."""
     window = chain_window(prefix, draft.tokens.shape[1] + 1)
     if draft.is_chain:
         return window

@@ -1,4 +1,4 @@
-"""Time spent in the phases of decoding, by CPU clock or CUDA events, without waiting for the device."""
+"""Measures the time of the phases of decoding, by CPU clock or CUDA events, without waiting for the device."""
 
 import contextlib
 import time
@@ -9,13 +9,14 @@ import torch
 
 
 class PhaseClock:
-    """`mark(phase)` books the time since the last mark on a phase; `None` starts anew."""
+    """Counts the time between two calls of `mark` towards the phase that the second one names."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._marks: list[tuple[str | None, float | torch.cuda.Event]] = []
 
     def mark(self, phase: str | None) -> None:
+        """Count the time since the last mark towards a phase; with None it counts towards none."""
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -24,14 +25,14 @@ class PhaseClock:
             self._marks.append((phase, time.perf_counter()))
 
     def milliseconds(self) -> dict[str, float]:
-        """Total of each phase. Waits for the device."""
+        """Return the total of each phase. Waits for the device."""
         totals: dict[str, float] = defaultdict(float)
         for phase, milliseconds in self.intervals():
             totals[phase] += milliseconds
         return dict(totals)
 
     def intervals(self) -> list[tuple[str, float]]:
-        """Phase and milliseconds of each time that was booked, in order. Waits for the device."""
+        """Return the phase and the milliseconds of each interval, in order. Waits for the device."""
         if self._on_gpu:
             torch.cuda.synchronize()
         return [
@@ -43,9 +44,9 @@ class PhaseClock:
 
 @contextlib.contextmanager
 def cpu_threads(num_threads: int | None) -> Iterator[None]:
-    """Compute with so many CPU threads inside the block; None leaves them as they are.
+    """Compute with a number of CPU threads inside the block; None leaves it as it is.
 
-    The operations of a small target are too short to be worth sharing out: one thread may decode fastest.
+    The operations of a small target are too short to be divided among threads: one thread may decode fastest.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads or before)

@@ -27,6 +27,8 @@ SLOT_BLOCK = 64  # the number of slots a row is a multiple of it, so that rows f
 
 @dataclass
 class OutputStats:
+    """The counters of each request, and their total."""
+
     requests: list[Stats]
 
     @property
@@ -36,7 +38,7 @@ class OutputStats:
 
 @dataclass
 class RequestTimes:
-    """Of one request, in seconds since its batch was given to the decoder."""
+    """The times of one request, in seconds since its batch was given to the decoder."""
 
     first_token: float
     first_round: float | None  # end of the round after it; None where the text ended with its first token
@@ -45,7 +47,7 @@ class RequestTimes:
 
 @dataclass
 class Timing:
-    """Of one batch, in seconds; phases in milliseconds over all rounds."""
+    """The times of one batch in seconds, and of its phases in milliseconds over all rounds."""
 
     total: float
     to_first_token: float
@@ -55,7 +57,9 @@ class Timing:
 
 @dataclass
 class Output:
-    token_ids: list[list[int]]  # what was generated, the prompt not among it
+    """What was generated for a list of prompts."""
+
+    token_ids: list[list[int]]  # without the prompts
     texts: list[str]
     stats: OutputStats
     timing: Timing
@@ -63,7 +67,7 @@ class Output:
 
 @dataclass
 class Piece:
-    """Text that one round added."""
+    """A part of the text that one round added."""
 
     text: str
     drafted: bool  # proposed by the drafter and accepted; else the target's own token
@@ -71,11 +75,11 @@ class Piece:
 
 @dataclass
 class StreamedRound:
-    """What one round of a single request emitted."""
+    """The text that one round of a single request added."""
 
     pieces: list[Piece]
     num_tokens: int
-    num_accepted: int  # of them, tokens that the drafter had proposed
+    num_accepted: int  # of these tokens, those that the drafter had proposed
 
 
 class SpeculativeDecoder:
@@ -83,7 +87,7 @@ class SpeculativeDecoder:
 
     def __init__(self, target: Target, drafter: Drafter) -> None:
         self.target, self.drafter = target, drafter
-        self._engine: BatchEngine | None = None  # of the last call
+        self._engine: BatchEngine | None = None  # that of the last call
 
     @classmethod
     def from_pretrained(
@@ -93,7 +97,7 @@ class SpeculativeDecoder:
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> "SpeculativeDecoder":
-        """Load both. `drafter` is whatever `load_drafter` takes: a checkpoint directory, a Hub name, `ngram`, ..."""
+        """Load a target and a drafter; `drafter` is what `load_drafter` takes, such as a directory or `ngram`."""
         loaded = Target.from_pretrained(target, device, dtype)
         return cls(loaded, load_drafter(drafter, loaded))
 
@@ -115,13 +119,13 @@ class SpeculativeDecoder:
     ) -> Output:
         """Decode all prompts, `batch_size` (by default all) at a time: a row that is done takes the next prompt.
 
-        Temperature 0 is greedy. `verification_mode` None takes `greedy` at temperature 0, else `probabilistic` where
-        the drafter has probabilities and `one_hot` where it has not. A request's noise is keyed by `seed` and its id
-        (by default its place in `prompts`). Drafts have the shape of `tree`, or are chains: of the length that
-        `schedule` gives each round, or of `draft_length`.
+        Temperature 0 is greedy decoding. Without a `verification_mode` it is `greedy` at temperature 0, else
+        `probabilistic` where the drafter has probabilities and `one_hot` where it has none. The noise of a request is
+        keyed by `seed` and its id (by default its place in `prompts`). Drafts have the shape of `tree`, or are chains
+        of the length that `schedule` gives to each round, or of `draft_length`.
 
-        Raises `UserError` for empty prompts, prompts that leave no room in the target's context, and settings that
-        the drafter cannot follow.
+        Raises `UserError` for empty prompts, for prompts that leave no room in the target's context, and for settings
+        that the drafter cannot follow.
         """
         check_numbers(max_new_tokens=max_new_tokens, draft_length=draft_length, top_k=top_k, seed=seed)
         if batch_size is not None:
@@ -155,14 +159,13 @@ class SpeculativeDecoder:
         request_ids: list[int] | None = None,
         batch_size: int | None = None,
     ) -> Output:
-        """`generate` for prompts and settings that are known to fit."""
-        engine = self._engine_for_prompts(prompts, settings, batch_size)
-        return self.decode_on(engine, prompts, request_ids)
+        """Decode prompts with settings that are known to fit; else as `generate`."""
+        return self.decode_on(self._engine_for_prompts(prompts, settings, batch_size), prompts, request_ids)
 
     def decode_on(self, engine: BatchEngine, prompts: list[list[int]], request_ids: list[int] | None = None) -> Output:
-        """`decode` on an engine of `engine_for`, which has slots for each prompt."""
+        """Decode prompts on an engine of `engine_for` that has slots for each of them."""
         start = time.perf_counter()
-        generation = Generation(engine, prompts, request_ids or list(range(len(prompts))))
+        generation = Generation(engine, prompts, request_ids)
         generation.step()
         first = time.perf_counter()
         while generation.running():
@@ -171,16 +174,21 @@ class SpeculativeDecoder:
 
         phases = {"draft": 0.0, "verify": 0.0, **generation.clock.milliseconds()}
         phases["host"] = max(0.0, (end - start) * 1000 - sum(phases.values()))
+        requests = generation.requests
         times = [
             RequestTimes(
-                one.first_token - start, one.first_round - start if one.first_round else None, one.finished - start
+                request.first_token - start,
+                request.first_round - start if request.first_round else None,
+                request.finished - start,
             )
-            for one in generation.requests
+            for request in requests
         ]
-        timing = Timing(end - start, first - start, phases, times)
-        new_ids = [request.token_ids for request in generation.requests]
-        stats = OutputStats([request.stats for request in generation.requests])
-        return Output(new_ids, [self.text(ids) for ids in new_ids], stats, timing)
+        return Output(
+            [request.token_ids for request in requests],
+            [self.text(request.token_ids) for request in requests],
+            OutputStats([request.stats for request in requests]),
+            Timing(end - start, first - start, phases, times),
+        )
 
     def start(
         self,
@@ -190,8 +198,7 @@ class SpeculativeDecoder:
         batch_size: int | None = None,
     ) -> Generation:
         """Begin to decode prompts that fit the target's context; the caller steps."""
-        engine = self._engine_for_prompts(prompts, settings, batch_size)
-        return Generation(engine, prompts, request_ids or list(range(len(prompts))))
+        return Generation(self._engine_for_prompts(prompts, settings, batch_size), prompts, request_ids)
 
     def _engine_for_prompts(
         self, prompts: list[list[int]], settings: GenerationSettings, batch_size: int | None
@@ -215,25 +222,25 @@ class SpeculativeDecoder:
         draft: int | AnySchedule,
         seed: int,
     ) -> Iterator[StreamedRound]:
-        """Decode one prompt, `draft` as in `resolve_settings`; yield what reading the prompt, then each round, adds."""
+        """Decode one prompt, `draft` as in `resolve_settings`. Yield what reading the prompt, then each round, adds."""
         settings = resolve_settings(self.drafter, sampling, max_new_tokens, draft, seed=seed)
         token_ids = self.encode(prompt)
         self.check_prompts([token_ids], max_new_tokens)
-        generation = Generation(self.engine_for(settings, 1, len(token_ids)), [token_ids], [0], lag=0)
+        generation = Generation(self.engine_for(settings, 1, len(token_ids)), [token_ids], lag=0)
         new_ids: list[int] = []
-        drafted: list[bool] = []  # of each new token: proposed by the drafter and accepted
+        drafted: list[bool] = []  # whether each new token was proposed by the drafter
         num_written = 0  # characters in earlier pieces
         while generation.running():
             (emission,) = generation.step()
-            num_told = len(new_ids)
+            num_known = len(new_ids)
             new_ids += emission.token_ids
             drafted += [i < emission.num_accepted for i in range(len(emission.token_ids))]
-            pieces = self._pieces(new_ids, drafted, num_told, num_written, done=not generation.running())
+            pieces = self._pieces(new_ids, drafted, num_known, num_written, done=not generation.running())
             num_written += sum(len(piece.text) for piece in pieces)
             yield StreamedRound(pieces, len(emission.token_ids), emission.num_accepted)
 
     def _pieces(self, ids: list[int], drafted: list[bool], start: int, num_written: int, done: bool) -> list[Piece]:
-        """The text of tokens from `start` on in runs of one origin; half a character waits for its other bytes."""
+        """Return the text of tokens from `start` on in runs of one origin; a part of a character waits for the rest."""
         pieces = []
         for end in range(start + 1, len(ids) + 1):
             if end < len(ids) and drafted[end] == drafted[end - 1]:
@@ -254,7 +261,7 @@ class SpeculativeDecoder:
         return str(self.target.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> None:
-        """Refuse what cannot be decoded, naming the prompt by its number from 1."""
+        """Raise `UserError` for prompts that cannot be decoded, naming one by its number from 1."""
         if not prompts:
             raise UserError("no prompts: give at least one")
         if max_new_tokens < 1:
@@ -275,13 +282,14 @@ class SpeculativeDecoder:
 
 
 def check_numbers(**numbers: int) -> None:
-    """Refuse what is not whole, or does not fit into 64 bits."""
+    """Raise `UserError` for a number that is not whole, or does not fit into 64 bits."""
     for name, number in numbers.items():
         if not isinstance(number, Integral) or not -(2**63) <= number < 2**63:
             raise UserError(f"{name} {number}: give a whole number of at most 64 bits")
 
 
 def check_sampling(temperature: float, top_p: float, top_k: int) -> Sampling:
+    """Return the sampling of these settings. Raises `UserError` for values that make none, or that have no effect."""
     if temperature != 0 and not LEAST_TEMPERATURE <= temperature < math.inf:
         raise UserError(f"temperature {temperature}: give 0 (greedy), or {LEAST_TEMPERATURE} or more")
     if not 0 < top_p <= 1:
@@ -303,10 +311,10 @@ def resolve_settings(
     stop_at_eos: bool = True,
     synthetic_rates: tuple[float, ...] = (),
 ) -> GenerationSettings:
-    """What `SpeculativeDecoder.start` needs. `draft` is the length of a chain, a schedule of lengths, or a tree.
+    """Return the settings that `SpeculativeDecoder.start` takes.
 
-    A drafter that proposes nothing decodes plainly, whatever the draft and the mode. Raises `UserError` for what the
-    drafter cannot do.
+    `draft` is the length of a chain, a schedule of lengths, or a tree. A drafter that proposes nothing decodes plainly,
+    whatever the draft and the mode are. Raises `UserError` for what the drafter cannot do.
     """
     if drafter.max_draft_length == 0:
         draft, verification_mode, synthetic_rates = 0, None, ()
@@ -325,7 +333,7 @@ def resolve_settings(
 
 
 def resolve_mode(mode: VerificationMode | None, sampling: Sampling, drafter: Drafter, shape: Shape) -> VerificationMode:
-    """The verification mode to use, or `UserError` where the one asked for does not fit."""
+    """Return the verification mode to use. Raises `UserError` where the one asked for does not fit."""
     is_chain = isinstance(shape, Chain)
     if mode is None:
         sampled = "probabilistic" if drafter.can_sample and is_chain else "one_hot"
@@ -347,7 +355,7 @@ def resolve_mode(mode: VerificationMode | None, sampling: Sampling, drafter: Dra
 
 
 def check_shape(shape: Shape, drafter: Drafter) -> None:
-    """Refuse drafts that the drafter cannot make."""
+    """Raise `UserError` for a shape of drafts that the drafter cannot make."""
     if not isinstance(shape, Chain) and not drafter.can_branch:
         raise UserError(f"tree: {drafter.kind} drafts chains only; leave it out and set draft_length")
     name = "draft_length" if isinstance(shape, Chain) else "tree: depth"

@@ -1,13 +1,14 @@
 """The host's side of decoding: a queue of requests goes through a fixed number of rows.
 
-A row that is done takes the next request, so that a list of texts of very different lengths keeps the batch full. On a
-GPU the host runs one round ahead: it reads what happened in a round while the next one is computed.
+A row that is done takes the next request, so that texts of very different lengths keep the batch full. On a GPU the
+host runs one round ahead: it reads what happened in a round while the next one is computed.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,69 +23,78 @@ ADMIT_SHARE = 8  # new requests wait until an eighth of the rows is free
 
 @dataclass
 class Request:
-    """What was generated for one prompt."""
+    """A prompt and what was generated for it. Times are in seconds, as the generation tells time."""
 
+    place: int  # among the requests of a generation
+    prompt: list[int]
+    request_id: int  # key of its noise
+    max_new_tokens: int
     stats: Stats
-    token_ids: list[int] = field(default_factory=list)
-    admitted: float = 0.0  # seconds, as the generation tells time
+    token_ids: list[int] = field(default_factory=list)  # that were generated
+    admitted: float = 0.0
     first_token: float = 0.0
-    first_round: float = 0.0  # when the first round after the prompt was read; 0 where there was none
+    first_round: float = 0.0  # end of the first round after reading the prompt; 0: there was none
     finished: float = 0.0
 
 
 @dataclass
 class Emission:
-    """What one round, or reading the prompt, added to one request."""
+    """The tokens that one round, or reading the prompt, added to a request."""
 
-    request: int  # place among the prompts
+    request: int  # its place
     token_ids: list[int]
     num_accepted: int  # of these tokens, from the left, those that the drafter had proposed
 
 
 class Generation:
-    """Decodes prompts: a list, and those added later. Call `step` while `running`."""
+    """Decodes a list of prompts, and those added later. Call `step` while `running`."""
 
     def __init__(
         self,
         engine: BatchEngine,
-        prompts: list[list[int]],
-        request_ids: list[int],
+        prompts: Sequence[list[int]] = (),
+        request_ids: Sequence[int] | None = None,
         lag: int | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Takes all rows, whatever they held. `lag`: rounds that the host is ahead of what it has read; by default 1
-        on a GPU and 0 on a CPU.
+        """Take all rows of the engine, whatever they held.
 
-        `now` tells the time of what happens to a request, in seconds.
+        `request_ids` key the noise of requests; by default they are the places of the prompts. `lag`: rounds that the
+        host is ahead of what it has read; by default 1 on a GPU and 0 on a CPU. `now` tells the time in seconds.
         """
-        self.engine, self.prompts, self.request_ids, self._now = engine, list(prompts), list(request_ids), now
+        self.engine, self._now = engine, now
         engine.clear()
         on_gpu = engine.target.device.type == "cuda"
         self.lag = int(on_gpu) if lag is None else lag
-        self.limits = [engine.settings.max_new_tokens] * len(prompts)  # of new tokens
-        self.requests = [Request(Stats(engine.settings.shape.depth)) for _ in prompts]
+        self.requests: list[Request] = []
         self.clock = PhaseClock(engine.target.device)
-        self._waiting = deque(range(len(prompts)))
-        self._owners: list[int | None] = [None] * engine.num_rows  # the request in each row
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request | None] = [None] * engine.num_rows  # the request in each row
         self._unread: deque[_Unread] = deque()
         self._draft_lengths = DraftLengths(engine.settings.schedule, engine.settings.shape.depth)
+        for place, prompt in enumerate(prompts):
+            request_id = place if request_ids is None else request_ids[place]
+            self._enqueue(prompt, request_id, engine.settings.max_new_tokens)
 
     def add(self, prompt: list[int], request_id: int, max_new_tokens: int) -> None:
-        """One more request, at any time. The engine must have room for it."""
+        """Add a request, at any time. The engine must have room for it."""
         assert len(prompt) + max_new_tokens + self.engine.settings.shape.num_nodes < self.engine.num_slots
-        self._waiting.append(len(self.prompts))
-        self.prompts.append(prompt)
-        self.request_ids.append(request_id)
-        self.limits.append(max_new_tokens)
-        self.requests.append(Request(Stats(self.engine.settings.shape.depth)))
+        self._enqueue(prompt, request_id, max_new_tokens)
+
+    def _enqueue(self, prompt: list[int], request_id: int, max_new_tokens: int) -> None:
+        stats = Stats(self.engine.settings.shape.depth)
+        request = Request(len(self.requests), prompt, request_id, max_new_tokens, stats)
+        self.requests.append(request)
+        self._waiting.append(request)
 
     def running(self) -> bool:
+        """Return whether a request waits or is in a row."""
         return bool(self._waiting) or self.num_running > 0
 
     @property
     def num_running(self) -> int:
-        """Requests that are in rows, those waiting not among them."""
-        return sum(owner is not None for owner in self._owners)
+        """Number of requests that are in rows, those waiting not counted."""
+        return sum(request is not None for request in self._running)
 
     @property
     def num_finished(self) -> int:
@@ -95,34 +105,37 @@ class Generation:
         if self._waiting and (rows := self._free_rows()):
             self._admit(rows)
             return self._read(0)
-        running = [(row, owner) for row, owner in enumerate(self._owners) if owner is not None]
+        running = [(row, request) for row, request in enumerate(self._running) if request is not None]
         draft_length = self._draft_lengths.next(len(running))
         self.clock.mark(None)
         draft = self.engine.draft(draft_length)
         self.clock.mark("draft")
         record = self.engine.verify(draft)
         self.clock.mark("verify")
-        self._unread.append(_Unread(record, [(row, row, owner) for row, owner in running], draft_length))
+        self._unread.append(_Unread(record, [_Place(row, row, request) for row, request in running], draft_length))
         return self._read(self.lag)
 
     def _free_rows(self) -> list[int]:
-        """Those to admit to now: all free ones, once they are enough to be worth a pass of the target."""
-        free = [row for row, owner in enumerate(self._owners) if owner is None]
-        enough = min(len(self._waiting), -(-len(self._owners) // ADMIT_SHARE))
+        """Return the rows to admit to now: all free ones, once they are enough to be worth a pass of the target."""
+        free = [row for row, request in enumerate(self._running) if request is None]
+        enough = min(len(self._waiting), -(-len(self._running) // ADMIT_SHARE))
         return free[: len(self._waiting)] if len(free) >= enough else []
 
     def _admit(self, rows: list[int]) -> None:
-        taken = [self._waiting.popleft() for _ in rows]
+        requests = [self._waiting.popleft() for _ in rows]
         now = self._now()
-        for row, request in zip(rows, taken, strict=True):
-            self._owners[row] = request
-            self.requests[request].admitted = now
+        for row, request in zip(rows, requests, strict=True):
+            self._running[row], request.admitted = request, now
         self.clock.mark(None)
-        prompts, request_ids = [self.prompts[i] for i in taken], [self.request_ids[i] for i in taken]
-        record = self.engine.admit(rows, prompts, request_ids, [self.limits[i] for i in taken])
+        record = self.engine.admit(
+            rows,
+            [request.prompt for request in requests],
+            [request.request_id for request in requests],
+            [request.max_new_tokens for request in requests],
+        )
         self.clock.mark("prefill")
-        places = [(line, row, owner) for line, (row, owner) in enumerate(zip(rows, taken, strict=True))]
-        self._unread.append(_Unread(record, places))
+        places = zip(range(len(rows)), rows, requests, strict=True)
+        self._unread.append(_Unread(record, [_Place(*place) for place in places]))
 
     def _read(self, lag: int) -> list[Emission]:
         """Read all but the newest `lag` records."""
@@ -130,15 +143,16 @@ class Generation:
         while len(self._unread) > lag:
             unread = self._unread.popleft()
             lines = unread.lines()
-            # a row may have finished in a round before
-            places = [(line, row, owner) for line, row, owner in unread.places if self._owners[row] == owner]
-            emissions += [self._book(row, owner, lines[line]) for line, row, owner in places]
-            self._draft_lengths.finish_round(unread.draft_length, [lines[line][2] for line, _, _ in places])
+            # a request may have finished in a round before
+            places = [place for place in unread.places if self._running[place.row] is place.request]
+            emissions += [self._book(place, lines[place.line]) for place in places]
+            self._draft_lengths.finish_round(unread.draft_length, [lines[place.line][2] for place in places])
         return emissions
 
-    def _book(self, row: int, owner: int, line: list[int]) -> Emission:
+    def _book(self, place: "_Place", line: list[int]) -> Emission:
+        """Add what one line of a record says to its request."""
         num_emitted, num_drafted, num_accepted, finished = line[:RECORD_HEAD]
-        request, now = self.requests[owner], self._now()
+        request, now = place.request, self._now()
         if request.token_ids:
             request.stats.count_round(num_drafted, num_accepted)
             request.first_round = request.first_round or now
@@ -149,16 +163,23 @@ class Generation:
         request.stats.num_emitted_tokens += num_emitted
         if finished:
             request.finished = now
-            self._owners[row] = None
-            self.engine.drafter.remember(self.prompts[owner] + request.token_ids)
-        return Emission(owner, token_ids, min(num_accepted, num_emitted))
+            self._running[place.row] = None
+            self.engine.drafter.remember(request.prompt + request.token_ids)
+        return Emission(request.place, token_ids, min(num_accepted, num_emitted))
+
+
+class _Place(NamedTuple):
+    """Where a record tells of a request."""
+
+    line: int  # of the record
+    row: int
+    request: Request
 
 
 class _Unread:
     """A record on its way to the host."""
 
-    def __init__(self, record: Tensor, places: list[tuple[int, int, int]], draft_length: int = 0) -> None:
-        """`places`: line of the record, row, and the request that was in it."""
+    def __init__(self, record: Tensor, places: list[_Place], draft_length: int = 0) -> None:
         self.places, self.draft_length, self._record = places, draft_length, record
         self._arrived = None
         if record.device.type == "cuda":
@@ -168,6 +189,7 @@ class _Unread:
             self._arrived.record()
 
     def lines(self) -> list[list[int]]:
+        """Return the lines of the record. Waits until it has arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._record.tolist()

@@ -1,4 +1,4 @@
-"""CUDA graphs: a function on tensors that stay where they are, recorded once and then replayed with one launch."""
+"""CUDA graphs: what a function launches on the GPU is recorded once, and then replayed with one launch."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -8,8 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 Output = TypeVar("Output")
-CALLS_TO_RECORD = 3  # the last of them is recorded: libraries allocate and kernels compile in those before
-BY_LENGTH = ("dynamic", "longrope")  # kinds of rotary angles
+CALLS_TO_RECORD = 3  # the last of them is recorded; in those before it libraries allocate and kernels compile
+BY_LENGTH = ("dynamic", "longrope")  # kinds of rotary embeddings whose angles go by the length of the text
 
 
 class Replay(Generic[Output]):
@@ -40,13 +40,13 @@ class Replay(Generic[Output]):
 
 
 def can_be_recorded(module: nn.Module) -> bool:
-    """Whether no model of transformers in it waits for the device in a pass, as far as its class and config tell.
+    """Return whether no transformers model in a module waits for the device in a pass, by its class and config.
 
-    Some mixtures of experts count each expert's tokens on the host, and some rotary angles look at the length of the
-    text there.
+    Some mixtures of experts count the tokens of each expert on the host, and some rotary embeddings look at the length
+    of the text there.
     """
     return not any(
         (isinstance(part, PreTrainedModel) and not part._can_compile_fullgraph)
-        or any(kind in str(getattr(part, "rope_type", "")) for kind in BY_LENGTH)  # in a dict, of several layer types
+        or any(kind in str(getattr(part, "rope_type", "")) for kind in BY_LENGTH)  # may be a dict by layer type
         for part in module.modules()
     )

@@ -294,7 +294,7 @@ def run_load_test(
         num_rows = int(load.value) if load.mode == "concurrency" else settings.max_batch
         for name, decoder in decoders.items():  # warm-up, not counted
             warm = [prompts[i % len(prompts)] for i in range(num_rows)]
-            generation = Generation(decoder.engine_for(how[name], num_rows, longest), [], [])
+            generation = Generation(decoder.engine_for(how[name], num_rows, longest))
             for number, prompt in enumerate(warm):
                 generation.add(prompt, number, min(8, how[name].max_new_tokens))
             while generation.running():
@@ -312,7 +312,7 @@ def run_load_test(
             )
             for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
                 decoders[name].drafter.forget()
-                generation = Generation(decoders[name].engine_for(how[name], num_rows, longest), [], [], now=clock.now)
+                generation = Generation(decoders[name].engine_for(how[name], num_rows, longest), now=clock.now)
                 runs[name].append(serve(generation, plan, prompts, load, clock))
                 on_progress()
         rows += [stage_row(load, name, runs[name], settings.sla) for name in names]

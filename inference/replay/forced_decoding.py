@@ -70,7 +70,7 @@ class ForcedBatchEngine(BatchEngine):
 
 def start_forced(engine: ForcedBatchEngine, prompts: list[list[int]]) -> Generation:
     """Begin to follow the texts of the engine behind their prompts; the caller steps, `num_rounds` times at most."""
-    generation = Generation(engine, prompts, list(range(len(prompts))))
+    generation = Generation(engine, prompts)
     generation.step()
     return generation
 

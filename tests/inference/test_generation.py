@@ -153,7 +153,7 @@ def test_the_cache_after_a_tree_is_that_of_a_fresh_reading(tiny_target: Target) 
     drafter = RandomTree(answers, [len(prompt) for prompt in prompts], num_right=3)
     settings = GenerationSettings(max_new_tokens=20, shape=TREE, stop_at_eos=False)
     engine = BatchEngine(tiny_target, drafter, settings, num_rows=4, num_slots=CONTEXT)
-    generation = Generation(engine, prompts, [0, 1, 2, 3])
+    generation = Generation(engine, prompts)
     while generation.running():
         generation.step()
         fresh = SlotCache(4, CONTEXT)
@@ -182,7 +182,7 @@ def test_a_queue_through_few_rows_gives_what_each_prompt_gives(
     expected = [plain(tiny_target).generate([prompt], max_new_tokens=12).token_ids[0] for prompt in prompts]
     assert {len(answer) for answer in expected} > {12}  # some end early
     engine = BatchEngine(tiny_target, drafter, GenerationSettings(max_new_tokens=12, shape=shape), 3, CONTEXT)
-    generation = Generation(engine, prompts, list(range(len(prompts))), lag=lag)
+    generation = Generation(engine, prompts, lag=lag)
     told: list[list[int]] = [[] for _ in prompts]
     while generation.running():
         for emission in generation.step():

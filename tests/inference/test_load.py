@@ -117,7 +117,7 @@ def test_a_run(name: str, load: Load, tiny_target: Target) -> None:
     settings = resolve_settings(decoder.drafter, Sampling(), 12, 3)
     plan = plan_requests(load, PROMPTS, 12, 12, 0, output_lengths=Lengths(8, 0.5))
     clock = ticking.clock()
-    generation = Generation(decoder.engine_for(settings, 3, 7), [], [], now=clock.now)
+    generation = Generation(decoder.engine_for(settings, 3, 7), now=clock.now)
     run = serve(generation, plan, PROMPTS, load, clock)
     alone = decoder_of("none", tiny_target)
     for sent, answer in zip(plan, run.answers, strict=True):

@@ -145,11 +145,13 @@ def test_the_text_stays_what_it_is(kind: str, schedule: Schedule | Adaptive, tin
         answers = plain.decode(prompts, resolve_settings(plain.drafter, sampling, 14, seed=5)).token_ids
         settings = resolve_settings(drafter, sampling, 14, schedule, mode, seed=5)
         generation = SpeculativeDecoder(tiny_target, drafter).start(prompts, settings, batch_size=4)
-        generation.limits = [5, 14, 9, 12, 7, 14]  # so that the number of running requests changes
+        limits = [5, 14, 9, 12, 7, 14]  # so that the number of running requests changes
+        for request, limit in zip(generation.requests, limits, strict=True):
+            request.max_new_tokens = limit
         while generation.running():
             generation.step()
         found = [request.token_ids for request in generation.requests]
-        assert found == [answer[:limit] for answer, limit in zip(answers, generation.limits, strict=True)]
+        assert found == [answer[:limit] for answer, limit in zip(answers, limits, strict=True)]
         stats = [request.stats for request in generation.requests]
         total = sum(stats[1:], stats[0])
         assert len(total.acceptance_histogram) == 3 + 1

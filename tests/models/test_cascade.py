@@ -128,7 +128,7 @@ def test_a_draft_model_reads_what_was_written_without_speculation(cascade: Casca
     schedule = Schedule(((1, 3), (2, 0)))
     settings = resolve_settings(cascade, Sampling(), 40, schedule, stop_at_eos=False)
     engine = BatchEngine(tiny_target, cascade, settings, 2, 128)
-    generation = Generation(engine, [], [])
+    generation = Generation(engine)
     generation.add([5, 77, 23, 9], 0, 40)
     generation.add([100, 3, 200], 1, 15)
     while generation.running():
