@@ -24,7 +24,6 @@ from transformers import (
 from draftsmith.models.drafters.eagle3 import Eagle3Config
 from draftsmith.train import TrainConfig
 from draftsmith.train.config import DataConfig
-from draftsmith.train.hardware.estimates import H100, estimate, target_size
 
 SIZES = {"smoke": (2_000, 1), "usable": (70_000, 3), "production": (530_000, 3)}  # samples, epochs
 MICRO_BATCH = 8192  # tokens: what a device computes at a time, in gigabytes still, not tens of them
@@ -128,25 +127,6 @@ def eagle3_for(target: str, size: str) -> TrainConfig:
     config.run.steps = num_samples * epochs // config.data.batch_size
     config.run.checkpoint_every = max(1, config.run.steps // 10)
     return config
-
-
-def table() -> str:
-    """What the recipes take, in Markdown: docs/recipes.md."""
-    head = ["recipe", "parameters (active)", *(f"hours, {size}" for size in SIZES), "GB on each GPU", "one H100 80 GB?"]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for name, public in PUBLIC_TARGETS.items():
-        weights = target_size(public.config)
-        taken = {size: estimate(eagle3_for(name, size), public.config, TOKENS_PER_SAMPLE) for size in SIZES}
-        memory = taken["usable"].total_bytes
-        row = [
-            f"`eagle3_{name}_SIZE`",
-            f"{weights.total / 1e9:.1f} B ({(weights.active_layers + weights.head) / 1e9:.1f} B)",
-            *(f"{one.hours(H100):.2f}" if one.hours(H100) < 10 else f"{one.hours(H100):.0f}" for one in taken.values()),
-            f"{memory / 1e9:.0f}",
-            "yes" if memory < H100.memory else "no: `data.features=stored`",
-        ]
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines) + "\n"
 
 
 TARGET_RECIPES: dict[str, Callable[[], TrainConfig]] = {

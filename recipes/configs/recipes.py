@@ -13,6 +13,7 @@ from draftsmith.models.drafters.hydra import HydraConfig
 from draftsmith.models.drafters.medusa import MedusaConfig
 from draftsmith.models.drafters.mlp_speculator import MLPSpeculatorConfig
 from draftsmith.models.drafters.p_eagle import PEagleConfig
+from draftsmith.models.drafting.base import DrafterConfig
 from draftsmith.recipes.configs.public_targets import TARGET_RECIPES
 from draftsmith.train import TrainConfig
 from draftsmith.train.config import DataConfig
@@ -20,61 +21,37 @@ from draftsmith.train.config import DataConfig
 
 def eagle() -> TrainConfig:
     """EAGLE-1, trained on its own guesses, too; made for the dynamic trees of EAGLE-2."""
-    config = TrainConfig(target="", drafter=EagleConfig(), data=DataConfig(""))
-    config.optimizer.learning_rate = 3e-5
-    config.run.steps = 40000
-    config.run.checkpoint_every = 4000
-    return config
+    return _recipe(EagleConfig(), learning_rate=3e-5, steps=40000)
 
 
 def eagle3() -> TrainConfig:
     """EAGLE-3 with a draft vocabulary of 32000 and an unrolled length of 5."""
-    config = TrainConfig(target="", drafter=Eagle3Config(draft_vocab_size=32000, unroll_steps=5), data=DataConfig(""))
-    config.optimizer.learning_rate = 1e-4
-    config.run.steps = 20000
-    config.run.checkpoint_every = 2000
-    return config
+    return _recipe(Eagle3Config(draft_vocab_size=32000, unroll_steps=5), learning_rate=1e-4, steps=20000)
 
 
 def p_eagle() -> TrainConfig:
     """P-EAGLE of four layers with a draft vocabulary of 32000; drafts up to 8 tokens in one pass."""
-    config = TrainConfig(target="", drafter=PEagleConfig(draft_vocab_size=32000), data=DataConfig(""))
-    config.optimizer.learning_rate = 1e-4
-    config.run.steps = 20000
-    config.run.checkpoint_every = 2000
-    return config
+    return _recipe(PEagleConfig(draft_vocab_size=32000), learning_rate=1e-4, steps=20000)
 
 
 def medusa() -> TrainConfig:
     """Four Medusa heads with an output matrix each."""
-    config = TrainConfig(target="", drafter=MedusaConfig(), data=DataConfig(""))
-    config.optimizer.learning_rate = 5e-4
-    config.run.steps = 10000
-    config.run.checkpoint_every = 1000
-    return config
+    return _recipe(MedusaConfig(), learning_rate=5e-4, steps=10000)
 
 
 def medusa_2() -> TrainConfig:
     """Medusa heads and low-rank corrections to the target, trained together. The target is no longer the same model."""
-    config = medusa()
-    config.drafter = MedusaConfig(adapt_target="low_rank")
-    return config
+    return _recipe(MedusaConfig(adapt_target="low_rank"), learning_rate=5e-4, steps=10000)
 
 
 def hydra() -> TrainConfig:
     """Four Hydra heads with an output matrix each."""
-    config = medusa()
-    config.drafter = HydraConfig()
-    return config
+    return _recipe(HydraConfig(), learning_rate=5e-4, steps=10000)
 
 
 def mlp_speculator() -> TrainConfig:
     """An MLP speculator of four stages, as wide as the target."""
-    config = TrainConfig(target="", drafter=MLPSpeculatorConfig(), data=DataConfig(""))
-    config.optimizer.learning_rate = 1e-3
-    config.run.steps = 10000
-    config.run.checkpoint_every = 1000
-    return config
+    return _recipe(MLPSpeculatorConfig(), learning_rate=1e-3, steps=10000)
 
 
 def draft_model() -> TrainConfig:
@@ -82,69 +59,62 @@ def draft_model() -> TrainConfig:
 
     What it accepts before training is measured, too.
     """
-    config = TrainConfig(target="", drafter=DraftModelConfig(), data=DataConfig(""))
-    config.optimizer.learning_rate = 3e-4
-    config.run.steps = 20000
-    config.run.checkpoint_every = 2000
+    config = _recipe(DraftModelConfig(), learning_rate=3e-4, steps=20000)
     config.evaluation.untrained = True
+    return config
+
+
+def _recipe(drafter: DrafterConfig, learning_rate: float, steps: int) -> TrainConfig:
+    """Return a config with ten checkpoints."""
+    config = TrainConfig(target="", drafter=drafter, data=DataConfig(""))
+    config.optimizer.learning_rate = learning_rate
+    config.run.steps, config.run.checkpoint_every = steps, steps // 10
     return config
 
 
 def quickstart_eagle() -> TrainConfig:
     """EAGLE-1 for the embedded target, in a minute or two on a CPU."""
-    config = _quickstart(eagle())
-    config.drafter = EagleConfig(divergence_weight=1.0)  # features alone lead to its acceptance, but slowly
-    config.optimizer.learning_rate = 4e-3
-    return config
+    drafter = EagleConfig(divergence_weight=1.0)  # features alone lead to its acceptance, but slowly
+    return _quickstart(eagle(), 4e-3, drafter)
 
 
 def quickstart_eagle3() -> TrainConfig:
     """EAGLE-3 for the embedded target, in a minute or two on a CPU."""
-    config = _quickstart(eagle3())
-    config.drafter = Eagle3Config(unroll_steps=3)
-    config.optimizer.learning_rate = 4e-3
-    return config
+    return _quickstart(eagle3(), 4e-3, Eagle3Config(unroll_steps=3))
 
 
 def quickstart_p_eagle() -> TrainConfig:
     """P-EAGLE of two layers for the embedded target, in a minute or two on a CPU."""
-    config = _quickstart(p_eagle())
-    config.drafter = PEagleConfig(num_layers=2, num_depths=5)
-    config.optimizer.learning_rate = 4e-3
-    return config
+    return _quickstart(p_eagle(), 4e-3, PEagleConfig(num_layers=2, num_depths=5))
 
 
 def quickstart_medusa() -> TrainConfig:
     """Medusa heads for the embedded target, in a minute on a CPU."""
-    config = _quickstart(medusa())
-    config.optimizer.learning_rate = 4e-3
-    return config
+    return _quickstart(medusa(), 4e-3)
 
 
 def quickstart_hydra() -> TrainConfig:
     """Hydra heads for the embedded target, in a minute on a CPU."""
-    config = _quickstart(hydra())
-    config.optimizer.learning_rate = 1e-2
-    return config
+    return _quickstart(hydra(), 1e-2)
 
 
 def quickstart_mlp_speculator() -> TrainConfig:
     """An MLP speculator for the embedded target, in a minute on a CPU."""
-    config = _quickstart(mlp_speculator())
-    config.optimizer.learning_rate = 1e-2
-    return config
+    return _quickstart(mlp_speculator(), 1e-2)
 
 
 def quickstart_draft_model() -> TrainConfig:
     """A one-layer draft model for the embedded target, in a minute on a CPU."""
-    config = _quickstart(draft_model())
-    config.drafter = DraftModelConfig(num_layers=1)
-    config.optimizer.learning_rate = 2e-3
-    return config
+    return _quickstart(draft_model(), 2e-3, DraftModelConfig(num_layers=1))
 
 
-def _quickstart(config: TrainConfig) -> TrainConfig:
-    """Small batches and short evaluations; steps and prompts are set by the time there is, so none is cut here."""
+def _quickstart(config: TrainConfig, learning_rate: float, drafter: DrafterConfig | None = None) -> TrainConfig:
+    """Return a recipe with small batches and short evaluations.
+
+    Steps and prompts follow from the time that a user gives, so that no evaluation is cut short here.
+    """
+    config.drafter = drafter or config.drafter
+    config.optimizer.learning_rate = learning_rate
     config.data.batch_size = 8
     config.evaluation.max_new_tokens = 48
     config.evaluation.num_prompts = 8

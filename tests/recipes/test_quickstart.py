@@ -8,9 +8,10 @@ import pytest
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.evaluation.comparison import evaluation_paths
-from draftsmith.recipes.studies.quickstart import Plan, fastest_served, load_plan, ranked
+from draftsmith.recipes.studies.quickstart import fastest_served, ranked
+from draftsmith.recipes.studies.quickstart_budget import Budget, load_budget
 
-PLAN = Plan("target", 1.0, 64, 4, 4, None, {"hydra": 8})
+BUDGET = Budget("target", 1.0, 64, 4, 4, None, {"hydra": 8})
 
 
 def test_lossless_drafters_come_first_then_fast_ones(tmp_path: Path, tiny_target: Target) -> None:
@@ -21,7 +22,7 @@ def test_lossless_drafters_come_first_then_fast_ones(tmp_path: Path, tiny_target
         path.parent.mkdir(parents=True)
         result = {"speedup": speedup, "lossless": {"divergences": divergences}}
         path.write_text(json.dumps({"results": [result]}))
-    assert list(ranked(checkpoints, tiny_target, PLAN, tmp_path).values()) == ["medusa", "hydra", "eagle3"]
+    assert list(ranked(checkpoints, tiny_target, BUDGET, tmp_path).values()) == ["medusa", "hydra", "eagle3"]
 
 
 def test_what_vllm_does_not_serve_is_not_exported() -> None:
@@ -29,13 +30,13 @@ def test_what_vllm_does_not_serve_is_not_exported() -> None:
     assert fastest_served({Path("a"): "hydra"}) is None
 
 
-def test_an_interrupted_run_goes_on_with_its_plan(tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_with_its_budget(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
-    assert load_plan(path, "target", 1.0) is None
+    assert load_budget(path, "target", 1.0) is None
     path.write_text("target: target\nminutes: 1.0\nnum_prompts: 64\nnum_checkpoint_prompts: 4\n")
     with pytest.raises(ValueError, match="num_comparison_prompts"):
-        load_plan(path, "target", 1.0)
+        load_budget(path, "target", 1.0)
     path.write_text(path.read_text() + "num_comparison_prompts: 4\nnum_threads: null\nsteps: {hydra: 8}\n")
-    assert load_plan(path, "target", 1.0) == PLAN
+    assert load_budget(path, "target", 1.0) == BUDGET
     with pytest.raises(UserError, match="other settings"):
-        load_plan(path, "target", 2.0)
+        load_budget(path, "target", 2.0)

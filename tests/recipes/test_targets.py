@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipe_table import table
 
 from draftsmith.models.drafters.eagle3 import Eagle3
-from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, eagle3_for, table
+from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, eagle3_for
 from draftsmith.train.config import resolve
 from draftsmith.train.hardware.estimates import H100, estimate, meta_target, target_size
 

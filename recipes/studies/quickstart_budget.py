@@ -1,0 +1,126 @@
+"""What the time of a quickstart allows on this machine: prompts, steps, threads.
+
+It is measured once and kept in plan.yaml, so that an interrupted quickstart goes on with the same numbers.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+
+from draftsmith.data.answers.prepare import PrepareSettings, decode_answers
+from draftsmith.data.answers.turns import Dialogue, Markers
+from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.samples.batches import BatchPlan
+from draftsmith.data.samples.samples import Sample
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoding.clock import cpu_threads
+from draftsmith.inference.measuring.measure import MeasureSettings
+from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.typed_json import from_json
+from draftsmith.recipes.configs.recipes import RECIPES
+
+# Shares of the time; the rest is for loading, the report, and estimates that were too low.
+PREPARE_SHARE, TRAINING_SHARE, CHECKPOINT_SHARE, COMPARISON_SHARE = 0.12, 0.51, 0.07, 0.27
+# How the drafters divide the time for training. Heads learn fast, layers with attention go on learning.
+WEIGHTS = {"eagle3": 5, "eagle": 5, "p_eagle": 5, "hydra": 4, "mlp_speculator": 4, "medusa": 3, "draft_model": 1}
+CHECKPOINTS = 2  # a run
+NUM_HELD_OUT = 64  # prompts for the comparison, and again as many for checkpoints
+ANSWERS = PrepareSettings(max_new_tokens=128, batch_size=64)  # the training text
+COMPARISON = MeasureSettings(max_new_tokens=96, repeats=5)
+TIMED_PROMPTS = 8
+
+
+@dataclass
+class Budget:
+    """What the time allows, as plan.yaml holds it."""
+
+    target: str
+    minutes: float
+    num_prompts: int  # that the target answers for training
+    num_checkpoint_prompts: int  # that a checkpoint is measured on
+    num_comparison_prompts: int
+    num_threads: int | None  # of the CPU, that plain decoding is fastest with; None on a GPU
+    steps: dict[str, int]  # by drafter
+
+
+def load_budget(path: Path, target: str, minutes: float) -> Budget | None:
+    """Return the budget of an interrupted quickstart; `UserError` where that had other settings."""
+    if not path.is_file():
+        return None
+    budget = from_json(Budget, yaml.safe_load(path.read_text()))
+    if (budget.target, budget.minutes) != (target, minutes):
+        raise UserError(f"{path.parent} holds a quickstart with other settings: give another --out, or remove it")
+    return budget
+
+
+def measure_budget(target: Target, prompts: list[str], kinds: list[str], minutes: float) -> Budget:
+    """Time a batch of answers, a decoded prompt and a few training steps of each drafter, and divide the time."""
+    seconds = minutes * 60
+    encoded = [target.encode(prompt) for prompt in prompts[: ANSWERS.batch_size]]
+    plain = SpeculativeDecoder(target, load_drafter("none", target))
+    plain.generate(encoded[:1], max_new_tokens=4)  # warm-up
+    start = time.perf_counter()
+    samples = first_samples(plain, prompts[: ANSWERS.batch_size])
+    num_batches = max(2, int(seconds * PREPARE_SHARE / (time.perf_counter() - start)))
+
+    num_threads, per_token = fastest_num_threads(plain, encoded[:TIMED_PROMPTS])
+    brief = RECIPES[f"quickstart_{kinds[0]}"]().evaluation
+    # a prompt is decoded plainly and with each contender, which take about as long
+    checkpoint_prompt = 3 * per_token * brief.max_new_tokens * brief.repeats * CHECKPOINTS * len(kinds)
+    comparison_prompt = (len(kinds) + 2) * per_token * COMPARISON.max_new_tokens * COMPARISON.repeats
+    per_weight = seconds * TRAINING_SHARE / sum(WEIGHTS[kind] for kind in kinds)
+    steps = {kind: max(8, int(per_weight * WEIGHTS[kind] / seconds_per_step(kind, target, samples))) for kind in kinds}
+    return Budget(
+        target=target.name,
+        minutes=minutes,
+        num_prompts=min(len(prompts), num_batches * ANSWERS.batch_size),
+        num_checkpoint_prompts=min(NUM_HELD_OUT, max(2, int(seconds * CHECKPOINT_SHARE / checkpoint_prompt))),
+        num_comparison_prompts=min(NUM_HELD_OUT, max(4, int(seconds * COMPARISON_SHARE / comparison_prompt))),
+        num_threads=num_threads,
+        steps=steps,
+    )
+
+
+def first_samples(plain: SpeculativeDecoder, prompts: list[str]) -> list[Sample]:
+    """Return the target's answers to prompts, as `prepare` would write them."""
+    markers = Markers.of(plain.target)
+    dialogues = [
+        Dialogue(Prompt(text=prompt), index, Sampling(1.0), plain.target, markers)
+        for index, prompt in enumerate(prompts)
+    ]
+    return [sample for dialogue in decode_answers(plain, dialogues, ANSWERS) for sample in dialogue.samples]
+
+
+def fastest_num_threads(plain: SpeculativeDecoder, prompts: list[list[int]]) -> tuple[int | None, float]:
+    """Return the number of CPU threads, one or all, that decodes the prompts fastest, and its seconds a token."""
+    candidates = [None] if plain.target.device.type == "cuda" else [torch.get_num_threads(), 1]
+    times = {}
+    for num_threads in candidates:
+        with cpu_threads(num_threads):
+            outputs = [plain.generate([prompt], COMPARISON.max_new_tokens) for prompt in prompts]
+        num_tokens = sum(len(output.token_ids[0]) for output in outputs)
+        times[num_threads] = sum(output.timing.total for output in outputs) / num_tokens
+    fastest = min(times, key=lambda num_threads: times[num_threads])
+    return fastest, times[fastest]
+
+
+def seconds_per_step(kind: str, target: Target, samples: list[Sample]) -> float:
+    """Return the mean time of loss and gradient of a new drafter on samples, after one batch to warm up."""
+    config = RECIPES[f"quickstart_{kind}"]()
+    tokens = config.data.batch_size * target.context
+    batches = BatchPlan(samples, config.data.batch_size, target.context, tokens, seed=0)
+    drafter: Drafter = DRAFTERS[kind].from_target(config.drafter, target).to(target.device)
+    times = []
+    for step in range(1 + batches.steps_per_epoch):
+        start = time.perf_counter()
+        batch = batches.collate(batches.micro_batches(step, 0, 1)[0]).to(target.device)
+        total, count = drafter(batch, target.features(batch, drafter.layer_ids))["loss"]
+        (total / count).backward()
+        total.item()  # waits for a GPU
+        times.append(time.perf_counter() - start)
+    return sum(times[1:]) / len(times[1:])

@@ -1,0 +1,30 @@
+"""Print the table of docs/recipes.md: what the recipes for public targets take, by formulae."""
+
+from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, TOKENS_PER_SAMPLE, eagle3_for
+from draftsmith.train.hardware.estimates import H100, estimate, target_size
+
+
+def table() -> str:
+    """Return what the recipes take, in Markdown."""
+    head = ["recipe", "parameters (active)", *(f"hours, {size}" for size in SIZES), "GB on each GPU", "one H100 80 GB?"]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for name, public in PUBLIC_TARGETS.items():
+        weights = target_size(public.config)
+        taken = {size: estimate(eagle3_for(name, size), public.config, TOKENS_PER_SAMPLE) for size in SIZES}
+        memory = taken["usable"].total_bytes
+        row = [
+            f"`eagle3_{name}_SIZE`",
+            f"{weights.total / 1e9:.1f} B ({(weights.active_layers + weights.head) / 1e9:.1f} B)",
+            *(
+                f"{hours:.2f}" if hours < 10 else f"{hours:.0f}"
+                for hours in (cost.hours(H100) for cost in taken.values())
+            ),
+            f"{memory / 1e9:.0f}",
+            "yes" if memory < H100.memory else "no: `data.features=stored`",
+        ]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")
