@@ -97,8 +97,8 @@ def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num
 def show_data(setup: Setup, vocabulary: dict[str, Any] | None) -> None:
     """Tell the user what is trained on: a sample with its mask, and what is odd about the data."""
     plan = setup.plan
-    if plan.cut():
-        rich.print(escape(plan.cut()))
+    if cut := plan.describe_cut():
+        rich.print(escape(cut))
     if vocabulary:
         rich.print(escape(vocabulary_text(vocabulary)))
     notice_padding(setup.target)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from draftsmith.data.answers.prepare import open_folder, show_written
 from draftsmith.data.answers.turns import Markers
-from draftsmith.data.prompts.conversations import given_samples
+from draftsmith.data.prompts.conversations import encode_conversation
 from draftsmith.data.prompts.prompts import read_split
 from draftsmith.data.prompts.splits import HELD_OUT, write_prompts
 from draftsmith.data.samples.samples import SAMPLES, Sample, sample_line
@@ -21,13 +21,14 @@ def store_given(target: Target, source: str, out: Path, held_out_share: float = 
     """
     split = read_split(source, held_out_share)
     markers, lines = Markers.of(target), []
-    for index, (token_ids, answers) in enumerate(given_samples(split.train, target)):
+    for index, prompt in enumerate(split.train):
+        token_ids, answers = encode_conversation(prompt, target)
         spans = []
         for start, end in answers:
             label = markers.open_label(token_ids[:start], target.eos_token_ids)
             spans += markers.spans(token_ids[:end], start, label)
         # how the text was drawn is not known: as if from the law itself
-        sample = Sample(token_ids, spans, "given", 1.0, 1.0, 0, index, split.train[index].domain)
+        sample = Sample(token_ids, spans, "given", 1.0, 1.0, 0, index, prompt.domain)
         lines.append(sample_line(sample))
     prepared = {
         "target": target.name,

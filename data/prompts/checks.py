@@ -1,6 +1,7 @@
 """Checks that stop a run, or warn, before it spends hours on text that the target would never meet.
 
-Each is one function, called at one place; docs/data.md lists them.
+Each is a function that is called at one place; docs/data.md lists them. A `check_...` raises `UserError`, a
+`notice_...` tells the user and goes on.
 """
 
 from pathlib import Path
@@ -17,9 +18,9 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.target.identity import check_identity
 from draftsmith.models.target.target import Target
 
-Spans = list[tuple[int, int]]  # of trained tokens, [start, end)
+Spans = list[tuple[int, int]]  # trained tokens, [start, end)
 
-CAPTURE_TOKENS = 64  # of a row, that captured hidden states are compared on
+CAPTURE_TOKENS = 64  # tokens of a text that captured hidden states are compared on
 SHOWN_PROMPT, SHOWN_ANSWER = 300, 500  # characters of a sample on the console
 
 
@@ -68,7 +69,7 @@ def check_token_ids(token_ids: list[int], target: Target, where: str) -> None:
 
 
 def num_known_tokens(target: Target) -> int:
-    """One more than the largest id of the tokenizer; rows of the vocabulary from there on are padding."""
+    """Return one more than the largest id of the tokenizer; rows of the vocabulary from there on are padding."""
     if target.tokenizer is None:
         return target.vocab_size
     return max(target.tokenizer.get_vocab().values()) + 1
@@ -104,14 +105,15 @@ def check_samples(samples: list[Sample], target: Target, max_length: int, where:
 
 
 def spans_of(sample: Sample) -> Spans:
+    """Return the spans of a sample without their labels."""
     return [(span.start, span.end) for span in sample.spans]
 
 
 def check_mask(spans: list[Spans], lengths: list[int], max_length: int, where: str) -> None:
     """Refuse samples of which no token is trained on after the cut at `max_length`, or every one."""
-    trained = [sum(max(0, min(end, max_length) - start) for start, end in one) for one in spans]
+    trained = [sum(max(0, min(end, max_length) - start) for start, end in sample) for sample in spans]
     if not any(trained):
-        if any(start < end for one in spans for start, end in one):
+        if any(start < end for sample in spans for start, end in sample):
             raise UserError(f"all answers in {where} begin beyond data.max_length={max_length}: raise it")
         raise UserError(f"no token in {where} is trained on, its samples hold no answers: prepare them again")
     if sum(trained) == sum(min(length, max_length) for length in lengths):
@@ -140,7 +142,7 @@ def notice_padding(target: Target) -> None:
 
 
 def shown_sample(sample: Sample, target: Target) -> Text:
-    """A sample as text, what is trained on green and between ⟦ ⟧; long stretches are cut in their middle."""
+    """Return a sample as text; what is trained on is green and between ⟦ ⟧; long stretches are cut in their middle."""
     assert target.tokenizer is not None
     token_ids, spans = sample.token_ids, spans_of(sample)
     text = Text()
@@ -167,20 +169,19 @@ def _shortened(text: str, limit: int) -> str:
 def check_capture(target: Target, layer_ids: tuple[int, ...], token_ids: list[int]) -> None:
     """Refuse a target whose captured features are not what a plain forward of transformers calls `hidden_states[N]`.
 
-    Layers and the last hidden state are compared on the first of the tokens, then the target's head on the last hidden
-    state with the model's own logits.
+    Layers, the last hidden state, and the head's logits from it are compared on the first of the tokens.
     """
     row = torch.tensor([token_ids[:CAPTURE_TOKENS]], device=target.device)
     features = target.features(Batch(row, torch.ones_like(row, dtype=torch.bool)), layer_ids)
     plain = target.model(input_ids=row, output_hidden_states=True, use_cache=False)
-    found = {"the last hidden state": (features.last_hidden, plain.hidden_states[-1])}
+    pairs = {"the last hidden state": (features.last_hidden, plain.hidden_states[-1])}
     if features.layers is not None:
         captured = features.layers.split(target.hidden_size, dim=-1)
         for layer_id, hidden in zip(sorted(layer_ids), captured, strict=True):
-            found[f"layer {layer_id}"] = (hidden, plain.hidden_states[layer_id])
-    found["the head's logits"] = (target.logits(features.last_hidden), plain.logits)
+            pairs[f"layer {layer_id}"] = (hidden, plain.hidden_states[layer_id])
+    pairs["the head's logits"] = (target.logits(features.last_hidden), plain.logits)
     tolerance = 1e-3 if target.dtype == torch.float32 else 0.1
-    for name, (own, expected) in found.items():
+    for name, (own, expected) in pairs.items():
         error = (own.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-6)
         if not error < tolerance:  # also where one of them is not a number
             raise UserError(

@@ -1,13 +1,13 @@
-"""Chats through the target's template: opened for an answer, or whole, with the spans of answers that are given.
+"""Chats through the target's template: opened for an answer, or whole with the spans of their answers.
 
-A given conversation is off-policy: the target did not write it. What it is trained on has to look, token by token,
-like what the target meets when it serves: each answer must follow the very tokens of the turn opened for it, and must
-stay as it is when later turns follow. Both are verified; a template that rewrites history is refused.
+A whole conversation is off-policy: the target did not write its answers. It has to look, token by token, like what the
+target meets when it serves: each answer must follow the very tokens of the turn opened for it, and must stay as it is
+when later turns follow. Both are verified; a template that rewrites history is refused.
 """
 
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -23,65 +23,57 @@ SHOWN_TOKENS = 8  # of a difference, in messages
 
 @dataclass
 class Chat:
-    """A conversation with the tokenizer that renders it."""
+    """A conversation with the target whose tokenizer renders it."""
 
     prompt: Prompt
     target: Target
 
     def token_ids(self, num_messages: int, opened: bool = False) -> list[int]:
-        """Of the first messages; `opened` for the answer that follows them."""
+        """Return the token ids of the first messages; `opened` adds the beginning of the answer that follows them."""
         return self._render(num_messages, add_generation_prompt=opened, return_dict=True)["input_ids"]
 
     def text(self, num_messages: int, opened: bool = False) -> str:
+        """Return the text of the first messages; `opened` adds the beginning of the answer that follows them."""
         return self._render(num_messages, add_generation_prompt=opened, tokenize=False)
 
     def marked(self, num_messages: int) -> list[tuple[int, int]]:
-        """Spans between the template's generation marks."""
+        """Return the spans [start, end) of tokens between the template's generation marks."""
         output = self._render(num_messages, return_dict=True, return_assistant_tokens_mask=True)
-        return _runs(output["assistant_masks"])
+        mask = [0, *output["assistant_masks"], 0]
+        edges = [i for i in range(len(mask) - 1) if mask[i] != mask[i + 1]]
+        return list(zip(edges[::2], edges[1::2], strict=True))
 
-    def _render(self, num_messages: int, **how: Any) -> Any:
+    def _render(self, num_messages: int, **options: Any) -> Any:
         tokenizer, where = self.target.tokenizer, self.prompt.where or "the prompt"
         assert tokenizer is not None
         assert self.prompt.messages is not None
         if not tokenizer.chat_template:
             reason = f"{self.target.name} has no chat template"
             raise UserError(f'{where} has "messages", but {reason}: give "prompt" texts')
-        try:  # cast: typed for every form of its output
+        try:  # cast: its result is typed for every form of its output
             return cast(Any, tokenizer).apply_chat_template(
-                self.prompt.messages[:num_messages], tools=self.prompt.tools, **how
+                self.prompt.messages[:num_messages], tools=self.prompt.tools, **options
             )
         except TemplateError as error:
             raise UserError(f"{where}: the chat template refuses it: {first_line(error)}") from None
 
-    def turns(self) -> list[int]:
-        """Indices of the messages that are answers."""
-        return [i for i, message in enumerate(self.prompt.messages or []) if message["role"] == "assistant"]
-
 
 def opened_chat(prompt: Prompt, target: Target) -> list[int]:
-    """Token ids of a conversation up to its last turn that is no answer, opened for the answer to that."""
-    messages = prompt.messages
-    assert messages is not None
-    asked = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
-    return Chat(prompt, target).token_ids(asked[-1] + 1 if asked else 0, opened=True)
+    """Return the token ids of a conversation up to its last turn that is no answer, opened for the answer to it."""
+    assert prompt.messages is not None
+    others = [i for i, message in enumerate(prompt.messages) if message["role"] != "assistant"]
+    return Chat(prompt, target).token_ids(others[-1] + 1 if others else 0, opened=True)
 
 
-def given_samples(prompts: Iterable[Prompt], target: Target) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
-    """For each conversation its token ids up to the last answer, and the answers' spans [start, end).
+def encode_conversation(prompt: Prompt, target: Target) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the token ids of a conversation up to its last answer, and the spans [start, end) of its answers.
 
     Raises `UserError`, naming file and line, for a conversation without an answer and for one that the target would
     never meet in this form: history that the template rewrites, tokens that reach over the beginning of an answer.
     """
-    for prompt in prompts:
-        yield given_sample(prompt, target)
-
-
-def given_sample(prompt: Prompt, target: Target) -> tuple[list[int], list[tuple[int, int]]]:
-    """As `given_samples`, of one conversation."""
     check_not_rendered(prompt, target)
     chat = Chat(prompt, target)
-    turns = chat.turns()
+    turns = [i for i, message in enumerate(prompt.messages or []) if message["role"] == "assistant"]
     if not turns or turns[0] == 0:
         raise UserError(
             f"{prompt.where or 'the prompt'} has no answer that follows a user's turn: leave it out, or let the target "
@@ -97,25 +89,21 @@ def given_sample(prompt: Prompt, target: Target) -> tuple[list[int], list[tuple[
 
 
 def _verified_span(chat: Chat, turn: int, num_messages: int, token_ids: list[int]) -> tuple[int, int]:
-    """Of one answer: from the end of the turn opened for it to its end of text, or else to the end of the turn."""
+    """Return the span of an answer: from the turn opened for it to its end of text, or else to the end of the turn."""
     opening, through = chat.token_ids(turn, opened=True), chat.token_ids(turn + 1)
     if through[: len(opening)] != opening:
         raise _refusal(chat, turn, opening, through, chat.text(turn, opened=True), chat.text(turn + 1))
     start, end = len(opening), len(through)
-    ends = [i for i in range(start, end) if through[i] in chat.target.eos_token_ids]
-    end = ends[0] + 1 if ends else end
+    end = next((i + 1 for i in range(start, end) if through[i] in chat.target.eos_token_ids), end)
     if token_ids[:end] != through[:end]:
         raise _refusal(chat, turn, through[:end], token_ids, chat.text(turn + 1), chat.text(num_messages))
     return start, end
 
 
 def _refusal(chat: Chat, turn: int, before: list[int], after: list[int], text: str, later_text: str) -> UserError:
-    """Why a rendering does not go on as it began: by the template, or by the tokens at the seam."""
+    """Return an error that says why a rendering does not go on as it began: the template, or the tokens at the seam."""
     where = f"{chat.prompt.where or 'the prompt'}, message {turn + 1}"
-    decode = cast(Any, chat.target.tokenizer).decode
-    same = next(
-        (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after))
-    )
+    decode, same = cast(Any, chat.target.tokenizer).decode, len(commonprefix([before, after]))
     first, second = (decode(ids[same : same + SHOWN_TOKENS]) for ids in (before, after))
     if later_text.startswith(text):
         return UserError(
@@ -133,7 +121,7 @@ def _refusal(chat: Chat, turn: int, before: list[int], after: list[int], text: s
 def _marked_spans(
     chat: Chat, num_messages: int, token_ids: list[int], turns: list[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """The spans that the template marks, each with the end of text behind it, which the target writes too.
+    """Return the spans that the template marks, each with the end of text behind it, which the target writes too.
 
     Marks may leave out the beginning of a turn. Raises `UserError` where they reach beyond the verified turns, or
     leave out a whole one: the mark of one family in the template of another.
@@ -148,9 +136,3 @@ def _marked_spans(
             f"cover tokens {spans}, and the answers are {turns}: mend the template, or take the marks out of it"
         )
     return spans
-
-
-def _runs(mask: list[int]) -> list[tuple[int, int]]:
-    """Where the runs of ones begin and end."""
-    edges = [i for i in range(len(mask) + 1) if (mask[i - 1] if i else 0) != (mask[i] if i < len(mask) else 0)]
-    return list(zip(edges[::2], edges[1::2], strict=True))

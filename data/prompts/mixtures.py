@@ -1,4 +1,4 @@
-"""A mixture of sources: a .yaml file, to be given wherever a source of prompts is.
+"""A mixture of sources: a .yaml file that can be given wherever a source of prompts can.
 
 num_prompts: 10000          # in all; left out, as many as the weights allow without taking a prompt twice
 sources:
@@ -25,6 +25,8 @@ from draftsmith.models.errors import UserError
 
 @dataclass
 class MixtureSource:
+    """A source of a mixture, as its file describes it."""
+
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     source: str
@@ -36,6 +38,8 @@ class MixtureSource:
 
 @dataclass
 class Mixture:
+    """The content of a mixture's file."""
+
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     sources: list[MixtureSource]
@@ -43,17 +47,15 @@ class Mixture:
 
 
 def read_mixture(path: Path) -> list[Prompt]:
-    """The prompts of a mixture, source after source, without duplicates.
+    """Return the prompts of a mixture, source after source, without duplicates.
 
-    Which prompts of a source are taken is decided by their hashes, so that a smaller mixture is part of a larger one.
+    The hashes of a source's prompts decide which of them are taken, so that a smaller mixture is part of a larger one.
+    Raises `UserError` for a file that is no mixture, and for a mixture that its sources cannot fill.
     """
     mixture = load_mixture(path)
-    sources: dict[str, list[Prompt]] = {}
-    for part in mixture.sources:
-        sources[part.source] = _read_part(part)
-    unique = deduplicate([prompt for prompts in sources.values() for prompt in prompts])
-    kept = set(map(id, unique))
-    sources = {name: [prompt for prompt in prompts if id(prompt) in kept] for name, prompts in sources.items()}
+    all_prompts = {part.source: _read_part(part) for part in mixture.sources}
+    unique = set(map(id, deduplicate([prompt for prompts in all_prompts.values() for prompt in prompts])))
+    sources = {name: [prompt for prompt in prompts if id(prompt) in unique] for name, prompts in all_prompts.items()}
     for name, prompts in sources.items():
         if not prompts:
             raise UserError(f"{path}: all prompts of {name} stand in the sources before it: leave it out")
@@ -62,7 +64,7 @@ def read_mixture(path: Path) -> list[Prompt]:
 
 
 def load_mixture(path: Path) -> Mixture:
-    """Read and check the file."""
+    """Return the checked content of a mixture's file."""
     try:
         content = yaml.safe_load(path.read_text("utf-8"))
         mixture = TypeAdapter(Mixture).validate_python(content)
@@ -85,6 +87,7 @@ def load_mixture(path: Path) -> Mixture:
 
 
 def _read_part(part: MixtureSource) -> list[Prompt]:
+    """Return all prompts of a source with the domain and form that the mixture gives them."""
     if part.domain is not None and part.domain_column != "domain":
         raise UserError(f"mixture: {part.source} has both domain and domain_column: give one")
     name = Path(part.source.partition(":")[0]).stem
@@ -98,7 +101,7 @@ def _read_part(part: MixtureSource) -> list[Prompt]:
 
 
 def _counts(mixture: Mixture, sizes: list[int], path: Path) -> list[int]:
-    """Prompts to take of each source."""
+    """Return the number of prompts to take from each source."""
     weights = [size if part.weight is None else part.weight for part, size in zip(mixture.sources, sizes, strict=True)]
     shares = [weight / sum(weights) for weight in weights]
     room = [size / share for size, share in zip(sizes, shares, strict=True)]
@@ -113,6 +116,6 @@ def _counts(mixture: Mixture, sizes: list[int], path: Path) -> list[int]:
 
 
 def _pick(prompts: list[Prompt], count: int) -> list[Prompt]:
-    """Those with the lowest hashes, in their order."""
+    """Return the `count` prompts with the lowest hashes, in their order."""
     chosen = set(sorted(map(prompt_hash, prompts))[:count])
     return [prompt for prompt in prompts if prompt_hash(prompt) in chosen]

@@ -1,4 +1,4 @@
-"""A row of a data set, in any of the forms that the field writes prompts in, becomes a `Prompt`.
+"""The forms that data sets have prompts in, each of which becomes a `Prompt`.
 
     {"prompt": text}                                    used as it is
     {"prompt": [...]}, {"messages": [...]}              objects with "role" and "content", as OpenAI's
@@ -26,7 +26,7 @@ ROLES = {
 
 @dataclass
 class Prompt:
-    """One of `text` and `messages`."""
+    """A prompt: either `text` or `messages`."""
 
     text: str | None = None  # used as it is
     messages: list[dict[str, Any]] | None = None  # put through the target's chat template; answers are written anew
@@ -36,10 +36,10 @@ class Prompt:
 
 
 def to_prompt(row: Any, where: str, column: str = "", domain_column: str = "domain") -> Prompt | None:
-    """The prompt of a row, by one of the known fields or from a named column.
+    """Return the prompt of a row, from one of the known fields or from a named column.
 
-    None for a ShareGPT conversation in which no user speaks; the files that are passed around hold some. Raises
-    `UserError` for a row without a prompt, or with two of them.
+    Returns None for a ShareGPT conversation in which no user speaks; public data sets hold some. Raises `UserError` for
+    a row without a prompt, or with two of them.
     """
     name = column or _field(row, where)
     value = _value(row, name, where)
@@ -59,17 +59,17 @@ def to_prompt(row: Any, where: str, column: str = "", domain_column: str = "doma
 
 
 def _field(row: Any, where: str) -> str:
-    """The one known field that a row holds its prompt in."""
-    found = [name for name in FIELDS if isinstance(row, dict) and row.get(name) is not None]
-    if len(found) > 1:
-        names = " and ".join(map(repr, found))
-        raise UserError(f"{where} has {names}: name the column to read, as in SOURCE:{found[1]}")
-    if not found:
+    """Return the only known field that a row holds a prompt in."""
+    present = [name for name in FIELDS if isinstance(row, dict) and row.get(name) is not None]
+    if len(present) > 1:
+        names = " and ".join(map(repr, present))
+        raise UserError(f"{where} has {names}: name the column to read, as in SOURCE:{present[1]}")
+    if not present:
         raise UserError(
             f'{where} has no "prompt" text, and neither "messages" nor "conversations", a list of objects with a '
             '"role": give one of them, or name a column as in SOURCE:COLUMN'
         )
-    return found[0]
+    return present[0]
 
 
 def _value(row: Any, name: str, where: str) -> Any:
@@ -80,9 +80,9 @@ def _value(row: Any, name: str, where: str) -> Any:
 
 
 def to_messages(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Messages with "role" and "content" from a list in either form; None where it is ShareGPT's and no user speaks.
+    """Return messages with "role" and "content" from a list in either form; None where no user speaks in ShareGPT's.
 
-    ShareGPT conversations that begin with an answer, cut from longer ones, begin with the user here.
+    A ShareGPT conversation that was cut from a longer one may begin with an answer, which is left out.
     """
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise UserError(f'{where} is not a list of objects with a "role"')
@@ -109,7 +109,7 @@ def _from_sharegpt(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _plain_content(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """The message with its content as one text; parts of text are joined by line breaks, as vLLM does."""
+    """Return a message with its content as one text; parts of text are joined by line breaks, as vLLM joins them."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return message
@@ -121,7 +121,7 @@ def _plain_content(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Tools as a list; data sets with columns of one type keep them as JSON text."""
+    """Return tools as a list; data sets with columns of one type keep them as JSON text."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None

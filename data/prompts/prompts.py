@@ -17,7 +17,7 @@ from draftsmith.models.target.target import Target
 
 
 def read_prompts(source: str) -> list[Prompt]:
-    """All prompts of a source (sources.py) or of a mixture in a .yaml file (mixtures.py).
+    """Return all prompts of a source (sources.py) or of a mixture in a .yaml file (mixtures.py).
 
     Raises `UserError` naming the file and line that is wrong.
     """
@@ -26,7 +26,7 @@ def read_prompts(source: str) -> list[Prompt]:
 
 
 def read_split(source: str, held_out_share: float) -> Split:
-    """The prompts of a source to train on and to hold out, duplicates left out and counted for the user."""
+    """Return the prompts of a source to train on and to hold out; duplicates are left out, and the user told."""
     prompts = read_prompts(source)
     unique = deduplicate(prompts)
     if len(unique) < len(prompts):
@@ -35,7 +35,7 @@ def read_split(source: str, held_out_share: float) -> Split:
 
 
 def encode_prompts(prompts: list[Prompt], target: Target) -> list[list[int]]:
-    """Token ids of each prompt, a chat opened for the answer.
+    """Return the token ids of each prompt, a chat opened for the answer.
 
     Raises `UserError`, naming file and line, for one that the target cannot take or that was rendered before.
     """
@@ -52,11 +52,12 @@ def encode_prompts(prompts: list[Prompt], target: Target) -> list[list[int]]:
 
 
 def tokenise(prompt: Prompt, target: Target) -> list[int]:
+    """Return the token ids of a prompt, unchecked; those of a chat are opened for the answer."""
     return target.encode(prompt.text) if prompt.text is not None else opened_chat(prompt, target)
 
 
 def tokenise_seconds(prompts: list[Prompt], target: Target) -> list[float]:
-    """How long each prompt takes to become token ids, once the tokenizer is warm."""
+    """Return the seconds that each prompt takes to become token ids, once the tokenizer is warm."""
     times = [time.perf_counter()]
     for prompt in prompts:
         tokenise(prompt, target)
@@ -65,7 +66,7 @@ def tokenise_seconds(prompts: list[Prompt], target: Target) -> list[float]:
 
 
 def read_prompt_set(source: str, target: Target, num_prompts: int | None, max_new_tokens: int) -> PromptSet:
-    """Prompts to decode, all or `num_prompts` of them, encoded and with their domains.
+    """Return prompts to decode, all or `num_prompts` of a source, encoded and with their domains.
 
     Raises `UserError`, naming file and line, for one that does not fit the target.
     """

@@ -16,19 +16,19 @@ from draftsmith.data.progress import notice
 from draftsmith.data.prompts.prompt_formats import Prompt, to_prompt
 from draftsmith.models.errors import UserError, first_line
 
-RawRows = Iterable[tuple[str, Any]]  # where a row stands, and the row
+RawRows = Iterable[tuple[str, Any]]  # the place of a row, for messages to the user, and the row
 
 SOURCE_SUFFIXES = (
     *("c", "cc", "cpp", "cs", "go", "h", "hpp", "java", "js", "jl", "kt", "lua", "md", "php", "pl", "py", "r", "rb"),
     *("rs", "rst", "scala", "sh", "sql", "swift", "tex", "ts", "txt"),
 )
 PART_LINES = 32  # a source file is cut at the first blank line after so many lines
-LONGEST_PART = 64  # lines, where there is no blank one
-LONGEST_LINE = 1000  # characters; files with longer ones were not written by hand
+LONGEST_PART = 64  # lines after which it is cut where there is no blank line
+LONGEST_LINE = 1000  # characters; files with longer lines were not written by hand
 
 
 def read_source(source: str, domain_column: str = "domain") -> list[Prompt]:
-    """All prompts of one source. Raises `UserError` naming the file and line that is wrong."""
+    """Return all prompts of a source. Raises `UserError` naming the file and line that is wrong."""
     name, _, rest = source.partition(":")
     path = Path(name)
     if path.suffix in READERS:
@@ -62,7 +62,7 @@ def _from_rows(rows: RawRows, source: str, column: str, domain_column: str) -> l
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank, ended by line feeds alone: JSON text may hold other separators."""
+    """Yield place and text of each line that is not blank. Only line feeds end a line: JSON may hold other breaks."""
     try:
         with path.open(encoding="utf-8-sig", newline="\n") as file:
             for number, line in enumerate(file, 1):
@@ -119,7 +119,7 @@ READERS: dict[str, Callable[[Path], RawRows]] = {
 
 
 def read_folder(folder: Path, suffixes: tuple[str, ...]) -> list[Prompt]:
-    """Prompts cut from the source files below a folder, in path order; hidden files and folders are left out.
+    """Return prompts cut from the source files below a folder, in path order, without hidden files and folders.
 
     A file is cut into parts at the first blank line after every 32 lines (after 64 lines where there is none). The
     first half of a part's lines is a prompt, which the target continues; parts of fewer than four lines give none. The
@@ -149,7 +149,7 @@ def read_folder(folder: Path, suffixes: tuple[str, ...]) -> list[Prompt]:
 
 
 def parts(lines: list[str]) -> Iterator[tuple[int, int]]:
-    """Where each part of a file begins and ends; blank lines between parts belong to none."""
+    """Yield the lines [start, end) of each part of a file; blank lines between parts belong to none."""
     start = 0
     while start < len(lines):
         if not lines[start].strip():
@@ -165,7 +165,7 @@ def parts(lines: list[str]) -> Iterator[tuple[int, int]]:
 
 
 def hub_rows(name: str, column: str, split: str) -> RawRows:
-    """Rows of a Hub data set; streamed, without loading the rest, where the split says how many: `train[:1000]`."""
+    """Yield the rows of a Hub data set; with a split such as `train[:1000]` the rest is not loaded."""
     if not column:
         known = ", ".join(READERS)
         raise UserError(f"prompts {name!r}: give a {known} file, a folder, or a Hub dataset as NAME:COLUMN[:SPLIT]")

@@ -1,4 +1,4 @@
-"""Which prompts are the same, and which are held out.
+"""Leaving out prompts that equal others, and holding some out of training.
 
 Both are decided by the prompt's normalised text alone: the same prompt is never answered twice, and it is held out in
 every run and from every source or in none.
@@ -12,33 +12,35 @@ from pathlib import Path
 
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.models.errors import UserError
+from draftsmith.models.files import write_whole
 
 HASH_DIGITS = 16
 HELD_OUT = "held_out.jsonl"  # beside the samples
 
 
 def normalise(text: str) -> str:
-    """Unicode's compatibility form, case folded, each run of blanks one space."""
+    """Return a text in Unicode's compatibility form, case folded, each run of blanks one space."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def prompt_hash(prompt: Prompt) -> str:
-    """16 hex digits of all that the target is told: texts, system and tool messages, tools; not of given answers."""
-    turns = [[message["role"], normalise(message.get("content") or "")] for message in _told(prompt)]
+    """Return 16 hex digits of all that the target is asked: texts, system and tool messages, tools; not of answers."""
+    turns = [[message["role"], normalise(message.get("content") or "")] for message in _asked(prompt)]
     return _hash(json.dumps([turns, prompt.tools], sort_keys=True))
 
 
 def opening_hash(prompt: Prompt) -> str:
-    """16 hex digits of the text or the first user turn.
+    """Return 16 hex digits of the text or the first user turn.
 
     The split goes by it: a conversation stays on the side of every shorter or longer one with the same beginning, of
     the same question under another system message, and of the same question as a bare text.
     """
-    texts = [message.get("content") or "" for message in _told(prompt) if message["role"] == "user"]
+    texts = [message.get("content") or "" for message in _asked(prompt) if message["role"] == "user"]
     return _hash(normalise(texts[0] if texts else json.dumps(prompt.messages)))
 
 
-def _told(prompt: Prompt) -> list[dict]:
+def _asked(prompt: Prompt) -> list[dict]:
+    """Return the messages that are no answers; a bare text as one of the user."""
     messages = prompt.messages or [{"role": "user", "content": prompt.text}]
     return [message for message in messages if message["role"] != "assistant"]
 
@@ -48,7 +50,7 @@ def _hash(text: str) -> str:
 
 
 def deduplicate(prompts: list[Prompt]) -> list[Prompt]:
-    """Those that no earlier prompt equals, exactly after normalisation."""
+    """Return the prompts that equal no earlier one after normalisation."""
     first: dict[str, Prompt] = {}
     for prompt in prompts:
         first.setdefault(prompt_hash(prompt), prompt)
@@ -57,6 +59,8 @@ def deduplicate(prompts: list[Prompt]) -> list[Prompt]:
 
 @dataclass
 class Split:
+    """Prompts to train on, and prompts held out for evaluation."""
+
     train: list[Prompt]
     held_out: list[Prompt]
 
@@ -81,11 +85,9 @@ def split_prompts(prompts: list[Prompt], held_out_share: float) -> Split:
 
 
 def write_prompts(path: Path, prompts: list[Prompt]) -> None:
-    """A .jsonl that `read_prompts` reads back to the same prompts; written whole or not at all."""
+    """Write a .jsonl that `read_prompts` reads back to the same prompts, whole or not at all."""
     rows = []
     for prompt in prompts:
         fields = {"prompt" if name == "text" else name: value for name, value in asdict(prompt).items()}
         rows.append({name: value for name, value in fields.items() if value and name != "where"})
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
-    temporary.replace(path)
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

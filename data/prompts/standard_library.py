@@ -1,4 +1,4 @@
-"""The text that every machine with Python has: the functions of the standard library.
+"""Functions of the standard library, a text that every machine with Python has.
 
 The embedded target is trained on it and the quickstart takes its prompts from it, so that nothing is downloaded.
 Files, not functions, are held out: functions of one file resemble each other.
@@ -18,13 +18,13 @@ HELD_OUT_SHARE = 16  # one file in so many
 
 
 def stdlib_functions(held_out: bool) -> list[str]:
-    """Source of every function and method of the standard library, dedented, without duplicates, in path order.
+    """Return the source of every function and method, dedented, without duplicates, in path order.
 
-    `held_out` chooses the one file in sixteen that training never sees, by a hash of the file's path.
+    With `held_out` they are of the files that training never sees: one in sixteen, by a hash of the file's path.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    functions: dict[str, None] = {}  # a dict keeps order and drops duplicates
-    training_functions: set[str] = set()
+    # by whether they are held out; dicts keep the order and drop duplicates
+    functions: dict[bool, dict[str, None]] = {False: {}, True: {}}
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if EXCLUDED_FOLDERS.intersection(name.parts[:-1]):
@@ -35,16 +35,12 @@ def stdlib_functions(held_out: bool) -> list[str]:
         except (SyntaxError, UnicodeDecodeError):  # lib-tk leftovers and deliberate bad files
             continue
         is_held_out = int(hashlib.sha256(name.as_posix().encode()).hexdigest(), 16) % HELD_OUT_SHARE == 0
-        found = _functions(tree, source)
-        if is_held_out == held_out:
-            functions.update(dict.fromkeys(found))
-        elif held_out:
-            training_functions.update(found)
-    return [function for function in functions if function not in training_functions]
+        functions[is_held_out].update(dict.fromkeys(_functions(tree, source)))
+    return [function for function in functions[held_out] if not (held_out and function in functions[False])]
 
 
 def _functions(tree: ast.Module, source: str) -> list[str]:
-    """Top-level functions and the methods of top-level classes, decorators left out."""
+    """Return the top-level functions and the methods of top-level classes, without their decorators."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = []
     for node in tree.body:
@@ -57,7 +53,7 @@ def _functions(tree: ast.Module, source: str) -> list[str]:
 
 
 def _parses(function: str) -> bool:
-    """False where a string that reaches back to the left margin kept the function from being dedented."""
+    """Return whether a function is Python on its own; one with a string at the left margin cannot be dedented."""
     try:
         ast.parse(function)
     except SyntaxError:
@@ -66,7 +62,7 @@ def _parses(function: str) -> bool:
 
 
 def function_prompt(function: str) -> str:
-    """The part of a function that a programmer types before asking for the rest.
+    """Return the part of a function that a programmer types before asking for the rest.
 
     That is the signature with the docstring, if it has one; never the whole function. No line break ends it: tokenizers
     join line break and indentation, so a prompt that ends in one asks for something that training never showed.

@@ -1,6 +1,6 @@
 """Batches of samples in an order that is a function of the seed and the step alone, so that resuming is exact.
 
-A step trains on `batch_size` samples. They lie in rows, one a row or packed side by side; rows of similar length make
+A step trains on `batch_size` samples. They lie in rows, one in each or packed side by side; rows of similar length make
 micro-batches that fit the memory budget, as many on every rank.
 """
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from draftsmith.data.samples.samples import Sample, loss_mask
 from draftsmith.models.batch import Batch
 
-LENGTH_GROUPS = 8  # batches are drawn from groups of so many batches sorted by length, to pad less
+LENGTH_GROUPS = 8  # so many batches at a time are made from samples sorted by length, to pad less
 
-MicroBatch = list[list[int]]  # the samples of each row of a micro-batch, by their place in the list of samples
+MicroBatch = list[list[int]]  # the samples of each row, by their place in the list of samples
 
 
 @dataclass
 class BatchPlan:
-    """Which samples each step trains on. All ranks hold the same plan and take their own share of each step.
+    """The samples that each step trains on. All ranks hold the same plan and take their own share of each step.
 
     Samples of which `max_length` leaves nothing to train on are left out.
     """
@@ -39,7 +39,7 @@ class BatchPlan:
         self._epoch_order: tuple[int, list[list[int]]] | None = None
 
     def indices(self, step: int) -> list[int]:
-        """The samples of a step, counted from 0 over all epochs; every epoch is shuffled anew."""
+        """Return the samples of a step, counted from 0 over all epochs; every epoch is shuffled anew."""
         epoch, offset = divmod(step, self.steps_per_epoch)
         order = self._epoch_order  # a copy: another thread may ask for another epoch
         if order is None or order[0] != epoch:
@@ -47,6 +47,7 @@ class BatchPlan:
         return order[1][offset]
 
     def _shuffle(self, epoch: int) -> list[list[int]]:
+        """Return the samples of each step of an epoch."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = [self.trained[i] for i in torch.randperm(len(self.trained), generator=generator).tolist()]
         group = self.batch_size * LENGTH_GROUPS
@@ -58,7 +59,7 @@ class BatchPlan:
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
     def micro_batches(self, step: int, rank: int, num_ranks: int) -> list[MicroBatch]:
-        """This rank's share of a step: micro-batches within the budget, as many as every other rank has.
+        """Return this rank's share of a step: micro-batches within the budget, as many as every other rank has.
 
         `batch_size` must be a multiple of `num_ranks`.
         """
@@ -67,13 +68,13 @@ class BatchPlan:
         groups = group_rows(rows, self.lengths, self.tokens_per_micro_batch)
         return share_equally(groups, self.lengths, num_ranks)[rank::num_ranks]
 
-    def collate(self, rows: MicroBatch) -> Batch:
-        """Token ids and loss masks of a micro-batch."""
-        length = max(width(row, self.lengths) for row in rows)
-        token_ids = torch.zeros(len(rows), length, dtype=torch.int64)
-        loss_mask = torch.zeros(len(rows), length, dtype=torch.bool)
-        documents = torch.full((len(rows), length), -1, dtype=torch.int64)
-        for number, row in enumerate(rows):
+    def collate(self, micro_batch: MicroBatch) -> Batch:
+        """Return the token ids and loss masks of a micro-batch, [rows, longest row]."""
+        length = max(width(row, self.lengths) for row in micro_batch)
+        token_ids = torch.zeros(len(micro_batch), length, dtype=torch.int64)
+        loss_mask = torch.zeros_like(token_ids, dtype=torch.bool)
+        documents = torch.full_like(token_ids, -1)
+        for number, row in enumerate(micro_batch):
             start = 0
             for document, index in enumerate(row):
                 end = start + self.lengths[index]
@@ -84,30 +85,30 @@ class BatchPlan:
                 start = end
         return Batch(token_ids, loss_mask, documents if self.packing else None)
 
-    def num_tokens(self, rows: MicroBatch) -> int:
-        """Of a micro-batch, without padding."""
-        return sum(width(row, self.lengths) for row in rows)
+    def num_tokens(self, micro_batch: MicroBatch) -> int:
+        """Return the number of tokens of a micro-batch, without padding."""
+        return sum(width(row, self.lengths) for row in micro_batch)
 
     def _mask(self, sample: Sample) -> Tensor:
-        """The tokens that the target wrote, but for the first, which nothing predicts; cut at `max_length`."""
+        """Return a mask of what the target wrote, without a first token, which nothing predicts."""
         mask = loss_mask(sample)[: self.max_length]
         mask[:1] = False
         return mask
 
     def written(self, index: int) -> Tensor:
-        """The tokens that the target wrote in a sample."""
+        """Return the tokens that the target wrote in a sample and that it is trained on, [N] int64."""
         sample = self.samples[index]
         return torch.tensor(sample.token_ids[: self.max_length])[self._mask(sample)]
 
-    def cut(self) -> str:
-        """What `max_length` takes from the samples, for the user; empty where it takes nothing."""
+    def describe_cut(self) -> str:
+        """Return in words how much `max_length` cuts from the samples; empty where it cuts nothing."""
         num_cut = sum(len(sample.token_ids) > self.max_length for sample in self.samples)
         if not num_cut:
             return ""
         num_tokens = sum(len(sample.token_ids) for sample in self.samples)
         share = 100 * (1 - sum(self.lengths) / num_tokens)
-        without = len(self.samples) - len(self.trained)
-        left_out = f"; {without} are left out, their answers begin beyond it" if without else ""
+        num_left_out = len(self.samples) - len(self.trained)
+        left_out = f"; {num_left_out} are left out, their answers begin beyond it" if num_left_out else ""
         return (
             f"{num_cut} of {len(self.samples)} samples are longer than data.max_length={self.max_length} and are cut "
             f"there, {share:.1f} % of all tokens{left_out}"
@@ -115,24 +116,24 @@ class BatchPlan:
 
 
 def width(row: list[int], lengths: list[int]) -> int:
-    """Tokens of a row, which holds the samples `row`."""
+    """Return the number of tokens of a row."""
     return sum(lengths[index] for index in row)
 
 
-def size(rows: MicroBatch, lengths: list[int]) -> int:
-    """Tokens of a micro-batch, padding included."""
-    return len(rows) * max(width(row, lengths) for row in rows)
+def padded_size(micro_batch: MicroBatch, lengths: list[int]) -> int:
+    """Return the number of tokens of a micro-batch, padding included."""
+    return len(micro_batch) * max(width(row, lengths) for row in micro_batch)
 
 
-def pack(chosen: list[int], lengths: list[int], capacity: int) -> MicroBatch:
-    """Samples side by side in few rows of at most `capacity` tokens: the longest first, into the first row with room.
+def pack(chosen: list[int], lengths: list[int], capacity: int) -> list[list[int]]:
+    """Lay samples side by side in few rows of at most `capacity` tokens: the longest first, in the first row with room.
 
     First-fit decreasing takes at most 11/9 of the fewest rows possible, and one more.
     """
-    rows: MicroBatch = []
-    room: list[int] = []
+    rows: list[list[int]] = []
+    room: list[int] = []  # of each row, in tokens
     for index in sorted(chosen, key=lambda index: -lengths[index]):
-        row = next((row for row, left in enumerate(room) if left >= lengths[index]), None)
+        row = next((row for row, tokens in enumerate(room) if tokens >= lengths[index]), None)
         if row is None:
             row = len(rows)
             rows.append([])
@@ -142,8 +143,8 @@ def pack(chosen: list[int], lengths: list[int], capacity: int) -> MicroBatch:
     return rows
 
 
-def group_rows(rows: MicroBatch, lengths: list[int], budget: int) -> list[MicroBatch]:
-    """Rows in groups of similar length, each of at most `budget` tokens with its padding."""
+def group_rows(rows: list[list[int]], lengths: list[int], budget: int) -> list[MicroBatch]:
+    """Return the rows in micro-batches of similar length, each of at most `budget` tokens with its padding."""
     groups: list[MicroBatch] = []
     for row in sorted(rows, key=lambda row: -width(row, lengths)):
         if groups and (len(groups[-1]) + 1) * width(groups[-1][0], lengths) <= budget:
@@ -154,21 +155,22 @@ def group_rows(rows: MicroBatch, lengths: list[int], budget: int) -> list[MicroB
 
 
 def share_equally(groups: list[MicroBatch], lengths: list[int], num_ranks: int) -> list[MicroBatch]:
-    """The groups, some of them halved, so that their number is a multiple of `num_ranks`; the largest first.
+    """Return the micro-batches, the largest first, some of them halved so that `num_ranks` divides their number.
 
-    As the number of samples is such a multiple too, there is always one left to halve.
+    As it divides the number of samples too, there is always one that can be halved.
     """
     groups = list(groups)
     while len(groups) % num_ranks:
-        largest = max((rows for rows in groups if sum(map(len, rows)) > 1), key=lambda rows: size(rows, lengths))
+        divisible = [group for group in groups if sum(map(len, group)) > 1]
+        largest = max(divisible, key=lambda group: padded_size(group, lengths))
         groups.remove(largest)
         groups += halves(largest)
-    return sorted(groups, key=lambda rows: -size(rows, lengths))
+    return sorted(groups, key=lambda group: -padded_size(group, lengths))
 
 
-def halves(rows: MicroBatch) -> list[MicroBatch]:
-    """Two micro-batches out of one: half of the rows each, or half of the samples of the only one."""
-    if len(rows) > 1:
-        middle = len(rows) // 2
-        return [rows[:middle], rows[middle:]]
-    return [[rows[0][0::2]], [rows[0][1::2]]]
+def halves(micro_batch: MicroBatch) -> list[MicroBatch]:
+    """Return two micro-batches out of one: half of the rows in each, or half of the samples of the only row."""
+    if len(micro_batch) > 1:
+        middle = len(micro_batch) // 2
+        return [micro_batch[:middle], micro_batch[middle:]]
+    return [[micro_batch[0][0::2]], [micro_batch[0][1::2]]]

@@ -1,8 +1,8 @@
 """Training text as the target wrote it: token ids kept as sampled, one JSON object a line.
 
-A folder of samples holds samples.jsonl and prepared.json, which says what wrote them. The loss mask is not stored: it
-is what the target generated, the `spans` of a sample. The rest of a sample, a prompt or the user's next turn, is read
-and not learned.
+A folder of samples holds samples.jsonl and prepared.json, which says what wrote them. Its loss mask is not stored: a
+sample is trained on in its `spans`, which the target generated. The rest, a prompt or the user's next turn, is read and
+not learned.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.target.target import Target
 
 SAMPLES, PREPARED = "samples.jsonl", "prepared.json"
-AGREEMENT = 0.9  # of a target with greedy text that it is said to have written; rounding costs a few percent at most
+AGREEMENT = 0.9  # least share of greedy tokens that the target which wrote them finds likeliest; rounding costs little
 CHECKED_SAMPLES = 8
 
 
 class Span(NamedTuple):
-    """Tokens start, ..., end - 1, which the target generated."""
+    """A stretch of tokens, from start to end - 1, which the target generated."""
 
     start: int
     end: int
@@ -35,11 +35,11 @@ class Span(NamedTuple):
 
 @dataclass
 class Sample:
-    """What the target read and wrote, exactly as it stood before it."""
+    """A text that the target read and wrote, token by token as it stood before it."""
 
     token_ids: list[int]
     spans: list[Span]  # ascending, without overlap
-    finish_reason: str = "length"  # the last answer was cut; or "eos", or "given" where the target did not write it
+    finish_reason: str = "length"  # the last answer was cut; or "eos"; or "given": the target did not write it
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -47,12 +47,12 @@ class Sample:
     domain: str = ""  # kind of traffic, as the prompt has it
 
     def generated(self) -> list[int]:
-        """The tokens that the target generated."""
+        """Return the tokens that the target generated."""
         return [token for span in self.spans for token in self.token_ids[span.start : span.end]]
 
 
 def loss_mask(sample: Sample) -> Tensor:
-    """True where the target generated, [T]."""
+    """Return a mask [T], true where the target generated."""
     mask = torch.zeros(len(sample.token_ids), dtype=torch.bool)
     for span in sample.spans:
         mask[span.start : span.end] = True
@@ -60,16 +60,21 @@ def loss_mask(sample: Sample) -> Tensor:
 
 
 def sample_line(sample: Sample) -> str:
+    """Return the line of samples.jsonl that holds a sample."""
     return json.dumps(vars(sample), separators=(",", ":")) + "\n"
 
 
 def parse_sample(line: str) -> Sample:
+    """Return the sample of a line of samples.jsonl."""
     fields = json.loads(line)
     return Sample(**{**fields, "spans": [Span(*span) for span in fields["spans"]]})
 
 
 def read_samples(folder: Path, drop_cut: bool = False) -> list[Sample]:
-    """All samples of a folder written by `prepare`; `drop_cut` leaves out those that the length limit cut."""
+    """Return all samples of a folder that `prepare` wrote; `drop_cut` leaves out those that the length limit cut.
+
+    Raises `UserError` for a folder without samples, for a damaged line, and where all samples are left out.
+    """
     if folder.is_file():
         raise UserError(
             f"{folder} is a file: give the folder that `draftsmith prepare --prompts {folder} --out FOLDER` writes"
@@ -95,11 +100,12 @@ def _read_line(line: bytes, where: str) -> Sample:
 
 
 def read_prepared(folder: Path) -> dict[str, Any]:
+    """Return the content of prepared.json: what wrote the samples, with which settings."""
     return json.loads((folder / PREPARED).read_text())
 
 
 def check_same_target(folder: Path, target: Target) -> None:
-    """Refuse samples that another target wrote."""
+    """Raise `UserError` for samples that another target wrote."""
     prepared = read_prepared(folder)
     if prepared["target_fingerprint"] is None:  # written by a server, whose weights were not seen
         share = agreement(read_samples(folder), partial(likeliest, target))
@@ -117,22 +123,24 @@ def check_same_target(folder: Path, target: Target) -> None:
 
 
 def likeliest(target: Target, token_ids: list[int]) -> Tensor:
-    """What the target finds likeliest after each token of a text, [T]."""
+    """Return the token that the target finds likeliest after each token of a text, [T]."""
     row = torch.tensor([token_ids], device=target.device)
     features = target.features(Batch(row, torch.ones_like(row, dtype=torch.bool)))
     return target.logits(features.last_hidden[0]).argmax(-1).cpu()
 
 
 def agreement(samples: list[Sample], likeliest: Callable[[list[int]], Tensor]) -> float:
-    """Share of the written tokens of a few greedy samples that are the likeliest; 1 where none is greedy."""
+    """Return the share of the written tokens of a few greedy samples that are the likeliest; 1 where none is greedy."""
     greedy = [sample for sample in samples if sample.temperature == 0 and sample.finish_reason != "given"]
-    found = [torch.ones(1)]
+    if not greedy:
+        return 1.0
+    matches = []
     for sample in greedy[:CHECKED_SAMPLES]:
-        right = likeliest(sample.token_ids)[:-1] == torch.tensor(sample.token_ids[1:])
-        found.append(right[loss_mask(sample)[1:]].float())
-    return float(torch.cat(found[1:] or found).mean())
+        match = likeliest(sample.token_ids)[:-1] == torch.tensor(sample.token_ids[1:])
+        matches.append(match[loss_mask(sample)[1:]].float())
+    return float(torch.cat(matches).mean())
 
 
 def data_hash(folder: Path) -> str:
-    """16 hex digits of the samples file."""
+    """Return 16 hex digits that stand for the content of samples.jsonl."""
     return hashlib.sha256((folder / SAMPLES).read_bytes()).hexdigest()[:16]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from draftsmith.data.samples.batches import BatchPlan, pack, size
+from draftsmith.data.samples.batches import BatchPlan, pack, padded_size
 from draftsmith.data.samples.samples import Sample, Span
 
 
@@ -63,7 +63,7 @@ def test_ranks_share_a_step_evenly(packing: bool, num_ranks: int, budget: int) -
     for step in range(plan.steps_per_epoch):
         shares = [plan.micro_batches(step, rank, num_ranks) for rank in range(num_ranks)]
         assert len({len(share) for share in shares}) == 1
-        assert all(size(rows, plan.lengths) <= budget for share in shares for rows in share)
+        assert all(padded_size(rows, plan.lengths) <= budget for share in shares for rows in share)
         found = [index for share in shares for rows in share for row in rows for index in row]
         assert sorted(found) == sorted(plan.indices(step))
 
@@ -107,10 +107,10 @@ def test_what_is_cut_is_said() -> None:
         Sample([1] * 10, [Span(7, 10)]),
         Sample([1] * 5, [Span(2, 5)]),
     ]
-    assert "2 of 3 samples" in BatchPlan(samples, 1, 6, 6, 0).cut()
-    assert "1 are left out" in BatchPlan(samples, 1, 6, 6, 0).cut()
-    assert "32.0 %" in BatchPlan(samples, 1, 6, 6, 0).cut()
-    assert BatchPlan(samples, 1, 10, 10, 0).cut() == ""
+    assert "2 of 3 samples" in BatchPlan(samples, 1, 6, 6, 0).describe_cut()
+    assert "1 are left out" in BatchPlan(samples, 1, 6, 6, 0).describe_cut()
+    assert "32.0 %" in BatchPlan(samples, 1, 6, 6, 0).describe_cut()
+    assert BatchPlan(samples, 1, 10, 10, 0).describe_cut() == ""
 
 
 def test_batches_pad_little() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from chats import FAMILIES, Family, changed, chat_target
 
-from draftsmith.data.prompts.conversations import given_sample, given_samples, opened_chat
+from draftsmith.data.prompts.conversations import encode_conversation, opened_chat
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
@@ -65,7 +65,7 @@ def test_tokens_and_masks_are_the_golden_ones(name: str) -> None:
     """One template with generation marks, one without and with BOS, one that strips thinking from earlier turns."""
     messages, text = GOLDEN[name]
     target = chat_target(FAMILIES[name])
-    [(ids, spans)] = given_samples([Prompt(messages=messages)], target)
+    ids, spans = encode_conversation(Prompt(messages=messages), target)
     assert (ids, mask_of(ids, spans)) == golden_tokens(target, text)
 
 
@@ -76,7 +76,9 @@ def unmarked(family: Family) -> Family:
 def test_marks_and_prefixes_find_the_same_spans() -> None:
     """The same template with its marks taken out."""
     prompt = Prompt(messages=TWO_TURNS)
-    assert given_sample(prompt, chat_target(unmarked(CHATML))) == given_sample(prompt, chat_target(CHATML))
+    assert encode_conversation(prompt, chat_target(unmarked(CHATML))) == encode_conversation(
+        prompt, chat_target(CHATML)
+    )
 
 
 def test_an_end_of_turn_that_the_marks_leave_out_is_trained() -> None:
@@ -84,14 +86,14 @@ def test_an_end_of_turn_that_the_marks_leave_out_is_trained() -> None:
     marks = "message['content'] }}{%- endgeneration %}{{- '<|im_end|>' }}"
     family = changed(CHATML, "message['content'] + '<|im_end|>' }}{%- endgeneration %}", marks)
     prompt = Prompt(messages=TWO_TURNS)
-    assert given_sample(prompt, chat_target(family)) == given_sample(prompt, chat_target(CHATML))
+    assert encode_conversation(prompt, chat_target(family)) == encode_conversation(prompt, chat_target(CHATML))
 
 
 def test_marks_around_the_wrong_turn_are_refused() -> None:
     question = "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     family = changed(unmarked(CHATML), question, "{% generation %}" + question + "{% endgeneration %}")
     with pytest.raises(UserError, match="p.jsonl line 7: the generation marks .* cover tokens"):
-        given_sample(Prompt(messages=TWO_TURNS, where="p.jsonl line 7"), chat_target(family))
+        encode_conversation(Prompt(messages=TWO_TURNS, where="p.jsonl line 7"), chat_target(family))
 
 
 REWRITTEN: dict[str, list[dict[str, Any]]] = {
@@ -110,7 +112,7 @@ def test_rewritten_history_is_refused_with_the_reason(case: str) -> None:
     """A prefix that is not verified would train on an answer without its thought, as if the target had not thought."""
     prompt = Prompt(messages=REWRITTEN[case], where="p.jsonl line 7")
     with pytest.raises(UserError, match="p.jsonl line 7, message 2: .*rewrites history.*thinking is stripped"):
-        given_sample(prompt, chat_target(FAMILIES["qwen3"]))
+        encode_conversation(prompt, chat_target(FAMILIES["qwen3"]))
 
 
 def test_marks_do_not_hide_rewritten_history() -> None:
@@ -118,35 +120,37 @@ def test_marks_do_not_hide_rewritten_history() -> None:
     answer = "{{- '<|im_end|>\\n' }}\n    {%- endif %}"
     family = changed(FAMILIES["qwen3"], answer, "{%- endgeneration %}" + answer)
     family = changed(family, "assistant\\n' }}\n        {%- if", "assistant\\n' }}{%- generation %}\n        {%- if")
-    given_sample(Prompt(messages=TWO_TURNS[:2]), chat_target(family))
+    encode_conversation(Prompt(messages=TWO_TURNS[:2]), chat_target(family))
     with pytest.raises(UserError, match="rewrites history"):
-        given_sample(Prompt(messages=TWO_TURNS), chat_target(family))
+        encode_conversation(Prompt(messages=TWO_TURNS), chat_target(family))
 
 
 def test_a_token_over_the_beginning_of_an_answer_is_refused() -> None:
     """ChatML opens a turn with a line break; an answer that begins with one, too, makes another token of both."""
     messages = [TWO_TURNS[0], {"role": "assistant", "content": "\nRed."}]
     with pytest.raises(UserError, match=r"message 2: the tokenizer joins .*'\\n' becomes '\\n\\nRed"):
-        given_sample(Prompt(messages=messages), chat_target(CHATML))
+        encode_conversation(Prompt(messages=messages), chat_target(CHATML))
 
 
 @pytest.mark.parametrize("messages", [None, TWO_TURNS[:1], TWO_TURNS[1:2]])
 def test_a_conversation_without_an_answer_is_refused(messages: list[dict[str, Any]] | None) -> None:
     prompt = Prompt("hot?" if messages is None else None, messages, where="p.jsonl line 7")
     with pytest.raises(UserError, match="p.jsonl line 7 has no answer"):
-        given_sample(prompt, chat_target(FAMILIES["llama3"]))
+        encode_conversation(prompt, chat_target(FAMILIES["llama3"]))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_follows_the_last_answer_is_left_out(name: str) -> None:
     target = chat_target(FAMILIES[name])
-    assert given_sample(Prompt(messages=TWO_TURNS[:3]), target) == given_sample(Prompt(messages=TWO_TURNS[:2]), target)
+    assert encode_conversation(Prompt(messages=TWO_TURNS[:3]), target) == encode_conversation(
+        Prompt(messages=TWO_TURNS[:2]), target
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_answer_follows_the_opened_turn(name: str) -> None:
     """Evaluation decodes from the opened turn; training on given text has to show the same tokens before an answer."""
     target = chat_target(FAMILIES[name])
-    ids, [span] = given_sample(Prompt(messages=TWO_TURNS[:2]), target)
+    ids, [span] = encode_conversation(Prompt(messages=TWO_TURNS[:2]), target)
     assert opened_chat(Prompt(messages=TWO_TURNS[:1]), target) == ids[: span[0]]
     assert opened_chat(Prompt(messages=TWO_TURNS[:2]), target) == ids[: span[0]]  # the answer there is asked for anew
