@@ -24,14 +24,16 @@ from draftsmith.inference.measuring.baselines import make_baselines
 from draftsmith.inference.measuring.certify import CertifySettings, certify, num_checks
 from draftsmith.inference.measuring.environment import environment, evaluation
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, check_settings, measure
+from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.measuring.sample_texts import sample_texts
 from draftsmith.inference.planning.costs_beside import costs_beside
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, write_json
+from draftsmith.models.typed_json import from_json
 from draftsmith.recipes.evaluation.diagnoses import add_diagnoses
-from draftsmith.recipes.reports.contents import measured_of
 from draftsmith.recipes.reports.report import evaluation_markdown
+from draftsmith.recipes.reports.report_data import report_data
 from draftsmith.train.evaluation.pooling import Row, pool, share_of, subset
 from draftsmith.train.folder.run_folder import worth
 
@@ -98,7 +100,7 @@ def compare(
             add_certificates(contents, list(drafters.values()), target, prompt_sets[0], progress)
     write_contents(contents, {}, out, start)
     if options.sample_texts:
-        leader = measured_of(contents).leader.drafter
+        leader = report_data(from_json(list[Evaluation], contents)).leader[0].evaluation.drafter
         texts = sample_texts(target, drafters[leader], leader, prompt_sets[0], grid[0])
         (out / "samples.json").write_text(json.dumps(texts, indent=1) + "\n")
     if options.costs:
@@ -120,8 +122,10 @@ def write_contents(contents: list[dict[str, Any]], costs: dict[str, dict[str, An
             write_json(path.with_name("costs.json"), one)
         content["seconds"] = time.perf_counter() - start
         write_json(path, content)
-        path.with_suffix(".md").write_text(evaluation_markdown([content], own), encoding="utf-8")
-    (out / "evaluation.md").write_text(evaluation_markdown(contents, list(costs.values())), encoding="utf-8")
+        text = evaluation_markdown(from_json(list[Evaluation], [content]), own)
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
+    text = evaluation_markdown(from_json(list[Evaluation], contents), list(costs.values()))
+    (out / "evaluation.md").write_text(text, encoding="utf-8")
 
 
 def affordable_costs(

@@ -15,6 +15,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats, paired_difference
 from draftsmith.inference.diagnosis.replayed_drafter import Reference
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure
+from draftsmith.inference.measuring.results import Finding
 from draftsmith.inference.replay import replay as replay_module
 from draftsmith.inference.replay.calibration import calibration_fields
 from draftsmith.inference.replay.replay import (
@@ -31,9 +32,10 @@ from draftsmith.models import Drafter, Target, UserError, load_drafter, save_dra
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, DynamicTree, StaticTree
+from draftsmith.models.typed_json import from_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.evaluation.diagnoses import add_diagnoses, reference_of
-from draftsmith.recipes.reports.summary import diagnosis_lines
+from draftsmith.recipes.reports.acceptance import diagnosis_lines
 
 TREE = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)))
 NUM_TOKENS, LONGEST = 20, 4
@@ -241,7 +243,7 @@ def test_low_acceptance_is_diagnosed_in_evaluations(
     add_diagnoses(contents, list(names.values()), tiny_target, [few])
     greedy = rows["eagle3"][0]
     assert "diagnosis" in greedy
-    assert diagnosis_lines(greedy)
+    assert diagnosis_lines(from_json(list[Finding], greedy["diagnosis"]))
     assert not any("diagnosis" in row for row in rows["ngram"])
 
     checkpoint = tmp_path / "checkpoints" / "step-000010"
