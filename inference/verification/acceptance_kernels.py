@@ -21,7 +21,7 @@ from draftsmith.models.sampling.sampling_kernels import chunk_sizes, load_distri
 
 
 def greedy(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Verified:
-    """logits fp32, fp16 or bf16"""
+    """Logits are fp32, fp16 or bf16."""
     assert logits.is_contiguous()
     batch, width, vocabulary = logits.shape
     chunks = chunk_sizes(vocabulary)
@@ -36,7 +36,7 @@ def greedy(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Verif
 
 
 def one_hot(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, uniforms: Tensor) -> Verified:
-    """With N = 0 this is the plain draw of a token: plain and speculative decoding then round alike."""
+    """With N = 0 this is the plain draw of a token, so that plain and speculative decoding round alike."""
     return walk(sample_columns(logits, parents, depth, uniforms), tokens, parents, depth)
 
 
@@ -140,7 +140,7 @@ def _nodes(num_nodes: int) -> int:
 
 @triton.jit
 def _find_winners(logits, maxima, winners, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """The likeliest token of a chunk, and its logit."""
+    """Store the likeliest token of a chunk, and its logit."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
@@ -214,8 +214,8 @@ def _typical(
     columns, token, parent = load_tree(tree, row, N, NODES)
     above, parent = (row * (N + 1) + parent)[:, None], tl.maximum(parent, 0)
     drawn, chunks = (token >= 0)[:, None], tl.arange(0, CHUNKS)
-    law, weights = load_distribution(p, above, tl.where(drawn, V, 0), CHUNK, CHUNKS)
-    start, largest, total = law  # of what each node was drawn from, [NODES, 1]
+    distribution, weights = load_distribution(p, above, tl.where(drawn, V, 0), CHUNK, CHUNKS)
+    start, largest, total = distribution  # that each node was drawn from, [NODES, 1]
     means = tl.load(p.means + above * CHUNKS + chunks, mask=drawn & (chunks * CHUNK < V), other=0.0)
     log_total = largest + tl.log(total)
     entropy = log_total - tl.sum(weights * means, 1, keep_dims=True) / total
@@ -239,7 +239,7 @@ def _typical(
 
 @triton.jit
 def _store_line(out, row, column, num_accepted, columns, parent, DEPTH: tl.constexpr):
-    """The path that ends in `column`; behind it the root again and again, which is its own parent."""
+    """Store the path that ends in `column`, and behind it the root, which is its own parent."""
     tl.store(out.num_accepted + row, num_accepted)
     for i in range(DEPTH):
         tl.store(out.path + row * DEPTH + (num_accepted - 1 - i + DEPTH) % DEPTH, column)
@@ -248,7 +248,7 @@ def _store_line(out, row, column, num_accepted, columns, parent, DEPTH: tl.const
 
 @triton.jit
 def _likeliest(p, row, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """The first of the likeliest tokens of a row of logits."""
+    """Return the likeliest token of a row of logits, of equal ones the first."""
     chunks = tl.arange(0, CHUNKS)
     in_chunk = tl.load(p.maxima + row * CHUNKS + chunks, mask=chunks * CHUNK < V, other=float("-inf"))
     chunk = tl.argmax(in_chunk, 0)

@@ -1,10 +1,10 @@
-"""Verification rules: how much of a draft the target keeps, and the one token it adds.
+"""Verification rules: how many tokens of a draft are accepted, and which token the target adds behind them.
 
-Plain PyTorch, vectorised over the batch, with uniforms as arguments: this is the specification that faster forms are
-tested against. tests/inference/test_verify.py proves the lossless ones by enumeration; docs/lossless.md says what that
-means.
+They are plain PyTorch, vectorised over the batch, with uniform numbers as arguments: the specification that the kernels
+are tested against. tests/inference/test_verify.py proves the lossless rules by enumeration; docs/lossless.md says what
+that means.
 
-mode                 drafts                      draft logits  uniforms                  law of the output
+mode                 drafts                      draft logits  uniforms                  distribution of the output
 greedy               any tree, chosen anyhow     -             -                         the target's argmax
 one_hot              any tree, chosen anyhow     -             [B, D + 1]                exact, token for token
 probabilistic        chain drawn from q          [B, N, V]     [B, N] and [B, N + 1]     exact
@@ -15,14 +15,15 @@ typical              any tree, chosen anyhow     -             -                
 synthetic            any tree, chosen anyhow     -             [B, D]                    LOSSY: for timing only
 
 Shapes: B rows, N drafted tokens (nodes), T = N + 1 columns of the window (column 0 is the newest committed token, node
-i stands in column i + 1), D at least the nodes on any path (N says that all rows are chains), V vocabulary, P columns,
-the last that has children among them. Logits come from `sampling.cut`, at least one of a row finite. The target's at
-column c say what follows it, and p is their softmax; the drafter's at column c say what the children of column c were
-drawn from, and q is theirs. Uniforms are in (0, 1), and the drafts owe nothing to them.
+i stands in column i + 1), D at least the nodes on any path (D = N says that all rows are chains), V vocabulary, P
+columns, the last that has children among them. Logits come from `sampling.cut`, and at least one of a row is finite.
+The target's logits at column c are for what follows it, and p is their softmax. The drafter's logits at column c are
+what the children of column c were drawn from, and q is their softmax. Uniforms are in (0, 1) and independent of the
+drafts.
 
-In every rule a node of NO_TOKEN (-1) is never accepted, N = 0 is plain decoding, and a zero coin accepts nothing that
-the target holds impossible. The three rules that test q pass over a node that cannot have been drawn, as if it were
-not there: NO_TOKEN, a token of q = 0, the twin of a sibling that was tried. Where a rejection leaves no residual
+In every rule a node of NO_TOKEN (-1) is never accepted, N = 0 is plain decoding, and a coin of zero accepts nothing
+that is impossible under p. The three rules that test q skip a node that cannot have been drawn, as if it were not
+there: NO_TOKEN, a token of q = 0, a token that equals a sibling tried before. Where a rejection leaves no residual
 (p = q up to rounding) they draw from what there was before it.
 """
 
@@ -37,25 +38,27 @@ from draftsmith.models.sampling.trees import node_depths, parent_columns
 
 VerificationMode = Literal["greedy", "one_hot", "probabilistic", "block", "without_replacement", "typical", "synthetic"]
 SAMPLED_DRAFTS = ("probabilistic", "block", "without_replacement")  # modes whose drafts are drawn from draft logits
-LOSSY = ("typical", "synthetic")  # modes whose output has not the target's law
+LOSSY = ("typical", "synthetic")  # modes whose output does not have the target's distribution
 
 
 class Verified(NamedTuple):
+    """The tokens of a draft that were accepted in each row, and the token behind them."""
+
     num_accepted: Tensor  # [B] int64, 0..D
     path: Tensor  # [B, D] int64 columns of the accepted nodes in order, then anything from 0 to N
     next_token: Tensor  # [B] the token after the accepted ones: bonus, or correction of the first rejected draft
 
 
 def greedy(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Verified:
-    """Walk down to the child that is the target's likeliest token while there is one; then add the target's own.
+    """Walk down to the child that is the target's likeliest token while there is one, then add that token itself.
 
-    logits [B, T, V] (raw ones do), tokens and parents [B, N]. Of equal siblings the first counts.
+    logits [B, T, V] (they need not be cut), tokens and parents [B, N]. Of equal siblings the first counts.
     """
     return walk(logits.argmax(-1), tokens, parents, depth)
 
 
 def one_hot(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, uniforms: Tensor) -> Verified:
-    """Draw the target's token after every column, walk down while a child is that token, then add the one drawn.
+    """Draw the target's token after every column, walk down while a child is that token, then add the drawn token.
 
     Lossless whatever chose the drafts, as long as they were chosen before the draw. logits [B, T, V]; uniforms
     [B, D + 1], entry d for the token that follows a column of depth d: keyed by position, the output equals plain
@@ -75,8 +78,8 @@ def probabilistic(
     [B, N + 1, V], draft_logits [B, N, V], drafts [B, N], accept_uniforms [B, N], sample_uniforms [B, N + 1], entry n
     for the token after n accepted ones.
     """
-    p, q = _laws(logits, draft_logits)
-    p_draft, q_draft = _of_drafts(p, drafts), _of_drafts(q, drafts)
+    p, q = _distributions(logits, draft_logits)
+    p_draft, q_draft = _probabilities(p, drafts), _probabilities(q, drafts)
     drawn = (drafts >= 0) & (q_draft > 0)
     accepted = drawn & (accept_uniforms * q_draft < p_draft)  # strict: a zero coin cannot accept p = 0
     num_accepted = accepted.long().cumprod(1).sum(1)
@@ -86,23 +89,23 @@ def probabilistic(
 def block(
     logits: Tensor, draft_logits: Tensor, drafts: Tensor, accept_uniforms: Tensor, sample_uniforms: Tensor
 ) -> Verified:
-    """Block verification: keep the longest beginning of a chain that passes a test of its own, of all that was drafted.
+    """Block verification: accept the longest beginning of a chain that passes its test, the whole chain considered.
 
-    Sun et al., arXiv 2403.10444; arguments and guarantee as in `probabilistic`, and no fewer tokens are
-    accepted in expectation. The first n drafts are to stand with probability w_n = min(1, w_{n-1} p(x_n) / q(x_n)). All
-    of them do by a coin below w_n; fewer, when everything longer has failed, by a coin below z / (z + 1 - w_n), where
+    Sun et al., arXiv 2403.10444; arguments and guarantee as in `probabilistic`, and no fewer tokens are accepted in
+    expectation. The first n drafts are accepted with probability w_n = min(1, w_{n-1} p(x_n) / q(x_n)). All of them are
+    by a coin below w_n. Fewer of them are, when everything longer has failed, by a coin below z / (z + 1 - w_n), where
     z = sum (w_n p - q)+ is over what may follow them. The next token is then drawn from (w_n p - q)+.
 
     The outcome depends on coins and drafts beyond what is accepted. Where the next round drafts those positions again,
-    it needs fresh ones: accept uniforms, and the uniforms drafts are drawn with, must differ from round to round.
+    it needs fresh ones: accept uniforms, and the uniforms that drafts are drawn with, must differ from round to round.
     """
-    p, q = _laws(logits, draft_logits)
-    p_draft, q_draft = _of_drafts(p, drafts), _of_drafts(q, drafts)
-    drawn = ((drafts >= 0) & (q_draft > 0)).cumprod(1).bool()  # a row's block ends where nothing was drawn
+    p, q = _distributions(logits, draft_logits)
+    p_draft, q_draft = _probabilities(p, drafts), _probabilities(q, drafts)
+    drawn = ((drafts >= 0) & (q_draft > 0)).cumprod(1).bool()  # the block of a row ends where nothing was drawn
     weights = [torch.ones_like(p[:, 0, 0])]
     for p_x, q_x, was_drawn in zip(p_draft.unbind(1), q_draft.unbind(1), drawn.unbind(1), strict=True):
         weights.append(torch.where(was_drawn, torch.minimum(weights[-1] * p_x, q_x) / q_x, 0))
-    weight = torch.stack(weights, 1)  # [B, T], column n: of the first n drafts
+    weight = torch.stack(weights, 1)  # [B, T], w_n in column n
     surplus = (weight[..., None] * p - q).clamp(min=0).sum(-1)
     room = surplus + 1 - weight
     lengths = torch.arange(weight.shape[1], device=p.device)  # [T]
@@ -122,7 +125,7 @@ def without_replacement(
     accept_uniforms: Tensor,
     sample_uniforms: Tensor,
 ) -> Verified:
-    """Recursive rejection on a tree: try siblings in node order, each against what is left of p and of q.
+    """Recursive rejection on a tree: try siblings in node order, each against what remains of p and of q.
 
     Jeon et al., arXiv 2402.14160 (RSD-S); Chen et al. (Sequoia), arXiv 2402.12374. After a rejection p becomes
     (p - q)+ normalised, and q loses the token and is normalised, as when the next sibling was drawn. Lossless when
@@ -131,15 +134,15 @@ def without_replacement(
     logits [B, T, V], draft_logits [B, P, V] (entry c: what the children of column c were drawn from), tokens, parents
     and accept_uniforms [B, N], sample_uniforms [B, D + 1], entry n for the token after n accepted ones.
     """
-    p, q = _laws(logits, draft_logits)
+    p, q = _distributions(logits, draft_logits)
     rows, levels = torch.arange(len(p), device=p.device), torch.arange(depth, device=p.device)
-    column = torch.zeros_like(rows)  # [B] the deepest accepted one
+    column = torch.zeros_like(rows)  # [B] the deepest accepted column
     num_accepted = torch.zeros_like(rows)
     path = torch.zeros(len(p), depth, dtype=torch.int64, device=p.device)
-    p_left, q_left = p[:, 0], q[:, 0]  # [B, V] of `column`, less what its rejected children took
-    for node in range(tokens.shape[1]):  # one pass will do: a node stands behind its parent
+    p_remaining, q_remaining = p[:, 0], q[:, 0]  # [B, V] at `column`, without what its rejected children took
+    for node in range(tokens.shape[1]):  # one pass is enough: a node stands behind its parent
         token = tokens[:, node, None].clamp(min=0)
-        p_token, q_token = p_left.gather(1, token)[:, 0], q_left.gather(1, token)[:, 0]  # [B]
+        p_token, q_token = p_remaining.gather(1, token)[:, 0], q_remaining.gather(1, token)[:, 0]  # [B]
         tried = (parents[:, node] + 1 == column) & (tokens[:, node] >= 0) & (q_token > 0)
         accepted = tried & (accept_uniforms[:, node] * q_token < p_token)
         rejected = (tried & ~accepted)[:, None]
@@ -147,24 +150,23 @@ def without_replacement(
         column = torch.where(accepted, node + 1, column)
         num_accepted = num_accepted + accepted
 
-        residual = _normalised((p_left - q_left).clamp(min=0))
-        p_left = torch.where(rejected & (residual > 0).any(-1, keepdim=True), residual, p_left)
-        q_left = torch.where(rejected, _normalised(q_left.scatter(1, token, 0)), q_left)
-        p_left = torch.where(accepted[:, None], p[rows, column], p_left)
-        q_left = torch.where(accepted[:, None], q[rows, column], q_left)
-    return Verified(num_accepted, path, sample(p_left, sample_uniforms[rows, num_accepted]))
+        residual = _normalised((p_remaining - q_remaining).clamp(min=0))
+        p_remaining = torch.where(rejected & (residual > 0).any(-1, keepdim=True), residual, p_remaining)
+        q_remaining = torch.where(rejected, _normalised(q_remaining.scatter(1, token, 0)), q_remaining)
+        p_remaining = torch.where(accepted[:, None], p[rows, column], p_remaining)
+        q_remaining = torch.where(accepted[:, None], q[rows, column], q_remaining)
+    return Verified(num_accepted, path, sample(p_remaining, sample_uniforms[rows, num_accepted]))
 
 
 def typical(
     logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, epsilon: float = 0.09, delta: float = 0.3
 ) -> Verified:
-    """LOSSY: keeps what the target finds plausible, not what it would have drawn; the output has another law.
+    """LOSSY: accept what is plausible under p, not what would have been drawn; the output has another distribution.
 
-    Medusa's typical acceptance, Cai et al., arXiv 2401.10774, section 2.3.1. A node stands when its parent does and
-    p(x) > min(epsilon, delta exp(-H(p))) there, H the entropy in nats. The deepest standing node wins; of several the
-    one whose path is likelier under p; of equal ones the first. The next token is the target's likeliest, as in the
-    paper: nothing is drawn by chance, and temperature only moves the thresholds. logits [B, T, V], tokens and parents
-    [B, N].
+    Medusa's typical acceptance, Cai et al., arXiv 2401.10774, section 2.3.1. A node stands when its parent stands and
+    p(x) > min(epsilon, delta exp(-H(p))) there, with H the entropy in nats. The deepest standing node wins, of several
+    the one whose path is likelier under p, and of equal ones the first. The next token is the target's likeliest, as in
+    the paper: nothing is drawn, and temperature only moves the thresholds. logits [B, T, V], tokens and parents [B, N].
     """
     log_p = logits.log_softmax(-1)
     entropy = torch.special.entr(log_p.exp()).sum(-1)  # [B, T]
@@ -177,10 +179,10 @@ def typical(
     line = [torch.arange(above.shape[1], device=above.device).expand_as(above)]
     for _ in range(depth):
         line.append(above.gather(1, line[-1]))
-    lines = torch.stack(line, 1)  # [B, D + 1, T]: each column, its parent, ... and the root again and again
-    each = rows[:, None, None]
-    all_stand = F.pad(stands, (1, 0), value=True)[each, lines].all(1)  # [B, T]
-    log_likelihood = F.pad(log_chance, (1, 0))[each, lines].sum(1)
+    lines = torch.stack(line, 1)  # [B, D + 1, T]: each column, its parent, and so on; the root repeats
+    index = rows[:, None, None], lines
+    all_stand = F.pad(stands, (1, 0), value=True)[index].all(1)  # [B, T]
+    log_likelihood = F.pad(log_chance, (1, 0))[index].sum(1)
     length = (lines > 0).sum(1).masked_fill(~all_stand, -1)
     num_accepted = length.amax(1)
     best = log_likelihood.masked_fill(length < num_accepted[:, None], float("-inf")).argmax(1)
@@ -190,14 +192,14 @@ def typical(
 
 
 def synthetic(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, rates: Tensor, uniforms: Tensor) -> Verified:
-    """LOSSY: accepts at given rates whatever is drafted, to time decoding at an acceptance that no drafter has yet.
+    """LOSSY: accept at given rates whatever is drafted, to time decoding at an acceptance that no drafter has yet.
 
-    Each of the first children is accepted with the conditional chance rates [D] of its depth, by coins [B, D]. The next
-    token is the target's likeliest. logits [B, T, V], tokens and parents [B, N].
+    The first child of an accepted column is accepted with the conditional rate of its depth, rates [D], by the coins
+    uniforms [B, D]. The next token is the target's likeliest. logits [B, T, V], tokens and parents [B, N].
     """
     batch, num_nodes = tokens.shape
     first_child = torch.zeros(batch, num_nodes + 1, dtype=torch.int64, device=tokens.device)
-    for node in range(num_nodes - 1, -1, -1):  # the first writes last; 0 where a column has no child
+    for node in range(num_nodes - 1, -1, -1):  # the first child writes last; 0 where a column has none
         first_child.scatter_(1, parents[:, node, None] + 1, node + 1)
     heads = (uniforms < rates).long().cumprod(1).bool()  # [B, D]
     column = torch.zeros(batch, 1, dtype=torch.int64, device=tokens.device)
@@ -214,9 +216,9 @@ def synthetic(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, rates
 
 
 def walk(targets: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Verified:
-    """From the root to the child that equals the target's token, as often as there is one; then that token itself.
+    """Walk from the root to the child that is the target's token, as long as there is one; then add that token itself.
 
-    targets [B, T]: the target's choice after each column; tokens and parents [B, N].
+    targets [B, T]: the target's token after each column; tokens and parents [B, N].
     """
     batch, num_nodes = tokens.shape
     if depth == num_nodes:
@@ -236,26 +238,26 @@ def walk(targets: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Verifi
     return Verified(num_accepted[:, 0], torch.cat(columns, 1), targets.gather(1, column)[:, 0])
 
 
-def _laws(logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """p and q, both [B, T, V]; q of a column without children is all zeros."""
+def _distributions(logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return p and q, both [B, T, V]; q of a column without children is all zeros."""
     p = logits.softmax(-1)
     return p, F.pad(draft_logits.softmax(-1), (0, 0, 0, p.shape[1] - draft_logits.shape[1]))
 
 
-def _of_drafts(law: Tensor, drafts: Tensor) -> Tensor:
-    """Probability [B, N] under law [B, T, V] of each draft of a chain."""
-    return law[:, : drafts.shape[1]].gather(-1, drafts.clamp(min=0)[..., None]).squeeze(-1)
+def _probabilities(distributions: Tensor, drafts: Tensor) -> Tensor:
+    """Return the probability [B, N] of each draft of a chain under distributions [B, T, V]."""
+    return distributions[:, : drafts.shape[1]].gather(-1, drafts.clamp(min=0)[..., None]).squeeze(-1)
 
 
 def _normalised(weights: Tensor) -> Tensor:
-    """weights [B, V] with a sum of 1; zeros stay zeros."""
+    """Return weights [B, V] scaled to a sum of 1; zeros stay zeros."""
     return F.normalize(weights, p=1, dim=-1, eps=torch.finfo(weights.dtype).tiny)
 
 
 def _finish_chain(
     p: Tensor, q: Tensor, drawn: Tensor, num_accepted: Tensor, weight: Tensor, uniforms: Tensor
 ) -> Verified:
-    """Draw the next token: from (weight p - q)+ where a drawn draft was rejected, from p where none was left.
+    """Draw the next token: from (weight p - q)+ where a drawn draft was rejected, from p where all were accepted.
 
     p and q [B, T, V]; drawn [B, N]; weight and uniforms [B, T].
     """
@@ -263,6 +265,6 @@ def _finish_chain(
     p_next = p[rows, num_accepted]  # [B, V]
     residual = (weight[rows, num_accepted, None] * p_next - q[rows, num_accepted]).clamp(min=0)
     use_residual = F.pad(drawn, (0, 1))[rows, num_accepted] & (residual > 0).any(-1)
-    law = torch.where(use_residual[:, None], residual, p_next)
+    distribution = torch.where(use_residual[:, None], residual, p_next)
     path = torch.arange(1, p.shape[1], device=p.device).expand_as(drawn)
-    return Verified(num_accepted, path, sample(law, uniforms[rows, num_accepted]))
+    return Verified(num_accepted, path, sample(distribution, uniforms[rows, num_accepted]))

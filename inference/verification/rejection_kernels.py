@@ -2,11 +2,11 @@
 
 acceptance_kernels.py launches them.
 
-What is left to draw from is always (p - lam q)+ up to a factor. Token-wise, lam is 1 after a rejection. Block
-verification leaves (w p - q)+, so lam is 1 / w. Siblings without replacement: let (p - lam q)+ / mass be what was left
-of p, and `left` the sum of q over the tokens not yet tried. A rejection leaves ((p - lam q)+ / mass - q / left)+, which
-is (p - lam' q)+ up to a factor with lam' = lam + mass / left. The tokens tried before it need no care: more of q than
-of p was left of a token that was rejected, so it is 0 from then on. Where rounding leaves nothing at all, p is meant.
+What remains to draw from is always (p - lam q)+ up to a factor. Token-wise, lam is 1 after a rejection. Block
+verification leaves (w p - q)+, so lam is 1 / w. Siblings without replacement: let (p - lam q)+ / mass be what remained
+of p, and `untried` the sum of q over the tokens not yet tried. A rejection leaves ((p - lam q)+ / mass - q / untried)+,
+which is (p - lam' q)+ up to a factor with lam' = lam + mass / untried. The tokens tried before it need no care: more of
+q than of p remained of a token that was rejected, so it is 0 from then on. Where rounding leaves nothing, p is meant.
 
 Shapes as in acceptance_kernels.py. p and q are `Chunked` logits of the target, T a row, and of the drafter, P a row (N
 of a chain). A draft that cannot have been drawn counts as q = 0.
@@ -22,6 +22,8 @@ from draftsmith.models.sampling.sampling_kernels import load_distribution, pick,
 
 
 class Tree(NamedTuple):
+    """The drafted trees of a batch, as kernels read them."""
+
     tokens: Tensor  # [B, N]
     parents: Tensor  # [B, N], or one row of them expanded
     parents_stride: int
@@ -29,7 +31,7 @@ class Tree(NamedTuple):
 
 @triton.jit
 def load_tree(tree, row, N, NODES: tl.constexpr):
-    """Columns [NODES], their tokens (-1 where there is none), and the columns of their parents (-1 where none is)."""
+    """Return columns [NODES], their tokens (-1: none), and the columns of their parents (-1: none)."""
     columns = tl.arange(0, NODES)
     is_node = (columns > 0) & (columns <= N)
     token = tl.load(tree.tokens + row * N + columns - 1, mask=is_node, other=-1)
@@ -39,28 +41,28 @@ def load_tree(tree, row, N, NODES: tl.constexpr):
 
 @triton.jit
 def draw(p, p_row, q, q_row, lam, masses, uniform, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """A token from (p - lam q)+, whose sums by chunk are in `masses`; from p if nothing is left of it, or lam is 0."""
+    """Draw a token from (p - lam q)+, whose sums by chunk are in `masses`; from p if that is 0, or lam is 0."""
     chunks = tl.arange(0, CHUNKS)
     mass = tl.load(masses + chunks, mask=chunks * CHUNK < tl.where(lam > 0, V, 0), other=0.0)
     lam = tl.where(tl.sum(mass, 0) > 0, lam, 0.0)
     q_V = tl.where(lam > 0, V, 0)
-    p_law, weights = load_distribution(p, p_row, V, CHUNK, CHUNKS)
-    q_law, _ = load_distribution(q, q_row, q_V, CHUNK, CHUNKS)
+    p_dist, weights = load_distribution(p, p_row, V, CHUNK, CHUNKS)
+    q_dist, _ = load_distribution(q, q_row, q_V, CHUNK, CHUNKS)
     chunk, rest = pick(tl.where(lam > 0, mass, weights), uniform)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    left = _residual(probabilities(p_law, ids, ids < V), probabilities(q_law, ids, ids < q_V), lam)
-    lane, _ = pick(left, rest)
+    residual = _residual(probabilities(p_dist, ids, ids < V), probabilities(q_dist, ids, ids < q_V), lam)
+    lane, _ = pick(residual, rest)
     return chunk * CHUNK + lane
 
 
 @triton.jit
 def sum_residual(p, p_row, q, q_row, lam, masses, chunk, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """The sum of (p - lam q)+ over a chunk, into `masses`."""
-    p_law, _ = load_distribution(p, p_row, V, CHUNK, CHUNKS)
-    q_law, _ = load_distribution(q, q_row, V, CHUNK, CHUNKS)
+    """Store the sum of (p - lam q)+ over a chunk in `masses`."""
+    p_dist, _ = load_distribution(p, p_row, V, CHUNK, CHUNKS)
+    q_dist, _ = load_distribution(q, q_row, V, CHUNK, CHUNKS)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    left = _residual(probabilities(p_law, ids, ids < V), probabilities(q_law, ids, ids < V), lam)
-    tl.store(masses + chunk, tl.sum(left, 0))
+    residual = _residual(probabilities(p_dist, ids, ids < V), probabilities(q_dist, ids, ids < V), lam)
+    tl.store(masses + chunk, tl.sum(residual, 0))
 
 
 @triton.jit
@@ -70,16 +72,16 @@ def _residual(p, q, lam):
 
 @triton.jit
 def draft_probabilities(rows, row, width, token, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """Of the n-th draft [NODES] under the n-th of a row's `width` laws; 0 where there is no draft."""
+    """Return the probability of the n-th draft, [NODES], under the n-th distribution of a row; 0 without a draft."""
     exists = (token >= 0)[:, None]
     at = (row * width + tl.arange(0, token.shape[0]))[:, None]
-    law, _ = load_distribution(rows, at, tl.where(exists, V, 0), CHUNK, CHUNKS)
-    return tl.sum(probabilities(law, token[:, None], exists), 1)
+    distribution, _ = load_distribution(rows, at, tl.where(exists, V, 0), CHUNK, CHUNKS)
+    return tl.sum(probabilities(distribution, token[:, None], exists), 1)
 
 
 @triton.jit
 def load_chain(p, q, drafts, row, N, V, NODES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """0, 1, ..., and p and q of that draft of a chain, [NODES]; q is 0 where none was drawn, and from N on."""
+    """Return the numbers of the drafts of a chain and their p and q, [NODES]; q is 0 where none was drawn."""
     nodes = tl.arange(0, NODES)
     token = tl.load(drafts + row * N + nodes, mask=nodes < N, other=-1)
     p_x = draft_probabilities(p, row, N + 1, token, V, CHUNK, CHUNKS)
@@ -90,9 +92,9 @@ def load_chain(p, q, drafts, row, N, V, NODES: tl.constexpr, CHUNK: tl.constexpr
 def accept_chain(
     p, q, drafts, coins, out, lams, masses, N, V, NODES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """Token-wise: how many drafts stand, lam, and what one chunk adds to the sum of what is left then.
+    """Token-wise: store how many drafts are accepted, lam, and the sum over one chunk of what remains then.
 
-    The program of every chunk tests the drafts for itself, which is cheaper than a launch.
+    The program of every chunk tests the drafts by itself, which is cheaper than another launch.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     nodes, p_x, q_x = load_chain(p, q, drafts, row, N, V, NODES, CHUNK, CHUNKS)
@@ -111,7 +113,7 @@ def accept_chain(
 
 @triton.jit(do_not_specialize=["N"])
 def draw_next(p, q, uniforms, out, lams, masses, N, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """Token-wise: the token after the drafts that stand."""
+    """Token-wise: draw the token after the accepted drafts."""
     row = tl.program_id(0).to(tl.int64)
     num_accepted = tl.load(out.num_accepted + row)
     p_row, q_row, masses = row * (N + 1) + num_accepted, row * N + num_accepted, masses + row * CHUNKS
@@ -122,7 +124,7 @@ def draw_next(p, q, uniforms, out, lams, masses, N, V, CHUNK: tl.constexpr, CHUN
 
 @triton.jit
 def block_weights(nodes, p_x, q_x, NODES: tl.constexpr):
-    """How many drafts were drawn, and w_n of the first n of them, fp64 [NODES]."""
+    """Return how many drafts were drawn, and w_n of the first n of them, fp64 [NODES]."""
     num_drawn = tl.min(tl.where(q_x > 0, NODES, nodes), 0)
     weights = tl.where(nodes == 0, 1.0, 0.0).to(tl.float64)
     weight = tl.sum(weights, 0)
@@ -136,7 +138,7 @@ def block_weights(nodes, p_x, q_x, NODES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])
 def weigh_block(p, q, drafts, lams, N, V, NODES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """Block verification: 1 / w_n, or 0 where w_n is 0 or the draft behind was not drawn."""
+    """Block verification: store 1 / w_n, or 0 where w_n is 0 or the draft behind was not drawn."""
     row = tl.program_id(0).to(tl.int64)
     nodes, p_x, q_x = load_chain(p, q, drafts, row, N, V, NODES, CHUNK, CHUNKS)
     num_drawn, weights = block_weights(nodes, p_x, q_x, NODES)
@@ -145,7 +147,7 @@ def weigh_block(p, q, drafts, lams, N, V, NODES: tl.constexpr, CHUNK: tl.constex
 
 @triton.jit(do_not_specialize=["N"])
 def sum_blocks(p, q, lams, masses, N, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """What one chunk adds to the sum of (p - q / w_n)+ after the first n drafts."""
+    """Block verification: store the sum over one chunk of (p - q / w_n)+ after the first n drafts."""
     row, n, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     lam = tl.load(lams + row * N + n)
     if lam > 0:
@@ -155,7 +157,7 @@ def sum_blocks(p, q, lams, masses, N, V, CHUNK: tl.constexpr, CHUNKS: tl.constex
 
 @triton.jit
 def _inverse(weight):
-    """1 / weight; 0 where it is 0."""
+    """Return 1 / weight, or 0 where it is 0."""
     return tl.where(weight > 0, 1 / tl.where(weight > 0, weight, 1.0), 0.0)
 
 
@@ -163,7 +165,7 @@ def _inverse(weight):
 def accept_block(
     p, q, drafts, coins, uniforms, out, masses, N, V, NODES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """Block verification: the longest beginning that passes, and the token after it."""
+    """Block verification: find the longest beginning that passes, and draw the token after it."""
     row = tl.program_id(0).to(tl.int64)
     nodes, p_x, q_x = load_chain(p, q, drafts, row, N, V, NODES, CHUNK, CHUNKS)
     num_drawn, weights = block_weights(nodes, p_x, q_x, NODES)
@@ -191,50 +193,50 @@ def accept_block(
 def try_children(
     p, q, tree, coins, children, lams, masses, N, V, NODES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """Without replacement: the child of a column that is accepted (0: none), and what is left to draw from if none is.
+    """Without replacement: store the child of a column that is accepted (0: none), and lam of what remains otherwise.
 
-    All columns are tried side by side, also those that the walk does not come to. Siblings are tried one by one, with a
+    All columns are tried side by side, also those that the walk does not reach. Siblings are tried one by one, with a
     pass over the vocabulary after each rejection.
     """
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_row = row * tl.num_programs(1) + column
-    p_law, _ = load_distribution(p, row * (N + 1) + column, V, CHUNK, CHUNKS)
-    q_law, _ = load_distribution(q, q_row, V, CHUNK, CHUNKS)
+    p_dist, _ = load_distribution(p, row * (N + 1) + column, V, CHUNK, CHUNKS)
+    q_dist, _ = load_distribution(q, q_row, V, CHUNK, CHUNKS)
     columns, token, parent = load_tree(tree, row, N, NODES)
     waiting = (parent == column) & (token >= 0)
     child = tl.min(tl.where(waiting, columns, NODES), 0)
     accepted = 0
     lam, tried = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
-    mass, left = tl.full((), 1.0, tl.float64), tl.full((), 1.0, tl.float64)
+    mass, untried = tl.full((), 1.0, tl.float64), tl.full((), 1.0, tl.float64)
     while child < NODES:
         x = tl.sum(tl.where(columns == child, token, 0), 0)
-        p_x, q_x = tl.sum(probabilities(p_law, x, True), 0), tl.sum(probabilities(q_law, x, True), 0)
+        p_x, q_x = tl.sum(probabilities(p_dist, x, True), 0), tl.sum(probabilities(q_dist, x, True), 0)
         coin = tl.load(coins + row * N + child - 1).to(tl.float64)
-        waiting = waiting & (token != x)  # a twin cannot have been drawn
+        waiting = waiting & (token != x)  # an equal sibling cannot have been drawn
         if q_x > 0:
-            left = tl.maximum(left, q_x)  # rounding cannot make it less
-            if coin * q_x * mass < (p_x - lam * q_x) * left:
+            untried = tl.maximum(untried, q_x)  # rounding may make it less
+            if coin * q_x * mass < (p_x - lam * q_x) * untried:
                 accepted = child
                 waiting = waiting & (columns < 0)
             else:
                 tried += q_x
-                lam += mass / left
-                mass, left = _sum_chunks(p_law, q_law, lam, masses + q_row * CHUNKS, V, CHUNK)
-                left -= tried
+                lam += mass / untried
+                mass, untried = _sum_chunks(p_dist, q_dist, lam, masses + q_row * CHUNKS, V, CHUNK)
+                untried -= tried
         child = tl.min(tl.where(waiting, columns, NODES), 0)
     tl.store(children + q_row, accepted)
     tl.store(lams + q_row, lam)
 
 
 @triton.jit
-def _sum_chunks(p_law, q_law, lam, masses, V, CHUNK: tl.constexpr):
-    """The sum of (p - lam q)+, into `masses` by chunk and over all chunks; and that of q."""
+def _sum_chunks(p_dist, q_dist, lam, masses, V, CHUNK: tl.constexpr):
+    """Store the sum of (p - lam q)+ by chunk in `masses`; return that over all chunks, and the sum of q."""
     mass, q_sum = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
     chunk = 0
     while chunk * CHUNK < V:
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        q_x = probabilities(q_law, ids, ids < V)
-        in_chunk = tl.sum(_residual(probabilities(p_law, ids, ids < V), q_x, lam), 0)
+        q_x = probabilities(q_dist, ids, ids < V)
+        in_chunk = tl.sum(_residual(probabilities(p_dist, ids, ids < V), q_x, lam), 0)
         tl.store(masses + chunk, in_chunk)
         mass += in_chunk
         q_sum += tl.sum(q_x.to(tl.float64), 0)
@@ -258,7 +260,7 @@ def descend(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Without replacement: from the root to the accepted child while there is one, and the token after the last."""
+    """Without replacement: walk from the root to the accepted child while there is one, and draw the token after it."""
     row = tl.program_id(0).to(tl.int64)
     column = 0
     num_accepted = 0
