@@ -19,7 +19,6 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafters.eagle_drafting import Drafting, EagleCache
 from draftsmith.models.drafting.base import DecodingState, Draft, Drafter, DrafterConfig, check_same_shape, load_tensors
 from draftsmith.models.drafting.decoder_layer import (
     DecoderLayer,
@@ -27,10 +26,14 @@ from draftsmith.models.drafting.decoder_layer import (
     layer_config_for,
     layer_config_of,
 )
-from draftsmith.models.drafting.tree_drafting import grow
-from draftsmith.models.drafting.unrolled_attention import DraftingSlots, KeyValue, unrolled_attention
+from draftsmith.models.drafting.eagle_layer import (
+    EagleCache,
+    UnrolledLayer,
+    drafting_slots,
+    store_for_decoding,
+)
 from draftsmith.models.errors import require_at_least
-from draftsmith.models.layers import checkpoint_tensors, rotary_table
+from draftsmith.models.layers import checkpoint_tensors
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums
 from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
@@ -111,41 +114,13 @@ class Eagle(Drafter):
         return chain_loss
 
     def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
-        """The guesses of the target's last hidden state, which its own head reads."""
-        counted = [slots.next_depth().flatten() for _ in range(depth)]
-        drafting = DraftingSlots.of(counted[0].view_as(batch.token_ids), batch.positions)
-        for k, guess in enumerate(self.unroll(batch, features.last_hidden, drafting, depth)):
-            rows = counted[k][drafting.index].nonzero()[:, 0]
-            yield Depth(guess[rows], self.target.logits, drafting.index[rows] + 1 + k, self.config.step_decay**k)
-
-    def unroll(self, batch: Batch, features: Tensor, slots: DraftingSlots, num_steps: int) -> Iterator[Tensor]:
-        """The guesses [R, H] of the drafting slots at each unrolled step, from features [B, T, H].
-
-        Step k feeds x_{t+1+k} into slot t, at position t + k, with the guess of step k - 1 in place of the feature.
-        """
-        embedded = self.target.embedding(batch.token_ids.flatten())  # [S, H], S = B * T
-        positions = batch.positions.expand_as(batch.token_ids).flatten()
-        rotary = rotary_table(self.rotary, batch.token_ids.shape[1] + num_steps, embedded)
-
-        def project(hidden: Tensor, fed: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-            x = self.fc(torch.cat([fed, hidden], -1))
-            heads = self.layer.self_attn.project(x[None], rotary, positions[None])
-            return x, *(part[0].transpose(0, 1) for part in heads)
-
-        def finish(x: Tensor, query: Tensor) -> Tensor:
-            attended = unrolled_attention(query, (text[0], text[1]), own, slots.spans)
-            return self.layer.finish(x[None], attended[None])[0]
-
-        x, query, *text = project(self.with_noise(features).flatten(0, 1), embedded.roll(-1, 0), positions)
-        own: list[KeyValue] = []
-        hidden = finish(x[slots.index], query[slots.index])
-        yield hidden
-        for k in range(1, num_steps):
-            fed = embedded[(slots.index + 1 + k).clamp(max=len(embedded) - 1)]
-            x, query, key, value = project(hidden, fed, positions[slots.index] + k)
-            own.append((key, value))
-            hidden = finish(x, query)
-            yield hidden
+        """Yield the guesses of the target's last hidden state, which its own head reads."""
+        drafting, counted = drafting_slots(slots, batch, depth)
+        fed = self.target.embedding(batch.token_ids.flatten())
+        layer = UnrolledEagleLayer(self, fed, batch, depth)
+        guesses = layer.run(self.with_noise(features.last_hidden).flatten(0, 1), drafting, depth)
+        for k, (guess, (rows, teachers)) in enumerate(zip(guesses, counted, strict=True)):
+            yield Depth(guess[rows], self.target.logits, teachers, self.config.step_decay**k)
 
     def with_noise(self, features: Tensor) -> Tensor:
         """Features [B, T, H] as training reads them: with noise, so that the layer learns to live with its own errors.
@@ -158,18 +133,16 @@ class Eagle(Drafter):
 
     # --- drafting
 
-    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> EagleCache:
-        return EagleCache(self, num_rows, num_slots, shape)
+    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> "Eagle1Cache":
+        return Eagle1Cache(self, num_rows, num_slots, shape)
 
     @torch.inference_mode()
-    def prefill(self, cache: EagleCache, token_ids: Tensor, features: Features, window: Window) -> None:
+    def prefill(self, cache: "Eagle1Cache", token_ids: Tensor, features: Features, window: Window) -> None:
         cache.write(token_ids.gather(1, window.positions + 1), features.last_hidden, window)
 
     @torch.inference_mode()
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
-        """Read the newest features into the drafter's cache, then draft level by level."""
-        drafting = Drafting(state, state.features.last_hidden, shape)
-        return grow(shape, state.cache.tree, drafting.root, drafting, state)
+        return state.cache.draft(state, state.features.last_hidden, shape, self.target.vocab_size)
 
     # --- checkpoints
 
@@ -192,3 +165,31 @@ class Eagle(Drafter):
         drafter = cls(own, layer_config_of(config), target)
         load_tensors(drafter, tensors, what)
         return drafter
+
+
+class UnrolledEagleLayer(UnrolledLayer):
+    """EAGLE-1's layer in training; the tokens are fed as embeddings [S, H]."""
+
+    def __init__(self, drafter: Eagle, fed: Tensor, batch: Batch, num_steps: int) -> None:
+        super().__init__(drafter.layer, drafter.rotary, fed, batch, num_steps)
+        self.fc = drafter.fc
+
+    def enter(self, fed: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.fc(torch.cat([fed, hidden], -1))
+        return self.layer.self_attn.qkv_proj(x), x
+
+
+class Eagle1Cache(EagleCache):
+    """EAGLE-1's layer in drafting."""
+
+    def __init__(self, drafter: Eagle, num_rows: int, num_slots: int, shape: Shape) -> None:
+        super().__init__(drafter.layer, drafter.target.embedding, drafter.rotary, num_rows, num_slots, shape)
+        store_for_decoding(drafter.fc)
+        self.fc, self.bias, self.target_logits = drafter.fc.weight, drafter.fc.bias, drafter.target.logits
+
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.linear(torch.cat([embedded, hidden], -1), self.fc, self.bias)
+        return x, x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.target_logits(hidden)

@@ -14,19 +14,17 @@ from typing import Any, cast
 import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafters.eagle3_training import unroll
-from draftsmith.models.drafters.eagle_drafting import Drafting, Eagle3Cache
 from draftsmith.models.drafting.base import (
     OWN_EMBEDDING,
     DecodingState,
     Draft,
     Drafter,
     check_same_shape,
-    in_target_vocabulary,
     load_tensors,
 )
 from draftsmith.models.drafting.decoder_layer import (
@@ -35,7 +33,13 @@ from draftsmith.models.drafting.decoder_layer import (
     layer_config_for,
     layer_config_of,
 )
-from draftsmith.models.drafting.tree_drafting import grow
+from draftsmith.models.drafting.eagle_layer import (
+    EagleCache,
+    UnrolledLayer,
+    decoding_norm,
+    drafting_slots,
+    store_for_decoding,
+)
 from draftsmith.models.drafting.unrolled_attention import DraftingSlots
 from draftsmith.models.drafting.vocabulary import ReducedVocabulary, too_large
 from draftsmith.models.errors import UserError, require_at_least
@@ -173,32 +177,33 @@ class Eagle3(Drafter):
         return self.config.divergence if self.progress >= self.config.kl_share else "forward_kl"
 
     def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
-        """The unrolled layer, with the true tokens fed in: step k of slot t predicts x_{t+2+k}."""
+        """Yield the outputs of the unrolled layer, with the true tokens fed in: step k of slot t predicts x_{t+2+k}."""
         assert features.layers is not None
-        counted = [slots.next_depth().flatten() for _ in range(depth)]
-        drafting = DraftingSlots.of(counted[0].view_as(batch.token_ids), batch.positions)
-        for k, hidden in enumerate(unroll(self, batch, features.layers, drafting, depth)):
-            rows = counted[k][drafting.index].nonzero()[:, 0]
-            teachers = drafting.index[rows] + 1 + k
+        drafting, counted = drafting_slots(slots, batch, depth)
+        outputs = self.unroll(batch, features.layers, drafting, depth)
+        for k, (hidden, (rows, teachers)) in enumerate(zip(outputs, counted, strict=True)):
             yield Depth(self.norm(hidden[rows]), self.lm_head, teachers, self.config.step_decay**k)
+
+    def unroll(self, batch: Batch, layers: Tensor, slots: DraftingSlots, num_steps: int) -> Iterator[Tensor]:
+        """Yield the layer's output [R, H] at each unrolled step of the drafting slots, from features [B, T, A * H]."""
+        features = self.fc(layers).flatten(0, 1)  # [S, H]
+        layer = UnrolledEagle3Layer(self, batch, num_steps)
+        yield from layer.run(features, slots, num_steps, self.config.detach, self.config.recompute)
 
     # --- drafting
 
-    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> Eagle3Cache:
+    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> "Eagle3Cache":
         return Eagle3Cache(self, num_rows, num_slots, shape)
 
     @torch.inference_mode()
-    def prefill(self, cache: Eagle3Cache, token_ids: Tensor, features: Features, window: Window) -> None:
+    def prefill(self, cache: "Eagle3Cache", token_ids: Tensor, features: Features, window: Window) -> None:
         assert features.layers is not None
         cache.write(token_ids.gather(1, window.positions + 1), self.fc(features.layers), window)
 
     @torch.inference_mode()
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
-        """Read the newest features into the drafter's cache, then draft level by level."""
         assert state.features.layers is not None
-        drafting = Drafting(state, self.fc(state.features.layers), shape)
-        draft, ids = grow(shape, state.cache.tree, drafting.root, drafting, state), state.cache.ids
-        return draft if ids is None else in_target_vocabulary(draft, ids, self.target.vocab_size)
+        return state.cache.draft(state, self.fc(state.features.layers), shape, self.target.vocab_size)
 
     # --- checkpoints
 
@@ -239,6 +244,44 @@ class Eagle3(Drafter):
             drafter.embed_tokens = nn.Embedding(target.vocab_size, drafter.fc.out_features).requires_grad_(False)
         load_tensors(drafter, tensors, "this EAGLE-3 drafter")
         return drafter
+
+
+class UnrolledEagle3Layer(UnrolledLayer):
+    """EAGLE-3's layer in training; the tokens are fed as what they add to queries, keys and values."""
+
+    def __init__(self, drafter: Eagle3, batch: Batch, num_steps: int) -> None:
+        embedded = drafter.embedding(batch.token_ids.flatten())
+        token_weight, self.feature_weight = drafter.layer.self_attn.qkv_proj.weight.split(embedded.shape[1], 1)
+        fed = F.linear(drafter.layer.input_layernorm(embedded), token_weight)  # [S, (Nq + 2 Nkv) D]
+        super().__init__(drafter.layer, drafter.rotary, fed, batch, num_steps)
+        self.hidden_norm, self.norm_before_residual = drafter.layer.hidden_norm, drafter.config.norm_before_residual
+
+    def enter(self, fed: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return fed + F.linear(self.hidden_norm(hidden), self.feature_weight), hidden
+
+    def residual(self, entered: Tensor) -> Tensor:
+        return self.hidden_norm(entered) if self.norm_before_residual else entered
+
+
+class Eagle3Cache(EagleCache):
+    """EAGLE-3's layer in drafting."""
+
+    def __init__(self, drafter: Eagle3, num_rows: int, num_slots: int, shape: Shape) -> None:
+        layer = drafter.layer
+        super().__init__(layer, drafter.embedding, drafter.rotary, num_rows, num_slots, shape)
+        self.norm_before_residual = drafter.config.norm_before_residual
+        self.ids = drafter.draft_to_target()
+        self.input_norm = decoding_norm(layer.input_layernorm, layer.hidden_norm)
+        store_for_decoding(drafter.lm_head)
+        self.final_norm, self.head = decoding_norm(drafter.norm), drafter.lm_head.weight
+
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.stack([embedded, hidden], 2)  # [B, T, 2, H]
+        normed = self.input_norm(both)
+        return normed.flatten(2), normed[:, :, 1] if self.norm_before_residual else hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(self.final_norm(hidden), self.head)
 
 
 def default_layer_ids(num_layers: int) -> list[int]:

@@ -162,14 +162,14 @@ class Medusa(Drafter):
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """The first heads at the last position that the target read."""
         hidden = take(state.features.last_hidden, (state.num_new - 1)[:, None])  # [B, 1, H]
-        heads, ids = iter(self.heads()), self.draft_to_target()
+        heads = iter(self.heads())
 
         def next_head(*_: Tensor | None) -> Tensor:
             block, head = next(heads)
             return head(block(hidden))  # [B, 1, V], whatever the heads before it proposed
 
         draft = grow(shape, state.cache, next_head(), next_head, state)
-        return draft if ids is None else in_target_vocabulary(draft, ids, self.target.vocab_size)
+        return in_target_vocabulary(draft, self.draft_to_target(), self.target.vocab_size)
 
     # --- checkpoints
 

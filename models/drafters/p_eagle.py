@@ -233,8 +233,8 @@ class PEagle(Drafter):
         def next_depth(*_: Tensor | None) -> Tensor:
             return next(depths)  # [B, 1, Vd], whatever was drafted before
 
-        draft, ids = grow(shape, cache.tree, next_depth(), next_depth, state), cache.ids
-        return draft if ids is None else in_target_vocabulary(draft, ids, self.target.vocab_size)
+        draft = grow(shape, cache.tree, next_depth(), next_depth, state)
+        return in_target_vocabulary(draft, cache.ids, self.target.vocab_size)
 
     def decode(self, cache: "PEagleCache", hidden: Tensor, embedded: Tensor, window: Window, written: Tensor) -> Tensor:
         """All layers on the cache: inputs [B, T, H] at the places of a window -> outputs [B, T, H].

@@ -56,8 +56,10 @@ def lookup_chain(tokens: Tensor) -> Draft:
     return chain(tokens)
 
 
-def in_target_vocabulary(draft: Draft, ids: Tensor, vocab_size: int) -> Draft:
-    """A draft in a vocabulary of its own, whose target ids are `ids` [Vd], in that of the target."""
+def in_target_vocabulary(draft: Draft, ids: Tensor | None, vocab_size: int) -> Draft:
+    """Return the draft by target ids. `ids` [Vd] are those of the vocabulary it was made in; None: the target's."""
+    if ids is None:
+        return draft
     tokens = torch.where(draft.tokens < 0, draft.tokens, ids[draft.tokens])  # NO_TOKEN stays
     logits = draft.logits
     if logits is not None:

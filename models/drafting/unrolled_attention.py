@@ -34,7 +34,7 @@ class DraftingSlots:
     index: Tensor  # [R] int64 their places among all slots
 
     @classmethod
-    def of(cls, counted: Tensor, positions: Tensor) -> "DraftingSlots":
+    def from_counted(cls, counted: Tensor, positions: Tensor) -> "DraftingSlots":
         """counted [B, T] bool, positions in the document [B or 1, T]."""
         places = torch.arange(counted.numel(), device=counted.device)
         begins = (places.view_as(counted) - positions)[counted]  # where the document of each counted slot begins

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
-from draftsmith.models.drafters.eagle3_training import unroll
 from draftsmith.models.drafters.medusa import Medusa, MedusaConfig
 from draftsmith.models.drafting.base import NO_TOKEN
 from draftsmith.models.drafting.unrolled_attention import DraftingSlots
@@ -231,10 +230,10 @@ def test_a_detached_step_teaches_those_before_it_nothing(tiny_target: Target) ->
     batch = random_batch(tiny_target)
     layers = tiny_target.features(batch, drafter.layer_ids).layers
     assert layers is not None
-    slots = DraftingSlots.of(batch.loss_mask, batch.positions)
+    slots = DraftingSlots.from_counted(batch.loss_mask, batch.positions)
     for detach in (False, True):
         drafter.config.detach = detach
-        first, *_, last = unroll(drafter, batch, layers, slots, drafter.config.unroll_steps)
+        first, *_, last = drafter.unroll(batch, layers, slots, drafter.config.unroll_steps)
         (gradient,) = torch.autograd.grad(last.sum(), first, allow_unused=True)
         assert (gradient is None) == detach
 

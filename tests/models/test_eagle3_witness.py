@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
-from draftsmith.models.drafters.eagle3_training import unroll
 from draftsmith.models.drafting.unrolled_attention import DraftingSlots
 from draftsmith.models.layers import checkpoint_tensors
 from draftsmith.models.losses.divergences import DIVERGENCES
@@ -81,9 +80,9 @@ def test_logits_of_every_unrolled_step(documents: str, golden: Tensors, drafter:
     case = part(golden, documents)
     batch, features = text(case, drafter)
     assert features.layers is not None
-    drafting = DraftingSlots.of(batch.loss_mask.roll(-2, 1), batch.positions)
+    drafting = DraftingSlots.from_counted(batch.loss_mask.roll(-2, 1), batch.positions)
     with torch.no_grad():
-        for k, hidden in enumerate(unroll(drafter, batch, features.layers, drafting, drafter.config.unroll_steps)):
+        for k, hidden in enumerate(drafter.unroll(batch, features.layers, drafting, drafter.config.unroll_steps)):
             slots = counted_slots(batch, k)
             assert slots
             rows = torch.isin(drafting.index, torch.tensor(slots))

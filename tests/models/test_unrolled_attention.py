@@ -33,7 +33,7 @@ def drafting(device: str = "cpu") -> tuple[Batch, DraftingSlots]:
     mask[0, 3:7] = mask[0, 8:12] = mask[0, 13:15] = mask[0, 16:18] = mask[1, 5:17] = True
     batch = Batch(torch.zeros_like(documents), mask, documents).to(torch.device(device))
     counted = batch.loss_mask.roll(-1, 1) & batch.loss_mask.roll(-2, 1)
-    return batch, DraftingSlots.of(counted, batch.positions)
+    return batch, DraftingSlots.from_counted(counted, batch.positions)
 
 
 def check_forms(num_steps: int, dtype: torch.dtype, device: str, tolerance: float) -> None:
@@ -87,7 +87,7 @@ def test_what_a_slot_sees() -> None:
 
 def test_nothing_to_draft() -> None:
     counted = torch.zeros(2, 5, dtype=torch.bool)
-    slots = DraftingSlots.of(counted, torch.arange(5)[None])
+    slots = DraftingSlots.from_counted(counted, torch.arange(5)[None])
     tensors = inputs(10, len(slots.index), 1, torch.float32, "cpu")
     output = unrolled_attention(*pairs(tensors), slots.spans)
     assert output.shape == (0, 4, 8)

@@ -1,0 +1,197 @@
+"""The decoder layer of EAGLE-1 and EAGLE-3: unrolled over a batch in training, and level by level in drafting.
+
+Both continue the target's features: a slot t reads the feature of x_t and the embedding of x_{t+1}, and the layer's
+output takes the place of the next feature. How the two enter the layer differs by family, the rest is here.
+
+Training ("training-time test", arXiv 2503.01840 section 3.2) computes only slots that draft; the others are keys and
+values at step 0. Rows of a batch lie one after another, so that documents, padding and prompts cost what they hold and
+no more. Drafting computes the same on plain tensors in few operations: a small drafter is bound by the number of its
+operations and module calls, not by their size.
+
+Shapes: B rows, T tokens of a row, S = B * T slots, R of them draft, H hidden width, E width of what the layer makes of
+a token, W width of what the attention reads, Nq query heads, Nkv key-value heads, D head width, M slots of a cache,
+V vocabulary that the drafter has logits for.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from draftsmith.models.batch import Batch
+from draftsmith.models.drafting.base import DecodingState, Draft, in_target_vocabulary
+from draftsmith.models.drafting.decoder_layer import DecoderLayer
+from draftsmith.models.drafting.tree_drafting import DrafterCache, LevelWindows, grow, take
+from draftsmith.models.drafting.unrolled_attention import DraftingSlots, KeyValue, unrolled_attention
+from draftsmith.models.layers import DecodingNorm, rotary_table, store_by_columns
+from draftsmith.models.losses.chain_loss import ChainLoss
+from draftsmith.models.sampling.trees import Shape
+from draftsmith.models.target.slots import Window, slot_attention
+
+# --- training
+
+
+class UnrolledLayer(ABC):
+    """The layer on a batch, unrolled over steps which share what it makes of the tokens."""
+
+    def __init__(self, layer: DecoderLayer, rotary: nn.Module, fed: Tensor, batch: Batch, num_steps: int) -> None:
+        """`fed` [S, E]: what the layer makes of each token, the same at every step."""
+        self.layer, self.fed = layer, fed
+        self.positions = batch.positions.expand_as(batch.token_ids).flatten()  # [S]
+        self.rotary = rotary_table(rotary, batch.token_ids.shape[1] + num_steps, fed)
+
+    @abstractmethod
+    def enter(self, fed: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries, keys and values side by side [R, (Nq + 2 Nkv) D], and the residual [R, H].
+
+        `fed` [R, E] comes of the tokens, `hidden` [R, H] is the feature or the output of the step before.
+        """
+
+    def residual(self, entered: Tensor) -> Tensor:
+        """Return the residual [R, H] to which the attention's output is added, from that of `enter`."""
+        return entered
+
+    def run(
+        self, features: Tensor, slots: DraftingSlots, num_steps: int, detach: bool = False, recompute: bool = False
+    ) -> Iterator[Tensor]:
+        """Yield the output [R, H] of each step at the drafting slots, from features [S, H].
+
+        Step k feeds x_{t+1+k} into slot t, at position t + k, with the output of step k - 1 in place of the feature.
+        Where that reaches beyond the document nothing is counted, and no other slot sees it. `detach`: no gradient
+        flows from one step into the one before; `recompute`: the backward pass computes steps again.
+        """
+        residual, query, *text = self.project(features, self.fed.roll(-1, 0), self.positions)
+        text_pair, own = (text[0], text[1]), list[KeyValue]()
+        hidden = self.finish(residual[slots.index], query[slots.index], text_pair, own, slots)
+        yield hidden
+        for k in range(1, num_steps):
+            if detach:
+                hidden = hidden.detach()
+            step = (hidden, k, text_pair, own, slots)
+            hidden, newest = checkpoint(self.step, *step, use_reentrant=False) if recompute else self.step(*step)
+            own = [*own, newest]
+            yield hidden
+
+    def step(
+        self, hidden: Tensor, k: int, text: KeyValue, own: list[KeyValue], slots: DraftingSlots
+    ) -> tuple[Tensor, KeyValue]:
+        """Return the output [R, H] of step k >= 1 from that of the step before, and the step's own key and value."""
+        fed = self.fed[(slots.index + 1 + k).clamp(max=len(self.fed) - 1)]
+        residual, query, key, value = self.project(hidden, fed, self.positions[slots.index] + k)
+        return self.finish(residual, query, text, [*own, (key, value)], slots), (key, value)
+
+    def project(self, hidden: Tensor, fed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return residual [R, H], rotated query [R, Nq, D], rotated key [R, Nkv, D] and value of slots [R]."""
+        attention = self.layer.self_attn
+        x, residual = self.enter(fed, hidden)
+        num_turning = attention.num_heads + attention.num_kv_heads
+        turning, value = x.unflatten(1, (-1, attention.head_dim)).split([num_turning, attention.num_kv_heads], 1)
+        cos, sin = self.rotary[positions][:, :, None].unbind(1)
+        turned = torch.addcmul(turning * cos, turning.roll(attention.head_dim // 2, -1), sin)
+        query, key = turned.split([attention.num_heads, attention.num_kv_heads], 1)
+        return residual, query, key, value
+
+    def finish(
+        self, residual: Tensor, query: Tensor, text: KeyValue, own: list[KeyValue], slots: DraftingSlots
+    ) -> Tensor:
+        """Return the layer's output [R, H] from the residual [R, H] and the query [R, Nq, D]."""
+        attended = unrolled_attention(query, text, own, slots.spans)
+        return self.layer.finish(self.residual(residual)[None], attended[None])[0]
+
+
+def drafting_slots(slots: ChainLoss, batch: Batch, depth: int) -> tuple[DraftingSlots, list[tuple[Tensor, Tensor]]]:
+    """Return the slots that draft, and of each depth the rows among them that count and the target's rows [R] there."""
+    counted = [slots.next_depth().flatten() for _ in range(depth)]
+    drafting = DraftingSlots.from_counted(counted[0].view_as(batch.token_ids), batch.positions)
+    rows = [marks[drafting.index].nonzero()[:, 0] for marks in counted]
+    return drafting, [(row, drafting.index[row] + 1 + k) for k, row in enumerate(rows)]
+
+
+# --- drafting
+
+
+class EagleCache(DrafterCache):
+    """What drafting makes or looks up once: keys and values, the rotary table, and the weights."""
+
+    ids: Tensor | None = None  # [V] target ids of a draft vocabulary
+
+    def __init__(
+        self, layer: DecoderLayer, embedding: nn.Module, rotary: nn.Module, num_rows: int, num_slots: int, shape: Shape
+    ) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        super().__init__(num_rows, num_slots, shape, attention.o_proj.weight.device)
+        self.layer, self.attention, self.embedding = layer, attention, embedding
+        self.rotary = rotary_table(rotary, self.kv.num_slots, attention.o_proj.weight)
+        store_for_decoding(attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        self.output = attention.o_proj.weight
+        self.mlp_norm = decoding_norm(layer.post_attention_layernorm)
+        self.gate_up, self.down = mlp.gate_up_proj.weight, mlp.down_proj.weight
+
+    @abstractmethod
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the attention reads [B, T, W] and the residual [B, T, H], from embeddings and features."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [B, T, V] from the layer's output [B, T, H]."""
+
+    def write(self, token_ids: Tensor, hidden: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+        """Store keys and values of tokens [B, T] with their features [B, T, H].
+
+        Returns the query [B, Nq, T, D] and the residual [B, T, H].
+        """
+        x, residual = self.enter(self.embedding(token_ids), hidden)
+        query, key, value = self.attention.project(x, self.rotary, window.positions)
+        self.kv.write_to(window.slots)
+        self.keys, self.values = self.kv.update(key, value, 0)
+        return query, residual
+
+    def finish(self, query: Tensor, residual: Tensor, window: Window) -> Tensor:
+        """Return the layer's output [B, T, H] from query [B, Nq, T, D] and residual [B, T, H]."""
+        mask = window.mask(self.kv.num_slots)
+        attended, _ = slot_attention(self.layer, query, self.keys, self.values, mask)
+        hidden = residual + F.linear(attended.flatten(2), self.output)
+        gate, up = F.linear(self.mlp_norm(hidden), self.gate_up).chunk(2, -1)
+        return hidden + F.linear(F.silu(gate, inplace=True).mul_(up), self.down)
+
+    def draft(self, state: DecodingState, features: Tensor, shape: Shape, vocab_size: int) -> Draft:
+        """Read the features [B, T, H] of the last target pass, then draft level by level.
+
+        All become keys and values, only the newest committed one goes on through the layer.
+        """
+        next_ids = state.token_ids.gather(1, (state.positions + 1).clamp(max=state.token_ids.shape[1] - 1))
+        window = Window(state.positions, state.positions, state.positions[:, 0])
+        query, residual = self.write(next_ids, features, window)
+        rows, newest = torch.arange(len(query), device=query.device), state.num_new - 1
+        slots = state.lengths[:, None] - 2
+        window = Window(slots, slots, slots[:, 0])
+        hidden = self.finish(query[rows, :, newest][:, :, None], residual[rows, newest][:, None], window)
+        windows = LevelWindows(state.lengths - 1, shape.num_read)
+
+        def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
+            nonlocal hidden
+            window = windows.next(tokens.shape[1], parents)
+            token_ids = tokens if self.ids is None else self.ids[tokens]
+            before = hidden if parents is None else take(hidden, parents)
+            hidden = self.finish(*self.write(token_ids, before, window), window)
+            return self.logits(hidden)
+
+        return in_target_vocabulary(grow(shape, self.tree, self.logits(hidden), read, state), self.ids, vocab_size)
+
+
+def store_for_decoding(*linears: nn.Linear) -> None:
+    """Lay out the matrices as a CPU multiplies a single row by them fastest; on a GPU leave them."""
+    for linear in linears:
+        if linear.weight.device.type == "cpu":
+            store_by_columns(linear)
+
+
+def decoding_norm(*norms: nn.RMSNorm) -> DecodingNorm:
+    """Return one norm, or several side by side [B, T, norms, H]."""
+    eps = norms[0].eps
+    assert eps is not None
+    weights: list[Tensor] = [norm.weight for norm in norms]
+    return DecodingNorm(torch.stack(weights) if weights[1:] else weights[0], eps)
