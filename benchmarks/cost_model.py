@@ -209,7 +209,7 @@ def main() -> None:
             rows += rows_of(kind, drafter, target, args.visits, args.seconds, prompts, args.new_tokens)
             print(f"{kind}: done", flush=True)
     clock = "time of the computing thread" if args.thread_time else "wall time"
-    head = f"{env['command']}, {env['device']}, 1 thread, {clock}, commit {env['git_commit']}"
+    head = f"{env.command}, {env.device}, 1 thread, {clock}, commit {env.git_commit}"
     text = "\n".join([head, "", *table(rows)]) + "\n"
     args.results.write_text(text)
     print(text)

@@ -93,7 +93,7 @@ def main() -> None:
     drafted_bytes = bytes_of(drafter) - bytes_of(drafter.fc)  # `fc` is read once a round
 
     env = environment(target)
-    print(f"{env['device']}, torch {env['versions']['torch']}, triton {env['versions']['triton']}, {env['git_commit']}")
+    print(f"{env.device}, torch {env.versions['torch']}, triton {env.versions['triton']}, {env.git_commit}")
     print(f"copies run at {speed / 1e9:.0f} GB/s; {args.layers} layers, {args.context} tokens read before\n")
     plain = decode(target, load_drafter("none", target), args)
     step = 1000 * (plain.timing.total - plain.timing.to_first_token) / (args.max_new_tokens - 1)

@@ -159,7 +159,7 @@ def compare_group(group: str, runs: Path) -> None:
     grid = [MeasureSettings(temperature, max_new_tokens=64, repeats=repeats) for temperature in (0.0, 1.0)]
     contents = compare(target, names, [prompts], grid, runs / "comparison" / group, Options(num_threads=1))
     env = environment(target)
-    print(f"{env['device']}, 1 thread, torch {env['versions']['torch']}, commit {env['git_commit']}")
+    print(f"{env.device}, 1 thread, torch {env.versions['torch']}, commit {env.git_commit}")
     print(f"{len(lines)} held-out prompts, up to 64 new tokens, draft length 4, {repeats} repeats\n")
     columns = ["drafter", "parameters trained", "MB a draft step", "steps", "tokens/CPU s in training"]
     columns += ["acceptance length T=0", "T=1", "accepted given those before, T=0", "speedup T=0", "T=1"]

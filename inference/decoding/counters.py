@@ -4,7 +4,7 @@ Counted before the cut at the length limit, which is no fault of the drafter's, 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any
@@ -95,10 +95,17 @@ class Stats:
         return [sum(self.acceptance_histogram[j:]) for j in range(self.draft_length + 1)]
 
 
+def total_of(stats: Sequence[Stats]) -> Stats:
+    """Return the sum of at least one."""
+    return sum(stats[1:], stats[0])
+
+
 # --- intervals
 
+Interval = tuple[float, float] | None  # 95 % interval; None where too little was measured for one
 
-def interval(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> list[float] | None:
+
+def interval(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Interval:
     """95 % interval of a statistic of `count` things, given for samples of them: picks [samples, count] -> [samples].
 
     The statistic, plus and minus its bootstrap standard error times Student's t: percentiles of a bootstrap are too
@@ -112,7 +119,7 @@ def interval(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> list[
     # a resample varies about its own mean, which is sqrt((n - 1) / n) of how the whole does about the truth
     error = float(statistic(picks).std()) * math.sqrt(count / (count - 1))
     reach = student_t(count - 1) * error
-    return [whole - reach, whole + reach]
+    return whole - reach, whole + reach
 
 
 def student_t(freedom: int) -> float:
@@ -131,14 +138,14 @@ def student_t(freedom: int) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
-def length_interval(stats: list[Stats]) -> list[float] | None:
+def length_interval(stats: list[Stats]) -> Interval:
     """Of the mean acceptance length, over prompts."""
     return interval(lambda picks: lengths_of(stats, picks), len(stats))
 
 
 def paired_difference(stats: list[Stats], others: list[Stats]) -> dict[str, Any]:
     """Acceptance length of one drafter or setting less that of another, its interval over prompts drawn for both."""
-    whole = sum(stats[1:], stats[0]).mean_acceptance_length - sum(others[1:], others[0]).mean_acceptance_length
+    whole = total_of(stats).mean_acceptance_length - total_of(others).mean_acceptance_length
     found = interval(lambda picks: lengths_of(stats, picks) - lengths_of(others, picks), len(stats))
     return {"difference": whole, "ci95": found}
 

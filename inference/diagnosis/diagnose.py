@@ -10,7 +10,7 @@ import numpy as np
 
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.diagnosis.miswiring import other_identity, other_map, other_template, other_wiring
-from draftsmith.inference.diagnosis.replayed_drafter import Finding, Reference, ReplayedDrafter
+from draftsmith.inference.diagnosis.replayed_drafter import Reference, ReplayedDrafter
 from draftsmith.inference.diagnosis.weaknesses import (
     LOW_FIRST,
     decay,
@@ -19,6 +19,7 @@ from draftsmith.inference.diagnosis.weaknesses import (
     outside_vocabulary,
     uncertain_target,
 )
+from draftsmith.inference.measuring.results import Finding
 from draftsmith.inference.replay.replay import Recording, replay
 from draftsmith.models import Drafter, Target
 
@@ -55,8 +56,8 @@ def diagnose(
     replayed = ReplayedDrafter(target, drafter, recording, draft_length, traces, domains or [], reference)
     wiring = [*other_identity(replayed), *other_wiring(replayed), *other_map(replayed)]
     found = [*wiring, *other_template(replayed), *decay(replayed), *uncertain_target(replayed), *domain_shift(replayed)]
-    if not any(one["cause"] == "missing d2t" for one in wiring):
+    if not any(one.cause == "missing d2t" for one in wiring):
         found += outside_vocabulary(replayed)
-    if not any(one["cost"] for one in found):
+    if not any(one.cost for one in found):
         found += less_than_before(replayed)
-    return sorted(found, key=lambda one: -(one["cost"] or 0))
+    return sorted(found, key=lambda one: -(one.cost or 0))

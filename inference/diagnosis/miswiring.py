@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.inference.diagnosis.replayed_drafter import Finding, ReplayedDrafter, finding, plus, worthy_gain
+from draftsmith.inference.diagnosis.replayed_drafter import ReplayedDrafter, plus, worthy_gain
+from draftsmith.inference.measuring.results import Finding
 from draftsmith.inference.replay.replay import (
     AcceptanceTrace,
     acceptance_trace,
@@ -41,7 +42,7 @@ def other_identity(replayed: ReplayedDrafter) -> Iterator[Finding]:
     for key, recorded in (replayed.drafter.trained_for or {}).items():
         name, fingerprint = PARTS[key]
         if recorded != (own := fingerprint(replayed.target)):
-            yield finding(
+            yield Finding(
                 "template mismatch" if key == "template_hash" else "fingerprint mismatch",
                 {"recorded": recorded, "found": own},
                 f"the drafter was trained for {name} ({key} {recorded}) than {replayed.target.name} has ({own})",
@@ -75,7 +76,7 @@ def other_template(replayed: ReplayedDrafter) -> Iterator[Finding]:
         for texts in (now, inside)
     )
     if gain := worthy_gain(after, before):
-        yield finding(
+        yield Finding(
             "template mismatch",
             {"prompts": len(recording.prompts), "outside_template": len(outside), "gain_inside": gain},
             f"{len(outside)} of {len(recording.prompts)} prompts do not end as the chat template opens an answer; "
@@ -159,7 +160,7 @@ def other_wiring(replayed: ReplayedDrafter) -> Iterator[Finding]:
         mend = "train it, and if it was, look for labels shifted by one: it learnt from features that hold the answer"
     else:
         cause, mend = best.partition(" (")[0], "train it on the features that the decoder gives"
-    yield finding(cause, measured, f"with {best}, {plus(gains[best])}", mend, gains[best]["difference"])
+    yield Finding(cause, measured, f"with {best}, {plus(gains[best])}", mend, gains[best]["difference"])
 
 
 def rewired(replayed: ReplayedDrafter, tried: dict[str, Wiring]) -> dict[str, list[AcceptanceTrace]]:
@@ -213,7 +214,7 @@ def other_map(replayed: ReplayedDrafter) -> Iterator[Finding]:
         replayed.with_accept(lambda one, accept: (next(read)[one.choice] == one.following).astype(float))
     ):
         low = float((replayed.target_ids() == np.arange(len(ids))).mean())
-        yield finding(
+        yield Finding(
             "missing d2t",
             {"share_of_ids_unmapped": low, "gain": gain},
             f"{low:.0%} of the draft ids stand for the target's token of the same number; with {source}, {plus(gain)}",

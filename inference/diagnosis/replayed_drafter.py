@@ -18,8 +18,6 @@ from draftsmith.models.sampling.trees import Chain
 WORTH = 0.2  # tokens a round that a cause must cost
 LEAST_PROMPTS = 4  # of fewer, an interval over prompts says nothing
 
-Finding = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Reference:
@@ -86,10 +84,6 @@ def worthy_gain(better: list[Stats], found: list[Stats]) -> dict[str, Any] | Non
     gain = paired_difference(better, found)
     worthy = gain["ci95"][0] > 0 and gain["difference"] >= WORTH
     return gain if worthy else None
-
-
-def finding(cause: str, measured: dict[str, Any], evidence: str, mend: str, cost: float | None) -> Finding:
-    return {"cause": cause, "measured": measured, "evidence": evidence, "mend": mend, "cost": cost}
 
 
 def plus(gain: dict[str, Any]) -> str:

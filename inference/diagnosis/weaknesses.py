@@ -11,12 +11,11 @@ from draftsmith.inference.decoding.counters import Stats, length_interval
 from draftsmith.inference.diagnosis.replayed_drafter import (
     LEAST_PROMPTS,
     WORTH,
-    Finding,
     ReplayedDrafter,
-    finding,
     plus,
     worthy_gain,
 )
+from draftsmith.inference.measuring.results import Finding
 
 LOW_FIRST = 0.6  # share of first drafted tokens accepted, below which acceptance is low
 SURE = 0.5  # probability of the target's likeliest token from which on it is sure
@@ -33,7 +32,7 @@ def outside_vocabulary(replayed: ReplayedDrafter) -> Iterator[Finding]:
     if gain := replayed.gain(
         replayed.with_accept(lambda one, accept: np.where(np.isin(one.following, ids), accept, inside_rate))
     ):
-        yield finding(
+        yield Finding(
             "draft vocabulary",
             {"share_outside": share, "draft_vocabulary": len(ids), "gain": gain},
             f"{share:.1%} of the target's tokens are not among the {len(ids)} that the drafter can propose; accepted "
@@ -64,7 +63,7 @@ def decay(replayed: ReplayedDrafter) -> Iterator[Finding]:
     firsts = sum((w * one.accept[replayed.mode]).sum(0) for w, one in zip(weights, fresh, strict=True))
     expected = np.asarray(firsts / np.maximum(sum(w.sum(0) for w in weights), 1e-9))
     if gain:
-        yield finding(
+        yield Finding(
             "decay with depth",
             {"conditional_rates": found.tolist(), "as_first_tokens": expected.tolist(), "gain": gain},
             f"accepted by depth, given those before: {listed(found)}; the same tokens as first of a draft: "
@@ -92,7 +91,7 @@ def uncertain_target(replayed: ReplayedDrafter) -> Iterator[Finding]:
         now = sum(ceiling[1:], ceiling[0])
         lost = replayed.draft_length + 1 - now.mean_acceptance_length
         if lost >= WORTH and (now.conditional_acceptance_rates[0] or 0) < LOW_FIRST:
-            yield finding(
+            yield Finding(
                 "high target entropy",
                 {"ceiling_acceptance_length": now.mean_acceptance_length},
                 f"the target draws so evenly that the best single proposals have an acceptance length of "
@@ -106,7 +105,7 @@ def uncertain_target(replayed: ReplayedDrafter) -> Iterator[Finding]:
     at_sure, at_unsure = pooled(replayed, sure), pooled(replayed, [~one for one in sure])
     gain = replayed.gain(replayed.with_accept(lambda one, accept: np.where(one.best >= SURE, accept, at_sure)))
     if gain and at_unsure[0] < LOW_FIRST <= at_sure[0]:
-        yield finding(
+        yield Finding(
             "high target entropy",
             {"share_unsure": share, "accepted_where_sure": at_sure[0], "accepted_where_unsure": at_unsure[0]},
             f"at {share:.0%} of the places the target gives no token {SURE:.0%}; first tokens are accepted in "
@@ -119,7 +118,7 @@ def uncertain_target(replayed: ReplayedDrafter) -> Iterator[Finding]:
 def temperature(drawn: list[Stats], greedy: list[Stats], above_zero: float) -> Iterator[Finding]:
     """The same drafter and prompts at a temperature above 0 and at 0, by prompt."""
     if gain := worthy_gain(greedy, drawn):
-        yield finding(
+        yield Finding(
             "temperature",
             {"temperature": above_zero, "gain_at_0": gain},
             f"at temperature 0 instead of {above_zero:g}, {plus(gain)}",
@@ -142,7 +141,7 @@ def domain_shift(replayed: ReplayedDrafter) -> Iterator[Finding]:
         length, elsewhere = (sum(s[1:], s[0]).mean_acceptance_length for s in (own, others))
         cost = elsewhere - sum(stats[1:], stats[0]).mean_acceptance_length
         if here[1] < there[0] and elsewhere - length >= WORTH:
-            yield finding(
+            yield Finding(
                 "domain shift",
                 {"domain": domain, "acceptance_length": length, "ci95": here, "elsewhere": elsewhere},
                 f"acceptance length {length:.2f} [{here[0]:.2f}, {here[1]:.2f}] on {domain or 'prompts of no domain'}, "
@@ -163,7 +162,7 @@ def less_than_before(replayed: ReplayedDrafter) -> Iterator[Finding]:
     )
     if reference.in_training:
         mend = "compare what training read with what the decoder gives: layers, positions, tokens, masks, template"
-        yield finding("position-0 collapse", measured, f"{evidence}, in training", mend, None)
+        yield Finding("position-0 collapse", measured, f"{evidence}, in training", mend, None)
     else:
         mend = "train on the target's own answers to prompts like these"
-        yield finding("domain shift", measured, f"{evidence}, on other prompts", mend, None)
+        yield Finding("domain shift", measured, f"{evidence}, on other prompts", mend, None)

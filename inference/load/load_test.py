@@ -8,7 +8,7 @@ contender on the same requests. docs/load.md defines what is counted.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -169,12 +169,12 @@ def stage_row(load: Load, contender: str, runs: list[Run], sla: Sla) -> dict[str
         "throughput_tokens_per_second": tokens / seconds,
         "requests_per_second": arrivals / seconds,
         "mean_running": busy / seconds,
-        "prompt_tokens": percentiles([answer.num_prompt_tokens for answer in counted]),
-        "output_tokens": percentiles([len(answer.token_ids) for answer in counted]),
-        "ttft_ms": percentiles([answer.ttft * 1000 for answer in counted]),
-        "queue_ms": percentiles([(answer.admitted - answer.arrived) * 1000 for answer in counted]),
-        "prefill_ms": percentiles([(answer.first_token - answer.admitted) * 1000 for answer in counted]),
-        "tpot_ms": percentiles(tpots),
+        "prompt_tokens": asdict(percentiles([answer.num_prompt_tokens for answer in counted])),
+        "output_tokens": asdict(percentiles([len(answer.token_ids) for answer in counted])),
+        "ttft_ms": asdict(percentiles([answer.ttft * 1000 for answer in counted])),
+        "queue_ms": asdict(percentiles([(answer.admitted - answer.arrived) * 1000 for answer in counted])),
+        "prefill_ms": asdict(percentiles([(answer.first_token - answer.admitted) * 1000 for answer in counted])),
+        "tpot_ms": asdict(percentiles(tpots)),
         "sla_share": sla_share,
         "goodput_requests_per_second": sla_share * arrivals / seconds,
         "mean_acceptance_length": 1 + sum(run.num_accepted_tokens for run in runs) / drafts if drafts else 1.0,

@@ -10,14 +10,15 @@ Shapes: B rows, T tokens, V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
+from scipy.stats import chi2
 from torch import Tensor
 
 from draftsmith.inference.decoding.decoder import SpeculativeDecoder, resolve_settings
-from draftsmith.inference.measuring.lossless import LosslessCheck, compare
+from draftsmith.inference.measuring.lossless import compare_outputs
+from draftsmith.inference.measuring.results import Certificate, ChiSquareTest, LosslessCheck
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.sampling.sampling import Sampling, probabilities
@@ -26,11 +27,14 @@ from draftsmith.models.target.slots import run_causal
 BINS = 20
 ALPHA = 1e-4  # a lossless drafter fails one test in ten thousand
 GREEDY_BATCH = 8
+CONTROL: VerificationMode = "typical"  # a lossy mode
 RESCORED = 32  # texts that the target reads at once
 
 
 @dataclass(frozen=True)
 class CertifySettings:
+    """How much is decoded for a certificate."""
+
     max_new_tokens: int = 64
     draft_length: int = 4
     num_texts: int = 256  # sampled for each mode, from the prompts in turn
@@ -44,28 +48,25 @@ def certify(
     prompts: list[list[int]],
     settings: CertifySettings,
     on_progress: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """The certificate: `greedy` counts, for each sampled mode its chi-square test, and whether all of it passed.
+) -> Certificate:
+    """Check a drafter's output, greedy and sampled, and return the certificate.
 
     `on_progress` is called after each of `num_checks(drafter)` checks.
     """
     decoder = SpeculativeDecoder(target, drafter)
     plain = SpeculativeDecoder(target, load_drafter("none", target))
-    certificate: dict[str, Any] = {"greedy": {}, "sampled": {}}
+    greedy: dict[str, LosslessCheck] = {}
+    sampled: dict[str, ChiSquareTest] = {}
     for batch_size in (1, GREEDY_BATCH):
-        check = greedy_check(plain, decoder, prompts, settings, batch_size)
-        certificate["greedy"][f"batch_size_{batch_size}"] = asdict(check)
+        greedy[f"batch_size_{batch_size}"] = greedy_check(plain, decoder, prompts, settings, batch_size)
         on_progress()
     for mode in sampled_modes(drafter):
-        certificate["sampled"][mode] = sampled_check(decoder, mode, prompts, settings)
+        sampled[mode] = sampled_check(decoder, mode, prompts, settings)
         on_progress()
-    greedy = certificate["greedy"].values()
-    lossless = [test for mode, test in certificate["sampled"].items() if mode != "typical"]
-    certificate["passed"] = not any(check["divergences"] for check in greedy) and all(
-        test["p_value"] >= ALPHA for test in lossless
+    passed = not any(check.divergences for check in greedy.values()) and all(
+        test.p_value >= ALPHA for mode, test in sampled.items() if mode != CONTROL
     )
-    certificate["control_found"] = certificate["sampled"]["typical"]["p_value"] < ALPHA
-    return certificate
+    return Certificate(greedy, sampled, passed, control_found=sampled[CONTROL].p_value < ALPHA)
 
 
 def num_checks(drafter: Drafter) -> int:
@@ -73,8 +74,8 @@ def num_checks(drafter: Drafter) -> int:
 
 
 def sampled_modes(drafter: Drafter) -> list[VerificationMode]:
-    """The lossless ones that it can be verified by, and the control."""
-    return ["one_hot", "probabilistic", "block", "typical"] if drafter.can_sample else ["one_hot", "typical"]
+    """Return the lossless modes by which a drafter can be verified, and the control."""
+    return ["one_hot", "probabilistic", "block", CONTROL] if drafter.can_sample else ["one_hot", CONTROL]
 
 
 def greedy_check(
@@ -84,26 +85,26 @@ def greedy_check(
     settings: CertifySettings,
     batch_size: int,
 ) -> LosslessCheck:
-    """Plain decoding of single prompts against speculative decoding in a batch whose rows change hands."""
-    found, expected = (
-        one.decode(
+    """Compare plain decoding of single prompts with speculative decoding in a batch whose rows change hands."""
+    expected, actual = (
+        contender.decode(
             prompts,
-            resolve_settings(one.drafter, Sampling(), settings.max_new_tokens, settings.draft_length),
+            resolve_settings(contender.drafter, Sampling(), settings.max_new_tokens, settings.draft_length),
             batch_size=size,
         ).token_ids
-        for one, size in ((decoder, batch_size), (plain, 1))
+        for contender, size in ((plain, 1), (decoder, batch_size))
     )
-    return compare(plain.target, prompts, expected, found)
+    return compare_outputs(plain.target, prompts, expected, actual)
 
 
 def sampled_check(
     decoder: SpeculativeDecoder, mode: VerificationMode, prompts: list[list[int]], settings: CertifySettings
-) -> dict[str, float]:
-    """Chi-square of sampled texts against the target's law."""
+) -> ChiSquareTest:
+    """Return the chi-square test of sampled texts against the target's law."""
     sampling = Sampling(settings.temperature)
-    how = resolve_settings(decoder.drafter, sampling, settings.max_new_tokens, settings.draft_length, mode)
+    generation = resolve_settings(decoder.drafter, sampling, settings.max_new_tokens, settings.draft_length, mode)
     chosen = [prompts[i % len(prompts)] for i in range(settings.num_texts)]
-    output = decoder.decode(chosen, how, batch_size=min(settings.batch_size, settings.num_texts))
+    output = decoder.decode(chosen, generation, batch_size=min(settings.batch_size, settings.num_texts))
     # a text's first token is plain sampling in any mode: leave it out
     uniforms = [
         uniforms_of(decoder.target, chosen[i : i + RESCORED], output.token_ids[i : i + RESCORED], sampling)
@@ -111,17 +112,17 @@ def sampled_check(
     ]
     counts = torch.histc(torch.cat(uniforms), BINS, 0, 1)
     statistic, p_value = chi_square(counts, counts.sum() / BINS)
-    return {"num_tokens": int(counts.sum()), "chi_square": statistic, "degrees": BINS - 1, "p_value": p_value}
+    return ChiSquareTest(int(counts.sum()), statistic, BINS - 1, p_value)
 
 
 @torch.no_grad()
 def uniforms_of(target: Target, prompts: list[list[int]], answers: list[list[int]], sampling: Sampling) -> Tensor:
-    """Where each answer token after the first lies in the target's law, fp64 in [0, 1]; uniform if drawn from it."""
+    """Return where each answer token after the first lies in the target's law: fp64, uniform if drawn from it."""
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True)  # [B, T]
     hidden = run_causal(target.model, rows.to(target.device))
     generator = torch.Generator().manual_seed(0)
-    found = []
+    uniforms = []
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         start, end = len(prompt) + 1, len(text)  # places of the tokens judged
         if start == end:
@@ -130,12 +131,11 @@ def uniforms_of(target: Target, prompts: list[list[int]], answers: list[list[int
         own = p.gather(1, torch.tensor(text[start:end])[:, None])
         before = (p * (p > own)).sum(1)
         tied = (p * (p == own)).sum(1)  # equally likely tokens share their mass
-        found.append(before + tied * torch.rand(end - start, dtype=torch.float64, generator=generator))
-    return torch.cat(found)
+        uniforms.append(before + tied * torch.rand(end - start, dtype=torch.float64, generator=generator))
+    return torch.cat(uniforms)
 
 
 def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Pearson's statistic of counts [n] against what was expected, and its p-value at n - 1 degrees of freedom."""
+    """Return Pearson's statistic of counts [n] against what was expected, and its p-value at n - 1 degrees."""
     statistic = ((counts - expected) ** 2 / expected).sum().double()
-    degrees = torch.tensor(len(counts) - 1, dtype=torch.float64)
-    return float(statistic), float(torch.special.gammaincc(degrees / 2, statistic / 2))
+    return float(statistic), float(chi2.sf(float(statistic), len(counts) - 1))

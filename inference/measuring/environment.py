@@ -1,4 +1,4 @@
-"""evaluation.json: what was measured on a drafter, on what, and with what."""
+"""The environment that a measurement depends on: versions, device, commit, command."""
 
 import os
 import platform
@@ -6,35 +6,30 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from draftsmith.inference.measuring.results import Environment
 from draftsmith.models import Target
 
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "triton", "numpy")
 
 
-def environment(target: Target) -> dict[str, Any]:
-    """What a figure depends on besides the drafter."""
-    return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
-        "device": device_name(target),
-        "num_threads": torch.get_num_threads(),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "target_fingerprint": target.fingerprint(),
-        "git_commit": git_commit(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-    }
-
-
-def evaluation(target: Target, name: str, kind: str, results: list[dict[str, Any]], env: dict[str, Any]) -> dict:
-    """The object that evaluation.json holds."""
-    return {"target": target.name, "drafter": name, "drafter_kind": kind, "environment": env, "results": results}
+def environment(target: Target) -> Environment:
+    """Return what a figure depends on besides the drafter."""
+    return Environment(
+        versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        device=device_name(target),
+        num_threads=torch.get_num_threads(),
+        dtype=str(target.dtype).removeprefix("torch."),
+        target_fingerprint=target.fingerprint(),
+        git_commit=git_commit(),
+        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    )
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout that draftsmith runs from, "+" where it has changes; None outside a checkout."""
+    """Return the commit of the checkout that draftsmith runs from, with "+" where it has changes; None outside one."""
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return None
@@ -57,7 +52,7 @@ def _version(package: str) -> str | None:
 
 
 def device_name(target: Target) -> str:
-    """The GPU or the CPU that a target computes on."""
+    """Return the name of the GPU or CPU that a target computes on."""
     if target.device.type == "cuda":
         return torch.cuda.get_device_name(target.device)
     info = Path("/proc/cpuinfo")

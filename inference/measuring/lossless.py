@@ -18,13 +18,13 @@ grows by the mass of the tokens that stand within 2 e of its edge, with e of the
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.decoding.batch_engine import GenerationSettings
+from draftsmith.inference.measuring.results import Difference, LosslessCheck
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, probabilities
 from draftsmith.models.target.slots import run_causal
 from draftsmith.models.target.target import Target
@@ -33,37 +33,7 @@ GREEDY = GenerationSettings()
 EPSILON = torch.finfo(torch.float32).eps
 
 
-@dataclass
-class Difference:
-    """Where an output first differs from plain decoding, and what the target holds of the two tokens."""
-
-    request: int  # place among the prompts
-    position: int  # in the answer, from 0
-    plain_token: int | None  # None: the answer had ended
-    speculative_token: int | None
-    top_two_gap: float  # between the target's two highest logits there, in the dtype of the run
-    top_two_gap_fp32: float
-    token_gap_fp32: float | None  # between the two tokens
-    share_gap_fp32: float | None  # sampled: how far the uniform number lies outside the share of one of them
-    near_tie_gap: float  # the largest that counts as a near tie: of token_gap_fp32, where sampled of share_gap_fp32
-    near_tie: bool
-
-
-@dataclass
-class LosslessCheck:
-    """Counts of requests whose output was compared."""
-
-    checked: int = 0
-    identical: int = 0
-    near_tie_divergences: int = 0  # first difference between two tokens that the target holds equally likely
-    divergences: int = 0  # any other first difference: a bug
-    first_differences: list[Difference] = field(default_factory=list)  # of all outputs that are not identical
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def compare(
+def compare_outputs(
     target: Target,
     prompts: list[list[int]],
     plain: list[list[int]],
@@ -71,16 +41,16 @@ def compare(
     settings: GenerationSettings = GREEDY,
 ) -> LosslessCheck:
     """Compare greedy outputs of the same prompts, or sampled ones on the same noise; a prompt's place is its id."""
-    check = LosslessCheck(checked=len(prompts))
-    for request, (prompt, expected, found) in enumerate(zip(prompts, plain, speculative, strict=True)):
-        if expected == found:
-            check.identical += 1
-            continue
-        difference = first_difference(target, settings, request, prompt, expected, found)
-        check.first_differences.append(difference)
-        check.near_tie_divergences += difference.near_tie
-        check.divergences += not difference.near_tie
-    return check
+    differences = [
+        first_difference(target, settings, request, prompt, expected, actual)
+        for request, (prompt, expected, actual) in enumerate(zip(prompts, plain, speculative, strict=True))
+        if expected != actual
+    ]
+    near_ties = sum(difference.near_tie for difference in differences)
+    num_differences = len(differences)
+    return LosslessCheck(
+        len(prompts), len(prompts) - num_differences, near_ties, num_differences - near_ties, differences
+    )
 
 
 def first_difference(
@@ -89,13 +59,13 @@ def first_difference(
     request: int,
     prompt: list[int],
     expected: list[int],
-    found: list[int],
+    actual: list[int],
 ) -> Difference:
     """Find and re-score the first difference of two answers. It is no tie where one is the beginning of the other."""
     sampling = settings.sampling
-    same = [a == b for a, b in zip(expected, found, strict=False)]
+    same = [a == b for a, b in zip(expected, actual, strict=False)]
     position = same.index(False) if False in same else len(same)
-    plain, speculative = (answer[position] if position < len(answer) else None for answer in (expected, found))
+    plain, speculative = (answer[position] if position < len(answer) else None for answer in (expected, actual))
     text = torch.tensor([prompt + expected[:position]], device=target.device)
     logits = next_logits(target, text)
     with in_fp32(target.model):

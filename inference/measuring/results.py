@@ -10,15 +10,12 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator
 
-from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.decoding.counters import Interval, Stats
 from draftsmith.inference.decoding.schedule import AnySchedule, schedule_from_json
 from draftsmith.inference.verification.acceptance_rules import LOSSY, VerificationMode
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import write_json
 from draftsmith.models.typed_json import flat, from_json, optional, to_json, with_flat_parts
-
-Interval = tuple[float, float] | None  # 95 % interval; None where too little was measured for one
-
 
 # --- the parts of a row
 
@@ -124,6 +121,15 @@ class LosslessCheck:
     divergences: int = 0  # any other first difference: a bug
     first_differences: list[Difference] = field(default_factory=list)  # of all outputs that are not identical
 
+    def __add__(self, other: "LosslessCheck") -> "LosslessCheck":
+        return LosslessCheck(
+            self.checked + other.checked,
+            self.identical + other.identical,
+            self.near_tie_divergences + other.near_tie_divergences,
+            self.divergences + other.divergences,
+            self.first_differences + other.first_differences,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class DomainResult:
@@ -140,6 +146,20 @@ class DomainResult:
     speedup: float | None = optional()
     speedup_ci95: Interval = optional(beside="speedup")
     timed_prompts: int | None = optional()
+
+    @classmethod
+    def of(cls, num_prompts: int, total: Stats, length_ci95: Interval) -> "DomainResult":
+        """Return the acceptance of so many prompts from their counters and the interval of their acceptance length."""
+        return cls(
+            num_prompts=num_prompts,
+            num_drafts=total.num_drafts,
+            num_draft_tokens=total.num_draft_tokens,
+            num_accepted_tokens=total.num_accepted_tokens,
+            num_emitted_tokens=total.num_emitted_tokens,
+            mean_acceptance_length=total.mean_acceptance_length,
+            mean_acceptance_length_ci95=length_ci95,
+            draft_acceptance_rate=total.draft_acceptance_rate,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +193,11 @@ class TeacherForcedGap:
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """Drafted tokens of like confidence: its mean, the share that was accepted, and their (expected) number."""
+    """Drafted tokens of like confidence."""
 
-    confidence: float
-    accepted: float
-    count: float
+    confidence: float  # mean
+    accepted: float  # share
+    count: float  # expected number
 
 
 @dataclass(frozen=True)
@@ -216,6 +236,11 @@ class Result:
     def is_sound(self) -> bool:
         """Whether the output is the target's own, as far as was looked: else its speed does not count."""
         return self.lossless.divergences == 0 and self.setting.verification_mode not in LOSSY
+
+    @property
+    def num_timed(self) -> int:
+        """Number of prompts that were timed."""
+        return self.setting.num_prompts if self.timed_prompts is None else self.timed_prompts
 
     @property
     def rank_key(self) -> tuple[bool, float]:
@@ -266,7 +291,7 @@ class Environment:
     device: str
     num_threads: int
     dtype: str
-    target_fingerprint: str
+    target_fingerprint: str | None
     git_commit: str | None
     command: str
 
@@ -326,6 +351,11 @@ ADDED_LATER: dict[str, Any] = {  # fields of a row with their value where an old
 def upgraded(content: dict[str, Any]) -> dict[str, Any]:
     """Return the content of an evaluation.json of any version with the fields of today."""
     return {**content, "results": [_upgraded_row(row) for row in content["results"]]}
+
+
+def row_from_json(row: dict[str, Any]) -> Result:
+    """Return one row from what evaluation.json holds of it, in any version."""
+    return from_json(Annotated[Result, with_flat_parts(Result)], _upgraded_row(row))  # type: ignore[arg-type]
 
 
 def _upgraded_row(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The cost model of a drafter that was just evaluated, measured where a limit of time allows it."""
 
 from collections.abc import Callable
-from typing import Any
 
 from draftsmith.inference.measuring.measure import PromptSet
+from draftsmith.inference.measuring.results import Result
 from draftsmith.inference.planning.cost_measurement import LEAST_VISITS, MOST_ROUNDS, VISIT, CostRange, measure_costs
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import Drafter, Target
@@ -15,7 +15,7 @@ def costs_beside(
     target: Target,
     drafter: Drafter,
     name: str,
-    rows: list[dict[str, Any]],
+    rows: list[Result],
     prompts: PromptSet,
     seconds: float,
     on_progress: Callable[[float], None] = lambda share: None,
@@ -25,16 +25,16 @@ def costs_beside(
     None where that is too little for the least number of rounds, as slow as the slowest of the rows; and where nothing
     was drafted, or the target's context is too short.
     """
-    chains = [row for row in rows if row["num_drafts"] and row["tree_nodes"] is None]
+    chains = [row for row in rows if row.acceptance.num_drafts and row.setting.tree_nodes is None]
     if not chains:
         return None
-    longest = max(row["draft_length"] for row in chains)
-    context = min(typical_context(prompts, chains[0]["max_new_tokens"]), target.context - MOST_ROUNDS - longest)
+    longest = max(row.setting.draft_length for row in chains)
+    context = min(typical_context(prompts, chains[0].setting.max_new_tokens), target.context - MOST_ROUNDS - longest)
     if context < 1:
         return None
-    batch = max(row["batch_size"] for row in chains)
+    batch = max(row.setting.batch_size for row in chains)
     reach = CostRange(batch, context, longest, seconds=min(MOST_SECONDS, seconds))
-    round_seconds = max(sum(row["milliseconds_per_round"].values()) for row in chains) / 1000
+    round_seconds = max(row.speed.milliseconds_per_round.total for row in chains) / 1000
     if sum(map(len, reach.settings(drafter))) * LEAST_VISITS * VISIT * round_seconds > seconds:
         return None
     return measure_costs(target, drafter, reach, name, on_progress)

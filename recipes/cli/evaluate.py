@@ -5,15 +5,13 @@ from typing import Any
 from rich.console import Console
 
 from draftsmith.data.ranks import device_of_process, rank_and_num_ranks
-from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
-from draftsmith.models.typed_json import from_json
 from draftsmith.recipes.configs.command_settings import EvaluateSettings
 from draftsmith.recipes.evaluation.comparison import Options, compare
 from draftsmith.recipes.evaluation.inputs import DEFAULT_MINUTES, notice_overwriting, read_prompt_sets, settings_grid
-from draftsmith.recipes.reports.lossless import certificate_text
-from draftsmith.recipes.reports.terminal import print_evaluations
+from draftsmith.recipes.reports.printing import print_evaluations
+from draftsmith.recipes.reports.summary import certificate_text
 
 
 def run(settings: EvaluateSettings, console: Console) -> None:
@@ -35,12 +33,11 @@ def run(settings: EvaluateSettings, console: Console) -> None:
     contents = compare(target, list(settings.drafter), prompt_sets, grid, settings.out, options)
     if not contents:  # of several processes this is not the first
         return
-    evaluations = from_json(list[Evaluation], contents)
-    print_evaluations(evaluations, console)
+    print_evaluations(contents, console)
     console.print(f"{repeats_text(contents, minutes)}; all took {contents[0]['seconds'] / 60:.1f} minutes")
     console.print(f"evaluation: {settings.out / 'evaluation.md'}", soft_wrap=True, markup=False, highlight=False)
-    for evaluation in evaluations if settings.certify else []:
-        console.print(certificate_text(evaluation.drafter, evaluation.certificate))
+    for content in contents if settings.certify else []:
+        console.print(certificate_text(content["drafter"], content.get("certificate")))
 
 
 def repeats_text(contents: list[dict[str, Any]], minutes: float | None) -> str:

@@ -4,12 +4,11 @@ Of several processes all but the first only count acceptance, each on its share 
 first one, alone on the machine, measures speed on its own.
 """
 
-import itertools
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,20 +21,20 @@ from draftsmith.data.ranks import rank_and_num_ranks
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.baselines import make_baselines
 from draftsmith.inference.measuring.certify import CertifySettings, certify, num_checks
-from draftsmith.inference.measuring.environment import environment, evaluation
+from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, check_settings, measure
-from draftsmith.inference.measuring.results import Evaluation
+from draftsmith.inference.measuring.results import Evaluation, Result, write_evaluation
 from draftsmith.inference.measuring.sample_texts import sample_texts
+from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.costs_beside import costs_beside
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, write_json
-from draftsmith.models.typed_json import from_json
-from draftsmith.recipes.evaluation.diagnoses import add_diagnoses
+from draftsmith.models.typed_json import to_json
+from draftsmith.recipes.evaluation.diagnoses import with_diagnoses
+from draftsmith.recipes.reports.contents import measured_of
 from draftsmith.recipes.reports.report import evaluation_markdown
-from draftsmith.recipes.reports.report_data import report_data
-from draftsmith.train.evaluation.pooling import Row, pool, share_of, subset
-from draftsmith.train.folder.run_folder import worth
+from draftsmith.train.evaluation.pooling import pool, share_of, subset
 
 COSTS_SHARE = 0.1  # of the time that an evaluation takes, for measuring costs
 
@@ -65,8 +64,9 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Measure drafters (checkpoints, Hub names, `ngram`, `none`) at each setting on each set of prompts.
 
-    Writes and returns what was found; of several processes the first does, and the others return nothing. Raises
-    `UserError`, before anything is measured or written, for drafters and settings that do not go together.
+    Writes and returns what was measured, one evaluation a drafter; of several processes the first does, and the others
+    return nothing. Raises `UserError`, before anything is measured or written, for drafters and settings that do not
+    go together.
     """
     start = time.perf_counter()
     rank, num_ranks = rank_and_num_ranks()
@@ -79,159 +79,167 @@ def compare(
         raise UserError("--baseline: transformers decodes single prompts: add --batch-size 1")
     baselines = make_baselines(options.baselines, target, drafters)
     require_writable(out)
-    shared = [Shared(prompts, settings, num_ranks) for prompts, settings in itertools.product(prompt_sets, grid)]
+    measurements = [Measurement(prompts, settings, num_ranks) for prompts, settings in product(prompt_sets, grid)]
     with progress_bar(rank == 0) as progress, cpu_threads(options.num_threads):
         minutes = options.minutes and options.minutes * (1 - COSTS_SHARE * options.costs)
-        work = Work([(one.part(0), one.settings) for one in shared], minutes, progress)
-        of_others = on_first([] if rank == 0 else [one.count(target, drafters, rank) for one in shared])
+        timer = Timer([(part.prompts_of(0), part.settings) for part in measurements], minutes, progress)
+        of_others = on_first([] if rank == 0 else [part.count(target, drafters, rank) for part in measurements])
         if rank:
             return []
-        rows: dict[str, list[Row]] = {name: [] for name in drafters}
-        for number, (prompts, settings) in enumerate(work.parts()):
-            measured = measure(target, drafters, prompts, settings, work.advance, baselines)
+        rows: dict[str, list[Result]] = {name: [] for name in drafters}
+        for number, (prompts, settings) in enumerate(timer.parts()):
+            measured = measure(target, drafters, prompts, settings, timer.advance, baselines)
             of_ranks = [measured, *(counted[number] for counted in of_others[1:])]
             for name in drafters:
-                rows[name].append(shared[number].pool([found[name] for found in of_ranks if found]))
-        measuring_seconds = work.seconds
+                rows[name].append(measurements[number].pool([of_rank[name] for of_rank in of_ranks if of_rank]))
+        measuring_seconds = timer.seconds
         env = environment(target)
-        contents = [evaluation(target, name, drafter.kind, rows[name], env) for name, drafter in drafters.items()]
-        add_diagnoses(contents, list(drafters.values()), target, prompt_sets)
+        evaluations = [
+            Evaluation(target=target.name, drafter=name, drafter_kind=drafter.kind, environment=env, results=rows[name])
+            for name, drafter in drafters.items()
+        ]
+        evaluations = with_diagnoses(evaluations, list(drafters.values()), target, prompt_sets)
         if options.certify:
-            add_certificates(contents, list(drafters.values()), target, prompt_sets[0], progress)
-    write_contents(contents, {}, out, start)
+            evaluations = with_certificates(evaluations, drafters, target, prompt_sets[0], progress)
+    evaluations = write_evaluations(evaluations, {}, out, start)
     if options.sample_texts:
-        leader = report_data(from_json(list[Evaluation], contents)).leader[0].evaluation.drafter
+        leader = measured_of(to_json(evaluations)).leader.drafter
         texts = sample_texts(target, drafters[leader], leader, prompt_sets[0], grid[0])
-        (out / "samples.json").write_text(json.dumps(texts, indent=1) + "\n")
+        write_json(out / "samples.json", to_json(texts), indent=1)
     if options.costs:
         with cpu_threads(options.num_threads):
-            costs = affordable_costs(target, drafters, contents, prompt_sets[0], COSTS_SHARE * measuring_seconds)
-        write_contents(contents, costs, out, start)
-    return contents
+            costs = affordable_costs(target, drafters, evaluations, prompt_sets[0], COSTS_SHARE * measuring_seconds)
+        evaluations = write_evaluations(evaluations, costs, out, start)
+    return to_json(evaluations)
 
 
-def write_contents(contents: list[dict[str, Any]], costs: dict[str, dict[str, Any]], out: Path, start: float) -> None:
-    """The files of each drafter, costs.json where they were measured, and evaluation.md of all.
+def write_evaluations(
+    evaluations: list[Evaluation], costs: dict[str, Costs], out: Path, start: float
+) -> list[Evaluation]:
+    """Write the files of each drafter, costs.json where they were measured, and evaluation.md of all.
 
-    `start`: since when the seconds count, which each content gets, too.
+    Returns the evaluations with the seconds that passed since `start`.
     """
-    paths = evaluation_paths(out, [content["drafter"] for content in contents])
-    for path, content in zip(paths, contents, strict=True):
-        own = [costs[content["drafter"]]] if content["drafter"] in costs else []
-        for one in own:
-            write_json(path.with_name("costs.json"), one)
-        content["seconds"] = time.perf_counter() - start
-        write_json(path, content)
-        text = evaluation_markdown(from_json(list[Evaluation], [content]), own)
-        path.with_suffix(".md").write_text(text, encoding="utf-8")
-    text = evaluation_markdown(from_json(list[Evaluation], contents), list(costs.values()))
-    (out / "evaluation.md").write_text(text, encoding="utf-8")
+    evaluations = [replace(evaluation, seconds=time.perf_counter() - start) for evaluation in evaluations]
+    paths = evaluation_paths(out, [evaluation.drafter for evaluation in evaluations])
+    for path, evaluation in zip(paths, evaluations, strict=True):
+        own = [costs[evaluation.drafter].to_json()] if evaluation.drafter in costs else []
+        for content in own:
+            write_json(path.with_name("costs.json"), content)
+        write_evaluation(path, evaluation)
+        path.with_suffix(".md").write_text(evaluation_markdown(to_json([evaluation]), own), encoding="utf-8")
+    of_all = evaluation_markdown(to_json(evaluations), to_json(list(costs.values())))
+    (out / "evaluation.md").write_text(of_all, encoding="utf-8")
+    return evaluations
 
 
 def affordable_costs(
-    target: Target, drafters: dict[str, Drafter], contents: list[dict[str, Any]], prompts: PromptSet, seconds: float
-) -> dict[str, dict[str, Any]]:
-    """Contents of costs.json by drafter, the fastest first, as long as the seconds last."""
+    target: Target, drafters: dict[str, Drafter], evaluations: list[Evaluation], prompts: PromptSet, seconds: float
+) -> dict[str, Costs]:
+    """Return the costs of a round by drafter, the fastest first, as long as the seconds last."""
     end = time.perf_counter() + seconds
-    found = {}
+    costs = {}
     with progress_bar() as progress:
-        task = progress.add_task("measuring costs", total=float(len(contents)), detail="")
-        best_first = sorted(contents, key=lambda one: worth(one["results"][0]), reverse=True)
-        for number, content in enumerate(best_first):
+        task = progress.add_task("measuring costs", total=float(len(evaluations)), detail="")
+        fastest_first = sorted(evaluations, key=lambda evaluation: evaluation.results[0].rank_key, reverse=True)
+        for number, evaluation in enumerate(fastest_first):
 
             def show(share: float, number: int = number) -> None:
                 progress.update(task, completed=number + share)
 
-            name, rows, left = content["drafter"], content["results"], end - time.perf_counter()
-            costs = costs_beside(target, drafters[name], name, rows, prompts, left, show)
-            if costs:
-                found[name] = costs.to_json()
-    return found
+            name, seconds_left = evaluation.drafter, end - time.perf_counter()
+            own = costs_beside(target, drafters[name], name, evaluation.results, prompts, seconds_left, show)
+            if own:
+                costs[name] = own
+    return costs
 
 
-class Shared:
+class Measurement:
     """A set of prompts at one setting, shared out over the processes."""
 
     def __init__(self, prompts: PromptSet, settings: MeasureSettings, num_ranks: int) -> None:
         self.settings, self._prompts, size = settings, prompts, settings.batch_size
         self._shares = [share_of(len(prompts.token_ids), rank, num_ranks, size) for rank in range(num_ranks)]
 
-    def part(self, rank: int) -> PromptSet:
+    def prompts_of(self, rank: int) -> PromptSet:
+        """Return a process's share of the prompts."""
         return subset(self._prompts, self._shares[rank])
 
-    def count(self, target: Target, drafters: dict[str, Drafter], rank: int) -> dict[str, Row]:
-        """Rows of which only the counters are wanted, by drafter; none where there are no prompts for a process."""
+    def count(self, target: Target, drafters: dict[str, Drafter], rank: int) -> dict[str, Result]:
+        """Return rows of which only the counters are wanted, by drafter; none without prompts for a process."""
         once = replace(self.settings, repeats=1, seconds=None)
-        return measure(target, drafters, self.part(rank), once) if self._shares[rank] else {}
+        return measure(target, drafters, self.prompts_of(rank), once) if self._shares[rank] else {}
 
-    def pool(self, rows: list[Row]) -> Row:
-        """One drafter's row from those of the processes with a share."""
+    def pool(self, rows: list[Result]) -> Result:
+        """Return one drafter's row from those of the processes with a share."""
         return pool(rows, [share for share in self._shares if share])
 
 
 def on_first(own: T) -> list[T]:
-    """What every process has, in their order, on the first of them; nothing on the others."""
+    """Return what every process has, in their order, on the first of them; nothing on the others."""
     rank, num_ranks = rank_and_num_ranks()
     if num_ranks == 1:
         return [own]
     dist.init_process_group("gloo", timeout=LONGEST_WAIT)
-    found: list[Any] | None = None if rank else [None] * num_ranks
-    dist.gather_object(own, found)
+    of_all: list[Any] | None = None if rank else [None] * num_ranks
+    dist.gather_object(own, of_all)
     dist.destroy_process_group()
-    return found or []
+    return of_all or []
 
 
-class Work:
-    """What is to be measured, with its share of the time and its progress bar.
+class Timer:
+    """Gives each measurement its share of the time, and moves the progress bar.
 
     A limit of time says how many repeats there are, never the figures that were found: that keeps them honest.
     """
 
     def __init__(
-        self, places: list[tuple[PromptSet, MeasureSettings]], minutes: float | None, progress: Progress
+        self, measurements: list[tuple[PromptSet, MeasureSettings]], minutes: float | None, progress: Progress
     ) -> None:
-        self._places, self._seconds, self._progress = places, minutes and minutes * 60, progress
-        self._batches = [-(-len(prompts.token_ids) // settings.batch_size) for prompts, settings in places]
-        total = self._seconds or sum(n * one.repeats for n, (_, one) in zip(self._batches, places, strict=True))
-        self._task = progress.add_task("evaluating", total=total, detail="seconds" if self._seconds else "batches")
+        self._measurements, self._limit, self._progress = measurements, minutes and minutes * 60, progress
+        self._batches = [-(-len(prompts.token_ids) // settings.batch_size) for prompts, settings in measurements]
+        repeats = [settings.repeats for _, settings in measurements]
+        total = self._limit or sum(n * times for n, times in zip(self._batches, repeats, strict=True))
+        self._task = progress.add_task("evaluating", total=total, detail="seconds" if self._limit else "batches")
         self._start = time.perf_counter()
 
     def parts(self) -> Iterator[tuple[PromptSet, MeasureSettings]]:
-        """Prompts and settings in turn; each gets its share, by its number of batches, of the time that is left."""
-        for number, (prompts, settings) in enumerate(self._places):
-            if self._seconds:
-                left = self._seconds - self.seconds
+        """Yield prompts and settings in turn; each gets its share, by its number of batches, of the time left."""
+        for number, (prompts, settings) in enumerate(self._measurements):
+            if self._limit:
                 share = self._batches[number] / sum(self._batches[number:])
-                settings = replace(settings, seconds=left * share)
+                settings = replace(settings, seconds=(self._limit - self.seconds) * share)
             yield prompts, settings
 
     @property
     def seconds(self) -> float:
-        """Since the first part began."""
+        """Seconds since the first part began."""
         return time.perf_counter() - self._start
 
     def advance(self) -> None:
-        if self._seconds:
+        """Show that another batch is decoded."""
+        if self._limit:
             self._progress.update(self._task, completed=self.seconds)
         else:
             self._progress.advance(self._task)
 
 
-def add_certificates(
-    contents: list[dict[str, Any]], drafters: list[Drafter], target: Target, prompts: PromptSet, progress: Progress
-) -> None:
-    """Put `certificate` into the content of every drafter that drafts."""
-    certified = [(one, drafter) for one, drafter in zip(contents, drafters, strict=True) if drafter.kind != "none"]
-    task = progress.add_task("certifying", total=sum(num_checks(drafter) for _, drafter in certified), detail="")
-    for content, drafter in certified:
-        settings = CertifySettings()
-        content["certificate"] = certify(
-            target, drafter, prompts.token_ids, settings, on_progress=lambda: progress.advance(task)
-        )
+def with_certificates(
+    evaluations: list[Evaluation], drafters: dict[str, Drafter], target: Target, prompts: PromptSet, progress: Progress
+) -> list[Evaluation]:
+    """Return evaluations with a certificate for every drafter that drafts."""
+    drafting = {name: drafter for name, drafter in drafters.items() if drafter.kind != "none"}
+    task = progress.add_task("certifying", total=sum(map(num_checks, drafting.values())), detail="")
+    settings = CertifySettings()
+    certificates = {
+        name: certify(target, drafter, prompts.token_ids, settings, on_progress=lambda: progress.advance(task))
+        for name, drafter in drafting.items()
+    }
+    return [replace(evaluation, certificate=certificates.get(evaluation.drafter)) for evaluation in evaluations]
 
 
 def evaluation_paths(out: Path, names: list[str]) -> list[Path]:
-    """OUT/evaluation.json for one drafter, OUT/NUMBER-NAME/evaluation.json for several."""
+    """Return OUT/evaluation.json for one drafter, OUT/NUMBER-NAME/evaluation.json for several."""
     if len(names) == 1:
         return [out / "evaluation.json"]
     return [out / f"{number}-{Path(name).name}" / "evaluation.json" for number, name in enumerate(names, 1)]

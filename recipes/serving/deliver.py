@@ -9,12 +9,10 @@ from rich.console import Console
 
 from draftsmith.data.prompts.prompts import read_prompt_set
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
-from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.typed_json import from_json
 from draftsmith.recipes.evaluation.comparison import compare
-from draftsmith.recipes.reports.terminal import print_evaluations
+from draftsmith.recipes.reports.printing import print_evaluations
 from draftsmith.recipes.serving.engine_check import EngineReport, add_speed, check_engine, print_reports
 from draftsmith.recipes.serving.engine_rules import speculative_config
 from draftsmith.recipes.serving.export import WEIGHT_FILES, Exported, export_checkpoint, write_scripts
@@ -65,7 +63,7 @@ def deliver(
     draft_length = settings.draft_lengths[0] if settings.draft_lengths else DRAFT_LENGTH
     if prompts is not None:
         findings.evaluation = measure_exported(exported, target, prompts, settings)
-        print_evaluations([from_json(Evaluation, findings.evaluation)], console)
+        print_evaluations([findings.evaluation], console)
         draft_length = served_row(findings.evaluation["results"])["draft_length"]
         schedule = schedule_of(exported.kind, findings.evaluation["results"])
     commands = write_scripts(exported, settings.push or str(out), draft_length, schedule)

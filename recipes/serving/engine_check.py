@@ -18,9 +18,11 @@ from rich.table import Table
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.decoder import OutputStats
-from draftsmith.inference.measuring.lossless import LosslessCheck, compare
+from draftsmith.inference.measuring.lossless import compare_outputs
+from draftsmith.inference.measuring.results import LosslessCheck
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError
+from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.serving import watch
 from draftsmith.recipes.serving.engine_speed import EngineSpeed, TimedRequest, engine_speed
 from draftsmith.recipes.serving.watch import Counters
@@ -100,7 +102,7 @@ class EngineReport:
                 "per_position_acceptance_rates": counters.per_position_acceptance_rates,
             },
             "relative_difference": self.relative_difference,
-            "texts": self.texts.as_dict(),
+            "texts": to_json(self.texts),
             "agrees": self.agrees,
             "speed": None if self.speed is None else self.speed.as_dict(),
         }
@@ -130,7 +132,7 @@ def check_engine(
         run = run_venv(Path(engine), settings, target, prompts, max_new_tokens)
     if not run.counters.num_drafts:
         raise UserError(f"{engine} drafted nothing: it does not serve with this drafter")
-    texts = compare(target, prompts, output.token_ids, run.token_ids)
+    texts = compare_outputs(target, prompts, output.token_ids, run.token_ids)
     return EngineReport(drafter.kind, draft_length, output.stats, run, texts)
 
 

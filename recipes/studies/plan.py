@@ -26,6 +26,7 @@ from draftsmith.models.drafting.vocabulary import ReducedVocabulary
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.sampling.trees import StaticTree
+from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import PlanSettings
 from draftsmith.recipes.configs.public_targets import TOKENS_PER_SAMPLE
 from draftsmith.recipes.configs.published import PUBLISHED
@@ -84,7 +85,7 @@ def run(settings: PlanSettings, console: Console) -> None:
             if config is not None:
                 row["training"] = training(config, drafter, target)
             planned.append(row)
-        env = environment(target)
+        env = to_json(environment(target))
     content = {"target": target.name, "context": context, "environment": env, "drafters": planned}
     write_json(settings.out / "plan.json", content)
     print_plan(content, device_name(target), target.device.type == "cuda", console)

@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.inference.decoding.clock import cpu_threads
-from draftsmith.inference.decoding.counters import Stats, length_interval, paired_difference
+from draftsmith.inference.decoding.counters import Stats, length_interval, paired_difference, total_of
 from draftsmith.inference.decoding.decoder import check_sampling, check_shape
+from draftsmith.inference.measuring.calibration import calibration_bins, calibration_error
 from draftsmith.inference.measuring.environment import environment
-from draftsmith.inference.measuring.measure import PromptSet, acceptance_fields
-from draftsmith.inference.replay.calibration import calibration_fields
+from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.inference.replay.replay import (
     AcceptanceTrace,
     check_replayed,
@@ -31,9 +31,10 @@ from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, StaticTree
+from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import ReplaySettings
 from draftsmith.recipes.evaluation.inputs import notice_overwriting, parse_tree, read_prompt_sets
-from draftsmith.recipes.reports.report_data import checkpoint_names
+from draftsmith.recipes.reports.contents import checkpoint_names
 
 
 def run(settings: ReplaySettings, console: Console) -> None:
@@ -61,7 +62,7 @@ def run(settings: ReplaySettings, console: Console) -> None:
             recording = record(target, prompts.token_ids, sampling, settings.max_new_tokens, longest, settings.seed)
             traces = replay(target, recording, drafters, longest)
             rows += replayed_rows(drafters, prompts, sampling, settings, trees, traces)
-    content = {"target": target.name, "environment": environment(target), "results": rows}
+    content = {"target": target.name, "environment": to_json(environment(target)), "results": rows}
     write_json(settings.out / "replay.json", content)
     print_replays(rows, console)
     console.print(f"expected counters of {len(rows)} settings: {settings.out / 'replay.json'}")
@@ -137,6 +138,8 @@ def replayed_row(
 ) -> dict[str, Any]:
     """One row of replay.json; its counters are expected values, which may be fractions."""
     is_chain = isinstance(shape, Chain)
+    bins = calibration_bins(traces, shape.depth, mode) if is_chain else []
+    calibration = {"calibration": to_json(bins), "calibration_error": list(map(calibration_error, bins))}
     return {
         "prompt_set": prompts.name,
         "num_prompts": len(prompts.token_ids),
@@ -146,7 +149,7 @@ def replayed_row(
         "draft_length": shape.depth,
         "tree_nodes": None if is_chain else shape.num_nodes,
         "max_new_tokens": settings.max_new_tokens,
-        **acceptance_fields(sum(stats[1:], stats[0])),
+        **total_of(stats).to_json(),
         "mean_acceptance_length_ci95": length_interval(stats),
-        **(calibration_fields(traces, shape.depth, mode) if is_chain else {}),
+        **(calibration if is_chain else {}),
     }

@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reports import typed_result
 
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.decoder import check_sampling, resolve_settings
 from draftsmith.inference.measuring.measure import PromptSet
+from draftsmith.inference.measuring.results import Phases
 from draftsmith.inference.planning.choice import acceptance_length
 from draftsmith.inference.planning.cost_measurement import (
     CostRange,
@@ -232,12 +235,13 @@ def test_tree_costs_count_their_nodes() -> None:
 
 def test_costs_beside_an_evaluation_take_the_time_that_there_is(tiny_target: Target) -> None:
     """Ten settings of sixteen rounds, each of 2 ms at most: 0.32 s, or nothing is measured."""
-    rounds = {"draft": 1.0, "verify": 0.8, "host": 0.2}
-    row = {"batch_size": 1, "draft_length": 4, "tree_nodes": None, "num_drafts": 9, "max_new_tokens": 12}
-    rows, prompts = [{**row, "milliseconds_per_round": rounds}], PromptSet("p", [[5, 6, 7, 8]])
+    row, prompts = typed_result(0.5, 1.0), PromptSet("p", [[5, 6, 7, 8]])
+    speed = replace(row.speed, milliseconds_per_round=Phases(1.0, 0.8, 0.2))
+    rows = [replace(row, setting=replace(row.setting, max_new_tokens=12), speed=speed)]
     ngram = load_drafter("ngram", tiny_target)
     assert costs_beside(tiny_target, ngram, "n", rows, prompts, 0.31) is None
-    assert costs_beside(tiny_target, ngram, "n", [{**rows[0], "num_drafts": 0}], prompts, 9.0) is None
+    undrafted = replace(rows[0], acceptance=Stats(4))
+    assert costs_beside(tiny_target, ngram, "n", [undrafted], prompts, 9.0) is None
     costs = costs_beside(tiny_target, ngram, "n", rows, prompts, 0.33)
     assert costs is not None
     assert {(row.batch, row.context) for row in costs.fitted_on} == {(1, 1), (1, 10)}

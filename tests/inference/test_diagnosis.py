@@ -4,19 +4,23 @@ import copy
 import dataclasses
 import html
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from drafters import batch_of
+from reports import typed_result
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.diagnosis.diagnose import diagnose, is_low
 from draftsmith.inference.diagnosis.miswiring import rendered, shifted
-from draftsmith.inference.diagnosis.replayed_drafter import Finding, Reference
+from draftsmith.inference.diagnosis.replayed_drafter import Reference
+from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
+from draftsmith.inference.measuring.results import Evaluation, Finding, Result
 from draftsmith.inference.replay.replay import Recording, expected_stats, record, replay
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.sampling.sampling import Sampling
@@ -24,11 +28,11 @@ from draftsmith.models.sampling.trees import Chain
 from draftsmith.models.target.identity import identity
 from draftsmith.models.target.target import Features
 from draftsmith.recipes.evaluation.comparison import compare
-from draftsmith.recipes.evaluation.diagnoses import add_diagnoses
+from draftsmith.recipes.evaluation.diagnoses import with_diagnoses
 from draftsmith.recipes.reports import report
-from draftsmith.recipes.reports.acceptance import diagnosis
+from draftsmith.recipes.reports.contents import read_measured
+from draftsmith.recipes.reports.findings import diagnosis
 from draftsmith.recipes.reports.report import build_report
-from draftsmith.recipes.reports.report_data import read_report_data
 
 TEXTS = ["The smith", "def strike(", "heats it again", "A draft is", "iron iron", "x", "cheap to make", "return ["]
 MORE_TEXTS = ["return [iron", "throw it away", "def x", "smith heats", "the draft", "cheap iron", "A smith", "it is"]
@@ -93,14 +97,14 @@ def acceptance(target: Target, drafter: Drafter, recording: Recording) -> Stats:
 @pytest.fixture
 def reported(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Causes that the report names after an evaluation of the drafter's checkpoint on prompts."""
-    monkeypatch.setattr(report, "draw_plots", lambda plots, folder: {})
+    monkeypatch.setattr(report, "draw_figures", lambda measured, folder: {})
 
     def causes(drafter: Drafter, prompts: list[list[int]]) -> list[str]:
         save_drafter(drafter, tmp_path / "drafter")
         # beside the row that the report leads with, at one token: too few for causes that show behind it
         grid = [MeasureSettings(draft=k, max_new_tokens=NUM_TOKENS, repeats=1) for k in (DRAFT_LENGTH, 1)]
         compare(target, [str(tmp_path / "drafter")], [PromptSet("p", prompts)], grid, tmp_path / "out")
-        table = diagnosis(read_report_data(tmp_path / "out")).tables[0]
+        table = diagnosis(read_measured(tmp_path / "out")).tables[0]
         page = build_report(tmp_path / "out").read_text()
         section = page[page.index('id="diagnosis"') :]
         assert all(f">{row[4].text}</td>" in html.unescape(section) for row in table.rows)
@@ -119,7 +123,7 @@ def test_a_sound_drafter_is_called_sound(target: Target, sound: Drafter, recordi
 def test_a_drafter_that_was_trained_too_little_is_not_called_miswired(target: Target, recording: Recording) -> None:
     drafter = learnt_by_heart(target, recording, 12)
     assert is_low(acceptance(target, drafter, recording))
-    assert {one["cause"] for one in found(target, drafter, recording)} <= {"decay with depth", "high target entropy"}
+    assert {one.cause for one in found(target, drafter, recording)} <= {"decay with depth", "high target entropy"}
 
 
 def test_wrong_layer_ids(target: Target, sound: Drafter, recording: Recording, reported: Any) -> None:
@@ -128,10 +132,10 @@ def test_wrong_layer_ids(target: Target, sound: Drafter, recording: Recording, r
     drafter.config = dataclasses.replace(cast(Any, sound.config), layer_ids=[2, 3])
     assert is_low(acceptance(target, drafter, recording))
     first = found(target, drafter, recording)[0]
-    assert first["cause"] == "wrong layer ids"
-    assert "layer ids [1, 2]" in first["mend"]
+    assert first.cause == "wrong layer ids"
+    assert "layer ids [1, 2]" in first.mend
     right = acceptance(target, sound, recording).mean_acceptance_length
-    assert first["cost"] == pytest.approx(right - acceptance(target, drafter, recording).mean_acceptance_length)
+    assert first.cost == pytest.approx(right - acceptance(target, drafter, recording).mean_acceptance_length)
     assert reported(drafter, recording.prompts)[0] == "wrong layer ids"
 
 
@@ -140,8 +144,8 @@ def test_shifted_features(shift: int, target: Target, recording: Recording, repo
     """Trained on the features of the place before, or of the place after, which hold the answer."""
     drafter = learnt_by_heart(target, recording, STEPS, shift)
     first = found(target, drafter, recording)[0]
-    assert first["cause"] == "features shifted"
-    assert f"({shift:+d})" in first["evidence"]
+    assert first.cause == "features shifted"
+    assert f"({shift:+d})" in first.evidence
     if shift == 1:
         assert reported(drafter, recording.prompts)[0] == "features shifted"
 
@@ -156,7 +160,7 @@ def test_missing_d2t(target: Target, reported: Any) -> None:
     for marked in (True, False):  # t2d still tells which tokens there were, or is missing, too
         if not marked:
             drafter.t2d.copy_(torch.arange(target.vocab_size) < 128)
-        causes = [one["cause"] for one in found(target, drafter, recording)]
+        causes = [one.cause for one in found(target, drafter, recording)]
         assert causes[0] == "missing d2t"
         assert "draft vocabulary" not in causes  # what the map would cover is not known
     assert reported(drafter, recording.prompts)[0] == "missing d2t"
@@ -165,36 +169,34 @@ def test_missing_d2t(target: Target, reported: Any) -> None:
 def test_truncated_vocabulary(target: Target, recording: Recording, reported: Any) -> None:
     drafter = learnt_by_heart(target, recording, STEPS, draft_vocab_size=24)
     (first, *_) = found(target, drafter, recording)
-    assert first["cause"] == "draft vocabulary"
+    assert first.cause == "draft vocabulary"
     assert reported(drafter, recording.prompts)[0] == "draft vocabulary"
     ids = drafter.draft_to_target()
     assert ids is not None
     written = torch.tensor([token for answer in recording.answers for token in answer[1:]])
-    assert first["measured"]["share_outside"] == pytest.approx(
-        float((~torch.isin(written, ids)).float().mean()), abs=0.05
-    )
+    assert first.measured["share_outside"] == pytest.approx(float((~torch.isin(written, ids)).float().mean()), abs=0.05)
 
 
 def test_wrong_template(target: Target, sound: Drafter, recording: Recording, reported: Any) -> None:
     """Bare prompts for a drafter that knows them in the template; and a checkpoint of another template."""
     bare = record(target, [target.encode(text) for text in TEXTS], Sampling(), NUM_TOKENS, DRAFT_LENGTH)
     causes = found(target, sound, bare)
-    assert causes[0]["cause"] == "template mismatch"
-    assert causes[0]["measured"]["outside_template"] == len(TEXTS)
+    assert causes[0].cause == "template mismatch"
+    assert causes[0].measured["outside_template"] == len(TEXTS)
     assert reported(sound, bare.prompts)[0] == "template mismatch"
     other = copy.copy(sound)
     other.trained_for = {**(sound.trained_for or {}), "template_hash": "0" * 16}
     (first,) = found(target, other, recording)
-    assert first["cause"] == "template mismatch"
-    assert first["measured"]["recorded"] == "0" * 16
+    assert first.cause == "template mismatch"
+    assert first.measured["recorded"] == "0" * 16
 
 
 def test_decay_with_depth(target: Target, recording: Recording) -> None:
     """Trained on one step, drafting three."""
     drafter = learnt_by_heart(target, recording, STEPS, unroll_steps=1)
     causes = found(target, drafter, recording)
-    assert causes[0]["cause"] == "decay with depth"
-    assert not any(one["cause"] in ("wrong layer ids", "features shifted") for one in causes)
+    assert causes[0].cause == "decay with depth"
+    assert not any(one.cause in ("wrong layer ids", "features shifted") for one in causes)
 
 
 def test_domain_shift(target: Target, sound: Drafter, recording: Recording) -> None:
@@ -202,45 +204,47 @@ def test_domain_shift(target: Target, sound: Drafter, recording: Recording) -> N
     strange = [rendered(target, text) for text in ("3.14", "zebra", "Why?", "[[[[")]
     mixed = record(target, [*recording.prompts[:4], *strange], Sampling(), NUM_TOKENS, DRAFT_LENGTH)
     first = found(target, sound, mixed, domains=["known"] * 4 + ["strange"] * 4)[0]
-    assert first["cause"] == "domain shift"
-    assert first["measured"]["domain"] == "strange"
+    assert first.cause == "domain shift"
+    assert first.measured["domain"] == "strange"
     only = dataclasses.replace(mixed, prompts=mixed.prompts[4:], answers=mixed.answers[4:])
     reference = Reference(0.95, "evaluation.json", in_training=False)
-    assert "domain shift" in [one["cause"] for one in found(target, sound, only, reference=reference)]
+    assert "domain shift" in [one.cause for one in found(target, sound, only, reference=reference)]
     reference = Reference(0.95, "metrics.jsonl", in_training=True)
-    assert "position-0 collapse" in [one["cause"] for one in found(target, sound, only, reference=reference)]
+    assert "position-0 collapse" in [one.cause for one in found(target, sound, only, reference=reference)]
 
 
 def test_target_entropy(target: Target, sound: Drafter, recording: Recording) -> None:
     """At a temperature at which the target draws almost evenly no proposal is good, and none is at fault."""
     hot = record(target, recording.prompts, Sampling(5.0), NUM_TOKENS, DRAFT_LENGTH)
     (entropy,) = found(target, sound, hot)
-    assert entropy["cause"] == "high target entropy"
-    ceiling = entropy["measured"]
+    assert entropy.cause == "high target entropy"
+    ceiling = entropy.measured
     best = SpeculativeDecoder(target, load_drafter("none", target)).generate(recording.prompts, 1).stats.total
     assert best.mean_acceptance_length <= ceiling["ceiling_acceptance_length"] < 2
 
 
 def test_temperature(target: Target, sound: Drafter, recording: Recording) -> None:
     """A sampled row is told where temperature 0, measured in the same run, is better."""
-    setting = {"prompt_set": "p", "tree_nodes": None, "max_new_tokens": NUM_TOKENS, "draft_length": DRAFT_LENGTH}
-    well = {"temperature": 0.0, "verification_mode": "greedy", "num_drafts": 40, "acceptance_histogram": [0, 0, 0, 40]}
-    badly = {
-        "temperature": 5.0,
-        "verification_mode": "one_hot",
-        "num_drafts": 40,
-        "acceptance_histogram": [40, 0, 0, 0],
-    }
+    row = typed_result(0.5, 1.0, length=DRAFT_LENGTH)
+    setting = replace(row.setting, prompt_set="p", max_new_tokens=NUM_TOKENS)
+    well = replace(row, setting=setting, acceptance=Stats(DRAFT_LENGTH, 40, acceptance_histogram=[0, 0, 0, 40]))
+    badly = replace(
+        row,
+        setting=replace(setting, temperature=5.0, verification_mode="one_hot"),
+        acceptance=Stats(DRAFT_LENGTH, 40, acceptance_histogram=[40, 0, 0, 0]),
+    )
     prompts = PromptSet("p", recording.prompts)
 
-    def diagnosed(*rows: dict[str, Any]) -> list[dict[str, Any]]:
-        results = [{**setting, "top_p": 1.0, **row} for row in rows]
-        add_diagnoses([{"drafter": "d", "results": results}], [sound], target, [prompts])
-        return results
+    def diagnosed(*rows: Result) -> list[Result]:
+        evaluation = Evaluation(
+            target="t", drafter="d", drafter_kind="k", environment=environment(target), results=list(rows)
+        )
+        (evaluation,) = with_diagnoses([evaluation], [sound], target, [prompts])
+        return evaluation.results
 
     greedy, sampled = diagnosed(well, badly)
-    assert "diagnosis" not in greedy
-    (finding,) = sampled["diagnosis"]
-    assert (finding["cause"], finding["measured"]["temperature"]) == ("temperature", 5.0)
-    assert finding["cost"] > 1
-    assert "diagnosis" not in diagnosed(badly)[0]
+    assert greedy.diagnosis is None
+    (finding,) = sampled.diagnosis
+    assert (finding.cause, finding.measured["temperature"]) == ("temperature", 5.0)
+    assert finding.cost > 1
+    assert diagnosed(badly)[0].diagnosis is None

@@ -16,6 +16,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding import batch_engine
 from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.measuring.certify import ALPHA, CertifySettings, certify, chi_square
+from draftsmith.inference.measuring.results import LosslessCheck
 from draftsmith.inference.verification import acceptance_rules
 from draftsmith.inference.verification.acceptance_rules import VerificationMode, Verified
 from draftsmith.models import DRAFTERS, Drafter, Target
@@ -166,15 +167,9 @@ def test_the_certificate(tiny_target: Target, medusa: Drafter) -> None:
     settings = CertifySettings(max_new_tokens=24, num_texts=64)
     prompts = [tiny_target.encode(prompt) for prompt in ("def f(", "The smith", "x", "iron")]
     certificate = certify(tiny_target, medusa, prompts, settings)
-    assert certificate["passed"]
-    assert certificate["control_found"]
-    assert certificate["greedy"]["batch_size_8"] == {
-        "checked": 4,
-        "identical": 4,
-        "near_tie_divergences": 0,
-        "divergences": 0,
-        "first_differences": [],
-    }
+    assert certificate.passed
+    assert certificate.control_found
+    assert certificate.greedy["batch_size_8"] == LosslessCheck(checked=4, identical=4)
 
 
 def test_no_certificate_for_a_wrong_rule(tiny_target: Target, medusa: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,4 +182,4 @@ def test_no_certificate_for_a_wrong_rule(tiny_target: Target, medusa: Drafter, m
     monkeypatch.setattr(batch_engine.acceptance_rules, "one_hot", keep_all)
     settings = CertifySettings(max_new_tokens=24, num_texts=64)
     certificate = certify(tiny_target, medusa, [tiny_target.encode("def f(")], settings)
-    assert not certificate["passed"]
+    assert not certificate.passed

@@ -13,14 +13,17 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings, RoundKind
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.schedule import Schedule
-from draftsmith.inference.measuring.lossless import LosslessCheck, compare, in_fp32, next_logits, target_uniform
-from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, interleaved, measure, pick_prompts
+from draftsmith.inference.measuring.lossless import compare_outputs, in_fp32, next_logits, target_uniform
+from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure, pick_prompts
+from draftsmith.inference.measuring.results import LosslessCheck, Result
 from draftsmith.inference.measuring.speed import bootstrap_ratio
+from draftsmith.inference.measuring.turns import decode_in_turns
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain
 from draftsmith.models.training_free.none import NoDrafter, NoneConfig
+from draftsmith.models.typed_json import to_json
 
 DESIGN_FIELDS = {
     *("prompt_set", "num_prompts", "temperature", "top_p", "verification_mode", "batch_size", "draft_length"),
@@ -51,22 +54,19 @@ def test_a_row_has_every_field_and_agrees_with_itself(temperature: float, mode: 
     rows = measure(tiny_target, drafters, prompts, settings, lambda: calls.append(1))
     assert len(calls) == 2 * 2  # two batches, two repeats
     row = rows["ngram"]
-    assert set(row) >= DESIGN_FIELDS
-    assert row["verification_mode"] == mode
-    assert row["lossless"] == {
-        **{"checked": 3, "identical": 3, "near_tie_divergences": 0, "divergences": 0},
-        "first_differences": [],
-    }
-    assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["baseline_tokens_per_second"])
-    assert row["step_cost_ratio"] == pytest.approx(row["mean_acceptance_length"] / row["speedup"])
-    assert sum(row["acceptance_histogram"]) == row["num_drafts"]
-    assert len(row["acceptance_histogram"]) == 4
-    assert row["speedup_ci95"] is None  # of two batches
-    assert row["mean_acceptance_length_ci95"][0] <= row["mean_acceptance_length"]
+    assert set(to_json(row)) >= DESIGN_FIELDS
+    assert row.setting.verification_mode == mode
+    assert row.lossless == LosslessCheck(checked=3, identical=3)
+    assert row.speed.speedup == pytest.approx(row.speed.tokens_per_second / row.speed.baseline_tokens_per_second)
+    assert row.speed.step_cost_ratio == pytest.approx(row.acceptance.mean_acceptance_length / row.speed.speedup)
+    assert sum(row.acceptance.acceptance_histogram) == row.acceptance.num_drafts
+    assert len(row.acceptance.acceptance_histogram) == 4
+    assert row.speed.speedup_ci95 is None  # of two batches
+    assert row.mean_acceptance_length_ci95[0] <= row.acceptance.mean_acceptance_length
     plain = rows["none"]
-    assert plain["speedup"] == 1.0
-    assert plain["mean_acceptance_length"] == 1.0
-    assert plain["num_emitted_tokens"] == row["num_emitted_tokens"]
+    assert plain.speed.speedup == 1.0
+    assert plain.acceptance.mean_acceptance_length == 1.0
+    assert plain.acceptance.num_emitted_tokens == row.acceptance.num_emitted_tokens
 
 
 def test_domains_add_up_to_the_whole(tiny_target: Target) -> None:
@@ -75,20 +75,22 @@ def test_domains_add_up_to_the_whole(tiny_target: Target) -> None:
     ids, domains = [tiny_target.encode(text) for text in texts], ["prose", "code", "prose", ""]
     ngram = {"ngram": load_drafter("ngram", tiny_target)}
 
-    def rows(batch_size: int, picked: list[int]) -> dict[str, Any]:
+    def rows(batch_size: int, picked: list[int]) -> Result:
         prompts = PromptSet("some", [ids[i] for i in picked], [domains[i] for i in picked])
         return measure(tiny_target, ngram, prompts, MeasureSettings(batch_size=batch_size, repeats=1))["ngram"]
 
     alone, batched = rows(1, [0, 1, 2, 3]), rows(3, [0, 1, 2, 3])
-    assert list(alone["domains"]) == ["prose", "code", ""]
-    for key in ("num_prompts", "num_drafts", "num_emitted_tokens"):
-        assert sum(fields[key] for fields in alone["domains"].values()) == alone[key]
+    assert list(alone.domains) == ["prose", "code", ""]
+    parts, total = alone.domains.values(), alone.acceptance
+    assert sum(domain.num_prompts for domain in parts) == alone.setting.num_prompts
+    assert sum(domain.num_drafts for domain in parts) == total.num_drafts
+    assert sum(domain.num_emitted_tokens for domain in parts) == total.num_emitted_tokens
     prose = rows(1, [0, 2])
     for row in (alone, batched):
-        assert row["domains"]["prose"]["mean_acceptance_length"] == prose["mean_acceptance_length"]
-    assert all(fields["speedup"] > 0 for fields in alone["domains"].values())
-    assert not any("speedup" in fields for fields in batched["domains"].values())  # their times cannot be told apart
-    assert "domains" not in measure(tiny_target, ngram, PromptSet("some", ids[:1], [""]), MeasureSettings())["ngram"]
+        assert row.domains["prose"].mean_acceptance_length == prose.acceptance.mean_acceptance_length
+    assert all(domain.speedup > 0 for domain in alone.domains.values())
+    assert all(domain.speedup is None for domain in batched.domains.values())  # their times cannot be told apart
+    assert measure(tiny_target, ngram, PromptSet("some", ids[:1], [""]), MeasureSettings())["ngram"].domains is None
 
 
 def test_the_interval_is_paired() -> None:
@@ -107,11 +109,11 @@ def test_a_single_batch_has_an_interval_over_its_repeats(tiny_target: Target) ->
     drafters = {"ngram": load_drafter("ngram", tiny_target)}
     for repeats in (1, 2, 3):
         settings = MeasureSettings(batch_size=3, max_new_tokens=6, repeats=repeats)
-        interval = measure(tiny_target, drafters, prompts, settings)["ngram"]["speedup_ci95"]
+        interval = measure(tiny_target, drafters, prompts, settings)["ngram"].speed.speedup_ci95
         assert (interval is None) == (repeats < 3)
     row = measure(tiny_target, drafters, prompts, replace(settings, batch_size=1))["ngram"]
-    assert len(row["speedup_ci95"]) == len(row["mean_acceptance_length_ci95"]) == 2
-    assert all(fields["mean_acceptance_length_ci95"] is None for fields in row["domains"].values())
+    assert len(row.speed.speedup_ci95) == len(row.mean_acceptance_length_ci95) == 2
+    assert all(domain.mean_acceptance_length_ci95 is None for domain in row.domains.values())
 
 
 def counts(check: LosslessCheck) -> tuple[int, int, int, int]:
@@ -129,15 +131,15 @@ def test_differences_are_told_apart(tiny_target: Target, monkeypatch: pytest.Mon
         return values
 
     monkeypatch.setattr(Target, "logits", logits)
-    assert counts(compare(tiny_target, [prompt], [[1, 7]], [[1, 7]])) == (1, 1, 0, 0)
-    assert counts(compare(tiny_target, [prompt], [[1, 7]], [[1, 8]])) == (1, 0, 1, 0)
+    assert counts(compare_outputs(tiny_target, [prompt], [[1, 7]], [[1, 7]])) == (1, 1, 0, 0)
+    assert counts(compare_outputs(tiny_target, [prompt], [[1, 7]], [[1, 8]])) == (1, 0, 1, 0)
     gap["size"] = 0.01
-    check = compare(tiny_target, [prompt, prompt], [[1, 7], [1, 7]], [[1, 7], [1, 8]])
+    check = compare_outputs(tiny_target, [prompt, prompt], [[1, 7], [1, 7]], [[1, 7], [1, 8]])
     assert counts(check) == (2, 1, 0, 1)
     (found,) = check.first_differences
     assert (found.request, found.position, found.plain_token, found.speculative_token) == (1, 1, 7, 8)
     assert found.top_two_gap == found.token_gap_fp32 == pytest.approx(0.01, rel=1e-3)
-    check = compare(tiny_target, [prompt], [[1, 7]], [[1]])  # stopped too early
+    check = compare_outputs(tiny_target, [prompt], [[1, 7]], [[1]])  # stopped too early
     assert counts(check) == (1, 0, 0, 1)
     assert check.first_differences[0].speculative_token is None
 
@@ -171,7 +173,7 @@ def test_sampled_differences_are_told_apart(
     mass[: len(edges) + 1] = torch.tensor([0.0, *edges, 1.0], dtype=torch.float64).diff()
     monkeypatch.setattr(Target, "logits", lambda self, hidden: mass.log().float().clamp(min=-100)[None, None])
     settings = GenerationSettings(sampling=Sampling(1.0, top_p), seed=5)
-    check = compare(tiny_target, [[7, 8, 9]], [[1, tokens[0]]], [[1, tokens[1]]], settings)
+    check = compare_outputs(tiny_target, [[7, 8, 9]], [[1, tokens[0]]], [[1, tokens[1]]], settings)
     assert counts(check) == (1, 0, int(near_tie), int(not near_tie))
     assert check.first_differences[0].near_tie_gap < 1e-4 or top_p < 1
 
@@ -196,7 +198,7 @@ def test_bf16_diverges_at_near_ties_only(bf16_target: Target, sampling: Sampling
     how = replace(settings, shape=Chain(0))
     expected = [plain.decode([prompt], how, [i]).token_ids[0] for i, prompt in enumerate(prompts)]
     found = drafting.decode(prompts, settings).token_ids
-    check = compare(bf16_target, prompts, expected, found, settings)
+    check = compare_outputs(bf16_target, prompts, expected, found, settings)
     assert check.near_tie_divergences > 0
     assert check.divergences == 0
     for difference in check.first_differences:
@@ -213,7 +215,7 @@ def test_bf16_diverges_at_near_ties_only(bf16_target: Target, sampling: Sampling
     logits = bf16_target.model(torch.tensor([text])).logits[0, -1].float()
     likeliest = logits.argsort(descending=True).tolist()
     far = likeliest[40] if sampling.greedy else (expected[0][-1] + len(logits) // 2) % len(logits)
-    assert counts(compare(bf16_target, prompts[:1], [expected[0]], [[*expected[0][:-1], far]], settings)) == (
+    assert counts(compare_outputs(bf16_target, prompts[:1], [expected[0]], [[*expected[0][:-1], far]], settings)) == (
         1,
         0,
         0,
@@ -226,7 +228,7 @@ def test_other_noise_is_a_divergence(tiny_target: Target) -> None:
     plain = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target))
     prompts = [tiny_target.encode(text) for text in ("The smith", "def f(", "x", "iron")]
     found = [plain.generate(prompts, 8, 1.0, seed=seed).token_ids for seed in (0, 1)]
-    check = compare(tiny_target, prompts, *found, GenerationSettings(8, Sampling(1.0)))
+    check = compare_outputs(tiny_target, prompts, *found, GenerationSettings(8, Sampling(1.0)))
     assert counts(check) == (4, 0, 0, 4)
 
 
@@ -284,10 +286,10 @@ def test_nothing_is_built_or_recorded_in_what_is_timed(tiny_target: Target, monk
 
     def time_them(*args: Any) -> Any:
         kinds_before.extend(kinds())
-        return interleaved(*args)
+        return decode_in_turns(*args)
 
     monkeypatch.setattr(BatchEngine, "__init__", build)
-    monkeypatch.setattr("draftsmith.inference.measuring.measure.interleaved", time_them)
+    monkeypatch.setattr("draftsmith.inference.measuring.measure.decode_in_turns", time_them)
     prompts = PromptSet("some", [[5] * 4, [6] * 5, [7] * 70, [8] * 30, [9] * 7])
     drafters = {"draft_model": DRAFTERS["draft_model"].from_target(DRAFTERS["draft_model"].config_class(), tiny_target)}
     draft = Schedule(((1, 3), (2, 0)))  # off and on again as rows become free

@@ -12,12 +12,13 @@ import torch
 from drafters import TEXTS, TRAINABLE, trained
 
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.decoding.counters import Stats, paired_difference
+from draftsmith.inference.decoding.counters import Stats, paired_difference, total_of
 from draftsmith.inference.diagnosis.replayed_drafter import Reference
+from draftsmith.inference.measuring.calibration import calibration_bins, calibration_error
+from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure
-from draftsmith.inference.measuring.results import Finding
+from draftsmith.inference.measuring.results import Evaluation, Result, write_evaluation
 from draftsmith.inference.replay import replay as replay_module
-from draftsmith.inference.replay.calibration import calibration_fields
 from draftsmith.inference.replay.replay import (
     AcceptanceTrace,
     Recording,
@@ -32,10 +33,10 @@ from draftsmith.models import Drafter, Target, UserError, load_drafter, save_dra
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, DynamicTree, StaticTree
-from draftsmith.models.typed_json import from_json
+from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.cli.main import main
-from draftsmith.recipes.evaluation.diagnoses import add_diagnoses, reference_of
-from draftsmith.recipes.reports.acceptance import diagnosis_lines
+from draftsmith.recipes.evaluation.diagnoses import reference_of, with_diagnoses
+from draftsmith.recipes.reports.summary import diagnosis_lines
 
 TREE = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)))
 NUM_TOKENS, LONGEST = 20, 4
@@ -168,14 +169,15 @@ def test_calibration_counts_what_the_rows_count(
     recording = record(tiny_target, prompts, Sampling(), NUM_TOKENS, LONGEST)
     traces = replay(tiny_target, recording, {"d": drafters["eagle3"]}, LONGEST)["d"]
     stats = [expected_stats(trace, Chain(3), "greedy") for trace in traces]
-    total, fields = sum(stats[1:], stats[0]), calibration_fields(traces, 3, "greedy")
-    for bins, rate in zip(fields["calibration"], total.conditional_acceptance_rates, strict=True):
-        count = sum(one["count"] for one in bins)
-        assert sum(one["count"] * one["accepted"] for one in bins) / count == pytest.approx(rate)
-    assert sum(one["count"] for one in fields["calibration"][0]) == total.num_drafts
+    total, depths = total_of(stats), calibration_bins(traces, 3, "greedy")
+    for bins, rate in zip(depths, total.conditional_acceptance_rates, strict=True):
+        count = sum(part.count for part in bins)
+        assert sum(part.count * part.accepted for part in bins) / count == pytest.approx(rate)
+    assert sum(part.count for part in depths[0]) == total.num_drafts
     sure = made_up(np.repeat([[1.0], [0.0]], 20, 0), 41)
     sure.confidence = np.full((40, 1), 0.9)  # twenty times right, 20 times wrong: rounds start at all but every second
-    assert calibration_fields([sure], 1, "greedy")["calibration_error"] == [pytest.approx(0.9 - 10 / 30)]
+    (bins,) = calibration_bins([sure], 1, "greedy")
+    assert calibration_error(bins) == pytest.approx(0.9 - 10 / 30)
 
 
 def test_the_difference_is_paired() -> None:
@@ -233,28 +235,33 @@ def test_low_acceptance_is_diagnosed_in_evaluations(
     """Chains of trained drafters only; and what the checkpoint accepted before."""
     few = PromptSet("some", prompts)
     names = {"eagle3": drafters["eagle3"], "ngram": drafters["ngram"]}
-    rows: dict[str, list] = {name: [] for name in names}
+    rows: dict[str, list[Result]] = {name: [] for name in names}
     for temperature in (0.0, 1.0):
         settings = MeasureSettings(temperature, batch_size=len(prompts), draft=2, max_new_tokens=8, repeats=1)
         for name, row in measure(tiny_target, names, few, settings).items():
             rows[name].append(row)
-    assert len(rows["eagle3"][0]["calibration"]) == 2
-    contents = [{"drafter": name, "results": rows[name]} for name in names]
-    add_diagnoses(contents, list(names.values()), tiny_target, [few])
-    greedy = rows["eagle3"][0]
-    assert "diagnosis" in greedy
-    assert diagnosis_lines(from_json(list[Finding], greedy["diagnosis"]))
-    assert not any("diagnosis" in row for row in rows["ngram"])
+    assert len(rows["eagle3"][0].calibration) == 2
+    evaluations = [
+        Evaluation(
+            target="t", drafter=name, drafter_kind=name, environment=environment(tiny_target), results=rows[name]
+        )
+        for name in names
+    ]
+    eagle3, ngram = with_diagnoses(evaluations, list(names.values()), tiny_target, [few])
+    greedy = eagle3.results[0]
+    assert greedy.diagnosis is not None
+    assert diagnosis_lines(to_json(greedy))
+    assert all(row.diagnosis is None for row in ngram.results)
 
     checkpoint = tmp_path / "checkpoints" / "step-000010"
     checkpoint.mkdir(parents=True)
     assert reference_of(str(checkpoint)) is None
     (tmp_path / "metrics.jsonl").write_text('{"step": 5, "accuracy_0": 0.25}\n{"step": 10, "accuracy_0": 0.5}\n')
     assert reference_of(str(checkpoint)) == Reference(0.5, str(tmp_path / "metrics.jsonl"), in_training=True)
-    (checkpoint / "evaluation.json").write_text(json.dumps({"results": [greedy]}))
+    write_evaluation(checkpoint / "evaluation.json", eagle3)
     found = reference_of(str(checkpoint))
     assert found is not None
-    assert (found.first_accepted, found.in_training) == (greedy["conditional_acceptance_rates"][0], False)
+    assert (found.first_accepted, found.in_training) == (greedy.acceptance.conditional_acceptance_rates[0], False)
 
 
 def test_recordings_are_kept(tiny_target: Target, prompts: list[list[int]], tmp_path: Path) -> None:

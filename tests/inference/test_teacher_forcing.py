@@ -8,11 +8,13 @@ from drafters import TEXTS, TRAINABLE, trained
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure
+from draftsmith.inference.measuring.results import Result, TeacherForcedGap
+from draftsmith.inference.measuring.teacher_forcing import gap_to_training, gap_warning, teacher_forced_traces
 from draftsmith.inference.replay.replay import expected_stats
-from draftsmith.inference.replay.teacher_forcing import gap_warning, teacher_forced_fields, teacher_forced_traces
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.drafters.eagle3 import Eagle3
 from draftsmith.models.sampling.trees import Chain, StaticTree
+from draftsmith.models.typed_json import to_json
 
 NUM_TOKENS, DRAFT_LENGTH = 24, 4
 
@@ -68,12 +70,12 @@ def test_a_decoder_that_sees_other_features_is_flagged(
     drafter = trained("eagle3", tiny_target, prompts)
     settings = MeasureSettings(draft=DRAFT_LENGTH, max_new_tokens=NUM_TOKENS, repeats=1)
 
-    def row() -> dict[str, Any]:
+    def row() -> Result:
         return measure(tiny_target, {"d": drafter}, PromptSet("some", prompts * 2), settings)["d"]
 
     sound = row()
-    assert sound["teacher_forced"] == {key: sound[key] for key in sound["teacher_forced"]}
-    assert sound["teacher_forced_gap"] == {"difference": 0, "ci95": [0, 0], "flagged": False}
+    assert to_json(sound.teacher_forced).items() <= to_json(sound.acceptance).items()
+    assert sound.teacher_forced_gap == TeacherForcedGap(0, (0, 0), flagged=False)
     assert gap_warning(sound) is None
 
     propose = Eagle3.propose
@@ -86,9 +88,9 @@ def test_a_decoder_that_sees_other_features_is_flagged(
 
     monkeypatch.setattr(Eagle3, "propose", wrong)
     faulty = row()
-    assert faulty["lossless"]["divergences"] == 0
-    assert faulty["teacher_forced_gap"]["flagged"]
-    assert faulty["teacher_forced_gap"]["difference"] < -0.1
+    assert faulty.lossless.divergences == 0
+    assert faulty.teacher_forced_gap.flagged
+    assert faulty.teacher_forced_gap.difference < -0.1
     warning = gap_warning(faulty)
     assert warning is not None
     assert "different features" in warning
@@ -100,9 +102,9 @@ def test_only_greedy_chains_of_trained_drafters_are_predicted(tiny_target: Targe
     for temperature, draft in ((1.0, 2), (0.0, StaticTree(((0,), (1,), (0, 0))))):
         settings = MeasureSettings(temperature, draft=draft, max_new_tokens=4, repeats=1)
         row = measure(tiny_target, {"medusa": medusa}, PromptSet("some", prompts[:1]), settings)["medusa"]
-        assert "teacher_forced" not in row
+        assert row.teacher_forced is None
     settings = MeasureSettings(draft=2, max_new_tokens=4, repeats=1)
-    assert "teacher_forced" not in measure(tiny_target, {"n": ngram}, PromptSet("some", prompts[:1]), settings)["n"]
+    assert measure(tiny_target, {"n": ngram}, PromptSet("some", prompts[:1]), settings)["n"].teacher_forced is None
 
 
 @pytest.mark.parametrize(
@@ -120,10 +122,9 @@ def test_a_gap_is_flagged_beyond_chance(accepted: list[float], flagged: bool) ->
     def stats(number: float) -> Stats:
         return Stats(2, num_drafts=100, num_draft_tokens=200, num_accepted_tokens=round(10 * number))
 
-    row = teacher_forced_fields([stats(8) for _ in accepted], [stats(number) for number in accepted])
-    gap = row["teacher_forced_gap"]
-    assert gap["flagged"] == flagged
-    assert gap["difference"] == pytest.approx((sum(accepted) / len(accepted) - 8) / 10)
+    gap = gap_to_training([stats(8) for _ in accepted], [stats(number) for number in accepted])
+    assert gap.flagged == flagged
+    assert gap.difference == pytest.approx((sum(accepted) / len(accepted) - 8) / 10)
 
 
 def predicted(

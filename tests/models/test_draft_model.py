@@ -146,5 +146,5 @@ def test_training_is_measured_against_the_untrained_model(
         "optimizer.learning_rate": 0.1,
     }
     run = train(resolve(RECIPES["draft_model"](), None, [f"{key}={value}" for key, value in changes.items()]))
-    assert first_result(run / "checkpoints" / "step-000000")["mean_acceptance_length"] == 5
+    assert first_result(run / "checkpoints" / "step-000000").acceptance.mean_acceptance_length == 5
     assert what_training_brought(run).startswith("training brought nothing: acceptance length 5.00 -> ")

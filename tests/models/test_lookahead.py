@@ -126,9 +126,9 @@ def test_the_tree_is_told_in_evaluations(tiny_target: Target) -> None:
     prompts = PromptSet("some", [tiny_target.encode("a b a b")])
     settings = MeasureSettings(draft=3, max_new_tokens=8, repeats=1)
     row = measure(tiny_target, {"l": load_drafter("lookahead", tiny_target)}, prompts, settings)["l"]
-    assert (row["draft_length"], row["tree_nodes"]) == (7 + 2, (7 + 7) * 3)
-    assert len(row["acceptance_histogram"]) == 7 + 2 + 1
-    assert row["lossless"]["identical"] == 1
+    assert (row.setting.draft_length, row.setting.tree_nodes) == (7 + 2, (7 + 7) * 3)
+    assert len(row.acceptance.acceptance_histogram) == 7 + 2 + 1
+    assert row.lossless.identical == 1
 
 
 def test_wrong_settings_are_refused(tiny_target: Target) -> None:

@@ -99,7 +99,7 @@ def test_medusa_2_is_measured_on_the_changed_target(tiny_target: Target, tiny_ta
     }
     run = train(resolve(RECIPES["medusa"](), None, [f"{key}={value}" for key, value in changes.items()]))
     result = first_result(run / "best")
-    assert result["lossless"]["identical"] == result["lossless"]["checked"] == 2
+    assert result.lossless.identical == result.lossless.checked == 2
     assert (run / "best" / CHANGED_TARGET / "model.safetensors").is_file()
     evaluation = json.loads((run / "best" / "evaluation.json").read_text())
     assert evaluation["target"] == str(run / "checkpoints" / "step-000002" / CHANGED_TARGET)

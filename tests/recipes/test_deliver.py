@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.decoder import OutputStats
 from draftsmith.inference.decoding.schedule import Schedule
-from draftsmith.inference.measuring.lossless import LosslessCheck
+from draftsmith.inference.measuring.results import LosslessCheck
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.cli.main import main

@@ -26,7 +26,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.schedule import Schedule
-from draftsmith.inference.measuring.lossless import compare
+from draftsmith.inference.measuring.lossless import compare_outputs
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
@@ -340,7 +340,7 @@ def test_plain_vllm_writes_our_text(venv: Path, target: Target, held_out: list[l
     run = run_venv(venv, None, target, held_out[:20], MAX_NEW_TOKENS)
     plain = SpeculativeDecoder(target, load_drafter("none", target)).generate(held_out[:20], MAX_NEW_TOKENS)
     assert run.counters == Counters()
-    assert compare(target, held_out[:20], plain.token_ids, run.token_ids).divergences == 0
+    assert compare_outputs(target, held_out[:20], plain.token_ids, run.token_ids).divergences == 0
 
 
 def test_vllm_reads_the_schedule(venv: Path, target: Target, tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_medusa_as_a_plug_in(
     export_checkpoint(checkpoint, "vllm", target, out)
     ours = SpeculativeDecoder(target, load_drafter(out, target)).generate(held_out, MAX_NEW_TOKENS, draft_length=4)
     run = run_venv(venv, plugin_config(4), target, held_out, MAX_NEW_TOKENS, plugins=out)
-    assert compare(target, held_out, ours.token_ids, run.token_ids).divergences == 0
+    assert compare_outputs(target, held_out, ours.token_ids, run.token_ids).divergences == 0
     expected = ours.stats.total.mean_acceptance_length
     assert run.counters.mean_acceptance_length == pytest.approx(expected, rel=0.02)
     assert run.counters.num_accepted_tokens > len(held_out)

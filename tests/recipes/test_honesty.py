@@ -1,7 +1,7 @@
 """Ratios that can be trusted: equal tokens, turns, a known drafter's known figures, intervals that cover."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from statistics import NormalDist
 
 import numpy as np
@@ -10,19 +10,20 @@ from torch import Tensor
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
-from draftsmith.inference.decoding.counters import Stats, length_interval, student_t
+from draftsmith.inference.decoding.counters import Interval, Stats, length_interval, student_t
 from draftsmith.inference.decoding.decoder import Output, OutputStats, RequestTimes, Timing
 from draftsmith.inference.measuring.bandwidth import bandwidth_floor_share
 from draftsmith.inference.measuring.baselines import Baseline, make_baselines
-from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, interleaved, measure, repeats_within
+from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure
 from draftsmith.inference.measuring.speed import (
     bootstrap_ratio,
     counted,
-    decode_fields,
+    decode_speed,
     first_token_parts,
     milliseconds_per_round,
     time_per_token,
 )
+from draftsmith.inference.measuring.turns import decode_in_turns, repeats_within
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.drafting.base import DecodingState, Draft
 from draftsmith.models.sampling.trees import Shape
@@ -93,14 +94,14 @@ def test_known_acceptance_gives_the_analytic_length_and_speedup(
 
     chances = [0.2, 0.8 * 0.4, 0.8 * 0.6 * 0.5, 0.8 * 0.6 * 0.5]
     length = 1 + 0.8 + 0.8 * 0.6 + 0.8 * 0.6 * 0.5
-    deviation = np.sqrt(sum(p * (j + 1 - length) ** 2 for j, p in enumerate(chances)) / row["num_drafts"])
-    assert abs(row["mean_acceptance_length"] - length) < 3 * deviation
+    deviation = np.sqrt(sum(p * (j + 1 - length) ** 2 for j, p in enumerate(chances)) / row.acceptance.num_drafts)
+    assert abs(row.acceptance.mean_acceptance_length - length) < 3 * deviation
     speedup = (limit - 1) / (expected_rounds(chances, limit - 1) * 1.7)
-    low, high = row["speedup_ci95"]
+    low, high = row.speed.speedup_ci95
     assert low <= speedup <= high
     assert high - low < 0.25
-    assert row["milliseconds_per_round"] == pytest.approx({"draft": 300, "verify": 1400, "host": 0}, abs=1e-6)
-    assert row["decode_speedup"] == pytest.approx(row["speedup"])  # reading a prompt took no time
+    assert astuple(row.speed.milliseconds_per_round) == pytest.approx((300, 1400, 0), abs=1e-6)
+    assert row.speed.decode_speedup == pytest.approx(row.speed.speedup)  # reading a prompt took no time
 
 
 class SlowNgram(Ngram):
@@ -118,10 +119,10 @@ def test_a_slowed_contender_shows_its_exact_ratio(clock: Clock, tiny_target: Tar
     slow = SlowNgram(fast.config)
     slow.clock = clock
     rows = measure(tiny_target, {"fast": fast, "slow": slow}, prompt_set(tiny_target), MeasureSettings(repeats=2))
-    assert rows["slow"]["mean_acceptance_length"] == rows["fast"]["mean_acceptance_length"] > 1
-    assert rows["fast"]["speedup"] == pytest.approx(2 * rows["slow"]["speedup"])
-    assert rows["fast"]["milliseconds_per_round"]["draft"] == 0
-    assert rows["slow"]["milliseconds_per_round"]["draft"] == pytest.approx(1000)
+    assert rows["slow"].acceptance.mean_acceptance_length == rows["fast"].acceptance.mean_acceptance_length > 1
+    assert rows["fast"].speed.speedup == pytest.approx(2 * rows["slow"].speed.speedup)
+    assert rows["fast"].speed.milliseconds_per_round.draft == 0
+    assert rows["slow"].speed.milliseconds_per_round.draft == pytest.approx(1000)
 
 
 # --- equal tokens
@@ -164,16 +165,16 @@ def test_all_contenders_emit_the_same_tokens(tiny_target: Target, ends_early: li
     baselines.append(Chatty("chatty", generate.model, generate.eos_token_ids))
     settings = MeasureSettings(max_new_tokens=24, repeats=1)
     rows = measure(tiny_target, drafters, prompt_set(tiny_target), settings, baselines=baselines)
-    assert set(rows["ngram"]["baselines"]) == {"generate", "prompt_lookup", "chatty"}
-    assert set(rows["draft_model"]["baselines"]) == {"generate", "assisted", "prompt_lookup", "chatty"}
-    emitted = rows["ngram"]["num_emitted_tokens"]
+    assert set(rows["ngram"].baselines) == {"generate", "prompt_lookup", "chatty"}
+    assert set(rows["draft_model"].baselines) == {"generate", "assisted", "prompt_lookup", "chatty"}
+    emitted = rows["ngram"].acceptance.num_emitted_tokens
     assert 4 < emitted < 4 * 24  # some answers ended early
     for row in rows.values():
-        assert row["num_emitted_tokens"] == emitted
-        assert row["lossless"]["identical"] == 4
-        for fields in row["baselines"].values():
-            assert (fields["num_emitted_tokens"], fields["identical"]) == (emitted, 4)
-            assert fields["speedup_over_plain"] > 0
+        assert row.acceptance.num_emitted_tokens == emitted
+        assert row.lossless.identical == 4
+        for baseline in row.baselines.values():
+            assert (baseline.num_emitted_tokens, baseline.identical) == (emitted, 4)
+            assert baseline.speedup_over_plain > 0
 
 
 def test_baselines_sample_alike_in_every_repeat(tiny_target: Target) -> None:
@@ -202,7 +203,7 @@ def test_contenders_take_turns() -> None:
         return output([[1]], [])
 
     runs = {name: lambda batch, name=name: decode(name, batch) for name in "abc"}
-    found = interleaved(runs, [[0], [1], [2]], MeasureSettings(repeats=2))
+    found = decode_in_turns(runs, [[0], [1], [2]], repeats=2)
     assert {name: [len(batch) for batch in outputs] for name, outputs in found.items()} == {n: [2, 2, 2] for n in "abc"}
     turns = [calls[i : i + 3] for i in range(0, len(calls), 3)][1:]  # the first was the warm-up
     assert [{batch for _, batch in turn} for turn in turns] == [{0}, {1}, {2}] * 2
@@ -220,8 +221,8 @@ def test_a_time_limit_chooses_the_repeats(clock: Clock, tiny_target: Target) -> 
         clock.now += 2.0
         return output([[1]], [])
 
-    settings = MeasureSettings(repeats=25, seconds=2 + 5 * 2 * 3.0)  # the warm-up, and five repeats of three batches
-    assert len(interleaved({"a": run}, [[0], [1], [2]], settings)["a"][0]) == 5
+    seconds = 2 + 5 * 2 * 3.0  # the warm-up, and five repeats of three batches
+    assert len(decode_in_turns({"a": run}, [[0], [1], [2]], 25, seconds)["a"][0]) == 5
 
 
 # --- intervals and latencies
@@ -263,7 +264,7 @@ def test_the_interval_of_an_acceptance_length_covers(count: int) -> None:
     assert 0.91 <= share_that_covers(1 + mean, [length_interval(draw()) for _ in range(400)]) <= 0.985
 
 
-def share_that_covers(truth: float, intervals: list[list[float] | None]) -> float:
+def share_that_covers(truth: float, intervals: list[Interval]) -> float:
     return sum(low <= truth <= high for low, high in filter(None, intervals)) / len(intervals)
 
 
@@ -279,8 +280,8 @@ def test_latencies_are_those_of_requests() -> None:
     outputs = [[output([[1] * 5, [1] * 3, [1]], times)]]
     assert time_per_token(outputs) == pytest.approx([100, 50])
     parts = first_token_parts(outputs, [0.001, 0.002, 0.009])
-    assert parts == pytest.approx({"tokenise": 2, "prefill": 100, "first_decode": 25})
-    assert first_token_parts(outputs, [])["tokenise"] is None
+    assert astuple(parts) == pytest.approx((2, 100, 25))
+    assert first_token_parts(outputs, []).tokenise is None
 
 
 @pytest.mark.parametrize("pauses", [[0.0, 0.0, 7.0], [0.0, 3.0, 0.0, 7.0]])
@@ -295,8 +296,8 @@ def test_rounds_are_timed_as_the_speedup_is(pauses: list[float]) -> None:
         return [replace(run, timing=timing) for run, timing in zip(runs, timings, strict=True)]
 
     drafted, plain = [repeats(16, 8.0, pauses)], [repeats(40, 10.0, pauses[::-1])]
-    costs = [sum(milliseconds_per_round(outputs).values()) for outputs in (drafted, plain)]
-    assert 40 / 16 * costs[1] / costs[0] == pytest.approx(decode_fields(drafted, plain)["decode_speedup"])
+    costs = [milliseconds_per_round(outputs).total for outputs in (drafted, plain)]
+    assert 40 / 16 * costs[1] / costs[0] == pytest.approx(decode_speed(drafted) / decode_speed(plain))
 
 
 def test_share_of_the_bandwidth(tiny_target: Target) -> None:

@@ -1,20 +1,24 @@
 """Evaluation while training: what a share of the time buys, when to stop, and one evaluation on several processes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from reports import typed_result
 from runs import base_of, make_config, write_held_out
 
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure
+from draftsmith.inference.measuring.results import DomainResult, EvaluationCost, Result
 from draftsmith.inference.planning import costs_beside
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import Target, load_drafter
+from draftsmith.models.typed_json import to_json
 from draftsmith.train import train
 from draftsmith.train.config import EvaluationConfig
 from draftsmith.train.evaluation import evaluate
-from draftsmith.train.evaluation.budget import Amount, Cost, affordable, checkpoints_without_gain
+from draftsmith.train.evaluation.budget import Amount, affordable, checkpoints_without_gain
 from draftsmith.train.evaluation.pooling import pool, share_of, subset
 from draftsmith.train.folder.checkpoint import checkpoints
 from draftsmith.train.folder.run_folder import best_checkpoint
@@ -33,11 +37,13 @@ def base(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.Te
 def test_evaluations_take_their_share_of_the_time() -> None:
     """An evaluation of which each prompt costs 3 s a repeat: over the run all of them take what they may."""
     config = EvaluationConfig(time_share=0.1, repeats=5)
-    costs: list[Cost] = []
+    costs: list[EvaluationCost] = []
     for interval in range(1, 41):
         trained = interval * 1000.0
         amount = affordable(config, 16, costs, trained)
-        costs.append(Cost(3.0 * amount.num_prompts * amount.repeats, trained, amount.num_prompts, amount.repeats, 0.1))
+        costs.append(
+            EvaluationCost(3.0 * amount.num_prompts * amount.repeats, trained, amount.num_prompts, amount.repeats, 0.1)
+        )
     assert costs[0].num_prompts * costs[0].repeats == 80  # 240 s, which later ones make up for
     spent = sum(cost.seconds for cost in costs)
     assert 0.09 * trained < spent <= 0.1 * trained
@@ -56,7 +62,7 @@ def test_evaluations_take_their_share_of_the_time() -> None:
 )
 def test_what_is_affordable(num_prompts: int, repeats: int, seconds: float, expected: Amount) -> None:
     """200 s are left, and a prompt takes `seconds` each time."""
-    earlier = [Cost(10 * seconds, 0.0, 10, 1, 0.2)]
+    earlier = [EvaluationCost(10 * seconds, 0.0, 10, 1, 0.2)]
     config = EvaluationConfig(time_share=0.2, repeats=repeats)
     assert affordable(config, num_prompts, earlier, (200 + 10 * seconds) / 0.2) == expected
     assert affordable(EvaluationConfig(time_share=None, repeats=repeats), num_prompts, earlier, 0.0) == Amount(
@@ -94,13 +100,15 @@ def test_a_tight_share_is_kept_and_stated(base: dict[str, Any], tmp_path: Path) 
     ],
 )
 def test_gain_is_what_lies_beyond_the_interval(speedups: list[float], without_gain: int) -> None:
-    rows = [
-        {"speedup": speedup, "speedup_ci95": [speedup - 0.1, speedup + 0.1], "lossless": {"divergences": 0}}
-        for speedup in speedups
-    ]
+    rows = [row_with(speedup) for speedup in speedups]
     assert checkpoints_without_gain(rows) == without_gain
-    rows.append({"speedup": 9.0, "speedup_ci95": [8.0, 10.0], "lossless": {"divergences": 1}})
+    rows.append(row_with(9.0, divergences=1))
     assert checkpoints_without_gain(rows) == without_gain + 1  # fast, but not the target's text
+
+
+def row_with(speedup: float, divergences: int = 0) -> Result:
+    row = typed_result(0.5, 1.0, divergences=divergences)
+    return replace(row, speed=replace(row.speed, speedup=speedup, speedup_ci95=(speedup - 0.1, speedup + 0.1)))
 
 
 def test_training_stops_when_nothing_is_gained(
@@ -156,34 +164,27 @@ def test_pooled_counters_are_those_of_all_prompts(tiny_target: Target) -> None:
     assert 7 not in shares[0]
     rows = [measure(tiny_target, drafters, subset(prompts, share), settings)["ngram"] for share in shares]
     pooled = pool(rows, shares)
-    assert whole["num_accepted_tokens"] > 0
-    for name in (
-        "num_prompts",
-        "num_rounds",
-        "acceptance_histogram",
-        "mean_acceptance_length",
-        "num_emitted_tokens",
-        "lossless",
-    ):
-        assert pooled[name] == whole[name], name
-    for name in ("speedup", "speedup_ci95", "tokens_per_second", "step_cost_ratio"):
-        assert pooled[name] == rows[0][name], name
-    assert pooled["timed_prompts"] == 8
+    assert whole.acceptance.num_accepted_tokens > 0
+    assert (pooled.setting, pooled.acceptance, pooled.lossless) == (whole.setting, whole.acceptance, whole.lossless)
+    assert pooled.speed == rows[0].speed
+    assert pooled.timed_prompts == 8
     timed = {"": 5, "half": 3, "rare": 0}
-    for domain, fields in whole["domains"].items():
-        own = pooled["domains"][domain]
-        measured = {k: v for k, v in fields.items() if "speedup" not in k and "ci95" not in k}
-        assert {name: own[name] for name in measured} == pytest.approx(measured)
-        assert own["timed_prompts"] == timed[domain]
-        assert ("speedup" in own) == (timed[domain] > 0)
+    for domain, of_all in whole.domains.items():
+        own = pooled.domains[domain]
+        assert counts_of(own) == pytest.approx(counts_of(of_all))
+        assert own.timed_prompts == timed[domain]
+        assert (own.speedup is not None) == (timed[domain] > 0)
+
+
+def counts_of(domain: DomainResult) -> dict[str, float]:
+    """Return all that several processes count together."""
+    return to_json(replace(domain, mean_acceptance_length_ci95=0.0, speedup=None, timed_prompts=None))
 
 
 def test_differences_name_their_prompt_of_the_whole_set() -> None:
-    lossless = {"checked": 2, "identical": 1, "near_tie_divergences": 0, "divergences": 1}
-    counted = {"num_drafts": 1, "num_draft_tokens": 1, "num_accepted_tokens": 1, "num_emitted_tokens": 2}
-    counted["num_rounds"] = 1
-    row = {"num_prompts": 2, "draft_length": 1, "acceptance_histogram": [0, 1], **counted}
-    rows = [{**row, "lossless": {**lossless, "first_differences": [{"request": 1, "position": 5}]}} for _ in range(2)]
-    pooled = pool(rows, [[0, 1], [2, 7]])["lossless"]
-    assert pooled["divergences"] == 2
-    assert [difference["request"] for difference in pooled["first_differences"]] == [1, 7]
+    row = typed_result(0.5, 1.0, divergences=1)
+    (difference,) = row.lossless.first_differences[:1]
+    check = replace(row.lossless, first_differences=[replace(difference, request=1)])
+    pooled = pool([replace(row, lossless=check)] * 2, [[0, 1], [2, 7]]).lossless
+    assert pooled.divergences == 2
+    assert [difference.request for difference in pooled.first_differences] == [1, 7]

@@ -1,12 +1,10 @@
 """Evaluation after a checkpoint: the drafter beside plain decoding and the training-free baselines."""
 
-import json
 import signal
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import rich
 import torch
@@ -17,19 +15,27 @@ from rich.markup import escape
 from draftsmith.data.progress import notice, progress_bar
 from draftsmith.data.prompts.prompts import read_prompt_set
 from draftsmith.inference.decoding.clock import cpu_threads
-from draftsmith.inference.measuring.environment import environment, evaluation
+from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, check_settings, measure
+from draftsmith.inference.measuring.results import (
+    Evaluation,
+    EvaluationCost,
+    Result,
+    read_evaluation,
+    write_evaluation,
+)
 from draftsmith.inference.measuring.sample_texts import sample_texts
+from draftsmith.inference.measuring.teacher_forcing import gap_warning
 from draftsmith.inference.planning.costs_beside import costs_beside
-from draftsmith.inference.replay.teacher_forcing import gap_warning
 from draftsmith.models import CHANGED_TARGET, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import write_json
+from draftsmith.models.typed_json import to_json
 from draftsmith.train.config import EvaluationConfig, TrainConfig
-from draftsmith.train.evaluation.budget import Cost, affordable, checkpoints_without_gain, left
-from draftsmith.train.evaluation.pooling import Row, pool, share_of, subset
+from draftsmith.train.evaluation.budget import affordable, checkpoints_without_gain, seconds_left
+from draftsmith.train.evaluation.pooling import pool, share_of, subset
 from draftsmith.train.folder.checkpoint import checkpoint_step, checkpoints
-from draftsmith.train.folder.run_folder import best_checkpoint, first_result, link_best, measured_checkpoints, worth
+from draftsmith.train.folder.run_folder import best_checkpoint, first_result, link_best, measured_checkpoints
 from draftsmith.train.folder.tracking import Tracker
 from draftsmith.train.inputs.features import whole_target
 from draftsmith.train.process.signals import Stopped, StopRequest
@@ -111,33 +117,37 @@ class Evaluator:
     def _measure(self, checkpoint: Path, training_seconds: float) -> None:
         start = time.perf_counter()
         config = self.config.evaluation
-        amount = affordable(config, len(self.prompts.token_ids), costs(self.run), training_seconds)
+        amount = affordable(config, len(self.prompts.token_ids), evaluation_costs(self.run), training_seconds)
         amount = broadcast_object_list([amount])[0]  # clocks differ
         rank, num_ranks = self.accelerator.process_index, self.accelerator.num_processes
         shares = [share_of(amount.num_prompts, other, num_ranks, config.batch_size) for other in range(num_ranks)]
-        contents, failed, stopped = None, "", False
+        own: dict[str, Evaluation] = {}
+        failure, stopped = "", False
         try:
             if shares[rank]:
-                own = subset(self.prompts, shares[rank])
-                contents = self._own_contents(checkpoint, own, amount.repeats if rank == 0 else 1)
+                own = self._own_evaluations(
+                    checkpoint, subset(self.prompts, shares[rank]), amount.repeats if rank == 0 else 1
+                )
         except Stopped:
             stopped = True
         except Exception as error:  # whatever it is, it is no reason to end a training of days
-            failed = f"process {rank}: {type(error).__name__}: {first_line(error)}\n\n{traceback.format_exc()}\n"
+            failure = failure_text(rank, error)
         if self.accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
-        found = gather_object([(contents, failed, stopped)])
-        if any(stopped for _, _, stopped in found):
+        of_ranks = gather_object([(own, failure, stopped)])
+        if any(stopped for _, _, stopped in of_ranks):
             raise Stopped(self.stop.received or signal.SIGTERM, checkpoint.name)
-        failures = "".join(failed for _, failed, _ in found)
+        if not self.tracker:
+            return
+        failures = "".join(failure for _, failure, _ in of_ranks)
         seconds = time.perf_counter() - start
-        if self.tracker and not failures:
-            cost = Cost(seconds, training_seconds, amount.num_prompts, amount.repeats, config.time_share)
+        if not failures:
+            cost = EvaluationCost(seconds, training_seconds, amount.num_prompts, amount.repeats, config.time_share)
             try:
-                write(checkpoint, [contents for contents, _, _ in found if contents], shares, cost)
+                write_pooled(checkpoint, [own for own, _, _ in of_ranks if own], shares, cost)
             except Exception as error:
-                failures = f"process 0: {type(error).__name__}: {first_line(error)}\n\n{traceback.format_exc()}\n"
-        if self.tracker and failures:
+                failures = failure_text(0, error)
+        if failures:
             (checkpoint / ERROR).write_text(failures)
             self.tracker.log(checkpoint_step(checkpoint), {"evaluation_failed": 1, "evaluation_seconds": seconds})
             notice(
@@ -145,25 +155,23 @@ class Evaluator:
                 f"{failures.splitlines()[0]} (all of it in {checkpoint / ERROR})"
             )
 
-    def _own_contents(self, checkpoint: Path, prompts: PromptSet, repeats: int) -> dict[str, Any]:
-        """What this process measures, by the file that it belongs into: the checkpoint's, and those of baselines."""
+    def _own_evaluations(self, checkpoint: Path, prompts: PromptSet, repeats: int) -> dict[str, Evaluation]:
+        """Return what this process measures, by the name of its file: of the checkpoint, and of baselines."""
         config, target = self.config.evaluation, self._target_of(checkpoint)
         drafters = {name: load_drafter(name, target) for name in [*config.baselines, str(checkpoint)]}
         num_batches = -(-len(prompts.token_ids) // config.batch_size) * repeats * len(config.temperatures)
         deadline = time.perf_counter() + self.config.run.timeout / 2
 
         def on_batch() -> None:
-            self.stages.enter("evaluation")
             progress.advance(task)
-            if self.stop.received is not None:
-                raise Stopped(self.stop.received, checkpoint.name)
+            self._raise_if_stopped(checkpoint)
             if self.accelerator.num_processes > 1 and time.perf_counter() > deadline:
                 raise UserError(
                     f"evaluation takes more than half of run.timeout={self.config.run.timeout:g} s, after which the "
                     "other processes would give up: raise it, or take fewer evaluation.num_prompts"
                 )
 
-        rows: dict[str, list[Row]] = {name: [] for name in drafters}
+        rows: dict[str, list[Result]] = {name: [] for name in drafters}
         with progress_bar(self.accelerator.is_main_process) as progress, cpu_threads(config.num_threads):
             task = progress.add_task(f"evaluating {checkpoint.name}", total=num_batches, detail="")
             for settings in evaluation_settings(config, repeats):
@@ -173,11 +181,19 @@ class Evaluator:
             if self.accelerator.is_main_process:
                 drafter, first = drafters[str(checkpoint)], evaluation_settings(config, repeats)[0]
                 texts = sample_texts(target, drafter, str(checkpoint), prompts, first)
-                (checkpoint / "samples.json").write_text(json.dumps(texts, indent=1) + "\n")
-        files = {name: f"evaluation.{name}.json" for name in config.baselines} | {str(checkpoint): "evaluation.json"}
+                write_json(checkpoint / "samples.json", to_json(texts), indent=1)
         return {
-            files[name]: evaluation(target, name, drafter.kind, rows[name], env) for name, drafter in drafters.items()
+            "evaluation.json" if name == str(checkpoint) else f"evaluation.{name}.json": Evaluation(
+                target=target.name, drafter=name, drafter_kind=drafter.kind, environment=env, results=rows[name]
+            )
+            for name, drafter in drafters.items()
         }
+
+    def _raise_if_stopped(self, checkpoint: Path) -> None:
+        """Tell that the evaluation goes on, and raise `Stopped` where a signal came meanwhile."""
+        self.stages.enter("evaluation")
+        if self.stop.received is not None:
+            raise Stopped(self.stop.received, checkpoint.name)
 
     def _target_of(self, checkpoint: Path) -> Target:
         target = whole_target(self.config, self.target)
@@ -193,21 +209,17 @@ class Evaluator:
         config, path, best = self.config.evaluation, self.run / "costs.json", best_checkpoint(self.run)
         if path.is_file():
             return
-        rows = json.loads((best / "evaluation.json").read_text())["results"]
-        seconds = left(config, costs(self.run), training_seconds)
-
-        def on_progress(share: float) -> None:
-            self.stages.enter("evaluation")
-            if self.stop.received is not None:
-                raise Stopped(self.stop.received, best.name)
-
+        rows = read_evaluation(best / "evaluation.json").results
+        seconds = seconds_left(config, evaluation_costs(self.run), training_seconds)
         try:
             target = self._target_of(best)
             with cpu_threads(config.num_threads):
                 drafter = load_drafter(str(best), target)
-                found = costs_beside(target, drafter, str(best), rows, self.prompts, seconds, on_progress)
-            if found:
-                write_json(path, found.to_json())
+                costs = costs_beside(
+                    target, drafter, str(best), rows, self.prompts, seconds, lambda share: self._raise_if_stopped(best)
+                )
+            if costs:
+                write_json(path, costs.to_json())
         except Stopped:
             pass
         except Exception as error:
@@ -225,60 +237,65 @@ class Evaluator:
         return reason
 
 
-def write(checkpoint: Path, of_ranks: list[dict[str, Any]], shares: list[list[int]], cost: Cost) -> None:
-    """The files of an evaluation from what each rank with a share of the prompts measured for them."""
+def failure_text(rank: int, error: Exception) -> str:
+    """Return what evaluation.error.txt says of a failure: one line, then where it happened."""
+    return f"process {rank}: {type(error).__name__}: {first_line(error)}\n\n{traceback.format_exc()}\n"
+
+
+def write_pooled(
+    checkpoint: Path, of_ranks: list[dict[str, Evaluation]], shares: list[list[int]], cost: EvaluationCost
+) -> None:
+    """Write the files of an evaluation from what each rank with a share of the prompts measured for them."""
     shares = [share for share in shares if share]
     for file, own in of_ranks[0].items():
-        rows = zip(*(contents[file]["results"] for contents in of_ranks), strict=True)
-        pooled = [pool(list(of_setting), shares) for of_setting in rows]
-        write_json(checkpoint / file, {**own, "results": pooled, "cost": asdict(cost)})
+        by_setting = zip(*(evaluations[file].results for evaluations in of_ranks), strict=True)
+        pooled = [pool(list(rows), shares) for rows in by_setting]
+        write_evaluation(checkpoint / file, replace(own, results=pooled, cost=cost))
     (checkpoint / ERROR).unlink(missing_ok=True)
 
 
-def costs(run: Path) -> list[Cost]:
-    """Of the evaluations so far, oldest first."""
-    contents = [json.loads((checkpoint / "evaluation.json").read_text()) for checkpoint in measured_checkpoints(run)]
-    return [Cost(**content["cost"]) for content in contents]
+def evaluation_costs(run: Path) -> list[EvaluationCost]:
+    """Return the costs of the evaluations so far, oldest first."""
+    evaluations = [read_evaluation(checkpoint / "evaluation.json") for checkpoint in measured_checkpoints(run)]
+    return [evaluation.cost for evaluation in evaluations if evaluation.cost]
 
 
 def log_evaluation(checkpoint: Path, tracker: Tracker) -> None:
     """Tell the tracker and the console what the checkpoint's first setting gave."""
-    content = json.loads((checkpoint / "evaluation.json").read_text())
-    first, cost = content["results"][0], Cost(**content["cost"])
-    interval = first["speedup_ci95"]
+    evaluation = read_evaluation(checkpoint / "evaluation.json")
+    first, cost = evaluation.results[0], evaluation.cost
+    assert cost
+    acceptance, speed, interval = first.acceptance, first.speed, first.speed.speedup_ci95
     metrics = {
-        "acceptance_length": first["mean_acceptance_length"],
-        "speedup": first["speedup"],
+        "acceptance_length": acceptance.mean_acceptance_length,
+        "speedup": speed.speedup,
         **({"speedup_low": interval[0], "speedup_high": interval[1]} if interval else {}),
-        "step_cost_ratio": first["step_cost_ratio"],
-        "divergences": first["lossless"]["divergences"],
+        "step_cost_ratio": speed.step_cost_ratio,
+        "divergences": first.lossless.divergences,
         "evaluation_seconds": cost.seconds,
     }
-    by_position = {f"acceptance_at_{i}": rate for i, rate in enumerate(first["per_position_acceptance_rates"])}
+    by_position = {f"acceptance_at_{i}": rate for i, rate in enumerate(acceptance.per_position_acceptance_rates)}
     tracker.log(checkpoint_step(checkpoint), {**metrics, **by_position})
     rich.print(
-        f"{checkpoint.name}: acceptance length {first['mean_acceptance_length']:.2f}, speedup {first['speedup']:.2f} "
+        f"{checkpoint.name}: acceptance length {acceptance.mean_acceptance_length:.2f}, speedup {speed.speedup:.2f} "
         + escape(f"[{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "(too little for an interval)")
         + f", in {cost.seconds:.0f} s: {cost.num_prompts} prompts, {cost.repeats} times"
     )
-    if first["lossless"]["divergences"]:
+    if first.lossless.divergences:
         rich.print("[bold red]speculative output differs from plain decoding: see evaluation.json, and report this")
-    for row in content["results"]:
+    for row in evaluation.results:
         if warning := gap_warning(row):
             rich.print(f"[bold red]{escape(warning)}")
 
 
 def what_training_brought(run: Path) -> str:
-    """The best trained checkpoint beside the drafter as it was before its first step, on the same prompts."""
+    """Return a line on the best trained checkpoint beside the drafter before its first step, on the same prompts."""
     measured = measured_checkpoints(run)
     if len(measured) < 2 or checkpoint_step(measured[0]):
         return "what training brought is not known: its evaluations failed"
     untrained, *trained = map(first_result, measured)
-    best = max(trained, key=worth)
-    before, after = untrained["mean_acceptance_length"], best["mean_acceptance_length"]
-    change = (
-        f"acceptance length {before:.2f} -> {after:.2f}, speedup {untrained['speedup']:.2f} -> {best['speedup']:.2f}"
-    )
-    if after <= before:
-        return f"training brought nothing: {change}"
-    return f"what training brought: {change}"
+    best = max(trained, key=lambda row: row.rank_key)
+    before, after = untrained.acceptance.mean_acceptance_length, best.acceptance.mean_acceptance_length
+    change = f"acceptance length {before:.2f} -> {after:.2f}"
+    change += f", speedup {untrained.speed.speedup:.2f} -> {best.speed.speedup:.2f}"
+    return f"training brought nothing: {change}" if after <= before else f"what training brought: {change}"

@@ -13,11 +13,13 @@ from draftsmith.data.answers.changed_settings import changes, flatten, in_words
 from draftsmith.data.progress import notice
 from draftsmith.data.samples.samples import data_hash, read_prepared
 from draftsmith.inference.measuring.environment import environment
+from draftsmith.inference.measuring.results import Result, read_evaluation
 from draftsmith.models import Target
 from draftsmith.models.drafting.layouts import checkpoint_hash
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, write_json, write_whole
 from draftsmith.models.target.identity import identity
+from draftsmith.models.typed_json import to_json
 from draftsmith.train.config import DataConfig, EvaluationConfig, RunConfig, TrainConfig, contents, dump
 from draftsmith.train.folder.checkpoint import checkpoints
 from draftsmith.train.process.faults import failing_together
@@ -53,7 +55,7 @@ def open_run(config: TrainConfig, target: Target, accelerator: Accelerator) -> P
 def environment_of(config: TrainConfig, target: Target) -> dict[str, Any]:
     """Return the content of environment.json."""
     samples = Path(config.data.samples)
-    content = {**identity(target), **environment(target), "data_hash": data_hash(samples)}
+    content = {**identity(target), **to_json(environment(target)), "data_hash": data_hash(samples)}
     content["data_written_by"] = read_prepared(samples)["written_by"]
     if config.init_from is not None:
         content["init_from_hash"] = checkpoint_hash(config.init_from)
@@ -104,7 +106,7 @@ def link_best(run: Path) -> Path | None:
     if not measured:
         (run / "best").unlink(missing_ok=True)
         return None
-    best = max(measured, key=lambda checkpoint: worth(first_result(checkpoint)))
+    best = max(measured, key=lambda checkpoint: first_result(checkpoint).rank_key)
     temporary = run / ".best"
     temporary.unlink(missing_ok=True)
     os.symlink(best.relative_to(run), temporary)
@@ -123,15 +125,10 @@ def best_checkpoint(run: Path) -> Path:
 
 
 def worth(result: dict[str, Any]) -> tuple[bool, float]:
-    """What checkpoints, of one run or of several, are compared by."""
+    """Return `rank_key` of a row that is not read as a `Result` yet."""
     return result["lossless"]["divergences"] == 0, result["speedup"]
 
 
-def results(checkpoint: Path) -> list[dict[str, Any]]:
-    """The rows of a checkpoint's evaluation."""
-    return json.loads((checkpoint / "evaluation.json").read_text())["results"]
-
-
-def first_result(checkpoint: Path) -> dict[str, Any]:
-    """The first of them."""
-    return results(checkpoint)[0]
+def first_result(checkpoint: Path) -> Result:
+    """Return a checkpoint's row at the first evaluated setting."""
+    return read_evaluation(checkpoint / "evaluation.json").results[0]

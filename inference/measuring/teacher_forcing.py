@@ -9,10 +9,9 @@ The walk drafts as deep as the decoder does, also beyond the depths that were tr
 little make no gap, they show in both.
 """
 
-from typing import Any
-
-from draftsmith.inference.decoding.counters import Stats, paired_difference
+from draftsmith.inference.decoding.counters import Stats, paired_difference, total_of
 from draftsmith.inference.decoding.decoder import SpeculativeDecoder, check_sampling, resolve_settings
+from draftsmith.inference.measuring.results import Result, TeacherForced, TeacherForcedGap
 from draftsmith.inference.replay.replay import AcceptanceTrace, Recording, replay
 from draftsmith.models import Drafter, Target, load_drafter
 
@@ -29,9 +28,9 @@ def teacher_forced_traces(
     draft_length: int,
     max_new_tokens: int,
 ) -> dict[str, list[AcceptanceTrace]]:
-    """What the decoder's counters of each prompt come from as training predicts them; `answers` are greedy outputs.
+    """Return the traces from which `expected_stats` makes the counters of each prompt that training predicts.
 
-    `expected_stats` makes the counters. The drafters draft chains, are in evaluation mode, and wrote the same answers.
+    `answers` are greedy outputs. The drafters draft chains, are in evaluation mode, and wrote the same answers.
     """
     texts = beyond_limit(target, prompts, answers, draft_length, max_new_tokens)
     return replay(target, Recording(prompts, texts, max_new_tokens), drafters, draft_length)
@@ -40,7 +39,7 @@ def teacher_forced_traces(
 def beyond_limit(
     target: Target, prompts: list[list[int]], answers: list[list[int]], num_more: int, max_new_tokens: int
 ) -> list[list[int]]:
-    """Answers with `num_more` further tokens where the limit cut them: the last draft of all reaches that far."""
+    """Return answers with `num_more` further tokens where the limit cut them: the last draft reaches that far."""
     cut = [i for i, answer in enumerate(answers) if len(answer) == max_new_tokens]
     cut = [i for i in cut if answers[i][-1] not in target.eos_token_ids]
     texts = list(answers)
@@ -53,37 +52,39 @@ def beyond_limit(
     return texts
 
 
-def teacher_forced_fields(forced: list[Stats], decoded: list[Stats]) -> dict[str, Any]:
-    """What a row of evaluation.json says of both counters, given for each prompt.
+def gap_to_training(forced: list[Stats], decoded: list[Stats]) -> TeacherForcedGap:
+    """Return the decoder's acceptance length less the one that training predicts, from both counters of each prompt.
 
-    `teacher_forced_gap` is the decoder's acceptance length less the one that training predicts, with a paired bootstrap
-    interval over prompts. It is `flagged` where 0 lies outside the interval and the gap exceeds 2 % of the predicted
-    length, and there are at least four prompts. In fp32 both counters are equal up to ties. In low precision a training
-    pass rounds otherwise than the decoder and turns near ties around, in either direction and on few prompts, which
-    leaves 0 inside the interval; where many prompts make it narrow, the 2 % stand against a small lean of rounding.
+    The interval is a paired bootstrap over prompts. The gap is `flagged` where 0 lies outside the interval and the gap
+    exceeds 2 % of the predicted length, and there are at least four prompts. In fp32 both counters are equal up to
+    ties. In low precision a training pass rounds otherwise than the decoder and turns near ties around, in either
+    direction and on few prompts, which leaves 0 inside the interval; where many prompts make it narrow, the 2 % stand
+    against a small lean of rounding.
     """
-    predicted = sum(forced[1:], forced[0])
-    gap, reach = paired_difference(decoded, forced), TOLERANCE * predicted.mean_acceptance_length
+    gap, reach = paired_difference(decoded, forced), TOLERANCE * total_of(forced).mean_acceptance_length
     low, high = gap["ci95"] or (0.0, 0.0)
     beyond_chance = len(forced) >= LEAST_PROMPTS and not low <= 0 <= high
-    return {
-        "teacher_forced": {
-            "mean_acceptance_length": predicted.mean_acceptance_length,
-            "conditional_acceptance_rates": predicted.conditional_acceptance_rates,
-            "per_position_acceptance_rates": predicted.per_position_acceptance_rates,
-        },
-        "teacher_forced_gap": {**gap, "flagged": beyond_chance and abs(gap["difference"]) > reach},
-    }
+    return TeacherForcedGap(**gap, flagged=beyond_chance and abs(gap["difference"]) > reach)
 
 
-def gap_warning(row: dict[str, Any]) -> str | None:
-    """One line about a row of evaluation.json whose gap is flagged, with the likely causes."""
-    gap = row.get("teacher_forced_gap")
-    if gap is None or not gap["flagged"]:
+def predicted_acceptance(forced: list[Stats]) -> TeacherForced:
+    """Return the acceptance that training predicts, from its counters of each prompt."""
+    total = total_of(forced)
+    return TeacherForced(
+        total.mean_acceptance_length, total.conditional_acceptance_rates, total.per_position_acceptance_rates
+    )
+
+
+def gap_warning(row: Result) -> str | None:
+    """Return one line about a row whose gap is flagged, with the likely causes."""
+    gap = row.teacher_forced_gap
+    if gap is None or not gap.flagged:
         return None
-    predicted, difference = row["teacher_forced"]["mean_acceptance_length"], gap["difference"]
+    assert row.teacher_forced
+    assert gap.ci95
+    predicted = row.teacher_forced.mean_acceptance_length
     return (
-        f"the decoder's acceptance length {predicted + difference:.2f} is not the {predicted:.2f} that training "
-        f"predicts on the same texts (difference {difference:+.2f}, 95 % interval {gap['ci95'][0]:+.2f} to "
-        f"{gap['ci95'][1]:+.2f}): {CAUSES}"
+        f"the decoder's acceptance length {predicted + gap.difference:.2f} is not the {predicted:.2f} that training "
+        f"predicts on the same texts (difference {gap.difference:+.2f}, 95 % interval {gap.ci95[0]:+.2f} to "
+        f"{gap.ci95[1]:+.2f}): {CAUSES}"
     )
