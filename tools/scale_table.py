@@ -5,7 +5,7 @@
 
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, TOKENS_PER_SAMPLE, eagle3_for
 from draftsmith.train.hardware.estimates import H100, estimate, meta_drafter, target_size
-from draftsmith.train.hardware.placement import drafter_share
+from draftsmith.train.hardware.layouts import drafter_share
 
 TARGETS = ("llama_3_1_8b", "qwen3_32b", "llama_3_3_70b", "qwen3_30b_a3b")
 GPUS = (1, 8, 16)
@@ -15,7 +15,7 @@ SIZE = "usable"
 def bytes_on_each(name: str, count: int, layout: str, placement: str) -> float:
     """Return the memory of one device.
 
-    `layout` is the drafter's, as in train/hardware/placement.py; the target is `replicated`, `sharded` or `stored`.
+    `layout` is the drafter's, as in train/hardware/layouts.py; the target is `replicated`, `sharded` or `stored`.
     """
     config, public = eagle3_for(name, SIZE), PUBLIC_TARGETS[name].config
     size, taken = target_size(public), estimate(config, public, TOKENS_PER_SAMPLE)

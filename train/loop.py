@@ -22,8 +22,8 @@ from draftsmith.train.folder.checkpoint import checkpoint_name, checkpoints, res
 from draftsmith.train.folder.run_folder import open_run
 from draftsmith.train.folder.tracking import Tracker
 from draftsmith.train.folder.vocabulary import vocabulary_content, write_vocabulary
+from draftsmith.train.hardware.layouts import gather_as_one, steps_in_backward
 from draftsmith.train.hardware.meter import Meter
-from draftsmith.train.hardware.placement import gather_as_one, steps_in_backward
 from draftsmith.train.inputs.features import feature_source
 from draftsmith.train.inputs.prefetch import prefetched
 from draftsmith.train.process.faults import NonFiniteSteps, in_one_line

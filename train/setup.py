@@ -28,7 +28,8 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.evaluation.evaluate import check_evaluation, evaluation_prompts
 from draftsmith.train.folder.vocabulary import vocabulary_text
 from draftsmith.train.hardware.compilation import check_compiles
-from draftsmith.train.hardware.placement import check_placement, make_accelerator, placement
+from draftsmith.train.hardware.layouts import make_accelerator
+from draftsmith.train.hardware.placement import check_placement, place
 from draftsmith.train.inputs.features import load_target, open_store
 from draftsmith.train.inputs.on_policy import OnPolicy
 from draftsmith.train.start import fit_vocabulary_size, starting_drafter
@@ -55,9 +56,9 @@ def set_up(config: TrainConfig) -> Setup:
         check_compiles(accelerator.device)
     bare_target = Target.without_weights(config.target)
     fit_vocabulary_size(config, bare_target.vocab_size)
-    placed = placement(config, accelerator, bare_target)
+    placement = place(config, accelerator, bare_target)
     if accelerator.is_main_process:
-        rich.print(escape(placed.text()))
+        rich.print(escape(placement.text()))
     folder = Path(config.data.samples)
     samples = read_samples(folder, config.data.drop_cut)
     target = load_target(config, accelerator.device)

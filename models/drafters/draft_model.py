@@ -55,6 +55,10 @@ class DraftModelConfig(DrafterConfig):
                 "drafter.model brings its own num_layers and hidden_size: leave them out, or leave out model"
             )
 
+    @property
+    def starts_from_files(self) -> bool:
+        return self.model is not None
+
 
 class DraftModel(Drafter):
     kind = "draft_model"

@@ -151,6 +151,11 @@ class DrafterConfig:
         """Whether the target is trained along, so that a checkpoint holds a target of its own in `target/`."""
         return False
 
+    @property
+    def starts_from_files(self) -> bool:
+        """Whether a new drafter is read from files, which decide on its size."""
+        return False
+
     def for_overfitting(self) -> "DrafterConfig":
         """The same drafter trained without what only helps it on text that it has not seen."""
         return self

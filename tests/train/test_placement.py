@@ -42,7 +42,7 @@ from draftsmith.train.folder.tracking import read_metrics
 from draftsmith.train.folder.training_state import PARTS, part_file, piece_of_zero3
 from draftsmith.train.folder.vocabulary import read_vocabulary
 from draftsmith.train.hardware import meter, placement
-from draftsmith.train.hardware.placement import check_placement, devices_of_layers, sizes
+from draftsmith.train.hardware.placement import check_placement, devices_of_layers, memory_needed
 from draftsmith.train.inputs.features import free_memory
 from draftsmith.train.process.signals import Stopped
 
@@ -240,16 +240,16 @@ def test_layers_lie_where_there_is_room(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (140e9, 141e9))
     monkeypatch.setattr(placement, "default_dtype", lambda device: torch.bfloat16)
     target = Target.without_weights(tmp_path)
-    of_layers, taken = devices_of_layers(config, gpus[0]), sizes(config, gpus[0], target)
-    beside = taken.ends + (taken.drafter or 0.0) + taken.working
-    assert beside / taken.layers * 80 == pytest.approx(36.3, abs=0.1)
+    of_layers, taken = devices_of_layers(config, gpus[0]), memory_needed(config, gpus[0], target)
+    beside = taken.ends_bytes + taken.drafter_bytes + taken.working_bytes
+    assert beside / taken.layer_bytes * 80 == pytest.approx(36.3, abs=0.1)
     counts = [of_layers.count(gpu) for gpu in gpus]
     assert of_layers == [gpu for gpu, count in zip(gpus, counts, strict=True) for _ in range(count)]
     assert counts[0] == on_first
     assert max(counts[1:]) - min(counts[1:]) <= 1
     assert sum(counts) == 80
     monkeypatch.setattr(Accelerator, "device", gpus[0])
-    text = placement.placement(config, Accelerator(), target).text()
+    text = placement.place(config, Accelerator(), target).text()
     assert f"over {num_gpus} GPUs; on the first device target" in text
     assert "of the target, of 140 GB that are free" in text
 

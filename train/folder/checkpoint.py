@@ -21,7 +21,7 @@ from draftsmith.data.progress import notice, size_text
 from draftsmith.models import CHANGED_TARGET, Drafter, save_drafter
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.train.folder.training_state import PARTS, WEIGHT, load_parts, part_file, whole_part
-from draftsmith.train.hardware.placement import whole_weights
+from draftsmith.train.hardware.layouts import whole_weights
 from draftsmith.train.process.faults import failing_together
 
 TRAINER, MANIFEST, PROGRESS = "trainer", "manifest.json", "progress.json"

@@ -1,8 +1,8 @@
-"""What a training run will take, from shapes alone: floating-point operations, hours, memory.
+"""Estimates of what a training run takes, from shapes alone: floating-point operations, hours, memory.
 
 The formulae count matrix products (2 operations a weight and token forward, 4 backward) and leave out attention scores,
-which are small below some 10,000 tokens. tests/train/test_scale.py holds them against what a step of each family
-takes. The share of a device's peak that a run reaches is measured elsewhere; here it is an assumption.
+which are small below some 10,000 tokens. tests/train/test_scale.py compares them with what a step of each family
+takes. The share of a device's peak that a run reaches is an assumption here; training measures it.
 """
 
 import copy
@@ -19,13 +19,15 @@ from draftsmith.models.target.target import FullTarget
 from draftsmith.train.config import TrainConfig
 
 TRAINED_BYTES = 4 + 4 + 8  # fp32 weight, gradient and AdamW's two moments
-VALUES_KEPT = 8  # times the widths of a layer: what its passes leave for their gradients, and these; as measured
-LOGIT_COPIES = 6  # of a chunk of logits that exist at once: two sides, their logarithms, gradients
-UTILISATION = 0.35  # share of the device's dense bf16 peak that matrix products reach, all in all
+VALUES_KEPT = 8  # values a token that a pass through a layer keeps for its gradients, over its widths; as measured
+LOGIT_COPIES = 6  # copies of a chunk of logits that exist at once: two sides, their logarithms, gradients
+UTILISATION = 0.35  # share of the device's dense bf16 peak that a run is assumed to reach
 
 
 @dataclass(frozen=True)
 class Device:
+    """A GPU, as its data sheet describes it."""
+
     name: str
     peak: float  # dense bf16 operations a second
     memory: float  # bytes
@@ -34,7 +36,7 @@ class Device:
 H100 = Device("H100 80 GB", 989e12, 80e9)
 H200 = Device("H200 141 GB", 989e12, 141e9)
 
-# Dense bf16 peak by what CUDA calls the device, of NVIDIA's data sheets; of cards for workstations with fp32 sums.
+# Dense bf16 peaks by CUDA's name of the device, from NVIDIA's data sheets; of workstation cards with fp32 sums.
 PEAKS = {
     "A100": 312e12,
     "A10": 125e12,
@@ -52,7 +54,7 @@ PEAKS = {
 
 
 def peak_of(device: torch.device) -> float | None:
-    """Dense bf16 operations a second of a device; None of a CPU, and of a GPU that is not in the table."""
+    """Return a device's dense bf16 operations a second; None for a CPU, and for a GPU that is not in the table."""
     if device.type != "cuda":
         return None
     name = f" {torch.cuda.get_device_name(device)} ".replace("-", " ")
@@ -61,10 +63,10 @@ def peak_of(device: torch.device) -> float | None:
 
 @dataclass(frozen=True)
 class TargetSize:
-    """Weights of a target: how many there are, and how many a token passes through."""
+    """Numbers of a target's weights."""
 
     layers: int
-    active_layers: int  # without the experts that a token is not sent to
+    active_layers: int  # of the layers, without the experts that a token is not sent to
     head: int  # vocabulary x hidden
     embedding: int  # 0 where it is tied to the head
 
@@ -74,7 +76,7 @@ class TargetSize:
 
 
 def target_size(config: PretrainedConfig) -> TargetSize:
-    """Counted on the meta device from one layer of each kind, so that the largest target takes a moment."""
+    """Count a target's weights on the meta device from one layer of each kind, which takes a moment for the largest."""
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["layer"] * text.num_hidden_layers
     ends = _count(config, [])
@@ -88,7 +90,7 @@ def target_size(config: PretrainedConfig) -> TargetSize:
 
 
 def _count(config: PretrainedConfig, kept: list[int]) -> tuple[int, int]:
-    """Parameters outside and inside experts of a model of only the kept layers."""
+    """Count the parameters outside and inside experts of a model of only the kept layers."""
     config = copy.deepcopy(config)
     drop_layers(config.get_text_config(), kept)
     with torch.device("meta"):
@@ -98,7 +100,7 @@ def _count(config: PretrainedConfig, kept: list[int]) -> tuple[int, int]:
 
 
 def meta_target(config: PretrainedConfig, name: str) -> Target:
-    """Embedding, head and sizes of a target with no numbers in them: enough to build a drafter of the right shape."""
+    """Return a target of only embedding and head, without numbers in them: enough to build a drafter of its shape."""
     without_layers = copy.deepcopy(config)
     drop_layers(without_layers.get_text_config(), [])
     with torch.device("meta"):
@@ -108,58 +110,66 @@ def meta_target(config: PretrainedConfig, name: str) -> Target:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one run, its target and drafter whole on each device."""
+    """What one run takes, its target and drafter whole on each device."""
 
-    operations: float  # in all
-    target_bytes: float
+    operations: float  # of the whole run
+    ends_bytes: float  # of the target: embedding and head
+    layer_bytes: float  # of the target
     drafter_bytes: float  # weights, gradients, optimiser
     working_bytes: float  # of one micro-batch
 
     @property
     def total_bytes(self) -> float:
-        return self.target_bytes + self.drafter_bytes + self.working_bytes
+        return self.ends_bytes + self.layer_bytes + self.drafter_bytes + self.working_bytes
 
     def hours(self, device: Device, num_devices: int = 1) -> float:
+        """Return the hours that the run takes at `UTILISATION` of the devices' peak."""
         return self.operations / (device.peak * UTILISATION * num_devices) / 3600
 
 
 def estimate(
-    config: TrainConfig, target_config: PretrainedConfig, tokens_per_sample: int, drafter: Drafter | None = None
+    config: TrainConfig,
+    target_config: PretrainedConfig,
+    tokens_per_sample: int,
+    drafter: Drafter | None = None,
+    bytes_per_value: int = 2,
 ) -> Estimate:
-    """What a recipe takes for a target of this shape in bf16.
+    """Return what a recipe takes for a target of this shape.
 
-    `drafter`: one that was built by the recipe; without it, one is built without its numbers.
-    `tokens_per_sample`: prompt and answer.
+    `tokens_per_sample` counts prompt and answer. `drafter` was built by the recipe; without it, one is built without
+    its numbers. `bytes_per_value` is that of the target's weights, 2 in bf16.
     """
     size = target_size(target_config)
     drafter = drafter or meta_drafter(config, target_config)
-    trained = num_trained(drafter)
     tokens = config.run.steps * config.data.batch_size * tokens_per_sample
 
     text = target_config.get_text_config()
     width, inner = text.hidden_size, int(getattr(text, "intermediate_size", 4 * text.hidden_size))
     states = (len(drafter.layer_ids) + 1) * width
-    kept = states + drafter.training_passes * VALUES_KEPT * (3 * width + inner)  # values a token, of 2 bytes
+    kept = states + drafter.training_passes * VALUES_KEPT * (3 * width + inner)  # values a token
     logits = LOGIT_COPIES * CHUNK_ELEMENTS * 4
     return Estimate(
         operations=tokens * operations_per_token(config, size, drafter),
-        target_bytes=2 * size.total,
-        drafter_bytes=TRAINED_BYTES * trained,
-        working_bytes=2 * kept * config.data.tokens_per_micro_batch + logits,
+        ends_bytes=bytes_per_value * (size.head + size.embedding),
+        layer_bytes=bytes_per_value * size.layers,
+        drafter_bytes=TRAINED_BYTES * num_trained(drafter),
+        working_bytes=bytes_per_value * kept * config.data.tokens_per_micro_batch + logits,
     )
 
 
 def meta_drafter(config: TrainConfig, target_config: PretrainedConfig) -> Drafter:
+    """Return a drafter of the right shape for a target, without numbers in it."""
     with torch.device("meta"):
         return DRAFTERS[config.drafter.kind].from_target(config.drafter, meta_target(target_config, config.target))
 
 
 def num_trained(drafter: Drafter) -> int:
+    """Count the parameters that are trained."""
     return sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
 
 
 def num_multiplied(drafter: Drafter) -> int:
-    """Trained parameters less those that are only looked up: embeddings that no head shares."""
+    """Count the trained parameters without those that are only looked up: embeddings that no head shares."""
     matrices = {id(module.weight) for module in drafter.modules() if isinstance(module, nn.Linear)}
     tables = {id(module.weight): module.weight for module in drafter.modules() if isinstance(module, nn.Embedding)}
     looked_up = (weight.numel() for key, weight in tables.items() if weight.requires_grad and key not in matrices)
@@ -167,11 +177,11 @@ def num_multiplied(drafter: Drafter) -> int:
 
 
 def operations_per_token(config: TrainConfig, size: TargetSize, drafter: Drafter) -> float:
-    """Of target and drafter together; stored features need no layers.
+    """Return the operations of target and drafter together; stored features need no layers.
 
-    A token passes once through the target's layers and head, whose distribution teaches all depths, and `passes` times
-    through what the drafter trains. Logits of a drafter by the target's own head take 2 operations a weight forward and
-    2 backward, for it stays frozen.
+    A token passes once through the target's layers and head, whose distribution teaches all depths, and
+    `training_passes` times through what the drafter trains. Where a drafter's logits come from the target's own head,
+    they take 2 operations a weight forward and 2 backward, for the head stays frozen.
     """
     layers = size.active_layers if config.data.features == "online" else 0
     own_logits = 4 * size.head * drafter.training_passes if drafter.drafts_by_target_head else 0

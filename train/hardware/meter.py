@@ -1,4 +1,4 @@
-"""What a logged step says: mean losses over all ranks, speed, memory, and where the time went."""
+"""The numbers of a logged step: mean losses over all ranks, speed, memory, and the share of time of each stage."""
 
 import resource
 from collections import defaultdict
@@ -33,33 +33,32 @@ class Meter:
             self._operations = operations_per_token(config, size, drafter)
 
     def add(self, batch_sums: list[LossSums], tokens_read: int) -> None:
-        """A step: its sums, and how many tokens this rank's batches hold."""
+        """Add a step: its sums, and the number of tokens that this rank read."""
         self._tokens_read += tokens_read
         for sums in batch_sums:
             for name, pair in sums.items():
                 self._pairs[name].append(torch.stack([value.double() for value in pair]))
 
     def skip(self) -> None:
-        """A step whose gradient was not finite."""
+        """Count a step that was skipped, since it was not finite."""
         self._skipped += 1
 
     def flush(self) -> dict[str, Any]:
-        """Means over everything added on all ranks, tokens a second, and more; begins anew.
+        """Return means over everything added on all ranks, tokens a second, and more; then begin anew.
 
         `tokens_per_second` counts tokens that are trained on; `model_flop_utilisation` all that are read, by the
-        operations of estimates.py, of the devices' bf16 peak: None where that is unknown. `time_share_STAGE` is that
+        operations of estimates.py, of the devices' bf16 peak, None where that is unknown. `time_share_STAGE` is that
         stage's share of the whole time, mean over ranks; `peak_memory_gb` the highest of a rank: on a GPU of what torch
         holds there, else of the process.
         """
         reduce = self._accelerator.reduce
         reduced = {name: reduce(torch.stack(pairs).sum(0), "sum").tolist() for name, pairs in self._pairs.items()}
         device = self._accelerator.device
-        taken = self._stages.flush()
         memory = torch.tensor([self._peak_memory()], dtype=torch.float64, device=device)
-        of_rank = torch.tensor([*taken.values(), float(self._tokens_read)], dtype=torch.float64, device=device)
-        *seconds, tokens_read = reduce(of_rank, "mean").tolist()
+        of_rank = [*self._stages.flush().values(), float(self._tokens_read)]
+        *seconds, tokens_read = reduce(torch.tensor(of_rank, dtype=torch.float64, device=device), "mean").tolist()
         stages = dict(zip(STAGES, seconds, strict=True))
-        in_steps = sum(taken for name, taken in stages.items() if name not in OUTSIDE_STEPS)
+        in_steps = sum(spent for name, spent in stages.items() if name not in OUTSIDE_STEPS)
         speed = reduced["loss"][1] / in_steps if reduced else 0.0
         values: dict[str, Any] = {name: total / max(1, count) for name, (total, count) in reduced.items()}
         values |= {"loss": None} if not reduced else {}
@@ -69,7 +68,7 @@ class Meter:
             self._operations * tokens_read / in_steps / self._peak / len(self._devices) if self._peak else None
         )
         values["peak_memory_gb"] = float(self._accelerator.gather(memory).max())
-        values |= {f"time_share_{name}": taken / sum(seconds) for name, taken in stages.items()}
+        values |= {f"time_share_{name}": spent / sum(seconds) for name, spent in stages.items()}
         values["skipped_steps"] = self._skipped
         self._pairs.clear()
         self._tokens_read = self._skipped = 0

@@ -1,0 +1,100 @@
+"""What the drafter's weights, gradients and optimiser are spread over, as the launcher's config says (recipes/launch).
+
+Under DDP each device holds the whole drafter. FSDP2 and DeepSpeed ZeRO hold it in pieces, which are put together for as
+long as a checkpoint is written.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from draftsmith.data.ranks import rank_and_num_ranks
+from draftsmith.models import Drafter
+from draftsmith.models.errors import UserError
+from draftsmith.models.target.target import default_dtype, pick_device
+from draftsmith.train.config import TrainConfig
+
+
+def make_accelerator(config: TrainConfig) -> Accelerator:
+    """Return the processes and their devices, as the launcher started them. `UserError` for a layout not served."""
+    device, num_ranks = pick_device(config.run.device), rank_and_num_ranks()[1]
+    sharded = next((name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}") == "true"), None)
+    accelerator = Accelerator(
+        mixed_precision="bf16" if default_dtype(device) == torch.bfloat16 else "no",
+        cpu=device.type == "cpu" and not sharded,  # with it accelerate would forget that it was asked to shard
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout))],
+    )
+    if sharded and (accelerator.distributed_type.name != sharded or accelerator.num_processes != num_ranks):
+        raise UserError(
+            f"accelerate does not run {sharded} in {num_ranks} processes on {device.type}: on a CPU start with "
+            "recipes/launch/cpu.yaml"
+        )
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise UserError("fsdp_version 1 is not served: set fsdp_version: 2, as in recipes/launch/fsdp2.yaml")
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        unset_hf_deepspeed_config()  # else transformers would load the target as a model that DeepSpeed trains
+        settings = accelerator.state.deepspeed_plugin.deepspeed_config
+        settings["train_micro_batch_size_per_gpu"] = 1  # required, and without effect: we make the batches
+        settings["gradient_clipping"] = config.optimizer.max_gradient_norm
+        settings["zero_force_ds_cpu_optimizer"] = False  # accelerate would put one without our betas in its place
+    return accelerator
+
+
+def layout_of(accelerator: Accelerator) -> str:
+    """Return the name of what the drafter's weights, gradients and optimiser are spread by."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return "FSDP2"
+    return "DDP" if accelerator.num_processes > 1 else "one process"
+
+
+def drafter_share(layout: str, num_devices: int) -> float:
+    """Return the part of fp32 weights, gradients and two moments, 4 + 4 + 8 bytes, that a device holds."""
+    if layout in ("FSDP2", "ZeRO-3"):
+        return 1 / num_devices
+    return 0.25 + 0.75 / num_devices if layout == "ZeRO-2" else 1.0
+
+
+def gather_as_one(accelerator: Accelerator, drafter: Drafter) -> None:
+    """Let ZeRO-3 put all weights together for a pass: losses use some of them outside of the layers they belong to."""
+    if layout_of(accelerator) == "ZeRO-3":
+        import deepspeed
+
+        for parameter in drafter.parameters():
+            deepspeed.zero.register_external_parameter(drafter, parameter)
+
+
+def steps_in_backward(accelerator: Accelerator) -> bool:
+    """Return whether the last backward pass of a step also clips and steps, as DeepSpeed's does."""
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+@contextlib.contextmanager
+def whole_weights(accelerator: Accelerator, drafter: Drafter) -> Iterator[None]:
+    """Give the drafter all of each weight for as long as the block lasts. All processes call this together."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(drafter.parameters())):  # does nothing below ZeRO-3
+            yield
+        return
+    pieces: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in drafter.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                pieces.append((module, name, parameter))
+                module._parameters[name] = nn.Parameter(parameter.full_tensor(), requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, parameter in pieces:
+            module._parameters[name] = parameter
