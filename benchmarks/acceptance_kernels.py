@@ -47,8 +47,8 @@ def cases(batch: int, vocabulary: int, device: str) -> Iterator[Case]:
         kernel, twin = getattr(acceptance_kernels, name), getattr(acceptance_rules, name)
         return Case(f"{name} {shape}", lambda: kernel(*args), lambda: twin(*args), read)
 
-    for shape, parents, depth in (("chain", CHAIN, len(CHAIN)), ("tree", TREE, DEPTH)):
-        parents = torch.tensor(parents, device=device).expand(batch, -1)
+    for shape, parent_list, depth in (("chain", CHAIN, len(CHAIN)), ("tree", TREE, DEPTH)):
+        parents = torch.tensor(parent_list, device=device).expand(batch, -1)
         logits, draft_logits, tokens = draw_case(parents, vocabulary)
         accept = torch.rand(tokens.shape, dtype=torch.float64, device=device)
         draws = torch.rand(batch, depth + 1, dtype=torch.float64, device=device)

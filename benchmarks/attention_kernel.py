@@ -12,6 +12,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import torch
 import triton
@@ -77,13 +78,13 @@ class Case:
         self.packed, self.mask = window.packed_mask(), window.bool_mask(num_slots)
 
     def kernel(self) -> float:
-        return microseconds([lambda kv=kv: self.run_kernel(*kv) for kv in self.caches])
+        return microseconds([partial(self.run_kernel, *cache) for cache in self.caches])
 
     def run_kernel(self, key: Tensor, value: Tensor) -> Tensor:
         return attention_kernel.attend(self.query, key, value, self.packed, WIDTH**-0.5)
 
     def twin(self) -> float:
-        return microseconds([lambda kv=kv: self.run_twin(*kv) for kv in self.caches])
+        return microseconds([partial(self.run_twin, *cache) for cache in self.caches])
 
     def run_twin(self, key: Tensor, value: Tensor) -> Tensor:
         return slots.slot_attention(nn.Identity(), self.query, key, value, self.mask)[0]

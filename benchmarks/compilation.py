@@ -36,8 +36,8 @@ from draftsmith.train.config import OptimizerConfig
 from draftsmith.train.step import adamw
 
 BATCH_SIZE, STEPS = 32, 3
-LOSS = [(Teacher, "compare")]
-LAYER = [(DecoderLayer, "finish"), (UnrolledLayer, "project"), (ResidualBlocks, "forward")]
+LOSS: list[tuple[type, str]] = [(Teacher, "compare")]
+LAYER: list[tuple[type, str]] = [(DecoderLayer, "finish"), (UnrolledLayer, "project"), (ResidualBlocks, "forward")]
 FORMS: dict[str, list[tuple[type, str]]] = {"plain": [], "loss": LOSS, "layer": LAYER, "both": [*LOSS, *LAYER]}
 
 

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -54,10 +55,10 @@ def generate(
 ) -> list[int]:
     """transformers' greedy generation, with the same limit and stop rule."""
     ids = torch.tensor([prompt])
-    settings = {"max_new_tokens": limit, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    settings: dict[str, Any] = {"max_new_tokens": limit, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     if assistant is not None:
         settings["assistant_model"] = assistant
-    return model.generate(ids, **settings)[0, len(prompt) :].tolist()
+    return model.generate(ids, **settings)[0, len(prompt) :].tolist()  # type: ignore[operator]
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ import statistics
 import time
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import Output, resolve_settings
@@ -33,6 +33,7 @@ RATES = (0.8, 0.7, 0.6, 0.5)  # chance of each drafted token, given those before
 
 def random_target(num_layers: int, device: str) -> Target:
     config = PUBLIC_TARGETS["llama_3_1_8b"].config
+    assert isinstance(config, LlamaConfig)
     config.num_hidden_layers, config._attn_implementation = num_layers, ATTENTION
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -63,12 +64,15 @@ def synchronise(device: str) -> None:
 def decode(target: Target, drafter: Drafter, args: argparse.Namespace) -> Output:
     """The fastest of a few runs after one that compiles and records."""
     plain = drafter.kind == "none"
-    rates, mode = ((), None) if plain else (RATES, "synthetic")
-    how = resolve_settings(drafter, Sampling(), args.max_new_tokens, K, mode, 0, False, rates)
+    settings = resolve_settings(
+        drafter, Sampling(), args.max_new_tokens, K, None if plain else "synthetic", 0, False, () if plain else RATES
+    )
     prompt = torch.randint(target.vocab_size, (args.context,), generator=torch.Generator().manual_seed(0)).tolist()
     decoder = SpeculativeDecoder(target, drafter)
-    decoder.decode([prompt], how)
-    return min((decoder.decode([prompt], how) for _ in range(args.repeats)), key=lambda output: output.timing.total)
+    decoder.decode([prompt], settings)
+    return min(
+        (decoder.decode([prompt], settings) for _ in range(args.repeats)), key=lambda output: output.timing.total
+    )
 
 
 def bytes_of(module: torch.nn.Module) -> int:

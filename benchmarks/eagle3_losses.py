@@ -9,10 +9,12 @@ import argparse
 import platform
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from draftsmith.data.samples.batches import BatchPlan, token_counts
+from draftsmith.data.features.vocabulary import token_counts
+from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.data.samples.samples import read_samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.environment import git_commit
@@ -22,19 +24,20 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for
 from draftsmith.train.step import learning_rate
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "forward_kl": {},
     "lk_hybrid": {"divergence": "lk_hybrid"},
     "forward_kl_then_lk_hybrid": {"divergence": "lk_hybrid", "kl_share": 0.5},
 }
 
 
-def trained(target: Target, plan: BatchPlan, settings: dict, steps: int) -> Eagle3:
+def trained(target: Target, plan: BatchPlan, settings: dict[str, Any], steps: int) -> Eagle3:
     """As the training loop does it, without its files."""
     config = RECIPES["quickstart_eagle3"]()
+    assert isinstance(config.drafter, Eagle3Config)
     torch.manual_seed(0)
     drafter = Eagle3.from_target(Eagle3Config(unroll_steps=config.drafter.unroll_steps, **settings), target)
-    drafter.fit_vocabulary(token_counts(plan.samples, target.vocab_size))
+    drafter.fit_vocabulary(token_counts(plan, target.vocab_size))
     optimizer = torch.optim.AdamW(drafter.parameters(), weight_decay=config.optimizer.weight_decay)
     for step in range(steps):
         drafter.progress = step / steps

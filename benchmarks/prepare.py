@@ -37,7 +37,7 @@ def write_prompts(path: Path, target: Target, count: int) -> None:
     for function in generator.sample(stdlib_functions(held_out=False), count):
         length = round(SHORTEST * (LONGEST / SHORTEST) ** generator.random())
         assert target.tokenizer is not None
-        text = target.tokenizer.decode(target.encode(function)[:length], skip_special_tokens=True)
+        text = str(target.tokenizer.decode(target.encode(function)[:length], skip_special_tokens=True))
         rows.append(json.dumps({"prompt": text.rstrip()}) + "\n")
     path.write_text("".join(rows))
 

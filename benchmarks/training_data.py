@@ -91,8 +91,8 @@ def main() -> None:
     settings = PrepareSettings(max_new_tokens=128, batch_size=64)
     prepare(target, str(args.out / "prompts.jsonl"), args.out / "samples", settings)
 
-    stored = {dtype: {"features": "stored", "features_dtype": dtype} for dtype in DTYPES}
-    ways = {"online": {}, "online, packed": {"packing": True}, **stored}
+    stored: dict[str, dict[str, Any]] = {dtype: {"features": "stored", "features_dtype": dtype} for dtype in DTYPES}
+    ways: dict[str, dict[str, Any]] = {"online": {}, "online, packed": {"packing": True}, **stored}
     ways["bfloat16, packed"] = {**stored["bfloat16"], "packing": True}
     times = seconds_per_step({name: make_config(args.out, name, args.steps, **data) for name, data in ways.items()})
     machine = platform.processor() or platform.machine()
@@ -102,8 +102,8 @@ def main() -> None:
 
     print(f"\nafter {args.steps} steps, acceptance length at draft length 4 on {HELD_OUT} held-out prompts:")
     held_out = prompts_for(target, held_out=True)[:HELD_OUT]
-    for name, data in {"online": {}, **stored}.items():
-        run = train(make_config(args.out, name, args.steps, **data))
+    for name in ("online", *stored):
+        run = train(make_config(args.out, name, args.steps, **ways[name]))
         length = acceptance_length(target, checkpoints(run)[-1], held_out)
         files = (args.out / "samples").glob(f"features*-{name}/shard-*")
         print(f"{name:20} {length:.3f}  {size_text(sum(file.stat().st_size for file in files))}", flush=True)

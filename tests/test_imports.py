@@ -1,6 +1,7 @@
 """Imports point one way, no floor above models/ asks what kind a drafter is, and optional packages are optional."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -138,3 +139,17 @@ def test_every_module_imports_without_optional_packages() -> None:
     names = [".".join(["draftsmith", *path.parts]).removesuffix(".__init__") for path in paths]
     result = subprocess.run([sys.executable, "-c", WITHOUT_OPTIONAL, *names], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+SCRIPTS = [path for folder in ("benchmarks", "tools", "tests/helpers") for path in sorted((ROOT / folder).glob("*.py"))]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_scripts_import_what_exists(path: Path) -> None:
+    """No other test runs the benchmarks, so a renamed function would break them unseen."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("draftsmith"):
+            module = importlib.import_module(str(node.module))
+            missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+            for name in missing:  # a submodule
+                importlib.import_module(f"{node.module}.{name}")
