@@ -38,8 +38,8 @@ LOSS_KERNELS = "models/losses/loss_kernels.py"
 UNROLLED = "models/drafters/eagle3_training.py"
 ATTENTION = "models/drafting/unrolled_attention.py"
 LAYOUTS = "models/drafting/layouts.py"
-ENGINE_RULES = "recipes/serving/engine_rules.py"
-LOADER = "recipes/serving/loader_check.py"
+KEY_NAMES = "recipes/serving/engine_key_names.py"
+LAYOUT_CHECK = "recipes/serving/layout_check.py"
 
 VERIFICATION_TESTS = (
     "tests/inference/test_verify.py",
@@ -56,7 +56,7 @@ LOSS_TESTS = (
 LOSS_KERNEL_TESTS = ("tests/models/test_loss_kernels.py",)
 UNROLLED_TESTS = ("tests/models/test_unrolled_attention.py", "tests/models/test_drafters.py")
 LAYOUT_TESTS = ("tests/models/test_layouts.py",)
-LOADER_TESTS = ("tests/recipes/test_engine_rules.py", "tests/recipes/test_export.py")
+LOADER_TESTS = ("tests/recipes/test_layout_check.py", "tests/recipes/test_export.py")
 
 TESTS = {
     RULES: VERIFICATION_TESTS,
@@ -67,8 +67,8 @@ TESTS = {
     UNROLLED: UNROLLED_TESTS,
     ATTENTION: UNROLLED_TESTS,
     LAYOUTS: LAYOUT_TESTS,
-    ENGINE_RULES: LOADER_TESTS,
-    LOADER: LOADER_TESTS,
+    KEY_NAMES: LOADER_TESTS,
+    LAYOUT_CHECK: LOADER_TESTS,
 }
 
 
@@ -258,17 +258,15 @@ MUTATIONS = (
         "a reordered vocabulary is let through", LAYOUTS, 'if "d2t" in tensors and tensors["d2t"].any():', "if False:"
     ),
     Mutation(
-        "SGLang: layer ids are not shifted", LOADER, "ids = [layer_id + 1 for layer_id in ids]", "ids = list(ids)"
+        "SGLang: layer ids are not shifted", LAYOUT_CHECK, "ids = [layer_id + 1 for layer_id in ids]", "ids = list(ids)"
     ),
     Mutation(
         "tables of the draft vocabulary are not compared",
-        LOADER,
-        "if not torch.equal(ids.sort().values, drafted):",
-        "if False:",
+        LAYOUT_CHECK,
+        'and not same_tokens(tensors["d2t"], tensors["t2d"]):',
+        "and False:",
     ),
-    Mutation(
-        "EAGLE-3's head as wide as the target's", ENGINE_RULES, '"lm_head.weight": "R H"', '"lm_head.weight": "V H"'
-    ),
+    Mutation("EAGLE-3's head as wide as the target's", KEY_NAMES, '"lm_head.weight": "R H"', '"lm_head.weight": "V H"'),
 )
 
 

@@ -8,15 +8,14 @@ vLLM can be told what to accept too (`rejection_sample_method: synthetic`), but 
 "Synthetic acceptance not supported with CPU sampling". So these times are of rounds with the drafter's own acceptance.
 """
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from draftsmith.inference.decoding.decoder import OutputStats
 
 
 @dataclass(frozen=True)
 class TimedRequest:
-    """A request that an engine decoded alone, behind its first token."""
+    """What an engine took for a request that it decoded alone, after its first token."""
 
     seconds: float
     num_tokens: int
@@ -25,7 +24,7 @@ class TimedRequest:
 
 @dataclass(frozen=True)
 class EngineSpeed:
-    """Of one request at a time, temperature 0.
+    """The speed of an engine that decodes one request at a time, at temperature 0.
 
     Every second prompt gave the times; acceptance length and both speedups are of the others, which the forecast has
     not seen.
@@ -37,15 +36,10 @@ class EngineSpeed:
     measured_speedup: float  # tokens per second with the drafter over those without
     num_timed: int  # prompts that the times are of
     num_forecast: int  # prompts that the speedups are of
-
-    @property
-    def forecast_speedup(self) -> float:
-        return self.acceptance_length * self.plain_step_ms / self.round_ms
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "forecast_speedup": self.forecast_speedup}
+    forecast_speedup: float  # acceptance length x plain step / round
 
     def text(self) -> str:
+        """Return the times and both speedups in a line."""
         return (
             f"alone: {self.plain_step_ms:.2f} ms a plain step, {self.round_ms:.2f} ms a round; speedup "
             f"{self.forecast_speedup:.2f} forecast from draftsmith's acceptance length {self.acceptance_length:.3f}, "
@@ -54,20 +48,29 @@ class EngineSpeed:
 
 
 def engine_speed(plain: list[TimedRequest], drafted: list[TimedRequest], ours: OutputStats) -> EngineSpeed | None:
-    """From the same prompts without and with the drafter, and as we decoded them; None: too few or short to time."""
-    parts = [part[half::2] for part in (plain, drafted) for half in (0, 1)]
+    """Return the speed from the same prompts without and with the drafter, and as draftsmith decoded them.
+
+    Returns None where there are too few prompts, or too short answers, to time.
+    """
+    parts = [requests[half::2] for requests in (plain, drafted) for half in (0, 1)]
     if not all(sum(request.num_tokens for request in part) for part in parts):
         return None
     plain_times, plain_rest, drafted_times, drafted_rest = parts
+    plain_step_ms = 1000 * seconds_per_token(plain_times)
+    num_drafts = sum(request.num_drafts for request in drafted_times)
+    round_ms = 1000 * sum(request.seconds for request in drafted_times) / num_drafts
+    acceptance_length = OutputStats(ours.requests[1::2]).total.mean_acceptance_length
     return EngineSpeed(
-        plain_step_ms=1000 * seconds_per_token(plain_times),
-        round_ms=1000 * sum(one.seconds for one in drafted_times) / sum(one.num_drafts for one in drafted_times),
-        acceptance_length=OutputStats(ours.requests[1::2]).total.mean_acceptance_length,
+        plain_step_ms,
+        round_ms,
+        acceptance_length,
         measured_speedup=seconds_per_token(plain_rest) / seconds_per_token(drafted_rest),
         num_timed=len(plain_times),
         num_forecast=len(plain_rest),
+        forecast_speedup=acceptance_length * plain_step_ms / round_ms,
     )
 
 
 def seconds_per_token(requests: list[TimedRequest]) -> float:
-    return sum(one.seconds for one in requests) / sum(one.num_tokens for one in requests)
+    """Return the mean time of a token after the first."""
+    return sum(request.seconds for request in requests) / sum(request.num_tokens for request in requests)

@@ -19,13 +19,13 @@ from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, write_whole
-from draftsmith.recipes.configs.command_settings import QuickstartSettings
+from draftsmith.recipes.configs.command_settings import ExportSettings, QuickstartSettings
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.comparison import Options, compare, evaluation_paths
 from draftsmith.recipes.reports.printing import print_summary
 from draftsmith.recipes.reports.report import build_report
-from draftsmith.recipes.serving.deliver import DeliverySettings, deliver
-from draftsmith.recipes.serving.engine_rules import RULES
+from draftsmith.recipes.serving.engine_key_names import LOADER_RULES
+from draftsmith.recipes.serving.export_command import export
 from draftsmith.recipes.studies.quickstart_budget import (
     ANSWERS,
     CHECKPOINTS,
@@ -81,7 +81,8 @@ def run(settings: QuickstartSettings, console: Console) -> None:
         return
     if served != best:
         console.print(f"vLLM does not serve {fastest[best]}: the fastest that it serves is {fastest[served]}")
-    deliver(str(served), "vllm", target, out / "export", DeliverySettings(), None, console)
+    exported = ExportSettings(target=target.name, checkpoint=str(served), engine="vllm", out=out / "export")
+    export(exported, target, console)
 
 
 def ranked(checkpoints: dict[Path, str], target: Target, budget: Budget, out: Path) -> dict[Path, str]:
@@ -100,7 +101,7 @@ def ranked(checkpoints: dict[Path, str], target: Target, budget: Budget, out: Pa
 
 def fastest_served(fastest: dict[Path, str]) -> Path | None:
     """Return the first checkpoint of a kind that vLLM serves."""
-    return next((checkpoint for checkpoint, kind in fastest.items() if ("vllm", kind) in RULES), None)
+    return next((checkpoint for checkpoint, kind in fastest.items() if ("vllm", kind) in LOADER_RULES), None)
 
 
 def quickstart_config(kind: str, budget: Budget, out: Path, device: str | None) -> TrainConfig:

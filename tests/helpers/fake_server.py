@@ -29,14 +29,14 @@ class FakeServer:
                 pass
 
             def do_GET(self) -> None:
-                self.reply(200, {"data": fake.models})
+                self.reply(200, fake.get(self.path))
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 self.reply(*fake.post(self.path, body))
 
-            def reply(self, status: int, answer: dict) -> None:
-                data = json.dumps(answer).encode()
+            def reply(self, status: int, answer: dict | str) -> None:
+                data = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
@@ -51,6 +51,9 @@ class FakeServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+    def get(self, path: str) -> dict | str:
+        return {"data": self.models}
 
     def post(self, path: str, body: dict) -> tuple[int, dict]:
         if path not in ("/v1/completions", "/generate") or (path == "/generate" and self.form != "sglang"):

@@ -27,23 +27,21 @@ from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.lossless import compare_outputs
-from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
+from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.training_free.ngram import Ngram, NgramConfig
+from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.recipes import RECIPES
-from draftsmith.recipes.serving.engine_check import ENVIRONMENT, EngineReport, check_engine, print_reports, run_venv
-from draftsmith.recipes.serving.engine_rules import (
-    DROPPED,
-    RANDOM,
-    REFUSED,
-    RULES,
-    speculative_config,
-)
-from draftsmith.recipes.serving.export import export_checkpoint, plugin_config, serve_command
-from draftsmith.recipes.serving.loader_check import expected_shapes, tensor_problems
+from draftsmith.recipes.serving.engine_check import EngineReport, check_engine, print_reports
+from draftsmith.recipes.serving.engine_key_names import DROPPED, LOADER_RULES, RANDOM, REFUSED
+from draftsmith.recipes.serving.export import export_checkpoint
+from draftsmith.recipes.serving.layout_check import tensor_problems
 from draftsmith.recipes.serving.model_card import DYNAMIC_KINDS
-from draftsmith.recipes.serving.watch import Counters, read_counters, vllm_at, watch
+from draftsmith.recipes.serving.serve_commands import plugin_config, serve_command, speculative_config
+from draftsmith.recipes.serving.vllm_counters import Counters, read_counters, vllm_at
+from draftsmith.recipes.serving.vllm_run import ENVIRONMENT, run_environment
+from draftsmith.recipes.serving.watch import watch
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.train import train
 
@@ -111,8 +109,8 @@ def train_briefly(kind: str, target: Target, samples: Path, run: Path, **fields:
 
 def assert_agreement(report: EngineReport) -> None:
     """Acceptance within 2 %, texts identical but for near-ties; and enough accepted to tell it from nothing."""
-    assert report.relative_difference < 0.02, report.row()
-    assert report.texts.divergences == 0, report.row()
+    assert report.relative_difference < 0.02, to_json(report)
+    assert report.texts.divergences == 0, to_json(report)
     assert report.ours.num_accepted_tokens > report.num_prompts
 
 
@@ -225,7 +223,7 @@ def test_speculators_directory_is_served(
     drafter = load_drafter(out, target)
     settings = speculative_config("eagle3", str(out), 4)
     report = check_engine(str(venv), settings, drafter, target, held_out[:10], MAX_NEW_TOKENS)
-    assert report.relative_difference < 0.02, report.row()
+    assert report.relative_difference < 0.02, to_json(report)
     assert report.texts.divergences == 0
 
 
@@ -276,9 +274,9 @@ def test_tensors_that_do_not_fit(
     drafter, whole = load_drafter(small_export, target), load_file(small_export / "model.safetensors")
     tensors = {name: tensor for name, tensor in whole.items() if name not in change}
     tensors.update({name: whole[source].clone() for name, source in change.items() if source})
-    config, rules = json.loads((small_export / "config.json").read_text()), RULES["vllm", "eagle3"]
-    told = tensor_problems(rules, expected_shapes(rules, config, target), tensors)
-    assert told[-1].endswith(outcome)
+    config, rules = json.loads((small_export / "config.json").read_text()), LOADER_RULES["vllm", "eagle3"]
+    *_, problem = tensor_problems(rules, Checkpoint("eagle3", config, tensors), target)
+    assert problem.endswith(outcome)
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = speculative_config("eagle3", str(tmp_path), 4)
@@ -337,7 +335,7 @@ def wait_for(url: str, server: subprocess.Popen, log: Path) -> None:
 
 def test_plain_vllm_writes_our_text(venv: Path, target: Target, held_out: list[list[int]]) -> None:
     """Without any drafter: what differs with one is then the drafter's doing."""
-    run = run_venv(venv, None, target, held_out[:20], MAX_NEW_TOKENS)
+    run = run_environment(venv, None, target, held_out[:20], MAX_NEW_TOKENS)
     plain = SpeculativeDecoder(target, load_drafter("none", target)).generate(held_out[:20], MAX_NEW_TOKENS)
     assert run.counters == Counters()
     assert compare_outputs(target, held_out[:20], plain.token_ids, run.token_ids).divergences == 0
@@ -374,7 +372,7 @@ def test_medusa_as_a_plug_in(
     out = folder / "out-plug-in"
     export_checkpoint(checkpoint, "vllm", target, out)
     ours = SpeculativeDecoder(target, load_drafter(out, target)).generate(held_out, MAX_NEW_TOKENS, draft_length=4)
-    run = run_venv(venv, plugin_config(4), target, held_out, MAX_NEW_TOKENS, plugins=out)
+    run = run_environment(venv, plugin_config(4), target, held_out, MAX_NEW_TOKENS, plugins=out)
     assert compare_outputs(target, held_out, ours.token_ids, run.token_ids).divergences == 0
     expected = ours.stats.total.mean_acceptance_length
     assert run.counters.mean_acceptance_length == pytest.approx(expected, rel=0.02)

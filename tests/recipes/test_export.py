@@ -20,7 +20,8 @@ from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, load_drafte
 from draftsmith.models.drafting.base import Draft
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.serving import export
-from draftsmith.recipes.serving.export import export_checkpoint, write, write_scripts
+from draftsmith.recipes.serving.export import export_checkpoint, write_files
+from draftsmith.recipes.serving.serve_commands import write_scripts
 
 DRAFT_VOCABULARY = [3, 7, 40, 41, 200, 271]  # of the tiny target's tokens
 
@@ -299,10 +300,10 @@ def test_round_trip_finds_another_drafter(
 
     def write_otherwise(files: Checkpoint, *where: Any) -> None:
         if file == "config.json":
-            return write(replace(files, config={**files.config, "rms_norm_eps": 0.5}), *where)
+            return write_files(replace(files, config={**files.config, "rms_norm_eps": 0.5}), *where)
         weight = files.tensors["fc.weight"]
-        write(replace(files, tensors={**files.tensors, "fc.weight": torch.zeros_like(weight)}), *where)
+        write_files(replace(files, tensors={**files.tensors, "fc.weight": torch.zeros_like(weight)}), *where)
 
-    monkeypatch.setattr(export, "write", write_otherwise)
+    monkeypatch.setattr(export, "write_files", write_otherwise)
     with pytest.raises(UserError, match="read back as another drafter"):
         export_checkpoint(checkpoint, engine, tiny_target, tmp_path / "out")

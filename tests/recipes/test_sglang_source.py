@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.recipes.serving.engine_rules import EAGLE3_OFF, RULES, SGLANG, SHIFTED_ONLY_FROM_1
+from draftsmith.recipes.serving.engine_key_names import EAGLE3_OFF, LOADER_RULES, SGLANG, SHIFTED_ONLY_FROM_1
 
 pytestmark = pytest.mark.engine
 MODELS = "sglang/srt/models/"
@@ -41,7 +41,7 @@ def names_in(text: str) -> set[str]:
 @pytest.mark.parametrize(("kind", "module"), [("eagle", "llama_eagle"), ("eagle3", "llama_eagle3")])
 def test_names_of_the_rules(kind: str, module: str, sources: dict[str, str]) -> None:
     """The class is there, and all parts of the tensors' names; so are the keys that have no default in transformers."""
-    rules, known = RULES["sglang", kind], names_in(sources[module]) | names_in(sources["llama"])
+    rules, known = LOADER_RULES["sglang", kind], names_in(sources[module]) | names_in(sources["llama"])
     assert f"class {rules.architecture}(" in sources[module]
     parts = {part for name in rules.tensors for part in name.split(".")} - {"0", "weight", "bias"}
     assert parts <= known

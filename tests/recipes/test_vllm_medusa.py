@@ -16,7 +16,8 @@ from drafters import noisy
 from torch import Tensor, nn
 
 from draftsmith.models import Target, save_drafter
-from draftsmith.recipes.serving.export import PLUGIN, export_checkpoint, plugin_config, write_scripts
+from draftsmith.recipes.serving.export import PLUGIN, export_checkpoint
+from draftsmith.recipes.serving.serve_commands import plugin_config, write_scripts
 
 NUM_DRAFTS = 2
 

@@ -1,16 +1,17 @@
 """Acceptance read from a metrics page: counters of vLLM's names, differences of readings, and what they mean."""
 
 import http.server
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from reports import result, write_results
 from rich.console import Console
 
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.serving.watch import Counters, Reference, parse_metrics, read_reference, verdict, watch
+from draftsmith.recipes.serving.vllm_counters import Counters, parse_metrics
+from draftsmith.recipes.serving.watch import Reference, judgement, read_reference, watch
 
 LABELS = 'engine="{engine}",model_name="tiny, \\"quoted\\""'
 
@@ -74,9 +75,9 @@ def test_difference_of_readings() -> None:
         (100, (10, 0), "too few to judge"),
     ],
 )
-def test_verdict(num_drafts: int, accepted: tuple[int, ...], said: str) -> None:
+def test_judgement(num_drafts: int, accepted: tuple[int, ...], said: str) -> None:
     """Beyond chance (two standard errors), and by a tenth of the tokens that drafting gains."""
-    assert said in verdict(parse_metrics(page(num_drafts, accepted)), Reference([0.6, 0.3], 0.0))
+    assert said in judgement(parse_metrics(page(num_drafts, accepted)), Reference([0.6, 0.3], 0.0))
 
 
 RATES = [0.6, 0.4, 0.25, 0.15]
@@ -99,9 +100,9 @@ def test_server_with_a_schedule(num_drafts: dict[int, int]) -> None:
     found = under_schedule(num_drafts, RATES)
     low, high = reference.range_at(found.mean_draft_length)
     assert low - 1e-3 <= found.mean_acceptance_length <= high + 1e-3
-    assert verdict(found, reference) == "as measured"
-    assert "retrain" in verdict(under_schedule(num_drafts, [0.7 * rate for rate in RATES]), reference)
-    assert "better" in verdict(under_schedule(num_drafts, [1.4 * rate for rate in RATES]), reference)
+    assert judgement(found, reference) == "as measured"
+    assert "retrain" in judgement(under_schedule(num_drafts, [0.7 * rate for rate in RATES]), reference)
+    assert "better" in judgement(under_schedule(num_drafts, [1.4 * rate for rate in RATES]), reference)
 
 
 def test_what_is_as_measured_for_the_tokens_drafted() -> None:
@@ -114,17 +115,10 @@ def test_what_is_as_measured_for_the_tokens_drafted() -> None:
 
 
 def write_evaluation(folder: Path) -> None:
-    rows = [
-        {
-            "temperature": temperature,
-            "draft_length": 4,
-            "batch_size": 1,
-            "tree_nodes": None,
-            "per_position_acceptance_rates": [rate, 0.3, 0.2, 0.1],
-        }
-        for temperature, rate in ((1.0, 0.5), (0.0, 0.6))
-    ]
-    (folder / "evaluation.json").write_text(json.dumps({"results": rows}))
+    """Two temperatures; at 0 the first positions are accepted at 0.6 and 0.3."""
+    rows = [result(0.5, 1.0, temperature=1.0), result(0.6, 1.0)]
+    rows[1]["acceptance_histogram"] = [400, 300, 100, 100, 100]
+    write_results(folder / "evaluation.json", rows)
 
 
 def test_reference_is_cut_to_the_servers_draft_length(tmp_path: Path) -> None:

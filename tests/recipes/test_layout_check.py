@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch import Tensor
 from draftsmith.models import DRAFTERS, Checkpoint, Target, checkpoint_of
 from draftsmith.models.drafting.base import OWN_EMBEDDING
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.serving.engine_rules import check_name, guessed_method
+from draftsmith.recipes.serving.engine_key_names import check_name, guessed_method
 from draftsmith.recipes.serving.export import adapt
-from draftsmith.recipes.serving.loader_check import check_directory, engines_that_serve, sglang_layers, vllm_layers
+from draftsmith.recipes.serving.layout_check import check_files, engines_that_serve, sglang_layers, vllm_layers
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
@@ -171,10 +172,10 @@ P_EAGLE_TRAPS: dict[str, tuple[Change, str]] = {
 def test_eagle3_trap_is_refused(trap: str, engine: str, tiny_target: Target) -> None:
     files = files_for(engine, "eagle3", tiny_target, draft_vocab_size=6, layer_ids=[1, 2, 3])
     change, message = EAGLE3_TRAPS[trap]
-    check_directory(engine, files.kind, files.config, files.tensors, tiny_target)
+    check_files(engine, files, tiny_target)
     change(files.config, files.tensors)
     with pytest.raises(UserError) as caught:
-        check_directory(engine, files.kind, files.config, files.tensors, tiny_target)
+        check_files(engine, files, tiny_target)
     assert message in str(caught.value)
 
 
@@ -191,12 +192,12 @@ ONLY_VLLM: dict[str, tuple[Change, str]] = {
 def test_what_vllm_alone_reads(variant: str, tiny_target: Target) -> None:
     """Of the EAGLE-3 variants that are out there."""
     files = files_for("vllm", "eagle3", tiny_target, draft_vocab_size=6, layer_ids=[1, 2, 3])
-    assert engines_that_serve("eagle3", files.config, files.tensors, tiny_target) == ["vllm", "sglang"]
+    assert engines_that_serve(files, tiny_target) == ("vllm", "sglang")
     change, message = ONLY_VLLM[variant]
     change(files.config, files.tensors)
-    assert engines_that_serve("eagle3", files.config, files.tensors, tiny_target) == ["vllm"]
+    assert engines_that_serve(files, tiny_target) == ("vllm",)
     with pytest.raises(UserError) as caught:
-        check_directory("sglang", "eagle3", files.config, files.tensors, tiny_target)
+        check_files("sglang", files, tiny_target)
     assert message in str(caught.value)
 
 
@@ -219,10 +220,10 @@ def test_trap_of_another_kind_is_refused(engine: str, kind: str, trap: tuple[Cha
     fields = {"num_layers": 3, "layer_ids": [1, 2, 3]} if kind == "p_eagle" else {}
     files = files_for(engine, kind, tiny_target, **fields)
     change, message = trap
-    check_directory(engine, files.kind, files.config, files.tensors, tiny_target)
+    check_files(engine, files, tiny_target)
     change(files.config, files.tensors)
     with pytest.raises(UserError) as caught:
-        check_directory(engine, files.kind, files.config, files.tensors, tiny_target)
+        check_files(engine, files, tiny_target)
     assert message in str(caught.value)
 
 
@@ -231,29 +232,28 @@ def test_whole_vocabulary_with_a_table(tiny_target: Target) -> None:
     files = files_for("vllm", "eagle3", tiny_target)
     files.tensors["d2t"] = torch.zeros(tiny_target.vocab_size, dtype=torch.int64)
     with pytest.raises(UserError, match="d2t is unknown and would be refused"):
-        check_directory("vllm", files.kind, files.config, files.tensors, tiny_target)
+        check_files("vllm", files, tiny_target)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "deepseek_v2"])
 @pytest.mark.parametrize("ids", [[2, 4, 6], [3, 4, 6]])
 def test_what_each_engine_captures(ids: list[int], model_type: str) -> None:
     """Both rules written out: vLLM after layer N, SGLang before the layer named plus one, but not for every family."""
-    config = {
-        "eagle_aux_hidden_state_layer_ids": ids,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in ids]},
-    }
-    assert vllm_layers(config, 8) == ids
+    nested = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in ids]}
+    files = Checkpoint("eagle3", {"eagle_aux_hidden_state_layer_ids": ids, "eagle_config": nested}, {})
+    assert vllm_layers(files, 8) == ids
     shifted = model_type == "llama" or ids[0] == 2
-    assert sglang_layers(config, 8, model_type) == (ids if shifted else [i - 1 for i in ids])
+    assert sglang_layers(files, 8, model_type) == (ids if shifted else [i - 1 for i in ids])
 
 
 def test_the_last_layer_is_never_captured_by_sglang() -> None:
-    config = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}
-    assert sglang_layers(config, 8, "llama") == [2, 4]
+    files = Checkpoint("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, {})
+    assert sglang_layers(files, 8, "llama") == [2, 4]
 
 
 def test_without_ids_both_take_the_same_default() -> None:
-    assert vllm_layers({}, 8) == sglang_layers({}, 8, "llama") == [2, 4, 5]
+    files = Checkpoint("eagle3", {}, {})
+    assert vllm_layers(files, 8) == sglang_layers(files, 8, "llama") == [2, 4, 5]
 
 
 @pytest.mark.parametrize(("layer_ids", "refused"), [([2, 3], False), ([1, 2, 3], True)])
@@ -265,7 +265,7 @@ def test_families_whose_ids_sglang_shifts_only_from_1(
     monkeypatch.setattr(tiny_target.text_config, "model_type", "deepseek_v3")
     message = "vLLM would capture the states after layers [1, 2, 3], SGLang after [0, 1, 2]"
     with pytest.raises(UserError, match=re.escape(message)) if refused else nullcontext():
-        check_directory("sglang", "eagle3", files.config, files.tensors, tiny_target)
+        check_files("sglang", files, tiny_target)
 
 
 @pytest.mark.parametrize(
@@ -305,27 +305,28 @@ def test_repairs(tiny_target: Target) -> None:
     broken.config["quantization_config"] = {"quant_method": "fp8"}
     mended = adapt(broken, "vllm", tiny_target)
     assert mended.config == files.config
-    check_directory("vllm", mended.kind, mended.config, mended.tensors, tiny_target)
+    check_files("vllm", mended, tiny_target)
 
 
 def test_scaled_rope_stands_in_both_schemas(make_target_dir: Any) -> None:
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
     target = Target.from_pretrained(make_target_dir(rope_parameters=rope), "cpu")
     files = files_for("vllm", "eagle3", target)
-    check_directory("vllm", files.kind, files.config, files.tensors, target)
+    check_files("vllm", files, target)
     assert files.config["rope_scaling"]["factor"] == files.config["rope_parameters"]["factor"] == 2.0
-    other = {**files.config, "rope_scaling": {**files.config["rope_scaling"], "factor": 9.0}}
+    scaling = {**files.config["rope_scaling"], "factor": 9.0}
+    other = replace(files, config={**files.config, "rope_scaling": scaling})
     with pytest.raises(UserError, match="'factor': 9.0} is not that of rope_parameters"):
-        check_directory("vllm", files.kind, other, files.tensors, target)
+        check_files("vllm", other, target)
     del files.config["rope_scaling"]
     with pytest.raises(UserError, match="rope_scaling is missing beside rope_parameters of type linear"):
-        check_directory("vllm", files.kind, files.config, files.tensors, target)
+        check_files("vllm", files, target)
 
 
 @pytest.mark.parametrize(("engine", "kind"), [("sglang", "medusa"), ("sglang", "unknown"), ("vllm", "unknown")])
 def test_reason_of_a_refusal(engine: str, kind: str, tiny_target: Target) -> None:
     with pytest.raises(UserError, match=f"serves no {kind} drafters"):
-        check_directory(engine, kind, {}, {}, tiny_target)
+        check_files(engine, Checkpoint(kind, {}, {}), tiny_target)
 
 
 def test_files_are_what_was_checked(tmp_path: Path, tiny_target: Target) -> None:
@@ -334,4 +335,4 @@ def test_files_are_what_was_checked(tmp_path: Path, tiny_target: Target) -> None
     save_file(files.tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(files.config))
     config = json.loads((tmp_path / "config.json").read_text())
-    check_directory("vllm", "eagle3", config, load_file(tmp_path / "model.safetensors"), tiny_target)
+    check_files("vllm", Checkpoint("eagle3", config, load_file(tmp_path / "model.safetensors")), tiny_target)

@@ -1,5 +1,6 @@
 """`draftsmith export` from end to end: what lies in the folder afterwards, and that it was measured from there."""
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -8,32 +9,30 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from fake_server import FakeServer
+from reports import result, write_results
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.decoder import OutputStats
 from draftsmith.inference.decoding.schedule import Schedule
-from draftsmith.inference.measuring.results import LosslessCheck
-from draftsmith.models import DRAFTERS, Target, save_drafter
+from draftsmith.inference.measuring.results import Evaluation, LosslessCheck, read_evaluation
+from draftsmith.models import DRAFTERS, Target, load_drafter, save_drafter
 from draftsmith.models.errors import UserError
+from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.cli.main import main
-from draftsmith.recipes.serving import deliver as deliver_module
-from draftsmith.recipes.serving import engine_check
-from draftsmith.recipes.serving.deliver import DeliverySettings, deliver
-from draftsmith.recipes.serving.engine_check import EngineReport, EngineRun, add_speed, check_engine, root_cause
+from draftsmith.recipes.configs.command_settings import ExportSettings
+from draftsmith.recipes.serving import export_command
+from draftsmith.recipes.serving.engine_check import EngineReport, add_speed, check_engine
 from draftsmith.recipes.serving.engine_speed import TimedRequest, engine_speed
-from draftsmith.recipes.serving.export import Exported, export_checkpoint, write_scripts
-from draftsmith.recipes.serving.model_card import (
-    Findings,
-    metadata,
-    schedule_of,
-    served_row,
-    sha256,
-    training_facts,
-    write_card,
-)
-from draftsmith.recipes.serving.watch import Counters
+from draftsmith.recipes.serving.export import Exported, export_checkpoint
+from draftsmith.recipes.serving.export_command import export
+from draftsmith.recipes.serving.model_card import metadata, schedule_of, served_result, training_facts, write_card
+from draftsmith.recipes.serving.serve_commands import write_scripts
+from draftsmith.recipes.serving.vllm_counters import Counters
+from draftsmith.recipes.serving.vllm_run import EngineRun, root_cause, run_environment
 
 PROMPTS = ["heat the iron", "A draft is", "return [iron.hit()", "strikes it, and"]
 
@@ -50,6 +49,11 @@ def save_checkpoint(kind: str, target: Target, directory: Path) -> str:
     drafter_class = DRAFTERS[kind]
     save_drafter(drafter_class.from_target(drafter_class.config_class(kind=kind), target), directory)
     return str(directory)
+
+
+def export_for_vllm(checkpoint: str, target: Target, out: Path, **settings: Any) -> None:
+    required = {"target": target.name, "checkpoint": checkpoint, "engine": "vllm", "out": out}
+    export(ExportSettings(**required, **settings), target, Console(quiet=True))
 
 
 class FakeHub:
@@ -69,16 +73,22 @@ class FakeHub:
         self.uploaded[repo_id] = {path.name for path in Path(folder_path).iterdir()}
 
 
-def test_everything_beside_the_weights(tiny_target: Target, prompts: str, tmp_path: Path) -> None:
-    checkpoint = save_checkpoint("eagle3", tiny_target, tmp_path / "checkpoint")
-    out, hub = tmp_path / "out", FakeHub()
-    settings = DeliverySettings(prompts, draft_lengths=[1, 3], max_new_tokens=8, repeats=1, push="me/drafter")
-    deliver(checkpoint, "vllm", tiny_target, out, settings, hub, Console(quiet=True))
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    hub = FakeHub()
+    monkeypatch.setattr(export_command, "HfApi", lambda: hub)
+    return hub
 
-    evaluation = json.loads((out / "evaluation.json").read_text())
-    assert evaluation["drafter"] == str(out)  # measured from there
-    assert [row["draft_length"] for row in evaluation["results"]] == [1, 3]
-    best = served_row(evaluation["results"])["draft_length"]
+
+def test_everything_beside_the_weights(tiny_target: Target, prompts: str, tmp_path: Path, hub: FakeHub) -> None:
+    checkpoint, out = save_checkpoint("eagle3", tiny_target, tmp_path / "checkpoint"), tmp_path / "out"
+    settings = {"prompts": prompts, "draft_length": (1, 3), "max_new_tokens": 8, "repeats": 1, "push": "me/drafter"}
+    export_for_vllm(checkpoint, tiny_target, out, **settings)
+
+    evaluation = read_evaluation(out / "evaluation.json")
+    assert evaluation.drafter == str(out)  # measured from there
+    assert [result.setting.draft_length for result in evaluation.results] == [1, 3]
+    best = served_result(evaluation).setting.draft_length
     assert f'"num_speculative_tokens": {best}' in (out / "serve_vllm.sh").read_text()
     assert f"--speculative-num-steps {best}" in (out / "serve_sglang.sh").read_text()
 
@@ -86,7 +96,8 @@ def test_everything_beside_the_weights(tiny_target: Target, prompts: str, tmp_pa
     assert yaml.safe_load(head)["draftsmith"]["target"] == tiny_target.name
     assert yaml.safe_load(head)["draftsmith"]["draft_length"] == best
     assert "base_model" not in yaml.safe_load(head)  # a folder of this machine is none
-    for fact in (tiny_target.fingerprint(), sha256(out / "model.safetensors"), "held-out (4)", "me/drafter"):
+    digest = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+    for fact in (tiny_target.fingerprint(), digest, "held-out (4)", "me/drafter"):
         assert fact in text
 
     assert hub.repos == ["me/drafter"]
@@ -101,39 +112,37 @@ def test_everything_beside_the_weights(tiny_target: Target, prompts: str, tmp_pa
     }
 
 
-def test_the_hub_refuses(tiny_target: Target, tmp_path: Path) -> None:
+def test_the_hub_refuses(tiny_target: Target, tmp_path: Path, hub: FakeHub) -> None:
     checkpoint = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint")
-    settings = DeliverySettings(push="nobody")
     with pytest.raises(UserError, match="--push nobody: 403"):
-        deliver(checkpoint, "vllm", tiny_target, tmp_path / "out", settings, FakeHub(), Console(quiet=True))
+        export_for_vllm(checkpoint, tiny_target, tmp_path / "out", push="nobody")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (DeliverySettings(check="venv"), "--check needs --prompts"),
-        (DeliverySettings(draft_lengths=[2, 3]), "several --draft-length need --prompts"),
-        (DeliverySettings("prompts.jsonl"), "no prompts file"),
+        ({"check": "venv"}, "--check needs --prompts"),
+        ({"draft_length": (2, 3)}, "several --draft-length need --prompts"),
+        ({"prompts": "prompts.jsonl"}, "no prompts file"),
     ],
 )
 def test_refused_before_anything_is_written(
-    settings: DeliverySettings, message: str, tiny_target: Target, tmp_path: Path
+    settings: dict[str, Any], message: str, tiny_target: Target, tmp_path: Path
 ) -> None:
     checkpoint = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint")
     with pytest.raises(UserError, match=message):
-        deliver(checkpoint, "vllm", tiny_target, tmp_path / "out", settings, None, Console(quiet=True))
+        export_for_vllm(checkpoint, tiny_target, tmp_path / "out", **settings)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("kind", "name"), [("medusa", "me/eagle-medusa-7b"), ("draft_model", "eagle3-lab/draft"), ("eagle3", "me/eagle-3")]
 )
-def test_name_on_the_hub_is_no_trap(kind: str, name: str, tiny_target: Target, tmp_path: Path) -> None:
+def test_name_on_the_hub_is_no_trap(kind: str, name: str, tiny_target: Target, tmp_path: Path, hub: FakeHub) -> None:
     """The written command names the Hub's repository, from which vLLM reads a method as from a path."""
-    checkpoint, hub = save_checkpoint(kind, tiny_target, tmp_path / "checkpoint"), FakeHub()
-    settings = DeliverySettings(push=name)
+    checkpoint = save_checkpoint(kind, tiny_target, tmp_path / "checkpoint")
     with pytest.raises(UserError, match=f"--push {name}: vLLM would take the drafter for 'eagle"):
-        deliver(checkpoint, "vllm", tiny_target, tmp_path / "out", settings, hub, Console(quiet=True))
+        export_for_vllm(checkpoint, tiny_target, tmp_path / "out", push=name)
     assert not (tmp_path / "out").exists()
     assert not hub.repos
 
@@ -143,7 +152,7 @@ def test_changed_target_is_asked_for(tiny_target: Target, tmp_path: Path) -> Non
     checkpoint = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint")
     (tmp_path / "checkpoint/target").mkdir()
     with pytest.raises(UserError, match="give --target"):
-        deliver(checkpoint, "vllm", tiny_target, tmp_path / "out", DeliverySettings(), None, Console(quiet=True))
+        export_for_vllm(checkpoint, tiny_target, tmp_path / "out")
 
 
 def test_without_prompts_the_layers_are_never_read(
@@ -162,48 +171,38 @@ def test_without_prompts_the_layers_are_never_read(
 def test_dtype_of_the_checkpoint_is_kept(dtype: torch.dtype, tiny_target: Target, tmp_path: Path) -> None:
     drafter = DRAFTERS["medusa"].from_target(DRAFTERS["medusa"].config_class(kind="medusa"), tiny_target)
     save_drafter(drafter, tmp_path / "checkpoint", dtype)
-    deliver(
-        str(tmp_path / "checkpoint"),
-        "vllm",
-        tiny_target,
-        tmp_path / "out",
-        DeliverySettings(),
-        None,
-        Console(quiet=True),
-    )
+    export_for_vllm(str(tmp_path / "checkpoint"), tiny_target, tmp_path / "out")
     before, after = load_file(tmp_path / "checkpoint/model.safetensors"), load_file(tmp_path / "out/model.safetensors")
     assert all(torch.equal(tensor, before[name]) and tensor.dtype == dtype for name, tensor in after.items())
 
 
-def row(batch_size: int, draft_length: int, speedup: float) -> dict[str, Any]:
-    lossless = {"divergences": 0}
-    return {
-        "batch_size": batch_size,
-        "draft_length": draft_length,
-        "speedup": speedup,
-        "temperature": 0.0,
-        "lossless": lossless,
-    }
-
-
-def test_schedule_by_batch_size() -> None:
-    """The best length at each size, none where drafting does not pay; the first goes into the command itself."""
-    rows = [row(1, 2, 1.2), row(1, 4, 1.5), row(8, 2, 1.1), row(8, 4, 0.9), row(32, 2, 0.8), row(32, 4, 0.5)]
-    assert served_row(rows) == rows[1]
-    assert schedule_of("eagle3", rows) == Schedule(((1, 4), (8, 2), (32, 0)))
-    assert schedule_of("eagle3", rows[2:]) == Schedule(((1, 2), (32, 0)))  # both engines want the first from 1
-    assert schedule_of("medusa", rows) is None  # vLLM cannot change the number of heads
-    assert schedule_of("eagle3", rows[:2]) is None
-
-
-def test_card_names_the_row_that_is_served() -> None:
-    rows = [
-        {**row(1, length, speedup), "mean_acceptance_length": 1 + length / 4}
-        for length, speedup in ((1, 1.1), (3, 1.5))
+def write_rows(folder: Path, rows: list[tuple[int, int, float]]) -> Evaluation:
+    """An evaluation of so many (batch size, draft length, speedup)."""
+    results = [
+        result(0.6, 1.0, length=length, batch_size=size) | {"speedup": speedup} for size, length, speedup in rows
     ]
+    write_results(folder / "evaluation.json", results)
+    return read_evaluation(folder / "evaluation.json")
+
+
+def test_schedule_by_batch_size(tmp_path: Path) -> None:
+    """The best length at each size, none where drafting does not pay; the first goes into the command itself."""
+    rows = [(1, 2, 1.2), (1, 4, 1.5), (8, 2, 1.1), (8, 4, 0.9), (32, 2, 0.8), (32, 4, 0.5)]
+    evaluation = write_rows(tmp_path, rows)
+    assert served_result(evaluation) == evaluation.results[1]
+    assert schedule_of("eagle3", evaluation) == Schedule(((1, 4), (8, 2), (32, 0)))
+    assert schedule_of("medusa", evaluation) is None  # vLLM cannot change the number of heads
+    larger = write_rows(tmp_path, rows[2:])
+    assert schedule_of("eagle3", larger) == Schedule(((1, 2), (32, 0)))  # both engines want the first from 1
+    assert schedule_of("eagle3", write_rows(tmp_path, rows[:2])) is None
+
+
+def test_card_names_the_row_that_is_served(tmp_path: Path) -> None:
+    evaluation = write_rows(tmp_path, [(1, 1, 1.1), (1, 3, 1.5)])
     exported = Exported(Path("out"), "vllm", "eagle3", "me/target", None, None, ("vllm",))
-    found = metadata(exported, {"results": rows})["draftsmith"]
-    assert found == {"target": "me/target", "draft_length": 3, "mean_acceptance_length": 1.75, "speedup": 1.5}
+    length = round(evaluation.results[1].acceptance.mean_acceptance_length, 3)
+    expected = {"target": "me/target", "draft_length": 3, "mean_acceptance_length": length, "speedup": 1.5}
+    assert metadata(exported, evaluation)["draftsmith"] == expected
 
 
 @pytest.mark.parametrize(
@@ -221,26 +220,26 @@ def test_card_says_what_an_engine_made_of_it(
     exported = export_checkpoint(
         save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint"), "vllm", tiny_target, tmp_path / "out"
     )
-    findings = Findings()
+    report = None
     if accepted is not None:
         ours = OutputStats([Stats(4, num_drafts=10, num_accepted_tokens=12)])
         run = EngineRun("vLLM 0", [[1]], Counters(10, 40, accepted))
-        findings.check = EngineReport("medusa", 4, ours, run, LosslessCheck(1, 1, 0, 0))
-    write_card(exported, tmp_path / "checkpoint", {}, findings)
+        report = EngineReport("medusa", 4, ours, run, LosslessCheck(1, 1, 0, 0))
+    write_card(exported, tmp_path / "checkpoint", {}, None, report)
     assert said in (tmp_path / "out/README.md").read_text()
 
 
 def test_a_failed_check_is_on_the_card(
-    tiny_target: Target, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target: Target, prompts: str, tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The directory stays, with what was found; nothing of it is pushed."""
     ours = OutputStats([Stats(4, num_drafts=10, num_accepted_tokens=12)])
     report = EngineReport("medusa", 4, ours, EngineRun("vLLM 0", [[1]], Counters(10, 40, 0)), LosslessCheck(1, 1, 0, 0))
-    monkeypatch.setattr(deliver_module, "check_exported", lambda *_: report)
-    checkpoint, out, hub = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint"), tmp_path / "out", FakeHub()
-    settings = DeliverySettings(prompts, 1, [2], max_new_tokens=4, repeats=1, check="venv", push="me/drafter")
+    monkeypatch.setattr(export_command, "check_exported", lambda *_: report)
+    checkpoint, out = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint"), tmp_path / "out"
+    settings = {"prompts": prompts, "num_prompts": 1, "draft_length": (2,), "max_new_tokens": 4, "repeats": 1}
     with pytest.raises(UserError, match="disagree"):
-        deliver(checkpoint, "vllm", tiny_target, out, settings, hub, Console(quiet=True))
+        export_for_vllm(checkpoint, tiny_target, out, **settings, check="venv", push="me/drafter")
     assert "**disagrees with** draftsmith" in (out / "README.md").read_text()
     assert not hub.repos
 
@@ -280,7 +279,7 @@ if settings:
 else:  # without the drafter: two and a half times as slow
     for request in answer["timed"]:
         request.update(seconds=2.5 * request["seconds"], num_drafts=0)
-json.dump({{"version": "0", **answer}}, open(sys.argv[3], "w"))
+json.dump({{"version": "vLLM 0", **answer}}, open(sys.argv[3], "w"))
 """
 
 
@@ -298,9 +297,6 @@ def fake_venv(folder: Path, answer: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("change", ["none", "counters", "text"])
 def test_disagreement_is_found(change: str, tiny_target: Target, tmp_path: Path) -> None:
     """Our own answers in the engine's mouth agree; one wrong token or a few percent of acceptance do not."""
-    from draftsmith.inference import SpeculativeDecoder
-    from draftsmith.models import load_drafter
-
     drafter = load_drafter("ngram", tiny_target)
     prompts = [tiny_target.encode(prompt) for prompt in PROMPTS]
     output = SpeculativeDecoder(tiny_target, drafter).generate(prompts, max_new_tokens=40, draft_length=2)
@@ -312,7 +308,7 @@ def test_disagreement_is_found(change: str, tiny_target: Target, tmp_path: Path)
             "num_drafts": total.num_drafts,
             "num_draft_tokens": total.num_draft_tokens,
             "num_accepted_tokens": total.num_accepted_tokens if change != "counters" else 0,
-            "num_accepted_tokens_per_pos": [1, 0],
+            "accepted_per_position": [1, 0],
         },
         "timed": [{"seconds": 0.02, "num_tokens": 10, "num_drafts": 5}] * len(prompts),
     }
@@ -322,16 +318,44 @@ def test_disagreement_is_found(change: str, tiny_target: Target, tmp_path: Path)
     venv = fake_venv(tmp_path / "venv", answer)
     report = check_engine(str(venv), settings, drafter, tiny_target, prompts, 40)
     assert report.agrees == (change == "none")
-    assert report.row()["agrees"] == report.agrees
+    assert to_json(report)["agrees"] == report.agrees
     assert report.texts.identical == (0 if change == "text" else len(prompts))
-    row = add_speed(report, venv, tiny_target, prompts, 40).row()["speed"]
+    row = to_json(add_speed(report, venv, tiny_target, prompts, 40))["speed"]
     assert row["measured_speedup"] == pytest.approx(2.5)
     assert row["forecast_speedup"] == pytest.approx(row["acceptance_length"] * 5 / 4)
 
 
+class SpeculatingServer(FakeServer):
+    """A vLLM at an address, whose page counts two drafts of two tokens, one of them accepted, for each answer."""
+
+    counts = {"drafts": 2, "draft_tokens": 4, "accepted_tokens": 1}
+
+    def get(self, path: str) -> dict | str:
+        lines = [f"vllm:spec_decode_num_{name}_total {7 + n * len(self.asked)}" for name, n in self.counts.items()]
+        return {"/metrics": "\n".join(lines) + "\n", "/version": {"version": "0"}}.get(path, super().get(path))
+
+
+def test_an_engine_at_an_address(tiny_target: Target) -> None:
+    """What it counted before the check, and for others, is not its own; one that drafts nothing is told so."""
+    server, drafter = SpeculatingServer(tiny_target, "vllm"), load_drafter("ngram", tiny_target)
+    prompts = [tiny_target.encode(prompt) for prompt in PROMPTS]
+    settings = {"method": "ngram", "num_speculative_tokens": 2}
+    report = check_engine(server.url, settings, drafter, tiny_target, prompts, 10)
+    assert report.engine.version == "vLLM 0"
+    assert report.engine.counters == Counters(8, 16, 4)
+    assert report.texts.identical == len(prompts)
+    server.counts = {"drafts": 0}
+    with pytest.raises(UserError, match="drafted nothing"):
+        check_engine(server.url, settings, drafter, tiny_target, prompts, 10)
+    server.models = []
+    with pytest.raises(UserError, match="answers as no vLLM does"):
+        check_engine(server.url, settings, drafter, tiny_target, prompts, 10)
+    server.close()
+
+
 def test_no_environment(tiny_target: Target, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no bin/python there"):
-        engine_check.run_venv(tmp_path, None, tiny_target, [[1, 2]], 4)
+        run_environment(tmp_path, None, tiny_target, [[1, 2]], 4)
 
 
 WORKER = "(Worker pid=31475) ERROR 11-21 17:44:45 [multiproc_executor.py:1063] "
@@ -417,7 +441,7 @@ def test_quantised_checkpoint_is_not_exported_as_such(tiny_target: Target, tmp_p
     tensors = load_file(checkpoint / "model.safetensors")
     save_file({name: tensor.to(torch.int8) for name, tensor in tensors.items()}, checkpoint / "model.safetensors")
     with pytest.raises(UserError, match="floating-point"):
-        deliver(str(checkpoint), "vllm", tiny_target, tmp_path / "out", DeliverySettings(), None, Console(quiet=True))
+        export_for_vllm(str(checkpoint), tiny_target, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

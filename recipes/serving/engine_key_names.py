@@ -1,15 +1,15 @@
-"""What each engine loads of a drafter's directory, as data; loader_check.py holds a directory against it.
+"""The names under which vLLM and SGLang load a drafter: tensors with their shapes, and keys of config.json.
 
-Read in the released sources of vLLM 0.32.0 and SGLang 0.5.23. `pytest -m engine` holds vLLM's for EAGLE-3 against the
-engine, and SGLang's against its source. Engines are lenient where it hurts: of an EAGLE-3 drafter vLLM leaves a missing
-tensor at random and drops an unknown bias, SGLang drops everything unknown, neither with a word, and drafts are then
-never accepted.
+Read in the released sources of vLLM 0.32.0 and SGLang 0.5.23; layout_check.py holds a directory against them.
+`pytest -m engine` holds vLLM's rules for EAGLE-3 against the engine, and SGLang's against its source. Engines are
+lenient where it hurts: of an EAGLE-3 drafter vLLM leaves a missing tensor at random and drops an unknown bias, SGLang
+drops everything unknown, neither with a word, and drafts are then never accepted.
 
 Sizes in shapes: H width of the drafter, T of the target, A layers read, N query heads, K key-value heads, D head width,
 I inner width, V target vocabulary, R draft vocabulary.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from draftsmith.models.errors import UserError
 
 VLLM, SGLANG = "vLLM 0.32.0", "SGLang 0.5.23"  # another version may load otherwise: read it, then change the rules
 
+# --- tensors: name -> shape
+
 LAYER = {
     "layers.0.post_attention_layernorm.weight": "H",
     "layers.0.self_attn.o_proj.weight": "H N*D",
@@ -27,14 +29,12 @@ LAYER = {
     "layers.0.mlp.up_proj.weight": "I H",
     "layers.0.mlp.down_proj.weight": "H I",
 }
-EAGLE = {
-    **LAYER,
-    "fc.weight": "H 2*T",
-    "fc.bias": "H",
+ATTENTION = {
     "layers.0.self_attn.q_proj.weight": "N*D H",
     "layers.0.self_attn.k_proj.weight": "K*D H",
     "layers.0.self_attn.v_proj.weight": "K*D H",
 }
+EAGLE = {**LAYER, **ATTENTION, "fc.weight": "H 2*T", "fc.bias": "H"}
 EAGLE3 = {
     **LAYER,
     "fc.weight": "H A*T",
@@ -46,41 +46,12 @@ EAGLE3 = {
     "norm.weight": "H",
     "lm_head.weight": "R H",
 }
-DEEPER = {  # of P-EAGLE, behind EAGLE-3's layer
-    **LAYER,
-    "layers.0.input_layernorm.weight": "H",
-    "layers.0.self_attn.q_proj.weight": "N*D H",
-    "layers.0.self_attn.k_proj.weight": "K*D H",
-    "layers.0.self_attn.v_proj.weight": "K*D H",
-}
 P_EAGLE = {**EAGLE3, "mask_hidden": "1 1 A*T"}
-TABLES = {"d2t": "R", "t2d": "V"}  # of a reduced draft vocabulary, and only of one
+P_EAGLE_LATER_LAYER = {**LAYER, **ATTENTION, "layers.0.input_layernorm.weight": "H"}  # the first one is EAGLE-3's
+TABLES = {"d2t": "R", "t2d": "V"}  # only where the draft vocabulary is a reduced one
 DTYPES = {"d2t": torch.int64, "t2d": torch.bool, "token_map": torch.int64}
 
-
-@dataclass(frozen=True)
-class Rules:
-    """How one engine treats the files of one kind of drafter.
-
-    A directory is refused for whatever does not fit; `missing` and `unexpected` tell what would have happened.
-    """
-
-    engine: str
-    method: str  # what the serving command must name
-    architecture: str | None  # what config.json must name; None: any causal language model
-    tensors: dict[str, str]  # name -> shape; empty: what config.json tells (Medusa) or transformers makes of it
-    required: dict[
-        str, type
-    ]  # keys of config.json, and what they hold: with none, each engine has a default of its own
-    fixed: dict[str, Any]  # keys with the one value that this engine and our training agree on
-    missing: str  # what becomes of a tensor that is not there
-    unexpected: str  # what becomes of one that the engine does not know
-    dropped: tuple[str, ...] = ()  # unknown names that are dropped without a word, where others are refused
-    optional: dict[str, str] = field(default_factory=dict)  # tensors that may be there, as `tensors`
-    off: tuple[str, ...] = ()  # flags that must be false or missing: the engine computes something else with them
-    parallel_drafting: bool = False  # vLLM's setting for drafters that draft all tokens in one pass
-    ignored: tuple[str, ...] = ()  # known names that the engine passes over: zeros are the same there
-
+# --- keys of config.json: required ones with their types, and those with the one value that engine and training share
 
 EAGLE_KEYS: dict[str, type] = {
     "hidden_size": int,  # LlamaConfig's defaults, those of Llama 7B, stand in for every size that is not there
@@ -129,76 +100,108 @@ MEDUSA_KEYS: dict[str, type] = {
     "original_lm_head": bool,  # one output matrix for all heads; default: one for each
 }
 MEDUSA_FIXED = {"model_type": "medusa", "medusa_fc_bias": True}  # default: no biases
+
+# --- rules
+
 RANDOM = "would stay random, without a word"
 DROPPED = "would be dropped without a word"
 REFUSED = "would be refused"
 
-RULES = {
-    ("vllm", "eagle3"): Rules(
-        VLLM,
-        "eagle3",
-        "LlamaForCausalLMEagle3",
-        EAGLE3,
-        VLLM_EAGLE3_KEYS,
-        EAGLE_FIXED,
-        RANDOM,
-        REFUSED,
-        ("*.bias",),
-        {OWN_EMBEDDING: "V H"},
-        off=EAGLE3_OFF,
-    ),
-    ("sglang", "eagle3"): Rules(
-        SGLANG,
-        "EAGLE3",
-        "LlamaForCausalLMEagle3",
-        EAGLE3,
-        EAGLE3_KEYS,
-        EAGLE3_FIXED,
-        RANDOM,
-        DROPPED,
-        off=EAGLE3_OFF,
-    ),
-    ("vllm", "eagle"): Rules(
-        VLLM,
-        "eagle",
-        "LlamaForCausalLM",
-        EAGLE,
-        EAGLE_KEYS,
-        EAGLE_FIXED,
-        RANDOM,
-        REFUSED,
-        ("*.bias",),
-        off=EAGLE_OFF,
-        ignored=("fc.bias",),
-    ),
-    ("sglang", "eagle"): Rules(
-        SGLANG,
-        "EAGLE",
-        "LlamaForCausalLMEagle",
-        EAGLE,
-        EAGLE_KEYS,
-        EAGLE_FIXED,
-        RANDOM,
-        DROPPED,
-        ("lm_head.*",),
-        off=EAGLE_OFF,
-    ),
-    ("vllm", "p_eagle"): Rules(
-        VLLM,
-        "eagle3",
-        "LlamaForCausalLMEagle3",  # PEagleDraftModel and PeagleLlamaForCausalLM are other names of the same class
-        P_EAGLE,
-        P_EAGLE_KEYS,
-        P_EAGLE_FIXED,
-        RANDOM,
-        REFUSED,
-        ("*.bias",),
-        off=EAGLE3_OFF,
-        parallel_drafting=True,
-    ),
-    ("vllm", "medusa"): Rules(VLLM, "medusa", "MedusaModel", {}, MEDUSA_KEYS, MEDUSA_FIXED, REFUSED, DROPPED),
-    ("vllm", "draft_model"): Rules(VLLM, "draft_model", None, {}, {"vocab_size": int}, {}, REFUSED, REFUSED),
-    ("sglang", "draft_model"): Rules(SGLANG, "STANDALONE", None, {}, {"vocab_size": int}, {}, RANDOM, DROPPED),
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderRules:
+    """How one engine treats the files of one kind of drafter.
+
+    A directory is refused for whatever does not fit; `missing` and `unexpected` tell what would have happened.
+    """
+
+    engine: str
+    method: str  # what the serving command must name
+    architecture: str | None = None  # what config.json must name; None: any causal language model
+    tensors: dict[str, str] = field(default_factory=dict)  # none: as config.json (Medusa) or transformers tells
+    optional_tensors: dict[str, str] = field(default_factory=dict)
+    required: dict[str, type]  # for a key that is not there each engine has a default of its own
+    fixed: dict[str, Any] = field(default_factory=dict)
+    off: tuple[str, ...] = ()  # flags that must be false or missing: the engine computes something else with them
+    missing: str = RANDOM  # what becomes of a tensor that is not there
+    unexpected: str = DROPPED  # what becomes of one that the engine does not know
+    dropped: tuple[str, ...] = ()  # unknown names that are dropped without a word, where others are refused
+    ignored: tuple[str, ...] = ()  # known names that the engine passes over: only zeros change nothing
+    parallel_drafting: bool = False  # vLLM's setting for drafters that draft all tokens in one pass
+
+
+VLLM_EAGLE = LoaderRules(
+    engine=VLLM,
+    method="eagle",
+    architecture="LlamaForCausalLM",
+    tensors=EAGLE,
+    required=EAGLE_KEYS,
+    fixed=EAGLE_FIXED,
+    off=EAGLE_OFF,
+    unexpected=REFUSED,
+    dropped=("*.bias",),
+    ignored=("fc.bias",),
+)
+VLLM_EAGLE3 = LoaderRules(
+    engine=VLLM,
+    method="eagle3",
+    architecture="LlamaForCausalLMEagle3",
+    tensors=EAGLE3,
+    optional_tensors={OWN_EMBEDDING: "V H"},
+    required=VLLM_EAGLE3_KEYS,
+    fixed=EAGLE_FIXED,
+    off=EAGLE3_OFF,
+    unexpected=REFUSED,
+    dropped=("*.bias",),
+)
+VLLM_P_EAGLE = replace(  # PEagleDraftModel and PeagleLlamaForCausalLM are other names of EAGLE-3's class
+    VLLM_EAGLE3,
+    tensors=P_EAGLE,
+    optional_tensors={},
+    required=P_EAGLE_KEYS,
+    fixed=P_EAGLE_FIXED,
+    parallel_drafting=True,
+)
+VLLM_MEDUSA = LoaderRules(
+    engine=VLLM,
+    method="medusa",
+    architecture="MedusaModel",
+    required=MEDUSA_KEYS,
+    fixed=MEDUSA_FIXED,
+    missing=REFUSED,
+)
+VLLM_DRAFT_MODEL = LoaderRules(
+    engine=VLLM, method="draft_model", required={"vocab_size": int}, missing=REFUSED, unexpected=REFUSED
+)
+SGLANG_EAGLE = LoaderRules(
+    engine=SGLANG,
+    method="EAGLE",
+    architecture="LlamaForCausalLMEagle",
+    tensors=EAGLE,
+    required=EAGLE_KEYS,
+    fixed=EAGLE_FIXED,
+    off=EAGLE_OFF,
+)
+SGLANG_EAGLE3 = LoaderRules(
+    engine=SGLANG,
+    method="EAGLE3",
+    architecture="LlamaForCausalLMEagle3",
+    tensors=EAGLE3,
+    required=EAGLE3_KEYS,
+    fixed=EAGLE3_FIXED,
+    off=EAGLE3_OFF,
+)
+SGLANG_DRAFT_MODEL = LoaderRules(engine=SGLANG, method="STANDALONE", required={"vocab_size": int})
+
+LOADER_RULES = {
+    ("vllm", "eagle"): VLLM_EAGLE,
+    ("vllm", "eagle3"): VLLM_EAGLE3,
+    ("vllm", "p_eagle"): VLLM_P_EAGLE,
+    ("vllm", "medusa"): VLLM_MEDUSA,
+    ("vllm", "draft_model"): VLLM_DRAFT_MODEL,
+    ("sglang", "eagle"): SGLANG_EAGLE,
+    ("sglang", "eagle3"): SGLANG_EAGLE3,
+    ("sglang", "draft_model"): SGLANG_DRAFT_MODEL,
 }
 UNSERVED = {
     ("vllm", "medusa"): "vLLM serves Medusa heads up to 0.32.0 only: 0.33.0 dropped them",
@@ -212,28 +215,21 @@ UNSERVED = {
 SHIFTED_ONLY_FROM_1 = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # targets whose nested ids SGLang counts so
 
 
-def rules_for(engine: str, kind: str) -> Rules:
-    """The rules of an engine for a kind; `UserError` with the reason where it serves none of that kind."""
-    rules = RULES.get((engine, kind))
+def rules_for(engine: str, kind: str) -> LoaderRules:
+    """Return the rules of an engine for a kind of drafter. Raises `UserError` with the reason where it serves none."""
+    rules = LOADER_RULES.get((engine, kind))
     if rules is None:
         reason = UNSERVED.get((engine, kind), f"{engine} serves no {kind} drafters")
         raise UserError(f"{reason}; export for another engine, or train another kind")
     return rules
 
 
-def speculative_config(kind: str, model: str, draft_length: int) -> dict[str, Any]:
-    """What vLLM is told of a drafter, `model` being its directory or its name on the Hub."""
-    rules = rules_for("vllm", kind)
-    parallel = {"parallel_drafting": True} if rules.parallel_drafting else {}
-    return {"method": rules.method, "model": model, "num_speculative_tokens": draft_length, **parallel}
-
-
 # --- names of directories and on the Hub
 
 
 def guessed_method(path: str) -> str | None:
-    """The method that vLLM reads out of a drafter's path, in its order; None where it looks into config.json."""
-    words = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+    """Return the method that vLLM reads out of a drafter's path; None where it looks into config.json."""
+    words = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}  # in vLLM's order
     return next((method for word, method in words.items() if word in path.lower()), None)
 
 

@@ -1,0 +1,101 @@
+"""`draftsmith export` from end to end: write, measure what was written, say how to serve it, try it, push it."""
+
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from rich.console import Console
+
+from draftsmith.data.prompts.prompts import read_prompt_set
+from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
+from draftsmith.inference.measuring.results import Evaluation, read_evaluation
+from draftsmith.models import Target, load_drafter
+from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.files import write_json
+from draftsmith.models.typed_json import to_json
+from draftsmith.recipes.configs.command_settings import ExportSettings
+from draftsmith.recipes.evaluation.comparison import compare
+from draftsmith.recipes.reports.printing import print_evaluations
+from draftsmith.recipes.serving.engine_check import EngineReport, add_speed, check_engine, print_reports
+from draftsmith.recipes.serving.export import WEIGHT_FILES, Exported, export_checkpoint
+from draftsmith.recipes.serving.model_card import schedule_of, served_result, write_card
+from draftsmith.recipes.serving.serve_commands import speculative_config, write_scripts
+
+DRAFT_LENGTH = 4  # where nothing is measured or asked for
+
+
+def export(settings: ExportSettings, target: Target, console: Console) -> Exported:
+    """Export a checkpoint and do what the settings ask for.
+
+    Raises `UserError`: before anything is written for what cannot be done; at the end where `check` found that the
+    engine and draftsmith disagree, in which case nothing is pushed.
+    """
+    if settings.check and not settings.prompts:
+        raise UserError("--check needs --prompts to decode")
+    if len(settings.draft_length) > 1 and not settings.prompts:
+        raise UserError("several --draft-length need --prompts to choose between them")
+    if settings.check and settings.engine in WEIGHT_FILES:
+        raise UserError(f"--check: no engine serves the layout of {settings.engine}")
+    prompts = None
+    if settings.prompts:
+        prompts = read_prompt_set(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
+    out = settings.out
+    exported = export_checkpoint(settings.checkpoint, settings.engine, target, out, settings.push)
+    evaluation = report = schedule = None
+    draft_length = settings.draft_length[0] if settings.draft_length else DRAFT_LENGTH
+    if prompts:
+        evaluation = measure_exported(exported, target, prompts, settings, console)
+        draft_length = served_result(evaluation).setting.draft_length
+        schedule = schedule_of(exported.kind, evaluation)
+    commands = write_scripts(exported, settings.push or str(out), draft_length, schedule)
+    console.print(f"wrote {out}", soft_wrap=True, highlight=False)
+    for name, command in commands.items():
+        console.print(f"{name}: {command}", soft_wrap=True, highlight=False)
+    if settings.check and prompts:
+        report = check_exported(exported, settings.check, target, prompts, draft_length, settings.max_new_tokens)
+        print_reports([report], console)
+    write_card(exported, Path(settings.checkpoint), commands, evaluation, report)
+    if report and not report.agrees:
+        raise UserError(f"the engine and draftsmith disagree: see {out / 'engine_check.json'}")
+    if settings.push:
+        push(out, settings.push)
+        console.print(f"pushed to {settings.push}", highlight=False)
+    return exported
+
+
+def measure_exported(
+    exported: Exported, target: Target, prompts: PromptSet, settings: ExportSettings, console: Console
+) -> Evaluation:
+    """Measure acceptance and speed of the directory as it lies there; print them and write its evaluation.json."""
+    longest = exported.max_draft_length or 5
+    lengths = settings.draft_length or range(1, min(longest, 5) + 1)
+    grid = [
+        MeasureSettings(batch_size=size, draft=length, max_new_tokens=settings.max_new_tokens, repeats=settings.repeats)
+        for size in settings.batch_size
+        for length in lengths
+    ]
+    print_evaluations(compare(target, [str(exported.directory)], [prompts], grid, exported.directory), console)
+    return read_evaluation(exported.directory / "evaluation.json")
+
+
+def check_exported(
+    exported: Exported, engine: str, target: Target, prompts: PromptSet, draft_length: int, max_new_tokens: int
+) -> EngineReport:
+    """Let an engine serve the directory, and an environment the bare target too; write its engine_check.json."""
+    draft_length = min(draft_length, exported.max_draft_length or draft_length)
+    settings = speculative_config(exported.kind, str(exported.directory.resolve()), draft_length)
+    drafter = load_drafter(exported.directory, target)
+    report = check_engine(engine, settings, drafter, target, prompts.token_ids, max_new_tokens)
+    if not engine.startswith("http"):
+        report = add_speed(report, Path(engine), target, prompts.token_ids, max_new_tokens)
+    write_json(exported.directory / "engine_check.json", to_json(report))
+    return report
+
+
+def push(directory: Path, name: str) -> None:
+    """Upload an exported directory as the model `name` on the Hub. Raises `UserError` where the Hub refuses."""
+    api = HfApi()
+    try:
+        api.create_repo(name, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=str(directory), commit_message="A drafter, exported by draftsmith")
+    except (OSError, ValueError) as error:  # HfHubHTTPError is an OSError
+        raise UserError(f"--push {name}: {first_line(error)}") from None

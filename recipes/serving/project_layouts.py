@@ -1,0 +1,114 @@
+"""The layouts of other projects: speculators' format, and those that EAGLE's and Medusa's authors load."""
+
+from dataclasses import replace
+
+from draftsmith.models import Checkpoint, Target
+from draftsmith.models.drafting.base import OWN_EMBEDDING
+from draftsmith.models.errors import UserError
+from draftsmith.recipes.serving.layout_check import default_layers
+
+# fmt: off
+SPECULATORS_LAYER_KEYS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias",
+    "tie_word_embeddings", "vocab_size", "max_position_embeddings", "rope_parameters",
+)
+# fmt: on
+SPECULATORS_KEYS = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", "dtype")
+NOT_SAFEAILAB = (
+    "target_hidden_size",
+    "eagle_aux_hidden_state_layer_ids",
+    "eagle_config",
+    "num_aux_hidden_states",
+    "draftsmith",
+)
+
+
+def in_project_layout(project: str, files: Checkpoint, target: Target) -> Checkpoint:
+    """Return a checkpoint in the layout of a project. Raises `UserError` for what that layout cannot hold."""
+    layouts = {
+        "speculators": in_speculators_layout,
+        "safeailab": in_safeailab_layout,
+        "fasterdecoding": in_fasterdecoding_layout,
+    }
+    return layouts[project](files, target)
+
+
+def refuse_other_kinds(files: Checkpoint, layout: str, *kinds: str) -> None:
+    """Raise `UserError` for a drafter of a kind that a layout does not hold."""
+    if files.kind not in kinds:
+        raise UserError(f"{layout} has no {files.kind} drafters (it has {', '.join(kinds)}): export for vllm")
+
+
+def in_speculators_layout(files: Checkpoint, target: Target) -> Checkpoint:
+    """Return EAGLE-3 in the format of vllm-project/speculators 0.9.0."""
+    refuse_other_kinds(files, "the speculators format", "eagle3")
+    return replace(
+        files,
+        config={
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": {key: files.config[key] for key in SPECULATORS_LAYER_KEYS},
+            **{key: files.config[key] for key in SPECULATORS_KEYS},
+            "norm_before_residual": files.config["norm_before_residual"],  # vLLM takes a missing key for True
+            "norm_before_fc": False,
+            "norm_output": False,
+            "embed_requires_grad": False,
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
+                "verifier": {"name_or_path": target.name, "architectures": target.model.config.architectures},
+            },
+        },
+    )
+
+
+def in_safeailab_layout(files: Checkpoint, target: Target) -> Checkpoint:
+    """Return EAGLE as SafeAILab's own code loads it: without layer ids and `target_hidden_size`."""
+    refuse_other_kinds(files, "SafeAILab's layout", "eagle3", "eagle")
+    is_eagle3, tensors = files.kind == "eagle3", files.tensors
+    if is_eagle3:
+        refuse_other_eagle3(files, target)
+        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    config = {key: value for key, value in files.config.items() if key not in NOT_SAFEAILAB}
+    config["architectures"] = ["LlamaForCausalLMEagle3" if is_eagle3 else "LlamaForCausalLM"]
+    return replace(files, config=config, tensors=tensors)
+
+
+def refuse_other_eagle3(files: Checkpoint, target: Target) -> None:
+    """Raise `UserError` for an EAGLE-3 drafter that SafeAILab's code would compute otherwise, or not load."""
+    ids, reference = files.config["eagle_aux_hidden_state_layer_ids"], default_layers(target.num_layers)
+    if ids != reference:
+        raise UserError(f"SafeAILab's code reads the layers {reference}, but this drafter was trained on {ids}")
+    if files.config["norm_before_residual"] or OWN_EMBEDDING in files.tensors:
+        raise UserError(
+            "SafeAILab's layout has no norm_before_residual and shares the target's embedding: export for vllm"
+        )
+    if files.config["hidden_size"] != target.hidden_size:
+        raise UserError("SafeAILab's code cannot load a drafter of another width than the target's")
+
+
+def in_fasterdecoding_layout(files: Checkpoint, target: Target) -> Checkpoint:
+    """Return Medusa heads as FasterDecoding's own code loads them, which repeats one block in each head."""
+    refuse_other_kinds(files, "FasterDecoding's layout", "medusa")
+    num_heads, num_layers = files.config["num_heads"], files.config["num_hidden_layers"]
+    if files.config["original_lm_head"] or "token_map" in files.tensors:
+        raise UserError("FasterDecoding's code has a whole output matrix for each head: export for vllm")
+    if num_layers != 1:
+        raise UserError(
+            f"these heads have {num_layers} blocks each, which FasterDecoding's code would load as one block repeated: "
+            "export for vllm"
+        )
+    tensors = {}
+    for head in range(num_heads):
+        for part in ("weight", "bias"):
+            tensors[f"{head}.0.linear.{part}"] = files.tensors[f"blocks.{head}.layers.0.{part}"]
+        tensors[f"{head}.1.weight"] = files.tensors[f"lm_heads.{head}.weight"]
+    config = {
+        "medusa_num_heads": num_heads,
+        "medusa_num_layers": num_layers,
+        "base_model_name_or_path": target.name,
+        "torch_dtype": files.config["torch_dtype"],
+    }
+    return replace(files, config=config, tensors=tensors)

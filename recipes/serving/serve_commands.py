@@ -1,0 +1,98 @@
+"""The commands that serve a target with an exported drafter, and the scripts that hold them."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from draftsmith.inference.decoding.schedule import Schedule, for_sglang, for_vllm
+from draftsmith.models.files import write_json
+from draftsmith.recipes.serving.engine_key_names import VLLM, rules_for
+from draftsmith.recipes.serving.export import PLUGIN, Exported
+from draftsmith.recipes.serving.vllm_medusa import MedusaProposer
+
+SGLANG_ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms whose draft length SGLang can change
+SGLANG_SCHEDULE = "sglang_schedule.json"
+
+
+def speculative_config(kind: str, model: str, draft_length: int) -> dict[str, Any]:
+    """Return what vLLM is told of a drafter, `model` being its directory or its name on the Hub."""
+    rules = rules_for("vllm", kind)
+    parallel = {"parallel_drafting": True} if rules.parallel_drafting else {}
+    return {"method": rules.method, "model": model, "num_speculative_tokens": draft_length, **parallel}
+
+
+def plugin_config(draft_length: int) -> dict[str, Any]:
+    """Return what vLLM is told of the plug-in that serves Medusa heads."""
+    name = f"{PLUGIN.stem}.{MedusaProposer.__name__}"
+    return {"method": "custom_class", "model": name, "num_speculative_tokens": draft_length}
+
+
+def serve_command(
+    exported: Exported, engine: str, where: str, draft_length: int, schedule: Schedule | None = None
+) -> str:
+    """Return the shell command that serves the target with the drafter at `where`: a directory, or a name on the Hub.
+
+    A schedule that speculates at all sets the draft length for vLLM by the number of running requests, and its longest
+    one in place of `draft_length`. SGLang reads a schedule from a file, which a command for a name on the Hub lacks.
+    """
+    if schedule and not schedule.longest:
+        schedule = None
+    draft_length = at_most_drafted(exported, draft_length)
+    if engine == "sglang":
+        return shlex.join(sglang_words(exported, where, draft_length, schedule))
+    settings = speculative_config(exported.kind, where, schedule.longest if schedule else draft_length)
+    if schedule:
+        settings["num_speculative_tokens_per_batch_size"] = for_vllm(schedule)
+    return shlex.join(["vllm", "serve", exported.target, "--speculative-config", json.dumps(settings)])
+
+
+def sglang_words(exported: Exported, where: str, draft_length: int, schedule: Schedule | None) -> list[str]:
+    """Return the words of SGLang's command."""
+    method = rules_for("sglang", exported.kind).method
+    words = ["python", "-m", "sglang.launch_server", "--model-path", exported.target]
+    words += ["--speculative-algorithm", method, "--speculative-draft-model-path", where]
+    if schedule and method in SGLANG_ADAPTIVE and Path(where).is_dir():
+        draft_length = schedule.longest
+        words += ["--speculative-adaptive", "--speculative-adaptive-config", str(Path(where) / SGLANG_SCHEDULE)]
+    words += ["--speculative-num-steps", str(draft_length), "--speculative-eagle-topk", "1"]
+    return [*words, "--speculative-num-draft-tokens", str(draft_length + 1)]
+
+
+def plugin_command(exported: Exported, where: str, draft_length: int) -> str:
+    """Return the command of the plug-in, which vLLM imports from a folder.
+
+    Where `where` is a name on the Hub, it must be run in a copy of the directory.
+    """
+    folder = where if Path(where).is_dir() else "."
+    settings = json.dumps(plugin_config(at_most_drafted(exported, draft_length)))
+    return shlex.join(
+        ["env", f"PYTHONPATH={folder}", "vllm", "serve", exported.target, "--speculative-config", settings]
+    )
+
+
+def at_most_drafted(exported: Exported, draft_length: int) -> int:
+    """Return a draft length, cut to the longest that the drafter can propose."""
+    return min(draft_length, exported.max_draft_length or draft_length)
+
+
+def write_scripts(
+    exported: Exported, where: str, draft_length: int, schedule: Schedule | None = None
+) -> dict[str, str]:
+    """Write serve_vllm.sh, serve_sglang.sh for the engines that serve the directory; return engine -> command.
+
+    serve_vllm_plugin.sh serves Medusa heads with a vLLM newer than 0.32. Paths in commands are as they were given, so a
+    script goes to where they hold, unless it is made for a name on the Hub.
+    """
+    here = f"cd {shlex.quote(str(Path.cwd()))} || exit\n" if Path(where).is_dir() else ""
+    commands = {engine: serve_command(exported, engine, where, draft_length, schedule) for engine in exported.served_by}
+    if (exported.directory / PLUGIN.name).is_file():
+        commands["vllm_plugin"] = plugin_command(exported, where, draft_length)
+    if schedule is not None and SGLANG_SCHEDULE in commands.get("sglang", ""):
+        write_json(exported.directory / SGLANG_SCHEDULE, for_sglang(schedule))
+    for engine, command in commands.items():
+        script = exported.directory / f"serve_{engine}.sh"
+        version = VLLM if engine == "vllm_plugin" else rules_for(engine, exported.kind).engine
+        script.write_text(f"#!/bin/sh\n# checked against the loader rules of {version}\n{here}exec {command}\n")
+        script.chmod(0o755)
+    return commands

@@ -1,0 +1,124 @@
+"""Prompts decoded by a real vLLM: one that is started in a virtual environment, or one that runs at an address."""
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftsmith.models import Target
+from draftsmith.models.errors import UserError
+from draftsmith.models.typed_json import from_json
+from draftsmith.recipes.serving.engine_speed import TimedRequest
+from draftsmith.recipes.serving.vllm_counters import Counters, read_counters, vllm_at
+
+SCRIPT = Path(__file__).with_name("vllm_script.py")
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONSAFEPATH": "1",  # modules of this folder are not what vLLM means by their names
+}
+REQUEST_TIMEOUT = 300.0  # seconds
+LOGGED = re.compile(r"(\(\w+ pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?(.*)")  # process, message
+ERROR = re.compile(r"[\w.]*(?:Error|Exception)(?:: |$)")
+WRAPPED = "root cause"  # in errors that only point to another one
+PYDANTIC = re.compile(r"\d+ validation errors? for ")
+
+
+@dataclass
+class EngineRun:
+    """What an engine generated for the prompts, and what it counted meanwhile."""
+
+    version: str
+    token_ids: list[list[int]]
+    counters: Counters
+    timed: list[TimedRequest] = field(default_factory=list)  # the prompts again, one by one; none from an address
+
+
+def run_environment(
+    folder: Path,
+    settings: dict[str, Any] | None,
+    target: Target,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    plugins: Path | None = None,
+) -> EngineRun:
+    """Decode with the vLLM of a virtual environment, in the target's precision. `settings` None: without a drafter.
+
+    It decodes all prompts at once, which is counted, then each of them alone, which is timed. `plugins`: a folder from
+    which vLLM imports what the settings name. Raises `UserError` where there is no vLLM, or where it fails.
+    """
+    python = folder / "bin" / "python"
+    if not python.is_file():
+        raise UserError(f"--check {folder}: no bin/python there: give an environment with vLLM, or an http address")
+    longest = max(map(len, prompts)) + max_new_tokens + 16
+    job = {
+        "llm": {
+            "model": str(Path(target.name).resolve()) if Path(target.name).is_dir() else target.name,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "max_model_len": min(longest, target.context),
+            "enforce_eager": True,
+            "seed": 0,
+            "speculative_config": settings,
+        },
+        "sampling": {"temperature": 0.0, "max_tokens": max_new_tokens},
+        "prompts": prompts,
+    }
+    # PYTHONPATH is for our interpreter; the rest may be needed to find compilers and devices
+    variables = ENVIRONMENT | {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if plugins:
+        variables["PYTHONPATH"] = str(plugins.resolve())
+    with tempfile.TemporaryDirectory() as temporary:
+        asked, answer = Path(temporary) / "job.json", Path(temporary) / "run.json"
+        asked.write_text(json.dumps(job))
+        command = [str(python), str(SCRIPT), str(asked), str(answer)]
+        process = subprocess.run(command, env=variables, capture_output=True, text=True)
+        if process.returncode:
+            raise UserError(f"vLLM in {folder} failed: {root_cause(process.stdout, process.stderr)}")
+        return from_json(EngineRun, json.loads(answer.read_text()))
+
+
+def run_address(url: str, prompts: list[list[int]], max_new_tokens: int) -> EngineRun:
+    """Send the prompts, one by one, to a running vLLM; what it counted is the difference of two readings.
+
+    Raises `UserError` where it cannot be reached, refuses or is none.
+    """
+    server = vllm_at(url, REQUEST_TIMEOUT)
+    before = read_counters(server)
+    request = {"max_tokens": max_new_tokens, "temperature": 0, "return_token_ids": True}
+    try:
+        request["model"] = server.json("/v1/models")["data"][0]["id"]
+        answers = [server.json("/v1/completions", {**request, "prompt": prompt}) for prompt in prompts]
+        token_ids = [answer["choices"][0]["token_ids"] for answer in answers]
+        version = server.json("/version").get("version", "unknown")
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{server.name} answers as no vLLM does ({type(error).__name__}: {error}): {server.mend}"
+        ) from None
+    return EngineRun(f"vLLM {version}", token_ids, read_counters(server) - before)
+
+
+def root_cause(stdout: str, stderr: str) -> str:
+    """Return the error that a failed vLLM died of, in one line.
+
+    Its processes log their tracebacks to stdout, the one that fails first; those that wait for it then raise errors
+    of their own, in the end that of the main process on stderr. An error of the settings stands on stderr alone.
+    """
+    for text in (stdout, stderr):
+        errors: dict[str, str] = {}  # process -> the last error that it logged
+        lines = text.splitlines()
+        for number, line in enumerate(lines):
+            match = LOGGED.fullmatch(line)
+            assert match is not None
+            process, message = match.groups(default="")
+            if ERROR.match(message) and WRAPPED not in message:
+                if PYDANTIC.search(message):  # says what is wrong on the next line
+                    message = f"{message}: {''.join(lines[number + 1 : number + 2]).strip()}"
+                errors[process] = message
+        if errors:
+            return next(iter(errors.values()))
+    return (stdout + stderr).strip().rpartition("\n")[2] or "no message"
