@@ -19,7 +19,6 @@ from draftsmith.inference.replay.replay import (
     record,
     replay,
     select_layers,
-    text_batch,
 )
 from draftsmith.inference.replay.token_scores import score_drafter, score_target
 from draftsmith.models import Target
@@ -169,7 +168,7 @@ def rewired(replayed: ReplayedDrafter, tried: dict[str, Wiring]) -> dict[str, li
     all_ids = tuple(sorted({*layer_ids, replayed.target.num_layers}))
     traces: dict[str, list[AcceptanceTrace]] = {name: [] for name in tried}
     for index in range(len(replayed.traces)):
-        batch, sampling = text_batch(replayed.recording, index, replayed.target.device), replayed.recording.sampling
+        batch, sampling = replayed.recording.batch(index, replayed.target.device), replayed.recording.sampling
         read = replayed.target.features(batch, all_ids)
         rated = score_target(replayed.target, read.last_hidden, batch, sampling)
         for name, wiring in tried.items():
