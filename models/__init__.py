@@ -4,6 +4,7 @@
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -16,7 +17,8 @@ from draftsmith.models.drafters.hydra import Hydra
 from draftsmith.models.drafters.medusa import Medusa
 from draftsmith.models.drafters.mlp_speculator import MLPSpeculator
 from draftsmith.models.drafters.p_eagle import PEagle
-from draftsmith.models.drafting.base import OWN_EMBEDDING, Drafter, drafter_entry
+from draftsmith.models.drafting.base import Drafter
+from draftsmith.models.drafting.checkpoints import OWN_EMBEDDING
 from draftsmith.models.drafting.layouts import Checkpoint, read_checkpoint
 from draftsmith.models.drafting.vocabulary import vocabulary_hash
 from draftsmith.models.errors import UserError
@@ -75,7 +77,7 @@ def checkpoint_of(drafter: Drafter, dtype: torch.dtype) -> Checkpoint:
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous().cpu()
         for name, tensor in drafter.engine_tensors().items()
     }
-    own = {**drafter_entry(drafter), "trained_for": identity(drafter.target)}
+    own = {**asdict(drafter.config), "trained_for": identity(drafter.target)}
     if (token_ids := drafter.draft_to_target()) is not None:
         own["draft_vocab_hash"] = vocabulary_hash(token_ids)
     config = {

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from draftsmith.data.progress import notice
 from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, build_drafter, read_checkpoint
-from draftsmith.models.drafting.base import OWN_EMBEDDING, DrafterConfig
+from draftsmith.models.drafting.base import DrafterConfig
+from draftsmith.models.drafting.checkpoints import OWN_EMBEDDING
 from draftsmith.models.drafting.vocabulary import ReducedVocabulary, ranking, too_large, with_size
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.identity import check_identity, differences

@@ -19,13 +19,9 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafting.base import (
-    DecodingState,
-    Draft,
-    Drafter,
-    DrafterConfig,
-    load_tensors,
-)
+from draftsmith.models.drafting.base import Drafter, DrafterConfig
+from draftsmith.models.drafting.checkpoints import load_tensors
+from draftsmith.models.drafting.drafts import DecodingState, Draft
 from draftsmith.models.drafting.tree_drafting import DrafterCache, LevelWindows, grow, take
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.layers import shift_left
@@ -114,11 +110,11 @@ class DraftModel(Drafter):
             "sampled_acceptance_0": (rows.acceptance, counted.sum()),
         }
 
-    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+    def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
         """From the text alone: what it predicts at places t + 1, t + 2, ... is what it would draft after x_{t+1}."""
         hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask()).flatten(0, 1)
         for i in range(depth):
-            places = teacher_rows(slots.next_depth(), i)
+            places = teacher_rows(chain_loss.next_depth(), i)
             yield Depth(hidden[places], self.model.get_output_embeddings(), places)
 
     def as_target(self) -> Target:

@@ -19,13 +19,15 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafting.base import DecodingState, Draft, Drafter, DrafterConfig, check_same_shape, load_tensors
+from draftsmith.models.drafting.base import Drafter, DrafterConfig
+from draftsmith.models.drafting.checkpoints import check_same_shape, load_tensors
 from draftsmith.models.drafting.decoder_layer import (
     DecoderLayer,
     engine_layer_config,
     layer_config_for,
     layer_config_of,
 )
+from draftsmith.models.drafting.drafts import DecodingState, Draft
 from draftsmith.models.drafting.eagle_layer import (
     EagleCache,
     UnrolledLayer,
@@ -34,7 +36,7 @@ from draftsmith.models.drafting.eagle_layer import (
 )
 from draftsmith.models.errors import require_at_least
 from draftsmith.models.layers import checkpoint_tensors
-from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth
 from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import Window
@@ -70,7 +72,7 @@ class Eagle(Drafter):
         require_at_least("drafter.unroll_steps", config.unroll_steps)
         require_at_least("drafter.noise", config.noise, 0)
         self.config = replace(config, intermediate_size=layer_config.intermediate_size)
-        self.layer_config, self.target = layer_config, target
+        self.layer_config, self.target, self.training_depth = layer_config, target, config.unroll_steps
         width = target.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=config.bias)
         self.layers = nn.ModuleList([DecoderLayer(layer_config, width)])
@@ -94,28 +96,26 @@ class Eagle(Drafter):
 
     @property
     def training_passes(self) -> float:
-        return self.config.unroll_steps
+        return self.training_depth
 
     # --- training
 
-    def loss(self, batch: Batch, features: Features) -> LossSums:
-        return self.chain_loss(batch, features, self.config.unroll_steps).sums()
-
-    def chain_loss(self, batch: Batch, features: Features, depth: int) -> ChainLoss:
-        """Distance of each guess from the feature, and divergence of what the target's head makes of both."""
-        slots = self.slots(batch)
-        depths = list(self.depths(slots, batch, features, depth))
-        chain_loss, wanted = self.compare(slots, depths, features), features.last_hidden.flatten(0, 1).float()
+    def chain_loss(self, batch: Batch, features: Features) -> ChainLoss:
+        """Return the distance of each guess from the feature, plus the divergence of the logits made from both."""
+        chain_loss, wanted = self.new_chain_loss(batch), features.last_hidden.flatten(0, 1).float()
+        depths = list(self.depths(chain_loss, batch, features, self.training_depth))
+        self.add_divergences(chain_loss, depths, features)
         distance = sum(
-            one.weight * F.smooth_l1_loss(one.hidden.float(), wanted[one.teachers], reduction="none").mean(-1).sum()
-            for one in depths
+            depth.weight
+            * F.smooth_l1_loss(depth.hidden.float(), wanted[depth.teachers], reduction="none").mean(-1).sum()
+            for depth in depths
         )
         chain_loss.total = self.config.regression_weight * distance + self.config.divergence_weight * chain_loss.total
         return chain_loss
 
-    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+    def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
         """Yield the guesses of the target's last hidden state, which its own head reads."""
-        drafting, counted = drafting_slots(slots, batch, depth)
+        drafting, counted = drafting_slots(chain_loss, batch, depth)
         fed = self.target.embedding(batch.token_ids.flatten())
         layer = UnrolledEagleLayer(self, fed, batch, depth)
         guesses = layer.run(self.with_noise(features.last_hidden).flatten(0, 1), drafting, depth)

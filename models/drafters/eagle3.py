@@ -19,20 +19,15 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafting.base import (
-    OWN_EMBEDDING,
-    DecodingState,
-    Draft,
-    Drafter,
-    check_same_shape,
-    load_tensors,
-)
+from draftsmith.models.drafting.base import Drafter
+from draftsmith.models.drafting.checkpoints import OWN_EMBEDDING, check_same_shape, load_tensors
 from draftsmith.models.drafting.decoder_layer import (
     DecoderLayer,
     engine_layer_config,
     layer_config_for,
     layer_config_of,
 )
+from draftsmith.models.drafting.drafts import DecodingState, Draft
 from draftsmith.models.drafting.eagle_layer import (
     EagleCache,
     UnrolledLayer,
@@ -43,8 +38,8 @@ from draftsmith.models.drafting.eagle_layer import (
 from draftsmith.models.drafting.unrolled_attention import DraftingSlots
 from draftsmith.models.drafting.vocabulary import ReducedVocabulary, too_large
 from draftsmith.models.errors import UserError, require_at_least
-from draftsmith.models.layers import RMSNorm, checkpoint_tensors
-from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums
+from draftsmith.models.layers import RMSNorm
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth
 from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import Window
@@ -97,7 +92,7 @@ class Eagle3(Drafter):
         require_at_least("drafter.unroll_steps", config.unroll_steps)
         if not 0 <= config.kl_share < 1:
             raise UserError(f"drafter.kl_share={config.kl_share}: give a share of the training from 0 to below 1")
-        self.layer_config, self.target = layer_config, target
+        self.layer_config, self.target, self.training_depth = layer_config, target, config.unroll_steps
         self.layer_ids = check_layer_ids(config.layer_ids or default_layer_ids(target.num_layers), target)
         width, vocab = layer_config.hidden_size, config.draft_vocab_size or target.vocab_size
         self.config = replace(
@@ -166,20 +161,17 @@ class Eagle3(Drafter):
 
     @property
     def training_passes(self) -> float:
-        return self.config.unroll_steps
+        return self.training_depth
 
     # --- training
-
-    def loss(self, batch: Batch, features: Features) -> LossSums:
-        return self.chain_loss(batch, features, self.config.unroll_steps).sums()
 
     def divergence(self) -> Divergence:
         return self.config.divergence if self.progress >= self.config.kl_share else "forward_kl"
 
-    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+    def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
         """Yield the outputs of the unrolled layer, with the true tokens fed in: step k of slot t predicts x_{t+2+k}."""
         assert features.layers is not None
-        drafting, counted = drafting_slots(slots, batch, depth)
+        drafting, counted = drafting_slots(chain_loss, batch, depth)
         outputs = self.unroll(batch, features.layers, drafting, depth)
         for k, (hidden, (rows, teachers)) in enumerate(zip(outputs, counted, strict=True)):
             yield Depth(self.norm(hidden[rows]), self.lm_head, teachers, self.config.step_decay**k)
@@ -222,9 +214,6 @@ class Eagle3(Drafter):
                 "eagle_aux_hidden_state_layer_ids": [layer_id - 1 for layer_id in self.layer_ids],
             },
         }
-
-    def engine_tensors(self) -> dict[str, Tensor]:
-        return checkpoint_tensors(self)
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Eagle3":

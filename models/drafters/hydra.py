@@ -15,11 +15,13 @@ from torch.nn import functional as F
 
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.medusa import ResidualBlocks
-from draftsmith.models.drafting.base import DecodingState, Draft, Drafter, DrafterConfig, check_same_shape, load_tensors
-from draftsmith.models.drafting.tree_drafting import TreeIndices, grow, take, tree_indices
+from draftsmith.models.drafting.base import Drafter, DrafterConfig
+from draftsmith.models.drafting.checkpoints import check_same_shape, load_tensors
+from draftsmith.models.drafting.drafts import DecodingState, Draft
+from draftsmith.models.drafting.tree_drafting import grow, take
 from draftsmith.models.errors import require_at_least
 from draftsmith.models.layers import shift_left
-from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, teacher_rows
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows
 from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.target import Features, Target
@@ -59,7 +61,7 @@ class Hydra(Drafter):
         require_at_least("drafter.num_heads", config.num_heads)
         require_at_least("drafter.num_layers", config.num_layers)
         self.config, self.target = config, target
-        self.max_draft_length = config.num_heads
+        self.max_draft_length = self.training_depth = config.num_heads
         width, heads = target.hidden_size, range(config.num_heads)
         self.blocks = nn.ModuleList([HydraBlocks(width, i + 2, config.num_layers) for i in heads])
         self.lm_heads = nn.ModuleList([nn.Linear(width, target.vocab_size, bias=False) for _ in heads])
@@ -76,20 +78,14 @@ class Hydra(Drafter):
             head.load_state_dict({"weight": target.head_weight()})
         return drafter
 
-    def loss(self, batch: Batch, features: Features) -> LossSums:
-        return self.chain_loss(batch, features, self.config.num_heads).sums()
-
-    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+    def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
         """Head i at t predicts x_{t+2+i}, whose distribution the target had at t+1+i."""
         embedded = self.target.embedding(batch.token_ids)  # [B, T, H]
         read = features.last_hidden
         for i, (block, head) in enumerate(zip(self.blocks[:depth], self.lm_heads[:depth], strict=True)):
-            counted = slots.next_depth()
+            counted = chain_loss.next_depth()
             read = torch.cat([read, shift_left(embedded, 1 + i)], -1)  # [B, T, (i + 2) H]
             yield Depth(block(read[counted]), head, teacher_rows(counted, i), self.config.head_decay**i)
-
-    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> TreeIndices | None:
-        return tree_indices(shape, self.target.device)
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Head after head from the last position that the target read, each on what the heads before it drafted."""
@@ -117,9 +113,6 @@ class Hydra(Drafter):
             "num_heads": self.config.num_heads,
             "num_hidden_layers": self.config.num_layers,
         }
-
-    def engine_tensors(self) -> dict[str, Tensor]:
-        return self.state_dict()
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Hydra":

@@ -15,15 +15,10 @@ from torch import Tensor, nn
 
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafting.adapters import Corrections
-from draftsmith.models.drafting.base import (
-    DecodingState,
-    Draft,
-    Drafter,
-    check_same_shape,
-    in_target_vocabulary,
-    load_tensors,
-)
-from draftsmith.models.drafting.tree_drafting import TreeIndices, grow, take, tree_indices
+from draftsmith.models.drafting.base import Drafter
+from draftsmith.models.drafting.checkpoints import check_same_shape, load_tensors
+from draftsmith.models.drafting.drafts import DecodingState, Draft, in_target_vocabulary
+from draftsmith.models.drafting.tree_drafting import grow, take
 from draftsmith.models.drafting.vocabulary import ReducedVocabulary, too_large
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import shift_left
@@ -81,7 +76,7 @@ class Medusa(Drafter):
         if vocab > target.vocab_size:
             raise UserError(too_large(vocab, target.vocab_size))
         self.config, self.target = replace(config, draft_vocab_size=vocab), target
-        self.max_draft_length = config.num_heads
+        self.max_draft_length = self.training_depth = config.num_heads
         self.blocks = nn.ModuleList([ResidualBlocks(width, config.num_layers) for _ in range(config.num_heads)])
         num_matrices = config.num_heads if config.output == "own" else 1
         self.lm_heads = nn.ModuleList([nn.Linear(width, vocab, bias=False) for _ in range(num_matrices)])
@@ -128,8 +123,9 @@ class Medusa(Drafter):
         near what it was by its divergence from itself: the self-distillation of section 2.3.2.
         """
         read = self._changed_hidden(batch) if self.config.changes_target else features.last_hidden
-        slots = self.slots(batch)
-        sums = self.compare(slots, list(self.heads_on(slots, read, self.config.num_heads)), features).sums()
+        chain_loss = self.new_chain_loss(batch)
+        self.add_divergences(chain_loss, list(self.heads_on(chain_loss, read, self.training_depth)), features)
+        sums = chain_loss.sums()
         if self.config.changes_target:
             counted = shift_left(batch.loss_mask, 1)
             now, before = read[counted], features.last_hidden[counted]
@@ -141,23 +137,20 @@ class Medusa(Drafter):
             sums["target_change"] = (kept.loss.detach(), counted.sum())
         return sums
 
-    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+    def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
         """The first `depth` heads, on the target as it was."""
-        return self.heads_on(slots, features.last_hidden, depth)
+        return self.heads_on(chain_loss, features.last_hidden, depth)
 
-    def heads_on(self, slots: ChainLoss, read: Tensor, depth: int) -> Iterator[Depth]:
+    def heads_on(self, chain_loss: ChainLoss, read: Tensor, depth: int) -> Iterator[Depth]:
         """The first `depth` heads, which read hidden states [B, T, H]."""
         for i, (block, head) in enumerate(self.heads()[:depth]):
-            counted = slots.next_depth()
+            counted = chain_loss.next_depth()
             yield Depth(block(read[counted]), head, teacher_rows(counted, i), self.config.head_decay**i)
 
     def _changed_hidden(self, batch: Batch) -> Tensor:
         """Last hidden state [B, T, H] of the target as it is now, with gradient."""
         with self.corrections.applied():
             return run_causal(self.target.model, batch.token_ids, batch.positions, batch.attention_mask())
-
-    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> TreeIndices | None:
-        return tree_indices(shape, self.target.device)
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """The first heads at the last position that the target read."""

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafting.base import DecodingState, Draft, Drafter, DrafterConfig, check_same_shape, load_tensors
-from draftsmith.models.drafting.tree_drafting import TreeIndices, grow, take, tree_indices
+from draftsmith.models.drafting.base import Drafter, DrafterConfig
+from draftsmith.models.drafting.checkpoints import check_same_shape, load_tensors
+from draftsmith.models.drafting.drafts import DecodingState, Draft
+from draftsmith.models.drafting.tree_drafting import grow, take
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import shift_left
-from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, teacher_rows
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows
 from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.target import Features, Target
@@ -62,7 +64,7 @@ class MLPSpeculator(Drafter):
         if config.tie_weights and config.num_heads < 2:
             raise UserError("drafter.tie_weights: a single head has nothing to share, give more or leave it out")
         self.config, self.target = config, target
-        self.max_draft_length = count = config.num_heads
+        self.max_draft_length = self.training_depth = count = config.num_heads
         width, vocab = target.hidden_size, target.vocab_size
         inner = config.inner_size or width
 
@@ -103,19 +105,13 @@ class MLPSpeculator(Drafter):
         mixed = self.proj[stage](state) * self.state_weight + self.emb[stage](token_ids) * self.embedding_weight
         return F.gelu(self.ln[stage](mixed))
 
-    def loss(self, batch: Batch, features: Features) -> LossSums:
-        return self.chain_loss(batch, features, self.config.num_heads).sums()
-
-    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+    def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
         """Stage i at t predicts x_{t+2+i}, whose distribution the target had at t+1+i."""
         state = self.first_state(features.last_hidden)
         for i, head in enumerate(self.head[:depth]):
-            counted = slots.next_depth()
+            counted = chain_loss.next_depth()
             state = self.next_state(i, state, shift_left(batch.token_ids, 1 + i))  # [B, T, I]
             yield Depth(state[counted], head, teacher_rows(counted, i), self.config.head_decay**i)
-
-    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> TreeIndices | None:
-        return tree_indices(shape, self.target.device)
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Stage after stage from the last position that the target read."""

@@ -20,19 +20,15 @@ from transformers import LlamaConfig
 
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
-from draftsmith.models.drafting.base import (
-    DecodingState,
-    Draft,
-    Drafter,
-    in_target_vocabulary,
-    load_tensors,
-)
+from draftsmith.models.drafting.base import Drafter
+from draftsmith.models.drafting.checkpoints import load_tensors
 from draftsmith.models.drafting.decoder_layer import DecoderLayer
+from draftsmith.models.drafting.drafts import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafting.tree_drafting import DrafterCache, grow, take
 from draftsmith.models.drafting.vocabulary import ReducedVocabulary
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.layers import RMSNorm, checkpoint_tensors, rotary_table, shift_left
-from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, teacher_rows
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows
 from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import Window, slot_attention
@@ -94,7 +90,8 @@ class PEagle(Drafter):
         mask_token_id = target.eos_token_ids[0] if config.mask_token_id is None else config.mask_token_id
         if not 0 <= mask_token_id < target.vocab_size:
             raise UserError(f"drafter.mask_token_id {mask_token_id}: give an id from 0 to {target.vocab_size - 1}")
-        self.target, self.layer_ids, self.max_draft_length = target, eagle3.layer_ids, config.num_depths
+        self.target, self.layer_ids = target, eagle3.layer_ids
+        self.max_draft_length = self.training_depth = config.num_depths
         found = {name: getattr(eagle3.config, name) for name in ("layer_ids", "draft_vocab_size", "intermediate_size")}
         self.config = replace(config, **found, mask_token_id=mask_token_id)
         self.eagle3 = eagle3  # fusion, first layer, final norm, head and draft vocabulary
@@ -145,28 +142,25 @@ class PEagle(Drafter):
 
     # --- training
 
-    def loss(self, batch: Batch, features: Features) -> LossSums:
-        return self.chain_loss(batch, features, self.config.num_depths).sums()
-
-    def depths(self, slots: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+    def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
         """Depth d at slot t predicts x_{t+2+d}, whose distribution the target had at t+1+d.
 
         In training on a random part of the mask slots. What is left out counts by what is kept, so that sums and means
         are right on average.
         """
         assert features.layers is not None
-        kept_slots, shares = self.keep(slots)
+        kept_slots, shares = self.keep(chain_loss)
         behind = mask_slots(kept_slots[1:])
         text, masked = self.run(batch, features.layers, behind)
         for d, (kept, share) in enumerate(zip(kept_slots[:depth], shares[:depth], strict=True)):
             hidden = self.eagle3.norm(masked[behind.real & (behind.depths == d)] if d else text[kept])
             yield Depth(hidden, self.eagle3.lm_head, teacher_rows(kept, d), self.config.depth_decay**d / share)
 
-    def keep(self, slots: ChainLoss) -> tuple[list[Tensor], list[float]]:
+    def keep(self, chain_loss: ChainLoss) -> tuple[list[Tensor], list[float]]:
         """Slots [B, T] to train at each depth, among those of the depth before, and which share of what there is."""
-        chance = torch.rand(slots.loss_mask.shape, device=slots.loss_mask.device)
+        chance = torch.rand(chain_loss.loss_mask.shape, device=chain_loss.loss_mask.device)
         shares = [self.share_kept(depth) if self.training else 1.0 for depth in range(self.config.num_depths)]
-        return [slots.next_depth(chance < share, share) for share in shares], shares
+        return [chain_loss.next_depth(chance < share, share) for share in shares], shares
 
     def run(self, batch: Batch, layers: Tensor, slots: MaskSlots) -> tuple[Tensor, Tensor]:
         """The last layer's outputs of slots [B, T, H] and of mask slots [B, S, H], from features [B, T, A * H]."""

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafting.base import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafting.decoder_layer import DecoderLayer
+from draftsmith.models.drafting.drafts import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafting.tree_drafting import DrafterCache, LevelWindows, grow, take
 from draftsmith.models.drafting.unrolled_attention import DraftingSlots, KeyValue, unrolled_attention
 from draftsmith.models.layers import DecodingNorm, rotary_table, store_by_columns
@@ -102,9 +102,11 @@ class UnrolledLayer(ABC):
         return self.layer.finish(self.residual(residual)[None], attended[None])[0]
 
 
-def drafting_slots(slots: ChainLoss, batch: Batch, depth: int) -> tuple[DraftingSlots, list[tuple[Tensor, Tensor]]]:
+def drafting_slots(
+    chain_loss: ChainLoss, batch: Batch, depth: int
+) -> tuple[DraftingSlots, list[tuple[Tensor, Tensor]]]:
     """Return the slots that draft, and of each depth the rows among them that count and the target's rows [R] there."""
-    counted = [slots.next_depth().flatten() for _ in range(depth)]
+    counted = [chain_loss.next_depth().flatten() for _ in range(depth)]
     drafting = DraftingSlots.from_counted(counted[0].view_as(batch.token_ids), batch.positions)
     rows = [marks[drafting.index].nonzero()[:, 0] for marks in counted]
     return drafting, [(row, drafting.index[row] + 1 + k) for k, row in enumerate(rows)]

@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from draftsmith.models.drafting.base import NO_TOKEN, DecodingState, Draft, Drafter, DrafterConfig, lookup_chain
+from draftsmith.models.drafting.base import Drafter, DrafterConfig
+from draftsmith.models.drafting.drafts import NO_TOKEN, DecodingState, Draft, lookup_chain
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.target import Target
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from draftsmith.models.drafting.base import DecodingState, Draft, Drafter, DrafterConfig, chain
+from draftsmith.models.drafting.base import Drafter, DrafterConfig
+from draftsmith.models.drafting.drafts import DecodingState, Draft, chain
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.target import Target
 

@@ -8,12 +8,12 @@ from torch import Tensor
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafting.base import NO_TOKEN, DecodingState
+from draftsmith.models.drafting.drafts import NO_TOKEN, DecodingState
 from draftsmith.models.losses.chain_loss import LossSums
 from draftsmith.models.sampling.sampling import Noise, Sampling
 from draftsmith.models.target.slots import SlotCache, chain_window
 
-TRAINABLE = [kind for kind, drafter_class in DRAFTERS.items() if drafter_class.loss is not Drafter.loss]
+TRAINABLE = [kind for kind, drafter_class in DRAFTERS.items() if drafter_class.depths is not Drafter.depths]
 
 
 def build(kind: str, target: Target, **fields: Any) -> Drafter:

@@ -16,7 +16,7 @@ from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.decoding.generation import Generation
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
-from draftsmith.models.drafting.base import DecodingState, Draft, chain, stack_chain
+from draftsmith.models.drafting.drafts import DecodingState, Draft, chain, stack_chain
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import DynamicTree, Shape, StaticTree, node_depths
@@ -66,6 +66,9 @@ class RandomTree(Oracle):
 
     kind = "tree"
     can_branch = True
+
+    def new_cache(self, *_: object) -> None:
+        """It grows its trees without looking at a target."""
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         right = super().propose(state, shape).tokens

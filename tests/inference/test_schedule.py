@@ -24,7 +24,7 @@ from draftsmith.inference.decoding.schedule import (
     read_schedule,
 )
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
-from draftsmith.models.drafting.base import NO_TOKEN, Draft
+from draftsmith.models.drafting.drafts import NO_TOKEN, Draft
 from draftsmith.models.drafting.tree_drafting import grow_chain
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
@@ -124,7 +124,7 @@ PROMPTS = [
 BY_ROWS = Schedule(((1, 3), (2, 0), (3, 2), (4, 0)))  # as texts end, lengths go from 0 over 2 and 0 to 3
 RESTLESS = Adaptive((0, 1, 3), decay=0.3, probe_every=4)  # untrained drafters are wrong: 0 with probes of 3 between
 KINDS = [kind for kind in DRAFTERS if kind not in ("none", "lookahead")]  # whose drafts are chains
-TRAINED = [kind for kind in KINDS if DRAFTERS[kind].loss is not Drafter.loss]
+TRAINED = [kind for kind in KINDS if DRAFTERS[kind].depths is not Drafter.depths]
 WITH_CACHE = ("draft_model", "eagle", "eagle3", "p_eagle")
 
 

@@ -14,7 +14,7 @@ from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_draf
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.drafters.medusa import Medusa, MedusaConfig
-from draftsmith.models.drafting.base import NO_TOKEN
+from draftsmith.models.drafting.drafts import NO_TOKEN
 from draftsmith.models.drafting.unrolled_attention import DraftingSlots
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import Chain

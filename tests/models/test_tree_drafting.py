@@ -18,7 +18,7 @@ from draftsmith.inference.measuring.certify import ALPHA, chi_square
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.drafting import tree_drafting
-from draftsmith.models.drafting.base import NO_TOKEN, DecodingState, Draft
+from draftsmith.models.drafting.drafts import NO_TOKEN, DecodingState, Draft
 from draftsmith.models.drafting.tree_drafting import grow, tree_indices
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Noise, Sampling, cut

@@ -25,7 +25,7 @@ from draftsmith.inference.measuring.speed import (
 )
 from draftsmith.inference.measuring.turns import decode_in_turns, repeats_within
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
-from draftsmith.models.drafting.base import DecodingState, Draft
+from draftsmith.models.drafting.drafts import DecodingState, Draft
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.training_free.ngram import Ngram
 

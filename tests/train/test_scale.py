@@ -72,7 +72,7 @@ class Meter(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DRAFTERS if DRAFTERS[kind].loss is not Drafter.loss])
+@pytest.mark.parametrize("kind", [kind for kind in DRAFTERS if DRAFTERS[kind].depths is not Drafter.depths])
 def test_a_training_step_takes_what_is_predicted(kind: str) -> None:
     """Operations within a tenth, memory of a micro-batch within a half; weights, gradients and moments to the byte."""
     rows, length = 8, 256

@@ -1,0 +1,64 @@
+"""What a checkpoint asks of a drafter: config.json and tensors, laid out as serving engines load them."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from draftsmith.models.errors import UserError
+from draftsmith.models.layers import checkpoint_tensors
+from draftsmith.models.target.target import Target
+
+OWN_EMBEDDING = "embed_tokens.weight"  # of a checkpoint; without it the embedding is the target's
+
+
+class StoredDrafter:
+    """The part of a drafter that is written to a checkpoint; one without parameters has none."""
+
+    kind: ClassVar[str]
+    can_embed: ClassVar[bool] = False  # a checkpoint may bring an embedding in place of the target's
+    trained_for: dict[str, Any] | None = None  # the target's identity (identity.py), as the checkpoint has it
+
+    def engine_config(self) -> dict[str, Any]:
+        """Return config.json as the serving engines read it."""
+        raise TypeError(f"{self.kind} has no checkpoint")
+
+    def engine_tensors(self) -> dict[str, Tensor]:
+        """Return model.safetensors as the serving engines read it."""
+        assert isinstance(self, nn.Module)
+        return checkpoint_tensors(self)
+
+    @classmethod
+    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> Any:
+        """Return the drafter of a checkpoint: the inverse of the two above.
+
+        Raises `UserError` where the checkpoint does not fit the target or lacks something.
+        """
+        raise TypeError(f"{cls.kind} has no checkpoint")
+
+    def write_changed_target(self, directory: Path) -> None:
+        """Write the target that was trained along, as an ordinary Hugging Face directory."""
+        raise TypeError(f"{self.kind} does not change the target")
+
+
+def check_same_shape(what: str, config: dict[str, Any], target: Target) -> None:
+    """Refuse a drafter that was made for a target of another width or vocabulary."""
+    for key, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        found = config.get("target_hidden_size", config.get(key)) if key == "hidden_size" else config.get(key)
+        if found != expected:
+            raise UserError(
+                f"{what} was made for a target with {key} {found}, but {target.name} has {expected}: "
+                "use the target that it was trained on"
+            )
+
+
+def load_tensors(module: nn.Module, tensors: dict[str, Tensor], what: str) -> None:
+    """Load all tensors or refuse, naming what is missing, unknown or of another shape."""
+    own = checkpoint_tensors(module)
+    wrong = sorted(own.keys() ^ tensors.keys()) + sorted(
+        name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape
+    )
+    if wrong:
+        raise UserError(f"{what}: tensors missing, unknown or of another shape: {', '.join(wrong[:6])}")
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])

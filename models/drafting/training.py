@@ -1,0 +1,94 @@
+"""What the training loop asks of a drafter, and whoever compares its predictions with a text.
+
+Shapes: V vocabulary of the target, Vd draft vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.models.batch import Batch
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, divergence_over_depths
+from draftsmith.models.losses.divergences import Divergence
+from draftsmith.models.target.target import Features, Target
+
+
+class TrainedDrafter(nn.Module):
+    """The part of a drafter that learns from texts which the target wrote."""
+
+    config: Any
+    target: Target
+    training_depth: int = 0  # predictions in a row that training compares with the target's
+    drafts_by_target_head: ClassVar[bool] = False  # it has no head of its own, not even a copy
+    progress: float = 0.0  # share of training that is done, kept by the training loop
+    compile_loss: bool = False  # on a CPU, compare with the target by compiled code (`run.compile`)
+
+    def trainable(self) -> bool:
+        return any(p.requires_grad for p in self.parameters())
+
+    @property
+    def training_passes(self) -> float:
+        """How often a token of a text goes through what is trained, on average, in one training step."""
+        return 1.0
+
+    # --- the draft vocabulary
+
+    def fit_vocabulary(self, counts: Tensor) -> None:
+        """Choose a reduced draft vocabulary; called once before training.
+
+        `counts` [V] is higher for tokens that should rather be drafted: `vocabulary.ranking` of how often the target
+        wrote each.
+        """
+
+    def draft_to_target(self) -> Tensor | None:
+        """Return the target ids of a reduced draft vocabulary [Vd]; None where it can propose every token."""
+        return None
+
+    # --- the loss
+
+    def forward(self, batch: Batch, features: Features) -> LossSums:
+        """Return the loss, under the name that wrappers for several devices call."""
+        return self.loss(batch, features)
+
+    def loss(self, batch: Batch, features: Features) -> LossSums:
+        """Return sums and counts; "loss" is what training minimises, its count the trained tokens."""
+        return self.chain_loss(batch, features).sums()
+
+    def chain_loss(self, batch: Batch, features: Features) -> ChainLoss:
+        """Return the loss of `training_depth` predictions in a row from each slot."""
+        chain_loss = self.new_chain_loss(batch)
+        depths = list(self.depths(chain_loss, batch, features, self.training_depth))
+        self.add_divergences(chain_loss, depths, features)
+        return chain_loss
+
+    def new_chain_loss(self, batch: Batch) -> ChainLoss:
+        """Return an empty loss of the chains in a text that this drafter's vocabulary allows."""
+        ids = self.draft_to_target()
+        return ChainLoss(batch.loss_mask, None if ids is None else torch.isin(batch.token_ids, ids))
+
+    def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """Yield what `depth` predictions in a row from each slot are made from, on the text as it is.
+
+        Each `Depth` is of the slots that `chain_loss.next_depth()` marks for it; there are fewer where the drafter has
+        no more. Features are those of `layer_ids`. Raises `TypeError` where it predicts nothing from a text alone.
+        """
+        raise TypeError(f"{type(self).__name__} predicts nothing from a text alone")
+
+    def divergence(self) -> Divergence:
+        """Return the divergence that the loss is made of, at this point of training."""
+        return self.config.divergence
+
+    def add_divergences(self, chain_loss: ChainLoss, depths: list[Depth], features: Features) -> None:
+        """Add to the loss the divergence of a chain of predictions from the target's own."""
+        chain_loss.total, losses = divergence_over_depths(
+            depths,
+            features.last_hidden.flatten(0, 1),
+            self.target.logits,
+            self.divergence(),
+            self.draft_to_target(),
+            self.compile_loss,
+        )
+        for rows in losses:
+            chain_loss.add(rows)
