@@ -15,13 +15,14 @@ from draftsmith.data.progress import progress_bar
 from draftsmith.data.ranks import rank_and_num_ranks
 from draftsmith.data.samples.batches import MicroBatch
 from draftsmith.models.batch import Batch
+from draftsmith.models.files import write_json
 from draftsmith.models.target.target import pick_device
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.evaluation.evaluate import Evaluator, what_training_brought
 from draftsmith.train.folder.checkpoint import checkpoint_name, checkpoints, resume, rotate, save_checkpoint
 from draftsmith.train.folder.run_folder import open_run
 from draftsmith.train.folder.tracking import Tracker
-from draftsmith.train.folder.vocabulary import vocabulary_content, write_vocabulary
+from draftsmith.train.folder.vocabulary import VOCABULARY, vocabulary_content
 from draftsmith.train.hardware.layouts import gather_as_one, steps_in_backward
 from draftsmith.train.hardware.meter import Meter
 from draftsmith.train.inputs.features import feature_source
@@ -79,7 +80,7 @@ class TrainingRun:
         if on_main:
             show_data(setup, vocabulary)
             if vocabulary:
-                write_vocabulary(folder, vocabulary)
+                write_json(folder / VOCABULARY, vocabulary)
         self.model, self.optimizer = self.accelerator.prepare(self.drafter, adamw(self.drafter, config.optimizer))
         gather_as_one(self.accelerator, self.drafter)
         self.first_step, self.earlier_seconds = resume(self.accelerator, self.drafter, self.optimizer, folder)

@@ -1,10 +1,12 @@
-"""What a run needs, loaded and checked before anything is written."""
+"""Loading and checking all that a run needs, before anything is written."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import rich
+import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.markup import escape
@@ -27,7 +29,6 @@ from draftsmith.models.errors import UserError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.evaluation.evaluate import check_evaluation, evaluation_prompts
 from draftsmith.train.folder.vocabulary import vocabulary_text
-from draftsmith.train.hardware.compilation import check_compiles
 from draftsmith.train.hardware.layouts import make_accelerator
 from draftsmith.train.hardware.placement import check_placement, place
 from draftsmith.train.inputs.features import load_target, open_store
@@ -37,7 +38,7 @@ from draftsmith.train.start import fit_vocabulary_size, starting_drafter
 
 @dataclass
 class Setup:
-    """Everything a run needs, checked and loaded before anything is written."""
+    """Everything that a run needs, loaded and checked."""
 
     accelerator: Accelerator
     target: Target  # without its layers where features are stored
@@ -49,7 +50,7 @@ class Setup:
 
 
 def set_up(config: TrainConfig) -> Setup:
-    """Load target and data and build the drafter; raises `UserError` for whatever does not fit together."""
+    """Load target and data, and build the drafter. Raises `UserError` for whatever does not fit together."""
     accelerator = make_accelerator(config)
     check_placement(config, accelerator)
     if config.run.compile:
@@ -80,8 +81,16 @@ def set_up(config: TrainConfig) -> Setup:
     return Setup(accelerator, target, drafter, plan, store, prompts, on_policy)
 
 
+def check_compiles(device: torch.device) -> None:
+    """Refuse run.compile where it would change nothing, and where there is nothing to compile with."""
+    if device.type != "cpu":
+        raise UserError("run.compile is for CPUs: on a GPU the loss is one kernel already; leave it out")
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        raise UserError("run.compile needs a C++ compiler: install g++, or leave it out")
+
+
 def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num_ranks: int) -> BatchPlan:
-    """The plan of the config's batches; `UserError` where they cannot be made."""
+    """Return the plan of the run's batches. Raises `UserError` where they cannot be made."""
     data = config.data
     if data.batch_size % num_ranks:
         raise UserError(f"data.batch_size={data.batch_size}: give a multiple of {num_ranks} processes")
@@ -96,7 +105,7 @@ def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num
 
 
 def show_data(setup: Setup, vocabulary: dict[str, Any] | None) -> None:
-    """Tell the user what is trained on: a sample with its mask, and what is odd about the data."""
+    """Show the user a sample with what is trained on, and what is odd about the data."""
     plan = setup.plan
     if cut := plan.describe_cut():
         rich.print(escape(cut))

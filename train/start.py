@@ -1,4 +1,4 @@
-"""The drafter that a run starts with: a new one, or an existing checkpoint (`init_from`)."""
+"""The drafter that a run starts with: a new one, or the one of a checkpoint (`init_from`)."""
 
 from dataclasses import asdict, replace
 
@@ -31,7 +31,7 @@ def fit_vocabulary_size(config: TrainConfig, vocab_size: int) -> None:
 
 
 def starting_drafter(config: TrainConfig, target: Target, counts: Tensor) -> Drafter:
-    """In fp32, on the CPU. `counts` [V]: how often the target wrote each token, by which a new vocabulary is chosen."""
+    """Return the drafter in fp32 on the CPU. A draft vocabulary is chosen by `counts` [V] of what the target wrote."""
     if config.init_from is not None:
         return continued(config, config.init_from, target)
     drafter_config = config.drafter
@@ -43,7 +43,7 @@ def starting_drafter(config: TrainConfig, target: Target, counts: Tensor) -> Dra
 
 
 def continued(config: TrainConfig, source: str, target: Target) -> Drafter:
-    """The drafter of a checkpoint, to be trained on as `config.drafter` says; its shape becomes that of the config.
+    """Return the drafter of a checkpoint, to be trained as `config.drafter` says; the config takes its shape.
 
     Layers, widths, heads and draft vocabulary are the checkpoint's, whatever the recipe has; the rest is the config's.
     Raises `UserError` for a drafter of another kind or tokenizer, and where the user asked for another shape.
@@ -72,19 +72,19 @@ def continued(config: TrainConfig, source: str, target: Target) -> Drafter:
 
 
 def with_training_of(checkpoint: Checkpoint, wanted: DrafterConfig) -> Checkpoint:
-    """The checkpoint as if it had been trained by the config: all but what its tensors decide."""
+    """Return the checkpoint with the config's settings, except for those that its tensors decide."""
     training = {name: value for name, value in asdict(wanted).items() if name not in wanted.fixed_fields}
     entry = {**checkpoint.config.get("draftsmith", {}), **training}
     return replace(checkpoint, config={**checkpoint.config, "draftsmith": entry})
 
 
 def check_shape(config: TrainConfig, source: str, drafter: Drafter) -> None:
-    """Refuse what the user asked for and the checkpoint is not. A null asks for nothing."""
+    """Refuse settings that the user asked for and the checkpoint does not have. A null asks for nothing."""
     for name, value in asdict(config.drafter).items():
-        key, found = f"drafter.{name}", getattr(drafter.config, name)
-        if value == found:
+        key, actual = f"drafter.{name}", getattr(drafter.config, name)
+        if value == actual:
             continue
         if name not in config.drafter.fixed_fields:
-            raise UserError(f"{key}={value}: a drafter that init_from loads has {found}, leave one of them out")
+            raise UserError(f"{key}={value}: a drafter that init_from loads has {actual}, leave one of them out")
         if key in config.explicit_keys and value is not None:
-            raise UserError(f"{key}={value}, but init_from={source} has {found}: leave one of them out")
+            raise UserError(f"{key}={value}, but init_from={source} has {actual}: leave one of them out")

@@ -25,8 +25,8 @@ from draftsmith.train.evaluation.evaluate import log_evaluation
 from draftsmith.train.folder.checkpoint import checkpoint_name, checkpoints
 from draftsmith.train.folder.run_folder import link_best
 from draftsmith.train.folder.tracking import Tracker, read_metrics
-from draftsmith.train.hardware.compilation import check_compiles
 from draftsmith.train.process.stages import STAGES
+from draftsmith.train.setup import check_compiles
 
 TRAINABLE = [kind for kind in DRAFTERS if kind in RECIPES]  # recipes are named after the kind they train
 every_kind = pytest.mark.parametrize("kind", TRAINABLE)

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: metrics.jsonl, the progress bar, and wandb if asked for."""
+"""metrics.jsonl of a run, and wandb if asked for."""
 
 import hashlib
 import json
@@ -11,11 +11,11 @@ from draftsmith.models.files import write_whole
 from draftsmith.train.config import TrainConfig, contents
 
 METRICS = "metrics.jsonl"
-OF_EVALUATIONS = {"speedup", "evaluation_failed", "stopped_early"}  # each in lines of its own
+EVALUATION_KEYS = {"speedup", "evaluation_failed", "stopped_early"}  # each marks a line of an evaluation
 
 
 class Tracker:
-    """Writes one object a logged step. Only the main process makes one."""
+    """Writes an object for each logged step. Only the main process makes one."""
 
     def __init__(self, config: TrainConfig, run: Path, first_step: int) -> None:
         self._file = run / METRICS
@@ -25,6 +25,7 @@ class Tracker:
             self._wandb = start_wandb(config, run)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """Append a line of what was measured after a step."""
         with open(self._file, "a") as file:
             file.write(as_line({"step": step, **metrics}))
         if self._wandb is not None:
@@ -35,17 +36,21 @@ class Tracker:
             self._wandb.finish()
 
     def _drop_after(self, step: int) -> None:
-        """Forget what an interrupted run logged beyond the checkpoint that it goes on from.
+        """Remove what an interrupted run logged after the checkpoint that it goes on from, and of its evaluation.
 
-        That checkpoint's own evaluation is logged anew.
+        The evaluation of that checkpoint is logged anew.
         """
         if self._file.is_file():
-            kept = [line for line in read_metrics(self._file.parent) if is_kept(line, step)]
-            write_whole(self._file, "".join(map(as_line, kept)))
+            lines = [
+                line
+                for line in read_metrics(self._file.parent)
+                if line["step"] < step or (line["step"] == step and not EVALUATION_KEYS & line.keys())
+            ]
+            write_whole(self._file, "".join(map(as_line, lines)))
 
 
 def start_wandb(config: TrainConfig, run: Path) -> Any:
-    """A wandb run of the same name; a resumed run goes on in the same one. `UserError` where wandb does not start."""
+    """Start a wandb run of the same name, or go on with it. Raises `UserError` where wandb does not start."""
     try:
         import wandb
 
@@ -65,15 +70,12 @@ def start_wandb(config: TrainConfig, run: Path) -> Any:
 
 
 def as_line(metrics: dict[str, Any]) -> str:
+    """Return a line of metrics.jsonl."""
     return json.dumps(metrics) + "\n"
 
 
-def is_kept(line: dict[str, Any], step: int) -> bool:
-    return line["step"] < step or (line["step"] == step and not OF_EVALUATIONS & line.keys())
-
-
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """What was logged; not the line that a kill has left unfinished, or that is being written."""
+    """Return what was logged, without a line that a kill has left unfinished, or that is being written."""
     path = run / METRICS
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -17,7 +17,7 @@ VOCABULARY = "vocabulary.json"
 def vocabulary_content(
     drafter: Drafter, plan: BatchPlan, source: FeatureSource, target: Target
 ) -> dict[str, Any] | None:
-    """Measure a reduced draft vocabulary, for vocabulary.json; None where it is whole.
+    """Measure a reduced draft vocabulary and return the content of vocabulary.json; None for a whole one.
 
     All processes call this together, since a target in pieces computes when all do.
     """
@@ -33,17 +33,14 @@ def vocabulary_content(
     }
 
 
-def write_vocabulary(run: Path, content: dict[str, Any]) -> None:
-    (run / VOCABULARY).write_text(json.dumps(content, indent=2) + "\n")
-
-
 def read_vocabulary(run: Path) -> dict[str, Any] | None:
+    """Return the content of a run's vocabulary.json; None where the run drafts from the whole vocabulary."""
     path = run / VOCABULARY
     return json.loads(path.read_text()) if path.is_file() else None
 
 
 def vocabulary_text(content: dict[str, Any]) -> str:
-    """What it says, in a line."""
+    """Return the content of vocabulary.json in a line."""
     bounds = ", ".join(
         f"{name or 'all text'} {inside['greedy']:.3f} greedy, {inside['sampled']:.3f} sampled"
         for name, inside in content["domains"].items()

@@ -1,4 +1,4 @@
-"""Where the target's features come from in training: computed beside the drafter, or stored once and read."""
+"""The sources of the target's features in training: computed beside the drafter, or stored once and read."""
 
 import gc
 import os
@@ -24,17 +24,17 @@ from draftsmith.train.process.stages import Stages
 
 
 def load_target(config: TrainConfig, device: torch.device) -> Target:
-    """The target that wrote the samples; only its ends where features are stored. `UserError` where it did not."""
+    """Return the target that wrote the samples, without its layers where features are stored, or raise `UserError`."""
     fingerprint = read_prepared(Path(config.data.samples))["target_fingerprint"]
     if config.data.features == "online":
         return load_whole(config, device)
-    if fingerprint is None and config.data.features_endpoint is None:  # written by a server, of weights not seen here
+    if fingerprint is None and config.data.features_endpoint is None:  # a server wrote the samples, its weights unseen
         fingerprint = load_whole(config, device).fingerprint()
     return Target.head_from_pretrained(config.target, fingerprint, device)
 
 
 def load_whole(config: TrainConfig, device: torch.device) -> Target:
-    """The target with its layers, placed as the config says. `UserError` if it did not write the samples."""
+    """Return the target with its layers, placed as the config says. `UserError` if it did not write the samples."""
     match config.run.target_placement:
         case "replicated":
             target = Target.from_pretrained(config.target, device)
@@ -47,12 +47,12 @@ def load_whole(config: TrainConfig, device: torch.device) -> Target:
 
 
 def whole_target(config: TrainConfig, target: Target) -> Target:
-    """The same target with its layers, loaded where it has none."""
+    """Return the same target with its layers, loaded where it has none."""
     return target if target.has_layers else load_whole(config, target.device)
 
 
 def open_store(config: TrainConfig, drafter: Drafter, target: Target, plan: BatchPlan) -> StoredFeatures | None:
-    """The store that training reads from, checked against the disk's room; None where features are made online."""
+    """Return the store that training reads from, if any. `UserError` where the disk has no room for it."""
     if config.data.features == "online":
         return None
     contents = Contents(
@@ -78,58 +78,59 @@ def feature_source(
     accelerator: Accelerator,
     stages: Stages,
 ) -> FeatureSource:
-    """Reads the features of a micro-batch. A store is written first where it is not whole, and checked.
+    """Return the source of a micro-batch's features; a store is checked, and what is missing in it written first.
 
-    Raises `UserError` naming a shard that is damaged or of something else, on every rank.
+    Raises `UserError`, on every rank, naming a shard that is damaged or holds something else.
     """
     if store is None:
-        return lambda rows, batch: target.features(batch, drafter.layer_ids)
+        return lambda micro_batch, batch: target.features(batch, drafter.layer_ids)
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
     if problems := gather_object(store.problems(rank, num_ranks)):
         raise UserError(problems[0] + (f" ({len(problems) - 1} more shards like it)" if len(problems) > 1 else ""))
     missing = broadcast_object_list([store.missing()])[0]  # as seen before anything is written
     if missing:
-        make_source = source_of_server
         if config.data.features_endpoint is None:
             check_room_to_store(config, accelerator, target)
-            make_source = source_of_layers
-        in_step = config.run.target_placement == "sharded"
         stages.enter("storing features")
-        source = watched_source(make_source(config, drafter, target, store.plan), stages)
+        in_step = config.run.target_placement == "sharded"
+        source = source_to_store(config, drafter, target, store.plan, stages)
         write_shards(store, missing, source, rank, num_ranks, in_step)
-        del source  # and the layers with it
+        del source  # and the target's layers with it
         free_memory()
         accelerator.wait_for_everyone()
     if rank == 0 and not all(map(store.is_verified, store.shards)) and os.access(store.folder, os.W_OK):
         write_index(store)
-    return lambda rows, batch: store.read(rows, batch, target)
+    return lambda micro_batch, batch: store.read(micro_batch, batch, target)
 
 
-def watched_source(source: FeatureSource, stages: Stages) -> FeatureSource:
-    """The same; each batch shows that the pass moves."""
+def source_to_store(
+    config: TrainConfig, drafter: Drafter, target: Target, plan: BatchPlan, stages: Stages
+) -> FeatureSource:
+    """Return the source of features to store: the server at data.features_endpoint, or the target's own layers.
 
-    def moving(rows: MicroBatch, batch: Batch) -> Features:
+    Each batch enters its stage anew, which shows that the pass moves.
+    """
+    if config.data.features_endpoint is not None:
+        compute: FeatureSource = ServedFeatures(config.data.features_endpoint, target, drafter.layer_ids, plan)
+    else:
+        compute = source_of_layers(config, drafter, target, plan)
+
+    def source(micro_batch: MicroBatch, batch: Batch) -> Features:
         stages.enter("storing features")
-        return source(rows, batch)
+        return compute(micro_batch, batch)
 
-    return moving
+    return source
 
 
 def source_of_layers(config: TrainConfig, drafter: Drafter, target: Target, plan: BatchPlan) -> FeatureSource:
-    """Features as the target's own layers compute them."""
+    """Return the source of features that the target's own layers compute, loaded where the target has none."""
     whole = whole_target(config, target)
     check_capture(whole, drafter.layer_ids, plan.samples[0].token_ids)
-    return lambda rows, batch: whole.features(batch.to(whole.device), drafter.layer_ids)
-
-
-def source_of_server(config: TrainConfig, drafter: Drafter, target: Target, plan: BatchPlan) -> FeatureSource:
-    """Features as the server at data.features_endpoint computes them."""
-    assert config.data.features_endpoint is not None
-    return ServedFeatures(config.data.features_endpoint, target, drafter.layer_ids, plan)
+    return lambda micro_batch, batch: whole.features(batch.to(whole.device), drafter.layer_ids)
 
 
 def free_memory() -> None:
-    """Of what nobody refers to any more; layers in pieces refer to themselves."""
+    """Free the memory of what nobody refers to any more; layers in pieces refer to themselves."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

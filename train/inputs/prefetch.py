@@ -1,4 +1,4 @@
-"""The next step's batches are made while the current step computes."""
+"""Making the next step's batches while the current step computes."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def prefetched(make: Callable[[int], T], steps: Iterable[int]) -> Iterator[T]:
-    """`make(step)` for each step in turn, one ahead in a thread. What it raises comes at its own step."""
+    """Yield `make(step)` for each step in turn, made one step ahead in a thread. An error comes at its own step."""
     with ThreadPoolExecutor(1, "prefetch") as pool:
         ahead = None
         for step in steps:

@@ -1,4 +1,4 @@
-"""What can go wrong in a step, and how it ends: with one line that names the cause and the mend."""
+"""Faults during training, each of which ends in one line that names the cause and the mend."""
 
 import contextlib
 import errno
@@ -16,31 +16,32 @@ from draftsmith.models.errors import UserError, first_line
 from draftsmith.train.process.stages import Stages
 
 NONFINITE = "nonfinite.json"
-AGAIN = "the same command goes on from the newest checkpoint"
-FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))  # in errors of the system's and of safetensors'
-LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in errors of torch's
+RESUMES = "the same command goes on from the newest checkpoint"
+# Texts by which errors of the system and of safetensors tell of a full disk, and those of torch of a lost process.
+DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+PROCESS_LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 class NonFiniteSteps:
     """Counts steps in a row whose loss or gradient is not finite; each of them changes nothing."""
 
-    def __init__(self, run: Path, most: int, is_main: bool) -> None:
-        self._run, self._most, self._is_main = run, most, is_main
+    def __init__(self, run: Path, max_steps: int, is_main: bool) -> None:
+        self._run, self._max_steps, self._is_main = run, max_steps, is_main
         self._steps: list[dict] = []
 
     def note(self, finite: bool, step: int, samples: list[int]) -> None:
-        """Raises `UserError`, alike on all ranks, at the last of `most` such steps in a row."""
+        """Note whether a step was finite. Raises `UserError`, alike on all ranks, at the last of too many in a row."""
         if finite:
             self._steps = []
             return
         self._steps.append({"step": step, "samples": samples})
-        if len(self._steps) < self._most:
+        if len(self._steps) < self._max_steps:
             if self._is_main:
                 notice(f"step {step} is skipped: its loss or gradient is not finite")
             return
         if self._is_main:
             (self._run / NONFINITE).write_text(json.dumps(self._steps, indent=1) + "\n")
-        where = f"{self._most} steps in a row, up to step {step}" if self._most > 1 else f"step {step}"
+        where = f"{self._max_steps} steps in a row, up to step {step}" if self._max_steps > 1 else f"step {step}"
         raise UserError(
             f"loss or gradient were not finite in {where}; the samples are listed in {self._run / NONFINITE}: lower "
             "optimizer.learning_rate, or take out samples that are broken; with other settings give another run.dir"
@@ -64,19 +65,19 @@ def failing_together(error_class: type[Exception] = UserError) -> Iterator[None]
 
 @contextlib.contextmanager
 def in_one_line(stages: Stages, rank: int, num_ranks: int) -> Iterator[None]:
-    """Errors inside the block that come from a full disk or from another process become a `UserError`."""
+    """Turn errors inside the block that come from a full disk or from another process into a `UserError`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if not any(text in str(error) for text in FULL):
+        if not any(text in str(error) for text in DISK_FULL):
             raise
         where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
-        raise UserError(f"the disk is full{where}: make room, and give the same command again; {AGAIN}") from error
+        raise UserError(f"the disk is full{where}: make room, and give the same command again; {RESUMES}") from error
     except RuntimeError as error:
-        if num_ranks == 1 or not (isinstance(error, DistError) or any(name in str(error) for name in LOST)):
+        if num_ranks == 1 or not (isinstance(error, DistError) or any(text in str(error) for text in PROCESS_LOST)):
             raise
         waited = "imed out" in str(error)
         raise UserError(
             f"process {rank} of {num_ranks} {'waited run.timeout for' if waited else 'lost'} another at step "
-            f"{stages.step}, {stages.now[0]} ({first_line(error)}): see what that one said; {AGAIN}"
+            f"{stages.step}, {stages.now[0]} ({first_line(error)}): see what that one said; {RESUMES}"
         ) from error

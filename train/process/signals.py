@@ -1,6 +1,6 @@
-"""Pre-emption: on SIGTERM, or SIGINT once, the running step ends, a checkpoint is saved, and the run leaves.
+"""Pre-emption: on SIGTERM, or SIGINT once, the running step ends, a checkpoint is saved, and the run stops.
 
-Before the first step, when there is nothing to save, it leaves at once.
+Before the first step, when there is nothing to save, it stops at once.
 """
 
 import signal
@@ -9,11 +9,11 @@ import time
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-IMPATIENT_SECONDS = 3.0  # launchers pass a Ctrl-C on to processes that the terminal has sent it to already
+IMPATIENT_SECONDS = 3.0  # between two Ctrl-C; launchers repeat a first one that the terminal has sent already
 
 
 class Stopped(KeyboardInterrupt):
-    """The run left on a signal with everything saved; the command line exits with 128 + the signal's number."""
+    """A run has stopped on a signal with everything saved; the command line exits with 128 + the signal's number."""
 
     def __init__(self, number: int, checkpoint: str | None) -> None:
         where = f"; {checkpoint} is saved, and the same command goes on from it"
