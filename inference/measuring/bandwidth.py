@@ -17,7 +17,7 @@ REPEATS = 10
 
 @functools.cache
 def memory_bandwidth(device: torch.device) -> float | None:
-    """Bytes per second, read and written, of the fastest of a few large copies; None on a CPU, which caches help."""
+    """Return bytes per second, read and written, of the fastest of a few large copies; None on a CPU."""
     if device.type != "cuda":
         return None
     source = torch.empty(COPIED, dtype=torch.uint8, device=device)
@@ -34,15 +34,15 @@ def memory_bandwidth(device: torch.device) -> float | None:
 
 
 def weight_bytes(target: Target) -> int:
-    """What one pass reads of the weights: all but an embedding that is not the head, of which it takes single rows."""
+    """Return the bytes of weights that one pass reads: all but an embedding that is not the head, looked up by rows."""
     embedding, head = target.embedding.weight, target.head_weight()
     looked_up = () if embedding is head else (embedding,)
-    parameters = (one for one in target.model.parameters() if not any(one is other for other in looked_up))
-    return sum(one.numel() * one.element_size() for one in parameters)
+    parameters = (weight for weight in target.model.parameters() if not any(weight is other for other in looked_up))
+    return sum(weight.numel() * weight.element_size() for weight in parameters)
 
 
 def cache_bytes_per_token(target: Target) -> int:
-    """Keys and values of one token in all layers."""
+    """Return the bytes of the keys and values of one token in all layers."""
     config = target.text_config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -52,7 +52,7 @@ def cache_bytes_per_token(target: Target) -> int:
 def bandwidth_floor_share(
     target: Target, prompts: list[list[int]], outputs: Outputs, bandwidth: float | None
 ) -> float | None:
-    """The floor of all verification passes over the time they took; 1 would be reading alone.
+    """Return the floor of all verification passes over the time they took; 1 would be reading alone.
 
     A request's text counts with its mean length. None where the bandwidth is unknown, and for mixtures of experts, of
     which a pass reads as many experts as its tokens ask for.

@@ -36,10 +36,11 @@ class Baseline:
 
     @property
     def key(self) -> str:
+        """The name, with that of the drafter that assists."""
         return f"{self.name} with {self.drafter}" if self.drafter else self.name
 
     def decode(self, prompt: list[int], settings: GenerationSettings, request_id: int) -> Output:
-        """The answer to one prompt, timed; `settings.shape` says how many tokens to draft."""
+        """Decode the answer to one prompt, timed; `settings.shape` says how many tokens to draft."""
         with torch.random.fork_rng():  # so that every repeat samples the same text
             torch.manual_seed(settings.seed + request_id)
             start = time.perf_counter()
@@ -57,33 +58,34 @@ class Baseline:
         if self.name == "prompt_lookup":
             config.prompt_lookup_num_tokens = settings.shape.depth
         if self.assistant is not None:
-            own = self.assistant.generation_config = generation_config(settings, self.eos_token_ids)
-            own.num_assistant_tokens = settings.shape.depth
-            own.num_assistant_tokens_schedule = "constant"
-            own.assistant_confidence_threshold = 0.0  # drafts its full length, as ours does
-        mask = torch.ones_like(ids)
-        found = self.model.generate(  # type: ignore[operator]
-            ids, attention_mask=mask, generation_config=config, assistant_model=self.assistant
+            drafting = self.assistant.generation_config = generation_config(settings, self.eos_token_ids)
+            drafting.num_assistant_tokens = settings.shape.depth
+            drafting.num_assistant_tokens_schedule = "constant"
+            drafting.assistant_confidence_threshold = 0.0  # drafts its full length, as ours does
+        text = self.model.generate(  # type: ignore[operator]
+            ids, attention_mask=torch.ones_like(ids), generation_config=config, assistant_model=self.assistant
         )
-        return found[0, len(prompt) :].tolist()
+        return text[0, len(prompt) :].tolist()
 
 
 def generation_config(settings: GenerationSettings, eos_token_ids: list[int]) -> GenerationConfig:
-    """Our settings in transformers' words, and nothing else: a model's own config may cut or penalise."""
+    """Return our settings in transformers' words, and nothing else: a model's own config may cut or penalise."""
     sampling = settings.sampling
-    cuts = {} if sampling.greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    cuts = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     return GenerationConfig(
         max_new_tokens=settings.max_new_tokens,
         do_sample=not sampling.greedy,
         eos_token_id=eos_token_ids or None,
         pad_token_id=eos_token_ids[0] if eos_token_ids else None,
-        **cuts,
-        **({} if sampling.greedy else {"top_k": sampling.top_k}),
+        **({} if sampling.greedy else cuts),
     )
 
 
 def make_baselines(names: Sequence[str], target: Target, drafters: dict[str, Drafter]) -> list[Baseline]:
-    """Those asked for; `assisted` once for each draft model. `UserError` for one that does not apply."""
+    """Return the baselines of these names, `assisted` once for each draft model.
+
+    Raises `UserError` for one that does not apply.
+    """
     if unknown := [name for name in names if name not in BASELINES]:
         raise UserError(f"--baseline {unknown[0]}: give {', '.join(BASELINES)}")
     if not names:
@@ -92,17 +94,17 @@ def make_baselines(names: Sequence[str], target: Target, drafters: dict[str, Dra
     if "assisted" in names and not assistants:
         raise UserError("--baseline assisted needs a draft model among the drafters: add one, or leave it out")
     model = stock(target.model)
-    made = [Baseline(name, model, target.eos_token_ids) for name in names if name != "assisted"]
+    baselines = [Baseline(name, model, target.eos_token_ids) for name in names if name != "assisted"]
     if "assisted" in names:
-        made += [
+        baselines += [
             Baseline("assisted", model, target.eos_token_ids, name, stock(drafter.model))
             for name, drafter in assistants.items()
         ]
-    return made
+    return baselines
 
 
 def stock(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy on transformers' usual attention that shares the weights, except those laid out anew for a CPU."""
+    """Return a copy on transformers' usual attention that shares the weights, except those laid out anew for a CPU."""
     shared = {
         id(weight): weight if weight.is_contiguous() else nn.Parameter(weight.detach().contiguous(), False)
         for weight in model.parameters()

@@ -1,9 +1,9 @@
 """A certificate that a drafter leaves the output of the target as it is, on the user's own target and prompts.
 
 Greedy output is compared with plain decoding token by token, alone and in a ragged batch. Sampled output is judged by
-the target's own law at each place: with the tokens ordered from the likeliest down, the mass before a token plus a
-random share of its own is uniform if the token was drawn from that law, whatever stands before it (Rosenblatt 1952).
-A chi-square test over equal bins finds output that is drawn from another law; as a control, the same test has to find
+the target's own distribution at each place: with the tokens ordered from the likeliest down, the mass before a token
+plus a random share of its own is uniform if the token was drawn from it, whatever stands before it (Rosenblatt 1952).
+A chi-square test over equal bins finds output that is drawn from another one; as a control, the same test has to find
 typical acceptance, which is lossy.
 
 Shapes: B rows, T tokens, V vocabulary.
@@ -100,7 +100,7 @@ def greedy_check(
 def sampled_check(
     decoder: SpeculativeDecoder, mode: VerificationMode, prompts: list[list[int]], settings: CertifySettings
 ) -> ChiSquareTest:
-    """Return the chi-square test of sampled texts against the target's law."""
+    """Return the chi-square test of sampled texts against the target's distribution."""
     sampling = Sampling(settings.temperature)
     generation = resolve_settings(decoder.drafter, sampling, settings.max_new_tokens, settings.draft_length, mode)
     chosen = [prompts[i % len(prompts)] for i in range(settings.num_texts)]
@@ -117,7 +117,7 @@ def sampled_check(
 
 @torch.no_grad()
 def uniforms_of(target: Target, prompts: list[list[int]], answers: list[list[int]], sampling: Sampling) -> Tensor:
-    """Return where each answer token after the first lies in the target's law: fp64, uniform if drawn from it."""
+    """Return where each answer token after the first lies in the target's distribution: fp64, uniform if drawn so."""
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True)  # [B, T]
     hidden = run_causal(target.model, rows.to(target.device))

@@ -1,4 +1,4 @@
-"""Did speculation change the output? Token-by-token comparison with plain decoding, near ties told apart.
+"""Comparison of speculative output with plain decoding, token by token, near ties told apart.
 
 A differently shaped matrix product rounds otherwise, and may turn the choice between two tokens around. So the first
 difference of each output is re-scored in one plain pass over the text before it: in the dtype of the run, and in fp32.
@@ -10,10 +10,10 @@ which another factor of 2 allows for: two tokens are a near tie when they are at
 
 Sampled on the same noise: the token is the one in whose share of the distribution function the uniform number lies. A
 computation that errs by up to e in the mass of any set of tokens can draw another token only while the number lies at
-most e outside that token's share. Here e is the total variation between the re-scored laws of the run's dtype and of
-fp32, plus 2 ulp of fp32 at the largest logit over the temperature; with the same factor of 2, two tokens are a near tie
-when the number lies at most 2 e outside the share of each. Where top-p cuts, the cut may fall elsewhere: the limit
-grows by the mass of the tokens that stand within 2 e of its edge, with e of the law before the cut.
+most e outside that token's share. Here e is the total variation between the re-scored distributions of the run's dtype
+and of fp32, plus 2 ulp of fp32 at the largest logit over the temperature; with the same factor of 2, two tokens are a
+near tie when the number lies at most 2 e outside the share of each. Where top-p cuts, the cut may fall elsewhere: the
+limit grows by the mass of the tokens that stand within 2 e of its edge, with e of the distribution before the cut.
 """
 
 from collections.abc import Iterator
@@ -74,8 +74,8 @@ def first_difference(
     if plain is not None and speculative is not None:
         token_gap = (exact[plain] - exact[speculative]).abs().item()
         if not sampling.greedy:
-            uniform, law = target_uniform(settings.seed, request, text.shape[1]), probabilities(exact, sampling)
-            share_gap = max(outside_share(law, token, uniform) for token in (plain, speculative))
+            uniform, probability = target_uniform(settings.seed, request, text.shape[1]), probabilities(exact, sampling)
+            share_gap = max(outside_share(probability, token, uniform) for token in (plain, speculative))
     gap = token_gap if sampling.greedy else share_gap
     tolerance = near_tie_gap(logits, exact) if sampling.greedy else near_tie_share(logits, exact, sampling)
     return Difference(
@@ -94,7 +94,7 @@ def first_difference(
 
 @torch.no_grad()
 def next_logits(target: Target, text: Tensor) -> Tensor:
-    """The target's logits after a text [1, T], in one pass without a cache: fp32 [V]."""
+    """Return the target's logits after a text [1, T], in one pass without a cache: fp32 [V]."""
     return target.logits(run_causal(target.model, text)[:, -1:])[0, 0].float()
 
 
@@ -104,7 +104,7 @@ def top_two_gap(logits: Tensor) -> float:
 
 
 def near_tie_gap(logits: Tensor, exact: Tensor) -> float:
-    """4 e of logits [V] that should be `exact` [V]; see above."""
+    """Return 4 e of logits [V] that should be `exact` [V]; see above."""
     return 4 * ((logits - exact).abs().max().item() + 2 * ulp(exact))
 
 
@@ -112,32 +112,32 @@ def near_tie_gap(logits: Tensor, exact: Tensor) -> float:
 
 
 def target_uniform(seed: int, request: int, position: int) -> float:
-    """The number by which the target draws the token at a position of a request's text."""
+    """Return the number by which the target draws the token at a position of a request's text."""
     noise = Noise(seed, torch.tensor([request]))
     return noise.uniforms(torch.tensor([[position]]), Stream.TARGET).item()
 
 
-def outside_share(law: Tensor, token: int, uniform: float) -> float:
-    """How far a number in (0, 1) lies outside the share of a token in the distribution function of a law [V]."""
-    cumulative = law.double().cumsum(0) / law.double().sum()
+def outside_share(probability: Tensor, token: int, uniform: float) -> float:
+    """Return how far a number in (0, 1) lies outside the share of a token in the distribution function of [V]."""
+    cumulative = probability.double().cumsum(0) / probability.double().sum()
     begin = cumulative[token - 1].item() if token else 0.0
     return max(begin - uniform, uniform - cumulative[token].item(), 0.0)
 
 
 def near_tie_share(logits: Tensor, exact: Tensor, sampling: Sampling) -> float:
-    """2 e of the law of logits [V] that should be `exact` [V], and more where top-p cuts; see above."""
-    largest = 2 * law_error(logits, exact, sampling)
+    """Return 2 e of the distribution of logits [V] that should be `exact` [V], and more where top-p cuts; see above."""
+    largest = 2 * distribution_error(logits, exact, sampling)
     if sampling.top_p < 1:
-        moved = 2 * law_error(logits, exact, replace(sampling, top_p=1.0))
+        moved = 2 * distribution_error(logits, exact, replace(sampling, top_p=1.0))
         edges = max(sampling.top_p - moved, EPSILON), min(sampling.top_p + moved, 1.0)
         largest += total_variation(*(probabilities(exact, replace(sampling, top_p=edge)) for edge in edges))
     return largest
 
 
-def law_error(logits: Tensor, exact: Tensor, sampling: Sampling) -> float:
-    """e: what the mass of any set of tokens errs by."""
-    found = total_variation(probabilities(logits, sampling), probabilities(exact, sampling))
-    return found + 2 * ulp(exact / sampling.temperature)
+def distribution_error(logits: Tensor, exact: Tensor, sampling: Sampling) -> float:
+    """Return e: what the mass of any set of tokens errs by."""
+    variation = total_variation(probabilities(logits, sampling), probabilities(exact, sampling))
+    return variation + 2 * ulp(exact / sampling.temperature)
 
 
 def total_variation(p: Tensor, q: Tensor) -> float:
@@ -145,13 +145,13 @@ def total_variation(p: Tensor, q: Tensor) -> float:
 
 
 def ulp(values: Tensor) -> float:
-    """Of fp32, at the largest of some values."""
+    """Return the unit in the last place of fp32 at the largest of some values."""
     return EPSILON * max(1.0, values.abs().max().item())
 
 
 @contextmanager
 def in_fp32(model: nn.Module) -> Iterator[None]:
-    """A frozen model computes in fp32 meanwhile; each module's weights are widened for the time of its own call."""
+    """Let a frozen model compute in fp32 meanwhile; each module's weights are widened for the time of its own call."""
     kept: dict[nn.Module, list[Tensor]] = {}
 
     def widen(module: nn.Module, _: object) -> None:

@@ -40,7 +40,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """One setting of an evaluation: one row of evaluation.json for each drafter."""
+    """One setting of an evaluation, which gives one row of evaluation.json for each drafter."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -158,9 +158,8 @@ def decode_all(
             drafter.forget()
 
     outputs = decode_in_turns(decoders, batches, settings.repeats, settings.seconds, forget, on_progress)
-    for runs in (runs for batches_of_one in outputs.values() for runs in batches_of_one):
-        for run in runs:
-            run.token_ids = [counted(each, target.eos_token_ids, settings.max_new_tokens) for each in run.token_ids]
+    for run in (run for by_batch in outputs.values() for repeats in by_batch for run in repeats):
+        run.token_ids = [counted(answer, target.eos_token_ids, settings.max_new_tokens) for answer in run.token_ids]
     return outputs
 
 

@@ -22,7 +22,7 @@ from draftsmith.models.typed_json import flat, from_json, optional, to_json, wit
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a row was measured at. Rows may stand side by side where their settings are equal."""
+    """The setting that a row was measured at. Rows may stand side by side where their settings are equal."""
 
     prompt_set: str
     num_prompts: int
@@ -97,7 +97,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an output first differs from plain decoding, and what the target holds of the two tokens."""
+    """The first difference of an output from plain decoding, and what the target holds of the two tokens."""
 
     request: int  # place among the prompts
     position: int  # in the answer, from 0
@@ -254,7 +254,7 @@ class Result:
 
     @property
     def steps_a_round(self) -> float:
-        """What a round costs in steps of plain decoding, reading the prompt included."""
+        """The cost of a round in steps of plain decoding, reading the prompt included."""
         return self.tokens_a_round / self.speed.speedup
 
     @property
@@ -265,7 +265,7 @@ class Result:
 
 @dataclass(frozen=True)
 class ChiSquareTest:
-    """How well sampled tokens agree with the target's law."""
+    """A test whether sampled tokens are drawn from the target's distribution."""
 
     num_tokens: int
     chi_square: float
@@ -275,7 +275,7 @@ class ChiSquareTest:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Whether a drafter leaves the target's output as it is, by the checks of certify.py."""
+    """The checks of certify.py whether a drafter leaves the target's output as it is."""
 
     greedy: dict[str, LosslessCheck]  # by batch size
     sampled: dict[str, ChiSquareTest]  # by verification mode; that of the lossy one is the control
@@ -285,7 +285,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Environment:
-    """What a figure depends on besides the drafter."""
+    """The environment that a figure depends on besides the drafter."""
 
     versions: dict[str, str | None]  # of Python and of packages
     device: str
@@ -298,7 +298,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class EvaluationCost:
-    """What an evaluation after a checkpoint took."""
+    """The time that an evaluation after a checkpoint took, and what it was spent on."""
 
     seconds: float
     training_seconds: float  # of the run, up to that checkpoint

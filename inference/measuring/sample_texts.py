@@ -19,7 +19,7 @@ class SamplePiece:
 
 @dataclass(frozen=True)
 class SampleRound:
-    """What a round of a text emitted."""
+    """The tokens that one round of a text emitted."""
 
     text: str
     num_tokens: int

@@ -134,11 +134,11 @@ def time_to_first_token(outputs: Outputs, tokenise: Sequence[float]) -> list[flo
     seconds = iter(tokenise)
     times = []
     for batch in outputs:
-        own = [next(seconds, 0.0) for _ in batch[0].timing.requests]
+        of_batch = [next(seconds, 0.0) for _ in batch[0].timing.requests]
         times += [
             (extra + request.first_token) * 1000
             for run in batch
-            for extra, request in zip(own, run.timing.requests, strict=True)
+            for extra, request in zip(of_batch, run.timing.requests, strict=True)
         ]
     return times
 

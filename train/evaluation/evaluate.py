@@ -3,7 +3,7 @@
 import signal
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import rich
@@ -32,7 +32,7 @@ from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import write_json
 from draftsmith.models.typed_json import to_json
 from draftsmith.train.config import EvaluationConfig, TrainConfig
-from draftsmith.train.evaluation.budget import affordable, checkpoints_without_gain, seconds_left
+from draftsmith.train.evaluation.budget import Amount, affordable, checkpoints_without_gain, seconds_left
 from draftsmith.train.evaluation.pooling import pool, share_of, subset
 from draftsmith.train.folder.checkpoint import checkpoint_step, checkpoints
 from draftsmith.train.folder.run_folder import best_checkpoint, first_result, link_best, measured_checkpoints
@@ -45,14 +45,14 @@ ERROR = "evaluation.error.txt"
 
 
 def evaluation_prompts(config: EvaluationConfig, target: Target) -> PromptSet | None:
-    """The prompts to evaluate on, encoded; `UserError` where one of them does not fit the target."""
+    """Return the prompts to evaluate on, encoded. Raises `UserError` where one of them does not fit the target."""
     if config.prompts is None:
         return None
     return read_prompt_set(config.prompts, target, config.num_prompts, config.max_new_tokens)
 
 
 def evaluation_settings(config: EvaluationConfig, repeats: int) -> list[MeasureSettings]:
-    """One setting for each temperature."""
+    """Return one setting for each temperature."""
     return [
         MeasureSettings(
             temperature=temperature,
@@ -73,16 +73,25 @@ def check_evaluation(config: EvaluationConfig, drafter: Drafter, target: Target)
 
 
 def is_measured(checkpoint: Path, config: EvaluationConfig) -> bool:
-    """Whether everything that an evaluation writes is there."""
+    """Return whether everything that an evaluation writes is there."""
     files = ["evaluation.json", *(f"evaluation.{name}.json" for name in config.baselines)]
     return all((checkpoint / file).is_file() for file in files)
+
+
+@dataclass(frozen=True)
+class ShareResult:
+    """What one process measured of a checkpoint."""
+
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)  # by file; empty without prompts for the process
+    failure: str = ""  # what failed; empty where nothing did
+    stopped: bool = False  # by a signal
 
 
 @dataclass
 class Evaluator:
     """Measures a run's checkpoints on all its processes, within a share of the time.
 
-    An evaluation that fails is told once and written down; training goes on, on all processes alike.
+    An evaluation that fails is reported once and written down; training goes on, on all processes alike.
     """
 
     config: TrainConfig
@@ -95,9 +104,9 @@ class Evaluator:
     stop: StopRequest
 
     def newest(self, training_seconds: float) -> str | None:
-        """Measure the newest checkpoint where that is due and not done; why training should stop, if it should.
+        """Measure the newest checkpoint where that is due and not done; return why training should stop, if it should.
 
-        On every process, with the same answer. Raises `Stopped` where a signal came meanwhile.
+        This is called on every process, with the same answer. Raises `Stopped` where a signal came meanwhile.
         """
         checkpoint, run = checkpoints(self.run)[-1], self.config.run
         if checkpoint_step(checkpoint) % run.checkpoint_every and checkpoint_step(checkpoint) != run.steps:
@@ -115,36 +124,25 @@ class Evaluator:
         return broadcast_object_list([reason])[0]
 
     def _measure(self, checkpoint: Path, training_seconds: float) -> None:
+        """Measure a checkpoint on all processes, and write its files, or what failed, on the main one."""
         start = time.perf_counter()
         config = self.config.evaluation
         amount = affordable(config, len(self.prompts.token_ids), evaluation_costs(self.run), training_seconds)
         amount = broadcast_object_list([amount])[0]  # clocks differ
-        rank, num_ranks = self.accelerator.process_index, self.accelerator.num_processes
-        shares = [share_of(amount.num_prompts, other, num_ranks, config.batch_size) for other in range(num_ranks)]
-        own: dict[str, Evaluation] = {}
-        failure, stopped = "", False
-        try:
-            if shares[rank]:
-                own = self._own_evaluations(
-                    checkpoint, subset(self.prompts, shares[rank]), amount.repeats if rank == 0 else 1
-                )
-        except Stopped:
-            stopped = True
-        except Exception as error:  # whatever it is, it is no reason to end a training of days
-            failure = failure_text(rank, error)
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.empty_cache()
-        of_ranks = gather_object([(own, failure, stopped)])
-        if any(stopped for _, _, stopped in of_ranks):
+        num_ranks = self.accelerator.num_processes
+        shares = [share_of(amount.num_prompts, rank, num_ranks, config.batch_size) for rank in range(num_ranks)]
+        of_ranks = gather_object([self._measure_share(checkpoint, shares[self.accelerator.process_index], amount)])
+        if any(of_rank.stopped for of_rank in of_ranks):
             raise Stopped(self.stop.received or signal.SIGTERM, checkpoint.name)
         if not self.tracker:
             return
-        failures = "".join(failure for _, failure, _ in of_ranks)
+        failures = "".join(of_rank.failure for of_rank in of_ranks)
         seconds = time.perf_counter() - start
         if not failures:
             cost = EvaluationCost(seconds, training_seconds, amount.num_prompts, amount.repeats, config.time_share)
+            evaluations = [of_rank.evaluations for of_rank in of_ranks if of_rank.evaluations]
             try:
-                write_pooled(checkpoint, [own for own, _, _ in of_ranks if own], shares, cost)
+                write_pooled(checkpoint, evaluations, shares, cost)
             except Exception as error:
                 failures = failure_text(0, error)
         if failures:
@@ -154,6 +152,22 @@ class Evaluator:
                 f"the evaluation of {checkpoint.name} failed after {seconds:.0f} s, training goes on; "
                 f"{failures.splitlines()[0]} (all of it in {checkpoint / ERROR})"
             )
+
+    def _measure_share(self, checkpoint: Path, share: list[int], amount: Amount) -> ShareResult:
+        """Measure this process's share of the prompts; what fails is in the result."""
+        rank = self.accelerator.process_index
+        try:
+            if not share:
+                return ShareResult()
+            repeats = amount.repeats if rank == 0 else 1
+            return ShareResult(self._own_evaluations(checkpoint, subset(self.prompts, share), repeats))
+        except Stopped:
+            return ShareResult(stopped=True)
+        except Exception as error:  # whatever it is, it is no reason to end a training of days
+            return ShareResult(failure=failure_text(rank, error))
+        finally:
+            if self.accelerator.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _own_evaluations(self, checkpoint: Path, prompts: PromptSet, repeats: int) -> dict[str, Evaluation]:
         """Return what this process measures, by the name of its file: of the checkpoint, and of baselines."""
@@ -202,7 +216,7 @@ class Evaluator:
         return target
 
     def _measure_costs(self, training_seconds: float) -> None:
-        """The run's costs.json, of its best checkpoint, where the time that is left for evaluations is enough.
+        """Write the run's costs.json, of its best checkpoint, where the time that is left for evaluations is enough.
 
         A signal that comes meanwhile ends it: the run is over anyway.
         """
