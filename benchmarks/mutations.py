@@ -33,9 +33,10 @@ TIME_LIMIT = 900.0  # seconds for the tests of one mutation
 RULES = "inference/verification/acceptance_rules.py"
 ACCEPTANCE = "inference/verification/acceptance_kernels.py"
 REJECTION = "inference/verification/rejection_kernels.py"
-LOSSES = "models/losses/losses.py"
-LOSS_KERNELS = "models/losses/loss_kernels.py"
-UNROLLED = "models/drafters/eagle3_training.py"
+DIVERGENCES = "models/losses/divergences.py"
+CHAIN_LOSS = "models/losses/chain_loss.py"
+LOSS_KERNELS = "models/losses/divergence_kernels.py"
+UNROLLED = "models/drafting/eagle_layer.py"
 ATTENTION = "models/drafting/unrolled_attention.py"
 LAYOUTS = "models/drafting/layouts.py"
 KEY_NAMES = "recipes/serving/engine_key_names.py"
@@ -53,7 +54,7 @@ LOSS_TESTS = (
     "tests/models/test_drafter_families.py",
     "tests/train/test_vocabulary.py",
 )
-LOSS_KERNEL_TESTS = ("tests/models/test_loss_kernels.py",)
+LOSS_KERNEL_TESTS = ("tests/models/test_divergence_kernels.py",)
 UNROLLED_TESTS = ("tests/models/test_unrolled_attention.py", "tests/models/test_drafters.py")
 LAYOUT_TESTS = ("tests/models/test_layouts.py",)
 LOADER_TESTS = ("tests/recipes/test_layout_check.py", "tests/recipes/test_export.py")
@@ -62,7 +63,8 @@ TESTS = {
     RULES: VERIFICATION_TESTS,
     ACCEPTANCE: KERNEL_TESTS,
     REJECTION: KERNEL_TESTS,
-    LOSSES: LOSS_TESTS,
+    DIVERGENCES: LOSS_TESTS,
+    CHAIN_LOSS: LOSS_TESTS,
     LOSS_KERNELS: LOSS_KERNEL_TESTS,
     UNROLLED: UNROLLED_TESTS,
     ATTENTION: UNROLLED_TESTS,
@@ -113,14 +115,14 @@ MUTATIONS = (
     Mutation(
         "without_replacement: q keeps the rejected",
         RULES,
-        "_normalised(q_left.scatter(1, token, 0))",
-        "_normalised(q_left)",
+        "_normalised(q_remaining.scatter(1, token, 0))",
+        "_normalised(q_remaining)",
     ),
     Mutation(
         "without_replacement: a residual not normalised",
         RULES,
-        "_normalised((p_left - q_left).clamp(min=0))",
-        "(p_left - q_left).clamp(min=0)",
+        "_normalised((p_remaining - q_remaining).clamp(min=0))",
+        "(p_remaining - q_remaining).clamp(min=0)",
     ),
     Mutation("typical: epsilon bounds from below", RULES, ".clamp(max=epsilon)", ".clamp(min=epsilon)"),
     Mutation(
@@ -175,7 +177,7 @@ MUTATIONS = (
         "num_accepted = tl.max(tl.where(is_length & (coin < threshold), nodes, 0), 0)",
         "num_accepted = tl.min(tl.where(is_length & (coin < threshold), nodes, NODES), 0) % NODES",
     ),
-    Mutation("kernel, without_replacement: q keeps the tried", REJECTION, "left -= tried", "left -= 0 * tried"),
+    Mutation("kernel, without_replacement: q keeps the tried", REJECTION, "untried -= tried", "untried -= 0 * tried"),
     Mutation(
         "kernel, without_replacement: twins are tried",
         REJECTION,
@@ -185,38 +187,38 @@ MUTATIONS = (
     # losses
     Mutation(
         "acceptance within the draft vocabulary alone",
-        LOSSES,
-        "mass = p * (inside - logits.logsumexp(-1, keepdim=True)).exp()",
+        DIVERGENCES,
+        "mass = p * (log_sum - logits.logsumexp(-1, keepdim=True)).exp()",
         "mass = p",
     ),
     Mutation(
         "lk_hybrid: weights change places",
-        LOSSES,
+        DIVERGENCES,
         "weight * kl + (1 - weight) * rejection",
         "weight * rejection + (1 - weight) * kl",
     ),
     Mutation(
         "reverse_kl: a gradient without its mean",
-        LOSSES,
+        DIVERGENCES,
         "return loss, q * (ratio - loss[:, None])",
         "return loss, q * ratio",
     ),
-    Mutation("teachers one slot early", LOSSES, "+ 1 + depth", "+ depth"),
+    Mutation("teachers one slot early", CHAIN_LOSS, "+ 1 + depth", "+ depth"),
     Mutation(
         "a depth counts behind an untrained token",
-        LOSSES,
+        CHAIN_LOSS,
         "counted = self._chains & shift_left(self.loss_mask, predicted)",
         "counted = shift_left(self.loss_mask, predicted)",
     ),
     Mutation(
         "a depth counts behind an undraftable token",
-        LOSSES,
+        CHAIN_LOSS,
         "counted if self.draftable is None else counted & shift_left(self.draftable, predicted)",
         "counted",
     ),
     Mutation(
         "weights of depths left out of the gradient",
-        LOSSES,
+        CHAIN_LOSS,
         "torch.mul(gradients[0], depth.weight,",
         "torch.mul(gradients[0], 1.0,",
     ),
@@ -236,14 +238,14 @@ MUTATIONS = (
         "gradient = 0.25 * q * (log_q",
     ),
     # the unrolled EAGLE-3 loss
-    Mutation("unrolled: the text is fed its own token", UNROLLED, "unrolling.fed.roll(-1, 0)", "unrolling.fed"),
+    Mutation("unrolled: the text is fed its own token", UNROLLED, "self.fed.roll(-1, 0)", "self.fed"),
     Mutation(
         "unrolled: positions stand still",
         UNROLLED,
-        "self.positions[self.slots.index] + k",
-        "self.positions[self.slots.index]",
+        "self.positions[slots.index] + k",
+        "self.positions[slots.index]",
     ),
-    Mutation("unrolled: a step does not see itself", UNROLLED, "[*own, (key, value)])", "own)"),
+    Mutation("unrolled: a step does not see itself", UNROLLED, "[*own, (key, value)], slots)", "own, slots)"),
     Mutation(
         "unrolled: the text's part is not scaled down",
         ATTENTION,
@@ -298,11 +300,11 @@ def main() -> int:
 
 
 def why_not_applicable(mutation: Mutation) -> str | None:
-    """Return what is wrong with a mutation; None where its line stands exactly once in its file."""
-    path = ROOT / mutation.file
-    if not path.is_file():
-        return f"{mutation.name}: {mutation.file} is not there"
-    count = path.read_text("utf-8").count(mutation.before)
+    """Return what is wrong with a mutation; None where its line stands exactly once, and its tests are there."""
+    for file in (mutation.file, *TESTS[mutation.file]):
+        if not (ROOT / file).is_file():
+            return f"{mutation.name}: {file} is not there"
+    count = (ROOT / mutation.file).read_text("utf-8").count(mutation.before)
     return None if count == 1 else f"{mutation.name}: {mutation.before!r} stands {count} times in {mutation.file}"
 
 

@@ -166,7 +166,7 @@ def test_given_rows_follow_the_text(kind: str, tiny_target: Target) -> None:
 
 
 def test_synthetic_acceptance_has_its_analytic_length(tiny_target: Target) -> None:
-    """1 + a1 + a1 a2 + a1 a2 a3 tokens a round, within four standard errors; and the histogram is the law's."""
+    """1 + a1 + a1 a2 + a1 a2 a3 tokens a round, within four standard errors; the histogram follows the distribution."""
     rates = (0.8, 0.6, 0.7)
     drafter = new_drafter("medusa", tiny_target)
     prompts = [tiny_target.encode("iron")] * 12
@@ -176,11 +176,11 @@ def test_synthetic_acceptance_has_its_analytic_length(tiny_target: Target) -> No
     stats = SpeculativeDecoder(tiny_target, drafter).decode(prompts, settings).stats.total
     expected = acceptance_length(rates, 3)
     assert expected == 1 + 0.8 + 0.8 * 0.6 + 0.8 * 0.6 * 0.7
-    law = [0.2, 0.8 * 0.4, 0.8 * 0.6 * 0.3, 0.8 * 0.6 * 0.7]
-    spread = math.sqrt(sum(p * (1 + n - expected) ** 2 for n, p in enumerate(law)) / stats.num_drafts)
+    distribution = [0.2, 0.8 * 0.4, 0.8 * 0.6 * 0.3, 0.8 * 0.6 * 0.7]
+    spread = math.sqrt(sum(p * (1 + n - expected) ** 2 for n, p in enumerate(distribution)) / stats.num_drafts)
     assert stats.mean_acceptance_length == pytest.approx(expected, abs=4 * spread)
     assert spread < 0.06
-    for n, p in enumerate(law):
+    for n, p in enumerate(distribution):
         share = stats.acceptance_histogram[n] / stats.num_drafts
         assert share == pytest.approx(p, abs=4 * math.sqrt(p * (1 - p) / stats.num_drafts))
 

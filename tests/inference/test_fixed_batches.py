@@ -31,12 +31,12 @@ def answered(num_tokens: int, histogram: list[float], without_draft: int = 0) ->
 def test_rounds_of_shorter_chains(histogram: list[float], without_draft: int, draft_length: int) -> None:
     """Expected rounds, by recursion, until so many tokens are reached, if rounds are independent."""
     rounds = sum(histogram) + without_draft
-    law = [(min(accepted, draft_length), count / rounds) for accepted, count in enumerate(histogram)]
-    law.append((0, without_draft / rounds))
+    distribution = [(min(accepted, draft_length), count / rounds) for accepted, count in enumerate(histogram)]
+    distribution.append((0, without_draft / rounds))
 
     @functools.cache
     def expected(tokens: int) -> float:
-        return 0.0 if tokens <= 0 else 1 + sum(p * expected(tokens - 1 - accepted) for accepted, p in law)
+        return 0.0 if tokens <= 0 else 1 + sum(p * expected(tokens - 1 - accepted) for accepted, p in distribution)
 
     profile = answered(60, histogram, without_draft).profile(draft_length)
     assert profile.num_rounds == pytest.approx(expected(60), abs=0.51)

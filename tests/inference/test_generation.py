@@ -274,7 +274,7 @@ def test_a_round_is_cut_at_the_limit(tiny_target: Target) -> None:
 
 
 class RandomDrafts(NoDrafter):
-    """Draws drafts from a fixed law that has nothing to do with the target."""
+    """Draws drafts from a fixed distribution that has nothing to do with the target."""
 
     kind = "random"
     can_sample = True
@@ -285,7 +285,7 @@ class RandomDrafts(NoDrafter):
         return stack_chain([state.choose(logits, depth) for depth in range(shape.depth)])
 
 
-def test_sampled_text_has_the_law_of_the_target(tiny_target: Target) -> None:
+def test_sampled_text_has_the_distribution_of_the_target(tiny_target: Target) -> None:
     """Second and third token of 4000 requests against plain sampling: chi-square over the likely tokens.
 
     Both samples are random: the statistic sum (a - b)^2 / (a + b) has as many degrees of freedom as bins less one.

@@ -168,7 +168,7 @@ def test_sampled_differences_are_told_apart(
     tiny_target: Target,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a law whose distribution function has its steps at `edges`."""
+    """Of a distribution whose distribution function has its steps at `edges`."""
     mass = torch.zeros(300, dtype=torch.float64)
     mass[: len(edges) + 1] = torch.tensor([0.0, *edges, 1.0], dtype=torch.float64).diff()
     monkeypatch.setattr(Target, "logits", lambda self, hidden: mass.log().float().clamp(min=-100)[None, None])
@@ -224,7 +224,7 @@ def test_bf16_diverges_at_near_ties_only(bf16_target: Target, sampling: Sampling
 
 
 def test_other_noise_is_a_divergence(tiny_target: Target) -> None:
-    """Sampled texts of the right law, on the noise of another seed: not what is promised."""
+    """Sampled texts of the right distribution, on the noise of another seed: not what is promised."""
     plain = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target))
     prompts = [tiny_target.encode(text) for text in ("The smith", "def f(", "x", "iron")]
     found = [plain.generate(prompts, 8, 1.0, seed=seed).token_ids for seed in (0, 1)]

@@ -1,4 +1,4 @@
-"""Schedules of draft lengths: what they say, in the engines' words too, and that following one leaves the law."""
+"""Schedules of draft lengths: what they say, in the engines' words too, and that following one changes nothing."""
 
 import functools
 import json
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from laws import RULES, World, all_drafts, distances, independent, likeliest, outcomes, random_world
+from exact_distributions import RULES, World, all_drafts, distances, independent, likeliest, outcomes, random_world
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
@@ -251,22 +251,22 @@ def test_only_drafters_with_probabilities_are_confident(tiny_target: Target) -> 
         resolve_settings(load_drafter("ngram", tiny_target), Sampling(), 8, Confident(4, 0.5))
 
 
-# --- the laws of Adaptive and Confident
+# --- the distributions of Adaptive and Confident
 
 
 def after(world: World, text: list[int]) -> World:
-    """The laws of what follows a text."""
+    """The distributions of what follows a text."""
     depth, row = world.context(text)
     widths = [world.vocab_size**length for length in range(len(world.p) - depth)]
     p, q = (
-        [laws[depth + i][row * width : (row + 1) * width] for i, width in enumerate(widths)]
-        for laws in (world.p, world.q)
+        [distributions[depth + i][row * width : (row + 1) * width] for i, width in enumerate(widths)]
+        for distributions in (world.p, world.q)
     )
     return World(p, q)
 
 
 def distance_of_adaptive(mode: str, cheats: bool = False) -> float:
-    """Total variation between the law of three tokens that rounds of adaptive length write, and the target's.
+    """Total variation between the distribution of three tokens that rounds of adaptive length write, and the target's.
 
     Exact: over every draft and all coins of every round. After a first round of two drafts the costs are such that
     speculation is switched off if none was accepted, and one token is drafted if one was. The cheat drops a drafted
@@ -275,13 +275,13 @@ def distance_of_adaptive(mode: str, cheats: bool = False) -> float:
     world, length = random_world("any", 5, 3, seed=3), 3
     adaptive = Adaptive((0, 1, 2), ((1, (1.0, 1.3, 1.6)),), decay=0.2, probe_every=3)
     draw, rule = (likeliest if mode == "one_hot" else independent), RULES[mode]
-    law = -world.continuations([], length)
+    distribution = -world.continuations([], length)
     chances = {((), ()): 1.0}  # of each text with its rounds: (draft length, number accepted)
     chosen = set()
     while chances:
         (text, rounds), chance = chances.popitem()
         if len(text) >= length:
-            law[world.context(list(text[:length]))[1]] += chance
+            distribution[world.context(list(text[:length]))[1]] += chance
             continue
         lengths = DraftLengths(adaptive, 2)
         for draft_length, num_accepted in rounds:
@@ -297,11 +297,11 @@ def distance_of_adaptive(mode: str, cheats: bool = False) -> float:
             key = (*text, *outcome.emitted), (*rounds, (draft_length, len(outcome.path)))
             chances[key] = chances.get(key, 0.0) + chance * outcome.probability
     assert {(((2, 0),), 0), (((2, 1),), 1)} <= chosen  # what was accepted decides
-    return float(law.abs().sum() / 2)
+    return float(distribution.abs().sum() / 2)
 
 
 @pytest.mark.parametrize("mode", ["one_hot", "probabilistic", "block"])
-def test_adaptive_lengths_leave_the_law(mode: str) -> None:
+def test_adaptive_lengths_leave_the_distribution(mode: str) -> None:
     assert distance_of_adaptive(mode) < 1e-8  # a few integrations, each within EXACT
 
 
@@ -310,7 +310,7 @@ def test_a_length_that_looks_at_the_token_offered_is_found() -> None:
 
 
 def distance_of_confident(mode: str, seed: int, cheats: bool = False) -> float:
-    """Total variation between the law that a round of chains which end by confidence leads to, and the target's.
+    """Return the total variation between what a round of chains that end by confidence leads to, and the target.
 
     Exact, over every draft of up to three tokens, as `grow_chain` ends it, and all coins. The cheat asks for the
     chance of the drawn tokens themselves, the one offered among them.
@@ -319,19 +319,21 @@ def distance_of_confident(mode: str, seed: int, cheats: bool = False) -> float:
     drafts = all_drafts(world, parents, likeliest if mode == "one_hot" else independent)
     tokens = torch.tensor([tokens for _, tokens in drafts])
 
-    def law(depth: int) -> torch.Tensor:
+    def distribution(depth: int) -> torch.Tensor:
         """[drafts, 1, V] what the drafter holds behind the first tokens of each draft"""
         return torch.stack([world.q[depth][world.context(row[:depth])[1]] for row in tokens.tolist()])[:, None]
 
-    products = law(0).amax(-1) * law(1).amax(-1)  # what the third token hangs on, by way of the first
+    products = distribution(0).amax(-1) * distribution(1).amax(-1)  # what the third token hangs on, by way of the first
     depths, least = iter((1, 2)), 0.99 * products.max().item()
     state = SimpleNamespace(
         least_confidence=least, confidence=None, choose=lambda logits, depth: (tokens[:, depth], logits)
     )
-    ended = grow_chain(3, law(0).log(), lambda *_: law(next(depths)).log(), state).tokens  # type: ignore[arg-type]
+    ended = grow_chain(3, distribution(0).log(), lambda *_: distribution(next(depths)).log(), state).tokens  # type: ignore[arg-type]
     ended = torch.nn.functional.pad(ended, (0, 3 - ended.shape[1]), value=NO_TOKEN)
     if cheats:
-        chances = torch.cat([law(depth)[:, 0].gather(1, tokens[:, depth, None]) for depth in range(3)], 1).cumprod(1)
+        chances = torch.cat(
+            [distribution(depth)[:, 0].gather(1, tokens[:, depth, None]) for depth in range(3)], 1
+        ).cumprod(1)
         ended = tokens.masked_fill(chances < least, NO_TOKEN)
     lengths = (ended != NO_TOKEN).sum(1)
     assert cheats or mode == "one_hot" or set(lengths.tolist()) == {2, 3}
@@ -343,7 +345,7 @@ def distance_of_confident(mode: str, seed: int, cheats: bool = False) -> float:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("mode", ["one_hot", "probabilistic", "block"])
-def test_ending_by_confidence_leaves_the_law(mode: str, seed: int) -> None:
+def test_ending_by_confidence_leaves_the_distribution(mode: str, seed: int) -> None:
     assert distance_of_confident(mode, seed) < 1e-8
 
 

@@ -1,8 +1,8 @@
-"""The verification rules keep the law of the target; rules that are known to be wrong do not.
+"""The verification rules keep the distribution of the target; rules that are known to be wrong do not.
 
 A rule is lossless when, over the drafts as they are drawn and over fair coins, the tokens that a round emits, continued
-by the target to a fixed length, have the target's joint law. tests/helpers/laws.py computes both sides without
-sampling.
+by the target to a fixed length, have the target's joint distribution.
+tests/helpers/exact_distributions.py computes both sides without sampling.
 """
 
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from fractions import Fraction
 
 import pytest
 import torch
-from laws import (
+from exact_distributions import (
     EXACT,
     KINDS,
     RULES,
     Drafts,
-    Rows,
     Rule,
+    RuleInputs,
     World,
     all_drafts,
     depth_of,
@@ -45,7 +45,7 @@ SHAPES += [("without_replacement", shape) for shape in CHAINS + TREES]
 
 
 @pytest.mark.parametrize(("rule", "parents"), SHAPES)
-def test_sampled_drafts_leave_the_law_of_the_target(rule: str, parents: list[int]) -> None:
+def test_sampled_drafts_leave_the_distribution_of_the_target(rule: str, parents: list[int]) -> None:
     """Drafts of full size, and drafts that stop by themselves: what was drafted decides whether drafting goes on."""
     for vocab_size in [3, *(size for size in (4, 5) if size ** len(parents) <= 256)]:
         worlds = [random_world(kind, depth_of(parents), vocab_size, seed) for kind in KINDS for seed in range(2)]
@@ -60,7 +60,7 @@ def any_tokens(parents: list[int], vocab_size: int, seed: int) -> Drafts:
 
 
 @pytest.mark.parametrize("parents", [[-1, 0, 1], *TREES])
-def test_sample_then_match_leaves_the_law_of_the_target_whatever_is_drafted(parents: list[int]) -> None:
+def test_sample_then_match_leaves_the_distribution_of_the_target_whatever_is_drafted(parents: list[int]) -> None:
     worlds = [random_world(kind, depth_of(parents), 3, seed) for kind in ("any", "cut") for seed in range(8)]
     cases = [(world, any_tokens(parents, 3, seed)) for seed, world in enumerate(worlds)]
     assert max(distances(RULES["one_hot"], parents, cases)) < EXACT
@@ -146,26 +146,26 @@ def test_the_example_of_the_block_verification_paper() -> None:
 # Wrong rules, known from published code, must fail --------------------------------------------------------------------
 
 
-def shared_noise(r: Rows) -> Verified:
+def shared_noise(r: RuleInputs) -> Verified:
     """The drafts are drawn with the uniforms that the target draws with."""
     r.tokens = sample(r.draft_logits.softmax(-1)[:, : r.depth], r.draw[:, : r.depth])
     return RULES["probabilistic"](r)
 
 
-def other_temperature(r: Rows) -> Verified:
+def other_temperature(r: RuleInputs) -> Verified:
     """Tests with a q that the drafts were not drawn from."""
     r.draft_logits = r.draft_logits / 2
     return RULES["probabilistic"](r)
 
 
-def no_residual(r: Rows) -> Verified:
+def no_residual(r: RuleInputs) -> Verified:
     """After a rejection draws from p itself."""
     verified = RULES["probabilistic"](r)
-    law = r.logits.softmax(-1)[torch.arange(len(r.tokens)), verified.num_accepted]
-    return Verified(verified.num_accepted, verified.path, sample(law, r.draw[:, 0]))
+    distribution = r.logits.softmax(-1)[torch.arange(len(r.tokens)), verified.num_accepted]
+    return Verified(verified.num_accepted, verified.path, sample(distribution, r.draw[:, 0]))
 
 
-def plain_residual(r: Rows) -> Verified:
+def plain_residual(r: RuleInputs) -> Verified:
     """Accepts by blocks, then draws from (p - q)+ as if it had gone token by token."""
     finish = acceptance_rules._finish_chain
     with pytest.MonkeyPatch.context() as patch:
@@ -232,7 +232,7 @@ DRAFT, ACCEPT, DRAW = range(3)  # what a position has noise for
 
 
 def distance_of_two_rounds(rule: str, replayed: list[int]) -> float:
-    """Of the law of two tokens, when a second round drafts positions that the first had drafted too.
+    """Of the distribution of two tokens, when a second round drafts positions that the first had drafted too.
 
     The second has noise of its own, but for what is `replayed`: that is kept by position, and comes again.
     """
@@ -251,13 +251,13 @@ def distance_of_two_rounds(rule: str, replayed: list[int]) -> float:
         first, second = one_round(noise[:, 0, :, 0:3]), one_round(noise[:, 1, :, 1:4])
         return torch.cat([first, second.where(first[:, 2:3] == 0, -1)], 1)  # the second if the first gave one token
 
-    law = -torch.outer(p, p)
+    distribution = -torch.outer(p, p)
     for (_, *label), volume in measure(play, 1, 24).items():
         emitted = []
         for x, y, num_accepted, next_token in (label[:4], label[4:]):
             emitted += [*[x, y][: max(num_accepted, 0)], next_token]
-        law[emitted[0], emitted[1]] += volume
-    return float(law.abs().sum() / 2)
+        distribution[emitted[0], emitted[1]] += volume
+    return float(distribution.abs().sum() / 2)
 
 
 def test_noise_kept_by_position_suits_rules_that_stop_at_a_rejection() -> None:

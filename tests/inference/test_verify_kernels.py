@@ -36,7 +36,7 @@ SIZES = [(12, 16, 5), (37, 16, 5), (1000, 512, 3)]  # vocabulary, chunk, rows
 
 @dataclass
 class Case:
-    """A batch in which every row has its own tree and its own kind of laws."""
+    """A batch in which every row has its own tree and its own kind of distributions."""
 
     logits: Tensor  # [B, T, V]
     draft_logits: Tensor  # [B, N, V], entry c for the children of column c
@@ -192,7 +192,7 @@ def test_many_siblings_are_rejected() -> None:
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
 def test_chains_that_end_early(rule: str) -> None:
-    """Two drafts, then none or one that cannot have been drawn; flat laws, of which much is left after a rejection."""
+    """Two drafts, then none or one that cannot have been drawn; much is left of flat distributions after a rejection."""
     logits, draft_logits, tokens = torch.randn(32, 4, 12), torch.randn(32, 3, 12), torch.randint(0, 12, (32, 3))
     draft_logits[::2, 2] = draft_logits[::2, 2].scatter(1, tokens[::2, 2:], float("-inf"))
     tokens[1::2, 2] = -1
@@ -268,7 +268,7 @@ def test_extreme_coins_draw_the_first_and_the_last_token_that_is_possible(coin: 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("chunk", [4])
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-def test_a_row_without_a_law_does_no_harm(rule: str, chunk: int) -> None:
+def test_a_row_without_a_distribution_does_no_harm(rule: str, chunk: int) -> None:
     """Padded and finished rows may hold anything: they get some token id and some columns, the others their own."""
     case = make_case(10, 3, 3, ("random",), chain=True)
     args = arguments(rule, case, torch.tensor([0.3, 0.4, 0.5]), 0.6)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from laws import RULES, Rows
+from exact_distributions import RULES, RuleInputs
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import one_hot
@@ -21,29 +21,29 @@ from draftsmith.models.sampling.trees import node_depths
 V = 5
 SAMPLED = ["probabilistic", "block", "without_replacement"]
 LOSSLESS = ["one_hot", *SAMPLED]
-Law = list[float]
+Distribution = list[float]
 Path = tuple[list[int], int]  # columns of the accepted nodes, next token
 
 
 # The rules for one row, in plain Python -------------------------------------------------------------------------------
 
 
-def draw_from(law: Law, uniform: float) -> int:
-    """The token in whose share of the line from 0 to the sum of the law the uniform falls."""
+def draw_from(distribution: Distribution, uniform: float) -> int:
+    """The token in whose share of the line from 0 to the sum of the distribution the uniform falls."""
     end = 0.0
-    for token, weight in enumerate(law):
+    for token, weight in enumerate(distribution):
         end += weight
-        if weight > 0 and uniform * sum(law) <= end:
+        if weight > 0 and uniform * sum(distribution) <= end:
             return token
-    raise AssertionError("a law without mass")
+    raise AssertionError("a distribution without mass")
 
 
-def residual(p: Law, q: Law) -> Law:
+def residual(p: Distribution, q: Distribution) -> Distribution:
     return [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
 
 
-def scaled(law: Law) -> Law:
-    return [x / sum(law) for x in law] if sum(law) else law
+def scaled(distribution: Distribution) -> Distribution:
+    return [x / sum(distribution) for x in distribution] if sum(distribution) else distribution
 
 
 def plain_walk(targets: list[int], tokens: list[int], parents: list[int]) -> Path:
@@ -57,7 +57,14 @@ def plain_walk(targets: list[int], tokens: list[int], parents: list[int]) -> Pat
         path.append(column)
 
 
-def plain_rejection(p: list[Law], q: list[Law], tokens: list[int], parents: list[int], accept: Law, draw: Law) -> Path:
+def plain_rejection(
+    p: list[Distribution],
+    q: list[Distribution],
+    tokens: list[int],
+    parents: list[int],
+    accept: Distribution,
+    draw: Distribution,
+) -> Path:
     """Siblings in order, each tested against what p and q have left; on a chain, token by token."""
     path: list[int] = []
     while True:
@@ -75,7 +82,14 @@ def plain_rejection(p: list[Law], q: list[Law], tokens: list[int], parents: list
             return path, draw_from(left, draw[len(path)])
 
 
-def plain_block(p: list[Law], q: list[Law], drafts: list[int], parents: list[int], accept: Law, draw: Law) -> Path:
+def plain_block(
+    p: list[Distribution],
+    q: list[Distribution],
+    drafts: list[int],
+    parents: list[int],
+    accept: Distribution,
+    draw: Distribution,
+) -> Path:
     """Algorithm of arXiv 2403.10444: from the longest beginning down, the first that its coin lets pass."""
     weights = [1.0]
     for i, x in enumerate(drafts):
@@ -92,21 +106,21 @@ def plain_block(p: list[Law], q: list[Law], drafts: list[int], parents: list[int
     raise AssertionError("nothing always passes")
 
 
-def plain_typical(p: list[Law], tokens: list[int], parents: list[int]) -> Path:
+def plain_typical(p: list[Distribution], tokens: list[int], parents: list[int]) -> Path:
     best: tuple[int, float, list[int]] = (0, 0.0, [])
     for node in range(len(tokens)):
         path, likelihood = [], 0.0
         while node >= 0:
-            law, token = p[parents[node] + 1], tokens[node]
-            entropy = -sum(x * math.log(x) for x in law if x)
-            if token == NO_TOKEN or not law[token] > min(0.09, 0.3 * math.exp(-entropy)):
+            distribution, token = p[parents[node] + 1], tokens[node]
+            entropy = -sum(x * math.log(x) for x in distribution if x)
+            if token == NO_TOKEN or not distribution[token] > min(0.09, 0.3 * math.exp(-entropy)):
                 break
-            path, likelihood, node = [node + 1, *path], likelihood + math.log(law[token]), parents[node]
+            path, likelihood, node = [node + 1, *path], likelihood + math.log(distribution[token]), parents[node]
         if node < 0 and (len(path), likelihood) > best[:2]:
             best = len(path), likelihood, path
     path = best[2]
-    law = p[path[-1] if path else 0]
-    return path, law.index(max(law))
+    distribution = p[path[-1] if path else 0]
+    return path, distribution.index(max(distribution))
 
 
 # On the same coins ----------------------------------------------------------------------------------------------------
@@ -146,7 +160,7 @@ def assert_same(verified: Verified, expected: list[Path]) -> None:
         assert int(verified.next_token[row]) == next_token, row
 
 
-def lists(logits: Tensor) -> list[list[Law]]:
+def lists(logits: Tensor) -> list[list[Distribution]]:
     return logits.softmax(-1).tolist()  # [B][T][V]
 
 
@@ -180,7 +194,7 @@ def test_rules_on_chains_equal_plain_python(rule: str, num_nodes: int) -> None:
     columns = lists(logits), lists(draft_logits), drafts.tolist(), parents.tolist(), accept.tolist(), draw.tolist()
     expected = list(map(plain, *columns))
     assert max(len(path) for path, _ in expected) == num_nodes
-    assert_same(RULES[rule](Rows(logits, draft_logits, drafts, parents, num_nodes, accept, draw)), expected)
+    assert_same(RULES[rule](RuleInputs(logits, draft_logits, drafts, parents, num_nodes, accept, draw)), expected)
 
 
 @pytest.mark.parametrize("num_nodes", [2, 6, 12])
@@ -213,14 +227,16 @@ def test_typical_acceptance_equals_plain_python(num_nodes: int) -> None:
 # At the edges ---------------------------------------------------------------------------------------------------------
 
 
-def on_chains(rule: str, p: Tensor, q: Tensor, drafts: list[list[int]], accept: Law, draw: Law) -> Verified:
-    """Laws p [T, V] and q [N, V] and coins that every row shares."""
+def on_chains(
+    rule: str, p: Tensor, q: Tensor, drafts: list[list[int]], accept: list[float], draw: list[float]
+) -> Verified:
+    """Distributions p [T, V] and q [N, V] and coins that every row shares."""
     tokens = torch.tensor(drafts, dtype=torch.int64)
     rows, num_nodes = tokens.shape
     parents = chain_parents(rows, num_nodes)
     shared = (p.log(), q.log(), torch.tensor(accept), torch.tensor(draw))
     logits, draft_logits, coins, uniforms = (x.expand(rows, *x.shape) for x in shared)
-    return RULES[rule](Rows(logits, draft_logits, tokens, parents, num_nodes, coins, uniforms))
+    return RULES[rule](RuleInputs(logits, draft_logits, tokens, parents, num_nodes, coins, uniforms))
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
@@ -266,7 +282,7 @@ def test_what_cannot_have_been_drawn_is_not_there(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_a_certain_target_takes_its_own_token_and_no_other(rule: str) -> None:
-    """Rows of -inf but for one token, on both sides."""
+    """RuleInputs of -inf but for one token, on both sides."""
     p, q = torch.eye(3)[[2, 0, 1]], torch.eye(3)[[2, 1]]
     verified = on_chains(rule, p, q, [[2, 1]], [0.999, 1e-9], [1e-9, 0.999, 0.5])
     assert verified.num_accepted.tolist() == [1]
@@ -321,7 +337,7 @@ def test_finished_rows_may_hold_anything_finite(mode: str) -> None:
 
     def verified(chosen: Tensor) -> Verified:
         inputs = (x[chosen] for x in (logits, draft_logits, tokens, parents))
-        return RULES[mode](Rows(*inputs, num_nodes, accept[chosen], draw[chosen]))
+        return RULES[mode](RuleInputs(*inputs, num_nodes, accept[chosen], draw[chosen]))
 
     among, alone = verified(torch.ones_like(garbage)), verified(~garbage)
     for field in ("num_accepted", "path", "next_token"):
@@ -337,5 +353,7 @@ def test_rules_never_look_at_a_value(mode: str) -> None:
         logits, tokens = torch.empty(2, 4, V), torch.zeros(2, 3, dtype=torch.int64)
         for depth in (2, 3) if mode not in ("probabilistic", "block") else (3,):
             shape = tokens, tokens - 1, depth
-            verified = RULES[mode](Rows(logits, logits[:, :3], *shape, torch.empty(2, 3), torch.empty(2, depth + 1)))
+            verified = RULES[mode](
+                RuleInputs(logits, logits[:, :3], *shape, torch.empty(2, 3), torch.empty(2, depth + 1))
+            )
             assert verified.path.shape == (2, depth)

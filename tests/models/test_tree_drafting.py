@@ -1,5 +1,5 @@
 """Drafted trees: what grows is what the papers say, each node is drafted as its path alone would be, siblings drawn by
-chance have the law of drawing without replacement, and the output stays the target's.
+chance have the distribution of drawing without replacement, and the output stays the target's.
 
 Drafters are imitated by a made-up language model, `Paths`, whose logits hang on the drafted path; what grows on it is
 compared with a plain loop over paths.
@@ -105,9 +105,9 @@ def eagle2(paths: Paths, row: int, shape: DynamicTree) -> tuple[dict[Path, float
             expanded += layer
         grown_from, layer = layer, []
         for path in grown_from:
-            law = paths.logits(row, path).double().softmax(0).tolist()
-            for token in sorted(range(len(law)), key=lambda token: -law[token])[: shape.width]:
-                values[(*path, token)] = values[path] * law[token]
+            distribution = paths.logits(row, path).double().softmax(0).tolist()
+            for token in sorted(range(len(distribution)), key=lambda token: -distribution[token])[: shape.width]:
+                values[(*path, token)] = values[path] * distribution[token]
                 layer.append((*path, token))
     del values[()]
     kept = sorted(values, key=lambda path: (-values[path], len(path)))[: shape.num_nodes]
@@ -152,8 +152,10 @@ def test_ties_in_a_dynamic_tree(nodes_depth_width: tuple[int, int, int]) -> None
         for row in range(3):
             found = drafted_paths(draft, row)
             assert len(set(found)) == len(found)
-            laws = [paths.logits(row, (0,) * depth).double().softmax(0).tolist() for depth in range(shape.depth)]
-            values = [torch.tensor([laws[i][x] for i, x in enumerate(path)]).prod().item() for path in found]
+            distributions = [
+                paths.logits(row, (0,) * depth).double().softmax(0).tolist() for depth in range(shape.depth)
+            ]
+            values = [torch.tensor([distributions[i][x] for i, x in enumerate(path)]).prod().item() for path in found]
             expected = eagle2(paths, row, shape)[0].values()
             assert sorted(values) == pytest.approx(sorted(expected), rel=1e-5)
 
@@ -201,7 +203,7 @@ LAW = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.06, 0.04], dtype=torch.float64)
 
 
 def one_by_one(order: Path) -> float:
-    """Chance to draw these tokens in this order when each is taken out of the law, which is then normalised."""
+    """Return the chance to draw these tokens in this order, each taken out of the distribution that is then normalised."""
     left, chance = 1.0, 1.0
     for token in order:
         chance *= float(LAW[token]) / left
@@ -223,7 +225,7 @@ def shared_evenly(order: Path) -> float:
 
 @pytest.mark.parametrize(("theory", "holds"), [(one_by_one, True), (distinct, False), (shared_evenly, False)])
 def test_siblings_are_drawn_without_replacement(theory: Callable[[Path], float], holds: bool) -> None:
-    """Three of six tokens in order, 60 000 times: 120 outcomes, and the law of each of the three by itself."""
+    """Three of six tokens in order, 60 000 times: 120 outcomes, and the distribution of each of the three by itself."""
     rows, most = 60_000, 3
     children, _ = state_of(rows, Sampling(1.0), sample_drafts=True, seed=1).choose_children(
         LAW.log().float().expand(rows, 1, -1), 0, most

@@ -230,7 +230,7 @@ def test_a_time_limit_chooses_the_repeats(clock: Clock, tiny_target: Target) -> 
 
 @pytest.mark.parametrize("count", [3, 5, 24])
 def test_the_interval_of_a_speedup_covers(count: int) -> None:
-    """Of 400 evaluations of one law, prompts of unequal length and gain, about 95 % hold the true ratio.
+    """Of 400 evaluations of one distribution, prompts of unequal length and gain, about 95 % hold the true ratio.
 
     Of so few as five batches plain percentiles do in 81 % of cases, of three in 73 %.
     """
@@ -260,7 +260,7 @@ def test_the_interval_of_an_acceptance_length_covers(count: int) -> None:
         accepted = drafts * chance.normal(1.1, 0.5, count).clip(0)
         return [Stats(4, num_drafts=n, num_accepted_tokens=m) for n, m in zip(drafts, accepted, strict=True)]
 
-    mean = 1.1 * NormalDist().cdf(2.2) + 0.5 * NormalDist().pdf(2.2)  # of the normal law, cut at 0
+    mean = 1.1 * NormalDist().cdf(2.2) + 0.5 * NormalDist().pdf(2.2)  # of the normal distribution, cut at 0
     assert 0.91 <= share_that_covers(1 + mean, [length_interval(draw()) for _ in range(400)]) <= 0.985
 
 

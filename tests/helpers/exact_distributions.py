@@ -1,4 +1,4 @@
-"""Exact laws of what a round of speculative decoding emits, on vocabularies of a few tokens.
+"""Exact distributions of what a round of speculative decoding emits, on vocabularies of a few tokens.
 
 The drafts can be listed. Over the coins, `measure` integrates the rule itself, as a black box, with no grid and no
 chance:
@@ -36,7 +36,7 @@ Drafts = list[tuple[float, list[int]]]  # every draft with its probability
 
 @dataclass
 class World:
-    """The law of the next token after every text: entry d of p and of q is [V ** d, V] fp64."""
+    """The distribution of the next token after every text: entry d of p and of q is [V ** d, V] fp64."""
 
     p: list[Tensor]
     q: list[Tensor]
@@ -46,20 +46,20 @@ class World:
         return self.p[0].shape[1]
 
     def context(self, tokens: list[int]) -> tuple[int, int]:
-        """Where the law after these tokens stands: (depth, row)."""
+        """Where the distribution after these tokens stands: (depth, row)."""
         row = 0
         for token in tokens:
             row = row * self.vocab_size + max(token, 0)
         return len(tokens), row
 
     def continuations(self, start: list[int], length: int) -> Tensor:
-        """The target's law of the next `length` tokens after `start`, flat [V ** length]."""
+        """The target's distribution of the next `length` tokens after `start`, flat [V ** length]."""
         depth, row = self.context(start)
-        law = torch.ones(1, dtype=torch.float64)
+        distribution = torch.ones(1, dtype=torch.float64)
         for step in range(length):
             width = self.vocab_size**step
-            law = (law[:, None] * self.p[depth + step][row * width : (row + 1) * width]).flatten()
-        return law
+            distribution = (distribution[:, None] * self.p[depth + step][row * width : (row + 1) * width]).flatten()
+        return distribution
 
 
 KINDS = ["any", "equal", "disjoint", "one_hot", "reduced", "cut"]
@@ -69,23 +69,25 @@ def random_world(kind: str, depth: int, vocab_size: int, seed: int) -> World:
     """Laws in sixths: zeros, ties and one-hot rows come up all the time."""
     generator = torch.Generator().manual_seed(seed)
 
-    def laws(length: int) -> Tensor:
+    def distributions(length: int) -> Tensor:
         picks = torch.randint(vocab_size, (vocab_size**length, 6), generator=generator)
         return one_hot(picks, vocab_size).double().mean(1)
 
-    def cut_laws(length: int) -> Tensor:
+    def cut_distributions(length: int) -> Tensor:
         logits = torch.randn(vocab_size**length, vocab_size, generator=generator)
         return cut(logits, Sampling(temperature=0.7, top_k=vocab_size - 1, top_p=0.9)).double().softmax(-1)
 
-    p, q = ([(cut_laws if kind == "cut" else laws)(length) for length in range(depth + 1)] for _ in "pq")
+    p, q = (
+        [(cut_distributions if kind == "cut" else distributions)(length) for length in range(depth + 1)] for _ in "pq"
+    )
     if kind == "equal":
         q = p
     elif kind == "disjoint":  # two tokens are the drafter's, the others the target's
-        p = [normalised(law + 0.1, torch.arange(vocab_size) >= 2) for law in p]
+        p = [normalised(distribution + 0.1, torch.arange(vocab_size) >= 2) for distribution in p]
     elif kind == "one_hot":
-        q = [one_hot(law.argmax(1), vocab_size).double() for law in q]
+        q = [one_hot(distribution.argmax(1), vocab_size).double() for distribution in q]
     if kind in ("disjoint", "reduced"):  # the drafter knows two tokens only
-        q = [normalised(law + 0.1, torch.arange(vocab_size) < 2) for law in q]
+        q = [normalised(distribution + 0.1, torch.arange(vocab_size) < 2) for distribution in q]
     return World(p, q)
 
 
@@ -136,7 +138,7 @@ def all_drafts(world: World, parents: list[int], draw: Callable = one_by_one, st
 
 
 @dataclass
-class Rows:
+class RuleInputs:
     """What a rule is given: one round for each of R rows."""
 
     logits: Tensor  # [R, T, V]
@@ -148,7 +150,7 @@ class Rows:
     draw: Tensor  # [R, D + 1]
 
 
-Rule = Callable[[Rows], Verified]
+Rule = Callable[[RuleInputs], Verified]
 
 
 def on_chain(rule: Callable[..., Verified]) -> Rule:
@@ -167,7 +169,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-def siblings(r: Rows, remove: bool = False, renormalise: bool = False) -> Verified:
+def siblings(r: RuleInputs, remove: bool = False, renormalise: bool = False) -> Verified:
     """A plain rule to make wrong ones of: the nodes of a tree one level deep, one after the other. As it stands,
     recursive rejection of independent drafts (SpecInfer, arXiv 2305.09781); with both options, of drafts without
     replacement."""
@@ -183,8 +185,8 @@ def siblings(r: Rows, remove: bool = False, renormalise: bool = False) -> Verifi
         rest = torch.where(tried[:, None], rest.scatter(1, token, 0), rest) if remove else rest
         rest = rest / rest.sum(1, keepdim=True) if renormalise else rest
     rows = torch.arange(len(p))
-    law = torch.where(column[:, None] > 0, p[rows, column], left)
-    return Verified((column > 0).long(), column[:, None], sample(law, r.draw[rows, (column > 0).long()]))
+    distribution = torch.where(column[:, None] > 0, p[rows, column], left)
+    return Verified((column > 0).long(), column[:, None], sample(distribution, r.draw[rows, (column > 0).long()]))
 
 
 @dataclass
@@ -220,7 +222,7 @@ def outcomes(rule: Rule, parents: list[int], cases: list[tuple[World, Drafts]]) 
 
     def play(row: Tensor, coins: Tensor) -> Tensor:
         accept, draw = coins[:, :num_nodes], coins[:, num_nodes:]
-        rows = Rows(logits[row], draft_logits[row], tokens[row], above[row], depth, accept, draw)
+        rows = RuleInputs(logits[row], draft_logits[row], tokens[row], above[row], depth, accept, draw)
         verified = rule(rows)
         path = verified.path * (torch.arange(depth) < verified.num_accepted[:, None])
         return torch.cat([rows.tokens, path, verified.next_token[:, None]], 1)
@@ -233,17 +235,18 @@ def outcomes(rule: Rule, parents: list[int], cases: list[tuple[World, Drafts]]) 
 
 
 def distances(rule: Rule, parents: list[int], cases: list[tuple[World, Drafts]]) -> list[float]:
-    """In each case, total variation between the joint laws of the D + 1 tokens after the root: by rounds that the
-    target continues, and by the target alone."""
+    """Return, for each case, the total variation between two joint distributions of the D + 1 tokens after the root: by
+    rounds that the target continues, and by the target alone.
+    """
     length = depth_of(parents) + 1
-    laws = [-world.continuations([], length) for world, _ in cases]
+    distributions = [-world.continuations([], length) for world, _ in cases]
     for outcome in outcomes(rule, parents, cases):
         world = cases[outcome.case][0]
         missing = length - len(outcome.emitted)
         _, place = world.context(outcome.emitted)
-        reached = laws[outcome.case].view(-1, world.vocab_size**missing)[place]
+        reached = distributions[outcome.case].view(-1, world.vocab_size**missing)[place]
         reached += outcome.probability * world.continuations(outcome.emitted, missing)
-    return [float(law.abs().sum() / 2) for law in laws]
+    return [float(distribution.abs().sum() / 2) for distribution in distributions]
 
 
 # Integration over coins -----------------------------------------------------------------------------------------------

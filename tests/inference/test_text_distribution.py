@@ -1,4 +1,4 @@
-"""The law of whole texts: 100 000 of them from the full loop against the exact chance of every text.
+"""The distribution of whole texts: 100 000 of them from the full loop against the exact chance of every text.
 
 A random transformer of 16 tokens; draft, verification, cache, noise and commits all take part. Seeds are fixed.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from laws import Rows, siblings
+from exact_distributions import RuleInputs, siblings
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,7 +56,7 @@ def drafter(small_target: Target) -> Drafter:
 
 
 @pytest.fixture(scope="module")
-def law(small_target: Target) -> Tensor:
+def distribution(small_target: Target) -> Tensor:
     """Chance of every text of LENGTH tokens after the prompt, [V ** LENGTH]."""
     texts = torch.tensor(list(itertools.product(range(V), repeat=LENGTH)))
     rows = torch.cat([torch.tensor(PROMPT).expand(len(texts), -1), texts], 1)
@@ -68,11 +68,11 @@ def law(small_target: Target) -> Tensor:
 def p_value(
     decoder: SpeculativeDecoder,
     mode: VerificationMode,
-    law: Tensor,
+    distribution: Tensor,
     num_texts: int = 30_000,
     draft: int | StaticTree | DynamicTree = LENGTH - 1,
 ) -> float:
-    """Chi-square of the texts against their law; rare ones share a bin."""
+    """Chi-square of the texts against their distribution; rare ones share a bin."""
     how = resolve_settings(decoder.drafter, SAMPLING, LENGTH, draft, mode, seed=7, stop_at_eos=False)
     places = torch.tensor([V ** (LENGTH - 1 - i) for i in range(LENGTH)])
     counts = torch.zeros(V**LENGTH, dtype=torch.float64)
@@ -80,7 +80,7 @@ def p_value(
         output = decoder.decode([PROMPT] * BATCH, how, request_ids=list(range(start, start + BATCH)))
         counts += torch.bincount((torch.tensor(output.token_ids) * places).sum(1), minlength=V**LENGTH)
     assert output.stats.total.mean_acceptance_length > 1.1
-    expected = law * num_texts
+    expected = distribution * num_texts
     rare = expected < 10
     counts, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (counts, expected))
     return chi_square(counts, expected)[1]
@@ -96,23 +96,23 @@ def p_value(
         ("one_hot", DYNAMIC, 30_000),  # fewer: token for token plain sampling, as test_tree_drafting.py shows
     ],
 )
-def test_texts_have_the_law_of_the_target(
+def test_texts_have_the_distribution_of_the_target(
     mode: VerificationMode,
     draft: int | StaticTree | DynamicTree,
     num_texts: int,
     small_target: Target,
     drafter: Drafter,
-    law: Tensor,
+    distribution: Tensor,
 ) -> None:
-    assert p_value(SpeculativeDecoder(small_target, drafter), mode, law, num_texts, draft) > ALPHA
+    assert p_value(SpeculativeDecoder(small_target, drafter), mode, distribution, num_texts, draft) > ALPHA
 
 
-def test_lossy_output_is_found(small_target: Target, drafter: Drafter, law: Tensor) -> None:
-    assert p_value(SpeculativeDecoder(small_target, drafter), "typical", law) < ALPHA
+def test_lossy_output_is_found(small_target: Target, drafter: Drafter, distribution: Tensor) -> None:
+    assert p_value(SpeculativeDecoder(small_target, drafter), "typical", distribution) < ALPHA
 
 
 def test_a_wrong_rule_is_found(
-    small_target: Target, drafter: Drafter, law: Tensor, monkeypatch: pytest.MonkeyPatch
+    small_target: Target, drafter: Drafter, distribution: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a rejection the next token comes from p in place of (p - q)+."""
     right = acceptance_rules.probabilistic
@@ -124,26 +124,26 @@ def test_a_wrong_rule_is_found(
         return Verified(found.num_accepted, found.path, torch.where(rejected, again.next_token, found.next_token))
 
     monkeypatch.setattr(batch_engine.acceptance_rules, "probabilistic", no_residual)
-    assert p_value(SpeculativeDecoder(small_target, drafter), "probabilistic", law) < ALPHA
+    assert p_value(SpeculativeDecoder(small_target, drafter), "probabilistic", distribution) < ALPHA
 
 
 def test_siblings_tested_against_a_wrong_q_are_found(
-    small_target: Target, drafter: Drafter, law: Tensor, monkeypatch: pytest.MonkeyPatch
+    small_target: Target, drafter: Drafter, distribution: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a rejection the drafter's law loses the token, and is not normalised again."""
+    """After a rejection the drafter's distribution loses the token, and is not normalised again."""
 
     def rule(
         logits: Tensor, q: Tensor, tokens: Tensor, parents: Tensor, depth: int, accept: Tensor, draw: Tensor
     ) -> Verified:
-        return siblings(Rows(logits, q, tokens, parents, depth, accept, draw), remove=True)
+        return siblings(RuleInputs(logits, q, tokens, parents, depth, accept, draw), remove=True)
 
     monkeypatch.setattr(batch_engine.acceptance_rules, "without_replacement", rule)
     decoder = SpeculativeDecoder(small_target, drafter)
-    assert p_value(decoder, "without_replacement", law, draft=SIBLINGS) < ALPHA
+    assert p_value(decoder, "without_replacement", distribution, draft=SIBLINGS) < ALPHA
 
 
 def test_shared_noise_is_found(
-    small_target: Target, drafter: Drafter, law: Tensor, monkeypatch: pytest.MonkeyPatch
+    small_target: Target, drafter: Drafter, distribution: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Residuals drawn with the coins of the drafts."""
     right = Noise.uniforms
@@ -154,7 +154,7 @@ def test_shared_noise_is_found(
         return right(self, positions, stream, branch, **rows)
 
     monkeypatch.setattr(Noise, "uniforms", shared)
-    assert p_value(SpeculativeDecoder(small_target, drafter), "probabilistic", law) < ALPHA
+    assert p_value(SpeculativeDecoder(small_target, drafter), "probabilistic", distribution) < ALPHA
 
 
 @pytest.fixture
