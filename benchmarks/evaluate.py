@@ -7,18 +7,17 @@ The target is the quickstart's, the prompts are held-out functions of the standa
 """
 
 import argparse
-import json
 import random
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
+from draftsmith.inference.measuring.results import Result, read_evaluation
 from draftsmith.models import Target
-from draftsmith.recipes.reports.summary import speedup_text
+from draftsmith.recipes.reports.tables import speedup_text
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, write_jsonl
 
 GOAL = 5  # minutes
@@ -33,9 +32,9 @@ def write_prompts(path: Path, count: int) -> None:
     write_jsonl(path, random.Random(0).sample(short, count))
 
 
-def line(row: dict[str, Any]) -> str:
-    cells = [f"{row['temperature']:g}", row["batch_size"], f"{row['mean_acceptance_length']:.2f}"]
-    return " | ".join(map(str, [*cells, speedup_text(row), row["repeats"]]))
+def line(row: Result) -> str:
+    setting, length = row.setting, f"{row.acceptance.mean_acceptance_length:.2f}"
+    return f"{setting.temperature:g} | {setting.batch_size} | {length} | {speedup_text(row)} | {row.speed.repeats}"
 
 
 def main() -> None:
@@ -52,18 +51,17 @@ def main() -> None:
         command = [sys.executable, "-m", "draftsmith.inference", *words, "--out", str(out)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         minutes = (time.perf_counter() - start) / 60
-        contents = [json.loads(path.read_text()) for path in sorted(out.rglob("evaluation.json"))]
-    env = contents[0]["environment"]
-    print(
-        f"{env['device']}, threads: {env['num_threads']}, torch {env['versions']['torch']}, commit {env['git_commit']}"
-    )
+        evaluations = [read_evaluation(path) for path in sorted(out.rglob("evaluation.json"))]
+    env = evaluations[0].environment
+    print(f"{env.device}, threads: {env.num_threads}, torch {env.versions['torch']}, commit {env.git_commit}")
     print(f"draftsmith evaluate {' '.join(GRID)}: {len(args.drafters)} drafters, {args.num_prompts} prompts")
     kept = "kept" if minutes < GOAL else "MISSED"
-    print(f"{minutes:.2f} minutes, of which {contents[0]['seconds'] / 60:.2f} measuring; goal of {GOAL}: {kept}\n")
+    measuring = (evaluations[0].seconds or 0) / 60
+    print(f"{minutes:.2f} minutes, of which {measuring:.2f} measuring; goal of {GOAL}: {kept}\n")
     print("| drafter | temperature | batch | acceptance length | speedup | repeats |\n|---|---|---|---|---|---|")
-    for content in contents:
-        for row in content["results"]:
-            print(f"| {content['drafter_kind']} | {line(row)} |")
+    for evaluation in evaluations:
+        for row in evaluation.results:
+            print(f"| {evaluation.drafter_kind} | {line(row)} |")
 
 
 if __name__ == "__main__":

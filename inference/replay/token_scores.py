@@ -51,7 +51,7 @@ class DrafterScores:
 
 
 def log_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the log-probabilities [..., V] fp32 that a sampling draws from, for a greedy one those of temperature 1."""
+    """Return the log-probabilities [..., V] fp32 that a sampling draws from, for greedy ones those of temperature 1."""
     return (logits.float() if sampling.greedy else cut(logits, sampling)).log_softmax(-1)
 
 

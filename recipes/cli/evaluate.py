@@ -1,17 +1,16 @@
 """`draftsmith evaluate`, also as `accelerate launch -m draftsmith.inference`."""
 
-from typing import Any
-
 from rich.console import Console
 
 from draftsmith.data.ranks import device_of_process, rank_and_num_ranks
+from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.configs.command_settings import EvaluateSettings
 from draftsmith.recipes.evaluation.comparison import Options, compare
 from draftsmith.recipes.evaluation.inputs import DEFAULT_MINUTES, notice_overwriting, read_prompt_sets, settings_grid
-from draftsmith.recipes.reports.printing import print_evaluations
-from draftsmith.recipes.reports.summary import certificate_text
+from draftsmith.recipes.reports.lossless import certificate_text
+from draftsmith.recipes.reports.terminal import print_evaluations
 
 
 def run(settings: EvaluateSettings, console: Console) -> None:
@@ -30,19 +29,19 @@ def run(settings: EvaluateSettings, console: Console) -> None:
     prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
     minutes = settings.minutes or (DEFAULT_MINUTES if settings.repeats is None else None)
     options = Options(settings.num_threads, settings.certify, settings.baseline, minutes, sample_texts=True, costs=True)
-    contents = compare(target, list(settings.drafter), prompt_sets, grid, settings.out, options)
-    if not contents:  # of several processes this is not the first
+    evaluations = compare(target, list(settings.drafter), prompt_sets, grid, settings.out, options)
+    if not evaluations:  # of several processes this is not the first
         return
-    print_evaluations(contents, console)
-    console.print(f"{repeats_text(contents, minutes)}; all took {contents[0]['seconds'] / 60:.1f} minutes")
+    print_evaluations(evaluations, console)
+    console.print(f"{repeats_text(evaluations, minutes)}; all took {(evaluations[0].seconds or 0.0) / 60:.1f} minutes")
     console.print(f"evaluation: {settings.out / 'evaluation.md'}", soft_wrap=True, markup=False, highlight=False)
-    for content in contents if settings.certify else []:
-        console.print(certificate_text(content["drafter"], content.get("certificate")))
+    for evaluation in evaluations if settings.certify else []:
+        console.print(certificate_text(evaluation.drafter, evaluation.certificate))
 
 
-def repeats_text(contents: list[dict[str, Any]], minutes: float | None) -> str:
+def repeats_text(evaluations: list[Evaluation], minutes: float | None) -> str:
     """Return how often everything was decoded, and what chose that."""
-    repeats = sorted({row["repeats"] for content in contents for row in content["results"]})
+    repeats = sorted({result.speed.repeats for evaluation in evaluations for result in evaluation.results})
     text = f"{repeats[0]} repeats of each setting"
     if len(repeats) > 1:
         text = f"{repeats[0]} to {repeats[-1]} repeats by setting"

@@ -32,8 +32,8 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.evaluation.diagnoses import with_diagnoses
-from draftsmith.recipes.reports.contents import measured_of
 from draftsmith.recipes.reports.report import evaluation_markdown
+from draftsmith.recipes.reports.report_data import report_data
 from draftsmith.train.evaluation.pooling import pool, share_of, subset
 
 COSTS_SHARE = 0.1  # of the time that an evaluation takes, for measuring costs
@@ -61,7 +61,7 @@ def compare(
     grid: list[MeasureSettings],
     out: Path,
     options: Options = Options(),
-) -> list[dict[str, Any]]:
+) -> list[Evaluation]:
     """Measure drafters (checkpoints, Hub names, `ngram`, `none`) at each setting on each set of prompts.
 
     Writes and returns what was measured, one evaluation a drafter; of several processes the first does, and the others
@@ -103,14 +103,14 @@ def compare(
             evaluations = with_certificates(evaluations, drafters, target, prompt_sets[0], progress)
     evaluations = write_evaluations(evaluations, {}, out, start)
     if options.sample_texts:
-        leader = measured_of(to_json(evaluations)).leader.drafter
+        leader = report_data(evaluations).leader[0].evaluation.drafter
         texts = sample_texts(target, drafters[leader], leader, prompt_sets[0], grid[0])
         write_json(out / "samples.json", to_json(texts), indent=1)
     if options.costs:
         with cpu_threads(options.num_threads):
             costs = affordable_costs(target, drafters, evaluations, prompt_sets[0], COSTS_SHARE * measuring_seconds)
         evaluations = write_evaluations(evaluations, costs, out, start)
-    return to_json(evaluations)
+    return evaluations
 
 
 def write_evaluations(
@@ -127,8 +127,8 @@ def write_evaluations(
         for content in own:
             write_json(path.with_name("costs.json"), content)
         write_evaluation(path, evaluation)
-        path.with_suffix(".md").write_text(evaluation_markdown(to_json([evaluation]), own), encoding="utf-8")
-    of_all = evaluation_markdown(to_json(evaluations), to_json(list(costs.values())))
+        path.with_suffix(".md").write_text(evaluation_markdown([evaluation], own), encoding="utf-8")
+    of_all = evaluation_markdown(evaluations, to_json(list(costs.values())))
     (out / "evaluation.md").write_text(of_all, encoding="utf-8")
     return evaluations
 

@@ -1,20 +1,32 @@
 """report.html of a run, of a folder of runs, or of an evaluation; report.md and report.json with the same beside it."""
 
-import json
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from draftsmith.models.files import require_writable
-from draftsmith.recipes.reports.contents import Measured, checkpoint_names, measured_of, read_measured
-from draftsmith.recipes.reports.drawing import Drawn, draw_figures
-from draftsmith.recipes.reports.panel import Profile, profiles
-from draftsmith.recipes.reports.sections import Section, sections
-from draftsmith.recipes.reports.tables import markdown
-from draftsmith.recipes.reports.verdict import Verdict, verdict
+from draftsmith.inference.measuring.results import Evaluation
+from draftsmith.models.files import require_writable, write_json, write_whole
+from draftsmith.models.typed_json import to_json
+from draftsmith.recipes.reports.acceptance import acceptance, calibration, diagnosis
+from draftsmith.recipes.reports.comparison_table import compared, domains
+from draftsmith.recipes.reports.figures import draw_plots
+from draftsmith.recipes.reports.history import history
+from draftsmith.recipes.reports.load_test import load_tests
+from draftsmith.recipes.reports.lossless import differences
+from draftsmith.recipes.reports.report_data import (
+    ReportData,
+    as_yaml,
+    checkpoint_names,
+    read_report_data,
+    report_data,
+)
+from draftsmith.recipes.reports.speed import batches, speed
+from draftsmith.recipes.reports.tables import Section, markdown
+from draftsmith.recipes.reports.tuning import choices, planned
+from draftsmith.recipes.reports.verdict import Verdict, verdict_of
+from draftsmith.recipes.reports.what_if import Profile, cost_model, profiles_of, what_if
 
 WORDS = {
     "Acceptance length": "Tokens emitted per round (one draft and its verification), the target's own token counted: "
@@ -35,42 +47,59 @@ WORDS = {
 
 
 def build_report(folder: Path) -> Path:
-    """Write figures/*.png, report.html, report.md and report.json into the folder.
+    """Write figures/*.png, report.html, report.md and report.json into the folder; return the path of report.html.
 
     Raises `UserError` where the folder holds nothing that was evaluated.
     """
-    measured = read_measured(folder)
+    data = read_report_data(folder)
     require_writable(folder)
-    figures = draw_figures(measured, folder / "figures")
-    found, shapes = verdict(measured), profiles(measured)
-    with_data = [one for one in sections(measured, shapes) if one.has_data(set(figures))]
-    (folder / "report.json").write_text(json.dumps(as_json(measured, found, shapes), indent=2) + "\n")
-    (folder / "report.md").write_text(
-        as_markdown(f"{folder.resolve().name}: draftsmith report", measured, found, with_data, figures),
-        encoding="utf-8",
-    )
+    verdict, profiles, name = verdict_of(data), profiles_of(data), folder.resolve().name
+    sections = sections_of(data, profiles)
+    figures = draw_plots([plot for section in sections for plot in section.plots], folder / "figures")
+    write_json(folder / "report.json", as_json(data, verdict, profiles))
+    write_whole(folder / "report.md", as_markdown(f"{name}: draftsmith report", data, verdict, sections, figures))
     path = folder / "report.html"
-    path.write_text(as_page(folder.resolve().name, measured, found, with_data, figures, shapes), encoding="utf-8")
+    write_whole(path, as_page(name, data, verdict, sections, figures, profiles))
     return path
 
 
-def evaluation_markdown(contents: list[dict[str, Any]], costs: list[dict[str, Any]]) -> str:
-    """evaluation.md: the report of contents of evaluation.json and costs.json files, without its figures."""
-    measured = measured_of(contents)
-    measured.extras = {"costs": costs} if costs else {}
-    with_data = [one for one in sections(measured, profiles(measured)) if one.has_data(set())]
-    return as_markdown("Evaluation", measured, verdict(measured), with_data, {})
+def evaluation_markdown(evaluations: list[Evaluation], costs: list[dict[str, Any]]) -> str:
+    """Return the text of evaluation.md: the report of evaluations and costs, without its figures."""
+    data = report_data(evaluations)
+    data.extras = {"costs": costs} if costs else {}
+    return as_markdown("Evaluation", data, verdict_of(data), sections_of(data, profiles_of(data)), {})
+
+
+def sections_of(data: ReportData, profiles: list[Profile]) -> list[Section]:
+    """Return the sections that there is data for, in order."""
+    sections = [
+        compared(data),
+        acceptance(data),
+        speed(data),
+        batches(data),
+        choices(data),
+        what_if(profiles),
+        cost_model(data),
+        domains(data),
+        history(data),
+        diagnosis(data),
+        calibration(data),
+        load_tests(data),
+        planned(data),
+        differences(data),
+    ]
+    return [section for section in sections if section.has_data]
 
 
 def as_page(
     name: str,
-    measured: Measured,
-    found: Verdict,
-    with_data: list[Section],
-    figures: dict[str, Drawn],
-    shapes: list[Profile],
+    data: ReportData,
+    verdict: Verdict,
+    sections: list[Section],
+    figures: dict[str, str],
+    profiles: list[Profile],
 ) -> str:
-    """One page that needs no other file and no network."""
+    """Return one page that needs no other file and no network. `figures`: SVG elements by name."""
     environment = Environment(
         loader=FunctionLoader(page_file),
         autoescape=True,
@@ -80,14 +109,14 @@ def as_page(
     )
     return environment.get_template("report.html.j2").render(
         name=name,
-        verdict=found,
-        sections=with_data,
+        verdict=verdict,
+        sections=sections,
         figures=figures,
-        profiles=[profile.to_json() for profile in shapes],
-        samples=measured.samples,
+        profiles=to_json(profiles),
+        samples=data.samples,
         sample_source=lambda sample: ", ".join(filter(None, checkpoint_names(sample["drafter"]))),
         words=WORDS,
-        settings=settings_of(measured),
+        settings=settings_of(data),
         style=page_file("report.css"),
         script=page_file("panel.js"),
     )
@@ -97,68 +126,63 @@ def page_file(name: str) -> str:
     return resources.files("draftsmith.recipes.reports").joinpath("page", name).read_text(encoding="utf-8")
 
 
-def settings_of(measured: Measured) -> list[dict[str, str]]:
-    """What each run, or each evaluation, was made with."""
-    if not measured.runs:
-        first = measured.contenders[0]  # all were measured in one process
-        return [{"name": "Evaluation", "vocabulary": "", "environment": as_yaml(first.environment), "config": ""}]
+def settings_of(data: ReportData) -> list[dict[str, str]]:
+    """Return what each run, or each evaluation, was made with."""
+    if not data.runs:
+        environment = as_yaml(to_json(data.drafters[0].environment))  # all were measured in one process
+        return [{"name": "Evaluation", "vocabulary": "", "environment": environment, "config": ""}]
     return [
         {
             "name": f"{run.name} ({run.kind})",
             "vocabulary": run.vocabulary and f"{run.vocabulary[0].upper()}{run.vocabulary[1:]}.",
-            "environment": as_yaml(run.environment),
+            "environment": run.environment,
             "config": run.config,
         }
-        for run in measured.runs
+        for run in data.runs
     ]
 
 
-def as_yaml(content: dict[str, Any]) -> str:
-    return yaml.safe_dump(content, sort_keys=False)
-
-
 def as_markdown(
-    title: str, measured: Measured, found: Verdict, with_data: list[Section], figures: dict[str, Drawn]
+    title: str, data: ReportData, verdict: Verdict, sections: list[Section], figures: dict[str, str]
 ) -> str:
-    parts = [f"# {title}", f"**{found.title}**", found.text]
-    if found.broken:
+    facts = "\n".join(f"* {fact.name}: {fact.value} ({fact.note})" for fact in verdict.facts)
+    parts = [f"# {title}", f"**{verdict.title}**", facts, verdict.text]
+    if verdict.broken:
         parts.append("Output differs from plain decoding: speculation is broken there, and its speed does not count.")
-        parts.append("\n".join(f"* {line}" for line in found.broken))
-    parts += [f"> {line}" for line in found.caveats]
-    for section in with_data:
+        parts.append("\n".join(f"* {line}" for line in verdict.broken))
+    parts += [f"> {line}" for line in verdict.caveats]
+    for section in sections:
         parts += [f"## {section.title}", section.lead, *section.notes]
-        parts += [markdown(table).strip() for table in [*section.tables, *section.folded]]
-        parts += [
-            f"![{figures[name].caption}](figures/{figures[name].path.name})"
-            for name in section.figures
-            if name in figures
-        ]
+        parts += [markdown(table) for table in [*section.tables, *section.folded]]
+        parts += [f"![{plot.caption}](figures/{plot.name}.png)" for plot in section.plots if plot.name in figures]
     parts.append("## What the words mean")
     parts += [f"**{word}**: {meaning}" for word, meaning in WORDS.items()]
     parts.append("## Settings")
-    for one in settings_of(measured):
-        parts += [f"### {one['name']}", one["vocabulary"], f"```yaml\n{one['environment']}\n{one['config']}```"]
+    for made_with in settings_of(data):
+        settings = f"```yaml\n{made_with['environment']}\n{made_with['config']}```"
+        parts += [f"### {made_with['name']}", made_with["vocabulary"], settings]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def as_json(measured: Measured, found: Verdict, shapes: list[Profile]) -> dict[str, Any]:
-    """What the page says, for programs: the rows are those of evaluation.json."""
+def as_json(data: ReportData, verdict: Verdict, profiles: list[Profile]) -> dict[str, Any]:
+    """Return what the page says, for programs: the rows are those of evaluation.json."""
+    _, leading = data.leader
     return {
-        "target": measured.target,
-        "environment": measured.contenders[0].environment,
-        "verdict": found.to_json(),
-        "leading": measured.leading,
+        "target": data.target,
+        "environment": to_json(data.drafters[0].environment),
+        "verdict": to_json(verdict),
+        "leading": to_json(leading),
         "drafters": [
             {
-                "name": one.name,
-                "kind": one.kind,
-                "note": one.note,
-                "trained": one.trained,
-                "certificate": one.certificate,
-                "results": one.results,
+                "name": drafter.name,
+                "kind": drafter.kind,
+                "note": drafter.note,
+                "trained": drafter.is_trained,
+                "certificate": to_json(drafter.evaluation.certificate),
+                "results": to_json(drafter.results),
             }
-            for one in measured.contenders
+            for drafter in data.drafters
         ],
-        "profiles": [profile.to_json() for profile in shapes],
-        **measured.extras,
+        "profiles": to_json(profiles),
+        **data.extras,
     }

@@ -8,6 +8,11 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from draftsmith.inference.decoding.schedule import Confident
+from draftsmith.inference.measuring.results import Interval, Result, Setting
+from draftsmith.recipes.reports.figures import Plot
+from draftsmith.recipes.reports.report_data import PredictedDraft
+
 Tone = Literal["", "good", "bad", "alarm"]
 STYLES: dict[Tone, str] = {"": "", "good": "green", "bad": "red", "alarm": "bold white on red"}
 
@@ -33,32 +38,36 @@ class Table:
     words: tuple[str, ...] = ("drafter",)
 
     def column(self, heading: str) -> list[str]:
-        """The texts of one column."""
+        """Return the texts of one column."""
         place = self.headings.index(heading)
         return [row[place].text for row in self.rows]
 
 
 @dataclass
 class Section:
-    """A heading with what stands below it; nothing of it is written where it holds no data."""
+    """A heading with what stands below it. A table without rows is dropped, a section without data not written."""
 
     name: str  # in the address of the page, behind #
     title: str
     lead: str = ""  # what to look for
     tables: list[Table] = field(default_factory=list)
-    figures: list[str] = field(default_factory=list)  # by name; those without data are left out
+    plots: list[Plot] = field(default_factory=list)
     folded: list[Table] = field(default_factory=list)  # for who wants it all
     notes: list[str] = field(default_factory=list)
 
-    def has_data(self, drawn: set[str]) -> bool:
-        """`drawn`: names of the figures that there are."""
-        return bool(self.tables or self.folded or self.notes or drawn.intersection(self.figures))
+    def __post_init__(self) -> None:
+        self.tables = [table for table in self.tables if table.rows]
+        self.folded = [table for table in self.folded if table.rows]
+
+    @property
+    def has_data(self) -> bool:
+        return bool(self.tables or self.plots or self.folded or self.notes)
 
 
 def table_of(
     title: str, rows: Iterable[Mapping[str, Cell | str]], note: str = "", words: Sequence[str] = ("drafter",)
 ) -> Table:
-    """From rows by heading; a row without some heading has an empty cell there."""
+    """Return the table of rows by heading; a row without some heading has an empty cell there."""
     rows = list(rows)
     headings = list(dict.fromkeys(heading for row in rows for heading in row))
     cells = [[as_cell(row.get(heading, "")) for heading in headings] for row in rows]
@@ -70,21 +79,21 @@ def as_cell(value: Cell | str) -> Cell:
 
 
 def markdown(table: Table) -> str:
-    """The table in Markdown, title and note included."""
+    """Return the table in Markdown, title and note included."""
     rule = [":---" if heading in table.words else "---:" for heading in table.headings]
     texts = [[f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in row] for row in table.rows]
     lines = ["| " + " | ".join(map(escape, row)) + " |" for row in [table.headings, rule, *texts]]
     parts = [f"**{table.title}**" if table.title else "", "\n".join(lines), table.note]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return "\n\n".join(filter(None, parts))
 
 
 def escape(text: str) -> str:
-    """As the cell of a table in Markdown: one line, no bar that would end the cell."""
+    """Return the text as a cell of a table in Markdown: one line, no bar that would end the cell."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
 def for_terminal(table: Table, headings: Sequence[str] | None = None) -> RichTable:
-    """The given columns, or all, with headings on two lines where they have two words."""
+    """Return the given columns, or all, with headings on two lines where they have two words."""
     shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     places = [table.headings.index(heading) for heading in headings or table.headings]
     for place in places:
@@ -98,5 +107,53 @@ def for_terminal(table: Table, headings: Sequence[str] | None = None) -> RichTab
     return shown
 
 
+# --- what stands in cells
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def percent(rate: float | None) -> str:
     return "–" if rate is None else f"{100 * rate:.1f} %"
+
+
+def interval_text(interval: Interval) -> str:
+    """Return nothing where too little was measured for an interval."""
+    return f"[{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
+
+
+def ratio_text(ratio: float, interval: Interval) -> str:
+    return f"{ratio:.2f}× {interval_text(interval)}".rstrip()
+
+
+def speedup_text(result: Result) -> str:
+    return ratio_text(result.speed.speedup, result.speed.speedup_ci95)
+
+
+def tone_of(result: Result) -> Tone:
+    """Return good or bad where the interval of the speedup leaves no doubt; output that is not sound is never good."""
+    if result.speed.speedup_ci95 is None:
+        return ""
+    low, high = result.speed.speedup_ci95
+    return "bad" if high < 1 else "good" if low > 1 and result.is_sound else ""
+
+
+def setting_name(setting: Setting) -> str:
+    """Return all that two results must share to stand side by side."""
+    top_p = f", top-p {setting.top_p:g}" if setting.top_p < 1 else ""
+    return (
+        f"temperature {setting.temperature:g}{top_p}, batch size {setting.batch_size}, "
+        f"{draft_text(setting)}, {setting.num_prompts} prompts of {setting.prompt_set}, "
+        f"up to {setting.max_new_tokens} new tokens"
+    )
+
+
+def draft_text(draft: Setting | PredictedDraft) -> str:
+    """Return what a round drafts: a chain of a length, a tree, or chains by a schedule."""
+    if isinstance(draft.schedule, Confident):
+        return f"draft length up to {draft.schedule.longest}, by confidence {draft.schedule.least:g}"
+    if draft.schedule:
+        return f"draft length up to {draft.draft_length}, by schedule"
+    tree = f", tree of {count(draft.tree_nodes, 'node')}" if draft.tree_nodes else ""
+    return f"draft length {draft.draft_length}{tree}"

@@ -3,31 +3,16 @@
 What was not measured is not said.
 """
 
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from draftsmith.recipes.reports.contents import (
-    DRAFT,
-    Contender,
-    Measured,
-    Result,
-    is_sound,
-    steps_a_round,
-    tokens_a_round,
-)
-from draftsmith.recipes.reports.curves import batch_curve, break_even, settings_but
-from draftsmith.recipes.reports.summary import (
-    PLAIN,
-    by_setting,
-    count,
-    draft_text,
-    lossless_text,
-    setting_name,
-    summary_rows,
-)
-from draftsmith.recipes.reports.tables import Tone
+from draftsmith.inference.measuring.results import Environment, Result
+from draftsmith.inference.measuring.teacher_forcing import gap_warning
+from draftsmith.recipes.reports.comparison_table import PLAIN, by_setting
+from draftsmith.recipes.reports.lossless import divergences
+from draftsmith.recipes.reports.report_data import DRAFT, DrafterResult, MeasuredDrafter, ReportData
+from draftsmith.recipes.reports.speed import batch_curve, break_even
+from draftsmith.recipes.reports.tables import Tone, count, draft_text, tone_of
 
 
 @dataclass
@@ -48,167 +33,113 @@ class Verdict:
     broken: list[str]  # measurements whose output was not that of plain decoding
     caveats: list[str]  # what a reader of the title alone would miss
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+
+def verdict_of(data: ReportData) -> Verdict:
+    best, row = data.leader
+    row = chosen_result(data, best, row) or row
+    broken, caveats = divergences(data), caveats_of(data)
+    if not row.is_sound:
+        title = "There is no speedup to report: no drafter leaves the output of plain decoding as it is."
+        return Verdict(title, where_text(data, best, row), "alarm", [], broken, caveats)
+    text = " ".join(filter(None, (paying_text(best, row), same_output_text(best), where_text(data, best, row))))
+    return Verdict(title_of(best, row), text, tone_of(row), facts(best, row), broken, caveats)
 
 
-def verdict(measured: Measured) -> Verdict:
-    row, best = measured.leading, measured.leader
-    row = chosen_row(measured, best, row) or row
-    broken, caveats = divergences(measured), caveats_of(measured)
-    if not is_sound(row):
-        return Verdict(
-            "There is no speedup to report: no drafter leaves the output of plain decoding as it is.",
-            where_text(measured, best, row),
-            "alarm",
-            [],
-            broken,
-            caveats,
-        )
-    sentences = [
-        speed_text(best, row),
-        elsewhere_text(best, row),
-        trained_text(measured, best, row),
-        same_output_text(best),
-        where_text(measured, best, row),
-    ]
-    text = " ".join(filter(None, sentences))
-    return Verdict(title(measured, best, row), text, tone_of(row), facts(best, row), broken, caveats)
-
-
-def chosen_row(measured: Measured, best: Contender, row: Result) -> Result | None:
-    """The row of the draft that was chosen on other prompts, whose speed no choice among these has flattered."""
-    choice = measured.extra_of("choice", best)
-    if choice is None or not choice["draft_length"]:
+def chosen_result(data: ReportData, best: MeasuredDrafter, row: Result) -> Result | None:
+    """Return the result of the draft that was chosen on other prompts, whose speed no choice among these flatters."""
+    choice = data.choice_for(best)
+    if choice is None or not choice.draft_length:
         return None
-    nodes = len(choice["tree"]) if choice["tree"] else None
-    rows = [
-        other for other in settings_but(best, row, *DRAFT) if other["tree_nodes"] == nodes and not other.get("schedule")
-    ]
-    return next((other for other in rows if nodes or other["draft_length"] == choice["draft_length"]), None)
+    nodes = len(choice.tree) if choice.tree else None
+    rows = [other for other in best.sound_results(row.setting, *DRAFT) if not other.setting.schedule]
+    rows = [other for other in rows if other.setting.tree_nodes == nodes]
+    return next((other for other in rows if nodes or other.setting.draft_length == choice.draft_length), None)
 
 
-def facts(best: Contender, row: Result) -> list[Fact]:
-    interval = row["speedup_ci95"]
-    crossing = break_even(batch_curve(best, row))
-    found = [
-        Fact(
-            "Speedup",
-            f"{row['speedup']:.2f}×",
-            "95 %: {:.2f} to {:.2f}".format(*interval) if interval else "no interval",
-        ),
-        acceptance_fact(row),
-        Fact("Cost of a round", f"{steps_a_round(row):.2f}", "plain steps"),
-    ]
-    if crossing and crossing.is_clear:
-        between = f"between {crossing.last_above} and {crossing.first_below}"
-        found.append(Fact("Break-even", f"batch {crossing.batch_size:.0f}", between))
-    check = row["lossless"]
-    if check["checked"]:
-        found.append(Fact("Identical outputs", f"{check['identical']}/{check['checked']}", "to plain decoding's"))
-    return found
+# --- the title and the numbers below it
 
 
-def acceptance_fact(row: Result) -> Fact:
-    """The acceptance length, which is the tokens of a round unless there are rounds without a draft."""
-    if row["num_drafts"] in (0, row["num_rounds"]):
-        return Fact("Acceptance length", f"{row['mean_acceptance_length']:.2f}", f"tokens a round, {draft_text(row)}")
-    share = f"{100 * row['num_drafts'] / row['num_rounds']:.0f} %"
-    note = f"acceptance length {row['mean_acceptance_length']:.2f} in the {share} with a draft, {draft_text(row)}"
-    return Fact("Tokens a round", f"{tokens_a_round(row):.2f}", note)
-
-
-def tone_of(row: Result) -> Tone:
-    low, high = row["speedup_ci95"] or (0.0, math.inf)
-    return "good" if low > 1 else "bad" if high < 1 else ""
-
-
-# --- the title
-
-
-def title(measured: Measured, best: Contender, row: Result) -> str:
-    size = f"batch size {row['batch_size']}"
+def title_of(best: MeasuredDrafter, row: Result) -> str:
+    size = f"batch size {row.setting.batch_size}"
     if best.kind == PLAIN:
-        return f"Only plain decoding was measured: {row['tokens_per_second']:.1f} tokens per second at {size}."
-    if row["speedup_ci95"] is None:
-        return f"Too little was timed to tell at {size}: the best drafter, {best.name}, reaches {row['speedup']:.2f}×."
-    if tone_of(row) == "bad":
-        return f"Speculation does not pay at {size}: the best drafter, {best.name}, reaches {row['speedup']:.2f}×."
-    if tone_of(row) == "":
-        return f"No measurable gain at {size}: the best drafter, {best.name}, reaches {row['speedup']:.2f}×."
-    parts = [f"{row['speedup']:.2f}× at {size}", break_even_text(batch_curve(best, row))]
-    return f"{', '.join(filter(None, parts))}: use {best.name}{with_draft(best, row)}."
+        return f"Only plain decoding was measured: {row.speed.tokens_per_second:.1f} tokens per second at {size}."
+    speedup = f"{row.speed.speedup:.2f}×"
+    if tone_of(row) == "good":
+        parts = [f"{speedup} at {size}", break_even_text(batch_curve(best, row.setting))]
+        return f"{', '.join(filter(None, parts))}: use {best.name}{with_draft(best, row)}."
+    if row.speed.speedup_ci95 is None:
+        start = "Too little was timed to tell"
+    else:
+        start = "Speculation does not pay" if tone_of(row) == "bad" else "No measurable gain"
+    return f"{start} at {size}: the best drafter, {best.name}, reaches {speedup}."
 
 
-def with_draft(best: Contender, row: Result) -> str:
-    """The draft to use, where there was something to choose from."""
-    drafts = {tuple(other[name] for name in DRAFT) for other in settings_but(best, row, *DRAFT)}
-    if len(drafts) < 2:
+def with_draft(best: MeasuredDrafter, row: Result) -> str:
+    """Return the draft to use, where there was something to choose from."""
+    rows = best.sound_results(row.setting, *DRAFT)
+    if len({(other.setting.draft_length, other.setting.tree_nodes) for other in rows}) < 2:
         return ""
-    return (
-        f" with a tree of {row['tree_nodes']} nodes"
-        if row["tree_nodes"]
-        else f" with draft length {row['draft_length']}"
-    )
+    nodes = row.setting.tree_nodes
+    return f" with a tree of {nodes} nodes" if nodes else f" with draft length {row.setting.draft_length}"
 
 
 def break_even_text(curve: list[Result]) -> str:
-    """Where speculation stops to pay, as far as batch sizes were measured and intervals tell."""
-    crossing = break_even(curve)
-    if crossing and crossing.is_clear:
+    """Return where speculation stops to pay, as far as batch sizes were measured and intervals tell."""
+    if crossing := break_even(curve):
         return f"break-even near batch size {crossing.batch_size:.0f}"
-    known = [row for row in curve[1:] if row["speedup_ci95"]]
-    unclear = next((row for row in known if tone_of(row) != "good"), None)
-    if unclear:
-        return f"no measurable gain at batch size {unclear['batch_size']}"
-    if known:
-        return f"still {known[-1]['speedup']:.2f}× at batch size {known[-1]['batch_size']}"
-    return ""
+    known = [row for row in curve[1:] if row.speed.speedup_ci95]
+    if unclear := [row for row in known if tone_of(row) != "good"]:
+        return f"no measurable gain at batch size {unclear[0].setting.batch_size}"
+    return f"still {known[-1].speed.speedup:.2f}× at batch size {known[-1].setting.batch_size}" if known else ""
 
 
-# --- the sentences below it
-
-
-def speed_text(best: Contender, row: Result) -> str:
-    interval = row["speedup_ci95"]
-    sure = "95 % interval {:.2f} to {:.2f}".format(*interval) if interval else "too little was timed for an interval"
-    return (
-        f"{best.name}{best.note and f' ({best.note})'} decodes {row['speedup']:.2f}× as fast as plain decoding "
-        f"({sure}): a round emits {tokens_a_round(row):.2f} tokens and costs "
-        f"{steps_a_round(row):.2f} steps of plain decoding."
-    )
-
-
-def elsewhere_text(best: Contender, row: Result) -> str:
-    """The batch sizes at which it does pay, where the smallest is not among them."""
-    if tone_of(row) == "good":
-        return ""
-    paying = [other for other in batch_curve(best, row) if tone_of(other) == "good"]
-    sizes = ", ".join(f"{other['batch_size']} ({other['speedup']:.2f}×)" for other in paying)
-    return f"It does pay at batch size {sizes}." if paying else ""
-
-
-def trained_text(measured: Measured, best: Contender, row: Result) -> str:
-    """How the best trained drafter does, where one without training is faster."""
-    rows = [
-        (other["speedup"], one.name)
-        for one in measured.contenders
-        if one.trained
-        for other in settings_but(one, row, *DRAFT)
+def facts(best: MeasuredDrafter, row: Result) -> list[Fact]:
+    interval, check = row.speed.speedup_ci95, row.lossless
+    numbers = [
+        Fact(
+            "Speedup",
+            f"{row.speed.speedup:.2f}×",
+            "95 %: {:.2f} to {:.2f}".format(*interval) if interval else "no interval",
+        ),
+        acceptance_fact(row),
+        Fact("Cost of a round", f"{row.steps_a_round:.2f}", "plain steps"),
     ]
-    if best.trained or best.kind == PLAIN or not rows:
-        return ""
-    speedup, name = max(rows)
-    return f"{best.name} needs no training; the best trained drafter, {name}, reaches {speedup:.2f}×."
+    if crossing := break_even(batch_curve(best, row.setting)):
+        between = f"between {crossing.last_above} and {crossing.first_below}"
+        numbers.append(Fact("Break-even", f"batch {crossing.batch_size:.0f}", between))
+    if check.checked:
+        numbers.append(Fact("Identical outputs", f"{check.identical}/{check.checked}", "to plain decoding's"))
+    return numbers
 
 
-def same_output_text(best: Contender) -> str:
-    """Whether its output is that of plain decoding, over all of its sound rows."""
-    checks = [row["lossless"] for row in best.results if is_sound(row)]
-    checked, identical, ties = (
-        sum(check[name] for check in checks) for name in ("checked", "identical", "near_tie_divergences")
-    )
-    certified = " It passed the certificate of losslessness." if (best.certificate or {}).get("passed") else ""
+def acceptance_fact(row: Result) -> Fact:
+    """Return the acceptance length, which is the tokens of a round unless there are rounds without a draft."""
+    counts, draft = row.acceptance, draft_text(row.setting)
+    length = f"{counts.mean_acceptance_length:.2f}"
+    if counts.num_drafts in (0, counts.num_rounds):
+        return Fact("Acceptance length", length, f"tokens a round, {draft}")
+    share = f"{100 * counts.num_drafts / counts.num_rounds:.0f} %"
+    note = f"acceptance length {length} in the {share} with a draft, {draft}"
+    return Fact("Tokens a round", f"{row.tokens_a_round:.2f}", note)
+
+
+# --- the text
+
+
+def paying_text(best: MeasuredDrafter, row: Result) -> str:
+    """Return the batch sizes at which it does pay, where the smallest is not among them."""
+    paying = [other for other in batch_curve(best, row.setting) if tone_of(other) == "good"]
+    sizes = ", ".join(f"{other.setting.batch_size} ({other.speed.speedup:.2f}×)" for other in paying)
+    return f"It does pay at batch size {sizes}." if paying and tone_of(row) != "good" else ""
+
+
+def same_output_text(best: MeasuredDrafter) -> str:
+    """Return whether its output is that of plain decoding, over all of its sound results."""
+    checks = [row.lossless for row in best.results if row.is_sound]
+    checked, identical = sum(check.checked for check in checks), sum(check.identical for check in checks)
+    ties = sum(check.near_tie_divergences for check in checks)
+    certificate = best.evaluation.certificate
+    certified = " It passed the certificate of losslessness." if certificate and certificate.passed else ""
     if not checked:
         return f"Outputs were not compared: sampled ones share the law of plain decoding's, not the tokens.{certified}"
     outputs = f"all {checked}" if identical == checked else f"{identical} of {checked}"
@@ -216,62 +147,58 @@ def same_output_text(best: Contender) -> str:
     return f"Lossless: {outputs} compared outputs are identical to plain decoding's{rest}.{certified}"
 
 
-def where_text(measured: Measured, best: Contender, row: Result) -> str:
-    env = best.environment
+def where_text(data: ReportData, best: MeasuredDrafter, row: Result) -> str:
+    setting = row.setting
     return (
-        f"Measured at temperature {row['temperature']:g} on {count(row['num_prompts'], 'prompt')} of "
-        f"{row['prompt_set']}, up to {row['max_new_tokens']} new tokens, for the target {Path(measured.target).name} "
-        f"on {env['device']} ({env['dtype']}, {count(env['num_threads'], 'CPU thread')})."
+        f"Measured at temperature {setting.temperature:g} on {count(setting.num_prompts, 'prompt')} of "
+        f"{setting.prompt_set}, up to {setting.max_new_tokens} new tokens, for the target {Path(data.target).name} "
+        f"on {device_text(best.environment)}."
     )
+
+
+def device_text(environment: Environment) -> str:
+    return f"{environment.device} ({environment.dtype}, {count(environment.num_threads, 'CPU thread')})"
 
 
 # --- what the title does not say
 
 
-def caveats_of(measured: Measured) -> list[str]:
-    rows = summary_rows([*measured.contenders, *measured.elsewhere])
-    blocks = by_setting(rows)
-    found, beaten = [], []
-    if any(row.trained for row in rows) and not any(row.trained and row.tone == "good" for row in rows):
-        found.append(
+def caveats_of(data: ReportData) -> list[str]:
+    blocks = by_setting([*data.drafters, *data.elsewhere])
+    trained = [row for block in blocks.values() for drafter, row in block if drafter.is_trained]
+    caveats = []
+    if trained and not any(tone_of(row) == "good" for row in trained):
+        caveats.append(
             "No trained drafter is measurably faster than plain decoding here: no 95 % interval lies above 1.0."
         )
-    for setting, block in blocks.items():
-        fastest = max((row for row in block if row.sound), key=lambda row: row.result["speedup"])
-        if not fastest.trained and any(row.trained for row in block):
-            name = "plain decoding" if fastest.drafter == PLAIN else f"{fastest.drafter}, which needs no training"
-            beaten.append(f"At {setting}, no trained drafter beats {name} ({fastest.result['speedup']:.2f}×).")
+    winners = {setting: winner_text(block) for setting, block in blocks.items()}
+    beaten = [f"At {setting}, no trained drafter beats {winner}." for setting, winner in winners.items() if winner]
     if len(beaten) > 2:
         beaten = [
             f"At {len(beaten)} of {len(blocks)} settings no trained drafter beats plain decoding and the drafters that "
             "need no training."
         ]
-    found += beaten + [f"{row.drafter} at {row.setting}: {row.gap}." for row in rows if row.gap]
-    return found + [
-        f"{one.name} was measured elsewhere ({one.environment['device']}, {one.environment['dtype']}, "
-        f"{count(one.environment['num_threads'], 'CPU thread')}): it has tables of its own and is in no figure."
-        for one in measured.elsewhere
+    gaps = [
+        f"{drafter.name} at {setting}: {warning}."
+        for setting, block in blocks.items()
+        for drafter, row in block
+        if (warning := gap_warning(row))
     ]
+    elsewhere = [
+        f"{drafter.name} was measured elsewhere ({device_text(drafter.environment)}): it has tables of its own and is "
+        "in no figure."
+        for drafter in data.elsewhere
+    ]
+    return caveats + beaten + gaps + elsewhere
 
 
-def divergences(measured: Measured) -> list[str]:
-    """Every measurement, of any checkpoint or contender, whose output was not that of plain decoding."""
-    of_runs = [
-        (f"{name} beside {run.name}, step {checkpoint.step}" if name else f"{run.name}, step {checkpoint.step}", result)
-        for run in measured.runs
-        for checkpoint in run.checkpoints
-        for name, results in {"": checkpoint.results, **checkpoint.baselines}.items()
-        for result in results
-    ]
-    known = {id(result) for _, result in of_runs}
-    compared = [
-        (", ".join(filter(None, (one.name, one.note))), result)
-        for one in [*measured.contenders, *measured.elsewhere]
-        for result in one.results
-        if id(result) not in known
-    ]
-    return [
-        f"{name}, {setting_name(result)}: {lossless_text(result)}"
-        for name, result in of_runs + compared
-        if result["lossless"]["divergences"]
-    ]
+def winner_text(block: list[DrafterResult]) -> str:
+    """Return what beats all trained drafters of one setting; nothing where there are none, or one is the fastest."""
+    if not any(drafter.is_trained for drafter, _ in block):
+        return ""
+    sound = [(drafter, row) for drafter, row in block if row.is_sound and row.speed.speedup >= 1]
+    if not sound:
+        return "plain decoding (1.00×)"
+    fastest, row = max(sound, key=lambda pair: pair[1].speed.speedup)
+    name = "plain decoding" if fastest.kind == PLAIN else f"{fastest.name}, which needs no training"
+    return "" if fastest.is_trained else f"{name} ({row.speed.speedup:.2f}×)"

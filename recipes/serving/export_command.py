@@ -7,14 +7,14 @@ from rich.console import Console
 
 from draftsmith.data.prompts.prompts import read_prompt_set
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
-from draftsmith.inference.measuring.results import Evaluation, read_evaluation
+from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import write_json
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.evaluation.comparison import compare
-from draftsmith.recipes.reports.printing import print_evaluations
+from draftsmith.recipes.reports.terminal import print_evaluations
 from draftsmith.recipes.serving.engine_check import EngineReport, add_speed, check_engine, print_reports
 from draftsmith.recipes.serving.export import WEIGHT_FILES, Exported, export_checkpoint
 from draftsmith.recipes.serving.model_card import schedule_of, served_result, write_card
@@ -73,8 +73,9 @@ def measure_exported(
         for size in settings.batch_size
         for length in lengths
     ]
-    print_evaluations(compare(target, [str(exported.directory)], [prompts], grid, exported.directory), console)
-    return read_evaluation(exported.directory / "evaluation.json")
+    evaluations = compare(target, [str(exported.directory)], [prompts], grid, exported.directory)
+    print_evaluations(evaluations, console)
+    return evaluations[0]
 
 
 def check_exported(

@@ -4,7 +4,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-import matplotlib
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
@@ -35,8 +34,8 @@ from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import LoadTestSettings
 from draftsmith.recipes.evaluation.inputs import notice_overwriting
-from draftsmith.recipes.reports.drawing import DOTS_PER_INCH, STYLE
-from draftsmith.recipes.reports.load_figure import draw_load
+from draftsmith.recipes.reports.figures import save_plot
+from draftsmith.recipes.reports.load_test import draw_load
 
 MAX_BATCH = 16
 REQUESTS, REQUESTS_A_CLIENT = 50, 8  # of a run; with 3 repeats 120 are counted, enough for a p99
@@ -212,9 +211,10 @@ def lengths_text(content: dict[str, Any]) -> str:
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    """load.png: what the report draws of a load test, under its verdict."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.6, 4.4), layout="constrained")
-        draw_load(figure, content)
+    """Write load.png: what the report draws of a load test, under its verdict."""
+
+    def draw_under_verdict(figure: Figure) -> None:
+        draw_load(content, figure)
         figure.suptitle(content["verdict"], fontsize=10)
-        figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None})
+
+    save_plot(path, draw_under_verdict, (9.6, 4.4))

@@ -22,8 +22,8 @@ from draftsmith.models.files import require_writable, write_whole
 from draftsmith.recipes.configs.command_settings import ExportSettings, QuickstartSettings
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.comparison import Options, compare, evaluation_paths
-from draftsmith.recipes.reports.printing import print_summary
 from draftsmith.recipes.reports.report import build_report
+from draftsmith.recipes.reports.terminal import print_summary
 from draftsmith.recipes.serving.engine_key_names import LOADER_RULES
 from draftsmith.recipes.serving.export_command import export
 from draftsmith.recipes.studies.quickstart_budget import (

@@ -34,7 +34,7 @@ from draftsmith.models.sampling.trees import Chain, StaticTree
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import ReplaySettings
 from draftsmith.recipes.evaluation.inputs import notice_overwriting, parse_tree, read_prompt_sets
-from draftsmith.recipes.reports.contents import checkpoint_names
+from draftsmith.recipes.reports.report_data import checkpoint_names
 
 
 def run(settings: ReplaySettings, console: Console) -> None:

@@ -12,6 +12,7 @@ from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.decoding.decoder import Output
 from draftsmith.inference.decoding.schedule import Confident, Schedule, for_sglang, for_vllm
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
+from draftsmith.inference.measuring.results import Result
 from draftsmith.inference.planning.choice import (
     acceptance_length,
     best_draft_length,
@@ -30,11 +31,13 @@ from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.sampling.trees import StaticTree
+from draftsmith.models.typed_json import from_json
 from draftsmith.recipes.configs.command_settings import TuneSettings
 from draftsmith.recipes.evaluation.comparison import Options, compare, evaluation_paths
 from draftsmith.recipes.evaluation.inputs import notice_overwriting, read_prompt_sets
-from draftsmith.recipes.reports.printing import print_evaluations
-from draftsmith.recipes.reports.summary import draft_text, is_choice
+from draftsmith.recipes.reports.report_data import PredictedDraft
+from draftsmith.recipes.reports.tables import draft_text
+from draftsmith.recipes.reports.terminal import print_evaluations
 from draftsmith.train.evaluation.pooling import subset
 
 DEFAULT, LONGEST = 4, 8  # draft length that the chosen one is measured beside; the longest that is tried
@@ -100,11 +103,11 @@ def run(settings: TuneSettings, console: Console) -> None:
         drafts = drafts_to_measure(choice, drafter)
         grid = [replace(at, batch_size=batch, draft=draft) for batch in batches for draft in drafts]
         options = Options(settings.num_threads, sample_texts=True)
-        content = compare(target, [name], prompt_sets, grid, path.parent, options)[0]
+        evaluation = compare(target, [name], prompt_sets, grid, path.parent, options)[0]
         sources = {"fitted_on": fit_prompts.name, "reported_on": [prompts.name for prompts in prompt_sets]}
         write_json(path.parent / "choice.json", {"drafter": name, **choice.to_json(), **sources})
-        print_evaluations([content], console)
-        print_choice(name, choice, content["results"], console)
+        print_evaluations([evaluation], console)
+        print_choice(name, choice, evaluation.results, console)
 
 
 def prompts_to_fit(
@@ -205,17 +208,17 @@ def drafts_to_measure(choice: Choice, drafter: Drafter) -> list[int | StaticTree
     return [*sorted(lengths), *([choice.tree] if choice.tree else []), *by_confidence]
 
 
-def print_choice(name: str, choice: Choice, results: list[dict[str, Any]], console: Console) -> None:
-    """What was chosen, what is predicted of it, and what was measured, all without reading the prompts."""
-    for one in choice.predicted:
-        what = draft_text(one) if one["draft_length"] else "speculation off"
-        text = f"{name}: best at batch {one['batch_size']}: {what}, predicted {one['speedup']:.2f}x in decoding alone"
-        if one["batch_size"] > 1:
+def print_choice(name: str, choice: Choice, results: list[Result], console: Console) -> None:
+    """Print what was chosen, what is predicted of it, and what was measured, all without reading the prompts."""
+    for draft in from_json(list[PredictedDraft], choice.predicted):
+        what = draft_text(draft) if draft.draft_length else "speculation off"
+        text = f"{name}: best at batch {draft.batch_size}: {what}, predicted {draft.speedup:.2f}x in decoding alone"
+        if draft.batch_size > 1:
             text += " where finished requests make room for others"
-            text += f", {one['fixed_batch_speedup']:.2f}x in fixed batches" if one["fixed_batch_speedup"] else ""
-        rows = [row for row in results if is_choice(row, one)]
-        found = ", ".join(f"{row['decode_speedup']:.2f}x" for row in rows if row["decode_speedup"])
-        console.print(f"{text}; measured {found}" if found else text, highlight=False, soft_wrap=True)
+            text += f", {draft.fixed_batch_speedup:.2f}x in fixed batches" if draft.fixed_batch_speedup else ""
+        speedups = [row.speed.decode_speedup for row in results if draft.is_of(row.setting)]
+        measured = ", ".join(f"{speedup:.2f}x" for speedup in speedups if speedup)
+        console.print(f"{text}; measured {measured}" if measured else text, highlight=False, soft_wrap=True)
     if choice.weighed and not choice.weighed.pays:
         rule = choice.weighed.rule
         console.print(

@@ -87,8 +87,9 @@ def write_run(folder: Path, keep: float, draft_ms: float, divergences: int = 0) 
             rows = [result(keep * step / 400, draft_ms, temperature, divergences) for temperature in TEMPERATURES]
             checkpoint = folder / "checkpoints" / f"step-{step:06d}"
             checkpoint.mkdir(parents=True)
-            write_results(checkpoint / "evaluation.json", rows)
-            write_results(checkpoint / "evaluation.ngram.json", [result(0.25, 0.3, t) for t in TEMPERATURES])
+            write_results(checkpoint / "evaluation.json", rows, str(checkpoint), folder.name)
+            ngram = [result(0.25, 0.3, temperature) for temperature in TEMPERATURES]
+            write_results(checkpoint / "evaluation.ngram.json", ngram, "ngram", "ngram")
             length, speedup = rows[0]["mean_acceptance_length"], rows[0]["speedup"]
             lines.append({"step": step, "acceptance_length": length, "speedup": speedup})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -102,6 +103,15 @@ def write_samples(folder: Path) -> None:
     prompt = "<script>alert(1)</script>\ndef f(a):\n"
     samples = [{"prompt": prompt, "drafter": drafter, "temperature": 0.0, "rounds": rounds}]
     (folder / "samples.json").write_text(json.dumps(samples))
+
+
+def choice_content(drafter: str, draft_length: int, *predicted: dict[str, Any]) -> dict[str, Any]:
+    """The content of a choice.json."""
+    return {
+        "drafter": drafter, "draft_length": draft_length, "tree": None, "fitted_on": "others",
+        "schedule": {"draft_lengths": [[1, 2], [8, 0]]}, "predicted": list(predicted),
+        "vllm": {"num_speculative_tokens_per_batch_size": [[1, 7, 2], [8, 8, 0]]},
+    }  # fmt: skip
 
 
 def write_comparison(folder: Path, number: int, **changes: Any) -> None:

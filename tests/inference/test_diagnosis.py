@@ -30,9 +30,9 @@ from draftsmith.models.target.target import Features
 from draftsmith.recipes.evaluation.comparison import compare
 from draftsmith.recipes.evaluation.diagnoses import with_diagnoses
 from draftsmith.recipes.reports import report
-from draftsmith.recipes.reports.contents import read_measured
-from draftsmith.recipes.reports.findings import diagnosis
+from draftsmith.recipes.reports.acceptance import diagnosis
 from draftsmith.recipes.reports.report import build_report
+from draftsmith.recipes.reports.report_data import read_report_data
 
 TEXTS = ["The smith", "def strike(", "heats it again", "A draft is", "iron iron", "x", "cheap to make", "return ["]
 MORE_TEXTS = ["return [iron", "throw it away", "def x", "smith heats", "the draft", "cheap iron", "A smith", "it is"]
@@ -97,14 +97,14 @@ def acceptance(target: Target, drafter: Drafter, recording: Recording) -> Stats:
 @pytest.fixture
 def reported(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Causes that the report names after an evaluation of the drafter's checkpoint on prompts."""
-    monkeypatch.setattr(report, "draw_figures", lambda measured, folder: {})
+    monkeypatch.setattr(report, "draw_plots", lambda plots, folder: {})
 
     def causes(drafter: Drafter, prompts: list[list[int]]) -> list[str]:
         save_drafter(drafter, tmp_path / "drafter")
         # beside the row that the report leads with, at one token: too few for causes that show behind it
         grid = [MeasureSettings(draft=k, max_new_tokens=NUM_TOKENS, repeats=1) for k in (DRAFT_LENGTH, 1)]
         compare(target, [str(tmp_path / "drafter")], [PromptSet("p", prompts)], grid, tmp_path / "out")
-        table = diagnosis(read_measured(tmp_path / "out")).tables[0]
+        table = diagnosis(read_report_data(tmp_path / "out")).tables[0]
         page = build_report(tmp_path / "out").read_text()
         section = page[page.index('id="diagnosis"') :]
         assert all(f">{row[4].text}</td>" in html.unescape(section) for row in table.rows)

@@ -33,10 +33,9 @@ from draftsmith.models import Drafter, Target, UserError, load_drafter, save_dra
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, DynamicTree, StaticTree
-from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.evaluation.diagnoses import reference_of, with_diagnoses
-from draftsmith.recipes.reports.summary import diagnosis_lines
+from draftsmith.recipes.reports.acceptance import diagnosis_lines
 
 TREE = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)))
 NUM_TOKENS, LONGEST = 20, 4
@@ -250,7 +249,7 @@ def test_low_acceptance_is_diagnosed_in_evaluations(
     eagle3, ngram = with_diagnoses(evaluations, list(names.values()), tiny_target, [few])
     greedy = eagle3.results[0]
     assert greedy.diagnosis is not None
-    assert diagnosis_lines(to_json(greedy))
+    assert diagnosis_lines(greedy.diagnosis)
     assert all(row.diagnosis is None for row in ngram.results)
 
     checkpoint = tmp_path / "checkpoints" / "step-000010"

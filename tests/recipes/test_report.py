@@ -10,6 +10,7 @@ import pytest
 from reports import (
     ENVIRONMENT,
     TEMPERATURES,
+    choice_content,
     result,
     write_comparison,
     write_grid,
@@ -19,15 +20,18 @@ from reports import (
 )
 from rich.console import Console
 
+from draftsmith.inference.measuring.results import Evaluation, upgraded
 from draftsmith.inference.planning.costs import Costs, HeldOutErrors, RoundTimes
 from draftsmith.models.errors import UserError
+from draftsmith.models.typed_json import from_json
 from draftsmith.recipes.reports import report
-from draftsmith.recipes.reports.contents import read_contenders, read_measured, read_runs
-from draftsmith.recipes.reports.panel import profiles
-from draftsmith.recipes.reports.printing import print_evaluations, print_summary
+from draftsmith.recipes.reports.comparison_table import by_setting, comparison_table
 from draftsmith.recipes.reports.report import build_report
-from draftsmith.recipes.reports.summary import speedup_text, summary_rows
-from draftsmith.recipes.reports.verdict import verdict
+from draftsmith.recipes.reports.report_data import drafters_of_runs, read_report_data, read_runs
+from draftsmith.recipes.reports.tables import ratio_text
+from draftsmith.recipes.reports.terminal import print_evaluations, print_summary
+from draftsmith.recipes.reports.verdict import verdict_of
+from draftsmith.recipes.reports.what_if import profiles_of
 from draftsmith.train.folder.checkpoint import checkpoint_step
 from draftsmith.train.folder.run_folder import link_best
 
@@ -60,8 +64,7 @@ def test_report_stands_alone(runs: Path, page: str) -> None:
 def test_verdict_and_numbers(page: str) -> None:
     best = result(0.75, 4.0)
     low, high = best["speedup_ci95"]
-    assert f"eagle3 (step 400) decodes {best['speedup']:.2f}× as fast as plain decoding" in page
-    assert f"95 % interval {low:.2f} to {high:.2f}" in page
+    assert f"<dd>{best['speedup']:.2f}×<small>95 %: {low:.2f} to {high:.2f}</small></dd>" in page
     assert "tiny_target on Abacus 9000" in page
     for drafter in ("eagle3", "medusa", "draft_model", "ngram", "none"):
         assert f">{drafter}<small>" in page
@@ -82,7 +85,7 @@ def test_verdict_and_numbers(page: str) -> None:
 @pytest.fixture
 def _no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take two seconds."""
-    monkeypatch.setattr(report, "draw_figures", lambda measured, folder: {})
+    monkeypatch.setattr(report, "draw_plots", lambda plots, folder: {})
 
 
 @pytest.mark.usefixtures("_no_figures")
@@ -100,7 +103,7 @@ def test_divergence_stands_out_and_is_no_headline(tmp_path: Path) -> None:
     page = build_report(tmp_path).read_text()
     assert "speculation is broken" in page
     assert 'alarm">12/16, 1 near tie, 3 DIVERGED<small>greedy</small></td>' in page
-    assert "<p>medusa (step 400) decodes" in page
+    assert f"<h1>{result(0.6, 1.0)['speedup']:.2f}× at batch size 1: use medusa.</h1>" in page
     assert "1: use ngram.</h1>" in build_report(tmp_path / "eagle3").read_text()  # the run's other drafter is broken
 
 
@@ -140,12 +143,19 @@ def test_what_training_predicts_stands_beside_the_decoder(flagged: bool, tmp_pat
 
 @pytest.mark.usefixtures("_no_figures")
 def test_domains_stand_below_their_setting(tmp_path: Path) -> None:
+    counters = dict.fromkeys(("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens"), 9)
+    counters["draft_acceptance_rate"] = 1.0
     domains = {
         "code": {
-            **{"num_prompts": 12, "mean_acceptance_length": 3.456, "mean_acceptance_length_ci95": [3.111, 3.777]},
+            **{
+                **counters,
+                "num_prompts": 12,
+                "mean_acceptance_length": 3.456,
+                "mean_acceptance_length_ci95": [3.111, 3.777],
+            },
             **{"speedup": 2.344, "speedup_ci95": [2.111, 2.555]},
         },
-        "": {"num_prompts": 1, "mean_acceptance_length": 1.234, "mean_acceptance_length_ci95": None},
+        "": {**counters, "num_prompts": 1, "mean_acceptance_length": 1.234, "mean_acceptance_length_ci95": None},
     }
     write_run(tmp_path / "eagle3", keep=0.9, draft_ms=1.0)
     write_comparison(tmp_path, 1, result={"domains": domains})
@@ -180,7 +190,8 @@ def test_a_speedup_without_interval_decides_nothing(tmp_path: Path) -> None:
 def test_a_certificate_is_shown(tmp_path: Path) -> None:
     write_run(tmp_path / "eagle3", keep=0.9, draft_ms=1.0)
     check = {"checked": 4, "identical": 4, "near_tie_divergences": 0, "divergences": 0, "first_differences": []}
-    sampled = {"block": {"p_value": 0.31}, "typical": {"p_value": 1e-9}}
+    test = {"num_tokens": 500, "chi_square": 9.0, "degrees": 8}
+    sampled = {"block": {**test, "p_value": 0.31}, "typical": {**test, "p_value": 1e-9}}
     certificate = {"greedy": {"batch_size_8": check}, "sampled": sampled, "passed": True, "control_found": True}
     write_comparison(tmp_path, 1, certificate=certificate)
     page = build_report(tmp_path).read_text()
@@ -202,15 +213,17 @@ def test_best_checkpoint_is_the_fastest_that_is_sound(divergences: int, best: st
     link = link_best(run)
     assert link is not None
     assert checkpoint_step(link) == int(best.split()[1])
-    assert read_contenders(run, read_runs(run))[0].note == best
+    assert drafters_of_runs(run, read_runs(run))[0].note == best
 
 
-def test_summary_rows(runs: Path) -> None:
-    rows = summary_rows(read_contenders(runs, read_runs(runs)))
-    names = ["eagle3", "medusa", "draft_model", "ngram", "none"]
-    assert [row.drafter for row in rows] == 2 * names  # one block a temperature
-    plain = rows[4].result
-    assert (plain["mean_acceptance_length"], plain["speedup"], plain["tokens_per_second"]) == (1.0, 1.0, 100.0)
+def test_comparison_tables(runs: Path) -> None:
+    blocks = by_setting(drafters_of_runs(runs, read_runs(runs)))
+    assert len(blocks) == len(TEMPERATURES)
+    for setting, block in blocks.items():
+        table = comparison_table(setting, block)
+        assert table.column("drafter") == ["eagle3", "medusa", "draft_model", "ngram", "none"]
+        plain = [table.column(heading)[4] for heading in ("acceptance length", "speedup", "tokens/s")]
+        assert plain == ["1.00", "1.00×", "100.0"]
 
 
 def test_a_comparison_takes_the_place_of_single_evaluations(tmp_path: Path) -> None:
@@ -223,30 +236,29 @@ def test_a_comparison_takes_the_place_of_single_evaluations(tmp_path: Path) -> N
         folder = tmp_path / f"comparison/{number}-{Path(name).name}"
         folder.mkdir(parents=True)
         write_results(folder / "evaluation.json", [row], name, kind)
-    rows = summary_rows(read_contenders(tmp_path, read_runs(tmp_path)))
-    assert [(row.drafter, row.note) for row in rows[:3]] == [
+    drafters = drafters_of_runs(tmp_path, read_runs(tmp_path))
+    assert [(drafter.name, drafter.note) for drafter in drafters] == [
         ("medusa", "step 200"),
         ("eagle3", "step 200"),
         ("ngram", ""),
     ]
     page = build_report(tmp_path).read_text()
-    assert f"medusa (step 200) decodes {measured['medusa']['speedup']:.2f}×" in page
+    assert f"<h1>{measured['medusa']['speedup']:.2f}× at batch size 1: use medusa.</h1>" in page
 
 
 def test_what_was_measured_elsewhere_stands_apart(tmp_path: Path) -> None:
     """No table, and no figure, holds speeds of two machines: each has blocks with a plain row of its own."""
     write_run(tmp_path / "eagle3", keep=0.75, draft_ms=4.0)
     run = write_run(tmp_path / "medusa", keep=0.4, draft_ms=1.0)
-    together = {row.setting for row in summary_rows(read_contenders(tmp_path, read_runs(tmp_path)))}
-    assert len(together) == len(TEMPERATURES)
+    assert len(by_setting(drafters_of_runs(tmp_path, read_runs(tmp_path)))) == len(TEMPERATURES)
     for path in run.glob("checkpoints/*/evaluation.json"):
         content = json.loads(path.read_text())
         content["environment"]["device"] = "Slide rule"
         path.write_text(json.dumps(content))
-    blocks: dict[str, list[str]] = {}
-    for row in summary_rows(read_contenders(tmp_path, read_runs(tmp_path))):
-        blocks.setdefault(row.setting, []).append(row.drafter)
-    assert list(blocks.values()) == [["eagle3", "ngram", "none"]] * 2 + [["medusa", "none"]] * 2
+    blocks = by_setting(drafters_of_runs(tmp_path, read_runs(tmp_path)))
+    tables = [comparison_table(setting, block) for setting, block in blocks.items()]
+    names = [["eagle3", "ngram", "none"]] * 2 + [["medusa", "none"]] * 2
+    assert [table.column("drafter") for table in tables] == names
     assert [next(name for name in ("Abacus", "Slide rule") if name in block) for block in blocks] == [
         *["Abacus"] * 2,
         *["Slide rule"] * 2,
@@ -258,8 +270,8 @@ def test_tables_in_the_terminal(runs: Path) -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     print_summary(runs, console)
     content = {"target": "t", "drafter": "runs/[x]/best", "drafter_kind": "eagle3", "environment": ENVIRONMENT}
-    contents = [content | {"results": [result(0.75, 4.0, divergences=2)]}]
-    print_evaluations(contents, console)
+    content |= {"results": [result(0.75, 4.0, divergences=2)]}
+    print_evaluations([from_json(Evaluation, upgraded(content))], console)
     text = console.export_text()
     assert f"{result(0.75, 4.0)['speedup']:.2f}×" in text
     assert "reference" in text
@@ -289,7 +301,7 @@ def test_an_evaluation_is_reported_without_a_run(tmp_path: Path) -> None:
     assert f"<h1>{title}</h1>" in page
     written = (tmp_path / "report.md").read_text()
     assert f"**{title}**" in written
-    assert f"| eagle3 | draft length 2 | {speedup_text(best)} |" in written
+    assert f"| eagle3 | draft length 2 | {ratio_text(best['speedup'], best['speedup_ci95'])} |" in written
     assert "Predicted speedup of eagle3" in written
 
 
@@ -298,11 +310,7 @@ def test_what_other_commands_left_is_shown(tmp_path: Path) -> None:
     write_grid(tmp_path)
     predicted = {"batch_size": 1, "draft_length": 2, "tree_nodes": None, "acceptance_length": 1.9, "speedup": 1.55}
     predicted["fixed_batch_speedup"] = 1.48
-    choice = {
-        "drafter": "eagle3/checkpoints/step-000400", "draft_length": 2, "tree": None, "fitted_on": "others",
-        "schedule": {"draft_lengths": [[1, 2], [8, 0]]}, "predicted": [predicted],
-        "vllm": {"num_speculative_tokens_per_batch_size": [[1, 7, 2], [8, 8, 0]]},
-    }  # fmt: skip
+    choice = choice_content("eagle3/checkpoints/step-000400", 2, predicted)
     times = {"p50": 1.0, "p95": 2.0, "p99": 3.0}
     stage = {
         "mode": "concurrency", "load": 2, "throughput_tokens_per_second": 90.0, "ttft_ms": times, "tpot_ms": times,
@@ -321,7 +329,7 @@ def test_what_other_commands_left_is_shown(tmp_path: Path) -> None:
     page = build_report(tmp_path).read_text()
     section = page[page.index('id="choice"') :]
     row = json.loads((tmp_path / "1-eagle3/evaluation.json").read_text())["results"][1]
-    cells = ["eagle3", "1", "draft length 2", "1.90", "1.55×", "1.48×", speedup_text(row)]
+    cells = ["eagle3", "1", "draft length 2", "1.90", "1.55×", "1.48×", ratio_text(row["speedup"], row["speedup_ci95"])]
     assert cells == re.findall(r"<td[^>]*>([^<]*)</td>", section)[: len(cells)]
     assert "2 tokens from 1 on, no tokens from 8 on" in section
     assert 'data-figure="load"' in page
@@ -348,16 +356,14 @@ def test_a_cascade_beside_its_trained_half_has_its_own_name(tmp_path: Path) -> N
         path = tmp_path / f"{number}-x/evaluation.json"
         path.parent.mkdir()
         write_results(path, [result(keep, 1.0)], drafter, "cascade" if "+" in drafter else "hydra")
-        (path.parent / "choice.json").write_text(json.dumps({"drafter": drafter, "keep": keep}))
-    measured = read_measured(tmp_path)
+        (path.parent / "choice.json").write_text(json.dumps(choice_content(drafter, 4)))
+    data = read_report_data(tmp_path)
     names = ["suffix+hydra", "hydra, step 454", "hydra, step 227"]
-    assert [one.name for one in measured.contenders] == names
-    assert [measured.extra_of("choice", one) for one in measured.contenders] == [
-        {"drafter": one.drafter, "keep": keep} for one, keep in zip(measured.contenders, (0.8, 0.6, 0.3), strict=True)
-    ]
-    measured.extras.clear()
-    assert verdict(measured).title.endswith("use suffix+hydra.")
-    assert [profile.name for profile in profiles(measured)] == names
+    assert [drafter.name for drafter in data.drafters] == names
+    choices = [data.choice_for(drafter) for drafter in data.drafters]
+    assert [choice.drafter for choice in choices if choice] == [f"suffix+{half}", half, earlier]
+    assert verdict_of(data).title.endswith("use suffix+hydra.")
+    assert [profile.name for profile in profiles_of(data)] == names
 
 
 @pytest.mark.usefixtures("_no_figures")
@@ -387,7 +393,8 @@ def test_a_report_without_costs_says_what_measures_them(tmp_path: Path) -> None:
     write_samples(tmp_path)
     (tmp_path / "samples.json").rename(run / "checkpoints/step-000400/samples.json")
     page = build_report(run).read_text()
-    assert "draftsmith plan --target models/tiny_target --drafter eagle3/best --out FOLDER/plan" in page
+    checkpoint = run / "checkpoints/step-000400"
+    assert f"draftsmith plan --target models/tiny_target --drafter {checkpoint} --out FOLDER/plan" in page
     assert 'id="samples"' in page
     costs = Costs("", "", str(run / "best"), "eagle3", {"first: pass": 1.0}, {"pass": 10.0}, host=0.0)
     costs = replace(costs, held_out=HeldOutErrors(settings=1), fitted_on=[RoundTimes(4, 1, 64, 4, False, 1, 10, 11)])

@@ -2,9 +2,11 @@
 
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import matplotlib.image
 import pytest
 from reports import write_grid
 
-from draftsmith.recipes.reports.contents import read_measured
-from draftsmith.recipes.reports.panel import Change, profiles, speedups
+from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.reports.report import build_report, page_file
+from draftsmith.recipes.reports.report_data import read_report_data
+from draftsmith.recipes.reports.what_if import profiles_of, speedups
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -32,6 +35,8 @@ FLAGS = [
     "--virtual-time-budget=4000",
 ]
 WIDTHS = (400, 1200)
+UNMOVED = {"first_rate": None, "draft_scale": 1, "verify_scale": 1}  # where the panel's sliders stand at first
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
 HARNESS = """<!doctype html><pre id="found"></pre>
 <iframe src="report.html" width="400" height="900"></iframe>
 <iframe src="report.html" width="1200" height="900"></iframe>
@@ -85,12 +90,15 @@ def test_in_a_browser(folder: Path) -> None:
     assert text is not None
     found = json.loads(html.unescape(text.group(1)))
     assert len(found) == len(WIDTHS)
-    eagle3, ngram = profiles(read_measured(folder))
+    eagle3, ngram = profiles_of(read_report_data(folder))
+    power = math.log(0.9) / math.log(eagle3.rates[0])
+    better = replace(eagle3, rates=[rate**power for rate in eagle3.rates])
+    accepted = speedups(better, better.costs[0])
     for page in found:
         assert page["overflow"] <= 0
         assert page["requests"] == 0
         assert page["measured"] == pytest.approx(speedups(eagle3, eagle3.costs[0]))
-        assert page["accepted"] == pytest.approx(speedups(eagle3, eagle3.costs[0], Change(first_rate=0.9)))
+        assert page["accepted"] == pytest.approx(accepted)
         assert page["batch"] == pytest.approx(speedups(eagle3, eagle3.costs[2]))
         assert page["other"] == pytest.approx(speedups(ngram, ngram.costs[0]))
         assert (page["points"], page["hidden"]) == (6, 0)  # three draft lengths, three batch sizes
@@ -108,18 +116,34 @@ def test_screenshot(folder: Path) -> None:
     assert rows_with_content > 0.5
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
-def test_both_formulas_agree(folder: Path) -> None:
-    changes = [Change(), Change(0.31), Change(1.0, 0.0, 2.5), Change(0.0, 3.0)]
-    shapes = profiles(read_measured(folder))
-    cases: list[dict[str, Any]] = [
-        {"profile": profile.to_json(), "costs": vars(costs), "change": vars(change)}
-        for profile in shapes
-        for costs in profile.costs
-        for change in changes
-    ]
-    call = "cases.map((one) => speedups(one.profile, one.costs, one.change))"
-    script = f"{page_file('panel.js')}\nconst cases = {json.dumps(cases)};\nconsole.log(JSON.stringify({call}));"
+def computed(expression: str, **values: Any) -> Any:
+    """Evaluate an expression of panel.js in Node.js, of constants with these values."""
+    constants = "".join(f"const {name} = {json.dumps(to_json(value))};\n" for name, value in values.items())
+    script = f"{page_file('panel.js')}\n{constants}console.log(JSON.stringify({expression}));"
     done = subprocess.run(["node", "-"], input=script, capture_output=True, text=True, timeout=30, check=True)
-    expected = [speedups(profile, costs, change) for profile in shapes for costs in profile.costs for change in changes]
-    assert json.loads(done.stdout) == [pytest.approx(values, rel=1e-12) for values in expected]
+    return json.loads(done.stdout)
+
+
+@needs_node
+def test_the_panel_shows_the_predictions_of_the_tables(folder: Path) -> None:
+    """Before a slider is moved it computes what stands in report.md."""
+    profiles = profiles_of(read_report_data(folder))
+    call = "profiles.map((profile) => profile.costs.map((costs) => speedups(profile, costs, unmoved)))"
+    expected = [[pytest.approx(speedups(profile, costs), rel=1e-12) for costs in profile.costs] for profile in profiles]
+    assert computed(call, profiles=profiles, unmoved=UNMOVED) == expected
+
+
+@needs_node
+def test_moving_acceptance_and_costs(folder: Path) -> None:
+    profile = profiles_of(read_report_data(folder))[0]
+    costs = profile.costs[0]
+    call = "changes.map((change) => speedups(profile, costs, change))"
+    same, perfect = {**UNMOVED, "first_rate": profile.rates[0]}, {**UNMOVED, "first_rate": 0.999, "draft_scale": 0}
+    halved = {**UNMOVED, "verify_scale": 0.5}
+    found = computed(call, profile=profile, costs=costs, changes=[same, perfect, halved])
+    assert found[0] == pytest.approx(speedups(profile, costs))
+    assert found[1][3] == pytest.approx(5 / (costs.verify[4] + costs.host), rel=0.01)
+    cheaper = (costs.draft[1] + costs.verify[1] + costs.host) / (costs.draft[1] + costs.verify[1] / 2 + costs.host)
+    assert found[2][0] == pytest.approx(speedups(profile, costs)[0] * cheaper)
+    assert computed("acceptanceLength([0.5], 3)") == 1.875  # the last rate goes on
+    assert computed("changedRates([0.5, 0.25, 1, 0], 0.25)") == pytest.approx([0.25, 0.0625, 1, 0])

@@ -6,22 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reports import result, slower, write_grid, write_results
+from reports import choice_content, result, slower, write_grid, write_results
 
+from draftsmith.inference.measuring.results import read_evaluation
 from draftsmith.inference.planning.costs import Costs, HeldOutErrors, RoundTimes
-from draftsmith.recipes.reports.contents import read_measured
-from draftsmith.recipes.reports.curves import break_even
-from draftsmith.recipes.reports.panel import Change, acceptance_length, predicted_points, profiles, speedups
-from draftsmith.recipes.reports.verdict import Verdict, verdict
+from draftsmith.recipes.reports.report_data import read_report_data
+from draftsmith.recipes.reports.speed import break_even
+from draftsmith.recipes.reports.verdict import Verdict, verdict_of
+from draftsmith.recipes.reports.what_if import predictions_of, profiles_of, speedups
 
 FITTED_ON = [RoundTimes(4, 1, 64, 4, False, 1, 10, 11)]
 
 
-def verdict_of(folder: Path, *rows: dict[str, Any], **extras: Any) -> Verdict:
+def verdict_on(folder: Path, *rows: dict[str, Any], **extras: Any) -> Verdict:
     write_results(folder / "evaluation.json", list(rows), "runs/eagle3/checkpoints/step-000400", "eagle3")
     for name, content in extras.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
-    return verdict(read_measured(folder))
+    return verdict_of(read_report_data(folder))
 
 
 def paying(batch_size: int = 1, length: int = 4) -> dict[str, Any]:
@@ -54,76 +55,67 @@ def losing(batch_size: int = 1) -> dict[str, Any]:
     ],
 )
 def test_title(rows: list[dict[str, Any]], title: str, tone: str, tmp_path: Path) -> None:
-    found = verdict_of(tmp_path, *rows)
+    found = verdict_on(tmp_path, *rows)
     assert (found.title, found.tone) == (title, tone)
     assert bool(found.broken) == (tone == "alarm")
 
 
 def test_a_choice_made_on_other_prompts_comes_before_the_fastest_row(tmp_path: Path) -> None:
-    choice = {"drafter": "runs/eagle3/checkpoints/step-000400", "draft_length": 1, "tree": None}
-    assert "with draft length 4" in verdict_of(tmp_path, paying(), paying(length=1)).title
-    chosen, row = verdict_of(tmp_path, paying(), paying(length=1), choice=choice), paying(length=1)
+    choice = choice_content("runs/eagle3/checkpoints/step-000400", 1)
+    assert "with draft length 4" in verdict_on(tmp_path, paying(), paying(length=1)).title
+    chosen, row = verdict_on(tmp_path, paying(), paying(length=1), choice=choice), paying(length=1)
     assert chosen.title == f"{row['speedup']:.2f}× at batch size 1: use eagle3 with draft length 1."
     other = {**choice, "drafter": "runs/medusa/checkpoints/step-000400"}
-    assert "with draft length 4" in verdict_of(tmp_path, paying(), paying(length=1), choice=other).title
+    assert "with draft length 4" in verdict_on(tmp_path, paying(), paying(length=1), choice=other).title
 
 
 def test_says_where_it_pays_though_not_at_the_smallest_batch(tmp_path: Path) -> None:
-    assert "It does pay at batch size 4 (2.03×)." in verdict_of(tmp_path, losing(), paying(4)).text
+    assert "It does pay at batch size 4 (2.03×)." in verdict_on(tmp_path, losing(), paying(4)).text
 
 
 def test_sampled_outputs_are_not_said_to_be_identical(tmp_path: Path) -> None:
-    text = verdict_of(tmp_path, result(0.75, 4.0, temperature=1.0)).text
+    text = verdict_on(tmp_path, result(0.75, 4.0, temperature=1.0)).text
     assert "Outputs were not compared" in text
     assert "identical" not in text
 
 
-def test_break_even_lies_on_the_line_over_the_logarithm() -> None:
-    curve = [
-        {"batch_size": 2, "speedup": 1.5, "speedup_ci95": [1.4, 1.6]},
-        {"batch_size": 32, "speedup": 0.5, "speedup_ci95": [0.4, 1.1]},
-    ]
-    found = break_even(curve)
-    assert found is not None
-    assert found.batch_size == pytest.approx(8.0)
-    assert (found.last_above, found.first_below, found.is_clear) == (2, 32, False)
-    assert break_even(curve[:1]) is None
-    assert break_even(curve[::-1]) is None
+def test_break_even_lies_on_the_line_over_the_logarithm(tmp_path: Path) -> None:
+    above = {**paying(2), "speedup": 1.5, "speedup_ci95": [1.4, 1.6]}
+    below = {**paying(32), "speedup": 0.5, "speedup_ci95": [0.4, 0.6]}
+    write_results(tmp_path / "evaluation.json", [above, below, {**below, "speedup_ci95": [0.4, 1.1]}])
+    first, second, unclear = read_evaluation(tmp_path / "evaluation.json").results
+    crossing = break_even([first, second])
+    assert crossing is not None
+    assert crossing.batch_size == pytest.approx(8.0)
+    assert (crossing.last_above, crossing.first_below) == (2, 32)
+    assert break_even([first, unclear]) is None
+    assert break_even([first]) is None
+    assert break_even([second, first]) is None
 
 
 def test_predictions_are_the_measured_speedups_where_costs_lie_on_a_line(tmp_path: Path) -> None:
     """The costs of the grid are straight lines, so every measured point has to lie on the predicted curve."""
     write_grid(tmp_path)
-    for profile in profiles(read_measured(tmp_path)):
+    for profile in profiles_of(read_report_data(tmp_path)):
         for point in profile.measured:
-            costs = next(costs for costs in profile.costs if costs.batch_size == point["batch_size"])
-            assert speedups(profile, costs)[point["draft_length"] - 1] == pytest.approx(point["speedup"], rel=0.01)
+            costs = next(costs for costs in profile.costs if costs.batch_size == point.batch_size)
+            assert speedups(profile, costs)[point.draft_length - 1] == pytest.approx(point.speedup, rel=0.01)
 
 
 def test_predictions_count_the_rounds_without_a_draft(tmp_path: Path) -> None:
     """A drafter that is mostly idle, whose rounds cost 1.2 plain steps: from its own rounds, and from costs.json."""
     row = idle(result(0.9, 1.0))
     write_results(tmp_path / "evaluation.json", [row], "ngram", "ngram")
-    (profile,) = profiles(read_measured(tmp_path))
+    (profile,) = profiles_of(read_report_data(tmp_path))
     assert speedups(profile, profile.costs[0])[3] == pytest.approx(row["speedup"])
     costs = Costs("", "", "ngram", "ngram", {"first: pass": 1.0}, {"pass": 10.0, "drafts": 1.0}, host=0.0)
     costs = replace(costs, held_out=HeldOutErrors(settings=1), fitted_on=FITTED_ON)
     (tmp_path / "costs.json").write_text(json.dumps(costs.to_json()))
-    measured = read_measured(tmp_path)
-    (point,) = predicted_points(measured)
-    assert point.predicted == pytest.approx(row["speedup"])
-    (profile,) = profiles(measured)
+    data = read_report_data(tmp_path)
+    (prediction,) = predictions_of(data)
+    assert prediction.predicted == pytest.approx(row["speedup"])
+    (profile,) = profiles_of(data)
     assert speedups(profile, profile.costs[0])[3] == pytest.approx(row["speedup"])
-
-
-def test_moving_acceptance_and_costs(tmp_path: Path) -> None:
-    write_grid(tmp_path)
-    profile = profiles(read_measured(tmp_path))[0]
-    costs = profile.costs[0]
-    assert speedups(profile, costs, Change(first_rate=profile.rates[0])) == pytest.approx(speedups(profile, costs))
-    perfect = speedups(profile, costs, Change(first_rate=0.999, draft_scale=0.0))
-    assert perfect[3] == pytest.approx(5 / (costs.verify[4] + costs.host), rel=0.01)
-    assert acceptance_length([0.5], 3) == 1.875  # the last rate goes on
 
 
 def idle(row: dict[str, Any]) -> dict[str, Any]:
@@ -138,9 +130,8 @@ def idle(row: dict[str, Any]) -> dict[str, Any]:
 
 def test_rounds_without_a_draft_count_in_what_a_round_emits_and_costs(tmp_path: Path) -> None:
     row, plain_steps = result(0.9, 1.0), 1.2
-    found = verdict_of(tmp_path, idle(row))
+    found = verdict_on(tmp_path, idle(row))
     tokens = 1 + (row["mean_acceptance_length"] - 1) / 4
-    assert f"a round emits {tokens:.2f} tokens and costs {plain_steps:.2f} steps" in found.text
     facts = {fact.name: fact for fact in found.facts}
     assert (facts["Tokens a round"].value, facts["Cost of a round"].value) == (f"{tokens:.2f}", f"{plain_steps:.2f}")
     assert "25 % with a draft" in facts["Tokens a round"].note

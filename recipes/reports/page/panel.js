@@ -1,6 +1,6 @@
 "use strict";
 
-// --- the formula: the twin of recipes/reports/panel.py
+// --- the formula of recipes/reports/what_if.py, for acceptance and costs that the sliders change
 
 function acceptanceLength(rates, draftLength) {
   let total = 1, survival = 1;

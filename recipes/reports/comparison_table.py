@@ -1,0 +1,184 @@
+"""The report's first table, drafters side by side at one setting, and the table by domain below it."""
+
+from draftsmith.inference.measuring.results import DomainResult, Result
+from draftsmith.recipes.reports.lossless import certificate_text, lossless_text
+from draftsmith.recipes.reports.report_data import DrafterResult, MeasuredDrafter, ReportData, differing_conditions
+from draftsmith.recipes.reports.tables import (
+    Cell,
+    Row,
+    Section,
+    Table,
+    count,
+    interval_text,
+    percent,
+    ratio_text,
+    setting_name,
+    speedup_text,
+    table_of,
+    tone_of,
+)
+
+PLAIN = "none"  # the kind of plain decoding among drafters
+
+
+def compared(data: ReportData) -> Section:
+    blocks = by_setting([*data.drafters, *data.elsewhere])
+    leading = leading_setting(data, blocks)
+    return Section(
+        "drafters",
+        "Drafters compared",
+        "What counts is the speedup: green where its 95 % interval lies above 1, red where below. A round of plain "
+        "decoding is one step.",
+        [comparison_table(leading, blocks[leading])],
+        folded=[comparison_table(setting, block) for setting, block in blocks.items() if setting != leading],
+        notes=[
+            f"Certificate of losslessness, {certificate_text(drafter.name, drafter.evaluation.certificate)}"
+            for drafter in data.drafters
+            if drafter.evaluation.certificate
+        ],
+    )
+
+
+def domains(data: ReportData) -> Section:
+    blocks = by_setting([*data.drafters, *data.elsewhere])
+    return Section(
+        "domains",
+        "Domains",
+        "The same drafter on each kind of prompt. A domain that falls behind wants training text of its own.",
+        [domain_table(blocks[leading_setting(data, blocks)])],
+    )
+
+
+def by_setting(drafters: list[MeasuredDrafter]) -> dict[str, list[DrafterResult]]:
+    """Return the results that may stand in one table, by their setting: trained drafters first, the fastest on top.
+
+    What was measured under other conditions (device, threads, dtype, versions) is a setting of its own: times and
+    ratios stand side by side only where they were measured alike.
+    """
+    blocks: dict[str, list[DrafterResult]] = {}
+    for drafter, label in zip(drafters, differing_conditions(drafters), strict=True):
+        for row in drafter.results:
+            blocks.setdefault(setting_name(row.setting) + (label and f", on {label}"), []).append((drafter, row))
+    for block in blocks.values():
+        block.sort(key=lambda pair: (not pair[0].is_trained, pair[0].kind == PLAIN, -pair[1].speed.speedup))
+    return blocks
+
+
+def leading_setting(data: ReportData, blocks: dict[str, list[DrafterResult]]) -> str:
+    """Return the setting of the result that the report leads with."""
+    _, leading = data.leader
+    return next(setting for setting, block in blocks.items() if any(row is leading for _, row in block))
+
+
+def comparison_table(setting: str, block: list[DrafterResult]) -> Table:
+    """Return all drafters at one setting, plain decoding, and what transformers reached beside them."""
+    rows = [comparison_cells(drafter, row) for drafter, row in block]
+    last, row = block[-1]
+    if last.kind != PLAIN:
+        rows.append(plain_cells(row, "" if last.is_trained else last.note))
+    rows += baseline_cells(block, list(rows[0]))
+    return table_of(setting[0].upper() + setting[1:], rows, idle_note(block), words=("drafter", "identical outputs"))
+
+
+def comparison_cells(drafter: MeasuredDrafter, row: Result) -> Row:
+    if drafter.kind == PLAIN:
+        return plain_cells(row, drafter.note)
+    phases = row.speed.milliseconds_per_round
+    sound = Cell(lossless_text(row), row.setting.verification_mode, "" if row.is_sound else "alarm")
+    return {
+        "drafter": Cell(drafter.name, drafter.note),
+        "acceptance length": Cell(
+            f"{row.acceptance.mean_acceptance_length:.2f}", interval_text(row.mean_acceptance_length_ci95)
+        ),
+        "draft acceptance": percent(row.acceptance.draft_acceptance_rate),
+        "speedup": Cell(speedup_text(row), interval_note(row), tone_of(row)),
+        "tokens/s": f"{row.speed.tokens_per_second:.1f}",
+        "plain tokens/s": f"{row.speed.baseline_tokens_per_second:.1f}",
+        "ms a round": f"{phases.total:.2f}",
+        "draft / verify / host": f"{phases.draft:.2f} / {phases.verify:.2f} / {phases.host:.2f}",
+        "step cost ratio": f"{row.speed.step_cost_ratio:.2f}",
+        "identical outputs": sound,
+    }
+
+
+def plain_cells(row: Result, note: str) -> Row:
+    """Return the cells of plain decoding as it was measured beside a drafter, whose result is given."""
+    speed = f"{row.speed.baseline_tokens_per_second:.1f}"
+    return {
+        "drafter": Cell(PLAIN, ", ".join(filter(None, ("plain decoding", note)))),
+        "acceptance length": "1.00",
+        "draft acceptance": "–",
+        "speedup": "1.00×",
+        "tokens/s": speed,
+        "plain tokens/s": speed,
+        "ms a round": f"{row.plain_step_ms:.2f}",
+        "draft / verify / host": "–",
+        "step cost ratio": "1.00",
+        "identical outputs": "reference",
+    }
+
+
+def baseline_cells(block: list[DrafterResult], headings: list[str]) -> list[Row]:
+    """Return what transformers reached beside the drafters of one setting."""
+    rows: dict[str, Row] = {}
+    for drafter, row in block:
+        for kind, baseline in (row.baselines or {}).items():
+            name = f"transformers {kind}{f' with {drafter.name}' if kind == 'assisted' else ''}"
+            cells: Row = dict.fromkeys(headings, "–")
+            cells |= {
+                "drafter": name,
+                "speedup": ratio_text(baseline.speedup_over_plain, baseline.speedup_over_plain_ci95),
+                "tokens/s": f"{baseline.tokens_per_second:.1f}",
+                "plain tokens/s": f"{row.speed.baseline_tokens_per_second:.1f}",
+                "identical outputs": "not compared"
+                if baseline.identical is None
+                else f"{baseline.identical}/{row.setting.num_prompts}",
+            }
+            rows.setdefault(name, cells)
+    return list(rows.values())
+
+
+def idle_note(block: list[DrafterResult]) -> str:
+    """Return which numbers count the rounds in which a drafter had nothing to draft, where there are such rounds."""
+    parts = [
+        f"{drafter.name} drafted in {100 * counts.num_drafts / counts.num_rounds:.0f} % of its rounds"
+        for drafter, row in block
+        for counts in [row.acceptance]
+        if 0 < counts.num_drafts < counts.num_rounds
+    ]
+    if not parts:
+        return ""
+    return (
+        f"{', '.join(parts)}. Acceptance length and draft acceptance count the rounds with a draft only; speedup and "
+        "milliseconds count all, so the step cost ratio sets one against the other and says less there."
+    )
+
+
+def interval_note(row: Result) -> str:
+    """Return what to know of the interval of a speedup, where it is not over several batches."""
+    if row.speed.speedup_ci95 is None:
+        return "too few batches or repeats for an interval"
+    timed_prompts = row.setting.num_prompts if row.timed_prompts is None else row.timed_prompts
+    return "over the repeats of one batch" if timed_prompts <= row.setting.batch_size else ""
+
+
+def domain_table(block: list[DrafterResult]) -> Table:
+    """Return each drafter's acceptance length and speedup by domain; no rows where prompts have none."""
+    rows: list[Row] = [
+        {
+            "drafter": drafter.name,
+            **{
+                f"{name or 'no domain'} ({count(domain.num_prompts, 'prompt')})": domain_text(domain)
+                for name, domain in row.domains.items()
+            },
+        }
+        for drafter, row in block
+        if drafter.kind != PLAIN and row.domains is not None
+    ]
+    return table_of("By domain of the prompts: acceptance length, speedup", rows)
+
+
+def domain_text(domain: DomainResult) -> str:
+    """Return acceptance length and speedup, which is there at batch size 1 only, where a batch is of one domain."""
+    length = f"{domain.mean_acceptance_length:.2f} {interval_text(domain.mean_acceptance_length_ci95)}".rstrip()
+    return length if domain.speedup is None else f"{length}, {ratio_text(domain.speedup, domain.speedup_ci95)}"

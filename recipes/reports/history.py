@@ -1,0 +1,126 @@
+"""How a run's checkpoints got on in training."""
+
+from functools import partial
+from itertools import cycle
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator
+
+from draftsmith.recipes.reports.figures import (
+    BASELINE_COLOUR,
+    DASHES,
+    INK,
+    Plot,
+    interval_line,
+    label,
+    legend,
+    line_styles,
+    plain_line,
+)
+from draftsmith.recipes.reports.report_data import ReportData, TrainingRun
+from draftsmith.recipes.reports.tables import Cell, Row, Section, speedup_text, table_of, tone_of
+
+
+def history(data: ReportData) -> Section:
+    rows: list[Row] = [
+        {
+            "run": run.name,
+            "step": Cell(str(checkpoint.step), "best" if checkpoint is run.best else ""),
+            "acceptance length": f"{row.acceptance.mean_acceptance_length:.2f}",
+            "speedup": Cell(speedup_text(row), tone=tone_of(row)),
+        }
+        for run in data.runs
+        for checkpoint in run.checkpoints
+        for row in [checkpoint.first_result]
+    ]
+    plots = [
+        Plot(
+            "speedup_by_checkpoint",
+            "What counts: tokens per second over those of plain decoding, measured in turns with it.",
+            partial(draw_speedup, data),
+        ),
+        Plot(
+            "acceptance_by_checkpoint",
+            "Tokens a round emits. More is worth only what the rounds' extra time leaves of it.",
+            partial(draw_acceptance, data),
+        ),
+        Plot(
+            "training",
+            "Losses of different families are not comparable. The simulated length is on training text and at the "
+            "length that the drafter trains with, the measured one on held-out prompts.",
+            partial(draw_training, data),
+        ),
+    ]
+    return Section(
+        "history",
+        "History over checkpoints",
+        "Where curves still rise, more training pays; where the loss falls and they do not, it will not.",
+        plots=plots if data.comparable_runs else [],
+        folded=[table_of("Checkpoints", rows, words=("run",))],
+    )
+
+
+def draw_speedup(data: ReportData, figure: Figure) -> None:
+    axes, styles = figure.subplots(), line_styles(data)
+    for run in data.comparable_runs:
+        speeds = [checkpoint.first_result.speed for checkpoint in run.checkpoints]
+        interval_line(axes, [checkpoint.step for checkpoint in run.checkpoints], speeds, styles[run.name], run.name)
+    baselines = data.comparable_runs[0].best.baselines.items()
+    draw_baselines(axes, {name: baseline.results[0].speed.speedup for name, baseline in baselines})
+    step_axis(axes, data.comparable_runs)
+    label(axes, "Speedup by checkpoint, 95 % interval", "training step", "speedup over plain decoding")
+    legend(figure)
+
+
+def draw_acceptance(data: ReportData, figure: Figure) -> None:
+    axes, styles = figure.subplots(), line_styles(data)
+    for run in data.comparable_runs:
+        steps = [checkpoint.step for checkpoint in run.checkpoints]
+        lengths = [checkpoint.first_result.acceptance.mean_acceptance_length for checkpoint in run.checkpoints]
+        axes.plot(steps, lengths, marker="o", color=styles[run.name][0], label=run.name)
+    baselines = data.comparable_runs[0].best.baselines.items()
+    draw_baselines(axes, {name: baseline.results[0].acceptance.mean_acceptance_length for name, baseline in baselines})
+    step_axis(axes, data.comparable_runs)
+    label(axes, "Acceptance length by checkpoint", "training step", "tokens per round")
+    legend(figure)
+
+
+def draw_baselines(axes: Axes, values: dict[str, float]) -> None:
+    """Draw the values of drafters without training, by name, and that of plain decoding."""
+    for (name, value), dashes in zip(values.items(), cycle(DASHES), strict=False):
+        axes.axhline(value, color=BASELINE_COLOUR, linestyle=dashes, label=f"{name} (no training)")
+    plain_line(axes)
+
+
+def draw_training(data: ReportData, figure: Figure) -> None:
+    losses, lengths = figure.subplots(1, 2)
+    styles = line_styles(data)
+    for run in data.comparable_runs:
+        colour = styles[run.name][0]
+        losses.plot(*series(run, "loss"), color=colour, label=run.name)
+        lengths.plot(*series(run, "simulated_acceptance_length"), color=colour, linewidth=1.2)
+        lengths.plot(*series(run, "acceptance_length"), "o", color=colour)
+    label(losses, "Training loss", "training step", "loss")
+    losses.set_yscale("log")
+    losses.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    losses.yaxis.set_major_formatter("{x:g}")
+    losses.yaxis.set_minor_formatter("{x:g}")
+    lengths.plot([], [], color=INK, linewidth=1.2, label="simulated in training")
+    lengths.plot([], [], "o", color=INK, label="measured")
+    label(lengths, "Acceptance length", "training step", "tokens per round")
+    for axes in (losses, lengths):
+        step_axis(axes, data.comparable_runs)
+    legend(figure)
+
+
+def series(run: TrainingRun, metric: str) -> tuple[list[int], list[float]]:
+    """Return the steps at which a metric was logged, and its values."""
+    points = [(line["step"], line[metric]) for line in run.metrics if metric in line]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def step_axis(axes: Axes, runs: list[TrainingRun]) -> None:
+    """Let the axis begin at 0, so that the distance to the first checkpoint is seen too."""
+    axes.set_xlim(0, 1.04 * max(run.checkpoints[-1].step for run in runs))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))

@@ -1,0 +1,398 @@
+"""Everything that a report is made of, read from the folder of a run, of several runs, or of an evaluation."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Protocol, TypeVar
+
+import yaml
+from pydantic import PlainValidator
+
+from draftsmith.inference.decoding.schedule import AnySchedule, Schedule, schedule_from_json
+from draftsmith.inference.measuring.results import Environment, Evaluation, Result, Setting, read_evaluation
+from draftsmith.inference.planning.costs import Costs
+from draftsmith.models.errors import UserError
+from draftsmith.models.typed_json import from_json
+from draftsmith.train.folder.checkpoint import checkpoint_step
+from draftsmith.train.folder.run_folder import measured_checkpoints
+from draftsmith.train.folder.tracking import read_metrics
+from draftsmith.train.folder.vocabulary import read_vocabulary, vocabulary_text
+
+DRAFT = ("draft_length", "tree_nodes")  # the fields of a setting that say what a round drafts
+EXTRAS = ("costs", "choice", "load", "plan")  # NAME.json that other commands write
+
+
+@dataclass(frozen=True)
+class PredictedDraft:
+    """The best draft at a batch size, as choice.json has it."""
+
+    batch_size: int
+    draft_length: int  # 0: speculation off
+    tree_nodes: int | None
+    acceptance_length: float
+    speedup: float  # of a server that fills up its batch
+    fixed_batch_speedup: float | None
+    schedule: Annotated[AnySchedule, PlainValidator(schedule_from_json)] | None = None
+
+    def is_of(self, setting: Setting) -> bool:
+        """Return whether a setting decodes with this draft at this batch size."""
+        names = ("batch_size", "draft_length", "tree_nodes", "schedule")
+        return all(getattr(self, name) == getattr(setting, name) for name in names)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the report says of choice.json."""
+
+    drafter: str
+    draft_length: int
+    tree: list[list[int]] | None
+    fitted_on: str
+    predicted: list[PredictedDraft]
+    schedule: Schedule
+    vllm: dict[str, list[list[int]]]
+
+
+@dataclass
+class EvaluatedCheckpoint:
+    """A checkpoint that was evaluated in training."""
+
+    step: int
+    evaluation: Evaluation
+    baselines: dict[str, Evaluation]  # training-free drafters, measured in the same process
+    samples: list[Any]  # content of samples.json
+
+    @property
+    def first_result(self) -> Result:
+        return self.evaluation.results[0]
+
+
+@dataclass
+class TrainingRun:
+    """A run with at least one evaluated checkpoint."""
+
+    name: str
+    kind: str
+    target: str
+    config: str  # text of config.yaml
+    environment: str  # content of environment.json, as YAML
+    vocabulary: str  # what its draft vocabulary is and costs; empty where it is the target's
+    metrics: list[dict[str, Any]]  # lines of metrics.jsonl
+    checkpoints: list[EvaluatedCheckpoint]  # oldest first
+
+    @property
+    def best(self) -> EvaluatedCheckpoint:
+        """The checkpoint of the link `best`, where a run that goes on has not moved it since."""
+        return max(self.checkpoints, key=lambda checkpoint: checkpoint.first_result.rank_key)
+
+
+@dataclass
+class MeasuredDrafter:
+    """A drafter as it stands in the comparison."""
+
+    name: str  # no two of a report share it
+    note: str  # which checkpoint, or beside which it was measured
+    evaluation: Evaluation
+
+    @property
+    def results(self) -> list[Result]:
+        return self.evaluation.results
+
+    @property
+    def kind(self) -> str:
+        return self.evaluation.drafter_kind
+
+    @property
+    def environment(self) -> Environment:
+        return self.evaluation.environment
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it was given as a checkpoint; a training-free drafter is given by its kind."""
+        return self.evaluation.drafter != self.kind
+
+    def sound_results(self, like: Setting, *free: str) -> list[Result]:
+        """Return its sound results whose settings equal `like`, but for the fields in `free`."""
+        return [row for row in self.results if row.is_sound and row.setting.differs_only_in(like, *free)]
+
+
+DrafterResult = tuple[MeasuredDrafter, Result]
+
+
+class WrittenForADrafter(Protocol):
+    """The content of a file that some command wrote for one drafter."""
+
+    @property
+    def drafter(self) -> str: ...
+
+
+Written = TypeVar("Written", bound=WrittenForADrafter)
+
+
+@dataclass
+class ReportData:
+    """Everything that a report is made of."""
+
+    runs: list[TrainingRun]  # the fastest first; none in the folder that `evaluate` wrote
+    drafters: list[MeasuredDrafter]  # trained ones first, the fastest of them on top
+    elsewhere: list[MeasuredDrafter]  # measured under other conditions: in no figure and no ratio with them
+    extras: dict[str, list[Any]] = field(default_factory=dict)  # contents of the files of EXTRAS by name
+    samples: list[Any] = field(default_factory=list)
+
+    @property
+    def comparable_runs(self) -> list[TrainingRun]:
+        """The runs whose best checkpoint was measured under the same conditions as the drafters."""
+        here = conditions(self.drafters[0].environment)
+        return [run for run in self.runs if conditions(run.best.evaluation.environment) == here]
+
+    @property
+    def target(self) -> str:
+        return self.runs[0].target if self.runs else self.drafters[0].evaluation.target
+
+    @property
+    def leader(self) -> DrafterResult:
+        """The drafter and result that the report leads with: the fastest sound one at the smallest batch size.
+
+        The temperature is that of the first result. Where no result is sound, it is the fastest one.
+        """
+        first = self.drafters[0].results[0].setting
+        rows = [
+            (drafter, row)
+            for drafter in self.drafters
+            for row in drafter.results
+            if row.setting.differs_only_in(first, "batch_size", *DRAFT)
+        ]
+        smallest = min(row.setting.batch_size for _, row in rows)
+        rows = [(drafter, row) for drafter, row in rows if row.setting.batch_size == smallest]
+
+        def rank(pair: DrafterResult) -> tuple[bool, float]:
+            return pair[1].is_sound and pair[1].acceptance.num_drafts > 0, pair[1].speed.speedup
+
+        return max(rows, key=rank)
+
+    @property
+    def setting(self) -> Setting:
+        """The setting that the report leads with."""
+        return self.leader[1].setting
+
+    def at_leading_setting(self) -> list[DrafterResult]:
+        """Return each drafter with its result at the leading setting, where it has one."""
+        setting = self.setting
+        rows = [(drafter, [row for row in drafter.results if row.setting == setting]) for drafter in self.drafters]
+        return [(drafter, same[0]) for drafter, same in rows if same]
+
+    def choices(self) -> list[Choice]:
+        return [from_json(Choice, content) for content in self.extras.get("choice", [])]
+
+    def choice_for(self, drafter: MeasuredDrafter) -> Choice | None:
+        return self._written_for(drafter, self.choices())
+
+    def costs_for(self, drafter: MeasuredDrafter) -> Costs | None:
+        """Return the costs of its own costs.json, else those of another drafter of its kind in the folder."""
+        costs = [Costs.from_json(content) for content in self.extras.get("costs", [])]
+        of_kind = [content for content in costs if content.drafter_kind == drafter.kind]
+        return self._written_for(drafter, costs) or next(iter(of_kind), None)
+
+    def _written_for(self, drafter: MeasuredDrafter, contents: list[Written]) -> Written | None:
+        own = [content for content in contents if self.find(content.drafter) is drafter]
+        return max(own, key=lambda content: content.drafter == drafter.evaluation.drafter, default=None)
+
+    def find(self, drafter: str) -> MeasuredDrafter | None:
+        """Return the drafter that a file is about: the same one, else one of its name, as another step of its run."""
+        same = [measured for measured in self.drafters if measured.evaluation.drafter == drafter]
+        named = [measured for measured in self.drafters if measured.name == checkpoint_names(drafter)[0]]
+        return next(iter(same + named), None)
+
+    def name_of(self, drafter: str) -> str:
+        """Return what the report calls the drafter that a file is about."""
+        measured = self.find(drafter)
+        return measured.name if measured else checkpoint_names(drafter)[0]
+
+
+# --- reading
+
+
+def read_report_data(folder: Path) -> ReportData:
+    """Read what lies in the folder of a run, of several runs, or of an evaluation.
+
+    Raises `UserError` where nothing there was evaluated.
+    """
+    evaluations = [] if _configs(folder) else _evaluations(folder)
+    runs = [] if evaluations else read_runs(folder)
+    extras = {name: [json.loads(path.read_text()) for path in _files(folder, name)] for name in EXTRAS}
+    samples = [json.loads(path.read_text()) for path in _files(folder, "samples")]
+    data = report_data(evaluations) if evaluations else _report_data(runs, drafters_of_runs(folder, runs))
+    data.extras = {name: contents for name, contents in extras.items() if contents}
+    data.samples = next(iter(samples), []) or (runs[0].best.samples if runs else [])
+    return data
+
+
+def report_data(evaluations: list[Evaluation]) -> ReportData:
+    """Return the data of a report on evaluations alone."""
+    return _report_data([], fastest_first(compared(evaluations)))
+
+
+def _report_data(runs: list[TrainingRun], drafters: list[MeasuredDrafter]) -> ReportData:
+    here = conditions(drafters[0].environment)
+    return ReportData(
+        runs,
+        drafters=[drafter for drafter in drafters if conditions(drafter.environment) == here],
+        elsewhere=[drafter for drafter in drafters if conditions(drafter.environment) != here],
+    )
+
+
+def _files(folder: Path, name: str) -> list[Path]:
+    """Return the files NAME.json of a folder, of the comparison in it, and of the drafters in either."""
+    patterns = (f"{name}.json", f"comparison/{name}.json", f"*/{name}.json", f"comparison/*/{name}.json")
+    return list(dict.fromkeys(path for pattern in patterns for path in sorted(folder.glob(pattern))))
+
+
+def _evaluations(folder: Path) -> list[Evaluation]:
+    """Read what `evaluate` has written into a folder, one evaluation a drafter."""
+    own = folder / "evaluation.json"
+    return [read_evaluation(path) for path in ([own] if own.is_file() else sorted(folder.glob("*/evaluation.json")))]
+
+
+def read_runs(folder: Path) -> list[TrainingRun]:
+    """Read the evaluated runs in a folder that is one run or holds several, the fastest first.
+
+    Raises `UserError` where there is none.
+    """
+    if not folder.is_dir():
+        raise UserError(f"no folder {folder}: give the folder of a run, such as runs/NAME")
+    configs = _configs(folder)
+    if not configs:
+        raise UserError(
+            f"{folder} holds no run and no evaluation: give the folder of a run, of runs, or of an evaluation"
+        )
+    runs = [run for run in (_read_run(config.parent) for config in configs) if run.checkpoints]
+    if not runs:
+        raise UserError(f"no checkpoint in {folder} has been evaluated yet: train with evaluation.prompts set")
+    return sorted(runs, key=lambda run: run.best.first_result.rank_key, reverse=True)
+
+
+def _configs(folder: Path) -> list[Path]:
+    own = folder / "config.yaml"
+    return [own] if own.is_file() else sorted(folder.glob("*/config.yaml"))
+
+
+def _read_run(folder: Path) -> TrainingRun:
+    config = (folder / "config.yaml").read_text()
+    content = yaml.safe_load(config)
+    vocabulary = read_vocabulary(folder)
+    return TrainingRun(
+        name=folder.resolve().name,
+        kind=content["drafter"]["kind"],
+        target=content["target"],
+        config=config,
+        environment=as_yaml(json.loads((folder / "environment.json").read_text())),
+        vocabulary=vocabulary_text(vocabulary) if vocabulary else "",
+        metrics=read_metrics(folder),
+        checkpoints=[_read_checkpoint(path) for path in measured_checkpoints(folder)],
+    )
+
+
+def _read_checkpoint(folder: Path) -> EvaluatedCheckpoint:
+    samples = folder / "samples.json"
+    return EvaluatedCheckpoint(
+        step=checkpoint_step(folder),
+        evaluation=read_evaluation(folder / "evaluation.json"),
+        baselines={
+            path.name.removeprefix("evaluation.").removesuffix(".json"): read_evaluation(path)
+            for path in sorted(folder.glob("evaluation.*.json"))
+        },
+        samples=json.loads(samples.read_text()) if samples.is_file() else [],
+    )
+
+
+def as_yaml(content: object) -> str:
+    return yaml.safe_dump(content, sort_keys=False)
+
+
+# --- drafters side by side
+
+
+def drafters_of_runs(folder: Path, runs: list[TrainingRun]) -> list[MeasuredDrafter]:
+    """Return what stands side by side, trained drafters first, the fastest of them on top.
+
+    These are the drafters that were compared in one process, where the folder holds such a `comparison/`; else the best
+    checkpoint of each run and the baselines that were measured beside the fastest.
+    """
+    evaluations = _evaluations(folder / "comparison")
+    if evaluations:
+        return fastest_first(compared(evaluations))
+    best = runs[0].best
+    trained = [MeasuredDrafter(run.name, f"step {run.best.step}", run.best.evaluation) for run in runs]
+    note = f"measured beside {runs[0].name}, step {best.step}"
+    return fastest_first(
+        named_apart(trained + [MeasuredDrafter(name, note, baseline) for name, baseline in best.baselines.items()])
+    )
+
+
+def fastest_first(drafters: list[MeasuredDrafter]) -> list[MeasuredDrafter]:
+    """Return trained drafters before the others, and of each the fastest first."""
+    return sorted(drafters, key=lambda drafter: (drafter.is_trained, drafter.results[0].rank_key), reverse=True)
+
+
+def compared(evaluations: list[Evaluation]) -> list[MeasuredDrafter]:
+    """Return the drafters of evaluations that stand side by side."""
+    drafters = [MeasuredDrafter(evaluation.drafter, "", evaluation) for evaluation in evaluations]
+    names = [checkpoint_names(drafter.name) if drafter.is_trained else (drafter.name, "") for drafter in drafters]
+    return named_apart(
+        [replace(drafter, name=name, note=note) for drafter, (name, note) in zip(drafters, names, strict=True)]
+    )
+
+
+def named_apart(drafters: list[MeasuredDrafter]) -> list[MeasuredDrafter]:
+    """Put the step into names that several share, as steps of one run do; failing that, all that was given."""
+    shared = Counter(drafter.name for drafter in drafters)
+    drafters = [
+        replace(drafter, name=f"{drafter.name}, {drafter.note}", note="")
+        if drafter.note and shared[drafter.name] > 1
+        else drafter
+        for drafter in drafters
+    ]
+    shared = Counter(drafter.name for drafter in drafters)
+    return [
+        replace(drafter, name=drafter.evaluation.drafter, note="") if shared[drafter.name] > 1 else drafter
+        for drafter in drafters
+    ]
+
+
+def checkpoint_names(drafter: str) -> tuple[str, str]:
+    """Return the run's name and "step N" or "best" for the path of a run's checkpoint; else the path's last part.
+
+    A cascade keeps what it asks first: that of `suffix+runs/eagle3/best` is suffix+eagle3.
+    """
+    first, plus, second = drafter.partition("+")
+    if plus and first in ("ngram", "suffix"):
+        name, note = checkpoint_names(second)
+        return f"{first}+{name}", note
+    path = Path(drafter)
+    if path.name == "best":
+        return path.absolute().parent.name, "best"
+    if path.parent.name == "checkpoints":
+        return path.parent.parent.name, f"step {checkpoint_step(path)}"
+    return path.name, ""
+
+
+# --- under which conditions
+
+
+def conditions(environment: Environment) -> dict[str, str]:
+    """Return as text what the speed of decoding depends on besides the drafter. Where it differs, no ratio is told."""
+    return {
+        "device": environment.device,
+        "dtype": environment.dtype,
+        "threads": f"{environment.num_threads} CPU threads",
+        "target": f"target {environment.target_fingerprint}",
+        **{name: f"{name} {environment.versions.get(name)}" for name in ("torch", "transformers", "triton")},
+    }
+
+
+def differing_conditions(drafters: list[MeasuredDrafter]) -> list[str]:
+    """Return for each drafter the conditions in which not all agree, as text; nothing where all do."""
+    all_conditions = [conditions(drafter.environment) for drafter in drafters]
+    differing = [name for name in all_conditions[0] if len({own[name] for own in all_conditions}) > 1]
+    return [", ".join(own[name] for name in differing) for own in all_conditions]

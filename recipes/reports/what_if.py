@@ -1,0 +1,290 @@
+"""What the speedup would be: predictions from measured costs, the data of the page's panel, and how good they are.
+
+A round of draft length K emits 1 + r1 + r1 r2 + ... + r1...rK tokens, r being the chances that a drafted token is
+accepted when all before it were; r1 counts the rounds without a draft, too. It costs draft(K) + verify(K) + host steps
+of plain decoding. Their ratio is the speedup. page/panel.js computes it for acceptance and costs that its sliders
+change; at the measured ones it shows what `speedups` gives here, which a test compares.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from matplotlib.figure import Figure
+
+from draftsmith.inference.measuring.results import Interval, Result
+from draftsmith.inference.planning.choice import acceptance_length, rates_of_rounds
+from draftsmith.inference.planning.costs import GOAL, Costs
+from draftsmith.recipes.reports.figures import INK, Plot, label, legend, line_styles
+from draftsmith.recipes.reports.report_data import DRAFT, MeasuredDrafter, ReportData
+from draftsmith.recipes.reports.tables import Section, Table, count, draft_text, speedup_text, table_of
+
+REACH = 2  # times the longest measured draft length is as far as the panel goes
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """What a round costs at one batch size, in steps of plain decoding, by draft length from 0 on."""
+
+    batch_size: int
+    draft: list[float]
+    verify: list[float]
+    host: float
+
+
+@dataclass(frozen=True)
+class MeasuredPoint:
+    """A measured speedup."""
+
+    batch_size: int
+    draft_length: int
+    speedup: float
+    speedup_ci95: Interval
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a drafter's speedup follows from, and the speedups that were measured."""
+
+    name: str
+    basis: str  # where the costs are from
+    known: int  # the longest draft length that the costs were measured at
+    rates: list[float]  # conditional acceptance rates by position, the first of all rounds, as far as measured
+    costs: list[RoundCosts]  # by batch size, rising
+    measured: list[MeasuredPoint]
+
+
+def speedups(profile: Profile, costs: RoundCosts) -> list[float]:
+    """Return the predicted speedup at draft length 1, 2, ...; behind the measured positions the last rate goes on."""
+    longest = len(costs.draft) - 1
+    rates = profile.rates + profile.rates[-1:] * longest
+    return [
+        acceptance_length(rates, length) / (costs.draft[length] + costs.verify[length] + costs.host)
+        for length in range(1, longest + 1)
+    ]
+
+
+def what_if(profiles: list[Profile]) -> Section:
+    return Section(
+        "what-if",
+        "What if",
+        "Speedup = tokens a round / (draft + verification + host), in plain steps. The sliders start at what was "
+        "measured.",
+        folded=[prediction_table(profile) for profile in profiles],
+    )
+
+
+def prediction_table(profile: Profile) -> Table:
+    """Return the predicted speedup by draft length and batch size, as the panel shows it before a slider is moved."""
+    columns = {f"batch size {costs.batch_size}": speedups(profile, costs) for costs in profile.costs}
+    rows = [
+        {"draft length": str(length), **{name: f"{values[length - 1]:.2f}×" for name, values in columns.items()}}
+        for length in range(1, len(profile.costs[0].draft))
+    ]
+    return table_of(f"Predicted speedup of {profile.name}", rows, profile.basis, words=("draft length",))
+
+
+# --- profiles from what was measured
+
+
+def profiles_of(data: ReportData) -> list[Profile]:
+    """Return one for each drafter that was measured with chains; the one that the report leads with comes first."""
+
+    def fastest(drafter: MeasuredDrafter) -> float:
+        return max((row.speed.speedup for row in drafter.sound_results(data.setting, *DRAFT)), default=0.0)
+
+    ranked = sorted(data.drafters, key=fastest, reverse=True)
+    return [profile_of(data, drafter) for drafter in ranked if chains(data, drafter)]
+
+
+def chains(data: ReportData, drafter: MeasuredDrafter) -> list[Result]:
+    """Return its sound results with chains, all but draft length and batch size as at the leading setting."""
+    rows = drafter.sound_results(data.setting, "batch_size", *DRAFT)
+    return [row for row in rows if row.setting.tree_nodes is None and row.acceptance.num_drafts]
+
+
+def profile_of(data: ReportData, drafter: MeasuredDrafter) -> Profile:
+    """Return a profile with the costs of costs.json where there are some, else with those of the measured rounds."""
+    rows, fitted = chains(data, drafter), data.costs_for(drafter)
+    longest = max(rows, key=lambda row: (row.setting.draft_length, -row.setting.batch_size))
+    length, counts = longest.setting.draft_length, longest.acceptance
+    rates = rates_of_rounds(counts.conditional_acceptance_rates, counts.num_drafts, counts.num_rounds)
+    sizes = {row.setting.batch_size for row in rows}
+    if fitted:
+        known = max(times.draft_length for times in fitted.fitted_on)
+        sizes |= {times.batch for times in fitted.fitted_on}
+        costs = [fitted_costs(fitted, size, longest, max(known, length)) for size in sorted(sizes)]
+        basis = fitted_text(fitted, context_of(fitted, longest))
+    else:
+        known = length
+        by_size = {size: [row for row in rows if row.setting.batch_size == size] for size in sorted(sizes)}
+        costs = [measured_costs(same, REACH * known) for same in by_size.values()]
+        basis = basis_text(rows)
+    return Profile(
+        drafter.name,
+        basis,
+        known,
+        [rate for rate in rates if rate is not None],
+        costs,
+        [
+            MeasuredPoint(row.setting.batch_size, row.setting.draft_length, row.speed.speedup, row.speed.speedup_ci95)
+            for row in rows
+        ],
+    )
+
+
+def fitted_costs(fitted: Costs, batch_size: int, row: Result, longest: int) -> RoundCosts:
+    """Return costs of costs.json, as of a result's rounds, in plain steps."""
+    fitted, place = costs_in_rounds_of(fitted, row), (batch_size, context_of(fitted, row))
+    plain, lengths = fitted.plain(*place), range(longest + 1)
+    draft = [fitted.draft(length, *place) / plain for length in lengths]
+    verify = [fitted.verify(length, *place) / plain for length in lengths]
+    return RoundCosts(batch_size, draft, verify, fitted.host / plain)
+
+
+def costs_in_rounds_of(fitted: Costs, row: Result) -> Costs:
+    """Return the costs of a drafter that drafts in the same share of its rounds."""
+    return fitted.drafting_in(row.acceptance.num_drafts / row.acceptance.num_rounds)
+
+
+def context_of(fitted: Costs, row: Result) -> int:
+    """Return as many tokens as the result's answers may have, within the contexts that costs were measured at."""
+    contexts = [times.context for times in fitted.fitted_on]
+    return min(max(row.setting.max_new_tokens, min(contexts)), max(contexts))
+
+
+def fitted_text(fitted: Costs, context: int) -> str:
+    error = fitted.held_out
+    return (
+        f"Costs are those of costs.json, measured on {fitted.device}, at a context of {context} tokens; at "
+        f"{count(error.settings, 'setting')} left out of the fit the predicted speedup was off by "
+        f"{100 * error.median_error:.1f} % in the median."
+    )
+
+
+def measured_costs(rows: list[Result], longest: int) -> RoundCosts:
+    """Return straight lines over the draft length through the rounds of one batch size.
+
+    A result's cost is split as its milliseconds are.
+    """
+    lengths = [row.setting.draft_length for row in rows]
+    steps = [row.steps_a_round / row.speed.milliseconds_per_round.total for row in rows]  # a millisecond
+    phases = [row.speed.milliseconds_per_round for row in rows]
+    draft = line(lengths, [step * phase.draft for step, phase in zip(steps, phases, strict=True)], 0.0)
+    verify = line(lengths, [step * phase.verify for step, phase in zip(steps, phases, strict=True)], 1.0)
+    host = statistics.mean(step * phase.host for step, phase in zip(steps, phases, strict=True))
+    places = range(longest + 1)
+    return RoundCosts(rows[0].setting.batch_size, list(map(draft, places)), list(map(verify, places)), host)
+
+
+def line(x: list[int], y: list[float], at_zero: float) -> Callable[[int], float]:
+    """Return the least-squares line; through `at_zero` where a single x leaves its slope open. It never falls."""
+    if len(set(x)) == 1:
+        x, y = [*x, *[0] * len(x)], [*y, *[at_zero] * len(y)]
+    slope = max(0.0, statistics.linear_regression(x, y).slope)
+    mean_x, mean_y = statistics.mean(x), statistics.mean(y)
+    return lambda place: max(0.0, mean_y + slope * (place - mean_x))
+
+
+def basis_text(rows: list[Result]) -> str:
+    lengths = sorted({row.setting.draft_length for row in rows})
+    if len(lengths) == 1:
+        return (
+            f"Rounds were measured at draft length {lengths[0]} only: that the cost of drafting grows in proportion to "
+            "the length, and that of verification from one plain step, is an assumption."
+        )
+    return (
+        f"Costs are straight lines through the rounds measured at draft lengths {', '.join(map(str, lengths))}; "
+        "longer drafts are extrapolated."
+    )
+
+
+# --- how good the predictions are
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The speedup that costs.json and the tokens of its rounds predict for a measured result."""
+
+    drafter: str
+    row: Result
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """The relative error."""
+        return self.predicted / self.row.speed.speedup - 1
+
+
+def cost_model(data: ReportData) -> Section:
+    """Show what costs.json predicts beside what was measured."""
+    predictions = predictions_of(data)
+    if not predictions:
+        drafts = data.leader[1].acceptance.num_drafts
+        return Section("cost-model", "Cost model", notes=[unmeasured_costs_text(data)] if drafts else [])
+    rows = [
+        {
+            "drafter": prediction.drafter,
+            "draft": draft_text(prediction.row.setting),
+            "batch size": str(prediction.row.setting.batch_size),
+            "predicted": f"{prediction.predicted:.2f}×",
+            "measured": speedup_text(prediction.row),
+            "error": f"{100 * prediction.error:+.1f} %",
+        }
+        for prediction in predictions
+    ]
+    errors = [abs(prediction.error) for prediction in predictions]
+    near = sum(error <= GOAL for error in errors)
+    return Section(
+        "cost-model",
+        "Cost model",
+        f"From measured costs and the tokens of a round the speedup is predicted within {100 * GOAL:.0f} % in {near} "
+        f"of {count(len(errors), 'setting')}; the median error is {100 * statistics.median(errors):.1f} %.",
+        folded=[table_of("Predicted and measured speedup", rows, words=("drafter", "draft"))],
+        plots=[
+            Plot(
+                "predicted_speedup",
+                "Costs were measured apart from any text: what is off the line is due to prompts and emptying batches.",
+                partial(draw_predicted_speedup, predictions, line_styles(data)),
+            )
+        ],
+    )
+
+
+def unmeasured_costs_text(data: ReportData) -> str:
+    drafter = data.leader[0].evaluation.drafter
+    return (
+        "The costs of a round were not measured here: draftsmith plan --target "
+        f"{data.target} --drafter {drafter} --out FOLDER/plan, FOLDER being that of this report, does so in half a "
+        "minute. Then draftsmith report FOLDER sets what they predict beside what was measured."
+    )
+
+
+def predictions_of(data: ReportData) -> list[Prediction]:
+    """Return the prediction for each measured result with chains whose drafter has a costs.json."""
+    predictions = []
+    for drafter in data.drafters:
+        if fitted := data.costs_for(drafter):
+            for row in chains(data, drafter):
+                place = row.setting.draft_length, row.setting.batch_size, context_of(fitted, row)
+                speedup = costs_in_rounds_of(fitted, row).speedup(row.tokens_a_round, *place)
+                predictions.append(Prediction(drafter.name, row, speedup))
+    return predictions
+
+
+def draw_predicted_speedup(predictions: list[Prediction], styles: dict[str, tuple[str, str]], figure: Figure) -> None:
+    axes = figure.subplots()
+    top = 1.08 * max(max(one.predicted, one.row.speed.speedup) for one in predictions)
+    for name in dict.fromkeys(prediction.drafter for prediction in predictions):
+        own = [prediction for prediction in predictions if prediction.drafter == name]
+        measured = [prediction.row.speed.speedup for prediction in own]
+        predicted = [prediction.predicted for prediction in own]
+        axes.plot(predicted, measured, "o", color=styles[name][0], label=name, alpha=0.85)
+    axes.plot([0, top], [0, top], color=INK, linewidth=1, label="equal")
+    axes.fill_between([0, top], [0, 0.95 * top], [0, 1.05 * top], color=INK, alpha=0.1, linewidth=0, label="within 5 %")
+    axes.set_xlim(0, top)
+    axes.set_ylim(0, top)
+    axes.set_aspect("equal")
+    label(axes, "Speedup predicted from costs and as measured", "predicted", "measured")
+    legend(figure)
