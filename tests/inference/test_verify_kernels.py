@@ -192,7 +192,7 @@ def test_many_siblings_are_rejected() -> None:
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
 def test_chains_that_end_early(rule: str) -> None:
-    """Two drafts, then none or one that cannot have been drawn; much is left of flat distributions after a rejection."""
+    """Two drafts, then none or one that cannot have been drawn; a rejection leaves much of flat distributions."""
     logits, draft_logits, tokens = torch.randn(32, 4, 12), torch.randn(32, 3, 12), torch.randint(0, 12, (32, 3))
     draft_logits[::2, 2] = draft_logits[::2, 2].scatter(1, tokens[::2, 2:], float("-inf"))
     tokens[1::2, 2] = -1

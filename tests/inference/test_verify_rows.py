@@ -62,8 +62,8 @@ def plain_rejection(
     q: list[Distribution],
     tokens: list[int],
     parents: list[int],
-    accept: Distribution,
-    draw: Distribution,
+    accept: list[float],
+    draw: list[float],
 ) -> Path:
     """Siblings in order, each tested against what p and q have left; on a chain, token by token."""
     path: list[int] = []
@@ -87,8 +87,8 @@ def plain_block(
     q: list[Distribution],
     drafts: list[int],
     parents: list[int],
-    accept: Distribution,
-    draw: Distribution,
+    accept: list[float],
+    draw: list[float],
 ) -> Path:
     """Algorithm of arXiv 2403.10444: from the longest beginning down, the first that its coin lets pass."""
     weights = [1.0]
@@ -282,7 +282,7 @@ def test_what_cannot_have_been_drawn_is_not_there(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_a_certain_target_takes_its_own_token_and_no_other(rule: str) -> None:
-    """RuleInputs of -inf but for one token, on both sides."""
+    """Rows of -inf but for one token, on both sides."""
     p, q = torch.eye(3)[[2, 0, 1]], torch.eye(3)[[2, 1]]
     verified = on_chains(rule, p, q, [[2, 1]], [0.999, 1e-9], [1e-9, 0.999, 0.5])
     assert verified.num_accepted.tolist() == [1]

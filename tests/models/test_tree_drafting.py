@@ -203,7 +203,7 @@ LAW = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.06, 0.04], dtype=torch.float64)
 
 
 def one_by_one(order: Path) -> float:
-    """Return the chance to draw these tokens in this order, each taken out of the distribution that is then normalised."""
+    """Return the chance to draw these tokens in this order, each taken out of what is then normalised."""
     left, chance = 1.0, 1.0
     for token in order:
         chance *= float(LAW[token]) / left
