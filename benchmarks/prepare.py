@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.answers.prepare import PrepareSettings, Work, prepare
+from draftsmith.data.answers.prepare import AnswerJob, PrepareSettings, prepare
 from draftsmith.data.prompts.standard_library import stdlib_functions
 from draftsmith.data.samples.samples import read_samples
 from draftsmith.inference.measuring.environment import git_commit
@@ -68,12 +68,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "prompts.jsonl"
         write_prompts(source, target, args.prompts)
-        work = Work(target, str(source), settings)
-        chosen = random.Random(1).sample(work.kept, args.subsample)
-        num_shares = len(work.shares())
+        job = AnswerJob(target, str(source), settings)
+        chosen = random.Random(1).sample(job.kept, args.subsample)
+        num_shares = len(job.shares())
 
         def generate(index: int) -> list[int]:
-            ids = torch.tensor([work.dialogue(index).context])
+            ids = torch.tensor([job.dialogue(index).context])
             sampled = {"do_sample": True, "temperature": how.temperature} if how.temperature else {"do_sample": False}
             out = stock.generate(
                 ids, max_new_tokens=args.max_new_tokens, attention_mask=torch.ones_like(ids), **sampled
@@ -81,7 +81,7 @@ def main() -> None:
             return out[0, ids.shape[1] :].tolist()
 
         generate(chosen[0])  # warm-up, of both
-        list(work.answers([chosen[:4]]))
+        list(job.answers([chosen[:4]]))
         found: dict[int, list[int]] = {}
         half = args.subsample // 2
         before = clock(lambda: found.update({index: generate(index) for index in chosen[:half]}))
@@ -94,8 +94,8 @@ def main() -> None:
     same = sum(samples[index].generated() == found[index] for index in chosen)
     print(f"{platform.machine()}, {args.num_threads} thread(s), torch {torch.__version__}, commit {git_commit()}")
     print(
-        f"{len(samples)} prompts of {min(work.lengths)} to {max(work.lengths)} tokens, median "
-        f"{statistics.median(work.lengths):g}; up to {args.max_new_tokens} new ones, temperature {args.temperature:g}, "
+        f"{len(samples)} prompts of {min(job.lengths)} to {max(job.lengths)} tokens, median "
+        f"{statistics.median(job.lengths):g}; up to {args.max_new_tokens} new ones, temperature {args.temperature:g}, "
         f"batch size {args.batch_size}, {num_shares} shares, drafter {args.drafter}\n"
     )
     for name, ours, first, second in zip(("by the clock", "CPU time"), prepared, before, after, strict=True):

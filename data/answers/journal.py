@@ -29,6 +29,7 @@ class Journal:
         self.num_bytes = whole
 
     def append(self, index: int, samples: list[Sample]) -> None:
+        """Write the samples of a prompt. Raises `UserError` where the disk is full."""
         line = "\t".join([str(index), *(sample_line(sample).rstrip("\n") for sample in samples)]) + "\n"
         try:
             self._file.write(line)
@@ -38,11 +39,12 @@ class Journal:
         self.num_bytes += len(line)
 
     def close(self) -> None:
+        """Close the file; nothing is appended any more."""
         self._file.close()
 
 
 def written_lines(folder: Path) -> dict[int, tuple[Path, int]]:
-    """The place of each answered prompt's line: journal and offset in bytes."""
+    """Return the place of each answered prompt's line: journal and offset in bytes."""
     places: dict[int, tuple[Path, int]] = {}
     for path in sorted(folder.glob("answers-*.partial")):
         offset = 0
@@ -55,7 +57,7 @@ def written_lines(folder: Path) -> dict[int, tuple[Path, int]]:
 
 
 def merge_journals(folder: Path) -> None:
-    """All answers in the order of their prompts; the journals are removed."""
+    """Write all answers into samples.jsonl, in the order of their prompts, and remove the journals."""
     places = written_lines(folder)
     temporary = folder / f".{SAMPLES}"
     files = {path: open(path, "rb") for path in {path for path, _ in places.values()}}  # noqa: SIM115
@@ -71,5 +73,6 @@ def merge_journals(folder: Path) -> None:
 
 
 def remove_journals(folder: Path) -> None:
+    """Remove the journals of all processes."""
     for path in folder.glob("answers-*.partial"):
         path.unlink()

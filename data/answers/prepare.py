@@ -11,7 +11,7 @@ from pathlib import Path
 import rich
 from rich.filesize import decimal
 
-from draftsmith.data.answers.changed_settings import changes, flatten, in_words
+from draftsmith.data.answers.changed_settings import changes_text, flatten, setting_changes
 from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.data.answers.journal import Journal, merge_journals, remove_journals, written_lines
 from draftsmith.data.answers.turns import Dialogue, Markers
@@ -35,18 +35,20 @@ from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.target.identity import template_hash, tokenizer_fingerprint
 
-# Of prepared.json: names and counts of what hashes tell exactly.
+# Keys of prepared.json that are names and counts of what hashes tell exactly.
 IMPLIED = ("target", "prompts", "num_prompts", "num_held_out", "num_skipped")
 BATCHES_A_SHARE = 8  # more keep the batch full for longer, fewer lose less to an interruption
 
 
 @dataclass
 class PrepareSettings:
-    max_new_tokens: int = 256  # a turn
+    """How the target answers prompts."""
+
+    max_new_tokens: int = 256  # of a turn
     samplings: tuple[Sampling, ...] = (Sampling(0.0), Sampling(1.0))  # prompt i is answered by samplings[i % len]
     batch_size: int = 32  # prompts answered at a time
     seed: int = 0
-    drafter: str = "none"  # that the decoder is sped up with; a kind or a checkpoint
+    drafter: str = "none"  # a kind or a checkpoint, which speeds the decoder up
     draft_length: int = 4
     endpoint: str | None = None  # URL of a server that answers instead of the decoder
     skip_long: bool = False  # leave out prompts that the context has no room for, rather than refuse them
@@ -54,7 +56,7 @@ class PrepareSettings:
 
     @property
     def share(self) -> int:
-        """Prompts that are decoded together: what a kill loses at most."""
+        """Number of prompts that are decoded together: what a kill loses at most."""
         return BATCHES_A_SHARE * self.batch_size
 
 
@@ -70,11 +72,11 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
     Raises `UserError` for bad prompts, before anything is written, and for a folder that holds the answers of other
     prompts or settings.
     """
-    work = Work(target, source, settings)
+    job = AnswerJob(target, source, settings)
     rank, num_ranks = rank_and_num_ranks()
-    open_folder(out, work.prepared(source), rank)
-    if rank == 0 and work.held_out:
-        write_prompts(out / HELD_OUT, work.held_out)
+    open_folder(out, job.prepared(), rank)
+    if rank == 0 and job.held_out:
+        write_prompts(out / HELD_OUT, job.held_out)
     if (out / SAMPLES).is_file():
         if rank == 0:
             remove_journals(out)  # of a kill between the file's last rename and this
@@ -82,13 +84,13 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
         return
     journal = Journal(out, rank)
     done = set(written_lines(out))
-    shares = [share for share in work.shares()[rank::num_ranks] if not done.issuperset(share)]
+    shares = [share for share in job.shares()[rank::num_ranks] if not done.issuperset(share)]
     total = len(done.union(*shares))
 
     start, num_tokens, num_written = time.perf_counter(), 0, 0
     with progress_bar(visible=rank == 0) as progress:
         task = progress.add_task("the target writes training text", total=total, completed=len(done), detail="")
-        for dialogue in work.answers(shares, done):
+        for dialogue in job.answers(shares, done):
             num_tokens += dialogue.num_tokens
             if dialogue.index in done:  # decoded again for the sake of its share
                 continue
@@ -102,13 +104,13 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
             progress.update(task, advance=1, detail=detail)
     journal.close()
     if rank == 0:
-        wait_for_answers(out, len(work.kept))
+        wait_for_answers(out, len(job.kept))
         merge_journals(out)
         show_written(out, target)
 
 
 def show_written(out: Path, target: Target) -> None:
-    """Check what a folder holds now, and show a sample of it; `UserError` where it is not fit to train on."""
+    """Check what a folder holds now, and show a sample of it. Raises `UserError` where it is not fit to train on."""
     samples = read_samples(out)
     check_samples(samples, target, max(len(sample.token_ids) for sample in samples), str(out))
     rich.print(shown_sample(samples[0], target))
@@ -120,71 +122,69 @@ def show_written(out: Path, target: Target) -> None:
 
 
 def say(text: str) -> None:
-    """A line as it is: a path in it can be copied."""
+    """Print a line as it is, so that a path in it can be copied."""
     rich.get_console().print(text, soft_wrap=True, markup=False, highlight=False)
 
 
-class Work:
-    """The prompts at a source that the target answers, and how."""
+class AnswerJob:
+    """The prompts at a source, checked, and the settings by which the target answers them."""
 
     def __init__(self, target: Target, source: str, settings: PrepareSettings) -> None:
-        require_at_least("batch_size", settings.batch_size)
-        require_at_least("max_new_tokens", settings.max_new_tokens)
-        require_at_least("draft_length", settings.draft_length)
-        self.target, self.settings = target, settings
-        self.server, self.context = None, target.context
+        for name in ("batch_size", "max_new_tokens", "draft_length"):
+            require_at_least(name, getattr(settings, name))
+        self.target, self.source, self.settings = target, source, settings
+        self.endpoint, self.context = None, target.context
         if settings.endpoint:
-            self.server = Endpoint(settings.endpoint, target, settings.max_new_tokens, settings.seed)
-            self.context = self.server.context
+            self.endpoint = Endpoint(settings.endpoint, target, settings.max_new_tokens, settings.seed)
+            self.context = self.endpoint.context
         split = read_split(source, settings.held_out_share)
         self.prompts, self.held_out = split.train, split.held_out
-        self._markers = Markers.of(target)
+        self._markers = Markers.of_target(target)
         notice_raw_texts(self.prompts, target)
         digest, self.lengths = hashlib.sha256(), []
         for index, prompt in enumerate(self.prompts):  # token ids of all prompts at once may not fit in memory
             check_not_rendered(prompt, target)
-            context = self.dialogue(index).context
-            check_bos(context, target, self.where(index))
-            check_token_ids(context, target, self.where(index))
-            self.lengths.append(len(context))
-            digest.update(json.dumps([context, prompt.messages, prompt.tools, prompt.domain]).encode())
+            dialogue = self.dialogue(index)
+            check_bos(dialogue.context, target, dialogue.where)
+            check_token_ids(dialogue.context, target, dialogue.where)
+            self.lengths.append(len(dialogue.context))
+            digest.update(json.dumps([dialogue.context, prompt.messages, prompt.tools, prompt.domain]).encode())
         self.hash = digest.hexdigest()[:16]
-        self.kept = self._check_lengths()
+        self.kept = self._kept_prompts()
 
     def dialogue(self, index: int) -> Dialogue:
+        """Return a prompt, unanswered."""
         sampling = self.settings.samplings[index % len(self.settings.samplings)]
         return Dialogue(self.prompts[index], index, sampling, self.target, self._markers)
 
-    def where(self, index: int) -> str:
-        return self.prompts[index].where or f"prompt {index + 1}"
-
-    def _check_lengths(self) -> list[int]:
-        """The prompts that leave room for an answer."""
+    def _kept_prompts(self) -> list[int]:
+        """Return the prompts that leave room for an answer. Raises `UserError` for others that may not be left out."""
         limit = self.context - self.settings.max_new_tokens
         long = [index for index, length in enumerate(self.lengths) if length > limit]
         if 0 in self.lengths:
-            raise UserError(f"{self.where(self.lengths.index(0))} is empty after tokenisation")
+            raise UserError(f"{self.dialogue(self.lengths.index(0)).where} is empty after tokenisation")
         if long and (not self.settings.skip_long or len(long) == len(self.lengths)):
             raise UserError(
-                f"{self.where(long[0])} has {self.lengths[long[0]]} tokens, which with {self.settings.max_new_tokens} "
-                f"new ones exceeds the target's context of {self.context}, as {len(long)} of {len(self.lengths)} do: "
-                "shorten it, lower max_new_tokens, or leave long prompts out with --skip-long"
+                f"{self.dialogue(long[0]).where} has {self.lengths[long[0]]} tokens, which with "
+                f"{self.settings.max_new_tokens} new ones exceeds the target's context of {self.context}, as "
+                f"{len(long)} of {len(self.lengths)} do: shorten it, lower max_new_tokens, or leave long prompts out "
+                "with --skip-long"
             )
         return [index for index, length in enumerate(self.lengths) if length <= limit]
 
-    def prepared(self, source: str) -> dict:
-        """What prepared.json says: all that the answers depend on."""
+    def prepared(self) -> dict:
+        """Return the content of prepared.json: all that the answers depend on."""
         settings = {
             key: getattr(self.settings, key) for key in ("max_new_tokens", "seed", "skip_long", "held_out_share")
         }
-        served = self.target.device.type == "meta"
+        has_weights = self.target.device.type != "meta"
         return {
             "target": self.target.name,
-            "target_fingerprint": None if served else self.target.fingerprint(),
+            "target_fingerprint": self.target.fingerprint() if has_weights else None,
             "tokenizer_fingerprint": tokenizer_fingerprint(self.target),
             "template_hash": template_hash(self.target),
-            "written_by": "endpoint" if self.server else "decoder",
-            "prompts": source,
+            "written_by": "endpoint" if self.endpoint else "decoder",
+            "prompts": self.source,
             "prompts_hash": self.hash,
             "num_prompts": len(self.kept),
             "num_held_out": len(self.held_out),
@@ -193,22 +193,25 @@ class Work:
         }
 
     def shares(self) -> list[list[int]]:
-        """Prompts that are decoded together. A share has one sampling, or two, and prompts of similar length."""
+        """Return the prompts in shares that are decoded together.
+
+        A share has one sampling, or two, and prompts of similar length.
+        """
         count, size = len(self.settings.samplings), self.settings.share
         order = sorted(self.kept, key=lambda index: (index % count, self.lengths[index], index))
         return [order[start : start + size] for start in range(0, len(order), size)]
 
     def sampled_share(self, size: int) -> list[int]:
-        """Prompts drawn at random, to measure on."""
+        """Return prompts drawn at random, to measure on."""
         chosen = random.Random(0).sample(self.kept, min(size, len(self.kept)))
         return sorted(chosen, key=lambda index: self.lengths[index])
 
     def answers(self, shares: list[list[int]], done: Iterable[int] = ()) -> Iterator[Dialogue]:
-        """Answer the prompts of some shares; a server leaves out those that are done, the decoder repeats them."""
-        if self.server is not None:
+        """Answer the prompts of some shares. An endpoint leaves out those that are done, the decoder repeats them."""
+        if self.endpoint is not None:
             done = set(done)
             missing = (self.dialogue(index) for share in shares for index in share if index not in done)
-            yield from self.server.answers(missing, self.settings.batch_size)
+            yield from self.endpoint.answers(missing, self.settings.batch_size)
             return
         decoder = SpeculativeDecoder(self.target, load_drafter(self.settings.drafter, self.target))
         for share in shares:
@@ -218,16 +221,16 @@ class Work:
 def decode_answers(
     decoder: SpeculativeDecoder, dialogues: list[Dialogue], settings: PrepareSettings
 ) -> Iterator[Dialogue]:
-    """Answer all turns of the dialogues, the first ones together, then the second ones; they come as they finish."""
+    """Answer all turns of the dialogues, the first turns together, then the second; yield each dialogue as it ends."""
     most = decoder.target.context - settings.max_new_tokens
     while dialogues:
         for sampling in dict.fromkeys(dialogue.sampling for dialogue in dialogues):
             chosen = [dialogue for dialogue in dialogues if dialogue.sampling == sampling]
-            how = resolve_settings(
+            generation_settings = resolve_settings(
                 decoder.drafter, sampling, settings.max_new_tokens, settings.draft_length, seed=settings.seed
             )
             contexts, ids = [dialogue.context for dialogue in chosen], [dialogue.request_id for dialogue in chosen]
-            generation = decoder.start(contexts, how, ids, settings.batch_size)
+            generation = decoder.start(contexts, generation_settings, ids, settings.batch_size)
             while generation.running():
                 for emission in generation.step():
                     request, dialogue = generation.requests[emission.request], chosen[emission.request]
@@ -239,28 +242,28 @@ def decode_answers(
 
 
 def open_folder(out: Path, prepared: dict, rank: int) -> None:
-    """Make the folder, or check that it holds, or is to hold, the same answers."""
+    """Make the folder. Raises `UserError` where it holds, or is to hold, other answers."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not (out / PREPARED).is_file():
-            temporary = out / f".{PREPARED}.{rank}"
+            temporary = out / f".{PREPARED}.{rank}"  # a name for each rank, since all may come here at once
             temporary.write_text(json.dumps(prepared, indent=2) + "\n")
             temporary.replace(out / PREPARED)
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}") from None
     defaults = {f"settings.{name}": value for name, value in asdict(PrepareSettings()).items()}
-    stored = {**defaults, **flatten(read_prepared(out))}  # by an older draftsmith, without what it did not have
-    changed = changes(stored, {**defaults, **flatten(json.loads(json.dumps(prepared)))})
-    implied = IMPLIED if prepared["target_fingerprint"] else IMPLIED[1:]  # a server's weights are known by name alone
+    stored = {**defaults, **flatten(read_prepared(out))}  # an older version did not write all settings
+    changed = setting_changes(stored, {**defaults, **flatten(json.loads(json.dumps(prepared)))})
+    implied = IMPLIED if prepared["target_fingerprint"] else IMPLIED[1:]  # an endpoint's weights have only a name
     if decisive := {key: text for key, text in changed.items() if key not in implied}:
         raise UserError(
-            f"{out} holds samples of another target, prompts or settings ({in_words(decisive)}): give the same again, "
-            "another folder, or remove it"
+            f"{out} holds samples of another target, prompts or settings ({changes_text(decisive)}): give the same "
+            "again, another folder, or remove it"
         )
 
 
 def wait_for_answers(out: Path, count: int) -> None:
-    """Until all processes have written theirs: there is no process group to time out; launchers end all on a crash."""
+    """Return when all processes have written theirs. There is no process group to time out; a crash ends them all."""
     while True:
         start = time.perf_counter()
         if len(written_lines(out)) == count:

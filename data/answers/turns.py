@@ -2,8 +2,8 @@
 
 What the target sees before a turn is, as long as the chat template leaves history alone, what it saw and wrote before,
 token by token, and the template's own tokens after that. Where the template rewrites what was written (thinking taken
-out of earlier turns, blanks trimmed), the target sees something else than what stands in the sample so far; that
-sample ends, and the turn begins a new one with what the target sees.
+out of earlier turns, blanks trimmed), the target sees something else than what stands in the sample so far. That
+sample then ends, and the turn begins a new one with what the target sees.
 """
 
 from collections import deque
@@ -43,7 +43,8 @@ class Markers:
     closing: dict[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, target: Target) -> "Markers":
+    def of_target(cls, target: Target) -> "Markers":
+        """Return the markers that the target's tokenizer has as single tokens."""
         assert target.tokenizer is not None
         added = target.tokenizer.get_added_vocab()
         markers = cls()
@@ -55,20 +56,20 @@ class Markers:
         return markers
 
     def spans(self, ids: list[int], start: int, label: str) -> list[Span]:
-        """Tokens from `start` on, cut where labels change; markers belong to what they enclose."""
-        found, begin = [], start
+        """Return the tokens from `start` on, cut where labels change; markers belong to what they enclose."""
+        spans, begin = [], start
         for place in range(start, len(ids)):
             if label == "answer" and ids[place] in self.opening:
-                found.append(Span(begin, place, label))
+                spans.append(Span(begin, place, label))
                 begin, label = place, self.opening[ids[place]]
             elif label != "answer" and self.closing.get(ids[place]) == label:
-                found.append(Span(begin, place + 1, label))
+                spans.append(Span(begin, place + 1, label))
                 begin, label = place + 1, "answer"
-        found.append(Span(begin, len(ids), label))
-        return [span for span in found if span.end > span.start]
+        spans.append(Span(begin, len(ids), label))
+        return [span for span in spans if span.end > span.start]
 
     def open_label(self, context: list[int], ends: list[int]) -> str:
-        """The label that an answer begins in: some templates open the thinking themselves."""
+        """Return the label that an answer begins in: some templates open the thinking themselves."""
         for token in reversed(context):
             if token in ends or token in self.closing:
                 return "answer"
@@ -79,27 +80,29 @@ class Markers:
 
 @dataclass
 class Turn:
-    said: list[Message]  # before the answer
-    given: Message | None  # what history keeps in place of the target's answer
+    """Messages that the target answers."""
+
+    messages: list[Message]
+    kept_answer: Message | None  # what history keeps in place of the target's answer
 
 
 def split_turns(messages: list[Message]) -> list[Turn]:
-    """The turns that the target answers. Answers that stand there already are left out: it writes them anew.
+    """Return the turns that the target answers. Answers that stand there already are left out: it writes them anew.
 
-    One stays in history: a call whose result, a tool's message, follows; the result belongs to no other call. What the
-    assistant says before anybody else is given, too.
+    One answer stays in history: a call whose result, a tool's message, follows, since the result belongs to no other
+    call. What the assistant says before anybody else stays, too.
     """
     turns: list[Turn] = []
-    said: list[Message] = []
+    unanswered: list[Message] = []
     for message, following in zip(messages, [*messages[1:], None], strict=True):
-        if message["role"] == "assistant" and any(other["role"] not in ("system", "assistant") for other in said):
+        if message["role"] == "assistant" and any(other["role"] not in ("system", "assistant") for other in unanswered):
             has_result = following is not None and following["role"] == "tool"
-            turns.append(Turn(said, message if has_result else None))
-            said = []
+            turns.append(Turn(unanswered, message if has_result else None))
+            unanswered = []
         else:
-            said.append(message)
-    if said and said[-1]["role"] != "assistant":
-        turns.append(Turn(said, None))
+            unanswered.append(message)
+    if unanswered and unanswered[-1]["role"] != "assistant":
+        turns.append(Turn(unanswered, None))
     return turns
 
 
@@ -128,11 +131,11 @@ class Dialogue:
 
     @property
     def request_id(self) -> int:
-        """Keys the noise of the next answer."""
+        """The number that keys the noise of the next answer."""
         return self.index + (self.num_answers << 32)
 
     def take(self, new_ids: list[int], most: int) -> None:
-        """The target's answer to `context`; `most`: tokens that the next context may have."""
+        """Go on with the target's answer to `context`. `most`: tokens that the next context may have."""
         ends = self.target.eos_token_ids
         token_ids, ended = self.context + new_ids, new_ids[-1] in ends
         label = self.markers.open_label(self.context, ends)
@@ -148,7 +151,7 @@ class Dialogue:
         assert answered is not None
         assert self.target.tokenizer is not None
         text = str(self.target.tokenizer.decode(new_ids[:-1], skip_special_tokens=False))
-        self._history.append(answered.given or {"role": "assistant", "content": text})
+        self._history.append(answered.kept_answer or {"role": "assistant", "content": text})
         written = self._rendered + text
         self._open_turn()
         added = self._encode(self._rendered[len(written) :]) if self._rendered.startswith(written) else []
@@ -163,7 +166,7 @@ class Dialogue:
             self.finished = True
 
     def _open_turn(self) -> None:
-        self._history += self._turns[0].said
+        self._history += self._turns[0].messages
         seen = replace(self.prompt, messages=self._history, where=self.where)
         self._rendered = Chat(seen, self.target).text(len(self._history), opened=True)
 
@@ -172,17 +175,6 @@ class Dialogue:
         return self.target.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _close(self, token_ids: list[int], finish_reason: str) -> None:
-        how = self.sampling
-        self.samples.append(
-            Sample(
-                token_ids,
-                self._spans,
-                finish_reason,
-                how.temperature,
-                how.top_p,
-                how.top_k,
-                self.index,
-                self.prompt.domain,
-            )
-        )
+        drawn = self.sampling.temperature, self.sampling.top_p, self.sampling.top_k
+        self.samples.append(Sample(token_ids, self._spans, finish_reason, *drawn, self.index, self.prompt.domain))
         self._spans = []

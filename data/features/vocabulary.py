@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.features.stored import FeatureSource
-from draftsmith.data.samples.batches import BatchPlan, group_rows
+from draftsmith.data.samples.batches import BatchPlan, MicroBatch, group_rows
 from draftsmith.models import Target
 from draftsmith.models.layers import shift_left
 
@@ -23,66 +23,67 @@ CHUNK_ELEMENTS = 1 << 24  # rows x vocabulary of probabilities that exist at onc
 
 
 @dataclass
-class Inside:
-    """Shares of the target's text that a draft vocabulary holds."""
+class Coverage:
+    """The shares of the target's text that a draft vocabulary holds."""
 
     num_tokens: int = 0
-    written: float = 0.0  # of the tokens that it wrote
-    greedy: float = 0.0  # of its likeliest tokens: no more is accepted at temperature 0
-    sampled: float = 0.0  # of its probability: no more is accepted at temperature 1
+    written: float = 0.0  # share of the tokens that it wrote
+    greedy: float = 0.0  # share of its likeliest tokens: no more is accepted at temperature 0
+    sampled: float = 0.0  # share of its probability: no more is accepted at temperature 1
 
-    def __add__(self, other: "Inside") -> "Inside":
+    def __add__(self, other: "Coverage") -> "Coverage":
         total = self.num_tokens + other.num_tokens
         means = (
             (own * self.num_tokens + new * other.num_tokens) / max(1, total)
             for own, new in zip(self._shares(), other._shares(), strict=True)
         )
-        return Inside(total, *means)
+        return Coverage(total, *means)
 
     def _shares(self) -> tuple[float, float, float]:
         return self.written, self.greedy, self.sampled
 
 
-def split(trained: list[int]) -> tuple[list[int], list[int]]:
-    """Samples that choose the vocabulary, and samples held out to measure it on."""
+def choosing_and_held_out(trained: list[int]) -> tuple[list[int], list[int]]:
+    """Return the samples that choose the vocabulary, and samples held out to measure it on."""
     held_out = trained[HELD_OUT - 1 :: HELD_OUT] or trained[-1:]
     choosing = sorted(set(trained) - set(held_out))
     return choosing or trained, held_out
 
 
 def token_counts(plan: BatchPlan, vocab_size: int) -> Tensor:
-    """How often the target wrote each token in the samples that choose the vocabulary, [V]."""
+    """Return how often the target wrote each token in the samples that choose the vocabulary, [V]."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for index in split(plan.trained)[0]:
+    for index in choosing_and_held_out(plan.trained)[0]:
         counts += torch.bincount(plan.written(index), minlength=vocab_size)
     return counts
 
 
 @torch.no_grad()
-def measure_vocabulary(token_ids: Tensor, plan: BatchPlan, source: FeatureSource, target: Target) -> dict[str, Inside]:
-    """The shares inside a draft vocabulary [Vd], by domain, on held-out samples."""
+def measure_vocabulary(
+    token_ids: Tensor, plan: BatchPlan, source: FeatureSource, target: Target
+) -> dict[str, Coverage]:
+    """Return the shares that a draft vocabulary [Vd] holds, by domain, on held-out samples."""
     chosen: dict[str, list[int]] = defaultdict(list)
-    for index in split(plan.trained)[1]:
+    for index in choosing_and_held_out(plan.trained)[1]:
         chosen[plan.samples[index].domain].append(index)
     inside = torch.zeros(target.vocab_size, dtype=torch.bool, device=target.device)
     inside[token_ids] = True
-    return {
-        domain: sum(
-            (
-                _inside(inside, rows, plan, source, target)
-                for rows in group_rows([[i] for i in indices[:MEASURED]], plan.lengths, plan.tokens_per_micro_batch)
-            ),
-            start=Inside(),
-        )
-        for domain, indices in sorted(chosen.items())
-    }
+    coverage: dict[str, Coverage] = {}
+    for domain, indices in sorted(chosen.items()):
+        rows = [[index] for index in indices[:MEASURED]]
+        micro_batches = group_rows(rows, plan.lengths, plan.tokens_per_micro_batch)
+        parts = [_coverage(inside, micro_batch, plan, source, target) for micro_batch in micro_batches]
+        coverage[domain] = sum(parts, start=Coverage())
+    return coverage
 
 
-def _inside(inside: Tensor, rows: list[list[int]], plan: BatchPlan, source: FeatureSource, target: Target) -> Inside:
-    """Of one micro-batch. inside [V]"""
-    batch = plan.collate(rows).to(target.device)
+def _coverage(
+    inside: Tensor, micro_batch: MicroBatch, plan: BatchPlan, source: FeatureSource, target: Target
+) -> Coverage:
+    """Return the shares on one micro-batch of a draft vocabulary, given as a mask [V]."""
+    batch = plan.collate(micro_batch).to(target.device)
     counted = shift_left(batch.loss_mask, 1)  # slots whose next token the target wrote
-    hidden = source(rows, batch).last_hidden[counted]  # [R, H]
+    hidden = source(micro_batch, batch).last_hidden[counted]  # [R, H]
     written = inside[shift_left(batch.token_ids, 1)[counted]]  # [R]
     greedy = sampled = 0.0
     for chunk in hidden.split(max(1, CHUNK_ELEMENTS // len(inside))):
@@ -90,4 +91,4 @@ def _inside(inside: Tensor, rows: list[list[int]], plan: BatchPlan, source: Feat
         greedy += float(inside[probabilities.argmax(-1)].sum())
         sampled += float(probabilities[:, inside].sum())
     count = len(hidden)
-    return Inside(count, float(written.float().mean()), greedy / count, sampled / count)
+    return Coverage(count, float(written.float().mean()), greedy / count, sampled / count)

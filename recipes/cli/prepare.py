@@ -5,9 +5,9 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from draftsmith.data.answers.as_given import store_given
 from draftsmith.data.answers.estimate import estimate
-from draftsmith.data.answers.prepare import PrepareSettings, Work, prepare
+from draftsmith.data.answers.off_policy import store_conversations
+from draftsmith.data.answers.prepare import AnswerJob, PrepareSettings, prepare
 from draftsmith.data.prompts.splits import HELD_OUT
 from draftsmith.data.ranks import device_of_process, rank_and_num_ranks
 from draftsmith.inference.decoding.decoder import check_sampling
@@ -38,10 +38,10 @@ def run(settings: PrepareCommandSettings, console: Console) -> None:
     else:
         target = Target.from_pretrained(settings.target, settings.device or device_of_process())
     if settings.dry_run:
-        console.print(estimate(Work(target, settings.prompts, answers)).table(), highlight=False)
+        console.print(estimate(AnswerJob(target, settings.prompts, answers)).table(), highlight=False)
         return
     if settings.as_given:
-        store_given(target, settings.prompts, settings.out, settings.held_out_share)
+        store_conversations(target, settings.prompts, settings.out, settings.held_out_share)
     else:
         prepare(target, settings.prompts, settings.out, answers)
     if rank_and_num_ranks()[0] == 0:

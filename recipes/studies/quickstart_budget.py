@@ -88,7 +88,7 @@ def measure_budget(target: Target, prompts: list[str], kinds: list[str], minutes
 
 def first_samples(plain: SpeculativeDecoder, prompts: list[str]) -> list[Sample]:
     """Return the target's answers to prompts, as `prepare` would write them."""
-    markers = Markers.of(plain.target)
+    markers = Markers.of_target(plain.target)
     dialogues = [
         Dialogue(Prompt(text=prompt), index, Sampling(1.0), plain.target, markers)
         for index, prompt in enumerate(prompts)

@@ -17,7 +17,7 @@ import pytest
 from draftsmith.data.answers import prepare as prepare_module
 from draftsmith.data.answers.estimate import Spread, estimate
 from draftsmith.data.answers.journal import Journal
-from draftsmith.data.answers.prepare import PrepareSettings, Work, open_folder, prepare
+from draftsmith.data.answers.prepare import AnswerJob, PrepareSettings, open_folder, prepare
 from draftsmith.data.answers.turns import Dialogue
 from draftsmith.data.prompts.prompts import encode_prompts, read_prompts
 from draftsmith.data.samples.samples import SAMPLES, Sample, check_same_target, read_prepared, read_samples, sample_line
@@ -122,7 +122,7 @@ def test_interrupted_anywhere_the_file_is_the_same(
 ) -> None:
     """A kill leaves part of a line and part of a share, with any number of processes; then another number goes on."""
     open_folder(tmp_path, read_prepared(folder), 0)
-    for rank, share in enumerate(Work(tiny_target, source, SETTINGS).shares()):
+    for rank, share in enumerate(AnswerJob(tiny_target, source, SETTINGS).shares()):
         journal = Journal(tmp_path, rank)
         for index in reversed(share):
             journal.append(index, [read_samples(folder)[index]])
@@ -137,8 +137,8 @@ def test_interrupted_anywhere_the_file_is_the_same(
 def test_whole_shares_are_not_decoded_again(
     folder: Path, source: str, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = Work(tiny_target, source, SETTINGS)
-    first, second, third = work.shares()
+    job = AnswerJob(tiny_target, source, SETTINGS)
+    first, second, third = job.shares()
     open_folder(tmp_path, read_prepared(folder), 0)
     journal = Journal(tmp_path, 0)
     for index in [*first, *third, second[1]]:
@@ -272,7 +272,7 @@ def test_long_prompts_are_left_out_on_request(source: str, tiny_target: Target, 
 
 
 def test_estimate_of_a_fully_sampled_set_is_exact(source: str, samples: list[Sample], tiny_target: Target) -> None:
-    found = estimate(Work(tiny_target, source, replace(SETTINGS, batch_size=NUM_PROMPTS)))
+    found = estimate(AnswerJob(tiny_target, source, replace(SETTINGS, batch_size=NUM_PROMPTS)))
     assert found.generated == Spread(sum(len(sample.generated()) for sample in samples), 0)
     assert found.stored == Spread(sum(len(sample.token_ids) for sample in samples), 0)
     assert found.disk == Spread(sum(len(sample_line(sample)) for sample in samples), 0)

@@ -51,7 +51,7 @@ def make_target(tiny_target: Target) -> Callable[[str], Target]:
 
 
 def begin(target: Target, messages: list[dict]) -> Dialogue:
-    return Dialogue(Prompt(messages=messages, domain="forge"), 7, Sampling(), target, Markers.of(target))
+    return Dialogue(Prompt(messages=messages, domain="forge"), 7, Sampling(), target, Markers.of_target(target))
 
 
 def ids(target: Target, text: str) -> list[int]:
@@ -200,8 +200,8 @@ def test_every_turn_is_what_the_target_decodes(tiny_target: Target, make_target:
 )
 def test_turns(roles: str, said: list[str]) -> None:
     turns = split_turns([{"role": role, "content": ""} for role in roles.split()])
-    assert [" ".join(message["role"] for message in turn.said) for turn in turns] == said
-    assert [turn.given is not None for turn in turns] == [
+    assert [" ".join(message["role"] for message in turn.messages) for turn in turns] == said
+    assert [turn.kept_answer is not None for turn in turns] == [
         "tool" in "".join(said[i + 1 : i + 2]) for i in range(len(said))
     ]
 

@@ -8,7 +8,7 @@ import torch
 from drafters import build, loss_of, random_batch
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
-from draftsmith.data.features.vocabulary import MEASURED, measure_vocabulary, split, token_counts
+from draftsmith.data.features.vocabulary import MEASURED, choosing_and_held_out, measure_vocabulary, token_counts
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
 from draftsmith.data.samples.samples import SAMPLES, Sample, Span, read_samples
 from draftsmith.inference import SpeculativeDecoder
@@ -91,13 +91,13 @@ def make_plan(num_samples: int = 64) -> BatchPlan:
 
 def test_the_measured_samples_choose_nothing() -> None:
     for count in (1, 2, 15, 16, 40, 64):
-        choosing, held_out = split(list(range(count)))
+        choosing, held_out = choosing_and_held_out(list(range(count)))
         assert choosing
         assert held_out
         assert count == 1 or not set(choosing) & set(held_out)
     plan = make_plan()
     expected = torch.zeros(300, dtype=torch.int64)
-    for index in split(plan.trained)[0]:
+    for index in choosing_and_held_out(plan.trained)[0]:
         for token in plan.samples[index].token_ids[5:24]:
             expected[token] += 1
     assert torch.equal(token_counts(plan, 300), expected)
@@ -115,7 +115,7 @@ def test_bounds_by_enumeration(tiny_target: Target, monkeypatch: pytest.MonkeyPa
     assert set(found) == {"code", "chat"}
     for domain, inside in found.items():
         sums, count = torch.zeros(3, dtype=torch.float64), 0
-        indices = [i for i in split(plan.trained)[1] if plan.samples[i].domain == domain][:MEASURED]
+        indices = [i for i in choosing_and_held_out(plan.trained)[1] if plan.samples[i].domain == domain][:MEASURED]
         for index in indices:
             ids = torch.tensor([plan.samples[index].token_ids[:24]])
             p = tiny_target.model(input_ids=ids).logits[0].double().softmax(-1)  # [T, V]
@@ -166,7 +166,7 @@ def test_a_run_tells_what_its_vocabulary_costs(
     drafter = load_drafter(checkpoints(run)[-1], tiny_target)
     own = json.loads((checkpoints(run)[-1] / "config.json").read_text())["draftsmith"]
     assert own["draft_vocab_hash"] == content["hash"]
-    held_out = [read_samples(tmp_path / "samples")[i] for i in split(list(range(40)))[1]]
+    held_out = [read_samples(tmp_path / "samples")[i] for i in choosing_and_held_out(list(range(40)))[1]]
     output = SpeculativeDecoder(tiny_target, drafter).generate(
         [sample.token_ids[: sample.spans[0].start] for sample in held_out], max_new_tokens=16
     )

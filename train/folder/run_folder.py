@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 
-from draftsmith.data.answers.changed_settings import changes, flatten, in_words
+from draftsmith.data.answers.changed_settings import changes_text, flatten, setting_changes
 from draftsmith.data.progress import notice
 from draftsmith.data.samples.samples import data_hash, read_prepared
 from draftsmith.inference.measuring.environment import environment
@@ -76,12 +76,12 @@ def check_same_run(run: Path, config: TrainConfig, environment: dict[str, Any]) 
                 changed[key] = f"the content of {key} {before} -> {now}"
     if decisive := {key: text for key, text in changed.items() if key not in CHANGEABLE}:
         raise UserError(
-            f"{run} holds a run with other settings ({in_words(decisive)}): give the ones it has, or another "
+            f"{run} holds a run with other settings ({changes_text(decisive)}): give the ones it has, or another "
             f"run.dir, where init_from={checkpoints(run)[-1]} trains on from it, or remove it to start anew"
         )
     changed.pop("run.dir", None)
     if changed:
-        text = f"{run} goes on with {in_words(changed)}"
+        text = f"{run} goes on with {changes_text(changed)}"
         if any(key.startswith("evaluation.") for key in changed):
             text += "; `best` compares checkpoints as each was measured"
         notice(text)
@@ -94,7 +94,7 @@ def changed_settings(stored: dict[str, Any], config: TrainConfig) -> dict[str, s
     """
     drafter = type(config.drafter)(kind=config.drafter.kind)
     defaults = contents(TrainConfig(target="", drafter=drafter, data=DataConfig(samples="")))
-    return changes({**flatten(defaults), **flatten(stored)}, contents(config))
+    return setting_changes({**flatten(defaults), **flatten(stored)}, contents(config))
 
 
 def link_best(run: Path) -> Path | None:

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from draftsmith.data.features.served import ServedFeatures
+from draftsmith.data.features.endpoint import EndpointFeatures
 from draftsmith.data.features.stored import Contents, FeatureSource, StoredFeatures, samples_hash
 from draftsmith.data.features.writer import check_disk, write_index, write_shards
 from draftsmith.data.prompts.checks import check_capture
@@ -111,7 +111,7 @@ def source_to_store(
     Each batch enters its stage anew, which shows that the pass moves.
     """
     if config.data.features_endpoint is not None:
-        compute: FeatureSource = ServedFeatures(config.data.features_endpoint, target, drafter.layer_ids, plan)
+        compute: FeatureSource = EndpointFeatures(config.data.features_endpoint, target, drafter.layer_ids, plan)
     else:
         compute = source_of_layers(config, drafter, target, plan)
 

@@ -37,15 +37,15 @@ STATE_ERROR = 0.1  # of a state's norm, on the mean; a layer changes far more
 
 
 @dataclass
-class Reading:
+class TextStates:
     """What the server computed on a text."""
 
     states: Tensor  # [T, A + 1, H], the last ones before the final norm
-    token: int  # that it finds likeliest to follow
+    token: int  # the likeliest to follow
     logprob: float  # of that token
 
 
-class ServedFeatures:
+class EndpointFeatures:
     """A `FeatureSource` of a plan's samples, one a row, from the server at `url`.
 
     Raises `UserError` where the server gives no hidden states, those of other layers or of another target.
@@ -75,15 +75,15 @@ class ServedFeatures:
         layers = states[:, :, :-1].flatten(2) if self.layer_ids else None
         return Features(self._last_hidden(states), layers)
 
-    def read(self, token_ids: list[int]) -> Reading:
-        """Of one text."""
+    def read(self, token_ids: list[int]) -> TextStates:
+        """Return what the server computes on a text. Raises `UserError` where it fails or is no such server."""
         body = {"model": self.endpoint.model, "prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "logprobs": 1}
         return self.endpoint.server.ask(
-            "/v1/completions", {**body, "return_token_ids": True}, lambda answer: self._reading(answer, token_ids)
+            "/v1/completions", {**body, "return_token_ids": True}, lambda answer: self._read_answer(answer, token_ids)
         )
 
-    def _reading(self, answer: Any, token_ids: list[int]) -> Reading:
-        """What an answer tells; `PassingError` where it is not about this text."""
+    def _read_answer(self, answer: Any, token_ids: list[int]) -> TextStates:
+        """Return what an answer tells. Raises `PassingError` where it is not about this text."""
         try:
             transfer = answer["kv_transfer_params"] or {}
             path = Path(transfer["hidden_states_path"])
@@ -104,18 +104,21 @@ class ServedFeatures:
                 f"{list(expected)}: tokens, layers {list(self.layer_ids)} and the last one, width; start it as "
                 f"`{self.command}`"
             )
-        return Reading(states, token, logprob)
+        return TextStates(states, token, logprob)
 
     @torch.no_grad()
     def _last_hidden(self, states: Tensor) -> Tensor:
-        """[..., A + 1, H] -> [..., H] after the final norm"""
+        """Return the last of the states [..., A + 1, H] after the final norm: [..., H]."""
         return self.target.final_norm(states[..., -1, :])
 
     # --- what is checked before the first shard
 
     @torch.no_grad()
     def _check(self) -> None:
-        """Refuse states that are not the target's: by the server's probabilities, the first layer and the samples."""
+        """Raise `UserError` for states that are not the target's.
+
+        The server's probabilities, the first layer and the samples show it.
+        """
         texts = [self.plan.samples[i].token_ids[: self.plan.lengths[i]] for i in self.plan.trained[:CHECKED_TEXTS]]
         readings = [self.read(text) for text in texts]
         where = f"{SETTING}={self.endpoint.server.url}"
@@ -140,12 +143,15 @@ class ServedFeatures:
             )
 
     def _logits(self, states: Tensor) -> Tensor:
-        """Log-probabilities [T, V] of what follows."""
+        """Return the log-probabilities [T, V] of what follows."""
         last = self._last_hidden(states.to(self.target.device, self.target.dtype))
         return self.target.logits(last).float().log_softmax(-1).cpu()
 
     def _first_layer_error(self, token_ids: list[int], states: Tensor) -> float:
-        """Of the first layer's states, against the target's own first layers, which are read for this alone."""
+        """Return the relative error of the first layer's states.
+
+        It is taken against the target's own first layers, which are read for this alone.
+        """
         target, layer_id = self.target, self.layer_ids[0]
         first = Target.first_layers_from_pretrained(target.name, layer_id, target.device, target.dtype)
         row = torch.tensor([token_ids], device=target.device)
@@ -157,7 +163,7 @@ class ServedFeatures:
 
 
 def serve_options(layer_ids: list[int], folder: str) -> list[str]:
-    """Options of `vllm serve` for a server that writes the states after these layers to a folder."""
+    """Return the options of `vllm serve` for a server that writes the states after these layers to a folder."""
     drafter = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}}
     speculation = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": drafter}
     transfer = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
@@ -171,11 +177,11 @@ def serve_options(layer_ids: list[int], folder: str) -> list[str]:
 
 
 def take_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file that the server holds a lock on while it writes; then both are removed."""
+    """Return the tensors of a file, which the server locks while it writes, and remove file and lock."""
     lock = Path(f"{path}.lock")
     try:
-        with open(lock) as held:
-            fcntl.flock(held, fcntl.LOCK_SH)  # waits for the server
+        with open(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_SH)  # waits for the server
         tensors = load(path.read_bytes())
     except FileNotFoundError as error:
         raise UserError(
@@ -184,6 +190,6 @@ def take_file(path: Path) -> dict[str, Tensor]:
         ) from None
     except (SafetensorError, OSError) as error:
         raise PassingError(f"{path} cannot be read: {first_line(error)}") from None
-    for file in (path, lock):
-        file.unlink(missing_ok=True)
+    for written in (path, lock):
+        written.unlink(missing_ok=True)
     return tensors

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from chats import FAMILIES, chat_target
 
-from draftsmith.data.answers.as_given import store_given
+from draftsmith.data.answers.off_policy import store_conversations
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.prompts.prompts import read_prompts
 from draftsmith.data.prompts.splits import HELD_OUT
@@ -39,7 +39,7 @@ def write_conversations(path: Path, count: int) -> str:
 def test_given_conversations_are_samples_marked_off_policy(
     target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store_given(target, write_conversations(tmp_path / "c.jsonl", 3), tmp_path / "out")
+    store_conversations(target, write_conversations(tmp_path / "c.jsonl", 3), tmp_path / "out")
     samples, prepared = read_samples(tmp_path / "out"), read_prepared(tmp_path / "out")
     assert (prepared["written_by"], prepared["num_prompts"]) == ("given", 3)  # the fourth is the first
     assert "left out 1 of 4 prompts" in capsys.readouterr().err
@@ -56,14 +56,14 @@ def test_given_conversations_are_samples_marked_off_policy(
 def test_a_bad_conversation_leaves_no_folder(target: Target, tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text('{"messages": [{"role": "user", "content": "hot?"}]}\n')
     with pytest.raises(UserError, match="c.jsonl line 1 has no answer"):
-        store_given(target, str(tmp_path / "c.jsonl"), tmp_path / "out")
+        store_conversations(target, str(tmp_path / "c.jsonl"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_the_same_prompts_are_held_out_whoever_answers(target: Target, tmp_path: Path) -> None:
     """What one run holds out the other may not train on, whether the target answers or the answers are given."""
     source = write_conversations(tmp_path / "c.jsonl", 20)
-    store_given(target, source, tmp_path / "given", 0.3)
+    store_conversations(target, source, tmp_path / "given", 0.3)
     settings = PrepareSettings(max_new_tokens=4, samplings=(Sampling(),), held_out_share=0.3)
     prepare(target, source, tmp_path / "written", settings)
     given, written = (read_prompts(str(tmp_path / name / HELD_OUT)) for name in ("given", "written"))

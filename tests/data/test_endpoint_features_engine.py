@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from vllm_process import serving
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
-from draftsmith.data.features.served import ServedFeatures, serve_options
+from draftsmith.data.features.endpoint import EndpointFeatures, serve_options
 from draftsmith.data.features.writer import write_shards
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.data.samples.batches import BatchPlan
@@ -68,7 +68,7 @@ def test_stored_states_are_those_of_the_target(url: str, target: Target, samples
     plan = BatchPlan(samples, 4, max_length=400, tokens_per_micro_batch=2000, seed=0)
     ends = Target.head_from_pretrained(EMBEDDED_TARGET, target.fingerprint(), "cpu", torch.float32)
     stores = [make_store(tmp_path / name, target, plan, layer_ids=LAYER_IDS) for name in ("served", "own")]
-    served = ServedFeatures(url, ends, LAYER_IDS, plan)
+    served = EndpointFeatures(url, ends, LAYER_IDS, plan)
     for store, source in zip(stores, (served, source_of(stores[1], target)), strict=True):
         write_shards(store, store.missing(), source)
     for shard in stores[0].shards:
@@ -81,4 +81,4 @@ def test_stored_states_are_those_of_the_target(url: str, target: Target, samples
 
 def test_a_server_with_other_layers_is_refused(url: str, target: Target, samples: list[Sample]) -> None:
     with pytest.raises(UserError, match="layer 3 is not what comes out of that layer"):
-        ServedFeatures(url, Target.head_from_pretrained(EMBEDDED_TARGET, None, "cpu"), (3, 7, 11), make_plan(samples))
+        EndpointFeatures(url, Target.head_from_pretrained(EMBEDDED_TARGET, None, "cpu"), (3, 7, 11), make_plan(samples))

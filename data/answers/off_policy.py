@@ -1,4 +1,4 @@
-"""Conversations stored as they are given: off-policy, for a user who insists on text that the target did not write."""
+"""Conversations stored as they are: off-policy, for a user who insists on text that the target did not write."""
 
 import hashlib
 from pathlib import Path
@@ -10,24 +10,25 @@ from draftsmith.data.prompts.prompts import read_split
 from draftsmith.data.prompts.splits import HELD_OUT, write_prompts
 from draftsmith.data.samples.samples import SAMPLES, Sample, sample_line
 from draftsmith.models import Target
+from draftsmith.models.files import write_whole
 from draftsmith.models.target.identity import identity
 
 
-def store_given(target: Target, source: str, out: Path, held_out_share: float = 0.0) -> None:
+def store_conversations(target: Target, source: str, out: Path, held_out_share: float = 0.0) -> None:
     """Write the conversations at `source`, with the spans of their answers, into the folder `out`.
 
-    The same files as `prepare` writes, `on_policy` false in prepared.json and "given" as the reason that answers end.
+    It writes the files of `prepare`, with "given" as the writer in prepared.json and as the reason that answers end.
     Raises `UserError`, before anything is written, for a conversation that the target would never meet in this form.
     """
     split = read_split(source, held_out_share)
-    markers, lines = Markers.of(target), []
+    markers, lines = Markers.of_target(target), []
     for index, prompt in enumerate(split.train):
         token_ids, answers = encode_conversation(prompt, target)
         spans = []
         for start, end in answers:
             label = markers.open_label(token_ids[:start], target.eos_token_ids)
             spans += markers.spans(token_ids[:end], start, label)
-        # how the text was drawn is not known: as if from the law itself
+        # nobody knows how the text was drawn: it is taken as drawn from the plain distribution
         sample = Sample(token_ids, spans, "given", 1.0, 1.0, 0, index, prompt.domain)
         lines.append(sample_line(sample))
     prepared = {
@@ -43,7 +44,5 @@ def store_given(target: Target, source: str, out: Path, held_out_share: float = 
     open_folder(out, prepared, rank=0)
     if split.held_out:
         write_prompts(out / HELD_OUT, split.held_out)
-    temporary = out / f".{SAMPLES}"
-    temporary.write_text("".join(lines))
-    temporary.replace(out / SAMPLES)
+    write_whole(out / SAMPLES, "".join(lines))
     show_written(out, target)
