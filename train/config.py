@@ -1,4 +1,4 @@
-"""The config of a training run, and how recipe, file and command line become one.
+"""The config of a training run, made from recipe, file and command line.
 
 Recipes return a whole `TrainConfig`; `--config FILE` and `key=value` change fields of it by their dotted names. A key
 that does not exist is an error that names the nearest ones.
@@ -7,6 +7,8 @@ that does not exist is an error that names the nearest ones.
 import difflib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +27,7 @@ from draftsmith.data.features.stored import StoredDtype
 from draftsmith.models import DRAFTERS
 from draftsmith.models.drafting.base import DrafterConfig
 from draftsmith.models.errors import UserError
+from draftsmith.models.files import read_yaml
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(ge=1)]
@@ -33,7 +36,7 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 @dataclass
 class DataConfig:
-    """What is trained on, and how it is cut into batches."""
+    """The samples, their batches, and the target's features."""
 
     samples: str  # folder that `draftsmith prepare` wrote
     batch_size: PositiveInt = 32  # samples an optimiser step, over all ranks
@@ -65,7 +68,7 @@ class OptimizerConfig:
 
 @dataclass
 class EvaluationConfig:
-    """How each checkpoint is measured."""
+    """The measurement of each checkpoint."""
 
     prompts: str | None = None  # .jsonl, .txt or Hub dataset; None: checkpoints are not evaluated
     num_prompts: PositiveInt = 16  # taken from them
@@ -140,17 +143,19 @@ def resolve(recipe: TrainConfig, file: Path | None = None, overrides: Iterable[s
 
     Raises `UserError` for unknown keys, values of the wrong type, and a file that is not such a config.
     """
-    values = flatten(contents(recipe))
+    content = contents(recipe)
+    known_keys = list(flatten(content))
     changes = [*_file_values(file), *map(_parse_override, overrides)]
     kind = dict(changes).get("drafter.kind", recipe.drafter.kind)
     if kind != recipe.drafter.kind:
         raise UserError(f"drafter.kind {kind!r} needs its own recipe, this is one for {recipe.drafter.kind}")
     for key, value in changes:
-        if key not in values:
-            near = ", ".join(nearest(key, list(values))) or "none, the config.yaml of any run holds all keys"
+        if key not in known_keys:
+            near = ", ".join(nearest(key, known_keys)) or "none, the config.yaml of any run holds all keys"
             raise UserError(f"unknown key {key!r}; nearest: {near}")
-        values[key] = value
-    config = from_dict(unflatten(values))
+        *parents, last = key.split(".")
+        reduce(getitem, parents, content)[last] = value
+    config = from_dict(content)
     config.explicit_keys = frozenset(key for key, _ in changes)
     return config
 
@@ -231,29 +236,10 @@ def dump(config: TrainConfig) -> str:
     return yaml.safe_dump(contents(config), sort_keys=False)
 
 
-def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
-    """Return nested dicts from one dict by dotted names, as `flatten` takes them apart."""
-    content: dict[str, Any] = {}
-    for name, value in flat.items():
-        *parents, key = name.split(".")
-        part = content
-        for parent in parents:
-            part = part.setdefault(parent, {})
-        part[key] = value
-    return content
-
-
 def _file_values(file: Path | None) -> list[tuple[str, Any]]:
     if file is None:
         return []
-    try:
-        content = yaml.safe_load(file.read_text())
-    except OSError as error:
-        raise UserError(f"config file {file}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"config file {file} is not UTF-8 text") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"config file {file} is not YAML: {' '.join(str(error).split())}") from None
+    content = read_yaml(file, "config file")
     if not isinstance(content, dict):
         raise UserError(f"config file {file} holds no keys: give a config.yaml of a run")
     return list(flatten(content).items())

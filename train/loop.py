@@ -61,7 +61,7 @@ def train(config: TrainConfig) -> Path:
 
 @dataclass
 class StepOutcome:
-    """What is known after a step, alike on all ranks."""
+    """The outcome of a step, alike on all ranks."""
 
     learning_rate: float
     gradient_norm: Tensor | None  # before clipping, a scalar; None where the step was skipped, for it was not finite

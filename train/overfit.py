@@ -1,8 +1,8 @@
 """The overfit gate: a drafter that cannot learn a handful of sequences by heart will not learn anything.
 
-It is trained on N answers of the target until the decoder, on the same prompts, accepts nearly every drafted token. A
-drafter that fails here is wired wrongly, whatever its loss says, and an hour of training would not tell. Steps and
-learning rate are the gate's own: those of a recipe are made for long runs on much text.
+The drafter is trained on N answers of the target until the decoder, on the same prompts, accepts nearly every drafted
+token. A drafter that fails here is wired wrongly, whatever its loss says, and an hour of training would not show it.
+The gate has steps and a learning rate of its own: those of a recipe are made for long runs on much text.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from draftsmith.train.process.stages import Stages
 from draftsmith.train.setup import Setup, set_up
 from draftsmith.train.step import accumulate_gradients, learning_rate, set_learning_rate
 
-GOAL = 0.9  # of the longest possible acceptance length, K + 1
+GOAL = 0.9  # share of the longest possible acceptance length, K + 1
 STEPS = 600
 CHECK_EVERY = 50  # steps
 RATE = 0.3  # learning rate x hidden width, for a step of AdamW to change as much at every width (arXiv 2203.03466)
@@ -34,13 +34,13 @@ LEARNT = 0.9  # an accuracy that counts as learnt by heart
 
 @dataclass
 class Overfit:
-    """How far a drafter got."""
+    """Acceptance and accuracies that a drafter reached."""
 
     acceptance_length: float  # of the decoder
     goal: float
     steps: int
-    accuracies: list[float]  # of each depth, on the true tokens, in training
-    rates: list[float | None]  # of each position, given those before it, in the decoder
+    accuracies: list[float]  # of each depth in training, on the true tokens
+    rates: list[float | None]  # of acceptance in the decoder at each position, where those before it were accepted
     outside_vocabulary: float  # share of the answers' tokens that the drafter cannot propose
 
     @property
@@ -48,7 +48,7 @@ class Overfit:
         return self.acceptance_length >= self.goal
 
     def cause(self) -> str:
-        """Which of the known causes the figures point to."""
+        """Return the known cause that the figures point to, in words."""
         if self.outside_vocabulary > 1 - LEARNT:
             return (
                 f"{self.outside_vocabulary:.0%} of the answers' tokens are not in the draft vocabulary: raise "
@@ -125,7 +125,7 @@ def overfit(config: TrainConfig, num_sequences: int) -> Overfit:
 
 
 class Gate:
-    """The sequences to learn, and how well the decoder follows them."""
+    """The sequences to learn, on which the decoder judges the drafter."""
 
     def __init__(self, setup: Setup, num_sequences: int, config: EvaluationConfig) -> None:
         self.target, self.drafter = setup.target, setup.drafter
@@ -145,10 +145,11 @@ class Gate:
         self.batch = plan.collate([[index] for index in range(len(samples))]).to(self.target.device)
 
     def features(self, _: object, batch: Batch) -> Features:
+        """Return the target's features of a batch, as a `FeatureSource`."""
         return self.target.features(batch, self.drafter.layer_ids)
 
     def judge(self, sums: LossSums, step: int) -> Overfit:
-        """Decode the prompts with the drafter as it is now; `sums` are those of its last training step."""
+        """Decode the prompts with the drafter as it is now. `sums` are those of its last training step."""
         self.drafter.eval()
         output = SpeculativeDecoder(self.target, self.drafter).generate(
             self.prompts, self.num_tokens, draft_length=self.draft_length
@@ -166,6 +167,7 @@ class Gate:
         )
 
     def share_outside_vocabulary(self) -> float:
+        """Return the share of the answers' tokens that the drafter cannot propose."""
         ids = self.drafter.draft_to_target()
         written = torch.tensor([token for answer in self.answers for token in answer])
         return 0.0 if ids is None else float((~torch.isin(written, ids.cpu())).float().mean())

@@ -18,8 +18,6 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.target.identity import check_identity
 from draftsmith.models.target.target import Target
 
-Spans = list[tuple[int, int]]  # trained tokens, [start, end)
-
 CAPTURE_TOKENS = 64  # tokens of a text that captured hidden states are compared on
 SHOWN_PROMPT, SHOWN_ANSWER = 300, 500  # characters of a sample on the console
 
@@ -101,28 +99,24 @@ def check_samples(samples: list[Sample], target: Target, max_length: int, where:
         name = f"the sample of prompt {sample.prompt_index + 1} in {where}"
         check_token_ids(sample.token_ids, target, name)
         check_bos(sample.token_ids, target, name)
-    check_mask([spans_of(sample) for sample in samples], [len(s.token_ids) for s in samples], max_length, where)
+    check_mask(samples, max_length, where)
 
 
-def spans_of(sample: Sample) -> Spans:
-    """Return the spans of a sample without their labels."""
-    return [(span.start, span.end) for span in sample.spans]
-
-
-def check_mask(spans: list[Spans], lengths: list[int], max_length: int, where: str) -> None:
+def check_mask(samples: list[Sample], max_length: int, where: str) -> None:
     """Refuse samples of which no token is trained on after the cut at `max_length`, or every one."""
-    trained = [sum(max(0, min(end, max_length) - start) for start, end in sample) for sample in spans]
-    if not any(trained):
-        if any(start < end for sample in spans for start, end in sample):
-            raise UserError(f"all answers in {where} begin beyond data.max_length={max_length}: raise it")
+    spans = [span for sample in samples for span in sample.spans]
+    num_trained = sum(max(0, min(span.end, max_length) - span.start) for span in spans)
+    if not num_trained and any(span.start < span.end for span in spans):
+        raise UserError(f"all answers in {where} begin beyond data.max_length={max_length}: raise it")
+    if not num_trained:
         raise UserError(f"no token in {where} is trained on, its samples hold no answers: prepare them again")
-    if sum(trained) == sum(min(length, max_length) for length in lengths):
+    if num_trained == sum(min(len(sample.token_ids), max_length) for sample in samples):
         raise UserError(f"every token in {where} is trained on, the prompts too: its spans are wrong, prepare it again")
 
 
 def notice_seen_prompts(evaluated: list[list[int]], samples: list[Sample]) -> None:
     """Say so where prompts of an evaluation are among those trained on: what is measured there is not held out."""
-    seen = {tuple(sample.token_ids[: spans_of(sample)[0][0]]) for sample in samples}
+    seen = {tuple(sample.token_ids[: sample.spans[0].start]) for sample in samples}
     count = sum(tuple(token_ids) in seen for token_ids in evaluated)
     if count:
         notice(
@@ -144,16 +138,16 @@ def notice_padding(target: Target) -> None:
 def shown_sample(sample: Sample, target: Target) -> Text:
     """Return a sample as text; what is trained on is green and between ⟦ ⟧; long stretches are cut in their middle."""
     assert target.tokenizer is not None
-    token_ids, spans = sample.token_ids, spans_of(sample)
+    token_ids = sample.token_ids
     text = Text()
     position = 0
-    for start, end in [*spans, (len(token_ids), len(token_ids))]:
+    for start, end in [*((span.start, span.end) for span in sample.spans), (len(token_ids), len(token_ids))]:
         for ids, trained in ((token_ids[position:start], False), (token_ids[start:end], True)):
             if ids:
                 piece = _shortened(str(target.tokenizer.decode(ids)), SHOWN_ANSWER if trained else SHOWN_PROMPT)
                 text.append(f"⟦{piece}⟧" if trained else piece, style="green" if trained else "dim")
         position = end
-    num_trained = sum(end - start for start, end in spans)
+    num_trained = len(sample.generated())
     return Text(f"a sample; {num_trained} of its {len(token_ids)} tokens are trained on, in ⟦green⟧:\n").append(text)
 
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.sources import read_source
 from draftsmith.data.prompts.splits import deduplicate, prompt_hash
 from draftsmith.models.errors import UserError
+from draftsmith.models.files import read_yaml
 
 
 @dataclass
@@ -65,13 +65,9 @@ def read_mixture(path: Path) -> list[Prompt]:
 
 def load_mixture(path: Path) -> Mixture:
     """Return the checked content of a mixture's file."""
+    content = read_yaml(path, "mixture")
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
         mixture = TypeAdapter(Mixture).validate_python(content)
-    except OSError as error:
-        raise UserError(f"mixture {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"mixture {path} is not YAML: {' '.join(str(error).split())}") from None
     except ValidationError as error:
         wrong = error.errors()[0]
         raise UserError(f"mixture {path}: {'.'.join(map(str, wrong['loc'])) or 'the file'}: {wrong['msg']}") from None

@@ -1,4 +1,4 @@
-"""Where prompts come from: files, folders of source text, and Hub data sets.
+"""Sources of prompts: files, folders of source text, and Hub data sets.
 
 FILE.jsonl, FILE.json, FILE.parquet [:COLUMN]    rows as in prompt_formats.py, or one column of them
 FILE.txt                                         a prompt a line

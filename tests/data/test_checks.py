@@ -39,6 +39,10 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 # --- the mask
 
 
+def sample_of(*spans: tuple[int, int]) -> Sample:
+    return Sample([0] * 10, [Span(*span) for span in spans])
+
+
 @pytest.mark.parametrize(
     ("spans", "max_length", "reason"),
     [
@@ -51,11 +55,11 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 def test_masks_of_nothing_and_of_everything_are_refused(spans: Any, max_length: int, reason: str) -> None:
     """Either trains to the end, with a loss that falls."""
     with pytest.raises(UserError, match=reason):
-        check_mask(spans, [10, 10], max_length, "data")
+        check_mask([sample_of(*pairs) for pairs in spans], max_length, "data")
 
 
 def test_masks_between_are_fine() -> None:
-    check_mask([[(3, 9)], []], [10, 10], 4, "data")
+    check_mask([sample_of((3, 9)), sample_of()], 4, "data")
 
 
 # --- tokens

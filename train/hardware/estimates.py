@@ -110,7 +110,7 @@ def meta_target(config: PretrainedConfig, name: str) -> Target:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one run takes, its target and drafter whole on each device."""
+    """The needs of one run, its target and drafter whole on each device."""
 
     operations: float  # of the whole run
     ends_bytes: float  # of the target: embedding and head

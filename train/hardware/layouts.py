@@ -1,7 +1,7 @@
-"""What the drafter's weights, gradients and optimiser are spread over, as the launcher's config says (recipes/launch).
+"""Layouts of the drafter's weights, gradients and optimiser over devices, as the launcher's config says.
 
-Under DDP each device holds the whole drafter. FSDP2 and DeepSpeed ZeRO hold it in pieces, which are put together for as
-long as a checkpoint is written.
+The configs stand in recipes/launch. Under DDP each device holds the whole drafter. FSDP2 and DeepSpeed ZeRO hold it in
+pieces, which are put together for as long as a checkpoint is written.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Where the target's layers lie, as run.target_placement says, and whether everything fits.
+"""Placement of the target's layers on devices, as run.target_placement says, and a check that everything fits.
 
 The layers are whole on each device ("replicated"), in pieces on all ("sharded"), or in turn on the GPUs of one process
 ("device_map"). Sizes are in bytes, from shapes alone, before anything is loaded.
@@ -88,7 +88,7 @@ def memory_needed(config: TrainConfig, device: torch.device, target: Target) -> 
 
 @dataclass(frozen=True)
 class Placement:
-    """What a device holds, in bytes."""
+    """Bytes that lie on a device."""
 
     layout: str
     target: float  # on the first device of a process
