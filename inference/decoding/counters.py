@@ -1,25 +1,26 @@
 """Counters of speculative decoding, with the names and definitions of vLLM's.
 
-Counted before the cut at the length limit, which is no fault of the drafter's, but not beyond an end-of-text token.
+Tokens are counted before the cut at the length limit, which is no fault of the drafter, but not beyond an end-of-text
+token.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtrit
 
 BOOTSTRAP_SAMPLES = 2000
-LEAST_SAMPLES = 3  # of two things, Student's t asks for 13 standard errors
+LEAST_SAMPLES = 3  # with two, Student's t asks for 13 standard errors
 
 
 @dataclass
 class Stats:
-    """Of one request, or summed over several. Rounds in which nothing was drafted are not drafts.
+    """The counters of one request, or their sum over several. A round in which nothing was drafted is not a draft.
 
-    Counted in the decoder these are whole numbers; expected ones (replay.py) are fractions.
+    The decoder counts whole numbers; the expected counters of a replay are fractions.
     """
 
     draft_length: int  # longest path of a draft
@@ -34,7 +35,7 @@ class Stats:
         self.acceptance_histogram = self.acceptance_histogram or [0] * (self.draft_length + 1)
 
     def count_round(self, num_drafted: int, num_accepted: int) -> None:
-        """One round of one request."""
+        """Count one round of one request."""
         self.num_rounds += 1
         if num_drafted:
             self.num_drafts += 1
@@ -57,7 +58,7 @@ class Stats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens emitted per draft, the bonus token counted: 1 + accepted / drafts. 1 where nothing was drafted."""
+        """Tokens emitted per draft, the bonus token counted: 1 + accepted / drafts; 1 where nothing was drafted."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
@@ -66,12 +67,12 @@ class Stats:
 
     @property
     def per_position_acceptance_rates(self) -> list[float]:
-        """Share of drafts with more than i tokens accepted; unconditional, so it never rises."""
+        """Share of drafts with more than i tokens accepted; it is unconditional, so it never rises with i."""
         return [n / self.num_drafts if self.num_drafts else 0.0 for n in self._at_least()[1:]]
 
     @property
     def conditional_acceptance_rates(self) -> list[float | None]:
-        """Chance that draft i is accepted when all before it were; None where that never happened."""
+        """Share of drafted tokens at depth i that were accepted, if all before them were; None where there was none."""
         at_least = self._at_least()
         return [later / now if now else None for now, later in zip(at_least[:-1], at_least[1:], strict=True)]
 
@@ -91,12 +92,12 @@ class Stats:
         }
 
     def _at_least(self) -> list[float]:
-        """Drafts with at least j accepted tokens, j = 0..draft_length."""
+        """Return the numbers of drafts with at least j accepted tokens, j = 0..draft_length."""
         return [sum(self.acceptance_histogram[j:]) for j in range(self.draft_length + 1)]
 
 
 def total_of(stats: Sequence[Stats]) -> Stats:
-    """Return the sum of at least one."""
+    """Return the sum of the counters of one request or more."""
     return sum(stats[1:], stats[0])
 
 
@@ -106,52 +107,45 @@ Interval = tuple[float, float] | None  # 95 % interval; None where too little wa
 
 
 def interval(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Interval:
-    """95 % interval of a statistic of `count` things, given for samples of them: picks [samples, count] -> [samples].
+    """Return the 95 % interval of a statistic of `count` things; None for fewer than three.
 
-    The statistic, plus and minus its bootstrap standard error times Student's t: percentiles of a bootstrap are too
-    narrow for few things (Hesterberg, What Teachers Should Know About the Bootstrap, 2015). None for fewer than three.
-    The resamples are the same each time.
+    `statistic` maps samples of the things, picks [samples, count], to its values [samples]. The interval is the
+    statistic plus and minus its bootstrap standard error times Student's t, since percentiles of a bootstrap are too
+    narrow for few things (Hesterberg, What Teachers Should Know About the Bootstrap, 2015). The samples are the same
+    each time.
     """
     if count < LEAST_SAMPLES:
         return None
     whole = float(statistic(np.arange(count)[None])[0])
     picks = np.random.default_rng(0).integers(count, size=(BOOTSTRAP_SAMPLES, count))
-    # a resample varies about its own mean, which is sqrt((n - 1) / n) of how the whole does about the truth
+    # samples of the data vary less about the data than the data about the truth, by a factor of sqrt((n - 1) / n)
     error = float(statistic(picks).std()) * math.sqrt(count / (count - 1))
-    reach = student_t(count - 1) * error
+    reach = float(stdtrit(count - 1, 0.975)) * error
     return whole - reach, whole + reach
 
 
-def student_t(freedom: int) -> float:
-    """The 97.5 % point of Student's t: exact for 1 and 2 degrees of freedom, else Abramowitz & Stegun 26.7.5."""
-    if freedom == 1:
-        return math.tan(math.pi * 0.475)
-    if freedom == 2:
-        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
-    z = NormalDist().inv_cdf(0.975)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
-
-
 def length_interval(stats: list[Stats]) -> Interval:
-    """Of the mean acceptance length, over prompts."""
-    return interval(lambda picks: lengths_of(stats, picks), len(stats))
+    """Return the interval of the mean acceptance length over prompts."""
+    return interval(lambda picks: _acceptance_lengths(stats, picks), len(stats))
 
 
-def paired_difference(stats: list[Stats], others: list[Stats]) -> dict[str, Any]:
-    """Acceptance length of one drafter or setting less that of another, its interval over prompts drawn for both."""
-    whole = total_of(stats).mean_acceptance_length - total_of(others).mean_acceptance_length
-    found = interval(lambda picks: lengths_of(stats, picks) - lengths_of(others, picks), len(stats))
-    return {"difference": whole, "ci95": found}
+@dataclass(frozen=True)
+class PairedDifference:
+    """The acceptance length of one drafter or setting less that of another, on the same prompts."""
+
+    difference: float
+    ci95: Interval  # over prompts drawn for both
 
 
-def lengths_of(stats: list[Stats], picks: np.ndarray) -> np.ndarray:
-    """Mean acceptance length of each sample of prompts [samples, prompts]."""
-    accepted = np.array([one.num_accepted_tokens for one in stats])[picks].sum(1)
-    drafts = np.array([one.num_drafts for one in stats])[picks].sum(1)
+def paired_difference(stats: list[Stats], others: list[Stats]) -> PairedDifference:
+    """Return the difference in acceptance length of counters by prompt."""
+    difference = total_of(stats).mean_acceptance_length - total_of(others).mean_acceptance_length
+    ci95 = interval(lambda picks: _acceptance_lengths(stats, picks) - _acceptance_lengths(others, picks), len(stats))
+    return PairedDifference(difference, ci95)
+
+
+def _acceptance_lengths(stats: list[Stats], picks: np.ndarray) -> np.ndarray:
+    """Return the mean acceptance length of each sample of prompts [samples, prompts]."""
+    accepted = np.array([request.num_accepted_tokens for request in stats])[picks].sum(1)
+    drafts = np.array([request.num_drafts for request in stats])[picks].sum(1)
     return 1 + accepted / np.maximum(drafts, 1e-9)

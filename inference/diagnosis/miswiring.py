@@ -1,43 +1,38 @@
 """Experiments with another wiring: another target, template, layers, features, or map of the draft vocabulary.
 
-A drafter's weights fit one wiring only, so that the right one lifts the acceptance at once.
+The weights of a drafter fit one wiring only, so that the right one lifts the acceptance at once.
+
+Shapes: T tokens of a text, Vd draft vocabulary.
 """
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.inference.diagnosis.replayed_drafter import ReplayedDrafter, plus, worthy_gain
+from draftsmith.inference.diagnosis.replayed_drafter import ReplayedDrafter, gain_text, significant_gain
 from draftsmith.inference.measuring.results import Finding
-from draftsmith.inference.replay.replay import (
-    AcceptanceTrace,
-    acceptance_trace,
-    record,
-    replay,
-    select_layers,
-)
+from draftsmith.inference.replay.replay import AcceptanceTrace, acceptance_trace, record, replay, select_layers
 from draftsmith.inference.replay.token_scores import score_drafter, score_target
 from draftsmith.models import Target
-from draftsmith.models.drafters.eagle3 import default_layer_ids
 from draftsmith.models.layers import shift_left
 from draftsmith.models.target.identity import PARTS
-from draftsmith.models.target.target import Features
+from draftsmith.models.target.target import Features, spread_layer_ids
 
-KNOWN = 0.9  # share of first drafted tokens that a drafter has which reads the answer
-LEARNT = 1 / 3  # of that share: what a drafter has at least that learnt something else
-AGAIN = 0.5  # share of places where a drafter that reads the answer drafts the newest token again
-TAIL = 3  # last tokens of a prompt that show the template
+KNOWN = 0.9  # share of first drafted tokens accepted, at least, of a drafter that reads the answer
+LEARNT = 1 / 3  # of that share, what a drafter that learnt something else reaches at least
+AGAIN = 0.5  # share of places, at least, where a drafter that reads the answer drafts the newest token again
+TAIL = 3  # last tokens of a prompt, which show the template
 
 
 # --- another target
 
 
 def other_identity(replayed: ReplayedDrafter) -> Iterator[Finding]:
-    """What the checkpoint says of its target against the target itself."""
+    """Compare what the checkpoint says of its target with the target itself."""
     for key, recorded in (replayed.drafter.trained_for or {}).items():
         name, fingerprint = PARTS[key]
         if recorded != (own := fingerprint(replayed.target)):
@@ -51,42 +46,37 @@ def other_identity(replayed: ReplayedDrafter) -> Iterator[Finding]:
 
 
 def other_template(replayed: ReplayedDrafter) -> Iterator[Finding]:
-    """Prompts that do not end as the target's chat template opens an answer: put them into it, and decode again."""
-    tokenizer, recording = replayed.target.tokenizer, replayed.recording
+    """Put prompts into the target's chat template that do not end as it opens an answer, and decode them again."""
+    target, recording = replayed.target, replayed.recording
+    tokenizer = target.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         return
-    tail = rendered(replayed.target, "x")[-TAIL:]
-    outside = [prompt for prompt in recording.prompts if prompt[-TAIL:] != tail]
+    tail = rendered(target, "x")[-TAIL:]
+    outside = [index for index, prompt in enumerate(recording.prompts) if prompt[-TAIL:] != tail]
     if not outside:
         return
-    contents = [str(tokenizer.decode(prompt, skip_special_tokens=True)) for prompt in outside]
-    prompts = [rendered(replayed.target, content) for content in contents]
-    room = max(map(len, prompts)) + recording.max_new_tokens <= replayed.target.context
-    if not room:
+    contents = [str(tokenizer.decode(recording.prompts[index], skip_special_tokens=True)) for index in outside]
+    prompts = [rendered(target, content) for content in contents]
+    if max(map(len, prompts)) + recording.max_new_tokens > target.context:
         return
     inside = record(
-        replayed.target, prompts, recording.sampling, recording.max_new_tokens, replayed.draft_length, recording.seed
+        target, prompts, recording.sampling, recording.max_new_tokens, replayed.draft_length, recording.seed
     )
-    now = replace(recording, prompts=outside, answers=[
-        answer for prompt, answer in zip(recording.prompts, recording.answers, strict=True) if prompt[-TAIL:] != tail
-    ])  # fmt: skip
-    before, after = (
-        replayed.stats(replay(replayed.target, texts, {"d": replayed.drafter}, replayed.draft_length)["d"])
-        for texts in (now, inside)
-    )
-    if gain := worthy_gain(after, before):
+    traces = replay(target, inside, {"d": replayed.drafter}, replayed.draft_length)["d"]
+    before = replayed.stats([replayed.traces[index] for index in outside])
+    if gain := significant_gain(replayed.stats(traces), before):
         yield Finding(
             "template mismatch",
             {"prompts": len(recording.prompts), "outside_template": len(outside), "gain_inside": gain},
             f"{len(outside)} of {len(recording.prompts)} prompts do not end as the chat template opens an answer; "
-            f"inside it, with the target's answers to that, {plus(gain)}",
+            f"inside it, with the target's answers to that, {gain_text(gain)}",
             "give the prompts as messages, so that they are rendered as in training",
-            gain["difference"],
+            gain.difference,
         )
 
 
 def rendered(target: Target, content: str) -> list[int]:
-    """Token ids of a question in the chat template, opened for the answer."""
+    """Return the token ids of a question in the chat template, opened for the answer."""
     assert target.tokenizer is not None
     messages = [{"role": "user", "content": content}]
     text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -98,60 +88,54 @@ def rendered(target: Target, content: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Wiring:
-    """What a drafter reads of the target."""
+    """The features of the target that a drafter reads."""
 
     layer_ids: tuple[int, ...]
-    shift: int = 0  # features of so many places later
+    shift: int = 0  # each slot gets the features of so many slots later
     before_norm: bool = False  # the last hidden state before the final norm
 
-    def features(self, read: Features, all_ids: tuple[int, ...]) -> Features:
-        """Out of the features of all layers."""
-        last_hidden = read.last_hidden
+    def features(self, features: Features, all_ids: tuple[int, ...]) -> Features:
+        """Return what the drafter reads out of the features of all layers."""
+        last_hidden = features.last_hidden
         if self.before_norm:
-            of_last = select_layers(read, all_ids, all_ids[-1:]).layers
-            assert of_last is not None
-            last_hidden = of_last
-        features = select_layers(Features(last_hidden, read.layers), all_ids, self.layer_ids)
-        layers = features.layers
+            of_last_layer = select_layers(features, all_ids, all_ids[-1:]).layers
+            assert of_last_layer is not None
+            last_hidden = of_last_layer
+        layers = select_layers(features, all_ids, self.layer_ids).layers
         return Features(shifted(last_hidden, self.shift), None if layers is None else shifted(layers, self.shift))
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
-    """x[:, t] <- x[:, t + by], zeros coming in."""
+    """Return x [B, T, ...] with x[:, t + by] at t, and zeros beyond its ends."""
     return shift_left(x, by) if by >= 0 else shift_left(x.flip(1), -by).flip(1)
 
 
-def wirings(replayed: ReplayedDrafter) -> dict[str, Wiring]:
-    """Other wirings that a drafter may have been trained with, by the cause that they would be."""
+def other_wirings(replayed: ReplayedDrafter) -> dict[str, Wiring]:
+    """Return other wirings that the drafter may have been trained with, by their names."""
     own, num_layers = replayed.drafter.layer_ids, replayed.target.num_layers
-    found = {"features shifted (-1)": Wiring(own, -1), "features shifted (+1)": Wiring(own, 1)}
+    wirings = {"features shifted (-1)": Wiring(own, -1), "features shifted (+1)": Wiring(own, 1)}
     if not own:
-        return {**found, "features before the final norm": Wiring((), before_norm=True)}
+        return {**wirings, "features before the final norm": Wiring((), before_norm=True)}
     for layer_ids in (
         tuple(layer_id - 1 for layer_id in own),
         tuple(layer_id + 1 for layer_id in own),
-        tuple(default_layer_ids(num_layers)),
+        tuple(spread_layer_ids(num_layers)),
     ):
         fits = len(layer_ids) == len(own) and layer_ids != own
         if fits and all(1 <= layer_id <= num_layers for layer_id in layer_ids):
-            found[f"layer ids {list(layer_ids)}"] = Wiring(layer_ids)
-    return found
+            wirings[f"layer ids {list(layer_ids)}"] = Wiring(layer_ids)
+    return wirings
 
 
 def other_wiring(replayed: ReplayedDrafter) -> Iterator[Finding]:
-    """The best of the other wirings, where one of them lifts acceptance."""
-    tried = rewired(replayed, wirings(replayed))
-    if not reads_answer(replayed, tried["features shifted (+1)"]):
-        del tried["features shifted (+1)"]
-    gains = {name: gain for name, traces in tried.items() if (gain := replayed.gain(traces))}
+    """Find the best of the other wirings, where one of them lifts acceptance."""
+    traces_by_wiring = traces_with(replayed, other_wirings(replayed))
+    if not reads_answer(replayed, traces_by_wiring["features shifted (+1)"]):
+        del traces_by_wiring["features shifted (+1)"]
+    gains = {name: gain for name, traces in traces_by_wiring.items() if (gain := replayed.gain(traces))}
     if not gains:
         return
-    best = max(gains, key=lambda name: gains[name]["difference"])
-    measured = {
-        "layer_ids": list(replayed.drafter.layer_ids),
-        "first_accepted": replayed.first_accepted(replayed.traces),
-        "tried": gains,
-    }
+    best = max(gains, key=lambda name: gains[name].difference)
     if best.startswith("layer ids"):
         cause, mend = "wrong layer ids", f"give {best}, counted after N layers, in the drafter's config"
     elif best == "features shifted (+1)":
@@ -159,45 +143,56 @@ def other_wiring(replayed: ReplayedDrafter) -> Iterator[Finding]:
         mend = "train it, and if it was, look for labels shifted by one: it learnt from features that hold the answer"
     else:
         cause, mend = best.partition(" (")[0], "train it on the features that the decoder gives"
-    yield Finding(cause, measured, f"with {best}, {plus(gains[best])}", mend, gains[best]["difference"])
+    measured = {
+        "layer_ids": list(replayed.drafter.layer_ids),
+        "first_accepted": replayed.first_accepted(replayed.traces),
+        "tried": gains,
+    }
+    yield Finding(cause, measured, f"with {best}, {gain_text(gains[best])}", mend, gains[best].difference)
 
 
-def rewired(replayed: ReplayedDrafter, tried: dict[str, Wiring]) -> dict[str, list[AcceptanceTrace]]:
-    """The traces under each wiring; one pass of the target a text."""
-    layer_ids = {layer_id for wiring in tried.values() for layer_id in wiring.layer_ids}
-    all_ids = tuple(sorted({*layer_ids, replayed.target.num_layers}))
-    traces: dict[str, list[AcceptanceTrace]] = {name: [] for name in tried}
+def traces_with(replayed: ReplayedDrafter, wirings: dict[str, Wiring]) -> dict[str, list[AcceptanceTrace]]:
+    """Return the traces under each wiring. The target reads each text once."""
+    target, recording = replayed.target, replayed.recording
+    layer_ids = {layer_id for wiring in wirings.values() for layer_id in wiring.layer_ids}
+    all_ids = tuple(sorted({*layer_ids, target.num_layers}))
+    traces: dict[str, list[AcceptanceTrace]] = {name: [] for name in wirings}
     for index in range(len(replayed.traces)):
-        batch, sampling = replayed.recording.batch(index, replayed.target.device), replayed.recording.sampling
-        read = replayed.target.features(batch, all_ids)
-        rated = score_target(replayed.target, read.last_hidden, batch, sampling)
-        for name, wiring in tried.items():
-            features = wiring.features(read, all_ids)
-            scores = score_drafter(replayed.drafter, batch, features, replayed.draft_length, sampling)
-            traces[name].append(acceptance_trace(replayed.recording, index, rated, scores))
+        batch = recording.batch(index, target.device)
+        features = target.features(batch, all_ids)
+        target_scores = score_target(target, features.last_hidden, batch, recording.sampling)
+        for name, wiring in wirings.items():
+            own = wiring.features(features, all_ids)
+            scores = score_drafter(replayed.drafter, batch, own, replayed.draft_length, recording.sampling)
+            traces[name].append(acceptance_trace(recording, index, target_scores, scores))
     return traces
 
 
-def reads_answer(replayed: ReplayedDrafter, later: list[AcceptanceTrace]) -> bool:
-    """Whether it was trained on features of a place later, if at all: those hold the answer, and lift others too.
+def reads_answer(replayed: ReplayedDrafter, shifted_traces: list[AcceptanceTrace]) -> bool:
+    """Return whether the drafter was trained on features of a slot later, if at all, from its traces on those.
 
-    Not so a drafter that learnt something: that gets some right, and does not draft the newest token again.
+    Such features hold the answer, and lift the acceptance of other drafters, too. But a drafter that learnt something
+    else gets some tokens right on its own features, and does not draft the newest token again.
     """
-    ids = replayed.target_ids()
+    ids = replayed.target_ids
     again = [
-        ids[one.choice[:-1, 0]] == np.array(answer[: len(one.choice) - 1])
-        for one, answer in zip(replayed.traces, replayed.recording.answers, strict=True)
+        ids[trace.choice[:-1, 0]] == np.array(answer[: len(trace.choice) - 1])
+        for trace, answer in zip(replayed.traces, replayed.recording.answers, strict=True)
     ]
-    reads_it = replayed.first_accepted(later)
-    learnt_nothing = replayed.first_accepted(replayed.traces) < LEARNT * reads_it
-    return (learnt_nothing and reads_it >= KNOWN) or float(np.concatenate(again).mean()) >= AGAIN
+    with_answer = replayed.first_accepted(shifted_traces)
+    learnt_nothing = replayed.first_accepted(replayed.traces) < LEARNT * with_answer
+    return (learnt_nothing and with_answer >= KNOWN) or float(np.concatenate(again).mean()) >= AGAIN
 
 
 # --- the draft vocabulary
 
 
 def other_map(replayed: ReplayedDrafter) -> Iterator[Finding]:
-    """A map of the first ids only, or of others than `t2d` marks: what those bring, or a map found on other texts."""
+    """Find out what another map to target ids brings, where the drafter's own looks wrong.
+
+    A map looks wrong that has other ids than `t2d` marks, and then that map is tried; or the first ids only, and then
+    one is tried that was fitted to the other texts.
+    """
     ids, marked = replayed.drafter.draft_to_target(), getattr(replayed.drafter, "t2d", None)
     if ids is None:
         return
@@ -208,26 +203,30 @@ def other_map(replayed: ReplayedDrafter) -> Iterator[Finding]:
         maps, source = fitted_maps(replayed), "a map fitted to the other texts"
     else:
         return
-    read = iter(maps)
-    if gain := replayed.gain(
-        replayed.with_accept(lambda one, accept: (next(read)[one.choice] == one.following).astype(float))
-    ):
-        low = float((replayed.target_ids() == np.arange(len(ids))).mean())
+    next_map = iter(maps)
+    gain = replayed.gain(
+        replayed.with_accept(lambda trace, accept: (next(next_map)[trace.choice] == trace.following).astype(float))
+    )
+    if gain:
+        unmapped = float((replayed.target_ids == np.arange(len(ids))).mean())
         yield Finding(
             "missing d2t",
-            {"share_of_ids_unmapped": low, "gain": gain},
-            f"{low:.0%} of the draft ids stand for the target's token of the same number; with {source}, {plus(gain)}",
+            {"share_of_ids_unmapped": unmapped, "gain": gain},
+            f"{unmapped:.0%} of the draft ids stand for the target's token of the same number; with {source}, "
+            f"{gain_text(gain)}",
             "write d2t, target id less draft id, as it was in training: it lies with the checkpoint",
-            gain["difference"],
+            gain.difference,
         )
 
 
 def fitted_maps(replayed: ReplayedDrafter) -> list[np.ndarray]:
-    """For each text a map [Vd]: the token that stood most often, in the other texts, where a draft id was likeliest."""
-    pairs = [list(zip(one.choice[:, 0].tolist(), one.following[:, 0].tolist(), strict=True)) for one in replayed.traces]
+    """Return a map [Vd] for each text: the commonest token, in the other texts, where a draft id was likeliest."""
+    pairs = [
+        list(zip(trace.choice[:, 0].tolist(), trace.following[:, 0].tolist(), strict=True)) for trace in replayed.traces
+    ]
     maps = []
     for index in range(len(pairs)):
-        fitted = np.full(len(replayed.target_ids()), -2)
+        fitted = np.full(len(replayed.target_ids), -2)
         counts = Counter(pair for number, text in enumerate(pairs) if number != index for pair in text)
         for (choice, token), _ in reversed(counts.most_common()):  # the commonest is written last
             if choice >= 0 and token >= 0:

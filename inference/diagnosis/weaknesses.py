@@ -1,4 +1,4 @@
-"""What costs a rightly wired drafter: its vocabulary, its later depths, an unsure target, a temperature, other texts.
+"""What a rightly wired drafter may lack: vocabulary, later depths, a sure target, a low temperature, known texts.
 
 Each is undone in the replayed chances of acceptance. Shapes: N places of an answer where a round can start, K depths.
 """
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from draftsmith.inference.decoding.counters import Stats, length_interval
+from draftsmith.inference.decoding.counters import Stats, length_interval, total_of
 from draftsmith.inference.diagnosis.replayed_drafter import (
+    LEAST_COST,
     LEAST_PROMPTS,
-    WORTH,
     ReplayedDrafter,
-    plus,
-    worthy_gain,
+    gain_text,
+    significant_gain,
 )
 from draftsmith.inference.measuring.results import Finding
 
@@ -22,59 +22,49 @@ SURE = 0.5  # probability of the target's likeliest token from which on it is su
 
 
 def outside_vocabulary(replayed: ReplayedDrafter) -> Iterator[Finding]:
-    """Tokens that the drafter cannot propose, as if they were accepted as often as the others."""
+    """Find out what tokens cost that the drafter cannot propose, by accepting them as often as the others."""
     if replayed.drafter.draft_to_target() is None:
         return
-    ids = replayed.target_ids()
-    outside = [~np.isin(one.following, ids) & (one.following >= 0) for one in replayed.traces]
-    share = float(np.concatenate([one[:, 0] for one in outside]).mean())
-    inside_rate = pooled(replayed, [~one for one in outside])
-    if gain := replayed.gain(
-        replayed.with_accept(lambda one, accept: np.where(np.isin(one.following, ids), accept, inside_rate))
-    ):
+    ids = replayed.target_ids
+    outside = [~np.isin(trace.following, ids) & (trace.following >= 0) for trace in replayed.traces]
+    share = float(np.concatenate([mark[:, 0] for mark in outside]).mean())
+    inside_rate = replayed.accepted_share(marks=[~mark for mark in outside])
+    gain = replayed.gain(
+        replayed.with_accept(lambda trace, accept: np.where(np.isin(trace.following, ids), accept, inside_rate))
+    )
+    if gain:
         yield Finding(
             "draft vocabulary",
             {"share_outside": share, "draft_vocabulary": len(ids), "gain": gain},
             f"{share:.1%} of the target's tokens are not among the {len(ids)} that the drafter can propose; accepted "
-            f"as often as the others, {plus(gain)}",
+            f"as often as the others, {gain_text(gain)}",
             "choose it by how often this target writes each token on such prompts, or raise drafter.draft_vocab_size",
-            gain["difference"],
+            gain.difference,
         )
 
 
-def pooled(replayed: ReplayedDrafter, marks: list[np.ndarray]) -> np.ndarray:
-    """Of the drafts offered at marked places [N, K], the share accepted at each depth, [K]."""
-    weights = [replayed.weights(index) * mark for index, mark in enumerate(marks)]
-    accepted = sum((weight * replayed.accept(index)).sum(0) for index, weight in enumerate(weights))
-    return np.asarray(accepted / np.maximum(sum(weight.sum(0) for weight in weights), 1e-9))
-
-
 def decay(replayed: ReplayedDrafter) -> Iterator[Finding]:
-    """Later tokens of a draft, as if each were as good as the first one of a draft that starts there.
+    """Find out what later tokens of a draft lose, by making each as good as the first one of a draft that starts there.
 
-    The same tokens of the same texts are compared, so that what is left is not how hard they are.
+    The same tokens of the same texts are compared, so that it makes no difference how hard they are.
     """
     if replayed.draft_length < 2:
         return
-    fresh = replayed.with_accept(lambda one, accept: as_first(accept))
-    every = [np.ones_like(one.rank, dtype=bool) for one in replayed.traces]
-    found, gain = pooled(replayed, every), replayed.gain(fresh)
-    weights = [replayed.weights(index) for index in range(len(replayed.traces))]
-    firsts = sum((w * one.accept[replayed.mode]).sum(0) for w, one in zip(weights, fresh, strict=True))
-    expected = np.asarray(firsts / np.maximum(sum(w.sum(0) for w in weights), 1e-9))
-    if gain:
+    as_first_tokens = replayed.with_accept(lambda trace, accept: as_first(accept))
+    rates, first_rates = replayed.accepted_share(), replayed.accepted_share(as_first_tokens)
+    if gain := replayed.gain(as_first_tokens):
         yield Finding(
             "decay with depth",
-            {"conditional_rates": found.tolist(), "as_first_tokens": expected.tolist(), "gain": gain},
-            f"accepted by depth, given those before: {listed(found)}; the same tokens as first of a draft: "
-            f"{listed(expected)}; without that fall {plus(gain)}",
+            {"conditional_rates": rates.tolist(), "as_first_tokens": first_rates.tolist(), "gain": gain},
+            f"accepted by depth, given those before: {listed(rates)}; the same tokens as first of a draft: "
+            f"{listed(first_rates)}; without that fall {gain_text(gain)}",
             "train as many depths as are drafted, longer, or draft fewer tokens",
-            gain["difference"],
+            gain.difference,
         )
 
 
 def as_first(accept: np.ndarray) -> np.ndarray:
-    """[N, K] -> a[i + j, 0] at [i, j]; 0 beyond the text"""
+    """Return [N, K] with a[i + j, 0] at [i, j], and 0 beyond the text."""
     places, depth = accept.shape
     first = np.pad(accept[:, 0], (0, depth))
     return np.stack([first[j : j + places] for j in range(depth)], 1)
@@ -85,84 +75,97 @@ def listed(rates: np.ndarray) -> str:
 
 
 def uncertain_target(replayed: ReplayedDrafter) -> Iterator[Finding]:
-    """What no drafter of one token can reach where the target draws; and where it is unsure, what it costs this one."""
+    """Find out what it costs that the target is unsure.
+
+    Where it draws, that is how far no drafter of single tokens can reach; in greedy decoding, how much less often this
+    drafter is right where the target is unsure.
+    """
     if not replayed.recording.sampling.greedy:
-        ceiling = replayed.stats(replayed.with_accept(lambda one, accept: one.best))
-        now = sum(ceiling[1:], ceiling[0])
-        lost = replayed.draft_length + 1 - now.mean_acceptance_length
-        if lost >= WORTH and (now.conditional_acceptance_rates[0] or 0) < LOW_FIRST:
-            yield Finding(
-                "high target entropy",
-                {"ceiling_acceptance_length": now.mean_acceptance_length},
-                f"the target draws so evenly that the best single proposals have an acceptance length of "
-                f"{now.mean_acceptance_length:.2f} at most",
-                "lower temperature or top-p where that serves, verify by probability, or draft trees",
-                lost,
-            )
+        yield from even_draws(replayed)
         return
-    sure = [one.best >= SURE for one in replayed.traces]
-    share = 1 - float(np.concatenate([one[:, 0] for one in sure]).mean())
-    at_sure, at_unsure = pooled(replayed, sure), pooled(replayed, [~one for one in sure])
-    gain = replayed.gain(replayed.with_accept(lambda one, accept: np.where(one.best >= SURE, accept, at_sure)))
+    sure = [trace.best >= SURE for trace in replayed.traces]
+    share = 1 - float(np.concatenate([mark[:, 0] for mark in sure]).mean())
+    at_sure, at_unsure = replayed.accepted_share(marks=sure), replayed.accepted_share(marks=[~mark for mark in sure])
+    gain = replayed.gain(replayed.with_accept(lambda trace, accept: np.where(trace.best >= SURE, accept, at_sure)))
     if gain and at_unsure[0] < LOW_FIRST <= at_sure[0]:
         yield Finding(
             "high target entropy",
             {"share_unsure": share, "accepted_where_sure": at_sure[0], "accepted_where_unsure": at_unsure[0]},
             f"at {share:.0%} of the places the target gives no token {SURE:.0%}; first tokens are accepted in "
-            f"{at_unsure[0]:.2f} there and in {at_sure[0]:.2f} elsewhere; without the difference {plus(gain)}",
+            f"{at_unsure[0]:.2f} there and in {at_sure[0]:.2f} elsewhere; without the difference {gain_text(gain)}",
             "draft fewer tokens, or trees, on such text: this is no fault of the drafter",
-            gain["difference"],
+            gain.difference,
+        )
+
+
+def even_draws(replayed: ReplayedDrafter) -> Iterator[Finding]:
+    """Find out how far a drafter falls short that always proposes the target's likeliest token."""
+    ceiling = total_of(replayed.stats(replayed.with_accept(lambda trace, accept: trace.best)))
+    length = ceiling.mean_acceptance_length
+    lost = replayed.draft_length + 1 - length
+    if lost >= LEAST_COST and (ceiling.conditional_acceptance_rates[0] or 0) < LOW_FIRST:
+        yield Finding(
+            "high target entropy",
+            {"ceiling_acceptance_length": length},
+            f"the target draws so evenly that the best single proposals have an acceptance length of {length:.2f} at "
+            "most",
+            "lower temperature or top-p where that serves, verify by probability, or draft trees",
+            lost,
         )
 
 
 def temperature(drawn: list[Stats], greedy: list[Stats], above_zero: float) -> Iterator[Finding]:
-    """The same drafter and prompts at a temperature above 0 and at 0, by prompt."""
-    if gain := worthy_gain(greedy, drawn):
+    """Compare the drafter on the same prompts at a temperature above 0 and at 0, from counters by prompt."""
+    if gain := significant_gain(greedy, drawn):
         yield Finding(
             "temperature",
             {"temperature": above_zero, "gain_at_0": gain},
-            f"at temperature 0 instead of {above_zero:g}, {plus(gain)}",
+            f"at temperature 0 instead of {above_zero:g}, {gain_text(gain)}",
             "lower the temperature where that serves, or train on text drawn at it",
-            gain["difference"],
+            gain.difference,
         )
 
 
 def domain_shift(replayed: ReplayedDrafter) -> Iterator[Finding]:
-    """A domain whose interval lies below that of all others together."""
-    stats, domains = replayed.stats(replayed.traces), replayed.domains
-    for domain in dict.fromkeys(domains):
-        own = [one for one, name in zip(stats, domains, strict=True) if name == domain]
-        others = [one for one, name in zip(stats, domains, strict=True) if name != domain]
+    """Find the domains whose interval lies below that of all others together."""
+    stats = replayed.stats(replayed.traces)
+    by_domain = list(zip(replayed.domains, stats, strict=bool(replayed.domains)))
+    for domain in dict.fromkeys(replayed.domains):
+        own = [counters for name, counters in by_domain if name == domain]
+        others = [counters for name, counters in by_domain if name != domain]
         if min(len(own), len(others)) < LEAST_PROMPTS:
             continue
         here, there = length_interval(own), length_interval(others)
-        assert here is not None
-        assert there is not None
-        length, elsewhere = (sum(s[1:], s[0]).mean_acceptance_length for s in (own, others))
-        cost = elsewhere - sum(stats[1:], stats[0]).mean_acceptance_length
-        if here[1] < there[0] and elsewhere - length >= WORTH:
+        assert here
+        assert there
+        length, elsewhere = (total_of(counters).mean_acceptance_length for counters in (own, others))
+        if here[1] < there[0] and elsewhere - length >= LEAST_COST:
             yield Finding(
                 "domain shift",
                 {"domain": domain, "acceptance_length": length, "ci95": here, "elsewhere": elsewhere},
                 f"acceptance length {length:.2f} [{here[0]:.2f}, {here[1]:.2f}] on {domain or 'prompts of no domain'}, "
                 f"{elsewhere:.2f} [{there[0]:.2f}, {there[1]:.2f}] on the others",
                 "train on the target's own answers to prompts of that domain",
-                cost,
+                elsewhere - total_of(stats).mean_acceptance_length,
             )
 
 
 def less_than_before(replayed: ReplayedDrafter) -> Iterator[Finding]:
-    """Less than half of the first tokens that were accepted before, and no other cause found."""
+    """Find out whether less than half of the first tokens are accepted that were accepted before."""
     first, reference = replayed.first_accepted(replayed.traces), replayed.reference
     if reference is None or first >= 0.5 * reference.first_accepted:
         return
-    measured = {"first_accepted": first, "before": reference.first_accepted, "source": reference.source}
-    evidence = (
-        f"{first:.2f} of the first drafted tokens are accepted, {reference.first_accepted:.2f} by {reference.source}"
-    )
     if reference.in_training:
+        cause, where = "position-0 collapse", "in training"
         mend = "compare what training read with what the decoder gives: layers, positions, tokens, masks, template"
-        yield Finding("position-0 collapse", measured, f"{evidence}, in training", mend, None)
     else:
+        cause, where = "domain shift", "on other prompts"
         mend = "train on the target's own answers to prompts like these"
-        yield Finding("domain shift", measured, f"{evidence}, on other prompts", mend, None)
+    yield Finding(
+        cause,
+        {"first_accepted": first, "before": reference.first_accepted, "source": reference.source},
+        f"{first:.2f} of the first drafted tokens are accepted, {reference.first_accepted:.2f} by {reference.source}, "
+        f"{where}",
+        mend,
+        None,
+    )

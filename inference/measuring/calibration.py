@@ -7,9 +7,8 @@ adaptive draft length or a dynamic tree can only be as good as the confidence th
 import numpy as np
 
 from draftsmith.inference.measuring.results import CalibrationBin
-from draftsmith.inference.replay.replay import AcceptanceTrace, starts, survival
+from draftsmith.inference.replay.replay import AcceptanceTrace, chance_offered
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
-from draftsmith.models.sampling.trees import Chain
 
 NUM_BINS = 10  # of equal width
 
@@ -22,25 +21,17 @@ def calibration_bins(
     A bin counts the drafts whose every token before was accepted. So over all bins of a depth the share accepted is its
     conditional acceptance rate.
     """
-    offered, confidence, accepted = (
-        np.concatenate(arrays) for arrays in zip(*(offers(trace, draft_length, mode) for trace in traces), strict=True)
-    )
+    offered = np.concatenate([chance_offered(trace, draft_length, mode) for trace in traces])
+    confidence = np.concatenate([trace.confidence[:, :draft_length] for trace in traces])
+    accepted = np.concatenate([trace.accept[mode][:, :draft_length] for trace in traces])
     return [depth_bins(*depth) for depth in zip(offered.T, confidence.T, accepted.T, strict=True)]
 
 
-def offers(
-    trace: AcceptanceTrace, draft_length: int, mode: VerificationMode
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return of each place and depth [N, K] the chance that its token was offered, its confidence, and the chance that
-    it was kept."""
-    alive = survival(trace, Chain(draft_length), mode)
-    before = np.concatenate([np.ones((len(alive), 1)), alive[:, :-1]], 1)
-    columns = slice(draft_length)
-    return starts(alive, trace.limit)[:, None] * before, trace.confidence[:, columns], trace.accept[mode][:, columns]
-
-
 def depth_bins(offered: np.ndarray, confidence: np.ndarray, accepted: np.ndarray) -> list[CalibrationBin]:
-    """Return the bins of one depth from what `offers` gives of it, three arrays [N]."""
+    """Return the bins of one depth from the chance of its drafts to be offered, their confidence and their acceptance.
+
+    These are arrays [N]. An empty bin is left out.
+    """
     bins = []
     numbers = np.minimum((confidence * NUM_BINS).astype(int), NUM_BINS - 1)
     for number in range(NUM_BINS):

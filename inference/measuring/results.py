@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator
 
-from draftsmith.inference.decoding.counters import Interval, Stats
+from draftsmith.inference.decoding.counters import Interval, PairedDifference, Stats
 from draftsmith.inference.decoding.schedule import AnySchedule, schedule_from_json
 from draftsmith.inference.verification.acceptance_rules import LOSSY, VerificationMode
 from draftsmith.models.errors import UserError, first_line
@@ -183,11 +183,9 @@ class TeacherForced:
 
 
 @dataclass(frozen=True)
-class TeacherForcedGap:
+class TeacherForcedGap(PairedDifference):
     """The decoder's acceptance length less the one that training predicts, with its interval over prompts."""
 
-    difference: float
-    ci95: Interval
     flagged: bool  # larger than chance and rounding explain
 
 

@@ -62,9 +62,9 @@ def gap_to_training(forced: list[Stats], decoded: list[Stats]) -> TeacherForcedG
     against a small lean of rounding.
     """
     gap, reach = paired_difference(decoded, forced), TOLERANCE * total_of(forced).mean_acceptance_length
-    low, high = gap["ci95"] or (0.0, 0.0)
+    low, high = gap.ci95 or (0.0, 0.0)
     beyond_chance = len(forced) >= LEAST_PROMPTS and not low <= 0 <= high
-    return TeacherForcedGap(**gap, flagged=beyond_chance and abs(gap["difference"]) > reach)
+    return TeacherForcedGap(**vars(gap), flagged=beyond_chance and abs(gap.difference) > reach)
 
 
 def predicted_acceptance(forced: list[Stats]) -> TeacherForced:

@@ -240,6 +240,13 @@ def starts(alive: np.ndarray, limit: int) -> np.ndarray:
     return np.where(np.arange(places) < limit - 1, chance[:places], 0)
 
 
+def chance_offered(trace: AcceptanceTrace, draft_length: int, mode: VerificationMode) -> np.ndarray:
+    """Return the chance, [N, K], that a round starts at a place and that all tokens before a depth are accepted."""
+    alive = survival(trace, Chain(draft_length), mode)
+    before = np.concatenate([np.ones((len(alive), 1)), alive[:, :-1]], 1)
+    return starts(alive, trace.limit)[:, None] * before
+
+
 def expected_stats(trace: AcceptanceTrace, shape: Chain | StaticTree, mode: VerificationMode) -> Stats:
     """Return the decoder's counters on this text, in expectation over drafts and the coins of their acceptance."""
     alive = survival(trace, shape, mode)

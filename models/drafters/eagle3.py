@@ -43,7 +43,7 @@ from draftsmith.models.losses.chain_loss import ChainLoss, Depth
 from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import Window
-from draftsmith.models.target.target import Features, Target, check_layer_ids
+from draftsmith.models.target.target import Features, Target, check_layer_ids, spread_layer_ids
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Eagle3(Drafter):
         if not 0 <= config.kl_share < 1:
             raise UserError(f"drafter.kl_share={config.kl_share}: give a share of the training from 0 to below 1")
         self.layer_config, self.target, self.training_depth = layer_config, target, config.unroll_steps
-        self.layer_ids = check_layer_ids(config.layer_ids or default_layer_ids(target.num_layers), target)
+        self.layer_ids = check_layer_ids(config.layer_ids or spread_layer_ids(target.num_layers), target)
         width, vocab = layer_config.hidden_size, config.draft_vocab_size or target.vocab_size
         self.config = replace(
             config,
@@ -222,7 +222,7 @@ class Eagle3(Drafter):
             if config.get(flag):
                 raise UserError(f"this EAGLE-3 drafter was trained with {flag}, which draftsmith does not know")
         own = config.get("draftsmith", {})
-        layer_ids = config.get("eagle_aux_hidden_state_layer_ids") or default_layer_ids(target.num_layers)
+        layer_ids = config.get("eagle_aux_hidden_state_layer_ids") or spread_layer_ids(target.num_layers)
         sizes = {
             "layer_ids": list(layer_ids),
             "draft_vocab_size": config.get("draft_vocab_size"),
@@ -271,9 +271,3 @@ class Eagle3Cache(EagleCache):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(self.final_norm(hidden), self.head)
-
-
-def default_layer_ids(num_layers: int) -> list[int]:
-    """The reference's low, middle and high layer; for shallow targets, where those collide, spread out."""
-    ids = [2, num_layers // 2, num_layers - 3]
-    return ids if ids == sorted(set(ids)) else sorted({1, max(1, num_layers // 2), max(1, num_layers - 1)})

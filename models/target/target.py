@@ -381,6 +381,12 @@ def check_layer_ids(layer_ids: Iterable[int], target: Target) -> tuple[int, ...]
     return ids
 
 
+def spread_layer_ids(num_layers: int) -> list[int]:
+    """Return the ids of a low, a middle and a high layer, as EAGLE-3 reads them; a shallow target's are spread out."""
+    ids = [2, num_layers // 2, num_layers - 3]
+    return ids if ids == sorted(set(ids)) else sorted({1, max(1, num_layers // 2), max(1, num_layers - 1)})
+
+
 def pick_device(device: str | torch.device | None) -> torch.device:
     """The given device, else the GPU if there is one, else the CPU. A GPU named by its index becomes the current one,
     on which Triton launches and CUDA graphs, events and fresh tensors live."""

@@ -85,7 +85,7 @@ def replayed_rows(
             row = {"drafter": name, **replayed_row(prompts, sampling, shape, mode, stats, settings, traces[name])}
             if name != first and (shape, mode) in shapes_and_modes(drafters[first], sampling, settings, trees):
                 others = [expected_stats(trace, shape, mode) for trace in traces[first]]
-                row["difference"] = {"from": first, **paired_difference(stats, others)}
+                row["difference"] = {"from": first, **to_json(paired_difference(stats, others))}
             rows.append(row)
     return rows
 

@@ -184,9 +184,9 @@ def test_the_difference_is_paired() -> None:
         [Stats(2, n, 2 * n, accepted) for n, accepted in zip((10, 30, 20), accepted_tokens, strict=True)]
         for accepted_tokens in ((5, 3, 9), (15, 33, 29))
     )
-    assert paired_difference(many, few)["difference"] == pytest.approx(1)
-    assert paired_difference(many, few)["ci95"] == pytest.approx([1, 1])
-    assert paired_difference(many[:2], few[:2])["ci95"] is None
+    assert paired_difference(many, few).difference == pytest.approx(1)
+    assert paired_difference(many, few).ci95 == pytest.approx([1, 1])
+    assert paired_difference(many[:2], few[:2]).ci95 is None
 
 
 def test_what_cannot_be_replayed_is_refused(tiny_target: Target) -> None:

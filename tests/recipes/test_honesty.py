@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
-from draftsmith.inference.decoding.counters import Interval, Stats, length_interval, student_t
+from draftsmith.inference.decoding.counters import Interval, Stats, length_interval
 from draftsmith.inference.decoding.decoder import Output, OutputStats, RequestTimes, Timing
 from draftsmith.inference.measuring.bandwidth import bandwidth_floor_share
 from draftsmith.inference.measuring.baselines import Baseline, make_baselines
@@ -266,12 +266,6 @@ def test_the_interval_of_an_acceptance_length_covers(count: int) -> None:
 
 def share_that_covers(truth: float, intervals: list[Interval]) -> float:
     return sum(low <= truth <= high for low, high in filter(None, intervals)) / len(intervals)
-
-
-def test_students_t() -> None:
-    """Against a table."""
-    table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365, 10: 2.228, 39: 2.023, 1000: 1.962}
-    assert {freedom: student_t(freedom) for freedom in table} == pytest.approx(table, rel=0.01)
 
 
 def test_latencies_are_those_of_requests() -> None:
