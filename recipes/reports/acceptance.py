@@ -173,7 +173,7 @@ def diagnosis(data: ReportData) -> Section:
     """List the causes for every result whose acceptance is low: each cause once, where it costs most."""
     rows: list[Row] = []
     notes = []
-    for drafter in [*data.drafters, *data.elsewhere]:
+    for drafter in data.all_drafters:
         low = [row for row in drafter.results if row.diagnosis is not None]
         causes: dict[str, list[tuple[Finding, Result]]] = {}
         for row in low:

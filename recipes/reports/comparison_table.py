@@ -22,15 +22,16 @@ PLAIN = "none"  # the kind of plain decoding among drafters
 
 
 def compared(data: ReportData) -> Section:
-    blocks = by_setting([*data.drafters, *data.elsewhere])
-    leading = leading_setting(data, blocks)
+    _, leading = data.leader
+    blocks = by_setting(data.all_drafters)
+    (first,) = [setting for setting, block in blocks.items() if any(row is leading for _, row in block)]
     return Section(
         "drafters",
         "Drafters compared",
         "What counts is the speedup: green where its 95 % interval lies above 1, red where below. A round of plain "
         "decoding is one step.",
-        [comparison_table(leading, blocks[leading])],
-        folded=[comparison_table(setting, block) for setting, block in blocks.items() if setting != leading],
+        [comparison_table(first, blocks[first])],
+        folded=[comparison_table(setting, block) for setting, block in blocks.items() if setting != first],
         notes=[
             f"Certificate of losslessness, {certificate_text(drafter.name, drafter.evaluation.certificate)}"
             for drafter in data.drafters
@@ -40,12 +41,11 @@ def compared(data: ReportData) -> Section:
 
 
 def domains(data: ReportData) -> Section:
-    blocks = by_setting([*data.drafters, *data.elsewhere])
     return Section(
         "domains",
         "Domains",
         "The same drafter on each kind of prompt. A domain that falls behind wants training text of its own.",
-        [domain_table(blocks[leading_setting(data, blocks)])],
+        [domain_table(data.at_leading_setting())],
     )
 
 
@@ -62,12 +62,6 @@ def by_setting(drafters: list[MeasuredDrafter]) -> dict[str, list[DrafterResult]
     for block in blocks.values():
         block.sort(key=lambda pair: (not pair[0].is_trained, pair[0].kind == PLAIN, -pair[1].speed.speedup))
     return blocks
-
-
-def leading_setting(data: ReportData, blocks: dict[str, list[DrafterResult]]) -> str:
-    """Return the setting of the result that the report leads with."""
-    _, leading = data.leader
-    return next(setting for setting, block in blocks.items() if any(row is leading for _, row in block))
 
 
 def comparison_table(setting: str, block: list[DrafterResult]) -> Table:

@@ -40,21 +40,21 @@ def certificate_text(drafter: str, certificate: Certificate | None) -> str:
 
 def divergences(data: ReportData) -> list[str]:
     """Return a line for every measurement, of any checkpoint or drafter, whose output was not plain decoding's."""
-    measured: dict[int, tuple[str, Result]] = {}  # by identity: a run's best checkpoint is a drafter, too
+    measured = [
+        (", ".join(filter(None, (drafter.name, drafter.note))), drafter.evaluation) for drafter in data.all_drafters
+    ]
     for run in data.runs:
         for checkpoint in run.checkpoints:
             place = f"{run.name}, step {checkpoint.step}"
-            measured |= {id(row): (place, row) for row in checkpoint.evaluation.results}
-            for name, baseline in checkpoint.baselines.items():
-                measured |= {id(row): (f"{name} beside {place}", row) for row in baseline.results}
-    for drafter in [*data.drafters, *data.elsewhere]:
-        for row in drafter.results:
-            measured.setdefault(id(row), (", ".join(filter(None, (drafter.name, drafter.note))), row))
-    return [
+            measured.append((place, checkpoint.evaluation))
+            measured += [(f"{name}, measured beside {place}", beside) for name, beside in checkpoint.baselines.items()]
+    lines = [
         f"{name}, {setting_name(row.setting)}: {lossless_text(row)}"
-        for name, row in measured.values()
+        for name, evaluation in measured
+        for row in evaluation.results
         if row.lossless.divergences
     ]
+    return list(dict.fromkeys(lines))  # a run's best checkpoint is a drafter, too
 
 
 def differences(data: ReportData) -> Section:

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import PlainValidator
@@ -96,6 +96,10 @@ class MeasuredDrafter:
     evaluation: Evaluation
 
     @property
+    def label(self) -> str:
+        return ", ".join(filter(None, (self.name, self.note)))
+
+    @property
     def results(self) -> list[Result]:
         return self.evaluation.results
 
@@ -118,16 +122,7 @@ class MeasuredDrafter:
 
 
 DrafterResult = tuple[MeasuredDrafter, Result]
-
-
-class WrittenForADrafter(Protocol):
-    """The content of a file that some command wrote for one drafter."""
-
-    @property
-    def drafter(self) -> str: ...
-
-
-Written = TypeVar("Written", bound=WrittenForADrafter)
+Written = TypeVar("Written", Choice, Costs)  # the content of a file that a command wrote for one drafter
 
 
 @dataclass
@@ -139,6 +134,10 @@ class ReportData:
     elsewhere: list[MeasuredDrafter]  # measured under other conditions: in no figure and no ratio with them
     extras: dict[str, list[Any]] = field(default_factory=dict)  # contents of the files of EXTRAS by name
     samples: list[Any] = field(default_factory=list)
+
+    @property
+    def all_drafters(self) -> list[MeasuredDrafter]:
+        return self.drafters + self.elsewhere
 
     @property
     def comparable_runs(self) -> list[TrainingRun]:

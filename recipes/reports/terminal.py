@@ -31,8 +31,8 @@ def print_drafters(drafters: list[MeasuredDrafter], console: Console) -> None:
     for setting, block in by_setting(drafters).items():
         table = comparison_table(setting, block)
         for (drafter, _), cells in zip(block, table.rows, strict=False):  # below them plain decoding and baselines
-            if drafter.is_trained and drafter.note:
-                cells[0] = Cell(f"{drafter.name}, {drafter.note}")
+            if drafter.is_trained:
+                cells[0] = Cell(drafter.label)
         console.print(Text(setting, style="bold"), for_terminal(table, COLUMNS))
         for drafter, row in block:
             if warning := gap_warning(row):

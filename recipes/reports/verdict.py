@@ -164,41 +164,30 @@ def device_text(environment: Environment) -> str:
 
 
 def caveats_of(data: ReportData) -> list[str]:
-    blocks = by_setting([*data.drafters, *data.elsewhere])
+    blocks = by_setting(data.all_drafters)
     trained = [row for block in blocks.values() for drafter, row in block if drafter.is_trained]
     caveats = []
     if trained and not any(tone_of(row) == "good" for row in trained):
         caveats.append(
             "No trained drafter is measurably faster than plain decoding here: no 95 % interval lies above 1.0."
         )
-    winners = {setting: winner_text(block) for setting, block in blocks.items()}
-    beaten = [f"At {setting}, no trained drafter beats {winner}." for setting, winner in winners.items() if winner]
-    if len(beaten) > 2:
-        beaten = [
-            f"At {len(beaten)} of {len(blocks)} settings no trained drafter beats plain decoding and the drafters that "
-            "need no training."
-        ]
-    gaps = [
-        f"{drafter.name} at {setting}: {warning}."
-        for setting, block in blocks.items()
-        for drafter, row in block
-        if (warning := gap_warning(row))
-    ]
-    elsewhere = [
+    if beaten := sum(map(no_trained_drafter_is_fastest, blocks.values())):
+        caveats.append(
+            f"At {beaten} of {len(blocks)} settings no trained drafter beats plain decoding and the drafters "
+            "that need no training."
+        )
+    for setting, block in blocks.items():
+        warnings = [(drafter.name, gap_warning(row)) for drafter, row in block]
+        caveats += [f"{name} at {setting}: {warning}." for name, warning in warnings if warning]
+    return caveats + [
         f"{drafter.name} was measured elsewhere ({device_text(drafter.environment)}): it has tables of its own and is "
         "in no figure."
         for drafter in data.elsewhere
     ]
-    return caveats + beaten + gaps + elsewhere
 
 
-def winner_text(block: list[DrafterResult]) -> str:
-    """Return what beats all trained drafters of one setting; nothing where there are none, or one is the fastest."""
-    if not any(drafter.is_trained for drafter, _ in block):
-        return ""
-    sound = [(drafter, row) for drafter, row in block if row.is_sound and row.speed.speedup >= 1]
-    if not sound:
-        return "plain decoding (1.00×)"
-    fastest, row = max(sound, key=lambda pair: pair[1].speed.speedup)
-    name = "plain decoding" if fastest.kind == PLAIN else f"{fastest.name}, which needs no training"
-    return "" if fastest.is_trained else f"{name} ({row.speed.speedup:.2f}×)"
+def no_trained_drafter_is_fastest(block: list[DrafterResult]) -> bool:
+    """Return whether there are trained drafters, and plain decoding or one without training is faster than each."""
+    trained = [row.is_sound * row.speed.speedup for drafter, row in block if drafter.is_trained]
+    others = [row.is_sound * row.speed.speedup for drafter, row in block if not drafter.is_trained]
+    return bool(trained) and max(trained) < max([1.0, *others])

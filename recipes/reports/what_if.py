@@ -6,10 +6,9 @@ of plain decoding. Their ratio is the speedup. page/panel.js computes it for acc
 change; at the measured ones it shows what `speedups` gives here, which a test compares.
 """
 
-import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
+from statistics import linear_regression, mean, median
 
 from matplotlib.figure import Figure
 
@@ -106,20 +105,20 @@ def chains(data: ReportData, drafter: MeasuredDrafter) -> list[Result]:
 
 def profile_of(data: ReportData, drafter: MeasuredDrafter) -> Profile:
     """Return a profile with the costs of costs.json where there are some, else with those of the measured rounds."""
-    rows, fitted = chains(data, drafter), data.costs_for(drafter)
+    rows = chains(data, drafter)
     longest = max(rows, key=lambda row: (row.setting.draft_length, -row.setting.batch_size))
     length, counts = longest.setting.draft_length, longest.acceptance
     rates = rates_of_rounds(counts.conditional_acceptance_rates, counts.num_drafts, counts.num_rounds)
     sizes = {row.setting.batch_size for row in rows}
-    if fitted:
+    if fitted := data.costs_for(drafter):
         known = max(times.draft_length for times in fitted.fitted_on)
         sizes |= {times.batch for times in fitted.fitted_on}
         costs = [fitted_costs(fitted, size, longest, max(known, length)) for size in sorted(sizes)]
         basis = fitted_text(fitted, context_of(fitted, longest))
     else:
         known = length
-        by_size = {size: [row for row in rows if row.setting.batch_size == size] for size in sorted(sizes)}
-        costs = [measured_costs(same, REACH * known) for same in by_size.values()]
+        by_size = [[row for row in rows if row.setting.batch_size == size] for size in sorted(sizes)]
+        costs = [measured_costs(same, REACH * known) for same in by_size]
         basis = basis_text(rows)
     return Profile(
         drafter.name,
@@ -169,22 +168,26 @@ def measured_costs(rows: list[Result], longest: int) -> RoundCosts:
     A result's cost is split as its milliseconds are.
     """
     lengths = [row.setting.draft_length for row in rows]
-    steps = [row.steps_a_round / row.speed.milliseconds_per_round.total for row in rows]  # a millisecond
     phases = [row.speed.milliseconds_per_round for row in rows]
-    draft = line(lengths, [step * phase.draft for step, phase in zip(steps, phases, strict=True)], 0.0)
-    verify = line(lengths, [step * phase.verify for step, phase in zip(steps, phases, strict=True)], 1.0)
-    host = statistics.mean(step * phase.host for step, phase in zip(steps, phases, strict=True))
-    places = range(longest + 1)
-    return RoundCosts(rows[0].setting.batch_size, list(map(draft, places)), list(map(verify, places)), host)
+    steps = [row.steps_a_round / phase.total for row, phase in zip(rows, phases, strict=True)]  # a millisecond
+    draft, verify, host = (
+        [step * part for step, part in zip(steps, parts, strict=True)]
+        for parts in zip(*map(astuple, phases), strict=True)
+    )
+    return RoundCosts(
+        rows[0].setting.batch_size, line(lengths, draft, 0.0, longest), line(lengths, verify, 1.0, longest), mean(host)
+    )
 
 
-def line(x: list[int], y: list[float], at_zero: float) -> Callable[[int], float]:
-    """Return the least-squares line; through `at_zero` where a single x leaves its slope open. It never falls."""
-    if len(set(x)) == 1:
-        x, y = [*x, *[0] * len(x)], [*y, *[at_zero] * len(y)]
-    slope = max(0.0, statistics.linear_regression(x, y).slope)
-    mean_x, mean_y = statistics.mean(x), statistics.mean(y)
-    return lambda place: max(0.0, mean_y + slope * (place - mean_x))
+def line(lengths: list[int], costs: list[float], at_zero: float, longest: int) -> list[float]:
+    """Return the least-squares line at 0 to `longest`; through `at_zero` where a single length leaves its slope open.
+
+    It never falls, and is never negative.
+    """
+    if len(set(lengths)) == 1:
+        lengths, costs = [*lengths, *[0] * len(lengths)], [*costs, *[at_zero] * len(costs)]
+    slope = max(0.0, linear_regression(lengths, costs).slope)
+    return [max(0.0, mean(costs) + slope * (length - mean(lengths))) for length in range(longest + 1)]
 
 
 def basis_text(rows: list[Result]) -> str:
@@ -240,7 +243,7 @@ def cost_model(data: ReportData) -> Section:
         "cost-model",
         "Cost model",
         f"From measured costs and the tokens of a round the speedup is predicted within {100 * GOAL:.0f} % in {near} "
-        f"of {count(len(errors), 'setting')}; the median error is {100 * statistics.median(errors):.1f} %.",
+        f"of {count(len(errors), 'setting')}; the median error is {100 * median(errors):.1f} %.",
         folded=[table_of("Predicted and measured speedup", rows, words=("drafter", "draft"))],
         plots=[
             Plot(
