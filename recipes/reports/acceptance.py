@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator
 
 from draftsmith.inference.measuring.results import CalibrationBin, Finding, Result, TeacherForced, TeacherForcedGap
 from draftsmith.recipes.reports.figures import COLOURS, INK, Plot, label, legend, line_styles
-from draftsmith.recipes.reports.report_data import DRAFT, DrafterResult, ReportData
+from draftsmith.recipes.reports.report_data import DrafterResult, ReportData
 from draftsmith.recipes.reports.tables import Cell, Row, Section, Table, count, draft_text, percent, table_of
 
 
@@ -59,7 +59,7 @@ def longest_chains(data: ReportData) -> list[DrafterResult]:
     """Return of each drafter the result with the longest chains at the leading setting, where it has none of trees."""
     longest = []
     for drafter in data.drafters:
-        rows = [row for row in drafter.sound_results(data.setting, *DRAFT) if row.setting.draft_length]
+        rows = [row for row in drafter.sound_results(data.setting, data.setting.batch_size) if row.setting.draft_length]
         chains = [row for row in rows if row.setting.tree_nodes is None] or rows
         if chains:
             longest.append((drafter, max(chains, key=lambda row: row.setting.draft_length)))

@@ -114,7 +114,7 @@ def as_page(
         figures=figures,
         profiles=to_json(profiles),
         samples=data.samples,
-        sample_source=lambda sample: ", ".join(filter(None, checkpoint_names(sample["drafter"]))),
+        sample_source=lambda sample: ", ".join(filter(None, checkpoint_names(sample.drafter))),
         words=WORDS,
         settings=settings_of(data),
         style=page_file("report.css"),
@@ -126,20 +126,11 @@ def page_file(name: str) -> str:
     return resources.files("draftsmith.recipes.reports").joinpath("page", name).read_text(encoding="utf-8")
 
 
-def settings_of(data: ReportData) -> list[dict[str, str]]:
-    """Return what each run, or each evaluation, was made with."""
+def settings_of(data: ReportData) -> list[tuple[str, str, str, str]]:
+    """Return what each run, or the evaluation, was made with: its name, draft vocabulary, environment and config."""
     if not data.runs:
-        environment = as_yaml(to_json(data.drafters[0].environment))  # all were measured in one process
-        return [{"name": "Evaluation", "vocabulary": "", "environment": environment, "config": ""}]
-    return [
-        {
-            "name": f"{run.name} ({run.kind})",
-            "vocabulary": run.vocabulary and f"{run.vocabulary[0].upper()}{run.vocabulary[1:]}.",
-            "environment": run.environment,
-            "config": run.config,
-        }
-        for run in data.runs
-    ]
+        return [("Evaluation", "", as_yaml(to_json(data.drafters[0].environment)), "")]  # of one process
+    return [(f"{run.name} ({run.kind})", run.vocabulary, run.environment, run.config) for run in data.runs]
 
 
 def as_markdown(
@@ -158,9 +149,8 @@ def as_markdown(
     parts.append("## What the words mean")
     parts += [f"**{word}**: {meaning}" for word, meaning in WORDS.items()]
     parts.append("## Settings")
-    for made_with in settings_of(data):
-        settings = f"```yaml\n{made_with['environment']}\n{made_with['config']}```"
-        parts += [f"### {made_with['name']}", made_with["vocabulary"], settings]
+    for name, vocabulary, environment, config in settings_of(data):
+        parts += [f"### {name}", vocabulary, f"```yaml\n{environment}\n{config}```"]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

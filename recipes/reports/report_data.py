@@ -11,6 +11,7 @@ from pydantic import PlainValidator
 
 from draftsmith.inference.decoding.schedule import AnySchedule, Schedule, schedule_from_json
 from draftsmith.inference.measuring.results import Environment, Evaluation, Result, Setting, read_evaluation
+from draftsmith.inference.measuring.sample_texts import SampleText
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import from_json
@@ -19,7 +20,7 @@ from draftsmith.train.folder.run_folder import measured_checkpoints
 from draftsmith.train.folder.tracking import read_metrics
 from draftsmith.train.folder.vocabulary import read_vocabulary, vocabulary_text
 
-DRAFT = ("draft_length", "tree_nodes")  # the fields of a setting that say what a round drafts
+FREE = ("batch_size", "draft_length", "tree_nodes")  # in which the settings differ that a report compares
 EXTRAS = ("costs", "choice", "load", "plan")  # NAME.json that other commands write
 
 
@@ -61,7 +62,7 @@ class EvaluatedCheckpoint:
     step: int
     evaluation: Evaluation
     baselines: dict[str, Evaluation]  # training-free drafters, measured in the same process
-    samples: list[Any]  # content of samples.json
+    samples: list[SampleText]
 
     @property
     def first_result(self) -> Result:
@@ -116,9 +117,10 @@ class MeasuredDrafter:
         """Whether it was given as a checkpoint; a training-free drafter is given by its kind."""
         return self.evaluation.drafter != self.kind
 
-    def sound_results(self, like: Setting, *free: str) -> list[Result]:
-        """Return its sound results whose settings equal `like`, but for the fields in `free`."""
-        return [row for row in self.results if row.is_sound and row.setting.differs_only_in(like, *free)]
+    def sound_results(self, like: Setting, batch_size: int | None = None) -> list[Result]:
+        """Return its sound results of any draft, and of one batch size or all, with settings else equal to `like`."""
+        rows = [row for row in self.results if row.is_sound and row.setting.differs_only_in(like, *FREE)]
+        return [row for row in rows if batch_size in (None, row.setting.batch_size)]
 
 
 DrafterResult = tuple[MeasuredDrafter, Result]
@@ -133,7 +135,7 @@ class ReportData:
     drafters: list[MeasuredDrafter]  # trained ones first, the fastest of them on top
     elsewhere: list[MeasuredDrafter]  # measured under other conditions: in no figure and no ratio with them
     extras: dict[str, list[Any]] = field(default_factory=dict)  # contents of the files of EXTRAS by name
-    samples: list[Any] = field(default_factory=list)
+    samples: list[SampleText] = field(default_factory=list)
 
     @property
     def all_drafters(self) -> list[MeasuredDrafter]:
@@ -160,7 +162,7 @@ class ReportData:
             (drafter, row)
             for drafter in self.drafters
             for row in drafter.results
-            if row.setting.differs_only_in(first, "batch_size", *DRAFT)
+            if row.setting.differs_only_in(first, *FREE)
         ]
         smallest = min(row.setting.batch_size for _, row in rows)
         rows = [(drafter, row) for drafter, row in rows if row.setting.batch_size == smallest]
@@ -220,7 +222,7 @@ def read_report_data(folder: Path) -> ReportData:
     evaluations = [] if _configs(folder) else _evaluations(folder)
     runs = [] if evaluations else read_runs(folder)
     extras = {name: [json.loads(path.read_text()) for path in _files(folder, name)] for name in EXTRAS}
-    samples = [json.loads(path.read_text()) for path in _files(folder, "samples")]
+    samples = [_read_samples(path) for path in _files(folder, "samples")]
     data = report_data(evaluations) if evaluations else _report_data(runs, drafters_of_runs(folder, runs))
     data.extras = {name: contents for name, contents in extras.items() if contents}
     data.samples = next(iter(samples), []) or (runs[0].best.samples if runs else [])
@@ -280,20 +282,20 @@ def _read_run(folder: Path) -> TrainingRun:
     config = (folder / "config.yaml").read_text()
     content = yaml.safe_load(config)
     vocabulary = read_vocabulary(folder)
+    text = vocabulary_text(vocabulary) if vocabulary else ""
     return TrainingRun(
         name=folder.resolve().name,
         kind=content["drafter"]["kind"],
         target=content["target"],
         config=config,
         environment=as_yaml(json.loads((folder / "environment.json").read_text())),
-        vocabulary=vocabulary_text(vocabulary) if vocabulary else "",
+        vocabulary=f"{text[0].upper()}{text[1:]}." if text else "",
         metrics=read_metrics(folder),
         checkpoints=[_read_checkpoint(path) for path in measured_checkpoints(folder)],
     )
 
 
 def _read_checkpoint(folder: Path) -> EvaluatedCheckpoint:
-    samples = folder / "samples.json"
     return EvaluatedCheckpoint(
         step=checkpoint_step(folder),
         evaluation=read_evaluation(folder / "evaluation.json"),
@@ -301,8 +303,12 @@ def _read_checkpoint(folder: Path) -> EvaluatedCheckpoint:
             path.name.removeprefix("evaluation.").removesuffix(".json"): read_evaluation(path)
             for path in sorted(folder.glob("evaluation.*.json"))
         },
-        samples=json.loads(samples.read_text()) if samples.is_file() else [],
+        samples=_read_samples(folder / "samples.json"),
     )
+
+
+def _read_samples(path: Path) -> list[SampleText]:
+    return from_json(list[SampleText], json.loads(path.read_text())) if path.is_file() else []
 
 
 def as_yaml(content: object) -> str:

@@ -10,7 +10,7 @@ from matplotlib.ticker import NullLocator
 
 from draftsmith.inference.measuring.results import Percentiles, Result, Setting
 from draftsmith.recipes.reports.figures import INK, Plot, interval_line, label, legend, line_styles, plain_line
-from draftsmith.recipes.reports.report_data import DRAFT, DrafterResult, MeasuredDrafter, ReportData
+from draftsmith.recipes.reports.report_data import DrafterResult, MeasuredDrafter, ReportData
 from draftsmith.recipes.reports.tables import Cell, Row, Section, draft_text, percent, speedup_text, table_of, tone_of
 
 PHASE_COLOURS = {"draft": "#E69F00", "verify": "#0072B2", "host": "#9AA3AF"}
@@ -109,7 +109,7 @@ def batches(data: ReportData) -> Section:
     rows: list[Row] = []
     for drafter in data.drafters:
         by_draft: dict[str, list[Result]] = {}
-        for row in sorted(drafter.sound_results(data.setting, "batch_size", *DRAFT), key=draft_key):
+        for row in sorted(drafter.sound_results(data.setting), key=draft_key):
             by_draft.setdefault(f"{draft_key(row)[:2]}", []).append(row)
         for same in by_draft.values():
             cells = {f"batch size {row.setting.batch_size}": Cell(speedup_text(row), tone=tone_of(row)) for row in same}
@@ -138,7 +138,7 @@ def draft_key(row: Result) -> tuple[int, int, int]:
 def batch_curve(drafter: MeasuredDrafter, like: Setting) -> list[Result]:
     """Return its fastest sound result at each batch size, all else but the draft as given; smallest batch first."""
     best: dict[int, Result] = {}
-    for row in sorted(drafter.sound_results(like, "batch_size", *DRAFT), key=lambda row: row.speed.speedup):
+    for row in sorted(drafter.sound_results(like), key=lambda row: row.speed.speedup):
         best[row.setting.batch_size] = row
     return [best[size] for size in sorted(best)]
 

@@ -1,6 +1,6 @@
 """The sections on what to serve with: what `tune` chose, and what `plan` said before training."""
 
-from draftsmith.recipes.reports.report_data import DRAFT, Choice, PredictedDraft, ReportData
+from draftsmith.recipes.reports.report_data import Choice, PredictedDraft, ReportData
 from draftsmith.recipes.reports.tables import Row, Section, draft_text, speedup_text, table_of
 
 
@@ -36,7 +36,7 @@ def choices(data: ReportData) -> Section:
 def measured_text(data: ReportData, choice: Choice, draft: PredictedDraft) -> str:
     """Return the speedup of a chosen draft on the report's own prompts."""
     drafter = data.find(choice.drafter)
-    rows = drafter.sound_results(data.setting, "batch_size", *DRAFT) if drafter else []
+    rows = drafter.sound_results(data.setting) if drafter else []
     return next((speedup_text(row) for row in rows if draft.is_of(row.setting)), "–")
 
 

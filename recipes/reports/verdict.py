@@ -10,7 +10,7 @@ from draftsmith.inference.measuring.results import Environment, Result
 from draftsmith.inference.measuring.teacher_forcing import gap_warning
 from draftsmith.recipes.reports.comparison_table import PLAIN, by_setting
 from draftsmith.recipes.reports.lossless import divergences
-from draftsmith.recipes.reports.report_data import DRAFT, DrafterResult, MeasuredDrafter, ReportData
+from draftsmith.recipes.reports.report_data import DrafterResult, MeasuredDrafter, ReportData
 from draftsmith.recipes.reports.speed import batch_curve, break_even
 from draftsmith.recipes.reports.tables import Tone, count, draft_text, tone_of
 
@@ -51,7 +51,7 @@ def chosen_result(data: ReportData, best: MeasuredDrafter, row: Result) -> Resul
     if choice is None or not choice.draft_length:
         return None
     nodes = len(choice.tree) if choice.tree else None
-    rows = [other for other in best.sound_results(row.setting, *DRAFT) if not other.setting.schedule]
+    rows = [other for other in best.sound_results(row.setting, row.setting.batch_size) if not other.setting.schedule]
     rows = [other for other in rows if other.setting.tree_nodes == nodes]
     return next((other for other in rows if nodes or other.setting.draft_length == choice.draft_length), None)
 
@@ -76,7 +76,7 @@ def title_of(best: MeasuredDrafter, row: Result) -> str:
 
 def with_draft(best: MeasuredDrafter, row: Result) -> str:
     """Return the draft to use, where there was something to choose from."""
-    rows = best.sound_results(row.setting, *DRAFT)
+    rows = best.sound_results(row.setting, row.setting.batch_size)
     if len({(other.setting.draft_length, other.setting.tree_nodes) for other in rows}) < 2:
         return ""
     nodes = row.setting.tree_nodes

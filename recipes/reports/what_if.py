@@ -16,7 +16,7 @@ from draftsmith.inference.measuring.results import Interval, Result
 from draftsmith.inference.planning.choice import acceptance_length, rates_of_rounds
 from draftsmith.inference.planning.costs import GOAL, Costs
 from draftsmith.recipes.reports.figures import INK, Plot, label, legend, line_styles
-from draftsmith.recipes.reports.report_data import DRAFT, MeasuredDrafter, ReportData
+from draftsmith.recipes.reports.report_data import MeasuredDrafter, ReportData
 from draftsmith.recipes.reports.tables import Section, Table, count, draft_text, speedup_text, table_of
 
 REACH = 2  # times the longest measured draft length is as far as the panel goes
@@ -91,7 +91,8 @@ def profiles_of(data: ReportData) -> list[Profile]:
     """Return one for each drafter that was measured with chains; the one that the report leads with comes first."""
 
     def fastest(drafter: MeasuredDrafter) -> float:
-        return max((row.speed.speedup for row in drafter.sound_results(data.setting, *DRAFT)), default=0.0)
+        rows = drafter.sound_results(data.setting, data.setting.batch_size)
+        return max((row.speed.speedup for row in rows), default=0.0)
 
     ranked = sorted(data.drafters, key=fastest, reverse=True)
     return [profile_of(data, drafter) for drafter in ranked if chains(data, drafter)]
@@ -99,7 +100,7 @@ def profiles_of(data: ReportData) -> list[Profile]:
 
 def chains(data: ReportData, drafter: MeasuredDrafter) -> list[Result]:
     """Return its sound results with chains, all but draft length and batch size as at the leading setting."""
-    rows = drafter.sound_results(data.setting, "batch_size", *DRAFT)
+    rows = drafter.sound_results(data.setting)
     return [row for row in rows if row.setting.tree_nodes is None and row.acceptance.num_drafts]
 
 
