@@ -13,7 +13,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from draftsmith.inference.measuring.results import Speed
+from draftsmith.inference.measuring.results import Interval
 from draftsmith.recipes.reports.report_data import ReportData
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: told apart by all eyes
@@ -94,15 +94,16 @@ def line_styles(data: ReportData) -> dict[str, tuple[str, str]]:
     }
 
 
-def interval_line(axes: Axes, x: list[int], speeds: list[Speed], style: tuple[str, str], name: str) -> None:
-    """Draw speedups over x with their intervals."""
-    speedups = [speed.speedup for speed in speeds]
-    intervals = [speed.speedup_ci95 or (speed.speedup, speed.speedup) for speed in speeds]
-    below = [max(0.0, speedup - low) for speedup, (low, _) in zip(speedups, intervals, strict=True)]
-    above = [max(0.0, high - speedup) for speedup, (_, high) in zip(speedups, intervals, strict=True)]
+def interval_line(
+    axes: Axes, x: list[int], measured: list[tuple[float, Interval]], style: tuple[str, str], name: str
+) -> None:
+    """Draw measured values over x with their intervals."""
+    y = [value for value, _ in measured]
+    below = [max(0.0, value - interval[0]) if interval else 0.0 for value, interval in measured]
+    above = [max(0.0, interval[1] - value) if interval else 0.0 for value, interval in measured]
     colour, dashes = style
-    axes.errorbar(x, speedups, yerr=[below, above], fmt="none", capsize=3, color=colour, linewidth=1)
-    axes.plot(x, speedups, dashes, marker="o", color=colour, label=name)
+    axes.errorbar(x, y, yerr=[below, above], fmt="none", capsize=3, color=colour, linewidth=1)
+    axes.plot(x, y, dashes, marker="o", color=colour, label=name)
 
 
 def plain_line(axes: Axes) -> None:

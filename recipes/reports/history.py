@@ -1,5 +1,6 @@
 """How a run's checkpoints got on in training."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 
@@ -7,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
+from draftsmith.inference.measuring.results import Interval, Result
 from draftsmith.recipes.reports.figures import (
     BASELINE_COLOUR,
     DASHES,
@@ -38,12 +40,12 @@ def history(data: ReportData) -> Section:
         Plot(
             "speedup_by_checkpoint",
             "What counts: tokens per second over those of plain decoding, measured in turns with it.",
-            partial(draw_speedup, data),
+            partial(draw_by_checkpoint, data, speedup, "Speedup", "speedup over plain decoding"),
         ),
         Plot(
             "acceptance_by_checkpoint",
             "Tokens a round emits. More is worth only what the rounds' extra time leaves of it.",
-            partial(draw_acceptance, data),
+            partial(draw_by_checkpoint, data, acceptance_length, "Acceptance length", "tokens per round"),
         ),
         Plot(
             "training",
@@ -61,36 +63,31 @@ def history(data: ReportData) -> Section:
     )
 
 
-def draw_speedup(data: ReportData, figure: Figure) -> None:
-    axes, styles = figure.subplots(), line_styles(data)
-    for run in data.comparable_runs:
-        speeds = [checkpoint.first_result.speed for checkpoint in run.checkpoints]
-        interval_line(axes, [checkpoint.step for checkpoint in run.checkpoints], speeds, styles[run.name], run.name)
-    baselines = data.comparable_runs[0].best.baselines.items()
-    draw_baselines(axes, {name: baseline.results[0].speed.speedup for name, baseline in baselines})
-    step_axis(axes, data.comparable_runs)
-    label(axes, "Speedup by checkpoint, 95 % interval", "training step", "speedup over plain decoding")
-    legend(figure)
+def speedup(row: Result) -> tuple[float, Interval]:
+    return row.speed.speedup, row.speed.speedup_ci95
 
 
-def draw_acceptance(data: ReportData, figure: Figure) -> None:
+def acceptance_length(row: Result) -> tuple[float, Interval]:
+    return row.acceptance.mean_acceptance_length, row.mean_acceptance_length_ci95
+
+
+def draw_by_checkpoint(
+    data: ReportData, measure: Callable[[Result], tuple[float, Interval]], title: str, y: str, figure: Figure
+) -> None:
+    """Draw a measure of each run's first results over its checkpoints, beside the drafters without training."""
     axes, styles = figure.subplots(), line_styles(data)
     for run in data.comparable_runs:
         steps = [checkpoint.step for checkpoint in run.checkpoints]
-        lengths = [checkpoint.first_result.acceptance.mean_acceptance_length for checkpoint in run.checkpoints]
-        axes.plot(steps, lengths, marker="o", color=styles[run.name][0], label=run.name)
-    baselines = data.comparable_runs[0].best.baselines.items()
-    draw_baselines(axes, {name: baseline.results[0].acceptance.mean_acceptance_length for name, baseline in baselines})
-    step_axis(axes, data.comparable_runs)
-    label(axes, "Acceptance length by checkpoint", "training step", "tokens per round")
-    legend(figure)
-
-
-def draw_baselines(axes: Axes, values: dict[str, float]) -> None:
-    """Draw the values of drafters without training, by name, and that of plain decoding."""
-    for (name, value), dashes in zip(values.items(), cycle(DASHES), strict=False):
+        measured = [measure(checkpoint.first_result) for checkpoint in run.checkpoints]
+        interval_line(axes, steps, measured, styles[run.name], run.name)
+    baselines = data.comparable_runs[0].best.baselines
+    for (name, baseline), dashes in zip(baselines.items(), cycle(DASHES), strict=False):
+        value, _ = measure(baseline.results[0])
         axes.axhline(value, color=BASELINE_COLOUR, linestyle=dashes, label=f"{name} (no training)")
     plain_line(axes)
+    step_axis(axes, data.comparable_runs)
+    label(axes, f"{title} by checkpoint, 95 % interval", "training step", y)
+    legend(figure)
 
 
 def draw_training(data: ReportData, figure: Figure) -> None:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import astuple, dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
@@ -108,12 +108,10 @@ def batches(data: ReportData) -> Section:
     """Show the speedup of each drafter and draft by batch size."""
     rows: list[Row] = []
     for drafter in data.drafters:
-        by_draft: dict[str, list[Result]] = {}
-        for row in sorted(drafter.sound_results(data.setting), key=draft_key):
-            by_draft.setdefault(f"{draft_key(row)[:2]}", []).append(row)
-        for same in by_draft.values():
+        results = sorted(drafter.sound_results(data.setting), key=lambda row: row.setting.batch_size)
+        for (*_, draft), same in groupby(sorted(results, key=draft_key), draft_key):
             cells = {f"batch size {row.setting.batch_size}": Cell(speedup_text(row), tone=tone_of(row)) for row in same}
-            rows.append({"drafter": drafter.name, "draft": draft_text(same[0].setting), **cells})
+            rows.append({"drafter": drafter.name, "draft": draft, **cells})
     several = len({row.setting.batch_size for drafter in data.drafters for row in drafter.results}) > 1
     table = table_of("Speedup over plain decoding at the same batch size", rows, words=("drafter", "draft"))
     plot = Plot(
@@ -131,8 +129,8 @@ def batches(data: ReportData) -> Section:
     )
 
 
-def draft_key(row: Result) -> tuple[int, int, int]:
-    return row.setting.draft_length, row.setting.tree_nodes or 0, row.setting.batch_size
+def draft_key(row: Result) -> tuple[int, int, str]:
+    return row.setting.draft_length, row.setting.tree_nodes or 0, draft_text(row.setting)
 
 
 def batch_curve(drafter: MeasuredDrafter, like: Setting) -> list[Result]:
@@ -171,7 +169,8 @@ def draw_batch_speedup(data: ReportData, figure: Figure) -> None:
     for drafter in data.drafters:
         curve = batch_curve(drafter, data.setting)
         x = [row.setting.batch_size for row in curve]
-        interval_line(axes, x, [row.speed for row in curve], styles[drafter.name], drafter.name)
+        speedups = [(row.speed.speedup, row.speed.speedup_ci95) for row in curve]
+        interval_line(axes, x, speedups, styles[drafter.name], drafter.name)
         sizes.update(x)
     plain_line(axes)
     axes.set_xscale("log", base=2)
