@@ -10,6 +10,7 @@ import yaml
 from pydantic import PlainValidator
 
 from draftsmith.inference.decoding.schedule import AnySchedule, Schedule, schedule_from_json
+from draftsmith.inference.load.load_test import LoadTest
 from draftsmith.inference.measuring.results import Environment, Evaluation, Result, Setting, read_evaluation
 from draftsmith.inference.measuring.sample_texts import SampleText
 from draftsmith.inference.planning.costs import Costs
@@ -185,6 +186,9 @@ class ReportData:
 
     def choices(self) -> list[Choice]:
         return [from_json(Choice, content) for content in self.extras.get("choice", [])]
+
+    def load_tests(self) -> list[LoadTest]:
+        return [from_json(LoadTest, content) for content in self.extras.get("load", [])]
 
     def choice_for(self, drafter: MeasuredDrafter) -> Choice | None:
         return self._written_for(drafter, self.choices())

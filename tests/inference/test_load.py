@@ -9,29 +9,29 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
+from load_tests import stage, stage_at_rate
 
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.decoding.generation import Generation
 from draftsmith.inference.decoding.schedule import Adaptive, Schedule, schedule_from_json
-from draftsmith.inference.load.load_test import (
-    Answer,
-    Clock,
-    LoadSettings,
-    Run,
+from draftsmith.inference.load.load_test import Contender, LoadSettings, LoadTest, run_load_test
+from draftsmith.inference.load.serving import Answer, Clock, ServedRun, Step, serve
+from draftsmith.inference.load.stages import (
     Sla,
     latency_text,
     operating_points,
-    run_load_test,
-    serve,
-    stage_row,
+    stage_result,
     time_running,
     verdict,
 )
 from draftsmith.inference.load.traffic import Lengths, Load, check_output_lengths, check_prompt_lengths, plan_requests
+from draftsmith.inference.measuring.results import Percentiles
 from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.recipes.cli.main import main, parse
 from draftsmith.recipes.studies.load_test import load_settings
 
@@ -131,16 +131,16 @@ def test_a_run(name: str, load: Load, tiny_target: Target) -> None:
         assert answer.finished - answer.arrived == pytest.approx(queue + prefill + decoding)
         if load.mode == "rate":
             assert answer.arrived == sent.seconds  # not when the decoder had time to look
-    assert max(running for *_, running in run.steps) <= 3
-    assert sum(tokens for _, _, tokens, _ in run.steps) == sum(len(answer.token_ids) for answer in run.answers)
+    assert max(step.num_running for step in run.steps) <= 3
+    assert sum(step.num_tokens for step in run.steps) == sum(len(answer.token_ids) for answer in run.answers)
     if load.mode == "concurrency":  # a client sends when its last answer has come
         events = sorted(itertools.chain(*(((a.arrived, 1), (a.finished, -1)) for a in run.answers)))
         assert max(itertools.accumulate(change for _, change in events)) == 3
     elif load.value == 0.5:
         assert all(answer.admitted - answer.arrived < 0.1 for answer in run.answers)  # nobody else is there
-        assert run.steps[-1][1] > plan[-1].seconds > 5  # and it waited for them
-    row = stage_row(load, name, [run], Sla())
-    assert row["num_counted"] == (9 if load.mode == "concurrency" else 10)  # of 12, without the warm-up
+        assert run.steps[-1].ended > plan[-1].seconds > 5  # and it waited for them
+    counted = stage_result(load, name, [run], Sla()).num_counted
+    assert counted == (9 if load.mode == "concurrency" else 10)  # of 12, without the warm-up
 
 
 def answer(arrived: float, queue: float, prefill: float, tpot: float, num_tokens: int) -> Answer:
@@ -154,37 +154,36 @@ def test_what_a_stage_shows() -> None:
     answers[0] = answer(0.0, 50.0, 0.2, 1.0, 11)  # counts nowhere
     answers[5] = answer(5.0, 1.1, 0.2, 0.01, 11)
     answers[7] = answer(7.0, 0.1, 0.2, 0.05, 11)
-    steps = [(float(i) - 0.5, float(i) + 0.5, 11, 2) for i in range(11)]
-    run = Run(answers, steps, num_drafts=4, num_draft_tokens=8, num_accepted_tokens=6, num_rounds=8)
-    row = stage_row(Load("rate", 1.0), "on", [run, run], Sla(ttft_ms=400, tpot_ms=20))
-    assert row["num_counted"] == 16
-    assert row["seconds"] == pytest.approx(2 * 7)  # from the third arrival to the tenth
-    assert row["throughput_tokens_per_second"] == pytest.approx(11)  # 7 steps begin between them
-    assert row["mean_running"] == pytest.approx(2)
+    steps = [Step(i - 0.5, i + 0.5, 11, 2) for i in range(11)]
+    run = ServedRun(answers, steps, Stats(2, num_drafts=4, num_draft_tokens=8, num_accepted_tokens=6, num_rounds=8))
+    shown = stage_result(Load("rate", 1.0), "on", [run, run], Sla(ttft_ms=400, tpot_ms=20))
+    assert shown.num_counted == 16
+    assert shown.seconds == pytest.approx(2 * 7)  # from the third arrival to the tenth
+    assert shown.throughput_tokens_per_second == pytest.approx(11)  # 7 steps begin between them
+    assert shown.mean_running == pytest.approx(2)
     ttft = [300.0] * 7 + [1300.0]
-    assert list(row["ttft_ms"].values()) == pytest.approx([np.percentile(ttft * 2, q) for q in (50, 95, 99)])
-    assert row["tpot_ms"]["p50"] == pytest.approx(10)
-    assert row["queue_ms"]["p50"] == pytest.approx(100)
-    assert row["prefill_ms"]["p99"] == pytest.approx(200)
-    assert (row["prompt_tokens"]["p50"], row["output_tokens"]["p95"]) == (19, 11)
-    assert row["sla_share"] == pytest.approx(6 / 8)
-    assert row["requests_per_second"] == pytest.approx(1)
-    assert row["goodput_requests_per_second"] == pytest.approx(6 / 8)
-    assert not row["within_sla"]
-    assert stage_row(Load("rate", 1.0), "on", [run], Sla(2000, 60))["within_sla"]
-    closed = stage_row(Load("concurrency", 4), "on", [run], Sla())
-    assert closed["num_counted"] == 6  # the first of each client is left out
-    assert closed["seconds"] == pytest.approx(9.4 - 4)  # until the last is answered, and its client is idle
-    assert closed["requests_per_second"] == pytest.approx(6 / 5.4)
-    assert (row["mean_acceptance_length"], row["mean_draft_length"]) == (2.5, 1.0)
+    assert list(vars(shown.ttft_ms).values()) == pytest.approx([np.percentile(ttft * 2, q) for q in (50, 95, 99)])
+    assert shown.tpot_ms.p50 == pytest.approx(10)
+    assert shown.queue_ms.p50 == pytest.approx(100)
+    assert shown.prefill_ms.p99 == pytest.approx(200)
+    assert (shown.prompt_tokens.p50, shown.output_tokens.p95) == (19, 11)
+    assert shown.sla_share == pytest.approx(6 / 8)
+    assert shown.requests_per_second == pytest.approx(1)
+    assert shown.goodput_requests_per_second == pytest.approx(6 / 8)
+    assert not shown.within_sla
+    assert stage_result(Load("rate", 1.0), "on", [run], Sla(2000, 60)).within_sla
+    closed = stage_result(Load("concurrency", 4), "on", [run], Sla())
+    assert closed.num_counted == 6  # the first of each client is left out
+    assert closed.seconds == pytest.approx(9.4 - 4)  # until the last is answered, and its client is idle
+    assert closed.requests_per_second == pytest.approx(6 / 5.4)
+    assert (shown.mean_acceptance_length, shown.mean_draft_length) == (2.5, 1.0)
 
 
 @pytest.mark.parametrize(
     ("num_counted", "text"), [(19, "9.5/–/–"), (20, "9.5/20/–"), (99, "9.5/20/–"), (100, "9.5/20/30")]
 )
 def test_a_percentile_needs_a_request_beyond_it(num_counted: int, text: str) -> None:
-    row = {"num_counted": num_counted, "ttft_ms": {"p50": 9.5, "p95": 20.0, "p99": 30.0}}
-    assert latency_text(row, "ttft_ms") == text
+    assert latency_text(Percentiles(9.5, 20.0, 30.0), num_counted) == text
 
 
 @pytest.mark.parametrize(
@@ -196,60 +195,53 @@ def test_every_client_sends_eight_requests(words: str, num_requests: int) -> Non
 
 def test_idle_time_is_no_running_time() -> None:
     """Steps end at 1 and at 5 s and the second took 1 s: between them nothing ran."""
-    assert time_running([(0.0, 1.0, 1, 3), (4.0, 5.0, 1, 2)], 0.5, 4.5) == pytest.approx(0.5 * 3 + 0.5 * 2)
-
-
-def stage(
-    load: float,
-    contender: str,
-    throughput: float,
-    tpot: float,
-    within: bool = True,
-    mode: str = "concurrency",
-    spread: tuple[float, ...] = (1.0,),
-) -> dict:
-    row = {"mode": mode, "load": load, "contender": contender, "throughput_tokens_per_second": throughput}
-    repeats = [{"throughput_tokens_per_second": throughput * factor, "tpot_ms": tpot} for factor in spread]
-    return {**row, "tpot_ms": {"p50": tpot}, "within_sla": within, "repeats": repeats}
+    assert time_running([Step(0.0, 1.0, 1, 3), Step(4.0, 5.0, 1, 2)], 0.5, 4.5) == pytest.approx(0.5 * 3 + 0.5 * 2)
 
 
 def test_operating_point_and_verdict() -> None:
     """The largest throughput within the SLA, and the load from which speculation no longer pays."""
     speeds = {1: (100, 180, True), 4: (300, 400, True), 8: (500, 450, True), 16: (600, 500, False)}
-    rows = []
+    stages = []
     for load, (off, on, within) in speeds.items():
-        rows += [stage(load, "off", off, 10.0), stage(load, "on", on, 10.0, within)]
-    points = operating_points(rows)
-    assert (points["off"]["load"], points["on"]["load"]) == (16, 8)
-    assert verdict(rows) == "speculation pays up to 4 requests at once (1.33x); it does not pay at 8 (0.90x)"
-    assert verdict(rows[:4]) == "speculation pays up to 4 requests at once (1.33x), the highest load tried"
-    assert verdict(rows[4:]) == "speculation does not pay at 8 requests at once (0.90x)"
-    assert operating_points([stage(1, "on", 5.0, 1.0, within=False)]) == {"on": None}
-    at_rate = [stage(2.0, name, 50, tpot, mode="rate") for name, tpot in (("off", 12.0), ("on", 8.0))]
+        stages += [stage(load, "off", off, 10.0), stage(load, "on", on, 10.0, within)]
+    points = operating_points(stages)
+    assert points["off"]
+    assert points["on"]
+    assert (points["off"].load, points["on"].load) == (16, 8)
+    assert verdict(stages) == "speculation pays up to 4 requests at once (1.33x); it does not pay at 8 (0.90x)"
+    assert verdict(stages[:4]) == "speculation pays up to 4 requests at once (1.33x), the highest load tried"
+    assert verdict(stages[4:]) == "speculation does not pay at 8 requests at once (0.90x)"
+    assert operating_points([stage(1, "on", 5.0, 1.0, within_sla=False)]) == {"on": None}
+    at_rate = [stage_at_rate(2.0, name, 50, tpot) for name, tpot in (("off", 12.0), ("on", 8.0))]
     assert verdict(at_rate) == "speculation pays up to 2 requests a second (1.50x), the highest load tried"
 
 
 def test_a_gain_that_not_every_repeat_shows_is_not_called_one() -> None:
     off = stage(1, "off", 100, 10.0, spread=(1.0, 1.0))
-    rows = [off, stage(1, "on", 110, 10.0, spread=(0.9, 1.1))]
-    assert verdict(rows) == "no clear gain at 1 requests at once (1.10x, 0.99x to 1.21x over repeats)"
-    rows = [off, stage(1, "on", 110, 10.0, spread=(0.96, 1.04))]
-    assert verdict(rows).startswith("speculation pays up to 1 requests at once (1.10x, 1.06x to 1.14x over repeats)")
+    stages = [off, stage(1, "on", 110, 10.0, spread=(0.9, 1.1))]
+    assert verdict(stages) == "no clear gain at 1 requests at once (1.10x, 0.99x to 1.21x over repeats)"
+    stages = [off, stage(1, "on", 110, 10.0, spread=(0.96, 1.04))]
+    assert verdict(stages).startswith("speculation pays up to 1 requests at once (1.10x, 1.06x to 1.14x over repeats)")
 
 
 def test_on_off_and_scheduled_give_the_same_texts(tiny_target: Target) -> None:
     """Every contender serves the same requests of every stage and repeat, and answers them alike."""
     medusa = DRAFTERS["medusa"].from_target(DRAFTERS["medusa"].config_class(kind="medusa"), tiny_target).eval()
-    decoders = {"off": decoder_of("none", tiny_target)}
-    decoders |= {name: SpeculativeDecoder(tiny_target, medusa) for name in ("on", "scheduled")}
-    draft = {"off": 0, "on": 3, "scheduled": Schedule(((1, 3), (2, 0)))}
-    how = {name: resolve_settings(decoders[name].drafter, Sampling(), 6, draft[name]) for name in decoders}
-    settings = LoadSettings((Load("concurrency", 1), Load("concurrency", 2)), num_requests=6, repeats=2)
-    rows, texts = run_load_test(decoders, how, PROMPTS, settings, Ticking().clock())
-    assert texts["on"] == texts["scheduled"] == texts["off"]
-    assert len(texts["off"]) == 2 * 2 * 6
-    assert [(row["load"], row["contender"]) for row in rows] == list(itertools.product((1, 2), decoders))
-    assert [row["mean_draft_length"] > 0 for row in rows] == [False, True, True, False, True, False]
+    contenders = []
+    for name, drafter, draft in (
+        ("off", load_drafter("none", tiny_target), 0),
+        ("on", medusa, 3),
+        ("scheduled", medusa, Schedule(((1, 3), (2, 0)))),
+    ):
+        settings = resolve_settings(drafter, Sampling(), 6, draft)
+        contenders.append(Contender(name, SpeculativeDecoder(tiny_target, drafter), settings))
+    loads = LoadSettings((Load("concurrency", 1), Load("concurrency", 2)), num_requests=6, repeats=2)
+    stages, answers = run_load_test(contenders, PROMPTS, loads, Ticking().clock())
+    assert answers["on"] == answers["scheduled"] == answers["off"]
+    assert len(answers["off"]) == 2 * 2 * 6
+    names = ("off", "on", "scheduled")
+    assert [(stage.load, stage.contender) for stage in stages] == list(itertools.product((1, 2), names))
+    assert [stage.mean_draft_length > 0 for stage in stages] == [False, True, True, False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -284,6 +276,7 @@ def test_the_command(tiny_target: Target, tmp_path: Path) -> None:
     more += ["--sla-tpot-ms", "1e6", "--device", "cpu"]
     assert main(["load-test", *words, *more, "--out", str(tmp_path / "out")]) == 0
     content = json.loads((tmp_path / "out/load.json").read_text())
+    assert to_json(from_json(LoadTest, content)) == content
     assert [(row["load"], row["contender"]) for row in content["stages"]] == list(
         itertools.product((1, 2), ("off", "on", "scheduled"))
     )

@@ -13,10 +13,11 @@ from draftsmith.inference.planning.cost_measurement import CostRange
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
+from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.command_settings import TuneSettings
 from draftsmith.recipes.configs.published import PUBLISHED
-from draftsmith.recipes.studies.plan import Expected, plan_row
+from draftsmith.recipes.studies.plan import Acceptance, Plan, drafter_plan
 from draftsmith.recipes.studies.tune import prompts_to_fit
 
 
@@ -33,6 +34,7 @@ def test_a_plan_before_training(tiny_target_dir: Path, tmp_path: Path, capsys: p
     command += " --tree-nodes 12 6"
     assert main([*command.split(), "--acceptance", "0.9", "--device", "cpu", "--out", str(tmp_path)]) == 0
     content = json.loads((tmp_path / "plan.json").read_text())
+    assert to_json(from_json(Plan, content)) == content
     medusa, ngram = content["drafters"]
     assert [row["batch_size"] for row in medusa["by_batch_size"]] == [1, 2]
     assert medusa["training"]["hours"] > 0
@@ -57,10 +59,10 @@ def test_a_plan_before_training(tiny_target_dir: Path, tmp_path: Path, capsys: p
 def test_a_plan_says_when_nothing_pays() -> None:
     """Rounds of ten plain steps: off at every batch size, whatever is accepted."""
     costs = Costs("", "", "d", "d", {"step: pass": 20.0}, {"pass": 2.0}, 0.0)
-    row = plan_row(costs, [1, 8], 10, [1, 2], [Expected("here", "own", [1.0, 1.0])])
-    assert [one["draft_length"] for one in row["expected"][0]["by_batch_size"]] == [0, 0]
-    assert "at batch 1, 8 no draft length pays even if all is accepted" in row["verdicts"][0]
-    assert "no draft length pays at any batch size" in row["verdicts"][1]
+    plan = drafter_plan(costs, [1, 8], 10, [1, 2], [Acceptance("here", "own", [1.0, 1.0])])
+    assert [draft.draft_length for draft in plan.expected[0].by_batch_size] == [0, 0]
+    assert "at batch 1, 8 no draft length pays even if all is accepted" in plan.verdicts[0]
+    assert "no draft length pays at any batch size" in plan.verdicts[1]
 
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda one: f"{one.kind}-{one.where}")
@@ -77,7 +79,7 @@ def test_published_rates_give_the_published_length(published: Any) -> None:
         ("--drafter nowhere", "nowhere"),
         ("--drafter medusa --draft-length 5", "up to 4 tokens"),
         ("--drafter medusa --acceptance 1.5", "from 0 to 1"),
-        ("--drafter medusa --acceptance nowhere.json", "no evaluation.json"),
+        ("--drafter medusa --acceptance nowhere.json", "holds no evaluation"),
         ("--drafter medusa --context 100000", "context"),
         ("--drafter ngram --tree-nodes 8", "drafts chains only"),
         ("--drafter medusa --draft-length 1 --tree-nodes 9", "8 at most"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from load_tests import load_test, stage
 from reports import (
     ENVIRONMENT,
     TEMPERATURES,
@@ -23,7 +24,7 @@ from rich.console import Console
 from draftsmith.inference.measuring.results import Evaluation, upgraded
 from draftsmith.inference.planning.costs import Costs, HeldOutErrors, RoundTimes
 from draftsmith.models.errors import UserError
-from draftsmith.models.typed_json import from_json
+from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.recipes.reports import report
 from draftsmith.recipes.reports.comparison_table import by_setting, comparison_table
 from draftsmith.recipes.reports.report import build_report
@@ -311,19 +312,8 @@ def test_what_other_commands_left_is_shown(tmp_path: Path) -> None:
     predicted = {"batch_size": 1, "draft_length": 2, "tree_nodes": None, "acceptance_length": 1.9, "speedup": 1.55}
     predicted["fixed_batch_speedup"] = 1.48
     choice = choice_content("eagle3/checkpoints/step-000400", 2, predicted)
-    times = {"p50": 1.0, "p95": 2.0, "p99": 3.0}
-    stage = {
-        "mode": "concurrency", "load": 2, "throughput_tokens_per_second": 90.0, "ttft_ms": times, "tpot_ms": times,
-        "goodput_requests_per_second": 1.0, "within_sla": True, "mean_draft_length": 2.0, "num_counted": 48,
-        "repeats": [{"throughput_tokens_per_second": 90.0, "tpot_ms": 1.0}],
-    }  # fmt: skip
-    load = {
-        "drafter": choice["drafter"],
-        "stages": [{**stage, "contender": name} for name in ("off", "on", "scheduled")],
-        "operating_points": {"off": stage, "on": None, "scheduled": stage},
-        "traffic": {"sla": {"ttft_ms": None, "tpot_ms": 2.5}},
-        "verdict": "no clear gain",
-    }
+    stages = [stage(2, name, 90.0, 1.0, within_sla=name != "on") for name in ("off", "on", "scheduled")]
+    load = to_json(load_test(choice["drafter"], stages, "no clear gain", tpot_limit=2.5))
     (tmp_path / "1-eagle3/choice.json").write_text(json.dumps(choice))
     (tmp_path / "load.json").write_text(json.dumps(load))
     page = build_report(tmp_path).read_text()
@@ -333,6 +323,7 @@ def test_what_other_commands_left_is_shown(tmp_path: Path) -> None:
     assert cells == re.findall(r"<td[^>]*>([^<]*)</td>", section)[: len(cells)]
     assert "2 tokens from 1 on, no tokens from 8 on" in section
     assert 'data-figure="load"' in page
+    assert "1.00 (SLA missed)" in page
     assert "1.0/2.0/–" in page  # 48 requests tell no p99
     assert (tmp_path / "figures/load.png").is_file()
 
