@@ -5,9 +5,9 @@ of every token, takes the token's position, and attends through the function tha
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
+from draftsmith.models.target.fused_layers import FusedDecoder
 from draftsmith.models.target.slots import ATTENTION, SlotCache, Window, chain_window
 
-if TYPE_CHECKING:
-    from draftsmith.models.target.target import Target
+RunOnSlots = Callable[[Tensor, Window, SlotCache], Tensor]  # new tokens [B, T] of a window -> last hidden [B, T, H]
 
 PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
 RECURRENT_LAYERS = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "recurrent"}
@@ -102,66 +102,66 @@ SHORT_WINDOW = 4
 
 
 @torch.no_grad()
-def check_decodes_exactly(target: "Target") -> None:
+def check_decodes_exactly(
+    model: PreTrainedModel, fused: FusedDecoder | None, run: RunOnSlots, logits: Callable[[Tensor], Tensor]
+) -> None:
     """Refuse a target whose logits on slots differ from transformers' own eager attention without a cache.
 
-    On slots a text is read in two parts and a tree behind it; the eager model reads each branch as a text of its own.
-    Sliding windows are cut short meanwhile: these few tokens would not reach past them.
+    `run` decodes as the target does, through `fused` layers where it has them, and `logits` is its head. On slots a
+    text is read in two parts and a tree behind it; the eager model reads each branch as a text of its own. Sliding
+    windows are cut short meanwhile: these few tokens would not reach past them. Raises `UserError`.
     """
-    family = type(target.model).__name__
-    head_width = target.head_weight().shape[1]
-    if head_width != target.hidden_size:
+    family, text_config = type(model).__name__, model.config.get_text_config()
+    head_width = cast(Tensor, model.get_output_embeddings().weight).shape[1]
+    if head_width != text_config.hidden_size:
         raise UserError(
-            f"{family} cannot be served: its head reads {head_width} values where its layers give {target.hidden_size}"
+            f"{family} cannot be served: its head reads {head_width} values where its layers give "
+            f"{text_config.hidden_size}"
         )
-    token_ids = torch.arange(1, NUM_READ + len(PARENTS) + 2, device=target.device) % target.vocab_size
+    token_ids = torch.arange(1, NUM_READ + len(PARENTS) + 2, device=model.device) % text_config.vocab_size
     text, drafts = token_ids[:NUM_READ], token_ids[NUM_READ:]
-    with short_windows(target):
+    with short_windows(model, fused):
         try:
-            of_text, of_tree = logits_on_slots(target, text, drafts)
+            text_logits, tree_logits = logits(hidden_on_slots(run, text, drafts)).split([NUM_READ, len(drafts)])
         except (TypeError, AttributeError, RuntimeError, ValueError, LookupError) as error:
             raise UserError(f"{family} cannot be served: it does not decode on slots ({first_line(error)})") from None
-        with eager_attention(target.model):
+        with eager_attention(model):
             branches = [torch.cat([text, drafts[columns]])[None] for columns in BRANCHES]
-            expected = [target.model(input_ids=branch, use_cache=False).logits[0] for branch in branches]
-    found = [torch.cat([of_text, of_tree[columns]]) for columns in BRANCHES]
-    difference, size = torch.cat(found).float() - torch.cat(expected).float(), torch.cat(expected).float().norm()
-    if not difference.norm() < size * (1e-3 if target.dtype == torch.float32 else 0.1):
+            expected = torch.cat([model(input_ids=branch, use_cache=False).logits[0] for branch in branches]).float()
+    on_slots = torch.cat([part for columns in BRANCHES for part in (text_logits, tree_logits[columns])]).float()
+    difference, size = (on_slots - expected).norm(), expected.norm()
+    if not difference < size * (1e-3 if model.dtype == torch.float32 else 0.1):
         raise UserError(
             f"{family} cannot be served: on slots its logits differ from those of transformers' eager attention by "
-            f"{difference.norm() / size:.1e} of their size, in its layers or in its head"
+            f"{difference / size:.1e} of their size, in its layers or in its head"
         )
 
 
-def logits_on_slots(target: "Target", text: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [P, V] of a text [P] read in two parts, and [T, V] of the tree of drafts [T] behind it."""
+def hidden_on_slots(run: RunOnSlots, text: Tensor, drafts: Tensor) -> Tensor:
+    """Return the last hidden states [P + T, H] of a text [P], read in two parts, and of the drafts [T] behind it."""
     parents, start, end = text.new_tensor([PARENTS]), text.new_tensor([0]), text.new_tensor([NUM_READ])
     half, depth = NUM_READ // 2, len(BRANCHES[0]) - 1
     tree = chain_window(end, len(drafts))
     tree = Window(tree.slots, end[:, None] + node_depths(parents, depth), end, ancestor_words(parents, depth))
     cache = SlotCache(1, NUM_READ + len(drafts))
-    first = target.run(text[None, :half], chain_window(start, half), cache)
-    second = target.run(text[None, half:], chain_window(start + half, NUM_READ - half), cache)
-    last = target.run(drafts[None], tree, cache)
-    hidden = torch.cat([part.last_hidden for part in (first, second, last)], 1)[0]
-    of_text, of_tree = target.logits(hidden).split([NUM_READ, len(drafts)])
-    return of_text, of_tree
+    first = run(text[None, :half], chain_window(start, half), cache)
+    second = run(text[None, half:], chain_window(start + half, NUM_READ - half), cache)
+    return torch.cat([first, second, run(drafts[None], tree, cache)], 1)[0]
 
 
 @contextmanager
-def short_windows(target: "Target") -> Iterator[None]:
-    """Let sliding layers see the last SHORT_WINDOW tokens, wherever transformers keeps their reach."""
-    fused_layers = target.fused_decoder.layers if target.fused_decoder is not None else []
-    holders: list[Any] = [target.text_config, *target.model.modules(), *fused_layers]
-    kept = [(holder, getattr(holder, "sliding_window", None)) for holder in holders]
-    kept = [(holder, reach) for holder, reach in kept if isinstance(reach, int)]
-    for holder, _ in kept:
+def short_windows(model: PreTrainedModel, fused: FusedDecoder | None) -> Iterator[None]:
+    """Let sliding layers see the last SHORT_WINDOW tokens, wherever transformers and the fused layers keep that."""
+    holders: list[Any] = [model.config.get_text_config(), *model.modules(), *(fused.layers if fused else [])]
+    sliding = [(holder, getattr(holder, "sliding_window", None)) for holder in holders]
+    sliding = [(holder, size) for holder, size in sliding if isinstance(size, int)]
+    for holder, _ in sliding:
         holder.sliding_window = SHORT_WINDOW
     try:
         yield
     finally:
-        for holder, reach in kept:
-            holder.sliding_window = reach
+        for holder, size in sliding:
+            holder.sliding_window = size
 
 
 @contextmanager

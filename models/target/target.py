@@ -117,7 +117,7 @@ class Target:
             self.decoder_layers = find_decoder_layers(model)
             self.fused_decoder = fuse(model) if fuse_layers else None  # what `run` takes instead of stock modelling
             if decodes and model.device.type != "meta":
-                check_decodes_exactly(self)
+                check_decodes_exactly(model, self.fused_decoder, self._last_hidden, self.logits)
 
     @classmethod
     def from_pretrained(
@@ -283,6 +283,9 @@ class Target:
         with _Capture(self.decoder_layers, layer_ids) as capture:
             last_hidden = run_on_slots(self.model, token_ids, window, cache)
         return Features(last_hidden, capture.side_by_side(last_hidden.device))
+
+    def _last_hidden(self, token_ids: Tensor, window: Window, cache: SlotCache) -> Tensor:
+        return self.run(token_ids, window, cache).last_hidden
 
     @torch.no_grad()  # not inference_mode: the drafter's backward pass keeps the features
     def features(self, batch: Batch, layer_ids: tuple[int, ...] = ()) -> Features:
