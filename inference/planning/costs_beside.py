@@ -1,4 +1,4 @@
-"""The cost model of a drafter that was just evaluated, measured where a limit of time allows it."""
+"""Measures the costs of a drafter that was just evaluated, where a limit of time allows it."""
 
 from collections.abc import Callable
 
@@ -20,10 +20,10 @@ def costs_beside(
     seconds: float,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Costs | None:
-    """Costs up to the batch size and draft length of measured rows, in at most about so many seconds.
+    """Measure costs up to the batch size and draft length of measured rows, in about `seconds` at most.
 
-    None where that is too little for the least number of rounds, as slow as the slowest of the rows; and where nothing
-    was drafted, or the target's context is too short.
+    Returns None where that is too little for the least number of rounds, each as slow as in the slowest of the rows,
+    where no chain was drafted, and where the target's context is too short.
     """
     chains = [row for row in rows if row.acceptance.num_drafts and row.setting.tree_nodes is None]
     if not chains:
@@ -41,5 +41,5 @@ def costs_beside(
 
 
 def typical_context(prompts: PromptSet, max_new_tokens: int) -> int:
-    """Tokens of a request half way through its answer, at the mean over the prompts."""
+    """Return the mean number of tokens that a request has half way through its answer."""
     return round(sum(map(len, prompts.token_ids)) / len(prompts.token_ids) + max_new_tokens / 2)

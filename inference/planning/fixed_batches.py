@@ -1,8 +1,8 @@
-"""What a batch costs that takes no new requests: it lasts as long as its slowest request needs.
+"""Predicts the speedup of batches that take no new requests, each of which lasts as long as its slowest request.
 
-A server gives the row of a finished request to the next one: its batch stays full, and its speedup is that of the
-tokens a round emits (`Costs.speedup`). `evaluate` decodes fixed batches. There the number of rounds is the largest of
-any request, rows that have ended are idle, and on a CPU those right of the last running row are no longer computed.
+A server gives the row of a finished request to the next one. Its batch stays full, and its speedup follows from the
+tokens that a round emits (`Costs.speedup`). `evaluate` decodes fixed batches. There the number of rounds is the largest
+of any request, finished rows are idle, and on a CPU the rows right of the last running one are no longer computed.
 """
 
 from collections.abc import Sequence
@@ -13,40 +13,40 @@ import numpy as np
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.planning.costs import Costs
 
-NUM_BATCHES = 64  # that are drawn from the requests
+NUM_BATCHES = 64  # batches that are drawn from the requests
 
 
 @dataclass(frozen=True)
 class RequestProfile:
-    """How one request goes, from its first token on."""
+    """The length of one request and its number of rounds, from its first token on."""
 
     prompt_length: int
     num_tokens: int
     num_rounds: int
 
     def context(self, number: int) -> float:
-        """Tokens by the middle of a round."""
+        """Return its number of tokens by the middle of a round."""
         return self.prompt_length + self.num_tokens * (number + 0.5) / self.num_rounds
 
 
 @dataclass(frozen=True)
 class DecodedRequest:
-    """A request as it was decoded once, with chains as long as any that are asked about, or longer."""
+    """A request as it was decoded once, with chains as long as any that are asked about."""
 
     prompt_length: int
     stats: Stats
 
     def profile(self, draft_length: int) -> RequestProfile:
-        """With chains of this length, 0 for plain decoding.
+        """Return its profile with chains of another length, 0 for plain decoding.
 
         A round of a shorter chain emits what a longer one would have, up to its own length. The number of rounds until
-        n tokens are reached is then (n + the expected surplus of the last round) / the mean of a round; the surplus is
+        n tokens are reached is then (n + the expected surplus of the last round) / the mean of a round. The surplus is
         that of a renewal process, E[e (e - 1)] / (2 E[e]) for rounds of e tokens.
         """
         num_tokens, stats = self.stats.num_emitted_tokens - 1, self.stats
         accepted = np.minimum(np.arange(len(stats.acceptance_histogram)), draft_length)
         counts = np.array(stats.acceptance_histogram, dtype=float)
-        counts[0] += stats.num_rounds - stats.num_drafts  # nothing drafted, nothing accepted
+        counts[0] += stats.num_rounds - stats.num_drafts  # rounds without a draft accept nothing
         if not counts.sum():
             return RequestProfile(self.prompt_length, num_tokens, num_tokens)
         mean = 1 + counts @ accepted / counts.sum()
@@ -55,7 +55,10 @@ class DecodedRequest:
 
 
 def batch_milliseconds(costs: Costs, draft_length: int, profiles: Sequence[RequestProfile], drops_rows: bool) -> float:
-    """All rounds of a fixed batch; `drops_rows`: rows right of the last running one are not computed (on a CPU)."""
+    """Return the time of all rounds of a fixed batch.
+
+    `drops_rows`: the rows right of the last running one are not computed, as on a CPU.
+    """
     total = 0.0
     for number in range(max(profile.num_rounds for profile in profiles)):
         running = [row for row, profile in enumerate(profiles) if profile.num_rounds > number]
@@ -68,12 +71,12 @@ def batch_milliseconds(costs: Costs, draft_length: int, profiles: Sequence[Reque
 def fixed_batch_speedup(
     costs: Costs, draft_length: int, requests: Sequence[DecodedRequest], batch: int, drops_rows: bool
 ) -> float:
-    """Over plain decoding of the same batches, drawn by chance from the requests; the same ones each time."""
-    chance = np.random.default_rng(0)
+    """Return the speedup over plain decoding of the same batches, which are drawn from the requests by a fixed seed."""
+    rng = np.random.default_rng(0)
     drafted, plain = ([request.profile(length) for request in requests] for length in (draft_length, 0))
     milliseconds = np.zeros(2)
     for _ in range(NUM_BATCHES):
-        picks = chance.choice(len(requests), batch, replace=batch > len(requests))
+        picks = rng.choice(len(requests), batch, replace=batch > len(requests))
         for side, (length, profiles) in enumerate(((0, plain), (draft_length, drafted))):
             milliseconds[side] += batch_milliseconds(costs, length, [profiles[i] for i in picks], drops_rows)
     return float(milliseconds[0] / milliseconds[1])

@@ -1,7 +1,7 @@
-"""Decoding that follows a given text, one token a round, whatever is drafted.
+"""Forced decoding: the output follows a known text, one token a round, whatever is drafted.
 
-Every round runs the decoder's own kernels on its own state, at a known length of the text. That is what timing needs
-(costs.py), and what shows which drafts would have been right (choice.py).
+Every round runs the decoder's own kernels on its own state, at a known length of the text. Timing needs that
+(planning/cost_measurement.py), and it shows which drafts would have been right (planning/choice.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,10 @@ from draftsmith.models.target.slots import SlotCache
 
 
 class ForcedBatchEngine(BatchEngine):
-    """One row a text. A round verifies greedily but accepts nothing; the token that follows is then the text's own.
+    """An engine with one row for each text. A round verifies greedily, accepts nothing, and emits the text's token.
 
-    The target verifies the text's next tokens in place of what was drafted: what it has to do, such as which experts it
-    reads, then hangs on the text and not on how good a drafter is. What was drafted stays in `drafted`, [B, N].
+    The target verifies the text's next tokens in place of what was drafted. So its work, such as which experts it
+    reads, depends on the text and not on how good a drafter is. What was drafted is kept in `drafted`, [B, N].
     """
 
     drafted: Tensor
@@ -37,13 +37,9 @@ class ForcedBatchEngine(BatchEngine):
         num_rounds: int,
         cache: SlotCache | None = None,
     ) -> None:
-        """`cache`: that of another engine which follows the same texts; it then serves this one too."""
+        """`cache`: that of another engine which follows the same texts; it then serves this engine, too."""
         longest = max(map(len, texts))
-        settings = GenerationSettings(
-            max_new_tokens=num_rounds + 1,
-            shape=shape,
-            stop_at_eos=False,
-        )
+        settings = GenerationSettings(max_new_tokens=num_rounds + 1, shape=shape, stop_at_eos=False)
         num_slots = cache.num_slots if cache else longest + shape.num_nodes + 2
         super().__init__(target, drafter, settings, len(texts), num_slots)
         self.cache = cache or self.cache
@@ -69,7 +65,7 @@ class ForcedBatchEngine(BatchEngine):
 
 
 def start_forced(engine: ForcedBatchEngine, prompts: list[list[int]]) -> Generation:
-    """Begin to follow the texts of the engine behind their prompts; the caller steps, `num_rounds` times at most."""
+    """Begin to follow the engine's texts behind their prompts; the caller steps, at most `num_rounds` times."""
     generation = Generation(engine, prompts)
     generation.step()
     return generation
@@ -77,7 +73,7 @@ def start_forced(engine: ForcedBatchEngine, prompts: list[list[int]]) -> Generat
 
 @dataclass
 class ForcedBatch:
-    """Some texts, prompts and answers, being followed; the longest answer has `num_rounds` places."""
+    """Prompts and answers that are being followed; the longest answer takes `num_rounds` rounds."""
 
     texts: Sequence[tuple[list[int], list[int]]]
     engine: ForcedBatchEngine
@@ -88,7 +84,7 @@ class ForcedBatch:
 def force_answers(
     target: Target, drafter: Drafter, shape: Shape, texts: Sequence[tuple[list[int], list[int]]], batch_size: int = 8
 ) -> Iterator[ForcedBatch]:
-    """Begin to follow prompts with their answers, a batch at a time; one in which no answer goes on is left out."""
+    """Begin to follow answers behind their prompts, a batch at a time. A batch of one-token answers is left out."""
     for start in range(0, len(texts), batch_size):
         batch = texts[start : start + batch_size]
         num_rounds = max(len(answer) for _, answer in batch) - 1

@@ -13,7 +13,6 @@ from draftsmith.inference.planning.choice import (
     acceptance_length,
     best_draft_length,
     equal_rates,
-    falling,
     fit_schedule,
     fit_tree,
     rank_accuracies,
@@ -108,12 +107,6 @@ def test_the_tree_is_the_best_of_all(accuracies: list[list[float]], batch: int, 
 
     chosen = fit_tree(accuracies, model, batch, 50, most_nodes=5)
     assert speedup(chosen) == pytest.approx(max(map(speedup, trees(5, 2, 2))), rel=1e-12)
-
-
-def test_falling_pools_what_rises() -> None:
-    assert falling([0.5, 0.1, 0.3, 0.2]) == pytest.approx([0.5, 0.2, 0.2, 0.2])
-    assert falling([3.0, 2.0, 1.0]) == [3.0, 2.0, 1.0]
-    assert falling([1.0, 2.0, 3.0]) == pytest.approx([2.0, 2.0, 2.0])
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle3", "draft_model"])
