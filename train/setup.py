@@ -33,7 +33,7 @@ from draftsmith.train.hardware.layouts import make_accelerator
 from draftsmith.train.hardware.placement import check_placement, place
 from draftsmith.train.inputs.features import load_target, open_store
 from draftsmith.train.inputs.on_policy import OnPolicy
-from draftsmith.train.start import fit_vocabulary_size, starting_drafter
+from draftsmith.train.starting_drafter import fit_vocabulary_size, starting_drafter
 
 
 @dataclass

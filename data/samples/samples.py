@@ -64,12 +64,6 @@ def sample_line(sample: Sample) -> str:
     return json.dumps(vars(sample), separators=(",", ":")) + "\n"
 
 
-def parse_sample(line: str) -> Sample:
-    """Return the sample of a line of samples.jsonl."""
-    fields = json.loads(line)
-    return Sample(**{**fields, "spans": [Span(*span) for span in fields["spans"]]})
-
-
 def read_samples(folder: Path, drop_cut: bool = False) -> list[Sample]:
     """Return all samples of a folder that `prepare` wrote; `drop_cut` leaves out those that the length limit cut.
 
@@ -92,7 +86,8 @@ def read_samples(folder: Path, drop_cut: bool = False) -> list[Sample]:
 
 def _read_line(line: bytes, where: str) -> Sample:
     try:
-        return parse_sample(line.decode())
+        fields = json.loads(line)
+        return Sample(**{**fields, "spans": [Span(*span) for span in fields["spans"]]})
     except (ValueError, KeyError, TypeError):
         raise UserError(
             f"{where} is damaged: remove the file, and the same `draftsmith prepare` writes it anew"
