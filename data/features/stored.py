@@ -39,7 +39,7 @@ FeatureSource = Callable[[MicroBatch, Batch], Features]  # features of a micro-b
 
 @dataclass(frozen=True)
 class Contents:
-    """What must agree for stored features to be those that a run needs."""
+    """The facts that must agree for stored features to be those that a run needs."""
 
     target_fingerprint: str | None  # of the target that wrote the samples; None where servers alone ran it
     ends_fingerprint: str  # of its config, embedding and head
@@ -50,22 +50,24 @@ class Contents:
 
     @property
     def num_states(self) -> int:
-        """Hidden states a token: A + 1."""
+        """Number of hidden states of a token: A + 1."""
         return len(self.layer_ids) + 1
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The dtype of the states in torch."""
         return getattr(torch, self.dtype)
 
     @property
     def bytes_per_token(self) -> int:
+        """Bytes that a token takes, the scales of fp8 among them."""
         scale = 4 if self.dtype == "float8_e4m3fn" else 0
         return self.num_states * (self.hidden_size * self.torch_dtype.itemsize + scale)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Samples `first`, `first` + 1, ... one after another."""
+    """The file that holds the samples `first`, `first` + 1, ... one after another."""
 
     number: int
     first: int
@@ -73,10 +75,12 @@ class Shard:
 
     @property
     def file(self) -> str:
+        """Name of the file."""
         return f"shard-{self.number:05d}.safetensors"
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens of all its samples."""
         return sum(self.lengths)
 
 
@@ -92,12 +96,12 @@ class StoredFeatures:
         self._ahead: dict[str, tuple[Tensor, Tensor | None]] = {}
 
     def missing(self) -> list[Shard]:
-        """The shards that are still to be written."""
+        """Return the shards that are still to be written."""
         return [shard for shard in self.shards if not (self.folder / shard.file).is_file()]
 
     @cached_property
     def places(self) -> list[tuple[Shard, slice]]:
-        """Of each sample its shard and the tokens of that which are its own."""
+        """The shard of each sample, and the tokens of the shard that are the sample's."""
         return [
             (shard, slice(start, start + length))
             for shard in self.shards
@@ -105,7 +109,7 @@ class StoredFeatures:
         ]
 
     def read(self, rows: MicroBatch, batch: Batch, target: Target) -> Features:
-        """The features of a micro-batch, on the device and in the dtype of the target; zeros in the padding."""
+        """Return the features of a micro-batch, on the device and in the dtype of the target; zeros in the padding."""
         key = str(rows)
         hidden, scales = self._ahead.pop(key) if key in self._ahead else self._load(rows, batch)
         states = decode(
@@ -124,7 +128,7 @@ class StoredFeatures:
         self._ahead[str(rows)] = tensors
 
     def _load(self, rows: MicroBatch, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Encoded hidden states [B, T, A + 1, H] and the scales [B, T, A + 1] of fp8."""
+        """Return encoded hidden states [B, T, A + 1, H], and the scales [B, T, A + 1] of fp8."""
         shape = (*batch.token_ids.shape, self.contents.num_states)
         hidden = torch.zeros(*shape, self.contents.hidden_size, dtype=self.contents.torch_dtype)
         scales = torch.zeros(shape) if self.contents.dtype == "float8_e4m3fn" else None
@@ -140,7 +144,7 @@ class StoredFeatures:
         return hidden, scales
 
     def _file(self, shard: Shard) -> Any:
-        """The shard, mapped into memory; `UserError` where it has gone since it was checked."""
+        """Return the shard, mapped into memory. Raises `UserError` where it has gone since it was checked."""
         if shard.number not in self._open:
             path = self.folder / shard.file
             try:
@@ -154,7 +158,7 @@ class StoredFeatures:
 
     @cached_property
     def verified(self) -> dict[str, list[int]]:
-        """Size and time of change of each shard when its checksum was last found right, as index.json has them."""
+        """Size and time of change of each shard when its checksum was last right, as index.json has them."""
         try:
             shards = json.loads((self.folder / INDEX).read_text())["shards"]
             return {shard["file"]: shard["stamp"] for shard in shards}
@@ -162,18 +166,20 @@ class StoredFeatures:
             return {}
 
     def is_verified(self, shard: Shard) -> bool:
-        """Whether the shard has not been written to since."""
+        """Return whether nobody has written to the shard since its checksum was right."""
         return self.verified.get(shard.file) == stamp(self.folder / shard.file)
 
     def problems(self, rank: int, num_ranks: int) -> list[str]:
-        """What is wrong with this rank's share of the shards that are there, by name."""
+        """Return what is wrong with this rank's part of the shards that are there."""
         with ThreadPoolExecutor(CHECK_THREADS) as pool:
-            return [found for found in pool.map(self.problem, self.shards[rank::num_ranks]) if found]
+            return [problem for problem in pool.map(self.problem, self.shards[rank::num_ranks]) if problem]
 
     def problem(self, shard: Shard) -> str | None:
-        """Why a shard cannot be trained on: truncated, altered, or of something else; None where it is not there.
+        """Return why a shard cannot be trained on: truncated, altered, or of something else.
 
-        The checksum is computed only of shards that are not verified: it takes the time of reading them whole.
+        None where nothing is wrong, or where it is not there.
+
+        The checksum is computed only of shards that are not verified, since it takes the time of reading them whole.
         """
         path = self.folder / shard.file
         if not path.is_file():
@@ -196,12 +202,12 @@ class StoredFeatures:
         return None
 
     def header(self, shard: Shard) -> dict[str, Any]:
-        """What a shard says of itself, beside its checksum."""
+        """Return what a shard says of itself, beside its checksum."""
         return {**asdict(self.contents), "layer_ids": list(self.contents.layer_ids), "shard": shard.number}
 
 
 def _shards(lengths: list[int], bytes_per_token: int) -> Iterator[Shard]:
-    """Whole samples in shards of about `SHARD_BYTES`."""
+    """Yield shards of about `SHARD_BYTES`, each of whole samples."""
     number = first = num_tokens = 0
     for i, length in enumerate(lengths):
         num_tokens += length
@@ -211,7 +217,7 @@ def _shards(lengths: list[int], bytes_per_token: int) -> Iterator[Shard]:
 
 
 def samples_hash(plan: BatchPlan) -> str:
-    """16 hex digits of the token ids that a plan trains on, and of their places."""
+    """Return 16 hex digits of the token ids that a plan trains on, and of their places."""
     digest = hashlib.sha256()
     for index in plan.trained:
         ids = plan.samples[index].token_ids[: plan.max_length]
@@ -220,13 +226,13 @@ def samples_hash(plan: BatchPlan) -> str:
 
 
 def stamp(path: Path) -> list[int]:
-    """Size and time of the last change of a file."""
+    """Return size and time of the last change of a file."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns]
 
 
 def checksum(tensors: dict[str, Tensor]) -> str:
-    """sha256 of the tensors' names, kinds, shapes and bytes."""
+    """Return the sha256 of the tensors' names, dtypes, shapes and bytes."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -238,7 +244,7 @@ def checksum(tensors: dict[str, Tensor]) -> str:
 
 
 def encode(states: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Hidden states [N, A + 1, H] as they are stored; in fp8 each vector fills the range, with its scale beside it."""
+    """Return hidden states [N, A + 1, H] as they are stored. In fp8 each vector fills the range, and has a scale."""
     if dtype != torch.float8_e4m3fn:
         return {"hidden": states.to(dtype)}
     scales = states.float().abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny) / torch.finfo(dtype).max
@@ -246,5 +252,5 @@ def encode(states: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def decode(hidden: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The inverse, in the target's dtype."""
+    """Return the hidden states that `encode` stored, in the target's dtype."""
     return hidden.to(dtype) if scales is None else (hidden.float() * scales[..., None]).to(dtype)

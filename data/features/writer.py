@@ -1,4 +1,4 @@
-"""Writing stored features: what it takes is said first, and an interruption costs a shard at most.
+"""Writing stored features. The size is said first, and an interruption costs a shard at most.
 
 Shapes: B rows, T tokens, H hidden width, A number of layers asked for.
 """
@@ -21,12 +21,13 @@ from draftsmith.data.features.stored import HEADER, INDEX, FeatureSource, Shard,
 from draftsmith.data.progress import progress_bar, size_text
 from draftsmith.data.samples.batches import MicroBatch, group_rows
 from draftsmith.models.errors import UserError
+from draftsmith.models.files import write_whole
 
-TOLD_AFTER = 2.0  # seconds, in which the first batches show how long the pass will take
+ANNOUNCED_AFTER = 2.0  # seconds, in which the first batches show how long the pass will take
 
 
 def check_disk(store: StoredFeatures) -> str:
-    """What storing the missing shards takes, in words; `UserError` where the disk has less room."""
+    """Return what storing the missing shards takes, in words. Raises `UserError` where the disk has less room."""
     num_tokens = sum(shard.num_tokens for shard in store.missing())
     needed = num_tokens * store.contents.bytes_per_token
     folder = store.folder.absolute()
@@ -49,12 +50,12 @@ def write_shards(
     num_ranks: int = 1,
     in_step: bool = False,
 ) -> None:
-    """Write this rank's share of the missing shards, each whole or not at all, with the features that `source` gives.
+    """Write this rank's part of the missing shards, each whole or not at all, with the features that `source` gives.
 
-    All ranks are given the same missing shards. `in_step`: they ask the source equally often, as a target in pieces
-    needs, which computes when all do; a rank with less to write asks for what nobody keeps.
+    All ranks get the same missing shards. `in_step`: they ask the source equally often, as a target in pieces needs,
+    which computes when all do; a rank with less to write asks for what nobody keeps.
     """
-    own, told = missing[rank::num_ranks], rank > 0
+    own, announced = missing[rank::num_ranks], rank > 0
     if rank == 0:
         rich.print(escape(f"storing features in {store.folder}: {check_disk(store)}"))
     store.folder.mkdir(parents=True, exist_ok=True)
@@ -64,17 +65,17 @@ def write_shards(
         )
         for shard in own:
             tensors: dict[str, Tensor] = {}
-            for rows in batches_of(store, shard):
-                for name, encoded in compute(store, rows, source).items():
+            for micro_batch in batches_of(store, shard):
+                for name, encoded in compute(store, micro_batch, source).items():
                     room = torch.empty(shard.num_tokens, *encoded.shape[2:], dtype=encoded.dtype)
                     whole = tensors.setdefault(name, room)
-                    for number, (index,) in enumerate(rows):
+                    for number, (index,) in enumerate(micro_batch):
                         whole[store.places[index][1]] = encoded[number, : store.plan.lengths[index]]
-                progress.update(task, advance=sum(store.plan.lengths[index] for (index,) in rows))
+                progress.update(task, advance=sum(store.plan.lengths[index] for (index,) in micro_batch))
                 bar = progress.tasks[task]
-                if not told and (bar.elapsed or 0) > TOLD_AFTER and bar.time_remaining:
+                if not announced and (bar.elapsed or 0) > ANNOUNCED_AFTER and bar.time_remaining:
                     progress.console.print(f"about {bar.time_remaining / 60:.1f} minutes are left")
-                    told = True
+                    announced = True
             save_shard(store, shard, tensors)
     if in_step:
         most = max(num_batches(store, missing[other::num_ranks]) for other in range(num_ranks))
@@ -83,30 +84,31 @@ def write_shards(
 
 
 def num_batches(store: StoredFeatures, shards: list[Shard]) -> int:
+    """Return how often the source is asked for some shards."""
     return sum(len(batches_of(store, shard)) for shard in shards)
 
 
 def batches_of(store: StoredFeatures, shard: Shard) -> list[MicroBatch]:
-    """The samples of a shard, one a row, in batches of similar length."""
+    """Return the samples of a shard, one a row, in batches of similar length."""
     rows = [[shard.first + i] for i, length in enumerate(shard.lengths) if length]
     return group_rows(rows, store.plan.lengths, store.plan.tokens_per_micro_batch)
 
 
-def compute(store: StoredFeatures, rows: MicroBatch, source: FeatureSource) -> dict[str, Tensor]:
-    """The encoded hidden states of some rows [B, T, A + 1, ...]. Raises `UserError` where one is not finite."""
-    features = source(rows, store.plan.collate(rows))
+def compute(store: StoredFeatures, micro_batch: MicroBatch, source: FeatureSource) -> dict[str, Tensor]:
+    """Return the encoded hidden states of a micro-batch [B, T, A + 1, ...]. Raises `UserError` for infinite ones."""
+    features = source(micro_batch, store.plan.collate(micro_batch))
     states = features.last_hidden[:, :, None]
     if features.layers is not None:
         states = torch.cat([features.layers.unflatten(2, (-1, store.contents.hidden_size)), states], 2)
     finite = states.isfinite().flatten(1).all(1)
     if not finite.all():
-        index = rows[int((~finite).nonzero()[0])][0]
+        index = micro_batch[int((~finite).nonzero()[0])][0]
         raise UserError(f"the target's hidden states are not finite on sample {index}: look at its text")
     return {name: tensor.cpu() for name, tensor in encode(states, store.contents.torch_dtype).items()}
 
 
 def save_shard(store: StoredFeatures, shard: Shard, tensors: dict[str, Tensor]) -> None:
-    """Write under a hidden name and rename it when all of it is on disk."""
+    """Write a shard under a hidden name, and rename it when all of it is on disk."""
     header = {**store.header(shard), "checksum": checksum(tensors)}
     partial, final = store.folder / f".{shard.file}", store.folder / shard.file
     save_file(tensors, partial, metadata={HEADER: json.dumps(header)})
@@ -116,9 +118,9 @@ def save_shard(store: StoredFeatures, shard: Shard, tensors: dict[str, Tensor]) 
 
 
 def write_index(store: StoredFeatures) -> None:
-    """index.json: what is stored, where each sample is, and how shards looked that were found whole.
+    """Write index.json: what is stored, where each sample is, and the stamps of shards that were whole.
 
-    Training believes only the last, and the shards' own headers.
+    Training believes only the stamps, and the shards' own headers.
     """
     shards = [
         {
@@ -130,11 +132,10 @@ def write_index(store: StoredFeatures) -> None:
         }
         for shard in store.shards
     ]
-    partial = store.folder / f".{INDEX}"
-    partial.write_text(json.dumps({**asdict(store.contents), "shards": shards}) + "\n")
-    partial.rename(store.folder / INDEX)
+    write_whole(store.folder / INDEX, json.dumps({**asdict(store.contents), "shards": shards}) + "\n")
 
 
 def read_header(path: Path) -> str:
+    """Return what a shard says of itself, as JSON."""
     with safe_open(path, "pt") as file:
         return cast(dict[str, str], file.metadata())[HEADER]

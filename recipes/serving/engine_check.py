@@ -27,7 +27,7 @@ OUR_BATCH_SIZE = 16
 
 @dataclass
 class EngineReport:
-    """One drafter on an engine beside ourselves: the same prompts, temperature 0."""
+    """The outcome of decoding the same prompts with an engine and with draftsmith, at temperature 0."""
 
     kind: str
     draft_length: int
@@ -73,7 +73,7 @@ class EngineReport:
 
 
 def counts_of(counters: Stats | Counters) -> dict[str, float | list[float]]:
-    """Return what engine_check.json holds of either's counters."""
+    """Return what engine_check.json holds of our counters, or of the engine's."""
     return {
         "num_drafts": counters.num_drafts,
         "num_accepted_tokens": counters.num_accepted_tokens,

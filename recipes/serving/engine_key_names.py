@@ -110,7 +110,7 @@ REFUSED = "would be refused"
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderRules:
-    """How one engine treats the files of one kind of drafter.
+    """The rules by which one engine loads the files of one kind of drafter.
 
     A directory is refused for whatever does not fit; `missing` and `unexpected` tell what would have happened.
     """

@@ -1,8 +1,8 @@
-"""What an engine's own step times promise of a drafter, beside what it then made of them.
+"""The speed that an engine's own step times promise of a drafter, beside the speed that it then had.
 
-A request that decodes alone takes a step for each token without a drafter, and a round for each draft with one. What
-drafting is worth is then acceptance length x step / round, for any acceptance length: one of other prompts, or of a
-drafter that is still in training.
+A request that decodes alone takes a step for each token without a drafter, and a round for each draft with one. The
+speedup is then acceptance length x step / round, for any acceptance length: that of other prompts, or of a drafter that
+is still in training.
 
 vLLM can be told what to accept too (`rejection_sample_method: synthetic`), but not on a CPU, where 0.32.0 stops with
 "Synthetic acceptance not supported with CPU sampling". So these times are of rounds with the drafter's own acceptance.

@@ -98,7 +98,7 @@ def rope_problems(files: Checkpoint, target: Target) -> Iterator[str]:
         yield f"max_position_embeddings is below the target's {target.context}: acceptance would end there"
 
 
-def scaling_of(rope: dict[str, Any]) -> dict[str, Any]:
+def scaling_of(rope: dict[str, Any]) -> dict[str, object]:
     """Return what either schema says beside theta; the older one calls its type "type", too."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     return {"rope_type": kind, **{k: v for k, v in rope.items() if k not in ("rope_theta", "rope_type", "type")}}

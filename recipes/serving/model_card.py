@@ -2,14 +2,15 @@
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.results import Evaluation, Result
+from draftsmith.models.typed_json import optional, to_json
 from draftsmith.recipes.serving.engine_check import EngineReport
 from draftsmith.recipes.serving.export import WEIGHT_FILES, Exported
 
@@ -65,7 +66,7 @@ def write_card(
     """Write README.md of an exported directory; `source` is the checkpoint that it was made of."""
     files = [path for name in ("config.json", *WEIGHTS) if (path := exported.directory / name).is_file()]
     text = TEMPLATES.get_template("model_card.md.j2").render(
-        metadata=yaml.safe_dump(metadata(exported, evaluation), sort_keys=False),
+        metadata=yaml.safe_dump(to_json(metadata(exported, evaluation)), sort_keys=False),
         exported=exported,
         commands=commands,
         evaluation=evaluation,
@@ -76,21 +77,40 @@ def write_card(
     (exported.directory / "README.md").write_text(text)
 
 
-def metadata(exported: Exported, evaluation: Evaluation | None) -> dict[str, Any]:
-    """Return what the Hub reads at the top of a card. A local path is no base model there."""
-    data: dict[str, Any] = {"tags": ["speculative-decoding", "draftsmith", exported.kind]}
-    if not Path(exported.target).exists():
-        data["base_model"] = exported.target
-        data["base_model_relation"] = "adapter"
+@dataclass(frozen=True)
+class ServedFigures:
+    """What was measured at the draft length that is served."""
+
+    target: str
+    draft_length: int
+    mean_acceptance_length: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class CardMetadata:
+    """What the Hub reads at the top of a card."""
+
+    tags: list[str]
+    base_model: str | None = optional()
+    base_model_relation: str | None = optional()
+    draftsmith: ServedFigures | None = optional()
+
+
+def metadata(exported: Exported, evaluation: Evaluation | None) -> CardMetadata:
+    """Return the metadata of a card. A target that is a local path is no base model there."""
+    figures = None
     if evaluation:
         result = served_result(evaluation)
-        data["draftsmith"] = {
-            "target": exported.target,
-            "draft_length": result.setting.draft_length,
-            "mean_acceptance_length": round(result.acceptance.mean_acceptance_length, 3),
-            "speedup": round(result.speed.speedup, 3),
-        }
-    return data
+        length, speedup = result.acceptance.mean_acceptance_length, result.speed.speedup
+        figures = ServedFigures(exported.target, result.setting.draft_length, round(length, 3), round(speedup, 3))
+    on_hub = not Path(exported.target).exists()
+    return CardMetadata(
+        ["speculative-decoding", "draftsmith", exported.kind],
+        exported.target if on_hub else None,
+        "adapter" if on_hub else None,
+        figures,
+    )
 
 
 def training_facts(source: Path) -> dict[str, str]:

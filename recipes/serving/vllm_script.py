@@ -51,7 +51,7 @@ def counters(llm: Any) -> dict[str, Any]:
     }
 
 
-def timed(llm: Any, prompt: list[int], sampling: Any) -> dict[str, Any]:
+def timed(llm: Any, prompt: list[int], sampling: Any) -> dict[str, float]:
     """Return what one request took after its first token, by the engine's own clock."""
     before = counters(llm).get("num_drafts", 0)
     metrics = generate(llm, [prompt], sampling)[0].metrics

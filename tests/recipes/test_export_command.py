@@ -29,7 +29,14 @@ from draftsmith.recipes.serving.engine_check import EngineReport, add_speed, che
 from draftsmith.recipes.serving.engine_speed import TimedRequest, engine_speed
 from draftsmith.recipes.serving.export import Exported, export_checkpoint
 from draftsmith.recipes.serving.export_command import export
-from draftsmith.recipes.serving.model_card import metadata, schedule_of, served_result, training_facts, write_card
+from draftsmith.recipes.serving.model_card import (
+    ServedFigures,
+    metadata,
+    schedule_of,
+    served_result,
+    training_facts,
+    write_card,
+)
 from draftsmith.recipes.serving.serve_commands import write_scripts
 from draftsmith.recipes.serving.vllm_counters import Counters
 from draftsmith.recipes.serving.vllm_run import EngineRun, root_cause, run_environment
@@ -201,8 +208,7 @@ def test_card_names_the_row_that_is_served(tmp_path: Path) -> None:
     evaluation = write_rows(tmp_path, [(1, 1, 1.1), (1, 3, 1.5)])
     exported = Exported(Path("out"), "vllm", "eagle3", "me/target", None, None, ("vllm",))
     length = round(evaluation.results[1].acceptance.mean_acceptance_length, 3)
-    expected = {"target": "me/target", "draft_length": 3, "mean_acceptance_length": length, "speedup": 1.5}
-    assert metadata(exported, evaluation)["draftsmith"] == expected
+    assert metadata(exported, evaluation).draftsmith == ServedFigures("me/target", 3, length, 1.5)
 
 
 @pytest.mark.parametrize(
