@@ -4,16 +4,16 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import PlainValidator
 
-from draftsmith.inference.decoding.schedule import AnySchedule, Schedule, schedule_from_json
+from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.load.load_test import LoadTest
 from draftsmith.inference.measuring.results import Environment, Evaluation, Result, Setting, read_evaluation
 from draftsmith.inference.measuring.sample_texts import SampleText
 from draftsmith.inference.planning.costs import Costs
+from draftsmith.inference.planning.tuning import PredictedDraft
 from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import from_json
 from draftsmith.train.folder.checkpoint import checkpoint_step
@@ -23,24 +23,6 @@ from draftsmith.train.folder.vocabulary import read_vocabulary, vocabulary_text
 
 FREE = ("batch_size", "draft_length", "tree_nodes")  # in which the settings differ that a report compares
 EXTRAS = ("costs", "choice", "load", "plan")  # NAME.json that other commands write
-
-
-@dataclass(frozen=True)
-class PredictedDraft:
-    """The best draft at a batch size, as choice.json has it."""
-
-    batch_size: int
-    draft_length: int  # 0: speculation off
-    tree_nodes: int | None
-    acceptance_length: float
-    speedup: float  # of a server that fills up its batch
-    fixed_batch_speedup: float | None
-    schedule: Annotated[AnySchedule, PlainValidator(schedule_from_json)] | None = None
-
-    def is_of(self, setting: Setting) -> bool:
-        """Return whether a setting decodes with this draft at this batch size."""
-        names = ("batch_size", "draft_length", "tree_nodes", "schedule")
-        return all(getattr(self, name) == getattr(setting, name) for name in names)
 
 
 @dataclass(frozen=True)

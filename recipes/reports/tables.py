@@ -10,8 +10,8 @@ from rich.text import Text
 
 from draftsmith.inference.decoding.schedule import Confident
 from draftsmith.inference.measuring.results import Interval, Result, Setting
+from draftsmith.inference.planning.tuning import PredictedDraft
 from draftsmith.recipes.reports.figures import Plot
-from draftsmith.recipes.reports.report_data import PredictedDraft
 
 Tone = Literal["", "good", "bad", "alarm"]
 STYLES: dict[Tone, str] = {"": "", "good": "green", "bad": "red", "alarm": "bold white on red"}

@@ -1,6 +1,7 @@
 """The sections on what to serve with: what `tune` chose, and what `plan` said before training."""
 
-from draftsmith.recipes.reports.report_data import Choice, PredictedDraft, ReportData
+from draftsmith.inference.planning.tuning import PredictedDraft
+from draftsmith.recipes.reports.report_data import Choice, ReportData
 from draftsmith.recipes.reports.tables import Row, Section, draft_text, speedup_text, table_of
 
 

@@ -3,12 +3,12 @@
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
+from draftsmith.inference.planning import tuning as tuning_module
 from draftsmith.inference.planning.choice import (
     acceptance_length,
     best_draft_length,
@@ -19,11 +19,10 @@ from draftsmith.inference.planning.choice import (
     tree_acceptance_length,
 )
 from draftsmith.inference.planning.costs import Costs
+from draftsmith.inference.planning.tuning import PredictedDraft, decode, tune
 from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import StaticTree
-from draftsmith.recipes.studies import tune as choose_module
-from draftsmith.recipes.studies.tune import choose, decode
 
 
 def costs(step: float = 0.2, token: float = 0.01, tree: float = 0.1) -> Costs:
@@ -44,23 +43,23 @@ def test_acceptance_length_is_one_and_the_sum_of_products() -> None:
 def test_a_choice_counts_the_rounds_without_a_draft(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """N-grams that are rarely found: what is predicted are the tokens of any round; the costs know how many draft."""
     flat = Costs("", "", "", "", draft_ms={"step: pass": 0.01}, verify_ms={"pass": 2.0}, host=0.0, drops_columns=True)
-    monkeypatch.setattr(choose_module, "measure_costs", lambda *of_device: flat)
+    monkeypatch.setattr(tuning_module, "measure_costs", lambda *of_device: flat)
     prompts = PromptSet("p", [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]])
     settings, ngram = MeasureSettings(max_new_tokens=40), load_drafter("ngram", tiny_target)
-    choice, found = choose(tiny_target, ngram, "ngram", prompts, settings, [1])
+    tuning, found = tune(tiny_target, ngram, "ngram", prompts, settings, [1])
     total = decode(tiny_target, ngram, prompts, MeasureSettings(max_new_tokens=40, draft=8)).stats.total
     assert 0 < total.num_drafts < total.num_rounds
     assert total.num_accepted_tokens
     assert found.drafted == total.num_drafts / total.num_rounds
-    predicted = prediction_of(choice.predicted, total.conditional_acceptance_rates)
-    assert predicted["acceptance_length"] == pytest.approx(1 + total.num_accepted_tokens / total.num_rounds)
+    predicted = prediction_of(tuning.predicted, total.conditional_acceptance_rates)
+    assert predicted.acceptance_length == pytest.approx(1 + total.num_accepted_tokens / total.num_rounds)
 
 
-def prediction_of(predicted: list[dict[str, Any]], rates: list[float | None]) -> dict[str, Any]:
+def prediction_of(predicted: list[PredictedDraft], rates: list[float | None]) -> PredictedDraft:
     """The only one, of chains so long that no drafted token which was ever accepted is beyond them."""
-    (one,) = predicted
-    assert not any(rates[one["draft_length"] :])
-    return one
+    (draft,) = predicted
+    assert not any(rates[draft.draft_length :])
+    return draft
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.77, 1.0])

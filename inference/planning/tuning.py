@@ -1,0 +1,176 @@
+"""The best draft length, tree and schedule for one drafter, from acceptance on some prompts and from measured costs."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
+
+from pydantic import PlainValidator
+
+from draftsmith.inference.decoding.decoder import Output, SpeculativeDecoder
+from draftsmith.inference.decoding.schedule import AnySchedule, Schedule, for_sglang, for_vllm, schedule_from_json
+from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
+from draftsmith.inference.measuring.results import Setting
+from draftsmith.inference.planning.choice import (
+    acceptance_length,
+    fit_schedule,
+    fit_tree,
+    rank_accuracies,
+    rates_of_rounds,
+    tree_acceptance_length,
+)
+from draftsmith.inference.planning.confidence import ConfidenceChoice, choose_confidence, draft_everywhere
+from draftsmith.inference.planning.cost_measurement import CostRange, measure_costs
+from draftsmith.inference.planning.costs import Costs
+from draftsmith.inference.planning.costs_beside import typical_context
+from draftsmith.inference.planning.fixed_batches import DecodedRequest, fixed_batch_speedup
+from draftsmith.models import Drafter, Target
+from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.trees import StaticTree
+from draftsmith.models.typed_json import optional, to_json
+
+LONGEST = 8  # draft length that is tried
+RANKS, TREE_NODES = 8, 32  # of a tree, at most
+ANSWERS = 24  # that rank accuracies are counted on, at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedDraft:
+    """The best draft at a batch size, as choice.json has it."""
+
+    batch_size: int
+    draft_length: int  # 0: speculation off
+    tree_nodes: int | None
+    schedule: Annotated[AnySchedule, PlainValidator(schedule_from_json)] | None = optional()
+    acceptance_length: float
+    speedup: float  # where the batch stays full, as a server's does
+    fixed_batch_speedup: float | None  # None where rounds of single requests are not known: they are of chains only
+
+    def is_of(self, setting: Setting) -> bool:
+        """Return whether a setting decodes with this draft at this batch size."""
+        names = ("batch_size", "draft_length", "tree_nodes", "schedule")
+        return all(getattr(self, name) == getattr(setting, name) for name in names)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is best for one drafter."""
+
+    schedule: Schedule
+    tree: StaticTree | None  # at the smallest batch size, where it is predicted to beat the chain
+    confidence: ConfidenceChoice | None  # ending chains by confidence, likewise; None where that was not tried
+    rates: list[float | None]  # conditional acceptance rates, the first that of all rounds
+    accuracies: list[list[float]]  # by depth and rank; empty where no tree was fitted
+    predicted: list[PredictedDraft]  # of each batch size the chain, then those of confidence and tree that pay
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of choice.json that the fit gives."""
+        return {
+            "draft_length": self.predicted[0].draft_length,
+            "tree": self.tree and [list(path) for path in self.tree.choices],
+            "schedule": self.schedule.to_json(),
+            "confident": self.confidence and {**asdict(self.confidence), "pays": self.confidence.pays},
+            "acceptance_rates_of_rounds": self.rates,
+            "rank_accuracies": self.accuracies,
+            "predicted": to_json(self.predicted),
+            "vllm": {"num_speculative_tokens_per_batch_size": for_vllm(self.schedule)},
+            "sglang": for_sglang(self.schedule),
+        }
+
+
+def tune(
+    target: Target,
+    drafter: Drafter,
+    name: str,
+    prompts: PromptSet,
+    settings: MeasureSettings,
+    batches: Sequence[int],
+) -> tuple[Tuning, Costs]:
+    """Measure acceptance at the longest draft length, and costs, and return the best for these batch sizes, which rise.
+
+    Raises `UserError` where no answer is longer than a token.
+    """
+    longest = min(LONGEST, drafter.max_draft_length or LONGEST)
+    decoded = decode(target, drafter, prompts, replace(settings, draft=longest))
+    total, batch, context = decoded.stats.total, batches[0], typical_context(prompts, settings.max_new_tokens)
+    if not total.num_rounds:
+        raise UserError("every answer ends with its first token, which leaves nothing to fit: give other prompts")
+    rates = rates_of_rounds(total.conditional_acceptance_rates, total.num_drafts, total.num_rounds)
+    greedy = settings.temperature == 0
+    reach = CostRange(max(batches), context, longest, TREE_NODES if drafter.can_branch and greedy else 0)
+    costs = measure_costs(target, drafter, reach, name).drafting_in(total.num_drafts / total.num_rounds)
+    schedule = fit_schedule(rates, costs, batches, context)
+    requests = [
+        DecodedRequest(len(ids), stats) for ids, stats in zip(prompts.token_ids, decoded.stats.requests, strict=True)
+    ]
+    on_cpu = target.device.type == "cpu"
+    predicted = [predicted_chain(schedule, rates, costs, size, context, requests, on_cpu) for size in batches]
+    texts = list(zip(prompts.token_ids, decoded.token_ids, strict=True))[:ANSWERS]
+
+    confidence, tree, accuracies = None, None, []
+    if drafter.can_sample and greedy and longest > 1:
+        confidence = choose_confidence(draft_everywhere(drafter, target, texts, longest), costs, batch, context)
+        if confidence.pays:
+            predicted.append(predicted_confident(confidence, batch))
+    if drafter.can_branch and greedy:
+        accuracies = rank_accuracies(drafter, target, texts, longest, RANKS)
+        tree = fit_tree(accuracies, costs, batch, context, TREE_NODES)
+        of_tree = predicted_tree(tree, accuracies, costs, batch, context)
+        if of_tree.speedup > predicted[0].speedup:
+            predicted.append(of_tree)
+        else:
+            tree = None
+    return Tuning(schedule, tree, confidence, rates, accuracies, predicted), costs
+
+
+def predicted_chain(
+    schedule: Schedule,
+    rates: Sequence[float | None],
+    costs: Costs,
+    batch: int,
+    context: int,
+    requests: list[DecodedRequest],
+    on_cpu: bool,
+) -> PredictedDraft:
+    """Return what is predicted of the schedule's chain at a batch size; `requests` tell the rounds of fixed batches."""
+    length = schedule.draft_length(batch)
+    emitted = acceptance_length(rates, length)
+    return PredictedDraft(
+        batch_size=batch,
+        draft_length=length,
+        tree_nodes=None,
+        acceptance_length=emitted,
+        speedup=costs.speedup(emitted, length, batch, context),
+        fixed_batch_speedup=fixed_batch_speedup(costs, length, requests, batch, on_cpu),
+    )
+
+
+def predicted_confident(confidence: ConfidenceChoice, batch: int) -> PredictedDraft:
+    return PredictedDraft(
+        batch_size=batch,
+        draft_length=confidence.rule.longest,
+        tree_nodes=None,
+        schedule=confidence.rule,
+        acceptance_length=confidence.acceptance_length,
+        speedup=confidence.speedup,
+        fixed_batch_speedup=None,
+    )
+
+
+def predicted_tree(
+    tree: StaticTree, accuracies: list[list[float]], costs: Costs, batch: int, context: int
+) -> PredictedDraft:
+    emitted = tree_acceptance_length(tree, accuracies)
+    return PredictedDraft(
+        batch_size=batch,
+        draft_length=tree.depth,
+        tree_nodes=tree.num_nodes,
+        acceptance_length=emitted,
+        speedup=costs.speedup(emitted, tree.depth, batch, context, tree.num_nodes),
+        fixed_batch_speedup=None,
+    )
+
+
+def decode(target: Target, drafter: Drafter, prompts: PromptSet, settings: MeasureSettings) -> Output:
+    """Decode all prompts once, untimed."""
+    drafter.forget()
+    return SpeculativeDecoder(target, drafter).decode(prompts.token_ids, settings.resolve(drafter), batch_size=8)
