@@ -205,7 +205,7 @@ def read_report_data(folder: Path) -> ReportData:
 
     Raises `UserError` where nothing there was evaluated.
     """
-    evaluations = [] if _configs(folder) else _evaluations(folder)
+    evaluations = [] if _in_folder_or_below(folder, "config.yaml") else _evaluations(folder)
     runs = [] if evaluations else read_runs(folder)
     extras = {name: [json.loads(path.read_text()) for path in _files(folder, name)] for name in EXTRAS}
     samples = [_read_samples(path) for path in _files(folder, "samples")]
@@ -237,8 +237,13 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 def _evaluations(folder: Path) -> list[Evaluation]:
     """Read what `evaluate` has written into a folder, one evaluation a drafter."""
-    own = folder / "evaluation.json"
-    return [read_evaluation(path) for path in ([own] if own.is_file() else sorted(folder.glob("*/evaluation.json")))]
+    return list(map(read_evaluation, _in_folder_or_below(folder, "evaluation.json")))
+
+
+def _in_folder_or_below(folder: Path, name: str) -> list[Path]:
+    """Return the file of a name in a folder, else those in the folders below it."""
+    own = folder / name
+    return [own] if own.is_file() else sorted(folder.glob(f"*/{name}"))
 
 
 def read_runs(folder: Path) -> list[TrainingRun]:
@@ -248,7 +253,7 @@ def read_runs(folder: Path) -> list[TrainingRun]:
     """
     if not folder.is_dir():
         raise UserError(f"no folder {folder}: give the folder of a run, such as runs/NAME")
-    configs = _configs(folder)
+    configs = _in_folder_or_below(folder, "config.yaml")
     if not configs:
         raise UserError(
             f"{folder} holds no run and no evaluation: give the folder of a run, of runs, or of an evaluation"
@@ -257,11 +262,6 @@ def read_runs(folder: Path) -> list[TrainingRun]:
     if not runs:
         raise UserError(f"no checkpoint in {folder} has been evaluated yet: train with evaluation.prompts set")
     return sorted(runs, key=lambda run: run.best.first_result.rank_key, reverse=True)
-
-
-def _configs(folder: Path) -> list[Path]:
-    own = folder / "config.yaml"
-    return [own] if own.is_file() else sorted(folder.glob("*/config.yaml"))
 
 
 def _read_run(folder: Path) -> TrainingRun:
@@ -371,19 +371,19 @@ def checkpoint_names(drafter: str) -> tuple[str, str]:
 # --- under which conditions
 
 
-def conditions(environment: Environment) -> dict[str, str]:
-    """Return as text what the speed of decoding depends on besides the drafter. Where it differs, no ratio is told."""
-    return {
-        "device": environment.device,
-        "dtype": environment.dtype,
-        "threads": f"{environment.num_threads} CPU threads",
-        "target": f"target {environment.target_fingerprint}",
-        **{name: f"{name} {environment.versions.get(name)}" for name in ("torch", "transformers", "triton")},
-    }
+def conditions(environment: Environment) -> tuple[str, ...]:
+    """Return as texts what the speed of decoding depends on besides the drafter. Where it differs, no ratio is told."""
+    return (
+        environment.device,
+        environment.dtype,
+        f"{environment.num_threads} CPU threads",
+        f"target {environment.target_fingerprint}",
+        *(f"{name} {environment.versions.get(name)}" for name in ("torch", "transformers", "triton")),
+    )
 
 
 def differing_conditions(drafters: list[MeasuredDrafter]) -> list[str]:
     """Return for each drafter the conditions in which not all agree, as text; nothing where all do."""
-    all_conditions = [conditions(drafter.environment) for drafter in drafters]
-    differing = [name for name in all_conditions[0] if len({own[name] for own in all_conditions}) > 1]
-    return [", ".join(own[name] for name in differing) for own in all_conditions]
+    by_condition = zip(*(conditions(drafter.environment) for drafter in drafters), strict=True)
+    differing = [texts for texts in by_condition if len(set(texts)) > 1]
+    return [", ".join(texts[place] for texts in differing) for place in range(len(drafters))]
