@@ -33,7 +33,7 @@ from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.evaluation.diagnoses import with_diagnoses
 from draftsmith.recipes.reports.report import evaluation_markdown
-from draftsmith.recipes.reports.report_data import report_data
+from draftsmith.recipes.reports.report_data import report_data_of
 from draftsmith.train.evaluation.pooling import pool, share_of, subset
 
 COSTS_SHARE = 0.1  # of the time that an evaluation takes, for measuring costs
@@ -103,7 +103,7 @@ def compare(
             evaluations = with_certificates(evaluations, drafters, target, prompt_sets[0], progress)
     evaluations = write_evaluations(evaluations, {}, out, start)
     if options.sample_texts:
-        leader = report_data(evaluations).leader[0].evaluation.drafter
+        leader = report_data_of(evaluations).leader[0].evaluation.drafter
         texts = sample_texts(target, drafters[leader], leader, prompt_sets[0], grid[0])
         write_json(out / "samples.json", to_json(texts), indent=1)
     if options.costs:

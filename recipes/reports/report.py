@@ -20,7 +20,7 @@ from draftsmith.recipes.reports.report_data import (
     as_yaml,
     checkpoint_names,
     read_report_data,
-    report_data,
+    report_data_of,
 )
 from draftsmith.recipes.reports.speed import batches, speed
 from draftsmith.recipes.reports.tables import Section, markdown
@@ -65,7 +65,7 @@ def build_report(folder: Path) -> Path:
 
 def evaluation_markdown(evaluations: list[Evaluation], costs: list[dict[str, Any]]) -> str:
     """Return the text of evaluation.md: the report of evaluations and costs, without its figures."""
-    data = report_data(evaluations)
+    data = report_data_of(evaluations)
     data.extras = {"costs": costs} if costs else {}
     return as_markdown("Evaluation", data, verdict_of(data), sections_of(data, profiles_of(data)), {})
 

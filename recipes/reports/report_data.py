@@ -209,18 +209,19 @@ def read_report_data(folder: Path) -> ReportData:
     runs = [] if evaluations else read_runs(folder)
     extras = {name: [json.loads(path.read_text()) for path in _files(folder, name)] for name in EXTRAS}
     samples = [_read_samples(path) for path in _files(folder, "samples")]
-    data = report_data(evaluations) if evaluations else _report_data(runs, drafters_of_runs(folder, runs))
+    data = report_data_of(evaluations) if evaluations else _by_conditions(runs, drafters_of_runs(folder, runs))
     data.extras = {name: contents for name, contents in extras.items() if contents}
     data.samples = next(iter(samples), []) or (runs[0].best.samples if runs else [])
     return data
 
 
-def report_data(evaluations: list[Evaluation]) -> ReportData:
+def report_data_of(evaluations: list[Evaluation]) -> ReportData:
     """Return the data of a report on evaluations alone."""
-    return _report_data([], fastest_first(compared(evaluations)))
+    return _by_conditions([], fastest_first(compared(evaluations)))
 
 
-def _report_data(runs: list[TrainingRun], drafters: list[MeasuredDrafter]) -> ReportData:
+def _by_conditions(runs: list[TrainingRun], drafters: list[MeasuredDrafter]) -> ReportData:
+    """Set apart the drafters that were measured under other conditions than the first."""
     here = conditions(drafters[0].environment)
     return ReportData(
         runs,
