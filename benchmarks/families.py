@@ -26,9 +26,11 @@ from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.data.samples.samples import PREPARED, SAMPLES, Sample, Span, read_prepared, read_samples, sample_line
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
+from draftsmith.inference.measuring.results import Result
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.recipes.configs.recipes import RECIPES
-from draftsmith.recipes.evaluation.comparison import Options, compare
+from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side
+from draftsmith.recipes.reports.tables import interval_text
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, write_jsonl
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.folder.checkpoint import checkpoint_step
@@ -157,15 +159,16 @@ def compare_group(group: str, runs: Path) -> None:
     names = [drafter_of(name, runs) for name in GROUPS[group]]
     repeats = 3 if group == "families" else 1
     grid = [MeasureSettings(temperature, max_new_tokens=64, repeats=repeats) for temperature in (0.0, 1.0)]
-    contents = compare(target, names, [prompts], grid, runs / "comparison" / group, Options(num_threads=1))
+    options = EvaluationOptions(num_threads=1)
+    evaluations = evaluate_side_by_side(target, names, [prompts], grid, runs / "comparison" / group, options)
     env = environment(target)
     print(f"{env.device}, 1 thread, torch {env.versions['torch']}, commit {env.git_commit}")
     print(f"{len(lines)} held-out prompts, up to 64 new tokens, draft length 4, {repeats} repeats\n")
     columns = ["drafter", "parameters trained", "MB a draft step", "steps", "tokens/CPU s in training"]
     columns += ["acceptance length T=0", "T=1", "accepted given those before, T=0", "speedup T=0", "T=1"]
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-    for name, content in zip(GROUPS[group], contents, strict=True):
-        print("| " + " | ".join([name, *facts(name, runs, target), *figures(content["results"])]) + " |")
+    for name, evaluation in zip(GROUPS[group], evaluations, strict=True):
+        print("| " + " | ".join([name, *facts(name, runs, target), *figures(evaluation.results)]) + " |")
 
 
 def drafter_of(name: str, runs: Path) -> str:
@@ -203,12 +206,11 @@ def bytes_read(drafter: Any) -> int:
     return 4 * (once // 4 if drafter.kind in ("medusa", "hydra", "mlp_speculator", "p_eagle") else once)
 
 
-def figures(results: list[dict[str, Any]]) -> list[str]:
-    greedy, sampled = results
-    rates = " ".join("-" if rate is None else f"{rate:.2f}" for rate in greedy["conditional_acceptance_rates"])
-    speedups = [f"{r['speedup']:.2f} [{r['speedup_ci95'][0]:.2f}, {r['speedup_ci95'][1]:.2f}]" for r in results]
-    lengths = [f"{r['mean_acceptance_length']:.2f}" for r in (greedy, sampled)]
-    return [*lengths, rates, *speedups]
+def figures(results: list[Result]) -> list[str]:
+    greedy = results[0].acceptance.conditional_acceptance_rates
+    rates = " ".join("-" if rate is None else f"{rate:.2f}" for rate in greedy)
+    lengths = [f"{row.acceptance.mean_acceptance_length:.2f}" for row in results]
+    return [*lengths, rates, *(f"{row.speed.speedup:.2f} {interval_text(row.speed.speedup_ci95)}" for row in results)]
 
 
 def main() -> None:

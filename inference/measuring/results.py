@@ -236,11 +236,6 @@ class Result:
         return self.lossless.divergences == 0 and self.setting.verification_mode not in LOSSY
 
     @property
-    def num_timed(self) -> int:
-        """Number of prompts that were timed."""
-        return self.setting.num_prompts if self.timed_prompts is None else self.timed_prompts
-
-    @property
     def rank_key(self) -> tuple[bool, float]:
         """The key by which checkpoints and drafters are ranked: one without divergences first, then the speedup."""
         return self.lossless.divergences == 0, self.speed.speedup
@@ -349,11 +344,6 @@ ADDED_LATER: dict[str, Any] = {  # fields of a row with their value where an old
 def upgraded(content: dict[str, Any]) -> dict[str, Any]:
     """Return the content of an evaluation.json of any version with the fields of today."""
     return {**content, "results": [_upgraded_row(row) for row in content["results"]]}
-
-
-def row_from_json(row: dict[str, Any]) -> Result:
-    """Return one row from what evaluation.json holds of it, in any version."""
-    return from_json(Annotated[Result, with_flat_parts(Result)], _upgraded_row(row))  # type: ignore[arg-type]
 
 
 def _upgraded_row(row: dict[str, Any]) -> dict[str, Any]:

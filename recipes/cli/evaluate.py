@@ -7,7 +7,7 @@ from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.configs.command_settings import EvaluateSettings
-from draftsmith.recipes.evaluation.comparison import Options, compare
+from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side
 from draftsmith.recipes.evaluation.inputs import DEFAULT_MINUTES, notice_overwriting, read_prompt_sets, settings_grid
 from draftsmith.recipes.reports.lossless import certificate_text
 from draftsmith.recipes.reports.terminal import print_evaluations
@@ -28,8 +28,10 @@ def run(settings: EvaluateSettings, console: Console) -> None:
     target = Target.from_pretrained(settings.target, settings.device or device_of_process())
     prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
     minutes = settings.minutes or (DEFAULT_MINUTES if settings.repeats is None else None)
-    options = Options(settings.num_threads, settings.certify, settings.baseline, minutes, sample_texts=True, costs=True)
-    evaluations = compare(target, list(settings.drafter), prompt_sets, grid, settings.out, options)
+    options = EvaluationOptions(
+        settings.num_threads, settings.certify, settings.baseline, minutes, sample_texts=True, costs=True
+    )
+    evaluations = evaluate_side_by_side(target, list(settings.drafter), prompt_sets, grid, settings.out, options)
     if not evaluations:  # of several processes this is not the first
         return
     print_evaluations(evaluations, console)

@@ -43,8 +43,8 @@ LONGEST_WAIT = timedelta(days=7)  # for the others' counts; where one dies its l
 
 
 @dataclass(frozen=True)
-class Options:
-    """What a comparison is besides its contenders, prompts and settings."""
+class EvaluationOptions:
+    """What an evaluation of several drafters does besides measuring them."""
 
     num_threads: int | None = None  # of the CPU; None leaves torch's
     certify: bool = False  # add a certificate of losslessness for every drafter
@@ -54,13 +54,13 @@ class Options:
     costs: bool = False  # write costs.json of the drafters for which a share of the time is enough, the fastest first
 
 
-def compare(
+def evaluate_side_by_side(
     target: Target,
     names: list[str],
     prompt_sets: list[PromptSet],
     grid: list[MeasureSettings],
     out: Path,
-    options: Options = Options(),
+    options: EvaluationOptions = EvaluationOptions(),
 ) -> list[Evaluation]:
     """Measure drafters (checkpoints, Hub names, `ngram`, `none`) at each setting on each set of prompts.
 
@@ -70,11 +70,7 @@ def compare(
     """
     start = time.perf_counter()
     rank, num_ranks = rank_and_num_ranks()
-    drafters = {name: load_drafter(name, target) for name in names}
-    for drafter in drafters.values():
-        notice_other_target(drafter, target)
-    for settings in grid:
-        check_settings(settings, drafters)
+    drafters = checked_drafters(target, names, grid)
     if options.baselines and all(settings.batch_size > 1 for settings in grid):
         raise UserError("--baseline: transformers decodes single prompts: add --batch-size 1")
     baselines = make_baselines(options.baselines, target, drafters)
@@ -111,6 +107,16 @@ def compare(
             costs = affordable_costs(target, drafters, evaluations, prompt_sets[0], COSTS_SHARE * measuring_seconds)
         evaluations = write_evaluations(evaluations, costs, out, start)
     return evaluations
+
+
+def checked_drafters(target: Target, names: list[str], grid: list[MeasureSettings]) -> dict[str, Drafter]:
+    """Load drafters by name. Raises `UserError` for settings that cannot be measured with them."""
+    drafters = {name: load_drafter(name, target) for name in names}
+    for drafter in drafters.values():
+        notice_other_target(drafter, target)
+    for settings in grid:
+        check_settings(settings, drafters)
+    return drafters
 
 
 def write_evaluations(

@@ -13,7 +13,7 @@ from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import write_json
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import ExportSettings
-from draftsmith.recipes.evaluation.comparison import compare
+from draftsmith.recipes.evaluation.comparison import evaluate_side_by_side
 from draftsmith.recipes.reports.terminal import print_evaluations
 from draftsmith.recipes.serving.engine_check import EngineReport, add_speed, check_engine, print_reports
 from draftsmith.recipes.serving.export import WEIGHT_FILES, Exported, export_checkpoint
@@ -73,7 +73,7 @@ def measure_exported(
         for size in settings.batch_size
         for length in lengths
     ]
-    evaluations = compare(target, [str(exported.directory)], [prompts], grid, exported.directory)
+    evaluations = evaluate_side_by_side(target, [str(exported.directory)], [prompts], grid, exported.directory)
     print_evaluations(evaluations, console)
     return evaluations[0]
 

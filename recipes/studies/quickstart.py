@@ -16,12 +16,13 @@ from draftsmith.data.answers.prepare import prepare
 from draftsmith.data.prompts.prompts import encode_prompts, read_prompts
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.inference.measuring.measure import PromptSet
+from draftsmith.inference.measuring.results import read_evaluation
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, write_whole
 from draftsmith.recipes.configs.command_settings import ExportSettings, QuickstartSettings
 from draftsmith.recipes.configs.recipes import RECIPES
-from draftsmith.recipes.evaluation.comparison import Options, compare, evaluation_paths
+from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.terminal import print_summary
 from draftsmith.recipes.serving.engine_key_names import LOADER_RULES
@@ -37,7 +38,7 @@ from draftsmith.recipes.studies.quickstart_budget import (
     measure_budget,
 )
 from draftsmith.train import TrainConfig, train
-from draftsmith.train.folder.run_folder import best_checkpoint, worth
+from draftsmith.train.folder.run_folder import best_checkpoint
 
 EMBEDDED_TARGET = Path(__file__).parents[1] / "tiny_python"
 
@@ -92,9 +93,9 @@ def ranked(checkpoints: dict[Path, str], target: Target, budget: Budget, out: Pa
     paths = evaluation_paths(out / "comparison", names)
     if not all(path.is_file() for path in paths):
         prompts = PromptSet("comparison", encode_prompts(read_prompts(source), target))
-        options = Options(budget.num_threads, sample_texts=True, costs=True)
-        compare(target, names, [prompts], [COMPARISON], out / "comparison", options)
-    values = [worth(json.loads(path.read_text())["results"][0]) for path in paths[: len(checkpoints)]]
+        options = EvaluationOptions(budget.num_threads, sample_texts=True, costs=True)
+        evaluate_side_by_side(target, names, [prompts], [COMPARISON], out / "comparison", options)
+    values = [read_evaluation(path).results[0].rank_key for path in paths[: len(checkpoints)]]
     order = sorted(zip(values, checkpoints.items(), strict=True), key=lambda pair: pair[0], reverse=True)
     return dict(pair for _, pair in order)
 

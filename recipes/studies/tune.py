@@ -16,7 +16,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.sampling.trees import StaticTree
 from draftsmith.recipes.configs.command_settings import TuneSettings
-from draftsmith.recipes.evaluation.comparison import Options, compare, evaluation_paths
+from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
 from draftsmith.recipes.evaluation.inputs import DRAFT_LENGTH, notice_overwriting, read_prompt_sets
 from draftsmith.recipes.reports.tables import draft_text
 from draftsmith.recipes.reports.terminal import print_evaluations
@@ -52,8 +52,8 @@ def run(settings: TuneSettings, console: Console) -> None:
         write_json(path.parent / "costs.json", costs.to_json())
         drafts = drafts_to_measure(tuning, drafter)
         grid = [replace(at, batch_size=batch, draft=draft) for batch in batches for draft in drafts]
-        options = Options(settings.num_threads, sample_texts=True)
-        evaluation = compare(target, [name], prompt_sets, grid, path.parent, options)[0]
+        options = EvaluationOptions(settings.num_threads, sample_texts=True)
+        evaluation = evaluate_side_by_side(target, [name], prompt_sets, grid, path.parent, options)[0]
         sources = {"fitted_on": fit_prompts.name, "reported_on": [prompts.name for prompts in prompt_sets]}
         write_json(path.parent / "choice.json", {"drafter": name, **tuning.to_json(), **sources})
         print_evaluations([evaluation], console)

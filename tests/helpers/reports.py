@@ -6,7 +6,8 @@ from typing import Any
 
 import yaml
 
-from draftsmith.inference.measuring.results import Result, row_from_json
+from draftsmith.inference.measuring.results import Evaluation, Result, upgraded
+from draftsmith.models.typed_json import from_json
 
 PLAIN_MILLISECONDS = 10.0
 TEMPERATURES = (0.0, 1.0)
@@ -65,12 +66,17 @@ def result(
 
 
 def typed_result(*args: Any, **kwargs: Any) -> Result:
-    return row_from_json(result(*args, **kwargs))
+    """Return `result` as a type."""
+    return from_json(Evaluation, upgraded(evaluation([result(*args, **kwargs)]))).results[0]
+
+
+def evaluation(results: list[dict[str, Any]], drafter: str = "d", kind: str = "k") -> dict[str, Any]:
+    """Return the content of an evaluation.json."""
+    return {"target": "t", "drafter": drafter, "drafter_kind": kind, "environment": ENVIRONMENT, "results": results}
 
 
 def write_results(path: Path, results: list[dict[str, Any]], drafter: str = "d", kind: str = "k") -> None:
-    content = {"target": "t", "drafter": drafter, "drafter_kind": kind, "environment": ENVIRONMENT, "results": results}
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(evaluation(results, drafter, kind)))
 
 
 def write_run(folder: Path, keep: float, draft_ms: float, divergences: int = 0) -> Path:

@@ -27,7 +27,7 @@ from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain
 from draftsmith.models.target.identity import identity
 from draftsmith.models.target.target import Features
-from draftsmith.recipes.evaluation.comparison import compare
+from draftsmith.recipes.evaluation.comparison import evaluate_side_by_side
 from draftsmith.recipes.evaluation.diagnoses import with_diagnoses
 from draftsmith.recipes.reports import report
 from draftsmith.recipes.reports.acceptance import diagnosis
@@ -103,7 +103,7 @@ def reported(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         save_drafter(drafter, tmp_path / "drafter")
         # beside the row that the report leads with, at one token: too few for causes that show behind it
         grid = [MeasureSettings(draft=k, max_new_tokens=NUM_TOKENS, repeats=1) for k in (DRAFT_LENGTH, 1)]
-        compare(target, [str(tmp_path / "drafter")], [PromptSet("p", prompts)], grid, tmp_path / "out")
+        evaluate_side_by_side(target, [str(tmp_path / "drafter")], [PromptSet("p", prompts)], grid, tmp_path / "out")
         table = diagnosis(read_report_data(tmp_path / "out")).tables[0]
         page = build_report(tmp_path / "out").read_text()
         section = page[page.index('id="diagnosis"') :]

@@ -1,9 +1,9 @@
 """The decisions of `draftsmith quickstart`; .ci/run runs the whole of it."""
 
-import json
 from pathlib import Path
 
 import pytest
+from reports import result, write_results
 
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
@@ -20,8 +20,8 @@ def test_lossless_drafters_come_first_then_fast_ones(tmp_path: Path, tiny_target
     paths = evaluation_paths(tmp_path / "comparison", [*map(str, checkpoints), "ngram"])
     for path, (speedup, divergences) in zip(paths, measured, strict=True):
         path.parent.mkdir(parents=True)
-        result = {"speedup": speedup, "lossless": {"divergences": divergences}}
-        path.write_text(json.dumps({"results": [result]}))
+        row = result(0.5, 1.0, divergences=divergences)
+        write_results(path, [{**row, "speedup": speedup}])
     assert list(ranked(checkpoints, tiny_target, BUDGET, tmp_path).values()) == ["medusa", "hydra", "eagle3"]
 
 

@@ -124,11 +124,6 @@ def best_checkpoint(run: Path) -> Path:
     return run / (run / "best").readlink()
 
 
-def worth(result: dict[str, Any]) -> tuple[bool, float]:
-    """Return `rank_key` of a row that is not read as a `Result` yet."""
-    return result["lossless"]["divergences"] == 0, result["speedup"]
-
-
 def first_result(checkpoint: Path) -> Result:
     """Return a checkpoint's row at the first evaluated setting."""
     return read_evaluation(checkpoint / "evaluation.json").results[0]
