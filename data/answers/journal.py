@@ -17,20 +17,17 @@ class Journal:
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = folder / f"answers-{rank}.partial"
         try:
-            self.path.touch()
-            content = self.path.read_bytes()
-            whole = content.rfind(b"\n") + 1
-            if whole < len(content):
-                with open(self.path, "r+b") as file:
-                    file.truncate(whole)
-            self._file = open(self.path, "a")  # noqa: SIM115  # open as long as the process writes
+            self._file = open(self.path, "a+b")  # noqa: SIM115  # open as long as the process writes
+            self._file.seek(0)
+            self.num_bytes = self._file.read().rfind(b"\n") + 1
+            self._file.truncate(self.num_bytes)
         except OSError as error:
             raise UserError(f"cannot write to {folder}: {error.strerror}") from None
-        self.num_bytes = whole
 
     def append(self, index: int, samples: list[Sample]) -> None:
         """Write the samples of a prompt. Raises `UserError` where the disk is full."""
-        line = "\t".join([str(index), *(sample_line(sample).rstrip("\n") for sample in samples)]) + "\n"
+        parts = [str(index), *(sample_line(sample).rstrip("\n") for sample in samples)]
+        line = ("\t".join(parts) + "\n").encode()
         try:
             self._file.write(line)
             self._file.flush()

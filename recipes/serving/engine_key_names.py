@@ -100,6 +100,7 @@ MEDUSA_KEYS: dict[str, type] = {
     "original_lm_head": bool,  # one output matrix for all heads; default: one for each
 }
 MEDUSA_FIXED = {"model_type": "medusa", "medusa_fc_bias": True}  # default: no biases
+DRAFT_MODEL_KEYS: dict[str, type] = {"vocab_size": int}
 
 # --- rules
 
@@ -130,18 +131,6 @@ class LoaderRules:
     parallel_drafting: bool = False  # vLLM's setting for drafters that draft all tokens in one pass
 
 
-VLLM_EAGLE = LoaderRules(
-    engine=VLLM,
-    method="eagle",
-    architecture="LlamaForCausalLM",
-    tensors=EAGLE,
-    required=EAGLE_KEYS,
-    fixed=EAGLE_FIXED,
-    off=EAGLE_OFF,
-    unexpected=REFUSED,
-    dropped=("*.bias",),
-    ignored=("fc.bias",),
-)
 VLLM_EAGLE3 = LoaderRules(
     engine=VLLM,
     method="eagle3",
@@ -154,54 +143,58 @@ VLLM_EAGLE3 = LoaderRules(
     unexpected=REFUSED,
     dropped=("*.bias",),
 )
-VLLM_P_EAGLE = replace(  # PEagleDraftModel and PeagleLlamaForCausalLM are other names of EAGLE-3's class
-    VLLM_EAGLE3,
-    tensors=P_EAGLE,
-    optional_tensors={},
-    required=P_EAGLE_KEYS,
-    fixed=P_EAGLE_FIXED,
-    parallel_drafting=True,
-)
-VLLM_MEDUSA = LoaderRules(
-    engine=VLLM,
-    method="medusa",
-    architecture="MedusaModel",
-    required=MEDUSA_KEYS,
-    fixed=MEDUSA_FIXED,
-    missing=REFUSED,
-)
-VLLM_DRAFT_MODEL = LoaderRules(
-    engine=VLLM, method="draft_model", required={"vocab_size": int}, missing=REFUSED, unexpected=REFUSED
-)
-SGLANG_EAGLE = LoaderRules(
-    engine=SGLANG,
-    method="EAGLE",
-    architecture="LlamaForCausalLMEagle",
-    tensors=EAGLE,
-    required=EAGLE_KEYS,
-    fixed=EAGLE_FIXED,
-    off=EAGLE_OFF,
-)
-SGLANG_EAGLE3 = LoaderRules(
-    engine=SGLANG,
-    method="EAGLE3",
-    architecture="LlamaForCausalLMEagle3",
-    tensors=EAGLE3,
-    required=EAGLE3_KEYS,
-    fixed=EAGLE3_FIXED,
-    off=EAGLE3_OFF,
-)
-SGLANG_DRAFT_MODEL = LoaderRules(engine=SGLANG, method="STANDALONE", required={"vocab_size": int})
-
 LOADER_RULES = {
-    ("vllm", "eagle"): VLLM_EAGLE,
+    ("vllm", "eagle"): LoaderRules(
+        engine=VLLM,
+        method="eagle",
+        architecture="LlamaForCausalLM",
+        tensors=EAGLE,
+        required=EAGLE_KEYS,
+        fixed=EAGLE_FIXED,
+        off=EAGLE_OFF,
+        unexpected=REFUSED,
+        dropped=("*.bias",),
+        ignored=("fc.bias",),
+    ),
     ("vllm", "eagle3"): VLLM_EAGLE3,
-    ("vllm", "p_eagle"): VLLM_P_EAGLE,
-    ("vllm", "medusa"): VLLM_MEDUSA,
-    ("vllm", "draft_model"): VLLM_DRAFT_MODEL,
-    ("sglang", "eagle"): SGLANG_EAGLE,
-    ("sglang", "eagle3"): SGLANG_EAGLE3,
-    ("sglang", "draft_model"): SGLANG_DRAFT_MODEL,
+    ("vllm", "p_eagle"): replace(  # PEagleDraftModel and PeagleLlamaForCausalLM are other names of EAGLE-3's class
+        VLLM_EAGLE3,
+        tensors=P_EAGLE,
+        optional_tensors={},
+        required=P_EAGLE_KEYS,
+        fixed=P_EAGLE_FIXED,
+        parallel_drafting=True,
+    ),
+    ("vllm", "medusa"): LoaderRules(
+        engine=VLLM,
+        method="medusa",
+        architecture="MedusaModel",
+        required=MEDUSA_KEYS,
+        fixed=MEDUSA_FIXED,
+        missing=REFUSED,
+    ),
+    ("vllm", "draft_model"): LoaderRules(
+        engine=VLLM, method="draft_model", required=DRAFT_MODEL_KEYS, missing=REFUSED, unexpected=REFUSED
+    ),
+    ("sglang", "eagle"): LoaderRules(
+        engine=SGLANG,
+        method="EAGLE",
+        architecture="LlamaForCausalLMEagle",
+        tensors=EAGLE,
+        required=EAGLE_KEYS,
+        fixed=EAGLE_FIXED,
+        off=EAGLE_OFF,
+    ),
+    ("sglang", "eagle3"): LoaderRules(
+        engine=SGLANG,
+        method="EAGLE3",
+        architecture="LlamaForCausalLMEagle3",
+        tensors=EAGLE3,
+        required=EAGLE3_KEYS,
+        fixed=EAGLE3_FIXED,
+        off=EAGLE3_OFF,
+    ),
+    ("sglang", "draft_model"): LoaderRules(engine=SGLANG, method="STANDALONE", required=DRAFT_MODEL_KEYS),
 }
 UNSERVED = {
     ("vllm", "medusa"): "vLLM serves Medusa heads up to 0.32.0 only: 0.33.0 dropped them",
