@@ -1,4 +1,4 @@
-"""What a user sees of the work: the one progress bar, notices, and sizes in words."""
+"""The progress that a user sees: the one progress bar, notices, and sizes in words."""
 
 from rich.console import Console
 from rich.progress import (

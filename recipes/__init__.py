@@ -1,1 +1,1 @@
-"""What a user launches: recipes, the command line, the quickstart, the report."""
+"""Everything that a user launches: recipes, the command line, the quickstart, the report."""

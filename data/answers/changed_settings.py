@@ -1,4 +1,4 @@
-"""What differs between the settings that a folder was made with and those that are asked for now."""
+"""The difference between the settings that a folder was made with and those that are asked for now."""
 
 from typing import Any
 

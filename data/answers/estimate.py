@@ -1,4 +1,4 @@
-"""What `prepare` will take, measured on some of the prompts before anything is written."""
+"""Estimates of what `prepare` will take, measured on some of the prompts before anything is written."""
 
 import math
 import resource
@@ -43,7 +43,7 @@ class Spread:
 
 @dataclass
 class Estimate:
-    """What all prompts will take."""
+    """The tokens, time and disk that all prompts will take."""
 
     num_prompts: int
     num_sampled: int

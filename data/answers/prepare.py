@@ -42,7 +42,7 @@ BATCHES_A_SHARE = 8  # more keep the batch full for longer, fewer lose less to a
 
 @dataclass
 class PrepareSettings:
-    """How the target answers prompts."""
+    """The settings by which the target answers prompts."""
 
     max_new_tokens: int = 256  # of a turn
     samplings: tuple[Sampling, ...] = (Sampling(0.0), Sampling(1.0))  # prompt i is answered by samplings[i % len]

@@ -107,7 +107,7 @@ def split_turns(messages: list[Message]) -> list[Turn]:
 
 
 class Dialogue:
-    """One prompt: `context` is what the target answers next, until `finished`; then `samples` is complete."""
+    """A prompt while it is answered: `context` is answered next, until `finished`; then `samples` is complete."""
 
     def __init__(self, prompt: Prompt, index: int, sampling: Sampling, target: Target, markers: Markers) -> None:
         self.prompt, self.index, self.sampling, self.target, self.markers = prompt, index, sampling, target, markers

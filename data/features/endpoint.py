@@ -38,7 +38,7 @@ STATE_ERROR = 0.1  # of a state's norm, on the mean; a layer changes far more
 
 @dataclass
 class TextStates:
-    """What the server computed on a text."""
+    """The states that the server computed on a text."""
 
     states: Tensor  # [T, A + 1, H], the last ones before the final norm
     token: int  # the likeliest to follow

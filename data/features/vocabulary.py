@@ -1,4 +1,4 @@
-"""What a reduced draft vocabulary costs: how much of what the target would write lies outside it.
+"""The cost of a reduced draft vocabulary: how much of what the target would write lies outside it.
 
 A drafter never proposes a token outside its vocabulary, so the share inside bounds the rate at which its drafts can be
 accepted. It is measured on samples that had no part in choosing the vocabulary.

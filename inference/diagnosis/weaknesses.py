@@ -1,4 +1,4 @@
-"""What a rightly wired drafter may lack: vocabulary, later depths, a sure target, a low temperature, known texts.
+"""Weaknesses of a rightly wired drafter: vocabulary, later depths, an unsure target, temperature, unknown texts.
 
 Each is undone in the replayed chances of acceptance. Shapes: N places of an answer where a round can start, K depths.
 """

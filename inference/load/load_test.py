@@ -57,7 +57,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class IdenticalAnswers:
-    """How many answers of a contender are token for token those with speculation off."""
+    """Number of answers of a contender that are token for token those with speculation off."""
 
     checked: int
     identical: int
@@ -84,7 +84,7 @@ class LoadTest:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way of decoding the same requests: speculation off, on, or scheduled."""
+    """A way of decoding the same requests: speculation off, on, or scheduled."""
 
     name: str
     decoder: SpeculativeDecoder

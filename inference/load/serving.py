@@ -12,7 +12,7 @@ from draftsmith.inference.load.traffic import Load, Sent
 
 @dataclass(frozen=True)
 class Clock:
-    """How time is told and waited for; tests have one of their own."""
+    """A clock that tells the time and waits; tests have one of their own."""
 
     now: Callable[[], float] = time.perf_counter
     wait: Callable[[float], None] = time.sleep
@@ -23,7 +23,7 @@ WALL_CLOCK = Clock()
 
 @dataclass(frozen=True)
 class Answer:
-    """One request from its arrival to its end, in seconds since the start of the run."""
+    """A request from its arrival to its end, in seconds since the start of the run."""
 
     arrived: float
     admitted: float
@@ -46,7 +46,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the decoder, in seconds since the start of the run."""
+    """A step of the decoder, in seconds since the start of the run."""
 
     began: float
     ended: float
@@ -56,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True)
 class ServedRun:
-    """What one contender did with the requests of one stage."""
+    """The answers and steps of one contender on the requests of one stage."""
 
     answers: list[Answer]  # in the order of the plan
     steps: list[Step]

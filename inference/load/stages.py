@@ -1,4 +1,4 @@
-"""What a load test counts: a stage is one load, served by one contender. docs/load.md defines the fields."""
+"""The counters of a load test: a stage is one load, served by one contender. docs/load.md defines the fields."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Sla:
 
 @dataclass(frozen=True)
 class RepeatResult:
-    """One repeat of a stage."""
+    """A repeat of a stage."""
 
     throughput_tokens_per_second: float
     tpot_ms: float | None  # median; None where every answer is a single token
@@ -42,7 +42,7 @@ class RepeatResult:
 
 @dataclass(frozen=True)
 class StageResult:
-    """One entry of `stages` in load.json, pooled over the repeats."""
+    """An entry of `stages` in load.json, pooled over the repeats."""
 
     mode: Literal["rate", "concurrency"]
     load: float  # requests a second, or at once
@@ -175,7 +175,7 @@ def operating_points(stages: Sequence[StageResult]) -> dict[str, StageResult | N
 
 @dataclass(frozen=True)
 class Gain:
-    """How much faster than with speculation off: over all repeats, and in the worst and the best of them."""
+    """Speed over that with speculation off: over all repeats, and in the worst and the best of them."""
 
     ratio: float
     lowest: float

@@ -1,4 +1,4 @@
-"""How near a pass of the target comes to what memory allows: on a GPU, decoding a few rows is bound by reading.
+"""Speed of a pass of the target beside what memory allows: on a GPU, decoding a few rows is bound by reading.
 
 The floor of a pass is the time to read the target's weights once, and the keys and values of the texts in the batch,
 at the bandwidth that a large copy reaches on the same device.

@@ -26,7 +26,7 @@ BASELINES = ("generate", "assisted", "prompt_lookup")
 
 @dataclass
 class Baseline:
-    """One way in which transformers decodes."""
+    """A way in which transformers decodes."""
 
     name: str  # of BASELINES
     model: PreTrainedModel

@@ -1,4 +1,4 @@
-"""How far a drafter's confidence can be believed: its chance of its likeliest token beside how often that was kept.
+"""Calibration of a drafter: its chance of its likeliest token beside how often that token was accepted.
 
 A drafter that is sure of what the target refuses asks for a lower draft length than one that knows its limits, and an
 adaptive draft length or a dynamic tree can only be as good as the confidence that steers it.

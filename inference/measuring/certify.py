@@ -33,7 +33,7 @@ RESCORED = 32  # texts that the target reads at once
 
 @dataclass(frozen=True)
 class CertifySettings:
-    """How much is decoded for a certificate."""
+    """The amount of text that is decoded for a certificate."""
 
     max_new_tokens: int = 64
     draft_length: int = 4

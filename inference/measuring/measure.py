@@ -40,7 +40,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """One setting of an evaluation, which gives one row of evaluation.json for each drafter."""
+    """A setting of an evaluation, which gives one row of evaluation.json for each drafter."""
 
     temperature: float = 0.0
     top_p: float = 1.0

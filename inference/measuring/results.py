@@ -1,4 +1,4 @@
-"""What is measured on a drafter, as types, and the file that holds it: evaluation.json is one `Evaluation`.
+"""The types of what is measured on a drafter, and the file that holds it: evaluation.json is one `Evaluation`.
 
 The fields have the names and the order of the file; docs/measurement.md explains them.
 """
@@ -214,7 +214,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One row of evaluation.json: a drafter at one setting."""
+    """A row of evaluation.json: a drafter at one setting."""
 
     setting: Setting = flat()
     acceptance: Stats = flat()

@@ -29,7 +29,7 @@ class SampleRound:
 
 @dataclass(frozen=True)
 class SampleText:
-    """One text of samples.json, which holds a list of them."""
+    """A text of samples.json, which holds a list of them."""
 
     prompt: str
     drafter: str

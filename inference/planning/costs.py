@@ -1,4 +1,4 @@
-"""What a round costs on a device: milliseconds of drafting, of verification, of the host, and of a plain step.
+"""The costs of a round on a device: milliseconds of drafting, of verification, of the host, and of a plain step.
 
 Times of short measurements (cost_measurement.py) are fitted by sums of few terms, none of them negative. Some settings
 are left out of the fit, and the error of the speedup that is predicted for them is kept with the costs.

@@ -50,7 +50,7 @@ class OfTarget(OnDevice):
 
 @dataclass(frozen=True, kw_only=True)
 class OfDrafters(OfTarget):
-    """What the commands that measure drafters on prompts have in common."""
+    """The settings that all commands share which measure drafters on prompts."""
 
     drafter: tuple[str, ...] = option(INPUT, "checkpoint, ngram, suffix, lookahead, none", metavar="D", repeatable=True)
     num_prompts: int | None = option(INPUT, "take so many of each (all)", None, "N", least=1)

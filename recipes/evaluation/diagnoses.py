@@ -36,7 +36,7 @@ def with_diagnoses(
 
 
 class TargetTexts:
-    """What the target writes after the first prompts of a set, recorded once for all drafters."""
+    """The texts that the target writes after the first prompts of a set, recorded once for all drafters."""
 
     def __init__(self, target: Target) -> None:
         self.target, self._recordings = target, dict[tuple, Recording]()

@@ -1,4 +1,4 @@
-"""What an evaluation is made of, from the settings of a command: sets of prompts, and settings to measure at."""
+"""The inputs of an evaluation, from the settings of a command: sets of prompts, and settings to measure at."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""How many tokens a round emits, where in a draft the drafter loses the target, and why."""
+"""The sections on acceptance: how many tokens a round emits, where in a draft the drafter loses the target, and why."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""How figures are drawn: PNG files for papers and slides, and SVG in the colours of the page."""
+"""The drawing of figures: PNG files for papers and slides, and SVG in the colours of the page."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""How a run's checkpoints got on in training."""
+"""The section on a run's checkpoints over training."""
 
 from collections.abc import Callable
 from functools import partial

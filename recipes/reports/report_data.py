@@ -27,7 +27,7 @@ EXTRAS = ("costs", "choice", "load", "plan")  # NAME.json that other commands wr
 
 @dataclass(frozen=True)
 class Choice:
-    """What the report says of choice.json."""
+    """The part of choice.json that the report shows."""
 
     drafter: str
     draft_length: int

@@ -1,4 +1,4 @@
-"""How fast a drafter is: what its rounds take, the latency of requests, and the speedup over batch sizes."""
+"""The sections on speed: what rounds take, the latency of requests, and the speedup over batch sizes."""
 
 import math
 from dataclasses import astuple, dataclass
@@ -143,7 +143,7 @@ def batch_curve(drafter: MeasuredDrafter, like: Setting) -> list[Result]:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Where the best measured speedup falls below 1, between two measured batch sizes."""
+    """The batch size at which the best measured speedup falls below 1, between two measured ones."""
 
     batch_size: float  # on the straight line between both, over the logarithm of the batch size
     last_above: int

@@ -1,4 +1,4 @@
-"""What the speedup would be: predictions from measured costs, the data of the page's panel, and how good they are.
+"""Predicted speedups: the data of the page's panel, from measured costs, and how good the predictions are.
 
 A round of draft length K emits 1 + r1 + r1 r2 + ... + r1...rK tokens, r being the chances that a drafted token is
 accepted when all before it were; r1 counts the rounds without a draft, too. It costs draft(K) + verify(K) + host steps
@@ -24,7 +24,7 @@ REACH = 2  # times the longest measured draft length is as far as the panel goes
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """What a round costs at one batch size, in steps of plain decoding, by draft length from 0 on."""
+    """The cost of a round at one batch size, in steps of plain decoding, by draft length from 0 on."""
 
     batch_size: int
     draft: list[float]
@@ -44,7 +44,7 @@ class MeasuredPoint:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a drafter's speedup follows from, and the speedups that were measured."""
+    """The figures from which a drafter's speedup follows, and the speedups that were measured."""
 
     name: str
     basis: str  # where the costs are from

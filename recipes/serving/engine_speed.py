@@ -15,7 +15,7 @@ from draftsmith.inference.decoding.decoder import OutputStats
 
 @dataclass(frozen=True)
 class TimedRequest:
-    """What an engine took for a request that it decoded alone, after its first token."""
+    """The time that an engine took for a request that it decoded alone, after its first token."""
 
     seconds: float
     num_tokens: int

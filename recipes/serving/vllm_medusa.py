@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 
 class MedusaProposer:
-    """What vLLM wants of `custom_class`: made with its config, `load_model`, `propose`."""
+    """The class that vLLM's `custom_class` asks for: made with its config, with `load_model` and `propose`."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.num_drafts = vllm_config.speculative_config.num_speculative_tokens

@@ -31,7 +31,7 @@ PYDANTIC = re.compile(r"\d+ validation errors? for ")
 
 @dataclass
 class EngineRun:
-    """What an engine generated for the prompts, and what it counted meanwhile."""
+    """The texts that an engine generated for the prompts, and what it counted meanwhile."""
 
     version: str
     token_ids: list[list[int]]

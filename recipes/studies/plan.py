@@ -44,7 +44,7 @@ LONGEST = 8  # draft length, likewise
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """What rounds cost at a batch size, and the acceptance that pays for them. Keys are draft lengths or tree nodes."""
+    """The costs of rounds at a batch size, and the acceptance that pays for them. Keys are draft lengths or tree nodes."""
 
     batch_size: int
     plain_ms: float  # of a plain step
@@ -75,7 +75,7 @@ class BestDraft:
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What an acceptance leads to."""
+    """An acceptance, and the best drafts that it leads to by batch size."""
 
     acceptance: Acceptance = flat()
     by_batch_size: list[BestDraft]
@@ -83,7 +83,7 @@ class Expectation:
 
 @dataclass(frozen=True)
 class TrainingNeeds:
-    """What training by a recipe takes, by formulae."""
+    """The time and memory that training by a recipe takes, by formulae."""
 
     device: str
     steps: int
@@ -95,7 +95,7 @@ class TrainingNeeds:
 
 @dataclass(frozen=True)
 class DrafterPlan:
-    """What is planned for one drafter."""
+    """The plan for one drafter."""
 
     drafter: str
     drafter_kind: str

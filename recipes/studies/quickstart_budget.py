@@ -1,4 +1,4 @@
-"""What the time of a quickstart allows on this machine: prompts, steps, threads.
+"""The amounts that the time of a quickstart allows on this machine: prompts, steps, threads.
 
 It is measured once and kept in plan.yaml, so that an interrupted quickstart goes on with the same numbers.
 """
@@ -37,7 +37,7 @@ TIMED_PROMPTS = 8
 
 @dataclass
 class Budget:
-    """What the time allows, as plan.yaml holds it."""
+    """The amounts that the time allows, as plan.yaml holds them."""
 
     target: str
     minutes: float

@@ -136,7 +136,7 @@ def replayed_row(
     settings: ReplaySettings,
     traces: list[AcceptanceTrace],
 ) -> dict[str, Any]:
-    """One row of replay.json; its counters are expected values, which may be fractions."""
+    """Return a row of replay.json; its counters are expected values, which may be fractions."""
     is_chain = isinstance(shape, Chain)
     bins = calibration_bins(traces, shape.depth, mode) if is_chain else []
     calibration = {"calibration": to_json(bins), "calibration_error": list(map(calibration_error, bins))}

@@ -1,4 +1,4 @@
-"""How much of an evaluation a share of training's time allows, and when more training brings nothing."""
+"""The amount of evaluation that a share of training's time allows, and the end of training that brings nothing more."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ LEAST_PROMPTS, LEAST_REPEATS = 8, 2  # never fewer, unless fewer are asked for
 
 @dataclass(frozen=True)
 class Amount:
-    """How much one evaluation measures."""
+    """The amount that one evaluation measures."""
 
     num_prompts: int
     repeats: int

@@ -80,7 +80,7 @@ def is_measured(checkpoint: Path, config: EvaluationConfig) -> bool:
 
 @dataclass(frozen=True)
 class ShareResult:
-    """What one process measured of a checkpoint."""
+    """The part of a checkpoint's evaluation that one process measured."""
 
     evaluations: dict[str, Evaluation] = field(default_factory=dict)  # by file; empty without prompts for the process
     failure: str = ""  # what failed; empty where nothing did

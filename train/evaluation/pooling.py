@@ -1,4 +1,4 @@
-"""One evaluation on several processes: each takes a share of the prompts, one of them also the time.
+"""An evaluation on several processes: each takes a share of the prompts, one of them also the time.
 
 Acceptance is a count and may be pooled; a speed is that of one process, and is measured on one.
 """
