@@ -21,7 +21,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.target.target import Target
 
 SAMPLES, PREPARED = "samples.jsonl", "prepared.json"
-AGREEMENT = 0.9  # least share of greedy tokens that the target which wrote them finds likeliest; rounding costs little
+AGREEMENT = 0.9  # the target that wrote greedy text finds at least this share of its tokens likeliest, despite rounding
 CHECKED_SAMPLES = 8
 
 

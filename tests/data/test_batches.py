@@ -16,7 +16,7 @@ def make_samples(count: int) -> list[Sample]:
 
 
 def make_sample(token_ids: list[int], prompt_length: int) -> Sample:
-    """Of texts longer than six tokens, the last but one was the user's."""
+    """Return a sample; in one of more than six tokens the last token but one is the user's."""
     end = len(token_ids)
     if end <= 6:
         return Sample(token_ids, [Span(prompt_length, end)])

@@ -149,7 +149,7 @@ def test_the_share_is_held_out_and_a_larger_one_contains_it() -> None:
     ],
 )
 def test_nothing_leaks_between_sources(twin: Any) -> None:
-    """What begins with the same question stands on the same side, in whatever form another source has it."""
+    """Prompts that begin with the same question stand on the same side, in whatever form a source has them."""
     held_out = {prompt.text for prompt in split_prompts(PROMPTS, 0.1).held_out}
     twins = [twin(prompt.text) for prompt in PROMPTS]
     assert {PROMPTS[twins.index(prompt)].text for prompt in split_prompts(twins, 0.1).held_out} == held_out

@@ -152,7 +152,7 @@ def interrupted(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def assert_same_state(run: Path, one_process: Path) -> None:
-    """What a resumed run goes on from, by the names of the parameters."""
+    """Compare what a resumed run goes on from, by the names of the parameters."""
     found, wanted = (checkpoints(path)[-1] / "trainer" for path in (run, one_process))
     for part in PARTS:
         expected, scale = load_file(part_file(wanted, part)), {"exp_avg_sq": 1e-9}.get(part, 1e-6)
@@ -281,7 +281,7 @@ def test_device_maps_are_refused(
 
 
 def test_a_target_in_pieces_measures_a_draft_vocabulary(base: dict[str, Any], tmp_path: Path) -> None:
-    """One process writes down what both compute."""
+    """Both processes compute, and the main one writes the result."""
     changes = {"drafter.draft_vocab_size": 200, "run.target_placement": "sharded", "run.steps": 1}
     code, _, errors = launch("fsdp2", {**base, **changes}, tmp_path / "run", "--num_processes", "2")
     assert code == 0, errors[-3000:]

@@ -1,4 +1,4 @@
-"""What a run lives through, and how it ends where it does not: signals, kills, damage, full disks, bad numbers."""
+"""Runs survive signals, kills and damage, or end in one line: full disks, lost processes, numbers not finite."""
 
 import errno
 import json
@@ -325,7 +325,7 @@ def test_vanished_features_end_in_one_line(base: dict[str, Any], tmp_path: Path)
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
-    """What was measured stays everywhere; training states go first, and never by halves under their name."""
+    """All keep what was measured; training states go first, and never by halves under their name."""
     for step in range(1, 7):
         checkpoint = tmp_path / "checkpoints" / checkpoint_name(step)
         (checkpoint / "trainer").mkdir(parents=True)
@@ -342,7 +342,7 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
-    """As text a million comes before 750,000."""
+    """A million comes after 750,000, though not as text."""
     steps = [500, 750_000, 1_000_000, 1_250_000]
     for step in steps:
         (tmp_path / "checkpoints" / checkpoint_name(step)).mkdir(parents=True)
@@ -387,7 +387,7 @@ def test_one_nonfinite_step_is_skipped_and_many_end_the_run(
 def test_a_nonfinite_step_that_was_made_ends_the_run(
     base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As DeepSpeed makes it, within the backward pass."""
+    """DeepSpeed makes the step within the backward pass, so that it cannot be skipped."""
     monkeypatch.setattr(loop, "steps_in_backward", lambda _: True)
     poison(monkeypatch, {3 / 6})
     with pytest.raises(UserError, match=r"not finite in step 4; .*nonfinite.json"):

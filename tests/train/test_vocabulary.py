@@ -51,7 +51,7 @@ def test_size_and_coverage_exclude_each_other() -> None:
 
 
 def test_the_end_of_a_text_can_always_be_proposed(tiny_target: Target) -> None:
-    """Where every answer was cut, the target never wrote it."""
+    """The target never wrote the end of text where every answer was cut."""
     counts = torch.arange(tiny_target.vocab_size)
     counts[tiny_target.eos_token_ids] = 0
     drafter = Eagle3.from_target(Eagle3Config(draft_vocab_size=20), tiny_target)

@@ -19,7 +19,7 @@ from draftsmith.models.target.target import FullTarget
 from draftsmith.train.config import TrainConfig
 
 TRAINED_BYTES = 4 + 4 + 8  # fp32 weight, gradient and AdamW's two moments
-VALUES_KEPT = 8  # values a token that a pass through a layer keeps for its gradients, over its widths; as measured
+VALUES_KEPT = 8  # values that a pass keeps a token for the gradients, in units of a layer's widths; as measured
 LOGIT_COPIES = 6  # copies of a chunk of logits that exist at once: two sides, their logarithms, gradients
 UTILISATION = 0.35  # share of the device's dense bf16 peak that a run is assumed to reach
 
