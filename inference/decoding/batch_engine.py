@@ -33,7 +33,7 @@ PREFILL_CHUNK = 512  # prompt tokens a row that the target reads at once
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How a batch of requests is decoded; `resolve_settings` makes settings that fit a drafter."""
+    """Settings of decoding a batch of requests; `resolve_settings` makes those that fit a drafter."""
 
     max_new_tokens: int = 128
     sampling: Sampling = Sampling()
@@ -46,7 +46,7 @@ class GenerationSettings:
 
 
 RECORD_HEAD = 4  # numbers before the tokens in a record's line: emitted, drafted, accepted, and whether finished
-RoundKind = tuple[int, int]  # nodes of a draft, columns of the last pass that a plain step reads: what a graph is for
+RoundKind = tuple[int, int]  # nodes of a draft, columns of the last pass that a plain step reads; each has its graph
 
 
 class BatchEngine:
@@ -294,7 +294,7 @@ class BatchEngine:
         columns = torch.arange(state.positions.shape[1], device=tokens.device)
         positions = prefix[:, None] + columns
         columns = columns[: tokens.shape[1]]
-        # what lies past the new length is some token, and is written over later
+        # tokens past the new length are written over later
         state.token_ids.scatter_(1, state.lengths[:, None] + columns, tokens)
 
         ends_text = torch.isin(tokens, self.eos) & (columns <= num_accepted[:, None])

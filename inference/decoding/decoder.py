@@ -22,7 +22,7 @@ from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, DynamicTree, Shape, StaticTree
 
 LEAST_TEMPERATURE = 1e-5  # logits are divided by it
-SLOT_BLOCK = 64  # the number of slots a row is a multiple of it, so that rows fit texts of similar length
+SLOT_BLOCK = 64  # slots of a row are a multiple of it, so that an engine also fits texts of similar length
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Timing:
 
 @dataclass
 class Output:
-    """What was generated for a list of prompts."""
+    """The texts that were generated for a list of prompts, with counters and times."""
 
     token_ids: list[list[int]]  # without the prompts
     texts: list[str]

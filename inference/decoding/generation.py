@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,7 +111,7 @@ class Generation:
         self.clock.mark("draft")
         record = self.engine.verify(draft)
         self.clock.mark("verify")
-        self._unread.append(_Unread(record, [_Place(row, row, request) for row, request in running], draft_length))
+        self._unread.append(_Unread(record, [(row, row, request) for row, request in running], draft_length))
         return self._read(self.lag)
 
     def _free_rows(self) -> list[int]:
@@ -134,8 +133,7 @@ class Generation:
             [request.max_new_tokens for request in requests],
         )
         self.clock.mark("prefill")
-        places = zip(range(len(rows)), rows, requests, strict=True)
-        self._unread.append(_Unread(record, [_Place(*place) for place in places]))
+        self._unread.append(_Unread(record, list(zip(range(len(rows)), rows, requests, strict=True))))
 
     def _read(self, lag: int) -> list[Emission]:
         """Read all but the newest `lag` records."""
@@ -144,15 +142,15 @@ class Generation:
             unread = self._unread.popleft()
             lines = unread.lines()
             # a request may have finished in a round before
-            places = [place for place in unread.places if self._running[place.row] is place.request]
-            emissions += [self._book(place, lines[place.line]) for place in places]
-            self._draft_lengths.finish_round(unread.draft_length, [lines[place.line][2] for place in places])
+            places = [(line, row, request) for line, row, request in unread.places if self._running[row] is request]
+            emissions += [self._book(row, request, lines[line]) for line, row, request in places]
+            self._draft_lengths.finish_round(unread.draft_length, [lines[line][2] for line, _, _ in places])
         return emissions
 
-    def _book(self, place: "_Place", line: list[int]) -> Emission:
+    def _book(self, row: int, request: Request, line: list[int]) -> Emission:
         """Add what one line of a record says to its request."""
         num_emitted, num_drafted, num_accepted, finished = line[:RECORD_HEAD]
-        request, now = place.request, self._now()
+        now = self._now()
         if request.token_ids:
             request.stats.count_round(num_drafted, num_accepted)
             request.first_round = request.first_round or now
@@ -163,23 +161,16 @@ class Generation:
         request.stats.num_emitted_tokens += num_emitted
         if finished:
             request.finished = now
-            self._running[place.row] = None
+            self._running[row] = None
             self.engine.drafter.remember(request.prompt + request.token_ids)
         return Emission(request.place, token_ids, min(num_accepted, num_emitted))
-
-
-class _Place(NamedTuple):
-    """Where a record tells of a request."""
-
-    line: int  # of the record
-    row: int
-    request: Request
 
 
 class _Unread:
     """A record on its way to the host."""
 
-    def __init__(self, record: Tensor, places: list[_Place], draft_length: int = 0) -> None:
+    def __init__(self, record: Tensor, places: list[tuple[int, int, Request]], draft_length: int = 0) -> None:
+        """`places`: a line of the record, the row that it is about, and the request that was in that row."""
         self.places, self.draft_length, self._record = places, draft_length, record
         self._arrived = None
         if record.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The requests of a load test: which prompts, when they arrive, and how long their answers may get."""
+"""Plans the requests of a load test: their prompts, when they arrive, and how long their answers may get."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,8 +7,8 @@ import numpy as np
 
 from draftsmith.models.errors import UserError
 
-FAR = 1.5  # a prompt or an answer so many times longer or shorter than drawn is of another length
-FAR_SHARE = 0.1  # of the requests, from which on they are not what was asked for
+FAR = 1.5  # factor by which a length may differ from the one that was drawn for it
+FAR_SHARE = 0.1  # share of the requests that may differ more
 NUM_DRAWN = 10_000  # lengths that a check draws
 
 
@@ -20,13 +20,13 @@ class Lengths:
     sigma: float
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """[count] int64, at least 1"""
+        """Return lengths [count] int64 of at least 1."""
         return np.maximum(1, np.rint(self.median * np.exp(self.sigma * rng.standard_normal(count)))).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Load:
-    """One stage: arrivals a second, or requests at once."""
+    """The load of a stage: arrivals a second, or requests at once."""
 
     mode: Literal["rate", "concurrency"]
     value: float
@@ -36,9 +36,9 @@ class Load:
 class Sent:
     """A request of the plan."""
 
-    prompt: int  # which of the prompts
+    prompt: int  # its place among the prompts
     max_new_tokens: int
-    seconds: float  # of its arrival, since the start; meaningless among closed clients
+    seconds: float  # time of its arrival since the start; not used with closed clients
 
 
 def plan_requests(
@@ -50,18 +50,18 @@ def plan_requests(
     prompt_lengths: Lengths | None = None,
     output_lengths: Lengths | None = None,
 ) -> list[Sent]:
-    """Requests of one run, the same for the same seed.
+    """Return the requests of one run, the same for the same seed.
 
-    Prompts are drawn from the user's with replacement; with `prompt_lengths` each is the one whose length comes nearest
-    to one drawn from there. Answers end at their end of text or at `max_new_tokens`, and at a length drawn from
-    `output_lengths` where that comes first. Between two arrivals passes an exponential time.
+    Prompts are drawn with replacement; with `prompt_lengths` each is the one whose length is nearest to a drawn length.
+    Answers end at their end of text or at `max_new_tokens`, and with `output_lengths` at a drawn length, if that is
+    less. The times between arrivals are exponential.
     """
     rng = np.random.default_rng(seed)
     gaps = rng.exponential(1 / load.value, count)
     picks = rng.integers(len(prompts), size=count)
     if prompt_lengths is not None:
         own = np.array([len(prompt) for prompt in prompts])
-        ties = rng.permutation(len(prompts))  # of equally near prompts any
+        ties = rng.permutation(len(prompts))  # so that of equally near prompts any may be taken
         picks = ties[nearest(own[ties], prompt_lengths.draw(rng, count))]
     limits = np.full(count, max_new_tokens)
     if output_lengths is not None:
@@ -71,16 +71,16 @@ def plan_requests(
 
 
 def nearest(lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Of each wanted length the place, among `lengths`, of the first that comes nearest to it: [wanted] int64"""
+    """Return the places, among `lengths`, of the first length that is nearest to each wanted one: [wanted] int64."""
     return np.abs(lengths - wanted[:, None]).argmin(1)
 
 
 def check_prompt_lengths(asked: Lengths, prompts: list[list[int]]) -> None:
-    """`UserError` where a tenth of the requests would get a prompt of another length than that drawn for it."""
+    """Raise `UserError` where a tenth of the requests would get a prompt of another length than was drawn."""
     own = np.unique([len(prompt) for prompt in prompts])
     wanted = asked.draw(np.random.default_rng(0), NUM_DRAWN)
-    found = own[nearest(own, wanted)]
-    far = float((np.maximum(found / wanted, wanted / found) > FAR).mean())
+    actual = own[nearest(own, wanted)]
+    far = float((np.maximum(actual / wanted, wanted / actual) > FAR).mean())
     if far > FAR_SHARE:
         raise UserError(
             f"--prompt-lengths {asked.median:g} {asked.sigma:g}: {100 * far:.0f} % of the requests would get a prompt "
@@ -90,7 +90,7 @@ def check_prompt_lengths(asked: Lengths, prompts: list[list[int]]) -> None:
 
 
 def check_output_lengths(asked: Lengths, max_new_tokens: int) -> None:
-    """`UserError` where the limit would cut a tenth of the answers far below the length drawn for them."""
+    """Raise `UserError` where the limit would cut a tenth of the answers far below the length drawn for them."""
     far = float((asked.draw(np.random.default_rng(0), NUM_DRAWN) > FAR * max_new_tokens).mean())
     if far > FAR_SHARE:
         raise UserError(

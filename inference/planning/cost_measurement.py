@@ -25,7 +25,7 @@ USUAL_ACCURACIES = [[0.6, 0.15, 0.08, 0.05, 0.03, 0.02, 0.01, 0.01]] * 8  # by d
 
 @dataclass(frozen=True)
 class RoundSetting:
-    """How many requests run, the tokens of each, and the draft of a round. Draft length 0 is a plain step."""
+    """The number of running requests, the tokens of each, and the draft of a round. Draft length 0 is a plain step."""
 
     draft_length: int
     batch: int
@@ -171,7 +171,7 @@ def start_generations(target: Target, drafter: Drafter, settings: list[RoundSett
     start = max(1, context - MOST_ROUNDS // 2)
     most_nodes = max(setting.nodes for setting in settings)
     length = start + MOST_ROUNDS + most_nodes + 2
-    # texts repeat themselves, so that a lookup finds a draft, unless what is trained would then not be asked
+    # texts repeat themselves, so that a lookup finds a draft, unless the trained drafter would then never be asked
     period = length if drafter.looks_up_first else most_nodes + 1
     pieces = torch.randint(target.vocab_size, (batch, period), generator=torch.Generator().manual_seed(0))
     texts = pieces.repeat(1, -(-length // period))[:, :length].tolist()

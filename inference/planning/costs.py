@@ -12,13 +12,10 @@ docs/cost_model.md explains them.
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy.optimize import nnls
-
-from draftsmith.models.typed_json import from_json, to_json
 
 SLOW_STARTS = (2, 4, 8, 16)  # tokens of a pass up to which each may cost more
 KINKS = (4, 8, 16, 32, 64, 128, 256)  # tokens of a pass from which on each may cost more
@@ -117,15 +114,6 @@ class Costs:
     def break_even(self, draft_length: int, batch: int, context: int, nodes: int | None = None) -> float:
         """Return the acceptance length at which the speedup is 1: the plain steps that a round costs."""
         return self.round(draft_length, batch, context, nodes) / self.plain(batch, context)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the content of costs.json."""
-        return {entry.name: to_json(getattr(self, entry.name)) for entry in fields(self)}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Costs":
-        """Return the costs from the content of costs.json."""
-        return from_json(cls, content)
 
 
 # --- terms

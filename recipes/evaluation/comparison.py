@@ -129,7 +129,7 @@ def write_evaluations(
     evaluations = [replace(evaluation, seconds=time.perf_counter() - start) for evaluation in evaluations]
     paths = evaluation_paths(out, [evaluation.drafter for evaluation in evaluations])
     for path, evaluation in zip(paths, evaluations, strict=True):
-        own = [costs[evaluation.drafter].to_json()] if evaluation.drafter in costs else []
+        own = [to_json(costs[evaluation.drafter])] if evaluation.drafter in costs else []
         for content in own:
             write_json(path.with_name("costs.json"), content)
         write_evaluation(path, evaluation)

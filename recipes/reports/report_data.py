@@ -177,7 +177,7 @@ class ReportData:
 
     def costs_for(self, drafter: MeasuredDrafter) -> Costs | None:
         """Return the costs of its own costs.json, else those of another drafter of its kind in the folder."""
-        costs = [Costs.from_json(content) for content in self.extras.get("costs", [])]
+        costs = [from_json(Costs, content) for content in self.extras.get("costs", [])]
         of_kind = [content for content in costs if content.drafter_kind == drafter.kind]
         return self._written_for(drafter, costs) or next(iter(of_kind), None)
 

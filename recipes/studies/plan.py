@@ -157,7 +157,7 @@ def run(settings: PlanSettings, console: Console) -> None:
             show: Callable[[float], None] = partial(lambda task, share: progress.update(task, completed=share), task)
             reach = candidate.cost_range(batches, context)
             costs = measure_costs(target, candidate.drafter, reach, candidate.name, show)
-            write_json(path.parent / "costs.json", costs.to_json())
+            write_json(path.parent / "costs.json", to_json(costs))
             published = [published for published in PUBLISHED if published.kind == candidate.drafter.kind]
             acceptances = own + [Acceptance(entry.where, entry.source, [*entry.rates]) for entry in published]
             plan = drafter_plan(costs, batches, context, candidate.draft_lengths, acceptances, candidate.trees)

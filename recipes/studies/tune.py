@@ -15,6 +15,7 @@ from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.sampling.trees import StaticTree
+from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import TuneSettings
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
 from draftsmith.recipes.evaluation.inputs import DRAFT_LENGTH, notice_overwriting, read_prompt_sets
@@ -49,7 +50,7 @@ def run(settings: TuneSettings, console: Console) -> None:
             raise UserError(f"--drafter {name} drafts nothing, so there is nothing to tune")
         with cpu_threads(settings.num_threads):
             tuning, costs = tune(target, drafter, name, fit_prompts, at, batches)
-        write_json(path.parent / "costs.json", costs.to_json())
+        write_json(path.parent / "costs.json", to_json(costs))
         drafts = drafts_to_measure(tuning, drafter)
         grid = [replace(at, batch_size=batch, draft=draft) for batch in batches for draft in drafts]
         options = EvaluationOptions(settings.num_threads, sample_texts=True)

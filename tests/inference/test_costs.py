@@ -30,6 +30,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import Chain, StaticTree
 from draftsmith.models.training_free.cascade import Cascade, CascadeConfig
 from draftsmith.models.training_free.suffix import Suffix
+from draftsmith.models.typed_json import from_json, to_json
 
 
 def new_drafter(kind: str, target: Target) -> Drafter:
@@ -129,7 +130,7 @@ def test_measured_costs_on_a_tiny_target(kind: str, tiny_target: Target) -> None
     assert costs.held_out.settings > 0
     assert any(row.tree for row in costs.fitted_on) == (kind != "ngram")
     assert 0 < costs.plain(1, 16) < costs.round(3, 2, 16)
-    assert Costs.from_json(costs.to_json()) == costs
+    assert from_json(Costs, to_json(costs)) == costs
     with pytest.raises(UserError, match="context"):
         measure_costs(tiny_target, new_drafter(kind, tiny_target), CostRange(context=tiny_target.context))
 

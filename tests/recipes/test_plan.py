@@ -39,7 +39,7 @@ def test_a_plan_before_training(tiny_target_dir: Path, tmp_path: Path, capsys: p
     assert [row["batch_size"] for row in medusa["by_batch_size"]] == [1, 2]
     assert medusa["training"]["hours"] > 0
     assert "training" not in ngram
-    costs = Costs.from_json(json.loads((tmp_path / "1-medusa" / "costs.json").read_text()))
+    costs = from_json(Costs, json.loads((tmp_path / "1-medusa" / "costs.json").read_text()))
     for row in medusa["by_batch_size"]:
         for length, needed in row["break_even_acceptance_length"].items():
             assert needed == costs.break_even(int(length), row["batch_size"], 24)

@@ -389,7 +389,7 @@ def test_a_report_without_costs_says_what_measures_them(tmp_path: Path) -> None:
     assert 'id="samples"' in page
     costs = Costs("", "", str(run / "best"), "eagle3", {"first: pass": 1.0}, {"pass": 10.0}, host=0.0)
     costs = replace(costs, held_out=HeldOutErrors(settings=1), fitted_on=[RoundTimes(4, 1, 64, 4, False, 1, 10, 11)])
-    (run / "costs.json").write_text(json.dumps(costs.to_json()))
+    (run / "costs.json").write_text(json.dumps(to_json(costs)))
     page = build_report(run).read_text()
     assert "draftsmith plan" not in page
     assert "the median error is" in page[page.index('id="cost-model"') :]

@@ -10,6 +10,7 @@ from reports import choice_content, result, slower, write_grid, write_results
 
 from draftsmith.inference.measuring.results import read_evaluation
 from draftsmith.inference.planning.costs import Costs, HeldOutErrors, RoundTimes
+from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.reports.report_data import read_report_data
 from draftsmith.recipes.reports.speed import break_even
 from draftsmith.recipes.reports.verdict import Verdict, verdict_of
@@ -110,7 +111,7 @@ def test_predictions_count_the_rounds_without_a_draft(tmp_path: Path) -> None:
     assert speedups(profile, profile.costs[0])[3] == pytest.approx(row["speedup"])
     costs = Costs("", "", "ngram", "ngram", {"first: pass": 1.0}, {"pass": 10.0, "drafts": 1.0}, host=0.0)
     costs = replace(costs, held_out=HeldOutErrors(settings=1), fitted_on=FITTED_ON)
-    (tmp_path / "costs.json").write_text(json.dumps(costs.to_json()))
+    (tmp_path / "costs.json").write_text(json.dumps(to_json(costs)))
     data = read_report_data(tmp_path)
     (prediction,) = predictions_of(data)
     assert prediction.predicted == pytest.approx(row["speedup"])

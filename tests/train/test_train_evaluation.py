@@ -14,7 +14,7 @@ from draftsmith.inference.measuring.results import DomainResult, EvaluationCost,
 from draftsmith.inference.planning import costs_beside
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import Target, load_drafter
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.train import train
 from draftsmith.train.config import EvaluationConfig
 from draftsmith.train.evaluation import evaluate
@@ -126,7 +126,7 @@ def test_training_stops_when_nothing_is_gained(
         lines = read_metrics(run)
         assert max(line["step"] for line in lines) == 3
         assert [line["step"] for line in lines if "stopped_early" in line] == [3]
-        costs = Costs.from_json(json.loads((run / "costs.json").read_text()))
+        costs = from_json(Costs, json.loads((run / "costs.json").read_text()))
         assert costs.drafter == str(best_checkpoint(run))
         assert max(row.draft_length for row in costs.fitted_on) == config.evaluation.draft_length
 

@@ -233,7 +233,7 @@ class Evaluator:
                     target, drafter, str(best), rows, self.prompts, seconds, lambda share: self._raise_if_stopped(best)
                 )
             if costs:
-                write_json(path, costs.to_json())
+                write_json(path, to_json(costs))
         except Stopped:
             pass
         except Exception as error:
