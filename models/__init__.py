@@ -72,7 +72,7 @@ def save_drafter(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.f
 
 
 def checkpoint_of(drafter: Drafter, dtype: torch.dtype) -> Checkpoint:
-    """What `save_drafter` writes."""
+    """Return what `save_drafter` writes."""
     tensors = {
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous().cpu()
         for name, tensor in drafter.engine_tensors().items()
@@ -90,7 +90,7 @@ def checkpoint_of(drafter: Drafter, dtype: torch.dtype) -> Checkpoint:
 
 
 def load_drafter(name: str | Path, target: Target) -> Drafter:
-    """A drafter for the target, on its device and in its dtype.
+    """Return a drafter for the target, on its device and in its dtype.
 
     `name` is a checkpoint directory, a Hub name, or the kind of a drafter that needs no training (`ngram`, `suffix`,
     `lookahead`, `none`). `ngram+CHECKPOINT` and `suffix+CHECKPOINT` are cascades. Raises `UserError` where there is no
@@ -119,7 +119,7 @@ def load_drafter(name: str | Path, target: Target) -> Drafter:
 
 
 def build_drafter(checkpoint: Checkpoint, target: Target) -> Drafter:
-    """The drafter of a checkpoint, in fp32. Raises `UserError` where it is unknown or was made for another target."""
+    """Return a checkpoint's drafter in fp32. Raises `UserError` where it is unknown or made for another target."""
     if checkpoint.kind not in DRAFTERS:
         raise UserError(
             f"this checkpoint holds a drafter of kind {checkpoint.kind!r}, which this version does not know"

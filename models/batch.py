@@ -19,7 +19,7 @@ class Batch:
     documents: Tensor | None = None  # [B, T] int64: the document of its row that a token is of, padding -1; None: one
 
     def to(self, device: torch.device) -> "Batch":
-        """On the device; from pinned memory without waiting for the copy."""
+        """Return the batch on the device; from pinned memory it does not wait for the copy."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
@@ -40,7 +40,7 @@ class Batch:
         return columns - torch.where(starts, columns, 0).cummax(1).values
 
     def attention_mask(self) -> Tensor | None:
-        """What each token sees: those up to itself in its own document, bool [B, 1, T, T]; None: all up to itself."""
+        """Return which tokens each token sees, bool [B, 1, T, T]: those up to it in its document. None: all before."""
         if self.documents is None:
             return None
         same = self.documents[:, :, None] == self.documents[:, None, :]

@@ -2,7 +2,10 @@
 
 
 class UserError(ValueError):
-    """What is wrong and what to do, in one line. The command line prints it and exits with 2."""
+    """A mistake of the user's: in one line, what is wrong and what to do.
+
+    The command line prints it and exits with 2.
+    """
 
 
 def require_at_least(name: str, value: float, least: float = 1) -> None:
@@ -12,5 +15,5 @@ def require_at_least(name: str, value: float, least: float = 1) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text that says anything, for a message of one line."""
+    """Return the first line of an error's text that says anything, for a message of one line."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

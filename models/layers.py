@@ -18,7 +18,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class DecodingNorm:
-    """What `RMSNorm` computes, for decoding with weights that stay as they are.
+    """The same norm as `RMSNorm`, for decoding with weights that stay as they are.
 
     In fp32 as x * (weight * r) / sqrt(|x|^2 + r^2 eps) with r^2 the width: four operators, where torch's own is nine
     on a CPU.
@@ -33,7 +33,7 @@ class DecodingNorm:
         self.floor = torch.tensor(math.sqrt(width * eps), device=weight.device)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [..., H]; `out` in fp32 only."""
+        """Norm x [..., H]; `out` is for fp32 only."""
         if x.dtype != torch.float32:
             return nn.functional.rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -50,7 +50,7 @@ class MergedLinear(nn.Linear):
 
 
 def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict with a `MergedLinear` split into its parts, as views: writing into them loads a checkpoint."""
+    """Return the state dict with each `MergedLinear` split into parts, as views: writing to them loads a checkpoint."""
     tensors = module.state_dict()
     for path, child in module.named_modules():
         if isinstance(child, MergedLinear):
@@ -80,7 +80,7 @@ class GatedMLP(nn.Module):
 
 
 def rotary_table(rotary: nn.Module, num_positions: int, like: Tensor) -> Tensor:
-    """What `rotate` needs at each position, [M, 2, D] in the dtype and on the device of `like`: cosine and sine.
+    """Return cosine and sine at each position, [M, 2, D] in the dtype and on the device of `like`, for `rotate`.
 
     `rotary` is a Hugging Face rotary embedding. The sine of the first half of a head is negated, which makes rotating a
     shift of the halves, two products and a sum.
@@ -91,13 +91,13 @@ def rotary_table(rotary: nn.Module, num_positions: int, like: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    """Rotary embedding of heads x [B, N, T, D] at positions [B or 1, T]."""
+    """Apply the rotary embedding to heads x [B, N, T, D] at positions [B or 1, T]."""
     cos, sin = table[positions].unsqueeze(1).unbind(3)  # each [B, 1, T, D]
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def shift_left(x: Tensor, by: int) -> Tensor:
-    """x[:, t] <- x[:, t + by] along dimension 1, zeros (False) coming in at the end."""
+    """Move x[:, t + by] to x[:, t] along dimension 1; zeros (False) come in at the end."""
     if by == 0:
         return x
     shifted = torch.zeros_like(x)

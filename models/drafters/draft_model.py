@@ -63,8 +63,8 @@ class DraftModel(Drafter):
     prefills_from_tokens = True
 
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel, target: Target) -> None:
-        super().__init__()
-        self.config, self.target = config, target
+        super().__init__(config)
+        self.target = target
         self.model = model
         vocab_size = model.config.get_text_config().vocab_size
         if vocab_size != target.vocab_size:
@@ -75,7 +75,7 @@ class DraftModel(Drafter):
 
     @classmethod
     def from_target(cls, config: DraftModelConfig, target: Target) -> "DraftModel":
-        """An existing model, or the target with all but a few of its layers left out, or a narrower one like it."""
+        """Return an existing model, or the target without most of its layers, or a narrower model like it."""
         if config.model is not None:
             return cls(config, existing_model(config.model, target), target)
         num_layers = config.num_layers or 2
@@ -93,7 +93,7 @@ class DraftModel(Drafter):
         return cls(config, model, target)
 
     def loss(self, batch: Batch, features: Features) -> LossSums:
-        """Divergence from the target at every token that the target wrote."""
+        """Return the divergence from the target at every token that the target wrote."""
         counted = shift_left(batch.loss_mask, 1)
         hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask())
         rows = divergence_over_rows(
@@ -111,7 +111,7 @@ class DraftModel(Drafter):
         }
 
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
-        """From the text alone: what it predicts at places t + 1, t + 2, ... is what it would draft after x_{t+1}."""
+        """Yield the model's own predictions: at places t + 1, t + 2, ... they are what it would draft after x_{t+1}."""
         hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask()).flatten(0, 1)
         for i in range(depth):
             places = teacher_rows(chain_loss.next_depth(), i)
@@ -160,7 +160,7 @@ class DraftModel(Drafter):
     # --- checkpoints
 
     def engine_config(self) -> dict[str, Any]:
-        """An ordinary Hugging Face directory."""
+        """Return the config of an ordinary Hugging Face directory."""
         return {**self.model.config.to_diff_dict(), "architectures": [type(self.model).__name__]}
 
     def engine_tensors(self) -> dict[str, Tensor]:
@@ -185,7 +185,7 @@ class DraftModelCache(DrafterCache):
 
 
 def untied(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The state dict with each shared tensor under its first name only, as safetensors wants it."""
+    """Return the state dict with each shared tensor under its first name only, as safetensors wants it."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict().items():
@@ -200,7 +200,7 @@ def new_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def existing_model(name: str, target: Target) -> PreTrainedModel:
-    """A causal language model of the target's vocabulary. Raises `UserError` where it has another one.
+    """Return a causal language model of the target's vocabulary. Raises `UserError` where it has another one.
 
     Families pad the vocabulary to different sizes at different widths. Engines want equal sizes: the padding is cut or
     filled up to the target's.
@@ -220,7 +220,7 @@ def existing_model(name: str, target: Target) -> PreTrainedModel:
 
 
 def model_of_layers(target: Target, kept: list[int]) -> PreTrainedModel:
-    """The target without its other layers. Raises `UserError` where a layer would be another one at its new place."""
+    """Return the target without its other layers. Raises `UserError` where a layer changes with its place."""
     what = f"a draft model cannot be made of layers {', '.join(map(str, kept))} of {target.name}"
     mend = "choose another drafter.num_layers, or give drafter.model instead"
     model_config = copy.deepcopy(target.text_config)
@@ -235,14 +235,14 @@ def model_of_layers(target: Target, kept: list[int]) -> PreTrainedModel:
             f"{what} (their tensors do not fit a smaller {target.text_config.model_type}): {mend}"
         ) from None
     for index, layer in zip(kept, find_decoder_layers(model), strict=True):
-        before, after = (constants(one) for one in (target.decoder_layers[index], layer))
+        before, after = (constants(either) for either in (target.decoder_layers[index], layer))
         if changed := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
             raise UserError(f"{what}: {changed[0]} of layer {index} depends on its place: {mend}")
     return model
 
 
 def constants(layer: nn.Module) -> dict[str, Any]:
-    """What a layer computes by beside its tensors: the plain values that its modules hold, but for its number."""
+    """Return the plain values that a layer's modules hold beside its tensors, except for its number."""
     return {
         f"{path}.{name}".lstrip("."): value
         for path, module in layer.named_modules()
@@ -252,7 +252,7 @@ def constants(layer: nn.Module) -> dict[str, Any]:
 
 
 def narrower(config: PretrainedConfig, width: int) -> PretrainedConfig:
-    """The config of a model of another width with heads as wide as they were and the rest in proportion."""
+    """Return the config of a model of another width with heads as wide as they were and the rest in proportion."""
     if not hasattr(config, "num_key_value_heads") or not hasattr(config, "intermediate_size"):
         raise UserError(f"drafter.hidden_size: {config.model_type} has no width to scale; give drafter.model instead")
     head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -283,7 +283,7 @@ def project_vocabulary(target: Target, model: PreTrainedModel) -> None:
 
 
 def layers_of(tensors: dict[str, Tensor], kept: list[int]) -> dict[str, Tensor]:
-    """The state dict of only the kept layers, renumbered; everything outside the layers stays."""
+    """Return the state dict of only the kept layers, renumbered; everything outside the layers stays."""
     renumbered = {}
     for name, tensor in tensors.items():
         parts = name.split(".")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from pydantic import PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
@@ -34,7 +34,6 @@ from draftsmith.models.drafting.eagle_layer import (
     drafting_slots,
     store_for_decoding,
 )
-from draftsmith.models.errors import require_at_least
 from draftsmith.models.layers import checkpoint_tensors
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth
 from draftsmith.models.losses.divergences import Divergence
@@ -49,15 +48,15 @@ class EagleConfig(DrafterConfig):
     kind: str = "eagle"
     intermediate_size: PositiveInt | None = None  # None: the target's
     bias: bool = False  # of `fc`, as most public EAGLE-1 heads have one; of SGLang and SafeAILab's code, not of vLLM's
-    unroll_steps: int = 3  # trained also on its own guesses, as HASS (arXiv 2408.15766) does; 1: as in the paper
+    unroll_steps: PositiveInt = 3  # trained on its own guesses too, as HASS (arXiv 2408.15766); 1: as in the paper
     step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k
     regression_weight: float = 1.0  # of the smooth L1 distance between guess and feature, mean over H
     divergence_weight: float = 0.1
     divergence: Divergence = "forward_kl"
-    noise: float = 0.1  # features in training get uniform noise of at most this
+    noise: NonNegativeFloat = 0.1  # features in training get uniform noise of at most this
 
     def for_overfitting(self) -> "EagleConfig":
-        """Without noise; and by features alone it would take long."""
+        """Return the config without noise, and with more weight on tokens: by features alone it would take long."""
         return replace(self, noise=0.0, divergence_weight=1.0)
 
 
@@ -68,10 +67,7 @@ class Eagle(Drafter):
     drafts_by_target_head = True
 
     def __init__(self, config: EagleConfig, layer_config: LlamaConfig, target: Target) -> None:
-        super().__init__()
-        require_at_least("drafter.unroll_steps", config.unroll_steps)
-        require_at_least("drafter.noise", config.noise, 0)
-        self.config = replace(config, intermediate_size=layer_config.intermediate_size)
+        super().__init__(replace(config, intermediate_size=layer_config.intermediate_size))
         self.layer_config, self.target, self.training_depth = layer_config, target, config.unroll_steps
         width = target.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=config.bias)
@@ -84,7 +80,7 @@ class Eagle(Drafter):
 
     @classmethod
     def from_target(cls, config: EagleConfig, target: Target) -> "Eagle":
-        """A random layer that first repeats the feature it gets."""
+        """Return a drafter whose random layer first repeats the feature it gets."""
         drafter = cls(config, layer_config_for(config.intermediate_size, target), target)
         for module in drafter.modules():
             if isinstance(module, nn.Linear):
@@ -123,7 +119,7 @@ class Eagle(Drafter):
             yield Depth(guess[rows], self.target.logits, teachers, self.config.step_decay**k)
 
     def with_noise(self, features: Tensor) -> Tensor:
-        """Features [B, T, H] as training reads them: with noise, so that the layer learns to live with its own errors.
+        """Return features [B, T, H] as training reads them: with noise, as the layer has to live with its errors.
 
         As in the paper, section 4.1; its code has more of it for texts shorter than 512 tokens.
         """
@@ -147,11 +143,11 @@ class Eagle(Drafter):
     # --- checkpoints
 
     def engine_config(self) -> dict[str, Any]:
-        """As vLLM reads it. SGLang wants `LlamaForCausalLMEagle` for the architecture, and nothing else of its own."""
+        """Return the config as vLLM reads it. SGLang only wants another architecture, `LlamaForCausalLMEagle`."""
         return {"architectures": ["LlamaForCausalLM"], **engine_layer_config(self.layer_config, self.target)}
 
     def engine_tensors(self) -> dict[str, Tensor]:
-        """SGLang's `fc` has a bias, random unless it is given; vLLM passes over it."""
+        """Return the tensors, and a bias of `fc` in any case: SGLang has one, random unless given; vLLM ignores it."""
         return {"fc.bias": torch.zeros(self.target.hidden_size), **checkpoint_tensors(self)}
 
     @classmethod

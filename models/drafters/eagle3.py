@@ -9,10 +9,10 @@ Shapes: B rows, T slots, H hidden width, A layers read, N heads, D head width, V
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
@@ -37,7 +37,7 @@ from draftsmith.models.drafting.eagle_layer import (
 )
 from draftsmith.models.drafting.unrolled_attention import DraftingSlots
 from draftsmith.models.drafting.vocabulary import ReducedVocabulary, too_large
-from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.errors import UserError
 from draftsmith.models.layers import RMSNorm
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth
 from draftsmith.models.losses.divergences import Divergence
@@ -53,10 +53,10 @@ class Eagle3Config(ReducedVocabulary):
     layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
     intermediate_size: PositiveInt | None = None  # None: the target's
     norm_before_residual: bool = False  # the layer's residual is the normed feature; of vLLM's engines, not of SGLang's
-    unroll_steps: int = 4  # length of the training-time test
+    unroll_steps: PositiveInt = 4  # length of the training-time test
     step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k
     divergence: Divergence = "forward_kl"
-    kl_share: float = 0.0  # share of training that starts with forward_kl, before `divergence`
+    kl_share: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of training with forward_kl, before `divergence`
     detach: bool = False  # no gradient from one unrolled step into the one before
     recompute: bool = False  # unrolled steps are computed again in the backward pass: less memory, more time
 
@@ -88,10 +88,7 @@ class Eagle3(Drafter):
     t2d: Tensor  # [V] bool, in the draft vocabulary?
 
     def __init__(self, config: Eagle3Config, layer_config: LlamaConfig, target: Target) -> None:
-        super().__init__()
-        require_at_least("drafter.unroll_steps", config.unroll_steps)
-        if not 0 <= config.kl_share < 1:
-            raise UserError(f"drafter.kl_share={config.kl_share}: give a share of the training from 0 to below 1")
+        super().__init__(config)
         self.layer_config, self.target, self.training_depth = layer_config, target, config.unroll_steps
         self.layer_ids = check_layer_ids(config.layer_ids or spread_layer_ids(target.num_layers), target)
         width, vocab = layer_config.hidden_size, config.draft_vocab_size or target.vocab_size
@@ -119,14 +116,14 @@ class Eagle3(Drafter):
 
     @property
     def embedding(self) -> nn.Module:
-        """Of the tokens that it reads."""
+        """Return the embedding of the tokens that it reads."""
         return self.embed_tokens or self.target.embedding
 
     # --- built for a target
 
     @classmethod
     def from_target(cls, config: Eagle3Config, target: Target) -> "Eagle3":
-        """A random layer between parts of the target: it starts from the highest layer read, its norm and its head.
+        """Return a random layer between parts of the target: the highest layer read, the target's head.
 
         The embedding is the target's own, frozen and not stored.
         """
@@ -200,7 +197,7 @@ class Eagle3(Drafter):
     # --- checkpoints
 
     def engine_config(self) -> dict[str, Any]:
-        """The one config.json that vLLM and SGLang both read right (their layer ids differ by one)."""
+        """Return the one config.json that vLLM and SGLang both read right (their layer ids differ by one)."""
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             **engine_layer_config(self.layer_config, self.target),

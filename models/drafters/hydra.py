@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,7 +20,6 @@ from draftsmith.models.drafting.base import Drafter, DrafterConfig
 from draftsmith.models.drafting.checkpoints import check_same_shape, load_tensors
 from draftsmith.models.drafting.drafts import DecodingState, Draft
 from draftsmith.models.drafting.tree_drafting import grow, take
-from draftsmith.models.errors import require_at_least
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows
 from draftsmith.models.losses.divergences import Divergence
@@ -31,8 +31,8 @@ from draftsmith.models.target.target import Features, Target
 class HydraConfig(DrafterConfig):
     fixed_fields = ("num_heads", "num_layers")
     kind: str = "hydra"
-    num_heads: int = 4
-    num_layers: int = 1  # residual blocks a head; Hydra++ has 4, behind a prefix layer that is not here
+    num_heads: PositiveInt = 4
+    num_layers: PositiveInt = 1  # residual blocks a head; Hydra++ has 4, behind a prefix layer that is not here
     head_decay: float = 0.8  # weight of head i is head_decay ** i
     divergence: Divergence = "forward_kl"
 
@@ -47,7 +47,7 @@ class HydraBlocks(nn.Module):
         self.rest = ResidualBlocks(width, num_layers - 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., num_inputs * H] -> [..., H]"""
+        """Map inputs side by side [..., num_inputs * H] to [..., H]."""
         return self.rest(self.residual(x) + F.silu(self.inner(x)))
 
 
@@ -57,10 +57,8 @@ class Hydra(Drafter):
     can_branch = True
 
     def __init__(self, config: HydraConfig, target: Target) -> None:
-        super().__init__()
-        require_at_least("drafter.num_heads", config.num_heads)
-        require_at_least("drafter.num_layers", config.num_layers)
-        self.config, self.target = config, target
+        super().__init__(config)
+        self.target = target
         self.max_draft_length = self.training_depth = config.num_heads
         width, heads = target.hidden_size, range(config.num_heads)
         self.blocks = nn.ModuleList([HydraBlocks(width, i + 2, config.num_layers) for i in heads])
@@ -79,7 +77,7 @@ class Hydra(Drafter):
         return drafter
 
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
-        """Head i at t predicts x_{t+2+i}, whose distribution the target had at t+1+i."""
+        """Yield the heads: head i at t predicts x_{t+2+i}, whose distribution the target had at t+1+i."""
         embedded = self.target.embedding(batch.token_ids)  # [B, T, H]
         read = features.last_hidden
         for i, (block, head) in enumerate(zip(self.blocks[:depth], self.lm_heads[:depth], strict=True)):
@@ -88,7 +86,7 @@ class Hydra(Drafter):
             yield Depth(block(read[counted]), head, teacher_rows(counted, i), self.config.head_decay**i)
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
-        """Head after head from the last position that the target read, each on what the heads before it drafted."""
+        """Draft head after head from the last position that the target read, each on what was drafted before."""
         heads = zip(self.blocks, self.lm_heads, strict=True)
         inputs = take(state.features.last_hidden, (state.num_new - 1)[:, None])  # [B, 1, H]
 
@@ -104,7 +102,7 @@ class Hydra(Drafter):
     # --- checkpoints
 
     def engine_config(self) -> dict[str, Any]:
-        """No engine serves Hydra heads; the keys are those of Medusa's."""
+        """Return a config with the keys of Medusa's: no engine serves Hydra heads."""
         return {
             "architectures": ["HydraModel"],
             "model_type": "hydra",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from draftsmith.models.batch import Batch
@@ -20,7 +21,7 @@ from draftsmith.models.drafting.checkpoints import check_same_shape, load_tensor
 from draftsmith.models.drafting.drafts import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafting.tree_drafting import grow, take
 from draftsmith.models.drafting.vocabulary import ReducedVocabulary, too_large
-from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.errors import UserError
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, divergence_over_rows, teacher_rows
 from draftsmith.models.losses.divergences import Divergence
@@ -33,8 +34,8 @@ from draftsmith.models.target.target import Features, Target
 class MedusaConfig(ReducedVocabulary):
     fixed_fields = (*ReducedVocabulary.fixed_fields, "num_heads", "num_layers", "output")
     kind: str = "medusa"
-    num_heads: int = 4
-    num_layers: int = 1  # residual blocks a head
+    num_heads: PositiveInt = 4
+    num_layers: PositiveInt = 1  # residual blocks a head
     output: Literal["own", "shared", "target"] = "own"  # a matrix for each head, one for all, or the target's, frozen
     head_decay: float = 0.8  # weight of head i is head_decay ** i
     divergence: Divergence = "forward_kl"
@@ -69,9 +70,7 @@ class Medusa(Drafter):
     can_branch = True
 
     def __init__(self, config: MedusaConfig, target: Target) -> None:
-        super().__init__()
-        require_at_least("drafter.num_heads", config.num_heads)
-        require_at_least("drafter.num_layers", config.num_layers)
+        super().__init__(config)
         width, vocab = target.hidden_size, config.draft_vocab_size or target.vocab_size
         if vocab > target.vocab_size:
             raise UserError(too_large(vocab, target.vocab_size))
@@ -112,12 +111,12 @@ class Medusa(Drafter):
             cast(nn.Linear, head).weight.copy_(weight if ids is None else weight[ids.to(weight.device)])
 
     def heads(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Residual blocks and output matrix of each head."""
+        """Return the residual blocks and the output matrix of each head."""
         matrices = [*self.lm_heads] if self.config.output == "own" else [self.lm_heads[0]] * self.config.num_heads
         return list(zip(self.blocks, matrices, strict=True))
 
     def loss(self, batch: Batch, features: Features) -> LossSums:
-        """Divergence of head i at t from the target's distribution of x_{t+2+i}, which the target had at t+1+i.
+        """Return the divergence of head i at t from the target's distribution of x_{t+2+i}, held at t+1+i.
 
         Where the target is trained along (Medusa-2, section 2.2.2) the heads read what it computes now, and it is kept
         near what it was by its divergence from itself: the self-distillation of section 2.3.2.
@@ -138,22 +137,22 @@ class Medusa(Drafter):
         return sums
 
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
-        """The first `depth` heads, on the target as it was."""
+        """Yield the first `depth` heads, which read the original target."""
         return self.heads_on(chain_loss, features.last_hidden, depth)
 
     def heads_on(self, chain_loss: ChainLoss, read: Tensor, depth: int) -> Iterator[Depth]:
-        """The first `depth` heads, which read hidden states [B, T, H]."""
+        """Yield the first `depth` heads, which read hidden states [B, T, H]."""
         for i, (block, head) in enumerate(self.heads()[:depth]):
             counted = chain_loss.next_depth()
             yield Depth(block(read[counted]), head, teacher_rows(counted, i), self.config.head_decay**i)
 
     def _changed_hidden(self, batch: Batch) -> Tensor:
-        """Last hidden state [B, T, H] of the target as it is now, with gradient."""
+        """Return the last hidden state [B, T, H] of the target as it is now, with gradient."""
         with self.corrections.applied():
             return run_causal(self.target.model, batch.token_ids, batch.positions, batch.attention_mask())
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
-        """The first heads at the last position that the target read."""
+        """Draft by the first heads at the last position that the target read."""
         hidden = take(state.features.last_hidden, (state.num_new - 1)[:, None])  # [B, 1, H]
         heads = iter(self.heads())
 
@@ -167,7 +166,7 @@ class Medusa(Drafter):
     # --- checkpoints
 
     def engine_config(self) -> dict[str, Any]:
-        """As vLLM reads it up to 0.32.0. `medusa_fc_bias` must be there, or the biases are dropped in silence."""
+        """Return the config as vLLM up to 0.32.0 reads it; without `medusa_fc_bias` it silently drops biases."""
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -185,7 +184,7 @@ class Medusa(Drafter):
         return {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("corrections.")}
 
     def write_changed_target(self, directory: Path) -> None:
-        """The target with what was trained into it, as an ordinary Hugging Face directory."""
+        """Write the target with what was trained into it, as an ordinary Hugging Face directory."""
         model = self.target.model
         prefix = next(name for name, module in model.named_modules() if module is self.target.decoder_layers)
         tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -200,12 +199,12 @@ class Medusa(Drafter):
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Medusa":
         check_same_shape("these Medusa heads", config, target)
         own = {"output": "shared" if config.get("original_lm_head") else "own", **config.get("draftsmith", {})}
-        found = {
+        sizes = {
             "num_heads": config["num_heads"],
             "num_layers": config["num_hidden_layers"],
             "draft_vocab_size": config.get("truncated_vocab_size"),
             "adapt_target": "no",  # it is already changed
         }
-        drafter = cls(MedusaConfig(**{**own, **found}), target)
+        drafter = cls(MedusaConfig(**{**own, **sizes}), target)
         load_tensors(drafter, tensors, "these Medusa heads")
         return drafter

@@ -20,7 +20,7 @@ from draftsmith.models.drafting.base import Drafter, DrafterConfig
 from draftsmith.models.drafting.checkpoints import check_same_shape, load_tensors
 from draftsmith.models.drafting.drafts import DecodingState, Draft
 from draftsmith.models.drafting.tree_drafting import grow, take
-from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.errors import UserError
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows
 from draftsmith.models.losses.divergences import Divergence
@@ -34,7 +34,7 @@ EPS = 1e-6
 class MLPSpeculatorConfig(DrafterConfig):
     fixed_fields = ("num_heads", "inner_size", "tie_weights", "scale_input")
     kind: str = "mlp_speculator"
-    num_heads: int = 4  # stages
+    num_heads: PositiveInt = 4  # stages
     inner_size: PositiveInt | None = None  # width of the state; None: the target's hidden size
     tie_weights: bool = False  # one embedding, projection (but for the first stage's), norm and head for all stages
     scale_input: bool = False  # norm of the target's hidden state, without weights
@@ -59,17 +59,16 @@ class MLPSpeculator(Drafter):
     can_branch = True
 
     def __init__(self, config: MLPSpeculatorConfig, target: Target) -> None:
-        super().__init__()
-        require_at_least("drafter.num_heads", config.num_heads)
+        super().__init__(config)
         if config.tie_weights and config.num_heads < 2:
             raise UserError("drafter.tie_weights: a single head has nothing to share, give more or leave it out")
-        self.config, self.target = config, target
+        self.target = target
         self.max_draft_length = self.training_depth = count = config.num_heads
         width, vocab = target.hidden_size, target.vocab_size
         inner = config.inner_size or width
 
         def stages(*modules: nn.Module) -> nn.ModuleList:
-            """Of all stages; the last module again for those that share it."""
+            """Return one module for each stage, the last one again for stages that share it."""
             return nn.ModuleList([modules[min(i, len(modules) - 1)] for i in range(count)])
 
         own = range(1 if config.tie_weights else count)
@@ -95,18 +94,18 @@ class MLPSpeculator(Drafter):
         return drafter
 
     def first_state(self, last_hidden: Tensor) -> Tensor:
-        """[..., H]"""
+        """Return the state [..., H] before the first stage."""
         if not self.config.scale_input:
             return last_hidden
         return F.rms_norm(last_hidden, last_hidden.shape[-1:], None, EPS) * 0.5**0.5
 
     def next_state(self, stage: int, state: Tensor, token_ids: Tensor) -> Tensor:
-        """State [..., H or I] and the token that came next [...] -> [..., I]"""
+        """Return the next state [..., I] from a state [..., H or I] and the token that came next [...]."""
         mixed = self.proj[stage](state) * self.state_weight + self.emb[stage](token_ids) * self.embedding_weight
         return F.gelu(self.ln[stage](mixed))
 
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
-        """Stage i at t predicts x_{t+2+i}, whose distribution the target had at t+1+i."""
+        """Yield the stages: stage i at t predicts x_{t+2+i}, whose distribution the target had at t+1+i."""
         state = self.first_state(features.last_hidden)
         for i, head in enumerate(self.head[:depth]):
             counted = chain_loss.next_depth()
@@ -114,7 +113,7 @@ class MLPSpeculator(Drafter):
             yield Depth(state[counted], head, teacher_rows(counted, i), self.config.head_decay**i)
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
-        """Stage after stage from the last position that the target read."""
+        """Draft stage after stage from the last position that the target read."""
         hidden = take(state.features.last_hidden, (state.num_new - 1)[:, None])  # [B, 1, H]
         inner, stages = self.first_state(hidden), iter(range(self.config.num_heads))
 
@@ -129,7 +128,7 @@ class MLPSpeculator(Drafter):
     # --- checkpoints
 
     def engine_config(self) -> dict[str, Any]:
-        """As vLLM reads it up to 0.32.0, and IBM's own code."""
+        """Return the config as vLLM up to 0.32.0 and IBM's own code read it."""
         return {
             "architectures": ["MLPSpeculatorPreTrainedModel"],
             "model_type": "mlp_speculator",
@@ -144,7 +143,7 @@ class MLPSpeculator(Drafter):
         }
 
     def engine_tensors(self) -> dict[str, Tensor]:
-        """Under every stage's name a copy of its own, also of what stages share: engines ask for each."""
+        """Return a copy of each tensor under every stage's name, also of shared ones: engines ask for each."""
         return {name: tensor.clone() for name, tensor in self.state_dict().items()}
 
     @classmethod

@@ -10,10 +10,10 @@ V target vocabulary, Vd draft vocabulary.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
@@ -26,7 +26,7 @@ from draftsmith.models.drafting.decoder_layer import DecoderLayer
 from draftsmith.models.drafting.drafts import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafting.tree_drafting import DrafterCache, grow, take
 from draftsmith.models.drafting.vocabulary import ReducedVocabulary
-from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.errors import UserError
 from draftsmith.models.layers import RMSNorm, checkpoint_tensors, rotary_table, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows
 from draftsmith.models.losses.divergences import Divergence
@@ -47,11 +47,11 @@ class PEagleConfig(ReducedVocabulary):
     kind: str = "p_eagle"
     layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
     intermediate_size: PositiveInt | None = None  # None: the target's
-    num_layers: int = 4
-    num_depths: int = 8  # K, tokens of the longest draft
+    num_layers: PositiveInt = 4
+    num_depths: Annotated[int, Field(ge=2)] = 8  # K, tokens of the longest draft
     mask_token_id: int | None = None  # whose embedding mask slots read; None: the end of text, which no draft follows
-    keep_ratio: float = 0.7  # depth d is trained on a share keep_ratio ** d of the slots, drawn anew each time,
-    keep_least: float = 0.2  # but on no smaller one
+    keep_ratio: Annotated[float, Field(gt=0, le=1)] = 0.7  # share keep_ratio ** d of slots trains depth d
+    keep_least: Annotated[float, Field(gt=0, le=1)] = 0.2  # smallest such share
     depth_decay: float = 0.8  # weight of depth d is depth_decay ** d, whatever share of it is trained
     divergence: Divergence = "forward_kl"
 
@@ -82,25 +82,21 @@ class PEagle(Drafter):
     can_branch = True
 
     def __init__(self, config: PEagleConfig, eagle3: Eagle3, target: Target) -> None:
-        super().__init__()
-        require_at_least("drafter.num_layers", config.num_layers)
-        require_at_least("drafter.num_depths", config.num_depths, 2)
-        if not 0 < config.keep_least <= 1 or not 0 < config.keep_ratio <= 1:
-            raise UserError("drafter.keep_ratio and drafter.keep_least: give shares above 0, 1 at most")
+        super().__init__(config)
         mask_token_id = target.eos_token_ids[0] if config.mask_token_id is None else config.mask_token_id
         if not 0 <= mask_token_id < target.vocab_size:
             raise UserError(f"drafter.mask_token_id {mask_token_id}: give an id from 0 to {target.vocab_size - 1}")
         self.target, self.layer_ids = target, eagle3.layer_ids
         self.max_draft_length = self.training_depth = config.num_depths
-        found = {name: getattr(eagle3.config, name) for name in ("layer_ids", "draft_vocab_size", "intermediate_size")}
-        self.config = replace(config, **found, mask_token_id=mask_token_id)
+        sizes = {name: getattr(eagle3.config, name) for name in ("layer_ids", "draft_vocab_size", "intermediate_size")}
+        self.config = replace(config, **sizes, mask_token_id=mask_token_id)
         self.eagle3 = eagle3  # fusion, first layer, final norm, head and draft vocabulary
         self.deeper = nn.ModuleList([DeeperLayer(eagle3.layer_config) for _ in range(config.num_layers - 1)])
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, eagle3.fc.in_features))
 
     @classmethod
     def from_target(cls, config: PEagleConfig, target: Target) -> "PEagle":
-        """EAGLE-3's start; deeper layers at random, a random state for mask slots."""
+        """Return a drafter that starts as EAGLE-3's, with random deeper layers and a random state for mask slots."""
         drafter = cls(config, Eagle3.from_target(eagle3_config(config), target), target)
         for module in drafter.deeper.modules():
             if isinstance(module, nn.Linear):
@@ -126,24 +122,24 @@ class PEagle(Drafter):
         return [self.eagle3.layer, *cast("list[DeeperLayer]", self.deeper)]
 
     def mask_inputs(self, rows: int, count: int) -> tuple[Tensor, Tensor]:
-        """What `count` mask slots a row read: fused state and embedding, both [rows, count, H]."""
+        """Return what `count` mask slots a row read: fused state and embedding, both [rows, count, H]."""
         hidden = self.eagle3.fc(self.mask_hidden).expand(rows, count, -1)
         token = torch.full((rows, count), self.config.mask_token_id, device=hidden.device)
         return hidden, self.target.embedding(token)
 
     @property
     def training_passes(self) -> float:
-        """A slot of the text, and the mask slots that are kept of it."""
+        """Return the average number of slots for a token: one of the text, and the mask slots that are kept."""
         return sum(self.share_kept(depth) for depth in range(self.config.num_depths))
 
     def share_kept(self, depth: int) -> float:
-        """Of the slots that could be trained at a depth."""
+        """Return the share of slots that is trained at a depth."""
         return max(self.config.keep_ratio**depth, self.config.keep_least)
 
     # --- training
 
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
-        """Depth d at slot t predicts x_{t+2+d}, whose distribution the target had at t+1+d.
+        """Yield the depths: depth d at slot t predicts x_{t+2+d}, whose distribution the target had at t+1+d.
 
         In training on a random part of the mask slots. What is left out counts by what is kept, so that sums and means
         are right on average.
@@ -157,13 +153,13 @@ class PEagle(Drafter):
             yield Depth(hidden, self.eagle3.lm_head, teacher_rows(kept, d), self.config.depth_decay**d / share)
 
     def keep(self, chain_loss: ChainLoss) -> tuple[list[Tensor], list[float]]:
-        """Slots [B, T] to train at each depth, among those of the depth before, and which share of what there is."""
+        """Return the slots [B, T] to train at each depth, drawn from those of the depth before, and the share kept."""
         chance = torch.rand(chain_loss.loss_mask.shape, device=chain_loss.loss_mask.device)
         shares = [self.share_kept(depth) if self.training else 1.0 for depth in range(self.config.num_depths)]
         return [chain_loss.next_depth(chance < share, share) for share in shares], shares
 
     def run(self, batch: Batch, layers: Tensor, slots: MaskSlots) -> tuple[Tensor, Tensor]:
-        """The last layer's outputs of slots [B, T, H] and of mask slots [B, S, H], from features [B, T, A * H]."""
+        """Return the last layer's outputs of slots [B, T, H] and mask slots [B, S, H] from features [B, T, A * H]."""
         text = self.eagle3.fc(layers)
         masked, mask_embedded = self.mask_inputs(*slots.anchors.shape)
         embedded = self.target.embedding(shift_left(batch.token_ids, 1))
@@ -201,7 +197,7 @@ class PEagle(Drafter):
 
     @torch.inference_mode()
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
-        """One pass over the newest features and the mask slots behind the newest committed one."""
+        """Draft in one pass over the newest features and the mask slots behind the newest committed one."""
         assert state.features.layers is not None
         cache, batch, width = state.cache, *state.positions.shape
         next_ids = state.token_ids.gather(1, (state.positions + 1).clamp(max=state.token_ids.shape[1] - 1))
@@ -231,7 +227,7 @@ class PEagle(Drafter):
         return in_target_vocabulary(draft, cache.ids, self.target.vocab_size)
 
     def decode(self, cache: "PEagleCache", hidden: Tensor, embedded: Tensor, window: Window, written: Tensor) -> Tensor:
-        """All layers on the cache: inputs [B, T, H] at the places of a window -> outputs [B, T, H].
+        """Run all layers on the cache: inputs [B, T, H] at the places of a window, to outputs [B, T, H].
 
         `written` [B, T]: the slots that keep keys and values.
         """
@@ -247,7 +243,7 @@ class PEagle(Drafter):
     # --- checkpoints
 
     def engine_config(self) -> dict[str, Any]:
-        """As vLLM reads it, to be served with method eagle3 and `parallel_drafting`; SGLang has no P-EAGLE."""
+        """Return the config as vLLM reads it (method eagle3 with `parallel_drafting`); SGLang has no P-EAGLE."""
         return {
             **self.eagle3.engine_config(),
             "architectures": ["LlamaForCausalLMEagle3"],  # PeagleLlamaForCausalLM is for the speculators layout
@@ -299,7 +295,7 @@ def eagle3_config(config: PEagleConfig) -> Eagle3Config:
 
 
 def deeper_name(name: str, before: str, after: str, step: int) -> str:
-    """A tensor's name with the layers renumbered: our list of deeper layers begins with engines' layer 1."""
+    """Return a tensor's name with layers renumbered: our list of deeper layers begins with the engines' layer 1."""
     if not name.startswith(before) or (step < 0 and name.startswith(f"{before}0.")):
         return name
     number, _, rest = name.removeprefix(before).partition(".")
@@ -307,7 +303,7 @@ def deeper_name(name: str, before: str, after: str, step: int) -> str:
 
 
 def mask_slots(anchors: list[Tensor]) -> MaskSlots:
-    """Mask slots of the anchors [B, T] that are marked for depth 1, 2, ..."""
+    """Return the mask slots of the anchors [B, T] that are marked for depth 1, 2, ..."""
     marked = torch.stack(anchors, 1)  # [B, K - 1, T]
     length = marked.shape[2]
     count = int(marked.flatten(1).sum(1).max())
@@ -317,7 +313,7 @@ def mask_slots(anchors: list[Tensor]) -> MaskSlots:
 
 
 def seen_by(slots: MaskSlots, batch: Batch) -> Tensor:
-    """What mask slots see of the text and of each other: bool [B, 1, S, T + S]."""
+    """Return what mask slots see of the text and of each other: bool [B, 1, S, T + S]."""
     length = batch.token_ids.shape[1]
     text_mask = batch.attention_mask()
     if text_mask is None:

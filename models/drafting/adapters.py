@@ -26,7 +26,7 @@ class Correction(nn.Module):
         return self.scale * self.up(self.down(x))
 
     def matrix(self) -> Tensor:
-        """What it adds to the layer's weight, [outputs, inputs]."""
+        """Return what it adds to the layer's weight, [outputs, inputs]."""
         down = self.down.weight if isinstance(self.down, nn.Linear) else torch.eye(self.up.in_features)
         return self.scale * self.up.weight @ down.to(self.up.weight.device)
 
@@ -51,7 +51,7 @@ class Corrections(nn.Module):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the model computes with the corrections."""
+        """Let the model compute with the corrections inside the context."""
         self._on = True
         try:
             yield
@@ -59,6 +59,6 @@ class Corrections(nn.Module):
             self._on = False
 
     def matrices(self) -> dict[str, Tensor]:
-        """What each layer's weight gains, by the layer's name."""
+        """Return what is added to each layer's weight, by the layer's name."""
         pairs = zip(self.names, self.corrections, strict=True)
         return {name: correction.matrix() for name, correction in pairs if isinstance(correction, Correction)}

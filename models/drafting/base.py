@@ -1,6 +1,5 @@
 """What every drafter is. The decoder, the training loop and checkpoints each know one part of it and no more."""
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ from draftsmith.models.target.target import Target
 
 @dataclass
 class DrafterConfig:
-    """What all families are configured by; a family adds its own fields in a subclass beside its drafter."""
+    """Settings that all families have; a family adds its own fields in a subclass beside its drafter."""
 
     kind: str
     fixed_fields: ClassVar[tuple[str, ...]] = ()  # decided by a checkpoint's tensors; the others by training
@@ -37,13 +36,15 @@ class Drafter(DecodingDrafter, StoredDrafter, TrainedDrafter):
 
     kind: ClassVar[str]
     config_class: ClassVar[type[DrafterConfig]]
-    config: Any
-    target: Target
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config: Any = config
 
     @classmethod
-    @abstractmethod
     def from_target(cls, config: Any, target: Target) -> "Drafter":
-        """Return a new drafter for the target, with starting weights."""
+        """Return a new drafter for the target, with starting weights; by default one without weights."""
+        return cls(config)
 
     def as_target(self) -> Target | None:
         """Return itself as a model that writes text, by its weights at each moment; None: it only drafts."""

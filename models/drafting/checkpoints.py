@@ -44,10 +44,12 @@ class StoredDrafter:
 def check_same_shape(what: str, config: dict[str, Any], target: Target) -> None:
     """Refuse a drafter that was made for a target of another width or vocabulary."""
     for key, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        found = config.get("target_hidden_size", config.get(key)) if key == "hidden_size" else config.get(key)
-        if found != expected:
+        recorded = config.get(key)
+        if key == "hidden_size":
+            recorded = config.get("target_hidden_size", recorded)
+        if recorded != expected:
             raise UserError(
-                f"{what} was made for a target with {key} {found}, but {target.name} has {expected}: "
+                f"{what} was made for a target with {key} {recorded}, but {target.name} has {expected}: "
                 "use the target that it was trained on"
             )
 

@@ -29,7 +29,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
 
     def project(self, x: Tensor, rotary: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, W] at positions [B or 1, T] -> rotated query, rotated key, value, each [B, N, T, D]"""
+        """Return rotated query, rotated key and value [B, N, T, D] of x [B, T, W] at positions [B or 1, T]."""
         heads = self.qkv_proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # [B, N + 2 Nkv, T, D]
         turning, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
         query, key = rotate(turning, rotary, positions).split([self.num_heads, self.num_kv_heads], 1)
@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """What all of these layers share: attention, and the rest of the layer behind it."""
+    """The part that all of these layers share: attention, and the rest of the layer behind it."""
 
     def __init__(self, config: LlamaConfig, input_width: int) -> None:
         super().__init__()
@@ -46,13 +46,13 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(config)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """residual [B, T, H] and attended [B, T, N, D] -> the layer's output, before any final norm [B, T, H]"""
+        """Return the layer's output [B, T, H] from residual [B, T, H] and attended [B, T, N, D]; no final norm."""
         hidden = residual + self.self_attn.o_proj(attended.flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 def layer_config_for(intermediate_size: int | None, target: Target) -> LlamaConfig:
-    """A one-layer Llama of the target's width, heads and rotary embedding; `intermediate_size` None: the target's."""
+    """Return a one-layer Llama with the target's width, heads, rotary embedding and, if None, `intermediate_size`."""
     text = target.text_config
     rope = dict(getattr(text, "rope_parameters", None) or {})
     if "rope_theta" not in rope:  # learned positions, or one rotary embedding for each type of layer
@@ -73,12 +73,12 @@ def layer_config_for(intermediate_size: int | None, target: Target) -> LlamaConf
 
 
 def layer_config_of(engine_config: dict[str, Any]) -> LlamaConfig:
-    """The inverse of `engine_layer_config`, from a whole config.json."""
+    """Return the inverse of `engine_layer_config`, from a whole config.json."""
     return LlamaConfig(**{k: v for k, v in engine_config.items() if k not in ("architectures", "draftsmith")})
 
 
 def engine_layer_config(config: LlamaConfig, target: Target) -> dict[str, Any]:
-    """The part of config.json that tells engines of the layer."""
+    """Return the part of config.json that tells engines of the layer."""
     rope = dict(config.rope_parameters or {})
     return {
         "model_type": "llama",

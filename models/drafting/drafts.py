@@ -18,7 +18,7 @@ NO_TOKEN = -1  # fills a draft where a row has nothing to propose; matches nothi
 
 @dataclass
 class Draft:
-    """What a drafter proposes for each row: a chain, or a tree of nodes sorted parent before child.
+    """A proposal for each row: a chain, or a tree of nodes sorted parent before child.
 
     Column 0 of a round's window is the newest committed token, the root of the tree; node i stands in column i + 1.
     """
@@ -34,13 +34,13 @@ class Draft:
 
 
 def chain(tokens: Tensor, logits: Tensor | None = None) -> Draft:
-    """A draft in which every token follows the one before it. tokens [B, N], logits [B, N, V]"""
+    """Return a draft in which every token [B, N] follows the one before it; logits [B, N, V]."""
     parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
     return Draft(tokens, parents, tokens.shape[1], logits)
 
 
 def lookup_chain(tokens: Tensor) -> Draft:
-    """The draft of a drafter that has nothing to say in some rounds: tokens [B, N], then NO_TOKEN."""
+    """Return the draft of a drafter that has nothing to say in some rounds: tokens [B, N], then NO_TOKEN."""
     if tokens.device.type == "cpu":  # a shorter window is cheaper to verify; on a GPU all rounds have one shape
         tokens = tokens[:, : int((tokens != NO_TOKEN).any(0).sum())]
     return chain(tokens)
@@ -60,7 +60,7 @@ def in_target_vocabulary(draft: Draft, ids: Tensor | None, vocab_size: int) -> D
 
 @dataclass
 class DecodingState:
-    """What the decoder shows a drafter at the start of a round."""
+    """The state of all rows that the decoder shows a drafter at the start of a round."""
 
     token_ids: Tensor  # [B, M] int64 committed tokens, then anything
     lengths: Tensor  # [B] number of committed tokens; the target has not read the newest one yet
@@ -78,7 +78,7 @@ class DecodingState:
     # NO_TOKEN in rows that have had none; for drafters that read it
 
     def first(self, count: int) -> "DecodingState":
-        """A view of the first rows: what is written to it stays."""
+        """Return a view of the first rows: what is written to it stays."""
         if count == len(self.lengths):
             return self
         return replace(
@@ -95,11 +95,11 @@ class DecodingState:
         )
 
     def newest(self) -> Tensor:
-        """The newest committed token of each row, [B]."""
+        """Return the newest committed token of each row, [B]."""
         return self.token_ids.gather(1, self.lengths[:, None] - 1)[:, 0]
 
     def choose(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
-        """The draft token at `depth` (from 0) out of target-vocabulary logits [B, V]: ids [B], what they came from."""
+        """Return draft tokens [B] at `depth` (from 0) from logits [B, V], and the cut logits they are drawn from."""
         if not self.sample_drafts:
             return logits.argmax(-1), None
         logits = cut(logits, self.sampling)
@@ -107,7 +107,7 @@ class DecodingState:
         return sample(logits.softmax(-1), uniforms), logits
 
     def choose_children(self, logits: Tensor, depth: int, most: int) -> tuple[Tensor, Tensor | None]:
-        """`most` distinct draft tokens out of each logits [B, W, V] at `depth`: ids [B, W, most], what they came from.
+        """Return `most` distinct draft tokens [B, W, most] at `depth` from logits [B, W, V], and the cut logits.
 
         The likeliest, or drawn one by one without replacement: the order of logits + Gumbel noise is one of drawing
         (arXiv 1903.06059, section 3). NO_TOKEN when there are no more. All W share their noise. A walk down the tree
@@ -123,7 +123,7 @@ class DecodingState:
 
 
 def stack_chain(chosen: list[tuple[Tensor, Tensor | None]]) -> Draft:
-    """One chain from the (tokens [B], cut logits [B, V] or None) of each depth."""
+    """Return one chain from the (tokens [B], cut logits [B, V] or None) of each depth."""
     tokens = torch.stack([tokens for tokens, _ in chosen], 1)
     drawn_from = [logits for _, logits in chosen if logits is not None]
     return chain(tokens, torch.stack(drawn_from, 1) if drawn_from else None)

@@ -116,7 +116,7 @@ def drafting_slots(
 
 
 class EagleCache(DrafterCache):
-    """What drafting makes or looks up once: keys and values, the rotary table, and the weights."""
+    """Everything that drafting makes or looks up once: keys and values, the rotary table, and the weights."""
 
     ids: Tensor | None = None  # [V] target ids of a draft vocabulary
 

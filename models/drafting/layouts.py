@@ -56,7 +56,7 @@ class Checkpoint:
 
 
 def read_checkpoint(name: str | Path, target: Target) -> Checkpoint:
-    """The checkpoint in a directory or under a Hub name. Raises `UserError` for what cannot be read or understood."""
+    """Return the checkpoint in a directory or under a Hub name. Raises `UserError` where it cannot be read."""
     directory = find_directory(name)
     config = _read_config(directory)
     if "hydra_num_heads" in config:
@@ -80,13 +80,13 @@ def find_directory(name: str | Path) -> Path:
 
 
 def checkpoint_of_run(run: Path) -> Path | None:
-    """What to give instead of a run's folder: the best checkpoint, the newest where none was measured."""
+    """Return the checkpoint to give instead of a run's folder: the best, or the newest where none was measured."""
     newest = max((run / "checkpoints").glob("step-*"), default=None)
     return run / "best" if (run / "best").is_dir() else newest
 
 
 def in_engine_layout(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> Checkpoint:
-    """The same drafter in the engines' layout, its kind told."""
+    """Return the same drafter in the engines' layout, with its kind."""
     if "speculators_model_type" in config:
         config, tensors = from_speculators(config, tensors)
     if "medusa_num_heads" in config:
@@ -120,7 +120,7 @@ def _kind(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
 def complete_eagle3(
     config: dict[str, Any], tensors: dict[str, Tensor], target: Target
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """One name for the layer, layer ids after N layers, no tables for a whole vocabulary, and a head."""
+    """Give EAGLE-3 one name for the layer, layer ids after N layers, a head, no tables for a whole vocabulary."""
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     config = {**config, "vocab_size": config.get("vocab_size", target.vocab_size)}
     nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
@@ -164,7 +164,7 @@ def from_speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> tupl
 
 
 def medusa_config(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> dict[str, Any]:
-    """Sizes that FasterDecoding's config.json leaves to the target. The file tells how many heads there are."""
+    """Return a config with sizes that FasterDecoding's leaves to the target; tensors tell the number of heads."""
     heads = {int(match[1]) for name in tensors if (match := RENAMED_HEAD.fullmatch(name))}
     return {
         "architectures": ["MedusaModel"],
@@ -179,7 +179,7 @@ def medusa_config(config: dict[str, Any], tensors: dict[str, Tensor], target: Ta
 
 
 def complete_medusa(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
-    """vLLM's names; a bias for every block and a head for every block, where a layout leaves them out."""
+    """Give tensors vLLM's names, and every block a bias and a head where the layout leaves them out."""
     renamed = {medusa_name(name): tensor for name, tensor in tensors.items()}
     shared = renamed.pop("lm_head.weight", target.head_weight().cpu())
     for head in range(1 if config.get("original_lm_head") else config["num_heads"]):
@@ -193,7 +193,7 @@ def complete_medusa(config: dict[str, Any], tensors: dict[str, Tensor], target: 
 
 
 def medusa_name(name: str) -> str:
-    """vLLM's name of a tensor of FasterDecoding's: linear layers are blocks, the plain weight behind them the head."""
+    """Return vLLM's name of FasterDecoding's tensor: linear layers are blocks, the weight behind them the head."""
     match = RENAMED_HEAD.fullmatch(name)
     if match is None:
         return name
@@ -216,7 +216,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Of the .safetensors files, or else of PyTorch's pickled ones, read without running code."""
+    """Read the .safetensors files, or else PyTorch's pickled ones without running code."""
     tensors: dict[str, Tensor] = {}
     for file in _tensor_files(directory):
         try:
@@ -236,7 +236,7 @@ def _tensor_files(directory: Path) -> list[Path]:
 
 
 def checkpoint_hash(name: str | Path) -> str:
-    """16 hex digits of a checkpoint's config.json and tensors, as they lie on disk."""
+    """Return 16 hex digits of a checkpoint's config.json and tensors, as they lie on disk."""
     directory = find_directory(name)
     digest = hashlib.sha256()
     for path in (directory / "config.json", *_tensor_files(directory)):

@@ -18,7 +18,7 @@ from draftsmith.models.target.target import Features, Target
 class TrainedDrafter(nn.Module):
     """The part of a drafter that learns from texts which the target wrote."""
 
-    config: Any
+    config: Any  # the family's own `DrafterConfig`
     target: Target
     training_depth: int = 0  # predictions in a row that training compares with the target's
     drafts_by_target_head: ClassVar[bool] = False  # it has no head of its own, not even a copy
@@ -30,7 +30,7 @@ class TrainedDrafter(nn.Module):
 
     @property
     def training_passes(self) -> float:
-        """How often a token of a text goes through what is trained, on average, in one training step."""
+        """Average number of times that a token of a text goes through what is trained, in one training step."""
         return 1.0
 
     # --- the draft vocabulary

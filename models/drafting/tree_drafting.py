@@ -29,7 +29,7 @@ Read = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def grow(shape: Shape, tree: "TreeIndices | None", logits: Tensor, read: Read, state: DecodingState) -> Draft:
-    """A draft of the shape, in the drafter's vocabulary, from the logits [B, 1, V] of what follows the newest token.
+    """Return a draft of the shape, in the drafter's vocabulary, from the newest token's logits [B, 1, V].
 
     `tree` is `tree_indices(shape)`. A static tree drawn by chance has siblings without replacement.
     """
@@ -43,7 +43,7 @@ def grow(shape: Shape, tree: "TreeIndices | None", logits: Tensor, read: Read, s
 
 
 def grow_chain(depth: int, logits: Tensor, read: Read, state: DecodingState) -> Draft:
-    """A row whose confidence falls below the state's least drafts no more.
+    """Grow a chain. A row whose confidence falls below the state's least drafts no more.
 
     On a CPU the drafter stops with the last row; on a GPU all rounds have one shape.
     """
@@ -74,7 +74,7 @@ def grow_chain(depth: int, logits: Tensor, read: Read, state: DecodingState) -> 
 
 @dataclass
 class Level:
-    """How one level of a static tree comes from the one above it; index tensors."""
+    """Index tensors by which one level of a static tree comes from the level above it."""
 
     read: Tensor  # [W] the nodes above that have children, among all nodes above
     parents: Tensor  # [W] and their parents, among the nodes that were read a level before
@@ -84,19 +84,19 @@ class Level:
 
 @dataclass
 class TreeIndices:
-    """What growing a static tree needs to know of it, on the device."""
+    """Index tensors that growing a static tree needs, on the device."""
 
     levels: list[Level]
     parents: Tensor  # [N] parent node of each node, -1 for the root
     read_at: Tensor  # [P] of each column with children its place among all that are read; 0 for the others
 
     def rows(self, index: Tensor | slice) -> "TreeIndices":
-        """A tree is the same for all rows."""
+        """Return the indices themselves: a tree is the same for all rows."""
         return self
 
 
 def tree_indices(shape: Shape, device: torch.device) -> TreeIndices | None:
-    """To be made once; only static trees have one."""
+    """Return the indices of a static tree, to be made once; None for other shapes."""
     if not isinstance(shape, StaticTree):
         return None
     columns = [(), *shape.choices]
@@ -142,7 +142,7 @@ def grow_static(tree: TreeIndices, logits: Tensor, read: Read, state: DecodingSt
 
 
 def grow_dynamic(shape: DynamicTree, logits: Tensor, read: Read) -> Draft:
-    """EAGLE-2: a node's value is the log-probability of its path. Expand the best of each level, keep the best of all.
+    """Expand the best nodes of each level and keep the best of all, by the log-probability of their path (EAGLE-2).
 
     The kept nodes are a tree. A log-probability is at most 0, and rounding keeps it so: a child's value is at most its
     parent's. It stands behind its parent among all candidates, and of equal values the first are kept, so that no
@@ -173,7 +173,7 @@ def grow_dynamic(shape: DynamicTree, logits: Tensor, read: Read) -> Draft:
 
 
 def best(values: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest values of each row [B, count], best first; of equal ones the first."""
+    """Return indices [B, count] of the highest values of each row, best first; of equal ones the first."""
     return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
@@ -181,21 +181,21 @@ def best(values: Tensor, count: int) -> Tensor:
 
 
 class DrafterCache:
-    """What a drafter that reads its own drafts keeps from round to round; made once for the shape of its drafts."""
+    """Keys and values that a drafter keeps from round to round; made once for the shape of its drafts."""
 
     def __init__(self, num_rows: int, num_slots: int, shape: Shape, device: torch.device) -> None:
         self.tree = tree_indices(shape, device)
         self.kv = SlotCache(num_rows, num_slots + shape.num_read)
 
     def rows(self, index: Tensor | slice) -> "Self":
-        """A view of some rows: their indices [b], or a slice from the first row on."""
+        """Return a view of some rows: their indices [b], or a slice from the first row on."""
         view = copy.copy(self)
         view.kv = self.kv.rows(index)
         return view
 
 
 class LevelWindows:
-    """Where the drafted tokens that are read stand in the drafter's own cache.
+    """Places in the drafter's own cache for the drafted tokens that it reads.
 
     They stand behind the prefix in the order of reading, each at a slot of its own. That is not where they stand in
     the draft, most of which is never read.
@@ -209,7 +209,7 @@ class LevelWindows:
         self._seen = torch.zeros(len(prefix), 1, self._num_words, dtype=torch.int32, device=prefix.device)
 
     def next(self, width: int, parents: Tensor | None) -> Window:
-        """The window of the next level: `width` tokens that follow tokens `parents` [B, W] of the level before."""
+        """Return the window of the next level: `width` tokens that follow `parents` [B, W] of the level before."""
         depth, first = self._depth, self._num_read
         self._depth += 1
         self._num_read += width
@@ -224,5 +224,5 @@ class LevelWindows:
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Of each row those that `index` [B, W] names: [B, T, H] -> [B, W, H]."""
+    """Return the columns [B, W, H] of x [B, T, H] that `index` [B, W] names."""
     return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))

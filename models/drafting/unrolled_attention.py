@@ -35,7 +35,7 @@ class DraftingSlots:
 
     @classmethod
     def from_counted(cls, counted: Tensor, positions: Tensor) -> "DraftingSlots":
-        """counted [B, T] bool, positions in the document [B or 1, T]."""
+        """Return the spans of the slots counted [B, T] bool, given positions in the document [B or 1, T]."""
         places = torch.arange(counted.numel(), device=counted.device)
         begins = (places.view_as(counted) - positions)[counted]  # where the document of each counted slot begins
         counted_places = places[counted.flatten()]
@@ -48,7 +48,7 @@ class DraftingSlots:
 
 
 def unrolled_attention(query: Tensor, text: KeyValue, own: list[KeyValue], spans: list[Span]) -> Tensor:
-    """query [R, N, D] over keys and values of the text [S, Nkv, D] and of each step since [R, Nkv, D] -> [R, N, D]
+    """Return attention of query [R, N, D] over keys and values of the text [S, Nkv, D] and of each step [R, Nkv, D].
 
     On a CPU, and on a GPU that has it (compute capability 8) in half precision, by flash attention, else plainly.
     """
@@ -62,7 +62,7 @@ def has_flash(device: torch.device) -> bool:
 
 
 def plain_unrolled_attention(query: Tensor, text: KeyValue, own: list[KeyValue], spans: list[Span]) -> Tensor:
-    """The specification: all scores at once, R x S of them a head."""
+    """Compute all scores at once, R x S of them a head: the specification."""
     groups = query.shape[1] // text[0].shape[1]
     seen = torch.zeros(len(query), len(text[0]), dtype=torch.bool, device=query.device)
     row = 0
@@ -126,18 +126,18 @@ class _UnrolledAttention(torch.autograd.Function):
 
 
 def _grouped(x: Tensor, key: Tensor) -> Tensor:
-    """x [R, N, D] -> [R, Nkv, N / Nkv, D] for a key or value [R, Nkv, D]"""
+    """Return x [R, N, D] by groups of heads, [R, Nkv, N / Nkv, D], for a key or value [R, Nkv, D]."""
     return x.unflatten(1, (key.shape[1], -1))
 
 
 def _dot(query: Tensor, key: Tensor) -> Tensor:
-    """Scores of each slot with its own key, [R, N] fp32"""
+    """Return the score of each slot with its own key, [R, N] fp32."""
     dots = (_grouped(query, key) * key[:, :, None]).sum(-1, dtype=torch.float32)
     return dots.flatten(1) * query.shape[-1] ** -0.5
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, spans: list[Span]) -> tuple[Tensor, Tensor]:
-    """Attention over the text alone: output [R, N, D], log-sum-exp [R, N] fp32."""
+    """Return the attention over the text alone: output [R, N, D], log-sum-exp [R, N] fp32."""
     if query.is_cuda:
         key, value, *lengths = _by_span(key, value, spans)
         output, log_sum, *_ = torch.ops.aten._flash_attention_forward(
@@ -166,17 +166,17 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, spans: list[Span]) -> tupl
 def _flash_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor, spans: list[Span]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value of the text's part in an attention with this output and log-sum-exp."""
+    """Return gradients of query, key and value of the text's part in an attention with this output and log-sum-exp."""
     grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
     if query.is_cuda:
         span_key, span_value, *lengths = _by_span(key, value, spans)
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the state of dropout
-        grad_query, of_keys, of_values = torch.ops.aten._flash_attention_backward(
+        grad_query, key_grads, value_grads = torch.ops.aten._flash_attention_backward(
             grad, query, span_key, span_value, output, log_sum.t().contiguous(), *lengths, 0.0, True, unused, unused
         )
         sizes = [span.last - span.text for span in spans]
-        for span, one, other in zip(spans, of_keys.split(sizes), of_values.split(sizes), strict=True):
-            grad_key[span.text : span.last], grad_value[span.text : span.last] = one, other
+        for span, key_grad, value_grad in zip(spans, key_grads.split(sizes), value_grads.split(sizes), strict=True):
+            grad_key[span.text : span.last], grad_value[span.text : span.last] = key_grad, value_grad
         return grad_query, grad_key, grad_value
     grad_query = torch.zeros_like(query)
     for rows, pieces in _pieces(spans):
@@ -194,18 +194,18 @@ def _flash_backward(
 
 
 def _pieces(spans: list[Span]) -> list[tuple[slice, list[tuple[slice, bool]]]]:
-    """Rows of each span, and the slots that they see: all of those before the span, and those in it causally."""
-    found, row = [], 0
+    """Return the rows of each span, and the slots they see: all before the span, and causally those in it."""
+    pieces, row = [], 0
     for span in spans:
         rows = slice(row, row + span.last - span.first)
         before, within = (slice(span.text, span.first), False), (slice(span.first, span.last), True)
-        found.append((rows, [before, within] if span.first > span.text else [within]))
+        pieces.append((rows, [before, within] if span.first > span.text else [within]))
         row = rows.stop
-    return found
+    return pieces
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    """[R, N, D] -> [1, N, R, D]"""
+    """Return tensors [R, N, D] as [1, N, R, D]."""
     return [tensor.transpose(0, 1)[None] for tensor in tensors]
 
 

@@ -31,7 +31,7 @@ def too_large(draft_vocab_size: int, vocab_size: int) -> str:
 
 
 def with_size(config: ReducedVocabulary, counts: Tensor, eos_token_ids: list[int]) -> ReducedVocabulary:
-    """The config with the size that its coverage asks for, by how often the target wrote each token, [V]."""
+    """Return the config with the size that its coverage asks for, by how often the target wrote each token, [V]."""
     coverage = config.draft_vocab_coverage
     if coverage is None:
         return config
@@ -49,7 +49,7 @@ def with_size(config: ReducedVocabulary, counts: Tensor, eos_token_ids: list[int
 
 
 def ranking(counts: Tensor, eos_token_ids: list[int]) -> Tensor:
-    """The counts [V] by which tokens are chosen: those that end a text come first, written or not.
+    """Return the counts [V] by which tokens are chosen: those that end a text come first, written or not.
 
     A drafter that cannot propose them is wrong at the end of every text, and answers that were all cut do not show it.
     """
@@ -59,5 +59,5 @@ def ranking(counts: Tensor, eos_token_ids: list[int]) -> Tensor:
 
 
 def vocabulary_hash(token_ids: Tensor) -> str:
-    """16 hex digits of the target ids of a draft vocabulary [Vd]."""
+    """Return 16 hex digits of the target ids of a draft vocabulary [Vd]."""
     return hashlib.sha256(token_ids.to("cpu", torch.int64).numpy().tobytes()).hexdigest()[:16]

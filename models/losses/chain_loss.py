@@ -24,7 +24,7 @@ CHUNK_ELEMENTS, CHUNK_ROWS = 1 << 21, 256  # logits that exist at once, 8 MiB a 
 
 @dataclass
 class RowLosses:
-    """What R rows of the drafter's hidden states come to."""
+    """Losses and acceptance of R rows of the drafter's hidden states."""
 
     loss: Tensor  # scalar sum
     correct: Tensor  # [R] bool: the drafter's likeliest token is the target's

@@ -36,7 +36,7 @@ class FusedTeacher:
 
     @classmethod
     def from_logits(cls, logits: Tensor, draft_to_target: Tensor | None) -> "FusedTeacher":
-        """From the target's logits [S, V]."""
+        """Return the target at the rows of its logits [S, V]."""
         logits = logits.contiguous()
         whole_log_sum, choice = read_rows(logits)
         log_sum, label = whole_log_sum, choice
@@ -49,7 +49,7 @@ class FusedTeacher:
         return replace(self, rows=self.rows[rows], choice=self.choice[rows])
 
     def compare(self, logits: Tensor, divergence: Divergence, with_gradient: bool) -> Comparison:
-        """As `Teacher.compare`; the gradient, where it is asked for, takes the place of contiguous logits."""
+        """Do what `Teacher.compare` does; the gradient, where it is asked for, overwrites contiguous logits."""
         logits = logits.contiguous()
         loss = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         acceptance, choice = torch.empty_like(loss), torch.empty_like(self.rows)
@@ -60,8 +60,8 @@ class FusedTeacher:
 
 
 def read_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of logits [S, V] the largest and the log of the sum of exp(logit - largest), [S, 2] fp32; the first of the
-    largest, [S] int64.
+    """Return of logits [S, V] the largest and the log of the sum of exp(logit - largest), [S, 2] fp32, and the place
+    of the largest, [S] int64, the first of equal ones.
     """
     log_sum = torch.empty(len(logits), 2, dtype=torch.float32, device=logits.device)
     choice = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -80,7 +80,7 @@ def _read_rows(logits, log_sums, choices, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def _read_row(logits, V, BLOCK: tl.constexpr):
-    """As `read_rows`, of a row."""
+    """Do what `read_rows` does for one row."""
     largest, total, choice = float("-inf"), 0.0, 0
     for start in range(0, V, BLOCK):
         ids = start + tl.arange(0, BLOCK)
@@ -95,8 +95,8 @@ def _read_row(logits, V, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _log_chances(logits, largest, log_sum, ids, V):
-    """Of the tokens `ids` of a row; where there are none, and in place of -inf, so low that their chances are 0."""
+def _log_probabilities(logits, largest, log_sum, ids, V):
+    """Return log-probabilities of the tokens `ids` of a row, -1e30 where there are none and in place of -inf."""
     x = tl.load(logits + ids, mask=ids < V, other=-1e30).to(tl.float32)
     return tl.maximum((x - largest) - log_sum, -1e30)
 
@@ -137,8 +137,8 @@ def _compare(
     accepted, overlap, below, of_p, of_q = zeros, zeros, zeros, zeros, zeros
     for start in range(0, V, BLOCK):
         ids = start + tl.arange(0, BLOCK)
-        log_q = _log_chances(logits, largest_q, log_sum_q, ids, V)
-        log_p = _log_chances(teacher, largest_p, log_sum_p, ids, V)
+        log_q = _log_probabilities(logits, largest_q, log_sum_q, ids, V)
+        log_p = _log_probabilities(teacher, largest_p, log_sum_p, ids, V)
         q, p = tl.exp(log_q), tl.exp(log_p)
         accepted += tl.minimum(q, p * inside)
         if DIVERGENCE == "cross_entropy":
@@ -172,8 +172,8 @@ def _compare(
     if WITH_GRADIENT:
         for start in range(0, V, BLOCK):
             ids = start + tl.arange(0, BLOCK)
-            log_q = _log_chances(logits, largest_q, log_sum_q, ids, V)
-            log_p = _log_chances(teacher, largest_p, log_sum_p, ids, V)
+            log_q = _log_probabilities(logits, largest_q, log_sum_q, ids, V)
+            log_p = _log_probabilities(teacher, largest_p, log_sum_p, ids, V)
             q, p = tl.exp(log_q), tl.exp(log_p)
             if DIVERGENCE == "forward_kl":
                 gradient = q - p

@@ -24,7 +24,7 @@ LK_DECAY = 3.0  # eta of the LK hybrid for EAGLE-3-like drafters (arXiv 2602.238
 
 @dataclass
 class Comparison:
-    """How rows of the drafter's logits [R, Vd] compare with the target at these rows."""
+    """Measures by which rows of the drafter's logits [R, Vd] compare with the target at these rows."""
 
     loss: Tensor  # [R] fp32, the divergence
     acceptance: Tensor  # [R] fp32, sum of min(p, q) over the whole vocabulary

@@ -26,7 +26,7 @@ class Sampling:
 
 
 def cut(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits [..., V] after temperature, top-k, then top-p: fp32 [..., V], -inf for what is left out.
+    """Return logits [..., V] after temperature, top-k, then top-p: fp32 [..., V], -inf for what is left out.
 
     Their softmax is the distribution that is sampled from; target and drafter pass through here alike. Top-k keeps
     ties with the k-th token. Top-p keeps the smallest set of likeliest tokens whose mass reaches top_p; ties at its
@@ -46,7 +46,7 @@ def cut(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits [..., V] -> fp32 probabilities [..., V] after temperature, top-k and top-p."""
+    """Return fp32 probabilities [..., V] of logits [..., V] after temperature, top-k and top-p."""
     return cut(logits, sampling).softmax(-1)
 
 
@@ -87,7 +87,7 @@ class Noise:
         self._keys[rows] = _mix(self._seed + requests)
 
     def first(self, count: int) -> "Noise":
-        """That of the first rows; for reading only."""
+        """Return the noise of the first rows, for reading only."""
         noise = copy.copy(self)
         noise._keys = self._keys[:count]
         return noise
@@ -95,7 +95,7 @@ class Noise:
     def uniforms(
         self, positions: Tensor, stream: Stream, branch: Tensor | int = 0, rows: Tensor | slice = slice(None)
     ) -> Tensor:
-        """positions [b, T] of some rows [b] or of all -> fp64 uniforms [b, T] in (0, 1).
+        """Return fp64 uniforms [b, T] in (0, 1) for positions [b, T] of some rows [b] or of all.
 
         The target's token has the position that it will stand at. Coins and drafts of a round have the position of
         its first draft and a branch [T] each: a later round never meets them again, even where it drafts for the same
@@ -106,7 +106,7 @@ class Noise:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014) with logical shifts, on int64 that wraps around."""
+    """Return the finaliser of splitmix64 (Steele, Lea, Flood 2014) with logical shifts, on int64 that wraps around."""
     x = x + -7046029254386353131  # 0x9E3779B97F4A7C15
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * -7723592293110705685  # 0x94D049BB133111EB

@@ -31,7 +31,7 @@ class Chunked(NamedTuple):
 
 
 def chunk_sizes(vocabulary: int) -> dict[str, int]:
-    """How rows are cut, by the names that kernels have for it."""
+    """Return how rows are cut into chunks, by the kernels' names for it."""
     num_chunks = triton.next_power_of_2(triton.cdiv(vocabulary, CHUNK))
     return {"V": vocabulary, "CHUNK": CHUNK, "CHUNKS": num_chunks, "num_warps": NUM_WARPS}
 
@@ -54,14 +54,14 @@ def read_in_chunks(logits: Tensor, draft_logits: Tensor | None = None, with_mean
 
 
 def sample(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """What `sampling.sample` draws from the softmax of cut logits [..., V] at uniforms [...] in (0, 1): ids [...]."""
+    """Return what `sampling.sample` draws from the softmax of cut logits [..., V] at uniforms [...]: ids [...]."""
     rows = logits.reshape(-1, 1, logits.shape[-1])
     no_parents = torch.empty(len(rows), 0, dtype=torch.int64, device=logits.device)
     return sample_columns(rows, no_parents, 0, uniforms.reshape(-1, 1)).reshape(uniforms.shape)
 
 
 def sample_columns(logits: Tensor, parents: Tensor, depth: int, uniforms: Tensor) -> Tensor:
-    """A token [B, T] after every column of a window, from logits [B, T, V].
+    """Return a token [B, T] after every column of a window, from logits [B, T, V].
 
     parents [B, N] of the nodes; uniforms [B, depth + 1], one a depth: columns of one depth share it.
     """
@@ -73,7 +73,7 @@ def sample_columns(logits: Tensor, parents: Tensor, depth: int, uniforms: Tensor
 
 
 def uniforms(keys: Tensor, positions: Tensor, stream: Stream, branch: Tensor | int = 0) -> Tensor:
-    """`Noise.uniforms` of rows with `keys` [B], bit for bit, in one launch: positions [B, T] -> fp64 [B, T]."""
+    """Return `Noise.uniforms` of rows with `keys` [B] at positions [B, T], bit for bit, in one launch: fp64 [B, T]."""
     shape = torch.broadcast_shapes(positions.shape, branch.shape if isinstance(branch, Tensor) else ())
     out = torch.empty(shape, dtype=torch.float64, device=positions.device)
     branches, salt = (branch, int(stream)) if isinstance(branch, Tensor) else (None, branch * len(Stream) + stream)
@@ -127,7 +127,7 @@ def load_distribution(rows, row, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def probabilities(distribution, ids, mask):
-    """Of the tokens `ids`: fp32, 0 outside the mask."""
+    """Return the probabilities of the tokens `ids`: fp32, 0 outside the mask."""
     start, largest, total = distribution
     return tl.exp(tl.load(start + ids, mask=mask, other=float("-inf")) - largest) / total.to(tl.float32)
 

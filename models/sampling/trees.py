@@ -29,7 +29,7 @@ class Chain:
 
     @property
     def num_read(self) -> int:
-        """Drafted tokens that the drafter reads, to draft what follows them."""
+        """Number of drafted tokens that the drafter reads, to draft what follows them."""
         return max(0, self.depth - 1)
 
 
@@ -94,7 +94,7 @@ Shape = Chain | StaticTree | DynamicTree
 
 
 def likeliest_tree(accuracies: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:
-    """The tree of `num_nodes` whose expected number of accepted nodes is highest, for depths that err independently.
+    """Return the tree of `num_nodes` with most accepted nodes expected, for depths that err independently.
 
     `accuracies[i][r]`: how often the token that the drafter ranks r-th (from 0) at depth i is right, falling with r. A
     node is right as often as all choices on its path are; the likeliest nodes are added one by one (Medusa, arXiv
@@ -116,18 +116,18 @@ def likeliest_tree(accuracies: Sequence[Sequence[float]], num_nodes: int) -> Sta
 
 
 def node_depths(parents: Tensor, depth: int) -> Tensor:
-    """Depth of each column [B, T] from the nodes' parents [B, N]: 0 for the root, `depth` at most."""
+    """Return the depth of each column [B, T] from the nodes' parents [B, N]: 0 for the root, `depth` at most."""
     columns = parent_columns(parents)
-    found = torch.zeros_like(columns)
+    depths = torch.zeros_like(columns)
     ancestor = torch.arange(columns.shape[1], device=parents.device).expand_as(columns)
     for _ in range(depth):
-        found = found + (ancestor > 0)
+        depths = depths + (ancestor > 0)
         ancestor = columns.gather(1, ancestor)
-    return found
+    return depths
 
 
 def ancestor_words(parents: Tensor, depth: int) -> Tensor:
-    """Which columns each column sees, itself among them: int32 bits [B, T, W] from the nodes' parents [B, N]."""
+    """Return which columns each column sees, itself among them: int32 bits [B, T, W] from the parents [B, N]."""
     columns = parent_columns(parents)
     batch, width = columns.shape
     num_words = -(-width // WORD)
@@ -140,13 +140,13 @@ def ancestor_words(parents: Tensor, depth: int) -> Tensor:
 
 
 def pack(seen: Tensor) -> Tensor:
-    """Bits of words [..., W] from numbers 0 and 1, [..., 32 W] int64: int32, bit 31 is the sign."""
+    """Pack numbers 0 and 1 [..., 32 W] int64 into the bits of int32 words [..., W]; bit 31 is the sign."""
     powers = torch.arange(WORD, device=seen.device)
     words = (seen.unflatten(-1, (-1, WORD)) << powers).sum(-1)
     return torch.where(words >= 1 << (WORD - 1), words - (1 << WORD), words).int()
 
 
 def parent_columns(parents: Tensor) -> Tensor:
-    """The column of each column's parent [B, T]; the root is its own."""
+    """Return the column of each column's parent [B, T]; the root is its own."""
     root = torch.zeros(len(parents), 1, dtype=parents.dtype, device=parents.device)
     return torch.cat([root, parents + 1], 1)

@@ -30,7 +30,7 @@ def attend(
     sinks: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Query [B, Hq, T, D] over key and value [B, Hkv, M, D] where packed_mask int32 [B, 1, T, 3 + W] allows it.
+    """Attend with query [B, Hq, T, D] to key and value [B, Hkv, M, D] where packed_mask int32 [B, 1, T, 3 + W] allows.
 
     All in one dtype, fp32, fp16 or bf16, and dense along D; sinks [Hq] are in any. Returns [B, T, Hq, D].
     """
@@ -93,7 +93,7 @@ def attend(
 
 
 def tile(num_rows: int, width: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Rows R and slots N of a tile, warps, pipeline stages: no spills on sm_90, and room for two programs at a time."""
+    """Return rows R and slots N of a tile, warps, stages: no spills on sm_90, and room for two programs at a time."""
     narrow = width <= 256  # else one stage of few slots: sm_86 and sm_89 have 99 KB of shared memory
     if dtype == torch.float32:  # no tensor cores
         return (16, 32, 8, 2) if narrow else (16, 16, 8, 1)
@@ -104,7 +104,7 @@ def tile(num_rows: int, width: int, dtype: torch.dtype) -> tuple[int, int, int, 
 
 
 def num_splits(programs: int, num_slots: int, block: int, part_bytes: int, device: torch.device) -> int:
-    """How many programs share the slots of one tile: two for each multiprocessor in all, with a block of slots each.
+    """Return the number of programs that share the slots of a tile: two a multiprocessor, with a block of slots each.
 
     More where a cache is long, for in a batch of ragged rows all would wait for the longest; but no more than there is
     scratch for, of which each takes `part_bytes`: prompts are read by programs enough.
@@ -115,7 +115,7 @@ def num_splits(programs: int, num_slots: int, block: int, part_bytes: int, devic
 
 
 def last_ancestors(packed_mask: Tensor, count: int) -> Tensor:
-    """The packed mask with only the last `count` ancestors of each token: those at the last `count` positions."""
+    """Return the packed mask with only the last `count` ancestors of each token, those at the last positions."""
     bits = torch.arange(WORD.value, dtype=torch.int32, device=packed_mask.device)
     words = packed_mask[..., PACKED.value :]
     seen = (words[..., None] >> bits & 1).flatten(3)  # [B, 1, T, 32 W]
@@ -219,7 +219,7 @@ def attend_kernel(
 
 @triton.jit
 def sees(mask_row, real, slot, position, prefix, n, reach, num_words, TREE: tl.constexpr):
-    """Which of the slots n [N] each row sees: bool [R, N]."""
+    """Return which of the slots n [N] each row sees: bool [R, N]."""
     recent = n >= 0 if reach is None else n > position[:, None] - reach
     if TREE:
         column = n - prefix
@@ -232,7 +232,7 @@ def sees(mask_row, real, slot, position, prefix, n, reach, num_words, TREE: tl.c
 
 @triton.jit
 def load_slots(key, key_m, value, value_m, n, high, D: tl.constexpr, PADDED_D: tl.constexpr):
-    """Keys and values of slots n [N], each [N, PADDED_D]: zeros past D and, if given, from slot `high` on."""
+    """Return keys and values of slots n [N], each [N, PADDED_D]: zeros past D and, if given, from slot `high` on."""
     d = tl.arange(0, PADDED_D)
     mask = (d < D)[None, :] if high is None else (d < D)[None, :] & (n < high)[:, None]
     keys = tl.load(key + n[:, None] * key_m + d[None, :], mask=mask, other=0.0)

@@ -52,7 +52,7 @@ def write_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK elements of the key and of the value of one token."""
+    """Store BLOCK elements of the key and of the value of one token."""
     t = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -74,7 +74,7 @@ class MoveTable:
 
 
 def move_tables(stored: list[Tensor]) -> list[MoveTable]:
-    """Tables over tensors [B, M + 1, ...], one for most models. They hold addresses, not the tensors."""
+    """Return tables over tensors [B, M + 1, ...], one for most models. They hold addresses, not the tensors."""
     groups: dict[tuple[int, int], list[int]] = {}
     for tensor in stored:
         slot_bytes = tensor[0, 0].nbytes
@@ -115,7 +115,7 @@ def move_kernel(
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK words of all slots of one path in one tensor.
+    """Move BLOCK words of all slots of one path in one tensor.
 
     A slot may be read by one thread and overwritten by another, so the barrier: all is read before any is written.
     """

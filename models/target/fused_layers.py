@@ -2,7 +2,7 @@
 
 A small target is bound by the number of its operations, not by their size, and stock modelling takes about seventy a
 layer. Here q, k and v are one product, gate and up another, and the product that ends a block adds the residual; the
-steps in between are those of `llama_steps` or, on a GPU, of `llama_kernels`. Masks, rotary angles and the buffers
+steps in between are those of `layer_steps` or, on a GPU, of `layer_kernels`. Masks, rotary angles and the buffers
 between steps are made once a pass and serve every layer. The model's own parameters become views of the merged
 matrices: names, values and memory stay as they were.
 
@@ -26,7 +26,7 @@ STEADY_ROTARY = ("default", "linear", "llama3", "yarn")  # kinds whose angles do
 
 
 def fuse(model: PreTrainedModel) -> "FusedDecoder | None":
-    """A fused decoder over the weights of a model that stays where it is; None for a model of another shape."""
+    """Return a fused decoder over the weights of a model that stays where it is; None for a model of another shape."""
     config = model.config
     base: Any = model.base_model
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
@@ -40,7 +40,7 @@ def fuse(model: PreTrainedModel) -> "FusedDecoder | None":
 
 
 def steps_on(device: torch.device) -> ModuleType:
-    """The steps between the products, for a device."""
+    """Return the steps between the products, for a device."""
     if device.type == "cpu":
         return llama_steps
     from draftsmith.models.target import layer_kernels as llama_kernels
@@ -76,18 +76,18 @@ class FusedDecoder:
         for layer in self.layers:
             cache.reserve(layer.number, layer.kv_heads, layer.head_dim, like=hidden)
         with torch.inference_mode():
-            work = Work(self, window, cache)
+            buffers = PassBuffers(self, window, cache)
             x = nn.functional.embedding(token_ids.flatten(), self.embedding)  # [N, H]
             for layer in self.layers:
-                layer.run(x, self.steps, work, cache)
+                layer.run(x, self.steps, buffers, cache)
                 if layer.number + 1 in layer_ids:
                     captured[:, :, layer_ids.index(layer.number + 1)] = x.view(batch, length, width)
             self.steps.rms_norm(x, self.norm, out=hidden.view(-1, width))
         return hidden, captured.flatten(2) if layer_ids else None
 
 
-class Work:
-    """What the layers of one pass share: masks, rotary angles, and the buffers between their steps."""
+class PassBuffers:
+    """Tensors that the layers of one pass share: masks, rotary angles, and the buffers between their steps."""
 
     def __init__(self, decoder: FusedDecoder, window: Window, cache: SlotCache) -> None:
         layer, like = decoder.layers[0], decoder.embedding
@@ -112,7 +112,7 @@ class Work:
 
 
 class FusedLayer:
-    """One decoder layer: attention and gated MLP, each on the normed residual stream and added to it."""
+    """A decoder layer: attention and gated MLP, each on the normed residual stream and added to it."""
 
     def __init__(self, layer: Any) -> None:  # a decoder layer of transformers
         attention, mlp = layer.self_attn, layer.mlp
@@ -134,24 +134,30 @@ class FusedLayer:
         self.gate_up, self.gate_up_bias = merge([mlp.gate_proj, mlp.up_proj])  # [H, 2 * I]
         self.mlp_out, _ = merge([mlp.down_proj])  # [I, H]
 
-    def run(self, x: Tensor, steps: ModuleType, work: Work, cache: SlotCache) -> None:
+    def run(self, x: Tensor, steps: ModuleType, buffers: PassBuffers, cache: SlotCache) -> None:
         """Add the layer's output to the residual stream x [N, H] in place."""
-        steps.rms_norm(x, self.attention_norm, out=work.normed)
-        product(work.normed, self.qkv, self.qkv_bias, out=work.qkv)
+        steps.rms_norm(x, self.attention_norm, out=buffers.normed)
+        product(buffers.normed, self.qkv, self.qkv_bias, out=buffers.qkv)
         steps.rotate_and_store(
-            work.heads, work.stored, work.cos, work.sin, self.head_norm, cache.written, cache.flat(self.number)
+            buffers.heads,
+            buffers.stored,
+            buffers.cos,
+            buffers.sin,
+            self.head_norm,
+            cache.written,
+            cache.flat(self.number),
         )
         keys, values = cache.keys_and_values(self.number)
-        mixed = steps.attend(work.query, keys, values, work.mask, self.scaling, self.sliding_window)
+        mixed = steps.attend(buffers.query, keys, values, buffers.mask, self.scaling, self.sliding_window)
         x.addmm_(mixed.reshape(len(x), -1), self.attention_out)
 
-        steps.rms_norm(x, self.mlp_norm, out=work.normed)
-        product(work.normed, self.gate_up, self.gate_up_bias, out=work.gate_up)
-        x.addmm_(steps.silu_mul_(work.gate, work.up), self.mlp_out)
+        steps.rms_norm(x, self.mlp_norm, out=buffers.normed)
+        product(buffers.normed, self.gate_up, self.gate_up_bias, out=buffers.gate_up)
+        x.addmm_(steps.silu_mul_(buffers.gate, buffers.up), self.mlp_out)
 
 
 def _head_norm(attention: Any, query: int, keys: int) -> DecodingNorm:
-    """The norms of q and k heads (Qwen3) as one, with a weight for each head, [Hq + Hkv, D]."""
+    """Return the norms of q and k heads (Qwen3) as one, with a weight for each head, [Hq + Hkv, D]."""
     norms = (attention.q_norm, query), (attention.k_norm, keys)
     weights = [norm.weight.expand(width // attention.head_dim, -1) for norm, width in norms]
     return DecodingNorm(torch.cat(weights), attention.q_norm.variance_epsilon)

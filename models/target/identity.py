@@ -13,7 +13,7 @@ PROBE = "The smith's  iron:\n\tdef f(x): return 3.14159 # ünï 漢字 🔨 <|im
 
 
 def identity(target: Target) -> dict[str, str | None]:
-    """What tells one target from another, as it is kept in prepared.json and in a drafter's config.json.
+    """Return what tells one target from another, as it is kept in prepared.json and in a drafter's config.json.
 
     Of a target without its layers, not its weights.
     """
@@ -22,14 +22,14 @@ def identity(target: Target) -> dict[str, str | None]:
 
 
 def tokenizer_fingerprint(target: Target) -> str | None:
-    """16 hex digits of the vocabulary and of how a text is cut into it; None without a tokenizer."""
+    """Return 16 hex digits of the vocabulary and of how a text is cut into it; None without a tokenizer."""
     if target.tokenizer is None:
         return None
     return _hash(json.dumps([sorted(target.tokenizer.get_vocab().items()), target.encode(PROBE)]))
 
 
 def template_hash(target: Target) -> str | None:
-    """16 hex digits of the chat template; None where there is none."""
+    """Return 16 hex digits of the chat template; None where there is none."""
     template = target.tokenizer.chat_template if target.tokenizer else None
     return _hash(str(template)) if template else None
 
@@ -53,7 +53,7 @@ def check_identity(what: str, recorded: Mapping[str, Any], target: Target, keys:
 
 
 def differences(recorded: Mapping[str, Any], target: Target, keys: Collection[str]) -> Iterator[str]:
-    """What tells the target that was recorded from this one, by some of the keys, in words."""
+    """Yield the differences between the recorded target and this one, by some of the keys, in words."""
     for key in keys:
         name, fingerprint = PARTS[key]
         if key in recorded and recorded[key] != (own := fingerprint(target)):

@@ -1,4 +1,4 @@
-"""The steps of a fused layer in Triton, one launch each; the twins of the same names stand in `llama_steps`.
+"""The steps of a fused layer in Triton, one launch each; the twins of the same names stand in `layer_steps`.
 
 All arithmetic is in fp32; tensors are fp32, fp16 or bf16. Shapes: N new tokens, Hq query heads, Hkv key-value heads,
 D head width, I width inside the MLP, M slots, R rows of a layer of the cache.
@@ -26,13 +26,13 @@ def rms_norm(x: Tensor, norm: DecodingNorm, out: Tensor) -> None:
 
 
 def num_warps(block: int) -> int:
-    """Eight elements a thread."""
+    """Return the number of warps at which a thread has eight elements."""
     return min(32, max(1, block // 256))
 
 
 @triton.jit
 def norm_kernel(x, weight, out, eps, x_n, out_n, W: tl.constexpr, BLOCK: tl.constexpr):
-    """One token."""
+    """Norm one token."""
     n = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     row = tl.load(x + n * x_n + i, mask=i < W, other=0.0).to(tl.float32)
@@ -86,7 +86,7 @@ def rotate_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """HEADS heads of one token: those of q change in place, those of k and v go to the cache."""
+    """Rotate HEADS heads of one token: those of q change in place, those of k and v go to the cache."""
     n = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     i = tl.arange(0, BLOCK)[None, :]
@@ -134,7 +134,7 @@ def silu_mul_(gate: Tensor, up: Tensor) -> Tensor:
 
 @triton.jit
 def silu_kernel(gate, up, width, row, BLOCK: tl.constexpr):
-    """BLOCK elements of one token."""
+    """Compute BLOCK elements of one token."""
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.program_id(0).to(tl.int64) * row + i
     x = tl.load(gate + place, mask=i < width, other=0.0).to(tl.float32)

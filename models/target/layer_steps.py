@@ -1,4 +1,4 @@
-"""The steps of a fused layer, in plain PyTorch: what `llama_kernels` does in one launch each, and the path of a CPU.
+"""The steps of a fused layer, in plain PyTorch: what `layer_kernels` does in one launch each, and the path of a CPU.
 
 Shapes: B rows, T new tokens a row, N = B * T, H hidden width, Hq query heads, Hkv key-value heads, D head width,
 I width inside the MLP, M slots, R = B * (M + 1).
@@ -14,7 +14,7 @@ from draftsmith.models.target.slots import Window, last_seen
 
 
 def rms_norm(x: Tensor, norm: DecodingNorm, out: Tensor) -> None:
-    """x [N, H] and out of its shape."""
+    """Norm x [N, H] into `out`, of the same shape."""
     norm(x, out=out)
 
 
@@ -35,7 +35,7 @@ def rotate_and_store(
 
 
 def mask(window: Window, num_slots: int, reaches: set[int | None]) -> dict[int | None, Tensor]:
-    """What `attend` reads: for each sliding window, fp32 [B, 1, T, M] to add to the scores."""
+    """Return what `attend` reads: for each sliding window, fp32 [B, 1, T, M] to add to the scores."""
     seen = window.bool_mask(num_slots)
     zeros = torch.zeros(seen.shape, device=seen.device)
     return {
@@ -46,7 +46,7 @@ def mask(window: Window, num_slots: int, reaches: set[int | None]) -> dict[int |
 def attend(
     query: Tensor, key: Tensor, value: Tensor, masks: dict[int | None, Tensor], scaling: float, reach: int | None
 ) -> Tensor:
-    """Query [B, Hq, T, D] over key and value [B, Hkv, M, D]. Returns [B, T, Hq, D]."""
+    """Return attention [B, T, Hq, D] of query [B, Hq, T, D] over key and value [B, Hkv, M, D]."""
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=masks[reach], scale=scaling, enable_gqa=True
     )
@@ -54,5 +54,5 @@ def attend(
 
 
 def silu_mul_(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up in gate; both are halves of one tensor [N, 2 * I]. Returns gate."""
+    """Compute silu(gate) * up in gate and return it; both are halves of one tensor [N, 2 * I]."""
     return nn.functional.silu(gate, inplace=True).mul_(up)

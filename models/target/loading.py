@@ -55,21 +55,21 @@ def load_model(
     dtype: torch.dtype,
     tensors: dict[str, Tensor] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """All weights of a model of this config (transformers would make up missing ones), and the tokenizer.
+    """Load all weights of a model of this config (transformers would make up missing ones), and the tokenizer.
 
     `device`: one, or by a map several, between which accelerate then moves what modules are called with. `tensors`: the
     weights by their names on disk, where they have been read already.
     """
-    how: Any = {"dtype": dtype, "attn_implementation": ATTENTION, "output_loading_info": True}
+    options: Any = {"dtype": dtype, "attn_implementation": ATTENTION, "output_loading_info": True}
     if isinstance(device, dict):
-        how["device_map"] = device
+        options["device_map"] = device
     loaded: Any
     try:
         if tensors is None:
-            loaded = AutoModelForCausalLM.from_pretrained(name, config=config, **how)
+            loaded = AutoModelForCausalLM.from_pretrained(name, config=config, **options)
         else:
             model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-            loaded = model_class.from_pretrained(None, config=config, state_dict=tensors, **how)
+            loaded = model_class.from_pretrained(None, config=config, state_dict=tensors, **options)
             read_generation_config(loaded[0], name)
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"target {str(name)!r} does not load: {first_line(error)}") from None
@@ -95,7 +95,7 @@ def load_first_layers(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model of a target's first layers alone, its embedding, final norm and head, and the tokenizer."""
+    """Return a model of a target's first layers alone, its embedding, final norm and head, and the tokenizer."""
     shortened = copy.deepcopy(config)
     drop_layers(shortened.get_text_config(), kept=list(range(num_layers)))
     tensors = read_tensors(name, lambda key: _layer_of(key) < num_layers and OF_LAYERS not in key)
@@ -105,7 +105,7 @@ def load_first_layers(
 def device_map(
     model: PreTrainedModel, decoder_layers: nn.ModuleList, of_layers: list[torch.device], of_ends: torch.device
 ) -> DeviceMap:
-    """Each layer on its device, all else on that of the ends; `model` needs no weights."""
+    """Return a map of each layer to its device, and of all else to that of the ends; `model` needs no weights."""
     path = next(name for name, module in model.named_modules() if module is decoder_layers)
     holders = ["", *accumulate(path.split("."), "{}.{}".format)]  # from the model to the layers' list
     beside = [name for name, _ in model.named_modules() if name.rpartition(".")[0] in holders[:-1]]
@@ -119,7 +119,7 @@ def read_generation_config(model: PreTrainedModel, name: str | Path) -> None:
 
 
 def _layer_of(tensor: str) -> int:
-    """The layer that a tensor of this name is of, counted from 0: names hold its number. -1 outside of all layers."""
+    """Return the layer of a tensor by its name, counted from 0; -1 outside of all layers."""
     return next((int(part) for part in tensor.split(".") if part.isdigit()), -1)
 
 
@@ -138,7 +138,7 @@ def drop_layers(text_config: PretrainedConfig, kept: list[int]) -> None:
 
 
 def read_tensors(name: str | Path, wanted: Callable[[str], bool]) -> dict[str, Tensor] | None:
-    """The tensors whose names are wanted, as the files have them; None of a target that is not kept as safetensors.
+    """Return the tensors whose names are wanted, as the files have them; None for a target without safetensors.
 
     `name`: a directory or a Hub name. Raises `UserError` naming a file that is not there or damaged.
     """
@@ -159,7 +159,7 @@ def read_tensors(name: str | Path, wanted: Callable[[str], bool]) -> dict[str, T
 
 
 def _files(name: str | Path, wanted: Callable[[str], bool]) -> list[str] | None:
-    """Those that hold wanted tensors, by the index where there is one."""
+    """Return the files that hold wanted tensors, by the index where there is one."""
     if _find(name, SAFE_WEIGHTS_NAME):
         return [SAFE_WEIGHTS_NAME]
     index = _find(name, SAFE_WEIGHTS_INDEX_NAME)
@@ -173,7 +173,7 @@ def _files(name: str | Path, wanted: Callable[[str], bool]) -> list[str] | None:
 
 
 def _find(name: str | Path, file: str) -> Path | None:
-    """A file of the target, downloaded where need be; None where there is none."""
+    """Return a file of the target, downloaded where need be; None where there is none."""
     if Path(name).is_dir():
         path = Path(name) / file
         return path if path.is_file() else None

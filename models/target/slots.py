@@ -25,7 +25,7 @@ ATTENTION = "draftsmith"  # the name under which transformers finds `slot_attent
 
 @dataclass
 class Window:
-    """Where the new tokens of one forward pass stand, and what they see.
+    """The slots of the new tokens of one forward pass, and what they see.
 
     All see the slots before `prefix`. Of the columns from there on (column c is slot prefix + c) each sees those whose
     bits are set in its `ancestors`; without them, the new tokens form chains and each sees every slot up to its own.
@@ -37,11 +37,11 @@ class Window:
     ancestors: Tensor | None = None  # [B, T, W] int32, bit c % 32 of word c // 32
 
     def mask(self, num_slots: int) -> Tensor:
-        """What each new token sees, as the attention of its device reads it: packed on a GPU, else bool."""
+        """Return what each new token sees, as the attention of its device reads it: packed on a GPU, else bool."""
         return self.packed_mask() if self.slots.is_cuda else self.bool_mask(num_slots)
 
     def bool_mask(self, num_slots: int) -> Tensor:
-        """Which slots each new token sees: bool [B, 1, T, M]."""
+        """Return which slots each new token sees: bool [B, 1, T, M]."""
         all_slots = torch.arange(num_slots, device=self.slots.device)
         if self.ancestors is None:
             return (all_slots <= self.slots[:, :, None])[:, None]
@@ -52,7 +52,7 @@ class Window:
         return torch.where(columns < 0, True, inside)[:, None]
 
     def packed_mask(self) -> Tensor:
-        """Slot, position, prefix and ancestor words of each new token: int32 [B, 1, T, 3 + W], for chains W = 0.
+        """Return slot, position, prefix and ancestor words of each new token: int32 [B, 1, T, 3 + W], for chains W = 0.
 
         With four dimensions like any ready mask, transformers hands it on to the attention as it is.
         """
@@ -61,14 +61,14 @@ class Window:
 
 
 def chain_window(first: Tensor, length: int) -> Window:
-    """`length` new tokens a row from slot `first` [B] on, each seeing all before it."""
+    """Return a window of `length` new tokens a row from slot `first` [B] on, each seeing all before it."""
     slots = first[:, None] + torch.arange(length, device=first.device)
     return Window(slots, slots, first)
 
 
 @dataclass
 class LayerSlots:
-    """One layer of a cache, of all rows. All are views of one tensor, in which a slot's keys stand before its values.
+    """A layer of a cache, of all rows. All are views of one tensor, in which a slot's keys stand before its values.
 
     One slot more a row takes what is written past the end, the padding of rows with fewer new tokens. It is never seen.
     """
@@ -94,7 +94,7 @@ class SlotCache:
         self._move_tables: list[MoveTable] | None = None  # for `keep_path` on a GPU
 
     def rows(self, index: Tensor | slice) -> "SlotCache":
-        """For passes over some rows only: their indices [b], or a slice from the first row on."""
+        """Return a view for passes over some rows: their indices [b], or a slice from the first row on."""
         view = copy.copy(self)
         view._index = index
         return view
@@ -124,11 +124,11 @@ class SlotCache:
             self._move_tables = None
 
     def flat(self, layer_idx: int) -> Tensor:
-        """A layer's slots of all rows, for writing: [num_rows * (M + 1), 2 * Hkv * D], keys before values."""
+        """Return a layer's slots of all rows, for writing: [num_rows * (M + 1), 2 * Hkv * D], keys before values."""
         return self._layers[layer_idx].flat
 
     def keys_and_values(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """What a layer of these rows holds in the slots seen, for reading: each [B, Hkv, M, D]."""
+        """Return what a layer of these rows holds in the slots seen, for reading: each [B, Hkv, M, D]."""
         layer = self._layers[layer_idx]
         keys, values = layer.keys, layer.values
         if self.num_seen < self.num_slots:
@@ -175,7 +175,7 @@ def write_slots(key: Tensor, value: Tensor, written: Tensor, flat: Tensor) -> No
 
 
 def move_slots(stored: list[Tensor], prefix: Tensor, path: Tensor) -> None:
-    """`SlotCache.keep_path` in each of the stored tensors [B, M + 1, ...]."""
+    """Do what `SlotCache.keep_path` does in each of the stored tensors [B, M + 1, ...]."""
     rows = torch.arange(len(path), device=path.device)[:, None]
     last = stored[0].shape[1] - 1
     source = (prefix[:, None] + path).clamp(max=last)
@@ -197,7 +197,7 @@ def slot_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of query [B, Hq, T, D] over key and value [B, Hkv, M, D]. Returns [B, T, Hq, D].
+    """Return attention [B, T, Hq, D] of query [B, Hq, T, D] over key and value [B, Hkv, M, D].
 
     The mask is a window's, packed for the kernel or bool [B, 1, T, M]; without one it is causal over the T tokens
     themselves. A token sees the last `sliding_window` positions of its path. `softcap` (Gemma-2) and `s_aux`, the
@@ -245,14 +245,14 @@ def slot_attention(
 
 
 def causal_mask(query: Tensor, sliding_window: int | None) -> Tensor:
-    """Bool [1, 1, T, T]: each token sees the last `sliding_window` up to itself."""
+    """Return bool [1, 1, T, T]: each token sees the last `sliding_window` up to itself."""
     length = query.shape[2]
     seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
     return (seen if sliding_window is None else seen.triu(1 - sliding_window))[None, None]
 
 
 def last_seen(mask: Tensor, count: int) -> Tensor:
-    """The last `count` slots of those that each token sees, bool [B, 1, T, M].
+    """Return the last `count` slots of those that each token sees, bool [B, 1, T, M].
 
     These hold the last `count` positions: whatever tree it is a part of, a token sees one path, ancestors first.
     """
@@ -264,7 +264,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)
 
 
 def context_of(config: PretrainedConfig) -> int:
-    """Most tokens that a model of the config can hold on slots.
+    """Return the largest number of tokens that a model of the config can hold on slots.
 
     LongRoPE turns all keys by other angles as soon as a text is longer than its first context, which ends it here: what
     is in the cache cannot be turned again.

@@ -35,7 +35,7 @@ def check_served_family(config: PretrainedConfig, name: str) -> None:
 
 
 def why_not_served(config: PretrainedConfig) -> str | None:
-    """What about a model of this config keeps it from decoding on slots, as far as the config and its class tell."""
+    """Return what keeps a model of this config from decoding on slots, as config and class tell; None: nothing."""
     if config.is_encoder_decoder:
         return "it is an encoder-decoder; give a decoder-only model"
     text = config.get_text_config(decoder=True)
@@ -73,7 +73,7 @@ def _why_not_these_layers(text: PretrainedConfig) -> str | None:
 
 
 def _why_not_this_class(config: PretrainedConfig, text: PretrainedConfig) -> str | None:
-    """The class that transformers would load: a causal one, of text alone, on its attention interface."""
+    """Check the class that transformers would load: a causal one, of text alone, on its attention interface."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     is_of_text = model_class is not None and model_class.config_class is type(text)
     if any(name.startswith(("vision", "audio")) for name in text.sub_configs) or (

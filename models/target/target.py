@@ -40,26 +40,26 @@ from draftsmith.models.target.support import check_decodes_exactly, check_served
 
 @dataclass
 class Features:
-    """What the target computed at T positions of B rows."""
+    """Hidden states that the target computed at T positions of B rows."""
 
     last_hidden: Tensor  # [B, T, H] after the final norm, the input of the target's head
     layers: Tensor | None  # [B, T, A * H] hidden states after the layers asked for, side by side
 
     def gather(self, columns: Tensor) -> "Features":
-        """Those at `columns` [B, C] of the T positions."""
+        """Return the features at `columns` [B, C] of the T positions."""
         layers = None if self.layers is None else _gather_columns(self.layers, columns)
         return Features(_gather_columns(self.last_hidden, columns), layers)
 
     def first(self, count: int) -> "Features":
-        """A view of the first rows."""
+        """Return a view of the first rows."""
         return Features(self.last_hidden[:count], None if self.layers is None else self.layers[:count])
 
     def up_to(self, count: int) -> "Features":
-        """A view of the first positions."""
+        """Return a view of the first positions."""
         return Features(self.last_hidden[:, :count], None if self.layers is None else self.layers[:, :count])
 
     def where(self, which: Tensor, other: "Features") -> "Features":
-        """These in the rows that `which` [B] marks, the other ones elsewhere."""
+        """Return these features in the rows that `which` [B] marks, the other ones elsewhere."""
         mark = which[:, None, None]
         layers = None if other.layers is None else torch.where(mark, cast(Tensor, self.layers), other.layers)
         return Features(torch.where(mark, self.last_hidden, other.last_hidden), layers)
@@ -72,13 +72,13 @@ class Features:
 
 
 def _gather_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """x [B, T, W], columns [B, C] -> [B, C, W]"""
+    """Return columns [B, C] of x [B, T, W]: [B, C, W]."""
     return x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1]))
 
 
 @dataclass
 class FullTarget:
-    """What only the full target tells: facts that a model without its layers lacks."""
+    """Facts about the full target that a model without its layers does not tell."""
 
     config: PretrainedConfig
     fingerprint: str | None  # None where nobody has seen its weights: a server ran them
@@ -101,7 +101,7 @@ class Target:
         full: "FullTarget | None" = None,
         decodes: bool = True,
     ) -> None:
-        """`full`: what `model` does not tell of the target where its layers are left out.
+        """`full`: facts that a `model` without layers does not tell of the target.
 
         `decodes`: whether it will be asked for more than `features`; else that is not checked.
         """
@@ -141,7 +141,7 @@ class Target:
     def sharded_from_pretrained(
         cls, name: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
     ) -> "Target":
-        """One whose layers lie in pieces on all processes, which call `features` together and nothing that decodes.
+        """Load a target whose layers lie in pieces on all processes, which only call `features`, together.
 
         Each process loads the whole target into the CPU's memory, on a machine one after another. Defaults and errors
         as those of `from_pretrained`.
@@ -165,9 +165,9 @@ class Target:
     def spread_from_pretrained(
         cls, name: str | Path, device: torch.device, of_layers: list[torch.device], dtype: torch.dtype | None = None
     ) -> "Target":
-        """One whose layers lie on devices of their own, one named for each; it is asked for `features` alone.
+        """Load a target whose layers lie on devices of their own, one named for each; it is asked for `features` alone.
 
-        Embedding, norm and head are on `device`, to which all features come. Defaults and errors as those of
+        Embedding, norm and head are on `device`, where all features arrive. Defaults and errors as those of
         `from_pretrained`.
         """
         config = read_config(name)
@@ -186,7 +186,7 @@ class Target:
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> "Target":
-        """Embedding, head and sizes of a target, its layers never read: what a drafter trains on stored features with.
+        """Load embedding, head and sizes of a target without its layers: enough to train on stored features.
 
         They alone get into memory, and of a Hub name the files that hold them are downloaded (but for a target that is
         not kept as safetensors). `fingerprint` is that of the whole target. Defaults and errors as those of
@@ -202,7 +202,7 @@ class Target:
     def first_layers_from_pretrained(
         cls, name: str | Path, num_layers: int, device: torch.device, dtype: torch.dtype
     ) -> "Target":
-        """One that ends after its first layers, the others never read: its `features` have what comes out of them."""
+        """Load a target that ends after its first layers, whose output its `features` have. Others are never read."""
         model, tokenizer = load_first_layers(name, read_config(name), num_layers, device, dtype)
         return cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
 
@@ -212,7 +212,7 @@ class Target:
 
     @classmethod
     def without_weights(cls, name: str | Path) -> "Target":
-        """Config and tokenizer only, the model on the `meta` device: of a target that a server runs."""
+        """Load config and tokenizer only, with the model on the `meta` device: for a target that a server runs."""
         config = read_config(name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -251,7 +251,7 @@ class Target:
 
     @property
     def context(self) -> int:
-        """Most tokens of prompt and output together."""
+        """Largest number of tokens of prompt and output together."""
         return context_of(self.text_config)
 
     @property
@@ -264,7 +264,7 @@ class Target:
         return []
 
     def logits(self, last_hidden: Tensor) -> Tensor:
-        """The target's head with its family's scaling: [..., H] -> [..., V]."""
+        """Return the target's head with its family's scaling: [..., H] -> [..., V]."""
         logits = self.head_module(last_hidden)
         config = self.text_config
         if scale := getattr(config, "logit_scale", None):  # Cohere
@@ -296,7 +296,7 @@ class Target:
 
     @cached_property
     def final_norm(self) -> nn.Module:
-        """What the last layer's output goes through to become the last hidden state. Of a target without layers."""
+        """The norm between the last layer's output and the last hidden state, of a target whose model has no layers."""
         assert not self.has_layers
         outputs: list[tuple[nn.Module, Tensor]] = []  # kept, so that no two lie at one place in memory
         hooks = [
@@ -310,16 +310,16 @@ class Target:
         return next(m for m, output in outputs if isinstance(output, Tensor) and output.data_ptr() == last.data_ptr())
 
     def head_weight(self) -> Tensor:
-        """The matrix of the head, [V, H]."""
+        """Return the matrix of the head, [V, H]."""
         return cast(Tensor, self.head_module.weight)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a raw text prompt, with the special tokens that the tokenizer puts before it."""
+        """Return the token ids of a raw text prompt, with the special tokens that the tokenizer puts before it."""
         assert self.tokenizer is not None
         return self.tokenizer(text)["input_ids"]
 
     def fingerprint(self) -> str | None:
-        """16 hex digits over the config and a sample of every weight: the same target gives the same digits.
+        """Return 16 hex digits over the config and a sample of every weight: the same target gives the same digits.
 
         None of a target without its layers where nobody has seen them.
         """
@@ -328,7 +328,7 @@ class Target:
         return self._digest(self.model.named_parameters())
 
     def head_fingerprint(self) -> str:
-        """The same over config, embedding and head alone, which a target without its layers gives too."""
+        """Return such digits over config, embedding and head alone, which a target without its layers gives too."""
         return self._digest([("embedding", cast(Tensor, self.embedding.weight)), ("head", self.head_weight())])
 
     def _digest(self, parameters: Iterable[tuple[str, Tensor]]) -> str:
@@ -360,12 +360,12 @@ class _Capture:
         self._outputs.append(output if isinstance(output, Tensor) else output[0])
 
     def side_by_side(self, device: torch.device) -> Tensor | None:
-        """[B, T, A * H] in ascending layer order, the order of execution; None where nothing was asked for."""
+        """Return [B, T, A * H] in ascending layer order, the order of execution; None where nothing was asked for."""
         return torch.cat([output.to(device) for output in self._outputs], -1) if self._outputs else None
 
 
 def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of decoder layers, whatever the family calls it."""
+    """Return the list of decoder layers, whatever the family calls it."""
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     if not lists:
@@ -374,7 +374,7 @@ def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def check_layer_ids(layer_ids: Iterable[int], target: Target) -> tuple[int, ...]:
-    """Layer ids must be distinct, ascending and in 1..num_layers - 1, as engines capture them."""
+    """Return layer ids if distinct, ascending and in 1..num_layers - 1, as engines capture them, or refuse them."""
     ids = tuple(layer_ids)
     if list(ids) != sorted(set(ids)) or not all(1 <= layer_id < target.num_layers for layer_id in ids):
         raise UserError(
@@ -391,8 +391,11 @@ def spread_layer_ids(num_layers: int) -> list[int]:
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """The given device, else the GPU if there is one, else the CPU. A GPU named by its index becomes the current one,
-    on which Triton launches and CUDA graphs, events and fresh tensors live."""
+    """Return the device that is asked for, else the GPU if there is one, else the CPU.
+
+    A GPU named by its index becomes the current one, on which Triton launches and CUDA graphs, events and new tensors
+    are. Raises `UserError` where there is no such device.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -412,6 +415,6 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware computes in it, else fp32."""
+    """Return bfloat16 where the hardware computes in it, else fp32."""
     in_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if in_bf16 else torch.float32

@@ -36,12 +36,12 @@ class Cascade(Drafter):
     looks_up_first = True
 
     def __init__(self, config: CascadeConfig, lookup: Ngram | Suffix, trained: Drafter) -> None:
-        super().__init__()
+        super().__init__(config)
         if config.shortest > lookup.config.longest:
             raise UserError(
                 f"drafter.shortest {config.shortest}: {lookup.kind} looks up {lookup.config.longest} tokens at most"
             )
-        self.config, self.lookup, self.trained = config, lookup, trained
+        self.lookup, self.trained = lookup, trained
         self.layer_ids, self.max_draft_length = trained.layer_ids, trained.max_draft_length
         self.trained_for, self.prefills_from_tokens = trained.trained_for, trained.prefills_from_tokens
 
@@ -62,15 +62,15 @@ class Cascade(Drafter):
         self.lookup.forget()
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
-        """A trained drafter that keeps a cache is asked every round; on a CPU others only where a row needs it."""
+        """Ask a trained drafter that keeps a cache every round; on a CPU ask others only where a row needs it."""
         tokens, matched = self.lookup.look_up(state, shape.depth)
-        found = matched >= self.config.shortest  # [B]
-        if state.cache is None and tokens.device.type == "cpu" and found.all():
+        looked_up = matched >= self.config.shortest  # [B]
+        if state.cache is None and tokens.device.type == "cpu" and looked_up.all():
             return lookup_chain(tokens)
         draft = self.trained.propose(replace(state, own_drafts=False), shape)
         width = draft.tokens.shape[1]
-        return chain(torch.where(found[:, None], tokens[:, :width], draft.tokens))
+        return chain(torch.where(looked_up[:, None], tokens[:, :width], draft.tokens))
 
     def trainable(self) -> bool:
-        """What is trained is its part, by itself."""
+        """Return False: its trained part is trained by itself."""
         return False

@@ -46,21 +46,21 @@ class Lookahead(Drafter):
     reads_predictions = True
 
     def __init__(self, config: LookaheadConfig, device: torch.device) -> None:
-        super().__init__()
-        self.config, self.device = config, device
+        super().__init__(config)
+        self.device = device
 
     @classmethod
     def from_target(cls, config: LookaheadConfig, target: Target) -> "Lookahead":
         return cls(config, target.device)
 
     def own_shape(self, draft_length: int) -> StaticTree:
-        """Candidates of the draft length: n-grams of one more. They come first: a walk takes the first that fits."""
+        """Return a tree of candidates, which come first as a walk takes the first that fits, and the window."""
         config = self.config
         candidates = [(g, *[0] * i) for g in range(config.candidates) for i in range(draft_length)]
         return StaticTree((*candidates, *[path for place in self._window(draft_length) for path in place]))
 
     def _window(self, draft_length: int) -> list[list[tuple[int, ...]]]:
-        """The nodes of each place, from the oldest guess to the newest."""
+        """Return the nodes of each place, from the oldest guess to the newest."""
         window = []
         for place in range(self.config.window):
             guess = (self.config.candidates, *[0] * place)
@@ -107,7 +107,7 @@ class Lookahead(Drafter):
 
 @dataclass
 class LookaheadCache:
-    """Where the nodes of window and candidates stand in the tree, and each row's guesses and n-grams."""
+    """Places of window and candidates in the tree, and each row's guesses and n-grams."""
 
     parents: Tensor  # [nodes] of each node in the tree, -1 for the root
     window_nodes: Tensor  # [W, N - 1] from the oldest guess to the newest
@@ -116,12 +116,12 @@ class LookaheadCache:
     pool: Tensor  # [B, C, N] token ids from old to new; NO_TOKEN where there is none
 
     def rows(self, index: Tensor | slice) -> "LookaheadCache":
-        """A row begins anew with its first draft: reading prompts leaves it as it is."""
+        """Return a view of some rows. A row begins anew with its first draft: reading prompts leaves it as it is."""
         return replace(self, guesses=self.guesses[index], pool=self.pool[index])
 
 
 def first_guesses(state: DecodingState, guesses: Tensor) -> Tensor:
-    """The last part of the text, over and over: guesses [B, W, N - 1] to begin with. The paper takes any tokens."""
+    """Return the end of the text, over and over, as first guesses [B, W, N - 1]. The paper takes any tokens."""
     _, num_places, num_levels = guesses.shape
     place, level = (torch.arange(count, device=guesses.device) for count in (num_places, num_levels))
     index = state.lengths[:, None, None] - num_places - num_levels + place[:, None] + level
@@ -129,7 +129,7 @@ def first_guesses(state: DecodingState, guesses: Tensor) -> Tensor:
 
 
 def add(pool: Tensor, ngrams: Tensor) -> Tensor:
-    """The pool [B, C, N] with n-grams [B, W, N] behind it, as many of the oldest gone; the newest of equals stays."""
+    """Return the pool [B, C, N] with n-grams [B, W, N] added, the oldest dropped; the newest of equal ones stays."""
     added, size = ngrams.shape[1], pool.shape[1]
     pool = torch.cat([pool[:, added:], ngrams], 1)
     equal = (pool[:, :, None] == ngrams[:, None]).all(-1)  # [B, C, W]
@@ -139,11 +139,11 @@ def add(pool: Tensor, ngrams: Tensor) -> Tensor:
 
 
 def ngrams_after(pool: Tensor, newest: Tensor, count: int) -> Tensor:
-    """Of the n-grams [B, C, N] that begin with the newest token [B] the latest, without it: [B, count, N - 1]."""
+    """Return the latest n-grams of [B, C, N] that begin with the newest token [B], without it: [B, count, N - 1]."""
     place = torch.arange(pool.shape[1], device=pool.device)
     latest = place.where(pool[..., 0] == newest[:, None], -1).topk(count).values  # [B, count]
-    found = pool[torch.arange(len(pool), device=pool.device)[:, None], latest.clamp(min=0), 1:]
-    return found.masked_fill(latest[..., None] < 0, NO_TOKEN)
+    ngrams = pool[torch.arange(len(pool), device=pool.device)[:, None], latest.clamp(min=0), 1:]
+    return ngrams.masked_fill(latest[..., None] < 0, NO_TOKEN)
 
 
 def merged(candidates: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:

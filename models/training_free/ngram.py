@@ -12,7 +12,6 @@ from torch import Tensor
 from draftsmith.models.drafting.base import Drafter, DrafterConfig
 from draftsmith.models.drafting.drafts import NO_TOKEN, DecodingState, Draft, lookup_chain
 from draftsmith.models.sampling.trees import Shape
-from draftsmith.models.target.target import Target
 
 
 @dataclass
@@ -28,48 +27,34 @@ class Ngram(Drafter):
     config_class = NgramConfig
     can_sample = False
 
-    def __init__(self, config: NgramConfig) -> None:
-        super().__init__()
-        self.config = config
-
-    @classmethod
-    def from_target(cls, config: NgramConfig, target: Target) -> "Ngram":
-        return cls(config)
-
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         return lookup_chain(self.look_up(state, shape.depth)[0])
 
     def look_up(self, state: DecodingState, draft_length: int) -> tuple[Tensor, Tensor]:
-        """What follows an earlier occurrence of the longest suffix that has one, [B, K], and that suffix's length [B].
+        """Return what follows an earlier occurrence of the longest suffix that has one, [B, K], and its length [B].
 
         NO_TOKEN where the text ends, and a length of 0 where no suffix has one.
         """
         return self.continuation(state.token_ids, state.lengths, draft_length)
 
     def continuation(self, token_ids: Tensor, lengths: Tensor, draft_length: int) -> tuple[Tensor, Tensor]:
-        """The same for the first `lengths` [B] tokens of texts [B, M]."""
-        config, match = self.config, latest_match if self.config.occurrence == "latest" else earliest_match
-        start, matched = match(token_ids, lengths, config.longest, config.shortest)
+        """Do what `look_up` does for the first `lengths` [B] tokens of texts [B, M]."""
+        config, latest = self.config, self.config.occurrence == "latest"
+        start, matched = longest_match(token_ids, lengths, config.longest, config.shortest, latest)
         index = start[:, None] + torch.arange(draft_length, device=start.device)
-        found = (start[:, None] >= 0) & (index < lengths[:, None])
+        inside = (start[:, None] >= 0) & (index < lengths[:, None])
         tokens = token_ids.gather(1, index.clamp(min=0, max=token_ids.shape[1] - 1))
-        return tokens.masked_fill(~found, NO_TOKEN), matched
+        return tokens.masked_fill(~inside, NO_TOKEN), matched
 
 
-def latest_match(token_ids: Tensor, lengths: Tensor, longest: int, shortest: int) -> tuple[Tensor, Tensor]:
-    """Where the text goes on after the latest earlier copy of each row's suffix [B], and the suffix's length [B].
+def longest_match(
+    token_ids: Tensor, lengths: Tensor, longest: int, shortest: int, latest: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return where the text goes on after an earlier copy of each row's suffix [B], and the suffix's length [B].
 
-    -1 and 0 where there is none.
+    The suffix is the longest that has an earlier copy; of several the latest is taken, or the earliest. Both numbers
+    are -1 and 0 where there is none.
     """
-    return _match(token_ids, lengths, longest, shortest, latest=True)
-
-
-def earliest_match(token_ids: Tensor, lengths: Tensor, longest: int, shortest: int) -> tuple[Tensor, Tensor]:
-    """The same for the earliest copy of the longest suffix that has one."""
-    return _match(token_ids, lengths, longest, shortest, latest=False)
-
-
-def _match(token_ids: Tensor, lengths: Tensor, longest: int, shortest: int, latest: bool) -> tuple[Tensor, Tensor]:
     start, matched = torch.full_like(lengths, -1), torch.zeros_like(lengths)
     for n in range(min(longest, token_ids.shape[1] - 1), shortest - 1, -1):
         suffix_index = lengths[:, None] + torch.arange(-n, 0, device=lengths.device)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from draftsmith.models.drafting.base import Drafter, DrafterConfig
 from draftsmith.models.drafting.drafts import DecodingState, Draft, chain
 from draftsmith.models.sampling.trees import Shape
-from draftsmith.models.target.target import Target
 
 
 @dataclass
@@ -18,14 +17,6 @@ class NoDrafter(Drafter):
     config_class = NoneConfig
     can_sample = False
     max_draft_length = 0
-
-    def __init__(self, config: NoneConfig) -> None:
-        super().__init__()
-        self.config = config
-
-    @classmethod
-    def from_target(cls, config: NoneConfig, target: Target) -> "NoDrafter":
-        return cls(config)
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         return chain(state.token_ids[:, :0])

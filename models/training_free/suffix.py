@@ -18,7 +18,6 @@ from draftsmith.models.drafting.base import Drafter, DrafterConfig
 from draftsmith.models.drafting.drafts import NO_TOKEN, DecodingState, Draft, lookup_chain
 from draftsmith.models.errors import require_at_least
 from draftsmith.models.sampling.trees import Shape
-from draftsmith.models.target.target import Target
 
 NOTHING = NO_TOKEN - 1  # before the beginning of a text; equals no token, nor what ends the texts of a corpus
 
@@ -44,18 +43,13 @@ class Suffix(Drafter):
     can_sample = False
 
     def __init__(self, config: SuffixConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.history: Tensor  # [H] int64 finished texts from old to new, at the right end, NO_TOKEN after each
         self.register_buffer("history", torch.full((config.history,), NO_TOKEN), persistent=False)
         self.num_kept = 0  # tokens in `history`
 
-    @classmethod
-    def from_target(cls, config: SuffixConfig, target: Target) -> "Suffix":
-        return cls(config)
-
     def remember(self, token_ids: list[int]) -> None:
-        """In place: rounds that were recorded on a GPU read the history where it is."""
+        """Add a text in place: rounds that were recorded on a GPU read the history where it is."""
         newest = torch.tensor([*token_ids, NO_TOKEN], device=self.history.device)
         self.history.copy_(torch.cat([self.history, newest])[len(newest) :])
         self.num_kept = min(self.num_kept + len(newest), len(self.history))
@@ -68,7 +62,7 @@ class Suffix(Drafter):
         return lookup_chain(self.look_up(state, shape.depth)[0])
 
     def look_up(self, state: DecodingState, draft_length: int) -> tuple[Tensor, Tensor]:
-        """The draft of each row [B, K], then NO_TOKEN, and how many tokens of the row's suffix it stands on [B]."""
+        """Return each row's draft [B, K], then NO_TOKEN, and how many tokens of its suffix it stands on [B]."""
         config = self.config
         history = self.history
         if history.device.type == "cpu":  # on a GPU all rounds have one shape
@@ -83,20 +77,20 @@ class Suffix(Drafter):
 
 
 def corpus_of(history: Tensor, token_ids: Tensor, lengths: Tensor) -> Tensor:
-    """All that may be continued [B, P]: the history [H], then each row's own text; NO_TOKEN behind each text."""
+    """Return all that may be continued [B, P]: the history [H], then each row's own text; NO_TOKEN behind each text."""
     slots = torch.arange(token_ids.shape[1], device=token_ids.device)
     own = token_ids.masked_fill(slots >= lengths[:, None], NO_TOKEN)
     return torch.cat([history.expand(len(own), -1), own], 1)
 
 
 def newest_tokens(token_ids: Tensor, lengths: Tensor, count: int) -> Tensor:
-    """The last tokens of each text from the newest back, [B, count]."""
+    """Return the last tokens of each text from the newest back, [B, count]."""
     index = lengths[:, None] - 1 - torch.arange(count, device=lengths.device)
     return token_ids.gather(1, index.clamp(min=0)).masked_fill(index < 0, NOTHING)
 
 
 def longest_matches(corpus: Tensor, suffix: Tensor, copies: int) -> tuple[Tensor, Tensor]:
-    """Where the longest beginning of `suffix` [B, S], read backwards from there, stands in the corpus [B, P].
+    """Find the longest beginning of `suffix` [B, S], read backwards, in the corpus [B, P].
 
     Returns the places [B, C] of its newest token, the latest first, -1 where there are no more, and its length [B]. A
     place that nothing follows is none. The comparison grows backwards, a token at a time, at all places at once.
@@ -114,7 +108,7 @@ def longest_matches(corpus: Tensor, suffix: Tensor, copies: int) -> tuple[Tensor
 
 
 def tokens_after(corpus: Tensor, places: Tensor, count: int) -> Tensor:
-    """What stands behind places [B, C] of the corpus [B, P], of which -1 is none: [B, C, count]."""
+    """Return what stands behind places [B, C] of the corpus [B, P], of which -1 is none: [B, C, count]."""
     index = places[..., None] + torch.arange(1, count + 1, device=places.device)
     padded = F.pad(corpus, (0, count), value=NO_TOKEN)
     tokens = padded.gather(1, index.clamp(min=0).flatten(1)).view_as(index)
@@ -122,7 +116,7 @@ def tokens_after(corpus: Tensor, places: Tensor, count: int) -> Tensor:
 
 
 def vote(following: Tensor, num_drafted: Tensor, least_share: float) -> Tensor:
-    """The draft [B, K] out of what followed each copy [B, C, K] of a suffix, the latest first; NO_TOKEN at an end.
+    """Return the draft [B, K] from what followed each copy [B, C, K] of a suffix, the latest first.
 
     At each depth the copies that went the drafted way vote for the next token; of equal ones the latest wins. A draft
     ends after `num_drafted` [B] tokens, and where less than `least_share` of the copies went its way.

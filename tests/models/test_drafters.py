@@ -18,7 +18,7 @@ from draftsmith.models.drafting.drafts import NO_TOKEN
 from draftsmith.models.drafting.unrolled_attention import DraftingSlots
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import Chain
-from draftsmith.models.training_free.ngram import latest_match
+from draftsmith.models.training_free.ngram import longest_match
 
 every_trainable = pytest.mark.parametrize("kind", TRAINABLE)
 
@@ -293,6 +293,6 @@ def test_ngram_takes_the_latest_copy_of_the_longest_suffix() -> None:
         [4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0],  # a run of length 4 overlaps itself
     ]
     lengths = torch.tensor([11, 11, 11, 4])
-    start, matched = latest_match(torch.tensor(texts), lengths, longest=4, shortest=2)
+    start, matched = longest_match(torch.tensor(texts), lengths, longest=4, shortest=2)
     assert start.tolist() == [7, 5, -1, 3]
     assert matched.tolist() == [3, 2, 0, 3]
