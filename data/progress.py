@@ -12,7 +12,7 @@ from rich.progress import (
 
 
 def progress_bar(visible: bool = True) -> Progress:
-    """A rich progress bar with time left; tasks may show a `detail`."""
+    """Return a rich progress bar with the time left; tasks may show a `detail`."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -26,7 +26,7 @@ def progress_bar(visible: bool = True) -> Progress:
 
 
 def notice(text: str) -> None:
-    """A line, on the error output, that a user should know of and that stops nothing."""
+    """Print a line that a user should know of, and that stops nothing, to the error output."""
     Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
 
 

@@ -18,7 +18,7 @@ from draftsmith.recipes.reports.terminal import print_evaluations
 from draftsmith.recipes.serving.engine_check import EngineReport, add_speed, check_engine, print_reports
 from draftsmith.recipes.serving.export import WEIGHT_FILES, Exported, export_checkpoint
 from draftsmith.recipes.serving.model_card import schedule_of, served_result, write_card
-from draftsmith.recipes.serving.serve_commands import speculative_config, write_scripts
+from draftsmith.recipes.serving.serve_commands import at_most_drafted, speculative_config, write_scripts
 
 DRAFT_LENGTH = 4  # where nothing is measured or asked for
 
@@ -82,7 +82,7 @@ def check_exported(
     exported: Exported, engine: str, target: Target, prompts: PromptSet, draft_length: int, max_new_tokens: int
 ) -> EngineReport:
     """Let an engine serve the directory, and an environment the bare target too; write its engine_check.json."""
-    draft_length = min(draft_length, exported.max_draft_length or draft_length)
+    draft_length = at_most_drafted(exported, draft_length)
     settings = speculative_config(exported.kind, str(exported.directory.resolve()), draft_length)
     drafter = load_drafter(exported.directory, target)
     report = check_engine(engine, settings, drafter, target, prompts.token_ids, max_new_tokens)
