@@ -1,4 +1,4 @@
-"""Attention of a window's tokens over the slot cache, in Triton; `slots.masked_attention` is its plain twin.
+"""Attention of a window's tokens over the slot cache, in Triton; `slots.slot_attention` is its plain twin.
 
 All heads that share a key-value head are packed into the rows of one tile, so that keys and values are read once, and
 the slots are split over programs (flash-decoding), so that a short batch fills the GPU too. What a row sees comes as a

@@ -44,7 +44,7 @@ LONGEST = 8  # draft length, likewise
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """The costs of rounds at a batch size, and the acceptance that pays for them. Keys are draft lengths or tree nodes."""
+    """The costs of rounds at a batch size, and the acceptance that pays. Keys are draft lengths or tree nodes."""
 
     batch_size: int
     plain_ms: float  # of a plain step
