@@ -129,12 +129,12 @@ def write_evaluations(
     evaluations = [replace(evaluation, seconds=time.perf_counter() - start) for evaluation in evaluations]
     paths = evaluation_paths(out, [evaluation.drafter for evaluation in evaluations])
     for path, evaluation in zip(paths, evaluations, strict=True):
-        own = [to_json(costs[evaluation.drafter])] if evaluation.drafter in costs else []
-        for content in own:
-            write_json(path.with_name("costs.json"), content)
+        own = [costs[evaluation.drafter]] if evaluation.drafter in costs else []
+        for drafter_costs in own:
+            write_json(path.with_name("costs.json"), to_json(drafter_costs))
         write_evaluation(path, evaluation)
         path.with_suffix(".md").write_text(evaluation_markdown([evaluation], own), encoding="utf-8")
-    of_all = evaluation_markdown(evaluations, to_json(list(costs.values())))
+    of_all = evaluation_markdown(evaluations, list(costs.values()))
     (out / "evaluation.md").write_text(of_all, encoding="utf-8")
     return evaluations
 

@@ -7,6 +7,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from draftsmith.inference.measuring.results import Evaluation
+from draftsmith.inference.planning.costs import Costs
 from draftsmith.models.files import require_writable, write_json, write_whole
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.reports.acceptance import acceptance, calibration, diagnosis
@@ -63,10 +64,10 @@ def build_report(folder: Path) -> Path:
     return path
 
 
-def evaluation_markdown(evaluations: list[Evaluation], costs: list[dict[str, Any]]) -> str:
+def evaluation_markdown(evaluations: list[Evaluation], costs: list[Costs]) -> str:
     """Return the text of evaluation.md: the report of evaluations and costs, without its figures."""
     data = report_data_of(evaluations)
-    data.extras = {"costs": costs} if costs else {}
+    data.costs = costs
     return as_markdown("Evaluation", data, verdict_of(data), sections_of(data, profiles_of(data)), {})
 
 
@@ -174,5 +175,6 @@ def as_json(data: ReportData, verdict: Verdict, profiles: list[Profile]) -> dict
             for drafter in data.drafters
         ],
         "profiles": to_json(profiles),
+        **({"costs": to_json(data.costs)} if data.costs else {}),
         **data.extras,
     }

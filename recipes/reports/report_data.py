@@ -22,7 +22,7 @@ from draftsmith.train.folder.tracking import read_metrics
 from draftsmith.train.folder.vocabulary import read_vocabulary, vocabulary_text
 
 FREE = ("batch_size", "draft_length", "tree_nodes")  # in which the settings differ that a report compares
-EXTRAS = ("costs", "choice", "load", "plan")  # NAME.json that other commands write
+EXTRAS = ("choice", "load", "plan")  # NAME.json that other commands write
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class Choice:
     fitted_on: str
     predicted: list[PredictedDraft]
     schedule: Schedule
-    vllm: dict[str, list[list[int]]]
 
 
 @dataclass
@@ -117,6 +116,7 @@ class ReportData:
     runs: list[TrainingRun]  # the fastest first; none in the folder that `evaluate` wrote
     drafters: list[MeasuredDrafter]  # trained ones first, the fastest of them on top
     elsewhere: list[MeasuredDrafter]  # measured under other conditions: in no figure and no ratio with them
+    costs: list[Costs] = field(default_factory=list)
     extras: dict[str, list[Any]] = field(default_factory=dict)  # contents of the files of EXTRAS by name
     samples: list[SampleText] = field(default_factory=list)
 
@@ -177,9 +177,8 @@ class ReportData:
 
     def costs_for(self, drafter: MeasuredDrafter) -> Costs | None:
         """Return the costs of its own costs.json, else those of another drafter of its kind in the folder."""
-        costs = [from_json(Costs, content) for content in self.extras.get("costs", [])]
-        of_kind = [content for content in costs if content.drafter_kind == drafter.kind]
-        return self._written_for(drafter, costs) or next(iter(of_kind), None)
+        of_kind = [costs for costs in self.costs if costs.drafter_kind == drafter.kind]
+        return self._written_for(drafter, self.costs) or next(iter(of_kind), None)
 
     def _written_for(self, drafter: MeasuredDrafter, contents: list[Written]) -> Written | None:
         own = [content for content in contents if self.find(content.drafter) is drafter]
@@ -210,6 +209,7 @@ def read_report_data(folder: Path) -> ReportData:
     extras = {name: [json.loads(path.read_text()) for path in _files(folder, name)] for name in EXTRAS}
     samples = [_read_samples(path) for path in _files(folder, "samples")]
     data = report_data_of(evaluations) if evaluations else _by_conditions(runs, drafters_of_runs(folder, runs))
+    data.costs = [from_json(Costs, json.loads(path.read_text())) for path in _files(folder, "costs")]
     data.extras = {name: contents for name, contents in extras.items() if contents}
     data.samples = next(iter(samples), []) or (runs[0].best.samples if runs else [])
     return data

@@ -1,5 +1,6 @@
 """The sections on what to serve with: what `tune` chose, and what `plan` said before training."""
 
+from draftsmith.inference.decoding.schedule import for_vllm
 from draftsmith.inference.planning.tuning import PredictedDraft
 from draftsmith.recipes.reports.report_data import Choice, ReportData
 from draftsmith.recipes.reports.tables import Row, Section, draft_text, speedup_text, table_of
@@ -46,10 +47,9 @@ def choice_text(name: str, choice: Choice) -> str:
     steps = [f"{length or 'no'} tokens from {start} on" for start, length in choice.schedule.draft_lengths]
     nodes, depth = len(choice.tree or []), max(map(len, choice.tree or []), default=0)
     shape = f"a tree of {nodes} nodes and depth {depth}" if nodes else "no tree beats the chain"
-    vllm = choice.vllm["num_speculative_tokens_per_batch_size"]
     return (
         f"{name}, fitted on {choice.fitted_on}. Schedule by running requests: {', '.join(steps)} "
-        f"(vLLM: num_speculative_tokens_per_batch_size {vllm}); {shape}."
+        f"(vLLM: num_speculative_tokens_per_batch_size {for_vllm(choice.schedule)}); {shape}."
     )
 
 
