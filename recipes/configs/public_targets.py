@@ -36,24 +36,35 @@ class PublicTarget:
     config: PretrainedConfig
 
 
-LLAMA: dict[str, Any] = {
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-}
 QWEN3: dict[str, Any] = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
 
 
 def _llama(name: str, hidden: int, layers: int, heads: int, inner: int) -> PublicTarget:
-    shape: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
-    return PublicTarget(name, LlamaConfig(**LLAMA, **shape, intermediate_size=inner, tie_word_embeddings=False))
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+    )
+    return PublicTarget(name, config)
 
 
 def _qwen3(name: str, hidden: int, layers: int, heads: int, inner: int, tied: bool = False) -> PublicTarget:
-    shape: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
-    shape["num_key_value_heads"] = 8
-    return PublicTarget(name, Qwen3Config(**QWEN3, **shape, intermediate_size=inner, tie_word_embeddings=tied))
+    config = Qwen3Config(
+        **QWEN3,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        tie_word_embeddings=tied,
+    )
+    return PublicTarget(name, config)
 
 
 PUBLIC_TARGETS: dict[str, PublicTarget] = {

@@ -5,6 +5,7 @@ No time is measured: one plain decoding of the prompts a temperature and one pas
 """
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -13,11 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.inference.decoding.clock import cpu_threads
-from draftsmith.inference.decoding.counters import Stats, length_interval, paired_difference, total_of
+from draftsmith.inference.decoding.counters import PairedDifference, Stats, length_interval, paired_difference, total_of
 from draftsmith.inference.decoding.decoder import check_sampling, check_shape
 from draftsmith.inference.measuring.calibration import calibration_bins, calibration_error
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.measure import PromptSet
+from draftsmith.inference.measuring.results import CalibrationBin, Environment, Interval
 from draftsmith.inference.replay.replay import (
     AcceptanceTrace,
     check_replayed,
@@ -31,17 +33,58 @@ from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, StaticTree
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.typed_json import flat, optional, to_json
 from draftsmith.recipes.configs.command_settings import ReplaySettings
 from draftsmith.recipes.evaluation.inputs import notice_overwriting, parse_tree, read_prompt_sets
 from draftsmith.recipes.reports.report_data import checkpoint_names
 
+Draft = tuple[Chain | StaticTree, VerificationMode]  # what is replayed: a shape and how it is verified
+
+
+@dataclass(frozen=True)
+class DifferenceFromFirst:
+    """The acceptance length of a drafter less that of the first one, over the same prompts."""
+
+    first: str
+    paired: PairedDifference
+
+    def to_json(self) -> dict[str, Any]:
+        return {"from": self.first, **to_json(self.paired)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayResult:
+    """One row of replay.json; its counters are expected values, which may be fractions."""
+
+    drafter: str
+    prompt_set: str
+    num_prompts: int
+    temperature: float
+    top_p: float
+    verification_mode: VerificationMode
+    draft_length: int
+    tree_nodes: int | None  # None: a chain
+    max_new_tokens: int
+    acceptance: Stats = flat()
+    mean_acceptance_length_ci95: Interval
+    calibration: list[list[CalibrationBin]] | None = optional()  # of chains
+    calibration_error: list[float | None] | None = optional()
+    difference: DifferenceFromFirst | None = optional()  # of drafters after the first that drafts alike
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The content of replay.json."""
+
+    target: str
+    environment: Environment
+    results: list[ReplayResult]
+
 
 def run(settings: ReplaySettings, console: Console) -> None:
-    """Replay drafters (checkpoints, Hub names, `ngram`), print the rows and write them to OUT/replay.json.
+    """Replay drafters (checkpoints, Hub names, `ngram`), print the results and write them to OUT/replay.json.
 
-    Of rows beyond the first drafter's, `difference` is their acceptance length less that drafter's at the same setting,
-    with a paired interval. Raises `UserError`, before anything is decoded, for what cannot be replayed.
+    Raises `UserError`, before anything is decoded, for what cannot be replayed.
     """
     notice_overwriting(settings.out / "replay.json")
     temperatures = dict.fromkeys(settings.temperature)
@@ -56,52 +99,82 @@ def run(settings: ReplaySettings, console: Console) -> None:
             check_shape(tree, drafter)
     require_writable(settings.out)
     longest = max([settings.draft_length, *(tree.depth for tree in trees)])
-    rows: list[dict[str, Any]] = []
+    results: list[ReplayResult] = []
     with cpu_threads(settings.num_threads):
         for prompts, sampling in itertools.product(prompt_sets, samplings):
             recording = record(target, prompts.token_ids, sampling, settings.max_new_tokens, longest, settings.seed)
             traces = replay(target, recording, drafters, longest)
-            rows += replayed_rows(drafters, prompts, sampling, settings, trees, traces)
-    content = {"target": target.name, "environment": to_json(environment(target)), "results": rows}
-    write_json(settings.out / "replay.json", content)
-    print_replays(rows, console)
-    console.print(f"expected counters of {len(rows)} settings: {settings.out / 'replay.json'}")
+            drafts = {name: drafts_of(drafter, sampling, settings, trees) for name, drafter in drafters.items()}
+            results += replay_results(prompts, sampling, settings.max_new_tokens, drafts, traces)
+        content = Replay(target.name, environment(target), results)
+    write_json(settings.out / "replay.json", to_json(content))
+    print_results(results, console)
+    console.print(f"expected counters of {len(results)} settings: {settings.out / 'replay.json'}")
 
 
-def replayed_rows(
-    drafters: dict[str, Drafter],
+def drafts_of(
+    drafter: Drafter, sampling: Sampling, settings: ReplaySettings, trees: list[Chain | StaticTree]
+) -> list[Draft]:
+    """Return the shapes and verification modes that a drafter is replayed with at a temperature."""
+    exact: VerificationMode = "greedy" if sampling.greedy else "one_hot"
+    modes: list[VerificationMode] = [exact]
+    if not sampling.greedy and drafter.can_sample:
+        modes.append("probabilistic")
+    longest = min(settings.draft_length, drafter.max_draft_length or settings.draft_length)
+    chains: list[Draft] = [(Chain(depth), mode) for mode in modes for depth in range(1, longest + 1)]
+    return [*chains, *((tree, exact) for tree in trees if drafter.can_branch)]
+
+
+def replay_results(
     prompts: PromptSet,
     sampling: Sampling,
-    settings: ReplaySettings,
-    trees: list[Chain | StaticTree],
+    max_new_tokens: int,
+    drafts: dict[str, list[Draft]],
     traces: dict[str, list[AcceptanceTrace]],
-) -> list[dict[str, Any]]:
-    """Return the rows of all drafters on one set of prompts at one temperature."""
-    rows = []
-    first = next(iter(drafters))
-    for name, drafter in drafters.items():
-        for shape, mode in shapes_and_modes(drafter, sampling, settings, trees):
+) -> list[ReplayResult]:
+    """Return the results of all drafters, by name, on one set of prompts at one temperature."""
+    results = []
+    first = next(iter(drafts))
+    for name, own_drafts in drafts.items():
+        for shape, mode in own_drafts:
             stats = [expected_stats(trace, shape, mode) for trace in traces[name]]
-            row = {"drafter": name, **replayed_row(prompts, sampling, shape, mode, stats, settings, traces[name])}
-            if name != first and (shape, mode) in shapes_and_modes(drafters[first], sampling, settings, trees):
+            difference = bins = None
+            if name != first and (shape, mode) in drafts[first]:
                 others = [expected_stats(trace, shape, mode) for trace in traces[first]]
-                row["difference"] = {"from": first, **to_json(paired_difference(stats, others))}
-            rows.append(row)
-    return rows
+                difference = DifferenceFromFirst(first, paired_difference(stats, others))
+            if isinstance(shape, Chain):
+                bins = calibration_bins(traces[name], shape.depth, mode)
+            result = ReplayResult(
+                drafter=name,
+                prompt_set=prompts.name,
+                num_prompts=len(prompts.token_ids),
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                verification_mode=mode,
+                draft_length=shape.depth,
+                tree_nodes=None if isinstance(shape, Chain) else shape.num_nodes,
+                max_new_tokens=max_new_tokens,
+                acceptance=total_of(stats),
+                mean_acceptance_length_ci95=length_interval(stats),
+                calibration=bins,
+                calibration_error=None if bins is None else list(map(calibration_error, bins)),
+                difference=difference,
+            )
+            results.append(result)
+    return results
 
 
-def print_replays(rows: list[dict[str, Any]], console: Console) -> None:
-    """Acceptance lengths, a line a drafter and mode, a column a draft length or tree."""
-    drafters = list(dict.fromkeys(row["drafter"] for row in rows))
-    short = {name: ", ".join(filter(None, checkpoint_names(name))) for name in drafters}
-    told_apart = len(set(short.values())) == len(short)
-    for setting, block in itertools.groupby(rows, lambda row: (row["prompt_set"], row["temperature"], row["top_p"])):
+def print_results(results: list[ReplayResult], console: Console) -> None:
+    """Print acceptance lengths, a line for each drafter and mode, a column for each draft length or tree."""
+    short_names = {row.drafter: ", ".join(filter(None, checkpoint_names(row.drafter))) for row in results}
+    if len(set(short_names.values())) < len(short_names):
+        short_names = {name: name for name in short_names}
+    for setting, block in itertools.groupby(results, lambda row: (row.prompt_set, row.temperature, row.top_p)):
         lines: dict[tuple[str, str], dict[str, str]] = {}
         for row in block:
-            column = str(row["draft_length"]) if row["tree_nodes"] is None else f"tree of {row['tree_nodes']}"
-            name = short[row["drafter"]] if told_apart else row["drafter"]
-            line = lines.setdefault((name, row["verification_mode"]), {})
-            line[column] = f"{row['mean_acceptance_length']:.2f}"
+            column = str(row.draft_length) if row.tree_nodes is None else f"tree of {row.tree_nodes}"
+            line = lines.setdefault((short_names[row.drafter], row.verification_mode), {})
+            line[column] = f"{row.acceptance.mean_acceptance_length:.2f}"
         columns = list(dict.fromkeys(column for line in lines.values() for column in line))
         table = Table("drafter", "mode", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
         for names, line in lines.items():
@@ -109,47 +182,3 @@ def print_replays(rows: list[dict[str, Any]], console: Console) -> None:
         prompt_set, temperature, top_p = setting
         title = f"acceptance length by draft length: {prompt_set}, temperature {temperature:g}, top-p {top_p:g}"
         console.print(Text(title, style="bold"), table)
-
-
-def shapes_and_modes(
-    drafter: Drafter, sampling: Sampling, settings: ReplaySettings, trees: list[Chain | StaticTree]
-) -> list[tuple[Chain | StaticTree, VerificationMode]]:
-    """The shapes and verification modes that a drafter is replayed with at a temperature."""
-    exact: VerificationMode = "greedy" if sampling.greedy else "one_hot"
-    modes: list[VerificationMode] = [exact]
-    if not sampling.greedy and drafter.can_sample:
-        modes.append("probabilistic")
-    chains = [
-        Chain(depth)
-        for depth in range(1, min(settings.draft_length, drafter.max_draft_length or settings.draft_length) + 1)
-    ]
-    own_trees = trees if drafter.can_branch else ()
-    return [*((chain, mode) for mode in modes for chain in chains), *((tree, exact) for tree in own_trees)]
-
-
-def replayed_row(
-    prompts: PromptSet,
-    sampling: Sampling,
-    shape: Chain | StaticTree,
-    mode: VerificationMode,
-    stats: list[Stats],
-    settings: ReplaySettings,
-    traces: list[AcceptanceTrace],
-) -> dict[str, Any]:
-    """Return a row of replay.json; its counters are expected values, which may be fractions."""
-    is_chain = isinstance(shape, Chain)
-    bins = calibration_bins(traces, shape.depth, mode) if is_chain else []
-    calibration = {"calibration": to_json(bins), "calibration_error": list(map(calibration_error, bins))}
-    return {
-        "prompt_set": prompts.name,
-        "num_prompts": len(prompts.token_ids),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "verification_mode": mode,
-        "draft_length": shape.depth,
-        "tree_nodes": None if is_chain else shape.num_nodes,
-        "max_new_tokens": settings.max_new_tokens,
-        **total_of(stats).to_json(),
-        "mean_acceptance_length_ci95": length_interval(stats),
-        **(calibration if is_chain else {}),
-    }
