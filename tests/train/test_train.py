@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from reports import result, write_results
 from runs import arguments, base_of, final_weights, make_config, of_the_run, write_held_out
 
 from draftsmith.data.samples.samples import loss_mask, read_samples
@@ -279,8 +280,8 @@ def test_best_is_the_fastest(speedups: list[float], divergences: list[int], best
     for number, (speedup, differing) in enumerate(zip(speedups, divergences, strict=True), 1):
         checkpoint = tmp_path / "checkpoints" / checkpoint_name(number)
         checkpoint.mkdir(parents=True)
-        row = {"speedup": speedup, "mean_acceptance_length": 9 - speedup, "lossless": {"divergences": differing}}
-        (checkpoint / "evaluation.json").write_text(json.dumps({"results": [row, {**row, "speedup": 9 - speedup}]}))
+        row = {**result(0.5, 1.0, divergences=differing), "speedup": speedup, "mean_acceptance_length": 9 - speedup}
+        write_results(checkpoint / "evaluation.json", [row, {**row, "speedup": 9 - speedup}])
         link_best(tmp_path)
     (tmp_path / "checkpoints" / checkpoint_name(9)).mkdir()  # not measured
     assert link_best(tmp_path) == tmp_path / "checkpoints" / checkpoint_name(best)
