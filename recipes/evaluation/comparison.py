@@ -29,7 +29,7 @@ from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.costs_beside import costs_beside
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import require_writable, write_json
+from draftsmith.models.files import require_writable, write_json, write_whole
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.evaluation.diagnoses import with_diagnoses
 from draftsmith.recipes.reports.report import evaluation_markdown
@@ -133,9 +133,8 @@ def write_evaluations(
         for drafter_costs in own:
             write_json(path.with_name("costs.json"), to_json(drafter_costs))
         write_evaluation(path, evaluation)
-        path.with_suffix(".md").write_text(evaluation_markdown([evaluation], own), encoding="utf-8")
-    of_all = evaluation_markdown(evaluations, list(costs.values()))
-    (out / "evaluation.md").write_text(of_all, encoding="utf-8")
+        write_whole(path.with_suffix(".md"), evaluation_markdown([evaluation], own))
+    write_whole(out / "evaluation.md", evaluation_markdown(evaluations, list(costs.values())))
     return evaluations
 
 
