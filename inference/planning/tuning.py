@@ -53,7 +53,7 @@ class PredictedDraft:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is best for one drafter."""
+    """The best schedule for one drafter, the tree and the confidence rule that were tried, and their predictions."""
 
     schedule: Schedule
     tree: StaticTree | None  # at the smallest batch size, where it is predicted to beat the chain

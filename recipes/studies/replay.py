@@ -54,7 +54,7 @@ class DifferenceFromFirst:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayResult:
-    """One row of replay.json; its counters are expected values, which may be fractions."""
+    """A row of replay.json. Its counters are expected values, which may be fractions."""
 
     drafter: str
     prompt_set: str

@@ -66,7 +66,7 @@ def prompts_to_fit(
 ) -> tuple[PromptSet, list[PromptSet]]:
     """Return the prompts to fit on and those to measure on; `UserError` where they share some.
 
-    Where no others are given to fit on, every second one of the only set is.
+    Without --fit-prompts every second prompt of the only set is fitted on.
     """
     if settings.fit_prompts is None:
         if len(prompt_sets) > 1 or len(prompt_sets[0].token_ids) < 2:
