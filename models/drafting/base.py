@@ -1,4 +1,4 @@
-"""What every drafter is. The decoder, the training loop and checkpoints each know one part of it and no more."""
+"""The class of every drafter. The decoder, the training loop and checkpoints each know one part of it and no more."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

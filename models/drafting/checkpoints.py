@@ -1,4 +1,4 @@
-"""What a checkpoint asks of a drafter: config.json and tensors, laid out as serving engines load them."""
+"""The part of a drafter that checkpoints use: config.json and tensors, laid out as serving engines load them."""
 
 from pathlib import Path
 from typing import Any, ClassVar

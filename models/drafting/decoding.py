@@ -1,4 +1,4 @@
-"""What the decoder asks of a drafter: a cache, prefill, and a draft each round.
+"""The part of a drafter that the decoder uses: a cache, prefill, and a draft each round.
 
 Shapes: b rows of some prompts, P tokens of the longest of them.
 """

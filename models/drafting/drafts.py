@@ -1,4 +1,4 @@
-"""What a drafter proposes, and what the decoder shows it.
+"""The draft that a drafter proposes, and the state that the decoder shows it.
 
 Shapes: B rows, T tokens, M slots, N drafted tokens (nodes), K depths, P columns up to the last that has children,
 V vocabulary of the target, Vd draft vocabulary.

@@ -1,4 +1,4 @@
-"""What the training loop asks of a drafter, and whoever compares its predictions with a text.
+"""The part of a drafter that training uses, and whoever compares its predictions with a text.
 
 Shapes: V vocabulary of the target, Vd draft vocabulary.
 """

@@ -44,7 +44,7 @@ LONGEST_WAIT = timedelta(days=7)  # for the others' counts; where one dies its l
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What an evaluation of several drafters does besides measuring them."""
+    """The options of an evaluation of several drafters, besides what it measures."""
 
     num_threads: int | None = None  # of the CPU; None leaves torch's
     certify: bool = False  # add a certificate of losslessness for every drafter

@@ -79,7 +79,7 @@ def write_card(
 
 @dataclass(frozen=True)
 class ServedFigures:
-    """What was measured at the draft length that is served."""
+    """The figures that were measured at the draft length that is served."""
 
     target: str
     draft_length: int
@@ -89,7 +89,7 @@ class ServedFigures:
 
 @dataclass(frozen=True)
 class CardMetadata:
-    """What the Hub reads at the top of a card."""
+    """The fields that the Hub reads at the top of a card."""
 
     tags: list[str]
     base_model: str | None = optional()
