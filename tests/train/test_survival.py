@@ -115,7 +115,7 @@ def test_a_stuck_collective_is_told_with_rank_and_place(findings: Any) -> None:
     told = " ".join(log.split())
     for rank, place in (
         (0, "in [a-z_]+, from draftsmith.train.step:"),
-        (1, "in asleep, from draftsmith.models.drafting.base:"),
+        (1, "in asleep, from draftsmith.models.drafting.training:"),
     ):
         assert re.search(rf"process {rank} of 2 has been at step 3, drafter, for [2-4] s: {place}\d+", told), told
     assert "error: process 0 of 2 waited run.timeout for another at step 3, drafter (" in told
