@@ -33,7 +33,7 @@ from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate
 from draftsmith.recipes.reports.tables import interval_text
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, write_jsonl
 from draftsmith.train import TrainConfig, train
-from draftsmith.train.folder.checkpoint import checkpoint_step
+from draftsmith.train.run_folder.checkpoint import checkpoint_step
 
 NUM_HELD_OUT, MAX_NEW_TOKENS = 24, 96
 COST = "cost.json"  # CPU time of a training run

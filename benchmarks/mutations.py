@@ -32,13 +32,13 @@ TIME_LIMIT = 900.0  # seconds for the tests of one mutation
 
 RULES = "inference/verification/acceptance_rules.py"
 ACCEPTANCE = "inference/verification/acceptance_kernels.py"
-REJECTION = "inference/verification/rejection_kernels.py"
+REJECTION = "inference/verification/sampled_draft_kernels.py"
 DIVERGENCES = "models/losses/divergences.py"
 CHAIN_LOSS = "models/losses/chain_loss.py"
 LOSS_KERNELS = "models/losses/divergence_kernels.py"
-UNROLLED = "models/drafting/eagle_layer.py"
-ATTENTION = "models/drafting/unrolled_attention.py"
-LAYOUTS = "models/drafting/layouts.py"
+UNROLLED = "models/drafter_parts/eagle_layer.py"
+ATTENTION = "models/drafter_parts/unrolled_attention.py"
+LAYOUTS = "models/drafter_parts/layouts.py"
 KEY_NAMES = "recipes/serving/engine_key_names.py"
 LAYOUT_CHECK = "recipes/serving/layout_check.py"
 

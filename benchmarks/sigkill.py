@@ -26,8 +26,8 @@ from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
-from draftsmith.train.folder.checkpoint import WEIGHTS, checkpoints, damage, resumable
-from draftsmith.train.folder.tracking import read_metrics
+from draftsmith.train.run_folder.checkpoint import WEIGHTS, checkpoints, damage, resumable
+from draftsmith.train.run_folder.tracking import read_metrics
 
 CHECKPOINT_EVERY = 5
 STEPS_A_KILL, MOST_STEPS = 4, 8  # on average with those done twice, and at most

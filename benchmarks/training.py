@@ -26,7 +26,7 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 from draftsmith.train import train
 from draftsmith.train.config import resolve
-from draftsmith.train.folder.tracking import read_metrics
+from draftsmith.train.run_folder.tracking import read_metrics
 
 WARM_UP = 2  # steps
 PARTS = ("data", "target", "drafter", "communication", "optimizer")

@@ -26,9 +26,9 @@ from draftsmith.models import Target, load_drafter
 from draftsmith.recipes.configs.recipes import quickstart_eagle3
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.train import TrainConfig, train
-from draftsmith.train.folder.checkpoint import checkpoints
 from draftsmith.train.inputs.features import feature_source
 from draftsmith.train.process.stages import Stages
+from draftsmith.train.run_folder.checkpoint import checkpoints
 from draftsmith.train.setup import set_up
 from draftsmith.train.step import accumulate_gradients
 

@@ -10,6 +10,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from draftsmith.models.drafter_parts.base import Drafter
+from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
+from draftsmith.models.drafter_parts.layouts import Checkpoint, read_checkpoint
+from draftsmith.models.drafter_parts.vocabulary import vocabulary_hash
 from draftsmith.models.drafters.draft_model import DraftModel
 from draftsmith.models.drafters.eagle import Eagle
 from draftsmith.models.drafters.eagle3 import Eagle3
@@ -17,17 +21,13 @@ from draftsmith.models.drafters.hydra import Hydra
 from draftsmith.models.drafters.medusa import Medusa
 from draftsmith.models.drafters.mlp_speculator import MLPSpeculator
 from draftsmith.models.drafters.p_eagle import PEagle
-from draftsmith.models.drafting.base import Drafter
-from draftsmith.models.drafting.checkpoints import OWN_EMBEDDING
-from draftsmith.models.drafting.layouts import Checkpoint, read_checkpoint
-from draftsmith.models.drafting.vocabulary import vocabulary_hash
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.identity import check_identity, identity
 from draftsmith.models.target.target import Target
 from draftsmith.models.training_free.cascade import Cascade, CascadeConfig
 from draftsmith.models.training_free.lookahead import Lookahead
 from draftsmith.models.training_free.ngram import Ngram
-from draftsmith.models.training_free.none import NoDrafter
+from draftsmith.models.training_free.no_drafter import NoDrafter
 from draftsmith.models.training_free.suffix import Suffix
 
 __all__ = [

@@ -13,17 +13,17 @@ from draftsmith.models import DRAFTERS
 
 ROOT = Path(__file__).parents[1]
 WINGS = {  # the floors from the ground up, and the wings of each from the ground up
-    "models": ("sampling", "target", "losses", "drafting", "drafters", "training_free"),
-    "inference": ("verification", "decoding", "replay", "measuring", "planning", "load", "diagnosis"),
+    "models": ("sampling", "target", "losses", "drafter_parts", "drafters", "training_free"),
+    "inference": ("verification", "decoding", "replay", "measuring", "planning", "traffic", "diagnosis"),
     "data": ("samples", "prompts", "answers", "features"),
-    "train": ("process", "hardware", "inputs", "folder", "evaluation"),
+    "train": ("process", "hardware", "inputs", "run_folder", "evaluation"),
     "recipes": ("configs", "reports", "evaluation", "serving", "studies", "cli"),
 }
 FLOORS = tuple(WINGS)
 # What all wings of a floor stand on. Other files beside the wings stand on top of them.
 GROUND = {
     "models": ("batch", "errors", "files", "layers", "typed_json"),
-    "data": ("http", "progress", "ranks"),
+    "data": ("http", "processes", "progress"),
     "train": ("config",),
 }
 FEWEST_FILES, MOST_FILES = 2, 14  # of a wing, so that it reads as a table of contents

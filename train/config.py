@@ -25,7 +25,7 @@ from pydantic import (
 from draftsmith.data.answers.changed_settings import flatten
 from draftsmith.data.features.stored import StoredDtype
 from draftsmith.models import DRAFTERS
-from draftsmith.models.drafting.base import DrafterConfig
+from draftsmith.models.drafter_parts.base import DrafterConfig
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import read_yaml
 

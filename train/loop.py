@@ -11,18 +11,14 @@ import rich
 from rich.markup import escape
 from torch import Tensor
 
+from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.ranks import rank_and_num_ranks
 from draftsmith.data.samples.batches import MicroBatch
 from draftsmith.models.batch import Batch
 from draftsmith.models.files import write_json
 from draftsmith.models.target.target import pick_device
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.evaluation.evaluate import Evaluator, what_training_brought
-from draftsmith.train.folder.checkpoint import checkpoint_name, checkpoints, resume, rotate, save_checkpoint
-from draftsmith.train.folder.run_folder import open_run
-from draftsmith.train.folder.tracking import Tracker
-from draftsmith.train.folder.vocabulary import VOCABULARY, vocabulary_content
 from draftsmith.train.hardware.layouts import gather_as_one, steps_in_backward
 from draftsmith.train.hardware.meter import Meter
 from draftsmith.train.inputs.features import feature_source
@@ -31,6 +27,10 @@ from draftsmith.train.process.faults import NonFiniteSteps, in_one_line
 from draftsmith.train.process.profiling import profiled
 from draftsmith.train.process.signals import Stopped, StopRequest
 from draftsmith.train.process.stages import Stages, watched
+from draftsmith.train.run_folder.checkpoint import checkpoint_name, checkpoints, resume, rotate, save_checkpoint
+from draftsmith.train.run_folder.run_folder import open_run
+from draftsmith.train.run_folder.tracking import Tracker
+from draftsmith.train.run_folder.vocabulary import VOCABULARY, vocabulary_content
 from draftsmith.train.setup import Setup, set_up, show_data
 from draftsmith.train.step import (
     accumulate_gradients,

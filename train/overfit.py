@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import rich
 import torch
 
+from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.data.progress import progress_bar
-from draftsmith.data.ranks import rank_and_num_ranks
 from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.data.samples.samples import Sample, Span
 from draftsmith.inference import SpeculativeDecoder

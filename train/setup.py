@@ -28,11 +28,11 @@ from draftsmith.models import CHANGED_TARGET, Drafter, Target
 from draftsmith.models.errors import UserError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.evaluation.evaluate import check_evaluation, evaluation_prompts
-from draftsmith.train.folder.vocabulary import vocabulary_text
 from draftsmith.train.hardware.layouts import make_accelerator
 from draftsmith.train.hardware.placement import check_placement, place
 from draftsmith.train.inputs.features import load_target, open_store
 from draftsmith.train.inputs.on_policy import OnPolicy
+from draftsmith.train.run_folder.vocabulary import vocabulary_text
 from draftsmith.train.starting_drafter import fit_vocabulary_size, starting_drafter
 
 

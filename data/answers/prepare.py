@@ -15,6 +15,7 @@ from draftsmith.data.answers.changed_settings import changes_text, flatten, sett
 from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.data.answers.journal import Journal, merge_journals, remove_journals, written_lines
 from draftsmith.data.answers.turns import Dialogue, Markers
+from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.prompts.checks import (
     check_bos,
@@ -26,7 +27,6 @@ from draftsmith.data.prompts.checks import (
 )
 from draftsmith.data.prompts.prompts import read_split
 from draftsmith.data.prompts.splits import HELD_OUT, write_prompts
-from draftsmith.data.ranks import rank_and_num_ranks
 from draftsmith.data.samples.samples import PREPARED, SAMPLES, read_prepared, read_samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import resolve_settings

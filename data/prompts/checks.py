@@ -13,7 +13,7 @@ from draftsmith.data.progress import notice
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.samples.samples import Sample, read_prepared
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafting.base import Drafter
+from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.identity import check_identity
 from draftsmith.models.target.target import Target

@@ -21,8 +21,8 @@ from draftsmith.inference.decoding.graphs import CALLS_TO_RECORD, Replay, can_be
 from draftsmith.inference.decoding.schedule import AnySchedule, Confident
 from draftsmith.inference.verification import acceptance_rules
 from draftsmith.inference.verification.acceptance_rules import Verified
-from draftsmith.models.drafting.base import Drafter
-from draftsmith.models.drafting.drafts import NO_TOKEN, DecodingState, Draft, chain
+from draftsmith.models.drafter_parts.base import Drafter
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft, chain
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, cut, sample
 from draftsmith.models.sampling.trees import Chain, Shape, ancestor_words, node_depths
 from draftsmith.models.target.slots import SlotCache, Window, chain_window

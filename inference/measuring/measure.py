@@ -1,6 +1,6 @@
 """Acceptance and speed of drafters beside plain decoding, in one process, on the same prompts.
 
-All contenders decode in turns (turns.py); acceptance is counted once, and times give the ratio of two speeds with an
+All contenders decode in turns (interleaving.py); acceptance is counted once, and times give the ratio of two speeds with an
 interval (speed.py).
 """
 
@@ -16,6 +16,7 @@ from draftsmith.inference.decoding.schedule import AnySchedule
 from draftsmith.inference.measuring.bandwidth import bandwidth_floor_share, memory_bandwidth
 from draftsmith.inference.measuring.baselines import Baseline
 from draftsmith.inference.measuring.calibration import calibration_bins, calibration_error
+from draftsmith.inference.measuring.interleaving import DecodeBatch, decode_in_turns
 from draftsmith.inference.measuring.lossless import compare_outputs
 from draftsmith.inference.measuring.results import BaselineResult, DomainResult, LosslessCheck, Result, Setting
 from draftsmith.inference.measuring.speed import (
@@ -28,7 +29,6 @@ from draftsmith.inference.measuring.speed import (
     speedup_of,
 )
 from draftsmith.inference.measuring.teacher_forcing import gap_to_training, predicted_acceptance, teacher_forced_traces
-from draftsmith.inference.measuring.turns import DecodeBatch, decode_in_turns
 from draftsmith.inference.replay.replay import expected_stats
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter

@@ -10,7 +10,7 @@ from draftsmith.inference.decoding.decoder import Output, SpeculativeDecoder
 from draftsmith.inference.decoding.schedule import AnySchedule, Schedule, for_sglang, for_vllm, schedule_from_json
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.measuring.results import Setting
-from draftsmith.inference.planning.choice import (
+from draftsmith.inference.planning.best_draft import (
     acceptance_length,
     fit_schedule,
     fit_tree,
@@ -21,7 +21,7 @@ from draftsmith.inference.planning.choice import (
 from draftsmith.inference.planning.confidence import ConfidenceChoice, choose_confidence, draft_everywhere
 from draftsmith.inference.planning.cost_measurement import CostRange, measure_costs
 from draftsmith.inference.planning.costs import Costs
-from draftsmith.inference.planning.costs_beside import typical_context
+from draftsmith.inference.planning.costs_after_evaluation import typical_context
 from draftsmith.inference.planning.fixed_batches import DecodedRequest, fixed_batch_speedup
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError

@@ -14,7 +14,7 @@ from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSe
 from draftsmith.inference.decoding.generation import Generation
 from draftsmith.inference.verification.acceptance_rules import Verified
 from draftsmith.models import Drafter, Target
-from draftsmith.models.drafting.drafts import DecodingState, Draft
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import SlotCache
 

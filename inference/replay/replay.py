@@ -37,7 +37,7 @@ from draftsmith.inference.replay.token_scores import UNRANKED, DrafterScores, Ta
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafting.drafts import NO_TOKEN
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import shift_left
 from draftsmith.models.sampling.sampling import Sampling

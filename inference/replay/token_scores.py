@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafting.base import Drafter
+from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.losses.chain_loss import ChainLoss, chunk_rows
 from draftsmith.models.sampling.sampling import Sampling, cut
 from draftsmith.models.target.target import Features, Target

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.inference.verification import rejection_kernels as rejection
+from draftsmith.inference.verification import sampled_draft_kernels as rejection
 from draftsmith.inference.verification.acceptance_rules import Verified
-from draftsmith.inference.verification.rejection_kernels import Tree, load_tree
+from draftsmith.inference.verification.sampled_draft_kernels import Tree, load_tree
 from draftsmith.models.sampling.sampling_kernels import chunk_sizes, load_distribution, read_in_chunks, sample_columns
 
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafting.base import Drafter, DrafterConfig
-from draftsmith.models.drafting.checkpoints import load_tensors
-from draftsmith.models.drafting.drafts import DecodingState, Draft
-from draftsmith.models.drafting.tree_drafting import DrafterCache, LevelWindows, grow, take
+from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
+from draftsmith.models.drafter_parts.checkpoint_interface import load_tensors
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
+from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, LevelWindows, grow, take
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, divergence_over_rows, teacher_rows

@@ -19,16 +19,16 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafting.base import Drafter, DrafterConfig
-from draftsmith.models.drafting.checkpoints import check_same_shape, load_tensors
-from draftsmith.models.drafting.decoder_layer import (
+from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
+from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, load_tensors
+from draftsmith.models.drafter_parts.decoder_layer import (
     DecoderLayer,
     engine_layer_config,
     layer_config_for,
     layer_config_of,
 )
-from draftsmith.models.drafting.drafts import DecodingState, Draft
-from draftsmith.models.drafting.eagle_layer import (
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
+from draftsmith.models.drafter_parts.eagle_layer import (
     EagleCache,
     UnrolledLayer,
     drafting_slots,

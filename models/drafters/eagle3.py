@@ -19,24 +19,24 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafting.base import Drafter
-from draftsmith.models.drafting.checkpoints import OWN_EMBEDDING, check_same_shape, load_tensors
-from draftsmith.models.drafting.decoder_layer import (
+from draftsmith.models.drafter_parts.base import Drafter
+from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING, check_same_shape, load_tensors
+from draftsmith.models.drafter_parts.decoder_layer import (
     DecoderLayer,
     engine_layer_config,
     layer_config_for,
     layer_config_of,
 )
-from draftsmith.models.drafting.drafts import DecodingState, Draft
-from draftsmith.models.drafting.eagle_layer import (
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
+from draftsmith.models.drafter_parts.eagle_layer import (
     EagleCache,
     UnrolledLayer,
     decoding_norm,
     drafting_slots,
     store_for_decoding,
 )
-from draftsmith.models.drafting.unrolled_attention import DraftingSlots
-from draftsmith.models.drafting.vocabulary import ReducedVocabulary, too_large
+from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots
+from draftsmith.models.drafter_parts.vocabulary import ReducedVocabulary, too_large
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import RMSNorm
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth

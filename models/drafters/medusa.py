@@ -15,12 +15,12 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafting.adapters import Corrections
-from draftsmith.models.drafting.base import Drafter
-from draftsmith.models.drafting.checkpoints import check_same_shape, load_tensors
-from draftsmith.models.drafting.drafts import DecodingState, Draft, in_target_vocabulary
-from draftsmith.models.drafting.tree_drafting import grow, take
-from draftsmith.models.drafting.vocabulary import ReducedVocabulary, too_large
+from draftsmith.models.drafter_parts.adapters import Corrections
+from draftsmith.models.drafter_parts.base import Drafter
+from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, load_tensors
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
+from draftsmith.models.drafter_parts.tree_drafting import grow, take
+from draftsmith.models.drafter_parts.vocabulary import ReducedVocabulary, too_large
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, divergence_over_rows, teacher_rows

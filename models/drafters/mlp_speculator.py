@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafting.base import Drafter, DrafterConfig
-from draftsmith.models.drafting.checkpoints import check_same_shape, load_tensors
-from draftsmith.models.drafting.drafts import DecodingState, Draft
-from draftsmith.models.drafting.tree_drafting import grow, take
+from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
+from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, load_tensors
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
+from draftsmith.models.drafter_parts.tree_drafting import grow, take
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows

@@ -19,13 +19,13 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from draftsmith.models.batch import Batch
+from draftsmith.models.drafter_parts.base import Drafter
+from draftsmith.models.drafter_parts.checkpoint_interface import load_tensors
+from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
+from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow, take
+from draftsmith.models.drafter_parts.vocabulary import ReducedVocabulary
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
-from draftsmith.models.drafting.base import Drafter
-from draftsmith.models.drafting.checkpoints import load_tensors
-from draftsmith.models.drafting.decoder_layer import DecoderLayer
-from draftsmith.models.drafting.drafts import DecodingState, Draft, in_target_vocabulary
-from draftsmith.models.drafting.tree_drafting import DrafterCache, grow, take
-from draftsmith.models.drafting.vocabulary import ReducedVocabulary
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import RMSNorm, checkpoint_tensors, rotary_table, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.models.drafting.base import Drafter, DrafterConfig
-from draftsmith.models.drafting.drafts import DecodingState, Draft, chain, lookup_chain
+from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, chain, lookup_chain
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import Window

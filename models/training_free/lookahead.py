@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftsmith.models.drafting.base import Drafter, DrafterConfig
-from draftsmith.models.drafting.drafts import NO_TOKEN, DecodingState, Draft
+from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft
 from draftsmith.models.errors import require_at_least
 from draftsmith.models.sampling.trees import Shape, StaticTree
 from draftsmith.models.target.target import Target

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from draftsmith.models.drafting.base import Drafter, DrafterConfig
-from draftsmith.models.drafting.drafts import NO_TOKEN, DecodingState, Draft, lookup_chain
+from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft, lookup_chain
 from draftsmith.models.sampling.trees import Shape
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.models.drafting.base import Drafter, DrafterConfig
-from draftsmith.models.drafting.drafts import NO_TOKEN, DecodingState, Draft, lookup_chain
+from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft, lookup_chain
 from draftsmith.models.errors import require_at_least
 from draftsmith.models.sampling.trees import Shape
 

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from draftsmith.data.ranks import device_of_process, rank_and_num_ranks
+from draftsmith.data.processes import device_of_process, rank_and_num_ranks
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError

@@ -8,8 +8,8 @@ from rich.console import Console
 from draftsmith.data.answers.estimate import estimate
 from draftsmith.data.answers.off_policy import store_conversations
 from draftsmith.data.answers.prepare import AnswerJob, PrepareSettings, prepare
+from draftsmith.data.processes import device_of_process, rank_and_num_ranks
 from draftsmith.data.prompts.splits import HELD_OUT
-from draftsmith.data.ranks import device_of_process, rank_and_num_ranks
 from draftsmith.inference.decoding.decoder import check_sampling
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError

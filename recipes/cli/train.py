@@ -12,9 +12,9 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.train import train
 from draftsmith.train.config import resolve
-from draftsmith.train.folder.checkpoint import checkpoints
-from draftsmith.train.folder.run_folder import best_checkpoint, measured_checkpoints
 from draftsmith.train.overfit import overfit
+from draftsmith.train.run_folder.checkpoint import checkpoints
+from draftsmith.train.run_folder.run_folder import best_checkpoint, measured_checkpoints
 
 
 def run(settings: TrainSettings, console: Console) -> None:

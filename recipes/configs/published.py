@@ -5,7 +5,7 @@ Their targets, texts and engines are not the reader's: a first guess, to be repl
 
 from dataclasses import dataclass
 
-from draftsmith.inference.planning.choice import equal_rates
+from draftsmith.inference.planning.best_draft import equal_rates
 
 
 @dataclass(frozen=True)

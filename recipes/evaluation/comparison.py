@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from rich.progress import Progress
 
+from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.prompts.checks import notice_other_target
-from draftsmith.data.ranks import rank_and_num_ranks
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.baselines import make_baselines
 from draftsmith.inference.measuring.certify import CertifySettings, certify, num_checks
@@ -26,7 +26,7 @@ from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, c
 from draftsmith.inference.measuring.results import Evaluation, Result, write_evaluation
 from draftsmith.inference.measuring.sample_texts import sample_texts
 from draftsmith.inference.planning.costs import Costs
-from draftsmith.inference.planning.costs_beside import costs_beside
+from draftsmith.inference.planning.costs_after_evaluation import costs_beside
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, write_json, write_whole

@@ -6,8 +6,8 @@ from functools import partial
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from draftsmith.inference.load.load_test import LoadTest
-from draftsmith.inference.load.stages import Gain, StageResult, gains, latency_text
+from draftsmith.inference.traffic.load_test import LoadTest
+from draftsmith.inference.traffic.stages import Gain, StageResult, gains, latency_text
 from draftsmith.recipes.reports.figures import BASELINE_COLOUR, COLOURS, INK, Plot, label, legend
 from draftsmith.recipes.reports.report_data import ReportData
 from draftsmith.recipes.reports.tables import Cell, Row, Section, Table, Tone, ratio_text, table_of

@@ -9,17 +9,17 @@ from typing import Any, TypeVar
 import yaml
 
 from draftsmith.inference.decoding.schedule import Schedule
-from draftsmith.inference.load.load_test import LoadTest
 from draftsmith.inference.measuring.results import Environment, Evaluation, Result, Setting, read_evaluation
 from draftsmith.inference.measuring.sample_texts import SampleText
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.tuning import PredictedDraft
+from draftsmith.inference.traffic.load_test import LoadTest
 from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import from_json
-from draftsmith.train.folder.checkpoint import checkpoint_step
-from draftsmith.train.folder.run_folder import measured_checkpoints
-from draftsmith.train.folder.tracking import read_metrics
-from draftsmith.train.folder.vocabulary import read_vocabulary, vocabulary_text
+from draftsmith.train.run_folder.checkpoint import checkpoint_step
+from draftsmith.train.run_folder.run_folder import measured_checkpoints
+from draftsmith.train.run_folder.tracking import read_metrics
+from draftsmith.train.run_folder.vocabulary import read_vocabulary, vocabulary_text
 
 FREE = ("batch_size", "draft_length", "tree_nodes")  # in which the settings differ that a report compares
 EXTRAS = ("choice", "load", "plan")  # NAME.json that other commands write

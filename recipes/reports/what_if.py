@@ -13,7 +13,7 @@ from statistics import linear_regression, mean, median
 from matplotlib.figure import Figure
 
 from draftsmith.inference.measuring.results import Interval, Result
-from draftsmith.inference.planning.choice import acceptance_length, rates_of_rounds
+from draftsmith.inference.planning.best_draft import acceptance_length, rates_of_rounds
 from draftsmith.inference.planning.costs import GOAL, Costs
 from draftsmith.recipes.reports.figures import INK, Plot, label, legend, line_styles
 from draftsmith.recipes.reports.report_data import MeasuredDrafter, ReportData

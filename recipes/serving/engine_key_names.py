@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.models.drafting.checkpoints import OWN_EMBEDDING
+from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
 from draftsmith.models.errors import UserError
 
 VLLM, SGLANG = "vLLM 0.32.0", "SGLang 0.5.23"  # another version may load otherwise: read it, then change the rules

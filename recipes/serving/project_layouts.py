@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from draftsmith.models import Checkpoint, Target
-from draftsmith.models.drafting.checkpoints import OWN_EMBEDDING
+from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.serving.layout_check import default_layers
 

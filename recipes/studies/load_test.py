@@ -13,7 +13,8 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.decoding.decoder import check_sampling, resolve_settings
 from draftsmith.inference.decoding.schedule import Adaptive, AnySchedule, read_schedule
-from draftsmith.inference.load.load_test import (
+from draftsmith.inference.measuring.environment import environment
+from draftsmith.inference.traffic.load_test import (
     Contender,
     IdenticalAnswers,
     LoadSettings,
@@ -22,9 +23,8 @@ from draftsmith.inference.load.load_test import (
     measure_round_costs,
     run_load_test,
 )
-from draftsmith.inference.load.stages import Sla, operating_points, verdict
-from draftsmith.inference.load.traffic import Lengths, Load, check_output_lengths, check_prompt_lengths
-from draftsmith.inference.measuring.environment import environment
+from draftsmith.inference.traffic.requests import Lengths, Load, check_output_lengths, check_prompt_lengths
+from draftsmith.inference.traffic.stages import Sla, operating_points, verdict
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.files import require_writable, write_json

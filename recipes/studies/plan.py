@@ -18,11 +18,11 @@ from draftsmith.data.progress import progress_bar
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.environment import device_name, environment
 from draftsmith.inference.measuring.results import Environment, read_evaluation
-from draftsmith.inference.planning.choice import acceptance_length, best_draft_length, rates_of_rounds
+from draftsmith.inference.planning.best_draft import acceptance_length, best_draft_length, rates_of_rounds
 from draftsmith.inference.planning.cost_measurement import CostRange, measure_costs, usual_tree
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
-from draftsmith.models.drafting.vocabulary import ReducedVocabulary
+from draftsmith.models.drafter_parts.vocabulary import ReducedVocabulary
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.sampling.trees import StaticTree

@@ -38,7 +38,7 @@ from draftsmith.recipes.studies.quickstart_budget import (
     measure_budget,
 )
 from draftsmith.train import TrainConfig, train
-from draftsmith.train.folder.run_folder import best_checkpoint
+from draftsmith.train.run_folder.run_folder import best_checkpoint
 
 EMBEDDED_TARGET = Path(__file__).parents[1] / "tiny_python"
 

@@ -22,7 +22,7 @@ from draftsmith.data.samples.samples import PREPARED
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.train import train
-from draftsmith.train.folder.tracking import read_metrics
+from draftsmith.train.run_folder.tracking import read_metrics
 
 LAYER_IDS = [1, 2, 4]  # two for the drafter, and the last
 RUN = {"steps": 3}

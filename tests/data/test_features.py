@@ -29,7 +29,7 @@ from draftsmith.models.target.target import Features
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.config import resolve
-from draftsmith.train.folder.tracking import read_metrics
+from draftsmith.train.run_folder.tracking import read_metrics
 
 
 @pytest.fixture(scope="module")

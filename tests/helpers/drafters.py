@@ -8,7 +8,7 @@ from torch import Tensor
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafting.drafts import NO_TOKEN, DecodingState
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState
 from draftsmith.models.losses.chain_loss import LossSums
 from draftsmith.models.sampling.sampling import Noise, Sampling
 from draftsmith.models.target.slots import SlotCache, chain_window

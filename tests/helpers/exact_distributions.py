@@ -23,7 +23,7 @@ from torch.nn.functional import one_hot
 
 from draftsmith.inference.verification import acceptance_rules
 from draftsmith.inference.verification.acceptance_rules import Verified
-from draftsmith.models.drafting.drafts import NO_TOKEN
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN
 from draftsmith.models.sampling.sampling import Sampling, cut, sample
 
 EXACT = 1e-9

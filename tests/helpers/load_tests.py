@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from draftsmith.inference.decoding.schedule import Schedule
-from draftsmith.inference.load.load_test import LoadSettings, LoadTest, Traffic
-from draftsmith.inference.load.stages import RepeatResult, Sla, StageResult, operating_points
-from draftsmith.inference.load.traffic import Load
 from draftsmith.inference.measuring.results import Environment, Percentiles
+from draftsmith.inference.traffic.load_test import LoadSettings, LoadTest, Traffic
+from draftsmith.inference.traffic.requests import Load
+from draftsmith.inference.traffic.stages import RepeatResult, Sla, StageResult, operating_points
 
 ENVIRONMENT = Environment({}, "cpu", 1, "float32", "f", None, "draftsmith")
 

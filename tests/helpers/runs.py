@@ -11,7 +11,7 @@ from draftsmith.models import Target
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import TrainConfig
 from draftsmith.train.config import resolve
-from draftsmith.train.folder.checkpoint import checkpoints
+from draftsmith.train.run_folder.checkpoint import checkpoints
 
 # A draft vocabulary is larger than the tiny target's; what is drawn by chance differs from batch to batch.
 CHANGES = {"draft_vocab_size": None, "noise": 0.0, "keep_ratio": 1.0}

@@ -18,7 +18,7 @@ from ranks import exit_codes, fork_ranks
 
 import draftsmith.train.evaluation.evaluate as evaluating
 from draftsmith.models.drafters.medusa import Medusa
-from draftsmith.train.folder.tracking import read_metrics
+from draftsmith.train.run_folder.tracking import read_metrics
 
 
 def newest_step(run: Path) -> int:

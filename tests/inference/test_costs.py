@@ -14,7 +14,7 @@ from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.decoder import check_sampling, resolve_settings
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.inference.measuring.results import Phases
-from draftsmith.inference.planning.choice import acceptance_length
+from draftsmith.inference.planning.best_draft import acceptance_length
 from draftsmith.inference.planning.cost_measurement import (
     CostRange,
     RoundSetting,
@@ -22,7 +22,7 @@ from draftsmith.inference.planning.cost_measurement import (
     start_generations,
 )
 from draftsmith.inference.planning.costs import Costs, RoundTimes, fit_costs, fit_terms, speedup_errors
-from draftsmith.inference.planning.costs_beside import costs_beside
+from draftsmith.inference.planning.costs_after_evaluation import costs_beside
 from draftsmith.inference.planning.fixed_batches import RequestProfile, batch_milliseconds
 from draftsmith.inference.replay.forced_decoding import ForcedBatchEngine, start_forced
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter

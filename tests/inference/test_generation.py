@@ -16,12 +16,12 @@ from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.decoding.generation import Generation
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
-from draftsmith.models.drafting.drafts import DecodingState, Draft, chain, stack_chain
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, chain, stack_chain
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import DynamicTree, Shape, StaticTree, node_depths
 from draftsmith.models.target.slots import SlotCache, chain_window
-from draftsmith.models.training_free.none import NoDrafter, NoneConfig
+from draftsmith.models.training_free.no_drafter import NoDrafter, NoneConfig
 
 PROMPTS = ["The smith heats the iron", "def strike(iron):", "A draft is cheap, a draft is cheap, a", "x"]
 TREE = DynamicTree(num_nodes=12, depth=4, width=3)

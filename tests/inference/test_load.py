@@ -16,9 +16,17 @@ from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.decoding.generation import Generation
 from draftsmith.inference.decoding.schedule import Adaptive, Schedule, schedule_from_json
-from draftsmith.inference.load.load_test import Contender, LoadSettings, LoadTest, run_load_test
-from draftsmith.inference.load.serving import Answer, Clock, ServedRun, Step, serve
-from draftsmith.inference.load.stages import (
+from draftsmith.inference.measuring.results import Percentiles
+from draftsmith.inference.traffic.load_test import Contender, LoadSettings, LoadTest, run_load_test
+from draftsmith.inference.traffic.requests import (
+    Lengths,
+    Load,
+    check_output_lengths,
+    check_prompt_lengths,
+    plan_requests,
+)
+from draftsmith.inference.traffic.serving import Answer, Clock, ServedRun, Step, serve
+from draftsmith.inference.traffic.stages import (
     Sla,
     latency_text,
     operating_points,
@@ -26,8 +34,6 @@ from draftsmith.inference.load.stages import (
     time_running,
     verdict,
 )
-from draftsmith.inference.load.traffic import Lengths, Load, check_output_lengths, check_prompt_lengths, plan_requests
-from draftsmith.inference.measuring.results import Percentiles
 from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling

@@ -13,16 +13,16 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings, RoundKind
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.schedule import Schedule
+from draftsmith.inference.measuring.interleaving import decode_in_turns
 from draftsmith.inference.measuring.lossless import compare_outputs, in_fp32, next_logits, target_uniform
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure, pick_prompts
 from draftsmith.inference.measuring.results import LosslessCheck, Result
 from draftsmith.inference.measuring.speed import bootstrap_ratio
-from draftsmith.inference.measuring.turns import decode_in_turns
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain
-from draftsmith.models.training_free.none import NoDrafter, NoneConfig
+from draftsmith.models.training_free.no_drafter import NoDrafter, NoneConfig
 from draftsmith.models.typed_json import to_json
 
 DESIGN_FIELDS = {

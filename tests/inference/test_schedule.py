@@ -24,8 +24,8 @@ from draftsmith.inference.decoding.schedule import (
     read_schedule,
 )
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
-from draftsmith.models.drafting.drafts import NO_TOKEN, Draft
-from draftsmith.models.drafting.tree_drafting import grow_chain
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN, Draft
+from draftsmith.models.drafter_parts.tree_drafting import grow_chain
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, StaticTree

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from draftsmith.inference.verification import acceptance_rules
 from draftsmith.inference.verification.acceptance_rules import Verified
-from draftsmith.models.drafting.drafts import NO_TOKEN
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN
 from draftsmith.models.sampling.sampling import sample
 
 # The proof ------------------------------------------------------------------------------------------------------------

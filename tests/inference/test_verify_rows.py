@@ -15,7 +15,7 @@ from torch.nn.functional import one_hot
 
 from draftsmith.inference.verification import acceptance_rules
 from draftsmith.inference.verification.acceptance_rules import Verified
-from draftsmith.models.drafting.drafts import NO_TOKEN, chain
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN, chain
 from draftsmith.models.sampling.trees import node_depths
 
 V = 5

@@ -12,7 +12,7 @@ from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.decoding.generation import Generation
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.models import Target, load_drafter, save_drafter
-from draftsmith.models.drafting.drafts import NO_TOKEN
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draftsmith.models.drafting.unrolled_attention import has_flash
+from draftsmith.models.drafter_parts.unrolled_attention import has_flash
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.target import default_dtype, pick_device
 

@@ -20,8 +20,8 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.config import DataConfig, resolve
 from draftsmith.train.evaluation.evaluate import what_training_brought
-from draftsmith.train.folder.run_folder import first_result
 from draftsmith.train.inputs.on_policy import OnPolicy
+from draftsmith.train.run_folder.run_folder import first_result
 
 
 def test_an_existing_model_drafts_as_it_is(tiny_target: Target, tiny_target_dir: Path, make_target_dir: Any) -> None:

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
+from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
-from draftsmith.models.drafting.unrolled_attention import DraftingSlots
 from draftsmith.models.layers import checkpoint_tensors
 from draftsmith.models.losses.divergences import DIVERGENCES
 from draftsmith.models.target.slots import ATTENTION

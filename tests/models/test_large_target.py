@@ -21,7 +21,7 @@ from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.target import loading
 from draftsmith.train import train
-from draftsmith.train.folder.tracking import read_metrics
+from draftsmith.train.run_folder.tracking import read_metrics
 
 ALLOWED = 500_000_000  # bytes of memory, of which Python, torch and draftsmith take 330 MB
 WIDE = {"hidden_size": 256, "intermediate_size": 16384, "num_hidden_layers": 11}  # 51 MB a layer

@@ -11,8 +11,8 @@ from public_checkpoints import PUBLIC, llama_config, safeailab_eagle, speculator
 from torch import Tensor
 
 from draftsmith.models import Drafter, Target, checkpoint_of, load_drafter, read_checkpoint, save_drafter
-from draftsmith.models.drafting.checkpoints import OWN_EMBEDDING
-from draftsmith.models.drafting.layouts import medusa_name
+from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
+from draftsmith.models.drafter_parts.layouts import medusa_name
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import Chain
 from draftsmith.recipes.serving.export import export_checkpoint

@@ -6,7 +6,7 @@ import torch
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure
 from draftsmith.models import Target, load_drafter
-from draftsmith.models.drafting.drafts import NO_TOKEN, DecodingState, Draft
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Noise, Sampling
 from draftsmith.models.sampling.trees import StaticTree

@@ -17,7 +17,7 @@ from draftsmith.models.target.slots import run_causal
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.config import resolve
-from draftsmith.train.folder.run_folder import first_result
+from draftsmith.train.run_folder.run_folder import first_result
 
 
 @pytest.fixture

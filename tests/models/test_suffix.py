@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure
 from draftsmith.models import Target
-from draftsmith.models.drafting.drafts import NO_TOKEN, DecodingState
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Noise, Sampling
 from draftsmith.models.sampling.trees import Chain

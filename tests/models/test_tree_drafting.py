@@ -16,10 +16,10 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.measuring.certify import ALPHA, chi_square
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.models.drafter_parts import tree_drafting
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft
+from draftsmith.models.drafter_parts.tree_drafting import grow, tree_indices
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
-from draftsmith.models.drafting import tree_drafting
-from draftsmith.models.drafting.drafts import NO_TOKEN, DecodingState, Draft
-from draftsmith.models.drafting.tree_drafting import grow, tree_indices
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Noise, Sampling, cut
 from draftsmith.models.sampling.trees import WORD, Chain, DynamicTree, Shape, StaticTree, ancestor_words

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafting.unrolled_attention import (
+from draftsmith.models.drafter_parts.unrolled_attention import (
     DraftingSlots,
     KeyValue,
     plain_unrolled_attention,

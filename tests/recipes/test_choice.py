@@ -9,7 +9,7 @@ import pytest
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.planning import tuning as tuning_module
-from draftsmith.inference.planning.choice import (
+from draftsmith.inference.planning.best_draft import (
     acceptance_length,
     best_draft_length,
     equal_rates,

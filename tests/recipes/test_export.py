@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.schedule import Schedule, for_sglang, for_vllm
 from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, load_drafter, save_drafter
-from draftsmith.models.drafting.drafts import Draft
+from draftsmith.models.drafter_parts.drafts import Draft
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.serving import export
 from draftsmith.recipes.serving.export import export_checkpoint, write_files

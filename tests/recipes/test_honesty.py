@@ -14,6 +14,7 @@ from draftsmith.inference.decoding.counters import Interval, Stats, length_inter
 from draftsmith.inference.decoding.decoder import Output, OutputStats, RequestTimes, Timing
 from draftsmith.inference.measuring.bandwidth import bandwidth_floor_share
 from draftsmith.inference.measuring.baselines import Baseline, make_baselines
+from draftsmith.inference.measuring.interleaving import decode_in_turns, repeats_within
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure
 from draftsmith.inference.measuring.speed import (
     bootstrap_ratio,
@@ -23,9 +24,8 @@ from draftsmith.inference.measuring.speed import (
     milliseconds_per_round,
     time_per_token,
 )
-from draftsmith.inference.measuring.turns import decode_in_turns, repeats_within
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
-from draftsmith.models.drafting.drafts import DecodingState, Draft
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.training_free.ngram import Ngram
 

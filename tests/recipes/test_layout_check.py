@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.models import DRAFTERS, Checkpoint, Target, checkpoint_of
-from draftsmith.models.drafting.checkpoints import OWN_EMBEDDING
+from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.serving.engine_key_names import check_name, guessed_method
 from draftsmith.recipes.serving.export import adapt

@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.inference.decoding.schedule import Schedule, read_schedule
 from draftsmith.inference.measuring.measure import PromptSet
-from draftsmith.inference.planning.choice import acceptance_length
+from draftsmith.inference.planning.best_draft import acceptance_length
 from draftsmith.inference.planning.cost_measurement import CostRange
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import DRAFTERS, Target, save_drafter

@@ -33,8 +33,8 @@ from draftsmith.recipes.reports.tables import ratio_text
 from draftsmith.recipes.reports.terminal import print_evaluations, print_summary
 from draftsmith.recipes.reports.verdict import verdict_of
 from draftsmith.recipes.reports.what_if import profiles_of
-from draftsmith.train.folder.checkpoint import checkpoint_step
-from draftsmith.train.folder.run_folder import link_best
+from draftsmith.train.run_folder.checkpoint import checkpoint_step
+from draftsmith.train.run_folder.run_folder import link_best
 
 
 @pytest.fixture(scope="module")

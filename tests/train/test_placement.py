@@ -37,14 +37,14 @@ from draftsmith.models.errors import UserError
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
-from draftsmith.train.folder.checkpoint import checkpoints
-from draftsmith.train.folder.tracking import read_metrics
-from draftsmith.train.folder.training_state import PARTS, part_file, piece_of_zero3
-from draftsmith.train.folder.vocabulary import read_vocabulary
 from draftsmith.train.hardware import meter, placement
 from draftsmith.train.hardware.placement import check_placement, devices_of_layers, memory_needed
 from draftsmith.train.inputs.features import free_memory
 from draftsmith.train.process.signals import Stopped
+from draftsmith.train.run_folder.checkpoint import checkpoints
+from draftsmith.train.run_folder.tracking import read_metrics
+from draftsmith.train.run_folder.training_state import PARTS, part_file, piece_of_zero3
+from draftsmith.train.run_folder.vocabulary import read_vocabulary
 
 TESTS = Path(__file__).parents[1]
 LAUNCH = Path(draftsmith.recipes.__file__).parent / "launch"

@@ -13,8 +13,8 @@ from runs import base_of, make_config
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.train.config import dump
-from draftsmith.train.folder.run_folder import check_same_run, environment_of
-from draftsmith.train.folder.tracking import start_wandb
+from draftsmith.train.run_folder.run_folder import check_same_run, environment_of
+from draftsmith.train.run_folder.tracking import start_wandb
 
 
 @pytest.fixture(scope="module")

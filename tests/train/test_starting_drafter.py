@@ -18,8 +18,8 @@ from draftsmith.models.errors import UserError
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.config import resolve
-from draftsmith.train.folder.checkpoint import checkpoints
-from draftsmith.train.folder.tracking import read_metrics
+from draftsmith.train.run_folder.checkpoint import checkpoints
+from draftsmith.train.run_folder.tracking import read_metrics
 from draftsmith.train.setup import set_up
 
 LAYOUTS = [name for name in PUBLIC if "," not in name]  # without variants of one layout

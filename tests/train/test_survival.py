@@ -25,8 +25,12 @@ from draftsmith.models.drafters.medusa import Medusa
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable
 from draftsmith.train import loop, train
-from draftsmith.train.folder import checkpoint as checkpointing
-from draftsmith.train.folder.checkpoint import (
+from draftsmith.train.inputs.prefetch import prefetched
+from draftsmith.train.process.faults import in_one_line
+from draftsmith.train.process.signals import Stopped
+from draftsmith.train.process.stages import Stages, watched
+from draftsmith.train.run_folder import checkpoint as checkpointing
+from draftsmith.train.run_folder.checkpoint import (
     WEIGHTS,
     checkpoint_name,
     checkpoint_step,
@@ -35,11 +39,7 @@ from draftsmith.train.folder.checkpoint import (
     resumable,
     rotate,
 )
-from draftsmith.train.folder.tracking import read_metrics
-from draftsmith.train.inputs.prefetch import prefetched
-from draftsmith.train.process.faults import in_one_line
-from draftsmith.train.process.signals import Stopped
-from draftsmith.train.process.stages import Stages, watched
+from draftsmith.train.run_folder.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -115,7 +115,7 @@ def test_a_stuck_collective_is_told_with_rank_and_place(findings: Any) -> None:
     told = " ".join(log.split())
     for rank, place in (
         (0, "in [a-z_]+, from draftsmith.train.step:"),
-        (1, "in asleep, from draftsmith.models.drafting.training:"),
+        (1, "in asleep, from draftsmith.models.drafter_parts.training_interface:"),
     ):
         assert re.search(rf"process {rank} of 2 has been at step 3, drafter, for [2-4] s: {place}\d+", told), told
     assert "error: process 0 of 2 waited run.timeout for another at step 3, drafter (" in told

@@ -23,10 +23,10 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.config import resolve
 from draftsmith.train.evaluation.evaluate import log_evaluation
-from draftsmith.train.folder.checkpoint import checkpoint_name, checkpoints
-from draftsmith.train.folder.run_folder import link_best
-from draftsmith.train.folder.tracking import Tracker, read_metrics
 from draftsmith.train.process.stages import STAGES
+from draftsmith.train.run_folder.checkpoint import checkpoint_name, checkpoints
+from draftsmith.train.run_folder.run_folder import link_best
+from draftsmith.train.run_folder.tracking import Tracker, read_metrics
 from draftsmith.train.setup import check_compiles
 
 TRAINABLE = [kind for kind in DRAFTERS if kind in RECIPES]  # recipes are named after the kind they train

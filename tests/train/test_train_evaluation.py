@@ -11,7 +11,7 @@ from runs import base_of, make_config, write_held_out
 
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure
 from draftsmith.inference.measuring.results import DomainResult, EvaluationCost, Result
-from draftsmith.inference.planning import costs_beside
+from draftsmith.inference.planning import costs_after_evaluation as costs_beside
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.typed_json import from_json, to_json
@@ -20,9 +20,9 @@ from draftsmith.train.config import EvaluationConfig
 from draftsmith.train.evaluation import evaluate
 from draftsmith.train.evaluation.budget import Amount, affordable, checkpoints_without_gain
 from draftsmith.train.evaluation.pooling import pool, share_of, subset
-from draftsmith.train.folder.checkpoint import checkpoints
-from draftsmith.train.folder.run_folder import best_checkpoint
-from draftsmith.train.folder.tracking import read_metrics
+from draftsmith.train.run_folder.checkpoint import checkpoints
+from draftsmith.train.run_folder.run_folder import best_checkpoint
+from draftsmith.train.run_folder.tracking import read_metrics
 
 
 @pytest.fixture(scope="module")

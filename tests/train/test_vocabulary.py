@@ -14,16 +14,16 @@ from draftsmith.data.samples.samples import SAMPLES, Sample, Span, read_samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter, save_drafter
 from draftsmith.models.batch import Batch
+from draftsmith.models.drafter_parts.vocabulary import SIZE_UNIT, ranking, with_size
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
-from draftsmith.models.drafting.vocabulary import SIZE_UNIT, ranking, with_size
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.target.target import Features
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.config import resolve
-from draftsmith.train.folder.checkpoint import checkpoints
-from draftsmith.train.folder.vocabulary import read_vocabulary
+from draftsmith.train.run_folder.checkpoint import checkpoints
+from draftsmith.train.run_folder.vocabulary import read_vocabulary
 
 
 @pytest.mark.parametrize("coverage", [0.5, 0.9, 0.99, 0.9999])

@@ -26,7 +26,7 @@ from draftsmith.inference.measuring.results import (
 )
 from draftsmith.inference.measuring.sample_texts import sample_texts
 from draftsmith.inference.measuring.teacher_forcing import gap_warning
-from draftsmith.inference.planning.costs_beside import costs_beside
+from draftsmith.inference.planning.costs_after_evaluation import costs_beside
 from draftsmith.models import CHANGED_TARGET, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import write_json
@@ -34,12 +34,12 @@ from draftsmith.models.typed_json import to_json
 from draftsmith.train.config import EvaluationConfig, TrainConfig
 from draftsmith.train.evaluation.budget import Amount, affordable, checkpoints_without_gain, seconds_left
 from draftsmith.train.evaluation.pooling import pool, share_of, subset
-from draftsmith.train.folder.checkpoint import checkpoint_step, checkpoints
-from draftsmith.train.folder.run_folder import best_checkpoint, first_result, link_best, measured_checkpoints
-from draftsmith.train.folder.tracking import Tracker
 from draftsmith.train.inputs.features import whole_target
 from draftsmith.train.process.signals import Stopped, StopRequest
 from draftsmith.train.process.stages import Stages
+from draftsmith.train.run_folder.checkpoint import checkpoint_step, checkpoints
+from draftsmith.train.run_folder.run_folder import best_checkpoint, first_result, link_best, measured_checkpoints
+from draftsmith.train.run_folder.tracking import Tracker
 
 ERROR = "evaluation.error.txt"
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from draftsmith.data.ranks import rank_and_num_ranks
+from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.models import Drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.target import default_dtype, pick_device

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from draftsmith.models.drafting.checkpoints import StoredDrafter
-from draftsmith.models.drafting.decoding import DecodingDrafter
-from draftsmith.models.drafting.training import TrainedDrafter
+from draftsmith.models.drafter_parts.checkpoint_interface import StoredDrafter
+from draftsmith.models.drafter_parts.decoding_interface import DecodingDrafter
+from draftsmith.models.drafter_parts.training_interface import TrainedDrafter
 from draftsmith.models.target.target import Target
 
 

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftsmith.models.drafting.checkpoints import OWN_EMBEDDING
+from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.target.target import Target
 

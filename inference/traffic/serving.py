@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.generation import Generation
-from draftsmith.inference.load.traffic import Load, Sent
+from draftsmith.inference.traffic.requests import Load, Sent
 
 
 @dataclass(frozen=True)

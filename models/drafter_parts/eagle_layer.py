@@ -22,10 +22,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafting.decoder_layer import DecoderLayer
-from draftsmith.models.drafting.drafts import DecodingState, Draft, in_target_vocabulary
-from draftsmith.models.drafting.tree_drafting import DrafterCache, LevelWindows, grow, take
-from draftsmith.models.drafting.unrolled_attention import DraftingSlots, KeyValue, unrolled_attention
+from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
+from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, LevelWindows, grow, take
+from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots, KeyValue, unrolled_attention
 from draftsmith.models.layers import DecodingNorm, rotary_table, store_by_columns
 from draftsmith.models.losses.chain_loss import ChainLoss
 from draftsmith.models.sampling.trees import Shape

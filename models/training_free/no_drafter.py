@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from draftsmith.models.drafting.base import Drafter, DrafterConfig
-from draftsmith.models.drafting.drafts import DecodingState, Draft, chain
+from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, chain
 from draftsmith.models.sampling.trees import Shape
 
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from draftsmith.models.drafting.drafts import DecodingState, Draft
-from draftsmith.models.drafting.tree_drafting import tree_indices
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
+from draftsmith.models.drafter_parts.tree_drafting import tree_indices
 from draftsmith.models.sampling.trees import Chain, Shape
 from draftsmith.models.target.slots import Window
 from draftsmith.models.target.target import Features, Target

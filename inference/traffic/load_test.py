@@ -17,10 +17,10 @@ from draftsmith.inference.decoding.batch_engine import GenerationSettings
 from draftsmith.inference.decoding.decoder import SpeculativeDecoder
 from draftsmith.inference.decoding.generation import Generation
 from draftsmith.inference.decoding.schedule import Adaptive, AnySchedule, Schedule, schedule_from_json
-from draftsmith.inference.load.serving import WALL_CLOCK, Clock, ServedRun, serve
-from draftsmith.inference.load.stages import Sla, StageResult, stage_result
-from draftsmith.inference.load.traffic import Lengths, Load, Sent, plan_requests
 from draftsmith.inference.measuring.results import Environment
+from draftsmith.inference.traffic.requests import Lengths, Load, Sent, plan_requests
+from draftsmith.inference.traffic.serving import WALL_CLOCK, Clock, ServedRun, serve
+from draftsmith.inference.traffic.stages import Sla, StageResult, stage_result
 from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import flat, with_flat_parts
 

@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from draftsmith.data.progress import notice, size_text
 from draftsmith.models import CHANGED_TARGET, Drafter, save_drafter
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.train.folder.training_state import PARTS, WEIGHT, load_parts, part_file, whole_part
 from draftsmith.train.hardware.layouts import whole_weights
 from draftsmith.train.process.faults import failing_together
+from draftsmith.train.run_folder.training_state import PARTS, WEIGHT, load_parts, part_file, whole_part
 
 TRAINER, MANIFEST, PROGRESS = "trainer", "manifest.json", "progress.json"
 WEIGHTS = "model.safetensors"

@@ -6,10 +6,10 @@ from typing import Literal
 
 import numpy as np
 
-from draftsmith.inference.load.serving import Answer, ServedRun, Step
-from draftsmith.inference.load.traffic import Load
 from draftsmith.inference.measuring.results import Percentiles
 from draftsmith.inference.measuring.speed import percentiles
+from draftsmith.inference.traffic.requests import Load
+from draftsmith.inference.traffic.serving import Answer, ServedRun, Step
 
 WARM_UP_SHARE = 0.2  # of a run's requests, from the first on, that only bring it to a steady state
 

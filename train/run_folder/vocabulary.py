@@ -9,7 +9,7 @@ from draftsmith.data.features.stored import FeatureSource
 from draftsmith.data.features.vocabulary import measure_vocabulary
 from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.models import Drafter, Target
-from draftsmith.models.drafting.vocabulary import vocabulary_hash
+from draftsmith.models.drafter_parts.vocabulary import vocabulary_hash
 
 VOCABULARY = "vocabulary.json"
 

@@ -15,14 +15,14 @@ from draftsmith.data.samples.samples import data_hash, read_prepared
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.results import Result, read_evaluation
 from draftsmith.models import Target
-from draftsmith.models.drafting.layouts import checkpoint_hash
+from draftsmith.models.drafter_parts.layouts import checkpoint_hash
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, write_json, write_whole
 from draftsmith.models.target.identity import identity
 from draftsmith.models.typed_json import to_json
 from draftsmith.train.config import DataConfig, EvaluationConfig, RunConfig, TrainConfig, contents, dump
-from draftsmith.train.folder.checkpoint import checkpoints
 from draftsmith.train.process.faults import failing_together
+from draftsmith.train.run_folder.checkpoint import checkpoints
 
 # Settings that may change when a run goes on: where things lie, what is said and measured, how the work is divided. The
 # weights stay the same up to rounding, and to what a drafter draws by chance.

@@ -8,7 +8,7 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
-from draftsmith.models.drafting.base import DrafterConfig
+from draftsmith.models.drafter_parts.base import DrafterConfig
 from draftsmith.models.errors import UserError
 
 SIZE_UNIT = 64  # engines pad the matrix of a head to a multiple of it anyway

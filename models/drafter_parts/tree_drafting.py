@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from draftsmith.models.drafting.drafts import NO_TOKEN, DecodingState, Draft, stack_chain
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft, stack_chain
 from draftsmith.models.sampling.trees import WORD, Chain, DynamicTree, Shape, StaticTree, pack
 from draftsmith.models.target.slots import SlotCache, Window
 
