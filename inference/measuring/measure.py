@@ -1,7 +1,7 @@
 """Acceptance and speed of drafters beside plain decoding, in one process, on the same prompts.
 
-All contenders decode in turns (interleaving.py); acceptance is counted once, and times give the ratio of two speeds with an
-interval (speed.py).
+All contenders decode in turns (interleaving.py). Acceptance is counted once, and times give the ratio of two speeds
+with an interval (speed.py).
 """
 
 import random
