@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from draftsmith.inference.decoding.graphs import CALLS_TO_RECORD, Replay, can_be_recorded
+from draftsmith.inference.decoding.graphs import CALLS_TO_RECORD, RecordedCall, can_be_recorded
 from draftsmith.inference.decoding.schedule import AnySchedule, Confident
 from draftsmith.inference.verification import acceptance_rules
 from draftsmith.inference.verification.acceptance_rules import Verified
@@ -92,8 +92,12 @@ class BatchEngine:
         self.fixed_shapes = device.type != "cpu"  # a round computes all rows and slots; else no more than those in use
         # a recorded verification reads the tensors of a recorded draft: both are recorded, or neither is
         records = device.type == "cuda" and can_be_recorded(drafter) and can_be_recorded(target.model)
-        self._drafting: dict[RoundKind, Replay[Draft]] = defaultdict(partial(Replay, self._propose, records))
-        self._verification: dict[RoundKind, Replay[Tensor]] = defaultdict(partial(Replay, self._verify, records))
+        self._drafting: dict[RoundKind, RecordedCall[Draft]] = defaultdict(
+            partial(RecordedCall, self._propose, records)
+        )
+        self._verification: dict[RoundKind, RecordedCall[Tensor]] = defaultdict(
+            partial(RecordedCall, self._verify, records)
+        )
 
     def clear(self) -> None:
         """Free all rows."""

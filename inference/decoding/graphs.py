@@ -12,7 +12,7 @@ CALLS_TO_RECORD = 3  # the last of them is recorded; in those before it librarie
 BY_LENGTH = ("dynamic", "longrope")  # kinds of rotary embeddings whose angles go by the length of the text
 
 
-class Replay(Generic[Output]):
+class RecordedCall(Generic[Output]):
     """Calls a function as it is, or, where it `records`, replays after a few calls what one call launched on a GPU.
 
     A recorded function reads and writes tensors that live on between the calls, and never waits for the device. It gets

@@ -20,7 +20,7 @@ from draftsmith.recipes.reports.figures import (
     line_styles,
     plain_line,
 )
-from draftsmith.recipes.reports.report_data import ReportData, TrainingRun
+from draftsmith.recipes.reports.report_data import EvaluatedRun, ReportData
 from draftsmith.recipes.reports.tables import Cell, Row, Section, speedup_text, table_of, tone_of
 
 
@@ -111,13 +111,13 @@ def draw_training(data: ReportData, figure: Figure) -> None:
     legend(figure)
 
 
-def series(run: TrainingRun, metric: str) -> tuple[list[int], list[float]]:
+def series(run: EvaluatedRun, metric: str) -> tuple[list[int], list[float]]:
     """Return the steps at which a metric was logged, and its values."""
     points = [(line["step"], line[metric]) for line in run.metrics if metric in line]
     return [step for step, _ in points], [value for _, value in points]
 
 
-def step_axis(axes: Axes, runs: list[TrainingRun]) -> None:
+def step_axis(axes: Axes, runs: list[EvaluatedRun]) -> None:
     """Let the axis begin at 0, so that the distance to the first checkpoint is seen too."""
     axes.set_xlim(0, 1.04 * max(run.checkpoints[-1].step for run in runs))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))

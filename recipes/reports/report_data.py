@@ -52,7 +52,7 @@ class EvaluatedCheckpoint:
 
 
 @dataclass
-class TrainingRun:
+class EvaluatedRun:
     """A run with at least one evaluated checkpoint."""
 
     name: str
@@ -113,7 +113,7 @@ Written = TypeVar("Written", Choice, Costs)  # the content of a file that a comm
 class ReportData:
     """Everything that a report is made of."""
 
-    runs: list[TrainingRun]  # the fastest first; none in the folder that `evaluate` wrote
+    runs: list[EvaluatedRun]  # the fastest first; none in the folder that `evaluate` wrote
     drafters: list[MeasuredDrafter]  # trained ones first, the fastest of them on top
     elsewhere: list[MeasuredDrafter]  # measured under other conditions: in no figure and no ratio with them
     costs: list[Costs] = field(default_factory=list)
@@ -125,7 +125,7 @@ class ReportData:
         return self.drafters + self.elsewhere
 
     @property
-    def comparable_runs(self) -> list[TrainingRun]:
+    def comparable_runs(self) -> list[EvaluatedRun]:
         """The runs whose best checkpoint was measured under the same conditions as the drafters."""
         here = conditions(self.drafters[0].environment)
         return [run for run in self.runs if conditions(run.best.evaluation.environment) == here]
@@ -220,7 +220,7 @@ def report_data_of(evaluations: list[Evaluation]) -> ReportData:
     return _by_conditions([], fastest_first(compared(evaluations)))
 
 
-def _by_conditions(runs: list[TrainingRun], drafters: list[MeasuredDrafter]) -> ReportData:
+def _by_conditions(runs: list[EvaluatedRun], drafters: list[MeasuredDrafter]) -> ReportData:
     """Set apart the drafters that were measured under other conditions than the first."""
     here = conditions(drafters[0].environment)
     return ReportData(
@@ -247,7 +247,7 @@ def _in_folder_or_below(folder: Path, name: str) -> list[Path]:
     return [own] if own.is_file() else sorted(folder.glob(f"*/{name}"))
 
 
-def read_runs(folder: Path) -> list[TrainingRun]:
+def read_runs(folder: Path) -> list[EvaluatedRun]:
     """Read the evaluated runs in a folder that is one run or holds several, the fastest first.
 
     Raises `UserError` where there is none.
@@ -265,12 +265,12 @@ def read_runs(folder: Path) -> list[TrainingRun]:
     return sorted(runs, key=lambda run: run.best.first_result.rank_key, reverse=True)
 
 
-def _read_run(folder: Path) -> TrainingRun:
+def _read_run(folder: Path) -> EvaluatedRun:
     config = (folder / "config.yaml").read_text()
     content = yaml.safe_load(config)
     vocabulary = read_vocabulary(folder)
     text = vocabulary_text(vocabulary) if vocabulary else ""
-    return TrainingRun(
+    return EvaluatedRun(
         name=folder.resolve().name,
         kind=content["drafter"]["kind"],
         target=content["target"],
@@ -305,7 +305,7 @@ def as_yaml(content: object) -> str:
 # --- drafters side by side
 
 
-def drafters_of_runs(folder: Path, runs: list[TrainingRun]) -> list[MeasuredDrafter]:
+def drafters_of_runs(folder: Path, runs: list[EvaluatedRun]) -> list[MeasuredDrafter]:
     """Return what stands side by side, trained drafters first, the fastest of them on top.
 
     These are the drafters that were compared in one process, where the folder holds such a `comparison/`; else the best

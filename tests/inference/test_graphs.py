@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from draftsmith.inference.decoding.graphs import Replay, can_be_recorded
+from draftsmith.inference.decoding.graphs import RecordedCall, can_be_recorded
 
 ROTARY = {"rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32}
 LONG = {**ROTARY, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -33,7 +33,7 @@ def test_models_that_wait_for_the_device_cannot_be_recorded(
 
 def test_what_is_not_recorded_is_called_each_time() -> None:
     calls: list[int] = []
-    replay = Replay(lambda: calls.append(1), records=False)
+    replay = RecordedCall(lambda: calls.append(1), records=False)
     for _ in range(5):
         replay()
     assert len(calls) == 5
