@@ -1,6 +1,7 @@
 """Writing files so that nobody ever reads half of one, and reading files of a user's."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ def write_whole(path: Path, text: str) -> None:
     after it was killed, finds the old content or the new one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}")
+    partial = path.with_name(f".{path.name}.{os.getpid()}")  # processes may write the same file at once
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 

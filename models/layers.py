@@ -103,3 +103,8 @@ def shift_left(x: Tensor, by: int) -> Tensor:
     shifted = torch.zeros_like(x)
     shifted[:, :-by] = x[:, by:]
     return shifted
+
+
+def gather_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """Return the columns [B, C] of x [B, T, H], as [B, C, H]."""
+    return x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1]))

@@ -41,7 +41,7 @@ def store_conversations(target: Target, source: str, out: Path, held_out_share: 
         "num_held_out": len(split.held_out),
         "settings": {"held_out_share": held_out_share},
     }
-    open_folder(out, prepared, rank=0)
+    open_folder(out, prepared)
     if split.held_out:
         write_prompts(out / HELD_OUT, split.held_out)
     write_whole(out / SAMPLES, "".join(lines))

@@ -32,6 +32,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.files import write_json
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.target.identity import template_hash, tokenizer_fingerprint
 
@@ -74,7 +75,7 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
     """
     job = AnswerJob(target, source, settings)
     rank, num_ranks = rank_and_num_ranks()
-    open_folder(out, job.prepared(), rank)
+    open_folder(out, job.prepared())
     if rank == 0 and job.held_out:
         write_prompts(out / HELD_OUT, job.held_out)
     if (out / SAMPLES).is_file():
@@ -241,14 +242,12 @@ def decode_answers(
         dialogues = [dialogue for dialogue in dialogues if not dialogue.finished]
 
 
-def open_folder(out: Path, prepared: dict, rank: int) -> None:
+def open_folder(out: Path, prepared: dict) -> None:
     """Make the folder. Raises `UserError` where it holds, or is to hold, other answers."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not (out / PREPARED).is_file():
-            temporary = out / f".{PREPARED}.{rank}"  # a name for each rank, since all may come here at once
-            temporary.write_text(json.dumps(prepared, indent=2) + "\n")
-            temporary.replace(out / PREPARED)
+            write_json(out / PREPARED, prepared)
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}") from None
     defaults = {f"settings.{name}": value for name, value in asdict(PrepareSettings()).items()}

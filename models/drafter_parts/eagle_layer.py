@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
-from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, LevelWindows, grow, take
+from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, LevelWindows, grow
 from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots, KeyValue, unrolled_attention
-from draftsmith.models.layers import DecodingNorm, rotary_table, store_by_columns
+from draftsmith.models.layers import DecodingNorm, gather_columns, rotary_table, store_by_columns
 from draftsmith.models.losses.chain_loss import ChainLoss
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import Window, slot_attention
@@ -177,7 +177,7 @@ class EagleCache(DrafterCache):
             nonlocal hidden
             window = windows.next(tokens.shape[1], parents)
             token_ids = tokens if self.ids is None else self.ids[tokens]
-            before = hidden if parents is None else take(hidden, parents)
+            before = hidden if parents is None else gather_columns(hidden, parents)
             hidden = self.finish(*self.write(token_ids, before, window), window)
             return self.logits(hidden)
 

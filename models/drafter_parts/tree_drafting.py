@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft, stack_chain
+from draftsmith.models.layers import gather_columns
 from draftsmith.models.sampling.trees import WORD, Chain, DynamicTree, Shape, StaticTree, pack
 from draftsmith.models.target.slots import SlotCache, Window
 
@@ -218,11 +219,6 @@ class LevelWindows:
             return Window(slots, slots, self._prefix)
         columns = torch.arange(first, first + width, device=self._prefix.device)
         own = columns[:, None] == torch.arange(self._num_words * WORD, device=columns.device)
-        self._seen = take(self._seen, parents) | pack(own.long())
+        self._seen = gather_columns(self._seen, parents) | pack(own.long())
         positions = (self._prefix[:, None] + depth).expand(-1, width)
         return Window(self._prefix[:, None] + columns, positions, self._prefix, self._seen)
-
-
-def take(x: Tensor, index: Tensor) -> Tensor:
-    """Return the columns [B, W, H] of x [B, T, H] that `index` [B, W] names."""
-    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))

@@ -22,9 +22,9 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
 from draftsmith.models.drafter_parts.checkpoint_interface import load_tensors
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
-from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, LevelWindows, grow, take
+from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, LevelWindows, grow
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.layers import shift_left
+from draftsmith.models.layers import gather_columns, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, divergence_over_rows, teacher_rows
 from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Chain, Shape
@@ -149,7 +149,7 @@ class DraftModel(Drafter):
             window = chain_window(state.positions[:, 0] + 1, state.positions.shape[1])
         hidden = self._run(state.token_ids.gather(1, window.slots), window, cache)
         column = (newest - window.prefix).clamp(min=0)  # a finished row committed nothing
-        hidden = take(hidden, column[:, None])  # [B, 1, H]
+        hidden = gather_columns(hidden, column[:, None])  # [B, 1, H]
         windows = LevelWindows(state.lengths, shape.num_read)
 
         def read(tokens: Tensor, parents: Tensor | None) -> Tensor:

@@ -18,9 +18,9 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
 from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, load_tensors
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
-from draftsmith.models.drafter_parts.tree_drafting import grow, take
+from draftsmith.models.drafter_parts.tree_drafting import grow
 from draftsmith.models.drafters.medusa import ResidualBlocks
-from draftsmith.models.layers import shift_left
+from draftsmith.models.layers import gather_columns, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows
 from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
@@ -88,11 +88,11 @@ class Hydra(Drafter):
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Draft head after head from the last position that the target read, each on what was drafted before."""
         heads = zip(self.blocks, self.lm_heads, strict=True)
-        inputs = take(state.features.last_hidden, (state.num_new - 1)[:, None])  # [B, 1, H]
+        inputs = gather_columns(state.features.last_hidden, (state.num_new - 1)[:, None])  # [B, 1, H]
 
         def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
             nonlocal inputs
-            before = inputs if parents is None else take(inputs, parents)
+            before = inputs if parents is None else gather_columns(inputs, parents)
             inputs = torch.cat([before, self.target.embedding(tokens)], -1)  # [B, W, (i + 2) H]
             block, head = next(heads)
             return head(block(inputs))

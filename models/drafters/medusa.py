@@ -19,10 +19,10 @@ from draftsmith.models.drafter_parts.adapters import Corrections
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, load_tensors
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
-from draftsmith.models.drafter_parts.tree_drafting import grow, take
+from draftsmith.models.drafter_parts.tree_drafting import grow
 from draftsmith.models.drafter_parts.vocabulary import ReducedVocabulary, too_large
 from draftsmith.models.errors import UserError
-from draftsmith.models.layers import shift_left
+from draftsmith.models.layers import gather_columns, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, divergence_over_rows, teacher_rows
 from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
@@ -153,7 +153,7 @@ class Medusa(Drafter):
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Draft by the first heads at the last position that the target read."""
-        hidden = take(state.features.last_hidden, (state.num_new - 1)[:, None])  # [B, 1, H]
+        hidden = gather_columns(state.features.last_hidden, (state.num_new - 1)[:, None])  # [B, 1, H]
         heads = iter(self.heads())
 
         def next_head(*_: Tensor | None) -> Tensor:

@@ -19,9 +19,9 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
 from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, load_tensors
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
-from draftsmith.models.drafter_parts.tree_drafting import grow, take
+from draftsmith.models.drafter_parts.tree_drafting import grow
 from draftsmith.models.errors import UserError
-from draftsmith.models.layers import shift_left
+from draftsmith.models.layers import gather_columns, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows
 from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
@@ -114,13 +114,15 @@ class MLPSpeculator(Drafter):
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Draft stage after stage from the last position that the target read."""
-        hidden = take(state.features.last_hidden, (state.num_new - 1)[:, None])  # [B, 1, H]
+        hidden = gather_columns(state.features.last_hidden, (state.num_new - 1)[:, None])  # [B, 1, H]
         inner, stages = self.first_state(hidden), iter(range(self.config.num_heads))
 
         def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
             nonlocal inner
             stage = next(stages)
-            inner = self.next_state(stage, inner if parents is None else take(inner, parents), tokens)  # [B, W, I]
+            inner = self.next_state(
+                stage, inner if parents is None else gather_columns(inner, parents), tokens
+            )  # [B, W, I]
             return self.head[stage](inner)
 
         return grow(shape, state.cache, read(state.newest()[:, None], None), read, state)

@@ -23,11 +23,11 @@ from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import load_tensors
 from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
-from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow, take
+from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
 from draftsmith.models.drafter_parts.vocabulary import ReducedVocabulary
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.errors import UserError
-from draftsmith.models.layers import RMSNorm, checkpoint_tensors, rotary_table, shift_left
+from draftsmith.models.layers import RMSNorm, checkpoint_tensors, gather_columns, rotary_table, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows
 from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
@@ -217,7 +217,7 @@ class PEagle(Drafter):
         )
         newest = (state.num_new - 1)[:, None]
         drafting = torch.cat([newest, width + torch.arange(shape.depth - 1, device=newest.device).expand(batch, -1)], 1)
-        logits = self.eagle3.lm_head(self.eagle3.norm(take(hidden, drafting)))  # [B, K, Vd]
+        logits = self.eagle3.lm_head(self.eagle3.norm(gather_columns(hidden, drafting)))  # [B, K, Vd]
         depths: Iterator[Tensor] = iter(logits.split(1, 1))
 
         def next_depth(*_: Tensor | None) -> Tensor:

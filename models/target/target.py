@@ -26,6 +26,7 @@ from transformers import (
 
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.layers import gather_columns
 from draftsmith.models.target.fused_layers import fuse
 from draftsmith.models.target.loading import (
     device_map,
@@ -47,8 +48,8 @@ class Features:
 
     def gather(self, columns: Tensor) -> "Features":
         """Return the features at `columns` [B, C] of the T positions."""
-        layers = None if self.layers is None else _gather_columns(self.layers, columns)
-        return Features(_gather_columns(self.last_hidden, columns), layers)
+        layers = None if self.layers is None else gather_columns(self.layers, columns)
+        return Features(gather_columns(self.last_hidden, columns), layers)
 
     def first(self, count: int) -> "Features":
         """Return a view of the first rows."""
@@ -69,11 +70,6 @@ class Features:
         for own, new in ((self.last_hidden, newer.last_hidden), (self.layers, newer.layers)):
             if own is not None and new is not None:
                 own[rows, : new.shape[1]] = new
-
-
-def _gather_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Return columns [B, C] of x [B, T, W]: [B, C, W]."""
-    return x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1]))
 
 
 @dataclass

@@ -121,7 +121,7 @@ def test_interrupted_anywhere_the_file_is_the_same(
     kept: float, folder: Path, source: str, tiny_target: Target, tmp_path: Path
 ) -> None:
     """A kill leaves part of a line and part of a share, with any number of processes; then another number goes on."""
-    open_folder(tmp_path, read_prepared(folder), 0)
+    open_folder(tmp_path, read_prepared(folder))
     for rank, share in enumerate(AnswerJob(tiny_target, source, SETTINGS).shares()):
         journal = Journal(tmp_path, rank)
         for index in reversed(share):
@@ -139,7 +139,7 @@ def test_whole_shares_are_not_decoded_again(
 ) -> None:
     job = AnswerJob(tiny_target, source, SETTINGS)
     first, second, third = job.shares()
-    open_folder(tmp_path, read_prepared(folder), 0)
+    open_folder(tmp_path, read_prepared(folder))
     journal = Journal(tmp_path, 0)
     for index in [*first, *third, second[1]]:
         journal.append(index, [read_samples(folder)[index]])
@@ -182,7 +182,7 @@ def test_a_killed_process_goes_on_to_the_same_file(
 
 
 def test_unfinished_samples_are_not_trained_on(folder: Path, tmp_path: Path) -> None:
-    open_folder(tmp_path, read_prepared(folder), 0)
+    open_folder(tmp_path, read_prepared(folder))
     with pytest.raises(UserError, match="unfinished samples"):
         read_samples(tmp_path)
 
