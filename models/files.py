@@ -1,11 +1,9 @@
-"""Writing files so that nobody ever reads half of one, and reading files of a user's."""
+"""Writing files so that nobody ever reads half of one."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from draftsmith.models.errors import UserError
 
@@ -36,13 +34,3 @@ def require_writable(folder: Path) -> None:
         probe.unlink(missing_ok=True)  # another process may have been quicker
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from None
-
-
-def read_yaml(path: Path, name: str) -> Any:
-    """Return the content of a YAML file. Raises `UserError`, calling the file by `name`, where it cannot be read."""
-    try:
-        return yaml.safe_load(path.read_text("utf-8"))
-    except OSError as error:
-        raise UserError(f"{name} {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{name} {path} is not YAML: {' '.join(str(error).split())}") from None

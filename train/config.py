@@ -27,7 +27,7 @@ from draftsmith.data.features.stored import StoredDtype
 from draftsmith.models import DRAFTERS
 from draftsmith.models.drafter_parts.base import DrafterConfig
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import read_yaml
+from draftsmith.models.reading import read_yaml
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(ge=1)]
@@ -239,7 +239,7 @@ def dump(config: TrainConfig) -> str:
 def _file_values(file: Path | None) -> list[tuple[str, Any]]:
     if file is None:
         return []
-    content = read_yaml(file, "config file")
+    content = read_yaml(file)
     if not isinstance(content, dict):
         raise UserError(f"config file {file} holds no keys: give a config.yaml of a run")
     return list(flatten(content).items())

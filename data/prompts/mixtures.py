@@ -20,7 +20,7 @@ from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.sources import read_source
 from draftsmith.data.prompts.splits import deduplicate, prompt_hash
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import read_yaml
+from draftsmith.models.reading import read_yaml
 
 
 @dataclass
@@ -65,7 +65,7 @@ def read_mixture(path: Path) -> list[Prompt]:
 
 def load_mixture(path: Path) -> Mixture:
     """Return the checked content of a mixture's file."""
-    content = read_yaml(path, "mixture")
+    content = read_yaml(path)
     try:
         mixture = TypeAdapter(Mixture).validate_python(content)
     except ValidationError as error:

@@ -1,0 +1,193 @@
+"""Reading of JSON, YAML and safetensors, for the whole project, from files that anybody may have written.
+
+Whatever stands in a file, reading it ends with its content or with a `UserError` of one line that names the file, and
+the line of it where it has lines. No code runs, and what is read stays bounded in size and depth.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import yaml
+from safetensors import SafetensorError, safe_open
+
+from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.typed_json import from_json
+
+LARGEST_FILE = 1 << 30  # bytes of a file of text that is read as a whole
+LARGEST_LINE = 1 << 26  # bytes of a line of a file that is read line by line
+MOST_YAML_VALUES = 1_000_000  # values of a YAML file, each counted as often as its aliases repeat it
+LFS_POINTER = b"version https://git-lfs"  # beginning of the note that stands for a file that Git LFS did not fetch
+PICKLE, ZIP = b"\x80", b"PK"  # beginnings of the two forms of PyTorch's own files
+
+T = TypeVar("T")
+
+
+def read_text(path: Path, limit: int = LARGEST_FILE) -> str:
+    """Return the text of a file in UTF-8, without its byte-order mark.
+
+    Raises `UserError` where it cannot be read, has more than `limit` bytes, or is no UTF-8 text.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(limit + 1)
+    except (OSError, ValueError) as error:  # `ValueError`: a path that holds a null byte
+        raise _unreadable(path, error) from None
+    if len(content) > limit:
+        raise UserError(f"{path} has more than {limit:,} bytes: it is no such file, or too large to be read")
+    return _decoded(content, str(path))
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file. Raises `UserError` where it cannot be read or is not JSON."""
+    return parse_json(read_text(path), str(path))
+
+
+def read_typed(kind: type[T], path: Path) -> T:
+    """Return the value of a type that a JSON file holds, as `from_json` makes it.
+
+    Raises `UserError` naming the file where it holds no such value.
+    """
+    content = read_json(path)
+    try:
+        return from_json(kind, content)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the place, "FILE line N", and the content of each line of a file of JSON lines.
+
+    Raises `UserError` as `read_lines` and `parse_json` do.
+    """
+    for place, line in read_lines(path):
+        yield place, parse_json(line, place)
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the place, "FILE line N", and the text of each line that is not blank.
+
+    Only line feeds end a line: JSON may hold other breaks. Raises `UserError` where the file cannot be read, is no
+    UTF-8 text, or has a line of more than `LARGEST_LINE` bytes.
+    """
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(LARGEST_LINE + 1):
+                number += 1
+                place = f"{path} line {number}"
+                if len(line) > LARGEST_LINE:
+                    raise UserError(f"{place} has more than {LARGEST_LINE:,} bytes: put each entry on its own line")
+                text = _decoded(line, place).rstrip("\r\n")
+                if text.strip():
+                    yield place, text
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise _unreadable(path, error) from None
+
+
+def parse_json(text: str | bytes, place: str) -> Any:
+    """Return the content of a JSON text. Raises `UserError` that names `place`, such as a file and a line of it."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
+    except RecursionError:
+        raise UserError(f"{place} is nested too deeply to be read") from None
+    except ValueError as error:  # also UTF-8 that is none, numbers with thousands of digits, and repeated keys
+        raise UserError(f"{place} is not JSON: {first_line(error)}") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. A key that stands twice is refused, for one of its values would be lost silently."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError(f"the key {_repeated([name for name, _ in pairs])!r} stands twice in an object")
+    return content
+
+
+def _repeated(names: list[str]) -> str | None:
+    """Return a name that stands in the list more than once, if any."""
+    return next((name for name, number in Counter(names).items() if number > 1), None)
+
+
+# --- YAML
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the content of a YAML file. Raises `UserError` where it cannot be read or is not YAML."""
+    return parse_yaml(read_text(path), str(path))
+
+
+def parse_yaml(text: str, place: str) -> Any:
+    """Return the content of a YAML text, in which no key stands twice. Raises `UserError` that names `place`."""
+    try:
+        content = yaml.load(text, _Loader)
+    except RecursionError:
+        raise UserError(f"{place} is nested too deeply to be read") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two of dates and numbers beyond all bounds
+        raise UserError(f"{place} is not YAML: {' '.join(str(error).split())}") from None
+    _refuse_alias_bomb(content, place)
+    return content
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which runs no code, and refuses keys that stand twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if (name := _repeated(names)) is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _refuse_alias_bomb(content: Any, place: str) -> None:
+    """Raise `UserError` where aliases make a short text stand for more values than a file may have, or for itself."""
+    waiting, number = [content], 0
+    while waiting:
+        value = waiting.pop()
+        number += 1
+        if number + len(waiting) > MOST_YAML_VALUES:
+            raise UserError(f"{place} stands for more than {MOST_YAML_VALUES:,} values: write it without such aliases")
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+
+
+# --- safetensors
+
+
+def open_tensors(path: Path) -> safe_open:
+    """Return an opened safetensors file, also a context manager; its tensors stay on disk until they are asked for.
+
+    Raises `UserError` where it cannot be read, is cut or damaged, or is another kind of file than its name says.
+    """
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(len(LFS_POINTER))
+        if beginning != LFS_POINTER and not beginning.startswith((PICKLE, ZIP)):
+            return safe_open(path, "pt", backend="pread")
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged ({first_line(error)}): get it or write it anew") from None
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+    if beginning == LFS_POINTER:
+        raise UserError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository")
+    raise UserError(f"{path} is a pickle, which may run code when it is read: convert it to safetensors")
+
+
+def _decoded(content: bytes, place: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or first_line(error)}")

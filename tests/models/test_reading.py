@@ -1,0 +1,130 @@
+"""Tests that whatever stands in a file, reading it ends with its content or with one line that names the file."""
+
+import contextlib
+import json
+import math
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from draftsmith.models.errors import UserError
+from draftsmith.models.reading import open_tensors, read_json, read_json_lines, read_text, read_yaml
+
+DEEP = 100_000
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+BAD_JSON = {
+    "empty": b"",
+    "cut": b'{"a": [1, 2',
+    "deep": b"[" * DEEP,
+    "digits": b'{"a": ' + b"9" * 5000 + b"}",
+    "nan": b'{"a": NaN}',
+    "infinity": b"[-Infinity]",
+    "twice": b'{"a": 1, "a": 2}',
+    "utf-16": '{"a": 1}'.encode("utf-16"),
+    "latin-1": '{"ä": 1}'.encode("latin-1"),
+    "null bytes": b"\0" * 100,
+}
+BAD_YAML = {
+    "deep": b"[" * 5000,
+    "bomb": BOMB.encode(),
+    "loop": b"a: &a [*a]",
+    "twice": b"a: 1\na: 2",
+    "code": b"!!python/object/apply:os.system ['true']",
+    "digits": b"a: " + b"9" * 5000,
+    "date": b"a: 2026-99-99",
+    "control": b"a: \x01",
+    "not UTF-8": b"a: \xff",
+    "key": b"? [a]\n: 1",
+}
+
+
+def refusal(read, path: Path) -> str:
+    """Return the one line with which reading a file is refused; it names the file."""
+    with pytest.raises(UserError) as caught:
+        read(path)
+    text = str(caught.value)
+    assert str(path) in text
+    assert "\n" not in text
+    assert len(text) < 500
+    return text
+
+
+@pytest.mark.parametrize("name", BAD_JSON)
+def test_json_that_is_none_is_one_line(tmp_path, name):
+    (path := tmp_path / "x.json").write_bytes(BAD_JSON[name])
+    refusal(read_json, path)
+
+
+@pytest.mark.parametrize("name", sorted(BAD_JSON.keys() - {"empty"}))
+def test_a_bad_line_is_named(tmp_path, name):
+    (path := tmp_path / "x.jsonl").write_bytes(b'{"good": 1}\n\n' + BAD_JSON[name] + b"\n")
+    assert f"{path} line 3" in refusal(lambda path: list(read_json_lines(path)), path)
+
+
+@pytest.mark.parametrize("name", BAD_YAML)
+def test_yaml_that_is_none_is_one_line(tmp_path, name):
+    (path := tmp_path / "x.yaml").write_bytes(BAD_YAML[name])
+    refusal(read_yaml, path)
+
+
+def test_what_cannot_be_opened_is_one_line(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "nothing", tmp_path / "folder", tmp_path / ("x" * 300), Path("null\0byte")):
+        for read in (read_json, read_yaml, open_tensors, lambda path: list(read_json_lines(path))):
+            refusal(read, path)
+
+
+def test_a_file_larger_than_its_limit_is_refused_unread(tmp_path):
+    with (path := tmp_path / "x.json").open("wb") as file:
+        file.truncate(1 << 40)  # a file of zeros that takes no space
+    assert "1,000 bytes" in refusal(lambda path: read_text(path, limit=1000), path)
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    """The byte-order mark that some editors write is no part of the text; aliases of YAML are values like others."""
+    content = {"a": [1, 2.5, None, True, "ü\u2028"], "b": {"c": {}}}
+    for read, text in ((read_json, json.dumps(content)), (read_yaml, yaml.safe_dump(content))):
+        for mark in ("", "\ufeff"):
+            (path := tmp_path / "x").write_text(mark + text, encoding="utf-8")
+            assert read(path) == content
+    (path := tmp_path / "x").write_text("a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}")
+    assert read_yaml(path) == {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}
+
+
+@pytest.mark.parametrize("read", [read_json, read_yaml])
+def test_any_bytes_are_read_or_refused(tmp_path, read):
+    """Texts with a few bytes changed, removed or repeated."""
+    text = json.dumps({"name": ["a", "b"], "size": 12, "deep": {"rate": 0.5, "on": None}}).encode()
+    path = tmp_path / "x"
+    for seed in range(300):
+        rng, content = random.Random(seed), bytearray(text)
+        for _ in range(rng.randint(1, 6)):
+            place = rng.randrange(len(content))
+            content[place : place + rng.randint(0, 3)] = rng.randbytes(rng.randint(0, 3)) or b"["
+        path.write_bytes(content)
+        with contextlib.suppress(UserError):
+            read(path)
+
+
+def test_tensors_are_read_and_other_kinds_of_file_are_named(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.arange(6.0).view(2, 3)}, path)
+    with open_tensors(path) as file:
+        assert torch.equal(file.get_tensor("weight"), torch.arange(6.0).view(2, 3))
+    whole = path.read_bytes()
+    for cut in (0, 7, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        refusal(open_tensors, path)
+    path.write_bytes(math.inf.hex().encode() + whole)
+    refusal(open_tensors, path)
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert "Git LFS" in refusal(open_tensors, path)
+    path.write_bytes(pickle.dumps({"weight": 1}))
+    assert "pickle" in refusal(open_tensors, path)
+    torch.save({"weight": torch.ones(1)}, path)
+    assert "pickle" in refusal(open_tensors, path)
