@@ -1,34 +1,22 @@
-"""The drafters, the target, and drafter checkpoints.
+"""The drafters, the target, and drafter checkpoints."""
 
-`DRAFTERS` is the whole list of families: a new one adds its file and one line here.
-"""
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import json
-from dataclasses import asdict
-from pathlib import Path
-
-import torch
-from safetensors.torch import save_file
-
-from draftsmith.models.drafter_parts.base import Drafter
-from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
-from draftsmith.models.drafter_parts.layouts import Checkpoint, read_checkpoint
-from draftsmith.models.drafter_parts.vocabulary import vocabulary_hash
-from draftsmith.models.drafters.draft_model import DraftModel
-from draftsmith.models.drafters.eagle import Eagle
-from draftsmith.models.drafters.eagle3 import Eagle3
-from draftsmith.models.drafters.hydra import Hydra
-from draftsmith.models.drafters.medusa import Medusa
-from draftsmith.models.drafters.mlp_speculator import MLPSpeculator
-from draftsmith.models.drafters.p_eagle import PEagle
-from draftsmith.models.errors import UserError
-from draftsmith.models.target.identity import check_identity, identity
-from draftsmith.models.target.target import Target
-from draftsmith.models.training_free.cascade import Cascade, CascadeConfig
-from draftsmith.models.training_free.lookahead import Lookahead
-from draftsmith.models.training_free.ngram import Ngram
-from draftsmith.models.training_free.no_drafter import NoDrafter
-from draftsmith.models.training_free.suffix import Suffix
+if TYPE_CHECKING:
+    from draftsmith.models.checkpoints import (
+        CHANGED_TARGET,
+        DRAFTERS,
+        Checkpoint,
+        Drafter,
+        Target,
+        UserError,
+        build_drafter,
+        checkpoint_of,
+        load_drafter,
+        read_checkpoint,
+        save_drafter,
+    )
 
 __all__ = [
     "CHANGED_TARGET",
@@ -44,100 +32,9 @@ __all__ = [
     "save_drafter",
 ]
 
-DRAFTERS: dict[str, type[Drafter]] = {
-    "eagle": Eagle,
-    "eagle3": Eagle3,
-    "p_eagle": PEagle,
-    "medusa": Medusa,
-    "hydra": Hydra,
-    "mlp_speculator": MLPSpeculator,
-    "draft_model": DraftModel,
-    "ngram": Ngram,
-    "suffix": Suffix,
-    "lookahead": Lookahead,
-    "none": NoDrafter,
-}
 
-CHANGED_TARGET = "target"  # folder of a checkpoint with the target that its drafter was trained along with
-
-
-def save_drafter(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write config.json and model.safetensors, laid out as the serving engines load them."""
-    checkpoint = checkpoint_of(drafter, dtype)
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(checkpoint.tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(checkpoint.config, indent=2) + "\n")
-    if drafter.config.changes_target:
-        drafter.write_changed_target(directory / CHANGED_TARGET)
-
-
-def checkpoint_of(drafter: Drafter, dtype: torch.dtype) -> Checkpoint:
-    """Return what `save_drafter` writes."""
-    tensors = {
-        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous().cpu()
-        for name, tensor in drafter.engine_tensors().items()
-    }
-    own = {**asdict(drafter.config), "trained_for": identity(drafter.target)}
-    if (token_ids := drafter.draft_to_target()) is not None:
-        own["draft_vocab_hash"] = vocabulary_hash(token_ids)
-    config = {
-        **drafter.engine_config(),
-        "dtype": str(dtype).removeprefix("torch."),
-        "torch_dtype": str(dtype).removeprefix("torch."),  # the older name, which engines still read
-        "draftsmith": own,
-    }
-    return Checkpoint(drafter.kind, config, tensors)
-
-
-def load_drafter(name: str | Path, target: Target) -> Drafter:
-    """Return a drafter for the target, on its device and in its dtype.
-
-    `name` is a checkpoint directory, a Hub name, or the kind of a drafter that needs no training (`ngram`, `suffix`,
-    `lookahead`, `none`). `ngram+CHECKPOINT` and `suffix+CHECKPOINT` are cascades. Raises `UserError` where there is no
-    such drafter or it was made for another target.
-    """
-    first, plus, second = str(name).partition("+")
-    if plus and first in ("ngram", "suffix"):
-        if second in DRAFTERS and not Path(second).is_dir():
-            raise UserError(f"drafter {str(name)!r}: behind the + give the directory of a trained drafter")
-        lookup = load_drafter(first, target)
-        assert isinstance(lookup, Ngram | Suffix)
-        return Cascade(CascadeConfig(), lookup, load_drafter(second, target))
-    if str(name) in DRAFTERS and not Path(name).is_dir():
-        drafter_class = DRAFTERS[str(name)]
-        drafter = drafter_class.from_target(drafter_class.config_class(kind=str(name)), target)
-        if drafter.trainable():
-            raise UserError(f"drafter {str(name)!r} needs a checkpoint: give the directory of a trained one")
-    else:
-        drafter = build_drafter(read_checkpoint(name, target), target)
-        mend = "measure and serve it with the tokenizer and template that it was trained with, or train it again"
-        parts = ("tokenizer_fingerprint", "template_hash")
-        check_identity(f"drafter {name}", drafter.trained_for or {}, target, parts, mend)
-    for parameter in drafter.parameters():  # not the buffers: rotary frequencies need fp32
-        parameter.data = parameter.data.to(target.dtype)
-    return drafter.to(target.device).eval()
-
-
-def build_drafter(checkpoint: Checkpoint, target: Target) -> Drafter:
-    """Return a checkpoint's drafter in fp32. Raises `UserError` where it is unknown or made for another target."""
-    if checkpoint.kind not in DRAFTERS:
-        raise UserError(
-            f"this checkpoint holds a drafter of kind {checkpoint.kind!r}, which this version does not know"
-        )
-    if OWN_EMBEDDING in checkpoint.tensors and not DRAFTERS[checkpoint.kind].can_embed:
-        raise UserError(
-            f"this drafter's {OWN_EMBEDDING} is not the target's embedding: give the target that it was trained on "
-            f"(a drafter of kind {checkpoint.kind} cannot have an embedding of its own)"
-        )
-    own = dict(checkpoint.config.get("draftsmith", {}))
-    trained_for, recorded_hash = own.pop("trained_for", {}), own.pop("draft_vocab_hash", None)
-    config = {**checkpoint.config, **({"draftsmith": own} if own else {})}
-    drafter = DRAFTERS[checkpoint.kind].from_engine(config, checkpoint.tensors, target)
-    drafter.trained_for = trained_for
-    token_ids = drafter.draft_to_target()
-    if recorded_hash and (token_ids is None or vocabulary_hash(token_ids) != recorded_hash):
-        raise UserError(
-            f"this checkpoint holds another draft vocabulary than the one it was trained with ({recorded_hash}): its "
-            "files are not of one checkpoint, take another copy"
-        )
-    return drafter
+def __getattr__(name: str) -> Any:
+    """Return what `checkpoints` holds under a name. It is imported now: whoever reads settings does not need torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(import_module("draftsmith.models.checkpoints"), name)

@@ -23,9 +23,7 @@ from pydantic import (
 )
 
 from draftsmith.data.answers.changed_settings import flatten
-from draftsmith.data.features.stored import StoredDtype
-from draftsmith.models import DRAFTERS
-from draftsmith.models.drafter_parts.base import DrafterConfig
+from draftsmith.models.drafter_configs import DRAFTER_CONFIGS, DrafterConfig
 from draftsmith.models.errors import UserError
 from draftsmith.models.reading import read_yaml
 
@@ -47,7 +45,7 @@ class DataConfig:
     on_policy_share: Share = 0.0  # of the steps that train on text which the drafter itself writes, if it can
     on_policy_rise: Share = 0.0  # share of all steps over which on_policy_share rises from 0
     features: Literal["online", "stored"] = "online"  # computed by the target beside the drafter, or once and read
-    features_dtype: StoredDtype = "bfloat16"  # of stored features
+    features_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = "bfloat16"  # of stored features
     features_dir: str | None = None  # where they are stored; None: in the folder of the samples
     features_endpoint: str | None = None  # URL of a vLLM that computes them; None: the target does, in this process
 
@@ -174,7 +172,7 @@ def from_dict(content: dict[str, Any]) -> TrainConfig:
 
     Raises `UserError` for a value of the wrong type, beyond its limits, or without effect beside the others.
     """
-    drafter_class = DRAFTERS[content["drafter"]["kind"]].config_class
+    drafter_class = DRAFTER_CONFIGS[content["drafter"]["kind"]]
     drafter = _validate(drafter_class, content["drafter"], "drafter.")
     config = _validate(TrainConfig, {**content, "drafter": {"kind": drafter.kind}}, "")
     config.drafter = drafter
@@ -227,8 +225,8 @@ def _check_evaluation(evaluation: EvaluationConfig) -> None:
     if evaluation.patience and not evaluation.prompts:
         raise UserError("evaluation.patience has no effect without evaluation.prompts: give prompts, or leave it out")
     for name in evaluation.baselines:
-        if name not in DRAFTERS:
-            raise UserError(f"evaluation.baselines: no drafter {name!r}; there are {', '.join(DRAFTERS)}")
+        if name not in DRAFTER_CONFIGS:
+            raise UserError(f"evaluation.baselines: no drafter {name!r}; there are {', '.join(DRAFTER_CONFIGS)}")
 
 
 def dump(config: TrainConfig) -> str:

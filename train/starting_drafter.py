@@ -7,9 +7,9 @@ from torch import Tensor
 
 from draftsmith.data.progress import notice
 from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, build_drafter, read_checkpoint
-from draftsmith.models.drafter_parts.base import DrafterConfig
+from draftsmith.models.drafter_configs import DrafterConfig, ReducedVocabulary
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
-from draftsmith.models.drafter_parts.vocabulary import ReducedVocabulary, ranking, too_large, with_size
+from draftsmith.models.drafter_parts.vocabulary import ranking, too_large, with_size
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.identity import check_identity, differences
 from draftsmith.train.config import TrainConfig

@@ -1,26 +1,15 @@
 """The draft vocabulary: the target's tokens that a drafter can propose, where that is not all of them."""
 
 import hashlib
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
-from pydantic import PositiveInt
 from torch import Tensor
 
-from draftsmith.models.drafter_parts.base import DrafterConfig
+from draftsmith.models.drafter_configs import ReducedVocabulary
 from draftsmith.models.errors import UserError
 
 SIZE_UNIT = 64  # engines pad the matrix of a head to a multiple of it anyway
-
-
-@dataclass
-class ReducedVocabulary(DrafterConfig):
-    """Fields of the families that can draft from a part of the target's vocabulary; one of the two, or all of it."""
-
-    fixed_fields: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "draft_vocab_coverage")
-    draft_vocab_size: PositiveInt | None = None  # so many of the tokens that the target writes most often
-    draft_vocab_coverage: float | None = None  # or: as many as make up this share of what it writes
 
 
 def too_large(draft_vocab_size: int, vocab_size: int) -> str:

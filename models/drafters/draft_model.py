@@ -9,51 +9,27 @@ Shapes: B rows, T tokens, H hidden width, V vocabulary.
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from pydantic import PositiveInt
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
+from draftsmith.models.drafter_configs import DraftModelConfig
+from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import load_tensors
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, LevelWindows, grow
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.layers import gather_columns, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, divergence_over_rows, teacher_rows
-from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Chain, Shape
 from draftsmith.models.target.fused_layers import FusedDecoder, fuse
 from draftsmith.models.target.loading import drop_layers
 from draftsmith.models.target.slots import ATTENTION, Window, chain_window, run_causal, run_on_slots
 from draftsmith.models.target.target import Features, Target, find_decoder_layers
-
-
-@dataclass
-class DraftModelConfig(DrafterConfig):
-    fixed_fields = ("model", "num_layers", "hidden_size")
-    kind: str = "draft_model"
-    model: str | None = (
-        None  # Hub name or directory of a causal language model to start from; None: parts of the target
-    )
-    num_layers: int | None = None  # evenly spaced layers of the target to start from; None: 2
-    hidden_size: PositiveInt | None = None  # of a narrower model, whose layers start at random; None: the target's
-    divergence: Divergence = "forward_kl"
-
-    def __post_init__(self) -> None:
-        if self.model is not None and (self.num_layers, self.hidden_size) != (None, None):
-            raise UserError(
-                "drafter.model brings its own num_layers and hidden_size: leave them out, or leave out model"
-            )
-
-    @property
-    def starts_from_files(self) -> bool:
-        return self.model is not None
 
 
 class DraftModel(Drafter):

@@ -8,18 +8,18 @@ Shapes: B rows, T slots, H hidden width, V target vocabulary.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
+from draftsmith.models.drafter_configs import EagleConfig
+from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, load_tensors
 from draftsmith.models.drafter_parts.decoder_layer import (
     DecoderLayer,
@@ -36,28 +36,9 @@ from draftsmith.models.drafter_parts.eagle_layer import (
 )
 from draftsmith.models.layers import checkpoint_tensors
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth
-from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import Window
 from draftsmith.models.target.target import Features, Target
-
-
-@dataclass
-class EagleConfig(DrafterConfig):
-    fixed_fields = ("intermediate_size", "bias")
-    kind: str = "eagle"
-    intermediate_size: PositiveInt | None = None  # None: the target's
-    bias: bool = False  # of `fc`, as most public EAGLE-1 heads have one; of SGLang and SafeAILab's code, not of vLLM's
-    unroll_steps: PositiveInt = 3  # trained on its own guesses too, as HASS (arXiv 2408.15766); 1: as in the paper
-    step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k
-    regression_weight: float = 1.0  # of the smooth L1 distance between guess and feature, mean over H
-    divergence_weight: float = 0.1
-    divergence: Divergence = "forward_kl"
-    noise: NonNegativeFloat = 0.1  # features in training get uniform noise of at most this
-
-    def for_overfitting(self) -> "EagleConfig":
-        """Return the config without noise, and with more weight on tokens: by features alone it would take long."""
-        return replace(self, noise=0.0, divergence_weight=1.0)
 
 
 class Eagle(Drafter):

@@ -8,17 +8,17 @@ Shapes: B rows, T slots, H hidden width, A layers read, N heads, D head width, V
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
-from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.batch import Batch
+from draftsmith.models.drafter_configs import Eagle3Config
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING, check_same_shape, load_tensors
 from draftsmith.models.drafter_parts.decoder_layer import (
@@ -36,7 +36,7 @@ from draftsmith.models.drafter_parts.eagle_layer import (
     store_for_decoding,
 )
 from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots
-from draftsmith.models.drafter_parts.vocabulary import ReducedVocabulary, too_large
+from draftsmith.models.drafter_parts.vocabulary import too_large
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import RMSNorm
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth
@@ -44,21 +44,6 @@ from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import Window
 from draftsmith.models.target.target import Features, Target, check_layer_ids, spread_layer_ids
-
-
-@dataclass
-class Eagle3Config(ReducedVocabulary):
-    fixed_fields = (*ReducedVocabulary.fixed_fields, "layer_ids", "intermediate_size", "norm_before_residual")
-    kind: str = "eagle3"
-    layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
-    intermediate_size: PositiveInt | None = None  # None: the target's
-    norm_before_residual: bool = False  # the layer's residual is the normed feature; of vLLM's engines, not of SGLang's
-    unroll_steps: PositiveInt = 4  # length of the training-time test
-    step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k
-    divergence: Divergence = "forward_kl"
-    kl_share: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of training with forward_kl, before `divergence`
-    detach: bool = False  # no gradient from one unrolled step into the one before
-    recompute: bool = False  # unrolled steps are computed again in the backward pass: less memory, more time
 
 
 class Layer(DecoderLayer):

@@ -6,35 +6,23 @@ Shapes: B rows, T tokens, W drafted tokens that are read, H hidden width, V voca
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
+from draftsmith.models.drafter_configs import HydraConfig
+from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, load_tensors
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.drafter_parts.tree_drafting import grow
 from draftsmith.models.drafters.medusa import ResidualBlocks
 from draftsmith.models.layers import gather_columns, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows
-from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.target import Features, Target
-
-
-@dataclass
-class HydraConfig(DrafterConfig):
-    fixed_fields = ("num_heads", "num_layers")
-    kind: str = "hydra"
-    num_heads: PositiveInt = 4
-    num_layers: PositiveInt = 1  # residual blocks a head; Hydra++ has 4, behind a prefix layer that is not here
-    head_decay: float = 0.8  # weight of head i is head_decay ** i
-    divergence: Divergence = "forward_kl"
 
 
 class HydraBlocks(nn.Module):

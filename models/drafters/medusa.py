@@ -6,47 +6,27 @@ Shapes: B rows, T tokens, H hidden width, V vocabulary.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
-from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from draftsmith.models.batch import Batch
+from draftsmith.models.drafter_configs import MedusaConfig
 from draftsmith.models.drafter_parts.adapters import Corrections
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, load_tensors
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafter_parts.tree_drafting import grow
-from draftsmith.models.drafter_parts.vocabulary import ReducedVocabulary, too_large
+from draftsmith.models.drafter_parts.vocabulary import too_large
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import gather_columns, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, divergence_over_rows, teacher_rows
-from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import run_causal
 from draftsmith.models.target.target import Features, Target
-
-
-@dataclass
-class MedusaConfig(ReducedVocabulary):
-    fixed_fields = (*ReducedVocabulary.fixed_fields, "num_heads", "num_layers", "output")
-    kind: str = "medusa"
-    num_heads: PositiveInt = 4
-    num_layers: PositiveInt = 1  # residual blocks a head
-    output: Literal["own", "shared", "target"] = "own"  # a matrix for each head, one for all, or the target's, frozen
-    head_decay: float = 0.8  # weight of head i is head_decay ** i
-    divergence: Divergence = "forward_kl"
-    adapt_target: Literal["no", "low_rank", "full"] = "no"  # Medusa-2: train the target along, which changes it
-    adapter_rank: int = 32  # of low_rank
-    adapter_alpha: float = 16.0  # of low_rank
-    distillation_weight: float = 5.0  # of what keeps a changed target near the original one
-
-    @property
-    def changes_target(self) -> bool:
-        return self.adapt_target != "no"
 
 
 class ResidualBlocks(nn.Module):

@@ -8,38 +8,24 @@ Shapes: B rows, T tokens, W drafted tokens that are read, H hidden width, I inne
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
+from draftsmith.models.drafter_configs import MLPSpeculatorConfig
+from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, load_tensors
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.drafter_parts.tree_drafting import grow
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import gather_columns, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows
-from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.target import Features, Target
 
 EPS = 1e-6
-
-
-@dataclass
-class MLPSpeculatorConfig(DrafterConfig):
-    fixed_fields = ("num_heads", "inner_size", "tie_weights", "scale_input")
-    kind: str = "mlp_speculator"
-    num_heads: PositiveInt = 4  # stages
-    inner_size: PositiveInt | None = None  # width of the state; None: the target's hidden size
-    tie_weights: bool = False  # one embedding, projection (but for the first stage's), norm and head for all stages
-    scale_input: bool = False  # norm of the target's hidden state, without weights
-    head_decay: float = 1.0  # weight of stage i is head_decay ** i
-    divergence: Divergence = "forward_kl"
 
 
 class ShiftedNorm(nn.Module):

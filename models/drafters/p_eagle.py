@@ -10,50 +10,27 @@ V target vocabulary, Vd draft vocabulary.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import torch
-from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from draftsmith.models.batch import Batch
+from draftsmith.models.drafter_configs import PEagleConfig
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import load_tensors
 from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
-from draftsmith.models.drafter_parts.vocabulary import ReducedVocabulary
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import RMSNorm, checkpoint_tensors, gather_columns, rotary_table, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows
-from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import Window, slot_attention
 from draftsmith.models.target.target import Features, Target
-
-
-@dataclass
-class PEagleConfig(ReducedVocabulary):
-    fixed_fields = (
-        *ReducedVocabulary.fixed_fields,
-        "layer_ids",
-        "intermediate_size",
-        "num_layers",
-        "mask_token_id",
-    )
-    kind: str = "p_eagle"
-    layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
-    intermediate_size: PositiveInt | None = None  # None: the target's
-    num_layers: PositiveInt = 4
-    num_depths: Annotated[int, Field(ge=2)] = 8  # K, tokens of the longest draft
-    mask_token_id: int | None = None  # whose embedding mask slots read; None: the end of text, which no draft follows
-    keep_ratio: Annotated[float, Field(gt=0, le=1)] = 0.7  # share keep_ratio ** d of slots trains depth d
-    keep_least: Annotated[float, Field(gt=0, le=1)] = 0.2  # smallest such share
-    depth_decay: float = 0.8  # weight of depth d is depth_decay ** d, whatever share of it is trained
-    divergence: Divergence = "forward_kl"
 
 
 class DeeperLayer(DecoderLayer):

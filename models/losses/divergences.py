@@ -11,12 +11,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Divergence = Literal["cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "lk_hybrid"]
+from draftsmith.models.drafter_configs import Divergence
 
 LOWEST = torch.finfo(torch.float32).min  # for the logarithm of a probability of 0, which times 0 is then 0
 LK_DECAY = 3.0  # eta of the LK hybrid for EAGLE-3-like drafters (arXiv 2602.23881)

@@ -5,13 +5,14 @@ more often than what a trained drafter says. Each row takes the one or the other
 one-hot above temperature 0.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
+from draftsmith.models.drafter_configs import CascadeConfig
+from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, chain, lookup_chain
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import Shape
@@ -19,12 +20,6 @@ from draftsmith.models.target.slots import Window
 from draftsmith.models.target.target import Features, Target
 from draftsmith.models.training_free.ngram import Ngram
 from draftsmith.models.training_free.suffix import Suffix
-
-
-@dataclass
-class CascadeConfig(DrafterConfig):
-    kind: str = "cascade"
-    shortest: int = 3  # matched tokens from which on a row takes what was looked up
 
 
 class Cascade(Drafter):

@@ -19,24 +19,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
+from draftsmith.models.drafter_configs import LookaheadConfig
+from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft
-from draftsmith.models.errors import require_at_least
 from draftsmith.models.sampling.trees import Shape, StaticTree
 from draftsmith.models.target.target import Target
-
-
-@dataclass
-class LookaheadConfig(DrafterConfig):
-    kind: str = "lookahead"
-    window: int = 7  # places guessed ahead
-    candidates: int = 7  # n-grams of the pool that a round verifies at most
-    pool: int = 512  # n-grams that a text keeps, the oldest leave first
-
-    def __post_init__(self) -> None:
-        for name in ("window", "candidates"):
-            require_at_least(f"drafter.{name}", getattr(self, name))
-        require_at_least("drafter.pool", self.pool, max(self.window, self.candidates))
 
 
 class Lookahead(Drafter):

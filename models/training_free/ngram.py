@@ -3,23 +3,13 @@
 Nothing to train, nothing to run: the baseline that a trained drafter has to beat.
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
+from draftsmith.models.drafter_configs import NgramConfig
+from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft, lookup_chain
 from draftsmith.models.sampling.trees import Shape
-
-
-@dataclass
-class NgramConfig(DrafterConfig):
-    kind: str = "ngram"
-    longest: int = 4  # tokens of the suffix that is looked up; shorter ones are tried down to `shortest`
-    shortest: int = 2
-    occurrence: Literal["latest", "earliest"] = "latest"  # which copy is continued; vLLM takes the earliest
 
 
 class Ngram(Drafter):

@@ -1,15 +1,9 @@
 """The drafter that proposes nothing: plain decoding on the same kernels, the baseline of every speedup."""
 
-from dataclasses import dataclass
-
-from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
+from draftsmith.models.drafter_configs import NoneConfig
+from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, chain
 from draftsmith.models.sampling.trees import Shape
-
-
-@dataclass
-class NoneConfig(DrafterConfig):
-    kind: str = "none"
 
 
 class NoDrafter(Drafter):

@@ -8,33 +8,16 @@ The paper keeps suffix trees; here a text is compared with the whole corpus at o
 Shapes: B rows, M slots of a row, H tokens of history, P places of the corpus, C copies of a suffix, K drafted tokens.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.models.drafter_parts.base import Drafter, DrafterConfig
+from draftsmith.models.drafter_configs import SuffixConfig
+from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft, lookup_chain
-from draftsmith.models.errors import require_at_least
 from draftsmith.models.sampling.trees import Shape
 
 NOTHING = NO_TOKEN - 1  # before the beginning of a text; equals no token, nor what ends the texts of a corpus
-
-
-@dataclass
-class SuffixConfig(DrafterConfig):
-    kind: str = "suffix"
-    longest: int = 8  # tokens of the suffix that is looked up; longer matches count as so long
-    shortest: int = 1  # tokens that have to match for a draft
-    history: int = 65_536  # tokens of finished texts that are kept, the oldest leave first; 0: this text alone
-    tokens_per_match: float = 2.0  # drafted tokens for each token that matched
-    copies: int = 32  # latest ones of the longest match that vote on what follows
-    least_share: float = 0.1  # of these copies that a draft has to follow
-
-    def __post_init__(self) -> None:
-        for name, least in (("longest", 1), ("shortest", 1), ("history", 0), ("copies", 1)):
-            require_at_least(f"drafter.{name}", getattr(self, name), least)
 
 
 class Suffix(Drafter):

@@ -10,20 +10,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import (
-    Gemma3TextConfig,
-    GptOssConfig,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from draftsmith.models.drafter_configs import Eagle3Config
+from draftsmith.train.config import DataConfig, TrainConfig
 
-from draftsmith.models.drafters.eagle3 import Eagle3Config
-from draftsmith.train import TrainConfig
-from draftsmith.train.config import DataConfig
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SIZES = {"smoke": (2_000, 1), "usable": (70_000, 3), "production": (530_000, 3)}  # samples, epochs
 MICRO_BATCH = 8192  # tokens: what a device computes at a time, in gigabytes still, not tens of them
@@ -33,38 +26,44 @@ TOKENS_PER_SAMPLE = 800  # of a conversation of the ShareGPT kind, prompt and an
 @dataclass(frozen=True)
 class PublicTarget:
     name: str  # on the Hub
-    config: PretrainedConfig
+    model_type: str  # as transformers names its architecture
+    shape: dict[str, Any]  # fields of its config
+
+    @property
+    def config(self) -> "PretrainedConfig":
+        from transformers import AutoConfig  # here, so that recipes are listed without waiting for it
+
+        return AutoConfig.for_model(self.model_type, **self.shape)
 
 
 QWEN3: dict[str, Any] = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
 
 
 def _llama(name: str, hidden: int, layers: int, heads: int, inner: int) -> PublicTarget:
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=131072,
-        tie_word_embeddings=False,
-    )
-    return PublicTarget(name, config)
+    shape = {
+        "vocab_size": 128256,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    }
+    return PublicTarget(name, "llama", shape)
 
 
 def _qwen3(name: str, hidden: int, layers: int, heads: int, inner: int, tied: bool = False) -> PublicTarget:
-    config = Qwen3Config(
-        **QWEN3,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        tie_word_embeddings=tied,
-    )
-    return PublicTarget(name, config)
+    shape = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": tied,
+    }
+    return PublicTarget(name, "qwen3", QWEN3 | shape)
 
 
 PUBLIC_TARGETS: dict[str, PublicTarget] = {
@@ -75,46 +74,49 @@ PUBLIC_TARGETS: dict[str, PublicTarget] = {
     "qwen3_32b": _qwen3("Qwen/Qwen3-32B", 5120, 64, 64, 25600),
     "qwen3_30b_a3b": PublicTarget(
         "Qwen/Qwen3-30B-A3B",
-        Qwen3MoeConfig(
+        "qwen3_moe",
+        {
             **QWEN3,
-            hidden_size=2048,
-            num_hidden_layers=48,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            intermediate_size=6144,
-            moe_intermediate_size=768,
-            num_experts=128,
-            num_experts_per_tok=8,
-            tie_word_embeddings=False,
-        ),
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "tie_word_embeddings": False,
+        },
     ),
     "gemma_3_1b": PublicTarget(
         "google/gemma-3-1b-it",
-        Gemma3TextConfig(
-            vocab_size=262144,
-            hidden_size=1152,
-            num_hidden_layers=26,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            head_dim=256,
-            intermediate_size=6912,
-            max_position_embeddings=32768,
-        ),
+        "gemma3_text",
+        {
+            "vocab_size": 262144,
+            "hidden_size": 1152,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "intermediate_size": 6912,
+            "max_position_embeddings": 32768,
+        },
     ),
     "gpt_oss_20b": PublicTarget(
         "openai/gpt-oss-20b",
-        GptOssConfig(
-            vocab_size=201088,
-            hidden_size=2880,
-            num_hidden_layers=24,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            head_dim=64,
-            intermediate_size=2880,
-            num_local_experts=32,
-            num_experts_per_tok=4,
-            tie_word_embeddings=False,
-        ),
+        "gpt_oss",
+        {
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "intermediate_size": 2880,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "tie_word_embeddings": False,
+        },
     ),
 }
 
@@ -126,11 +128,11 @@ def eagle3_for(target: str, size: str) -> TrainConfig:
     """
     public = PUBLIC_TARGETS[target]
     num_samples, epochs = SIZES[size]
-    sparse = isinstance(public.config, Qwen3MoeConfig | GptOssConfig)
+    sparse = "num_experts_per_tok" in public.shape
     drafter = Eagle3Config(
         draft_vocab_size=32000,
         unroll_steps=5,
-        intermediate_size=4 * public.config.hidden_size if sparse else None,
+        intermediate_size=4 * public.shape["hidden_size"] if sparse else None,
     )
     config = TrainConfig(public.name, drafter, DataConfig(""))
     config.data.tokens_per_micro_batch = MICRO_BATCH

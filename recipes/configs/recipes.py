@@ -6,17 +6,18 @@ on the user (target, samples, folder, prompts) is left empty and asked for.
 
 from collections.abc import Callable
 
-from draftsmith.models.drafter_parts.base import DrafterConfig
-from draftsmith.models.drafters.draft_model import DraftModelConfig
-from draftsmith.models.drafters.eagle import EagleConfig
-from draftsmith.models.drafters.eagle3 import Eagle3Config
-from draftsmith.models.drafters.hydra import HydraConfig
-from draftsmith.models.drafters.medusa import MedusaConfig
-from draftsmith.models.drafters.mlp_speculator import MLPSpeculatorConfig
-from draftsmith.models.drafters.p_eagle import PEagleConfig
+from draftsmith.models.drafter_configs import (
+    DrafterConfig,
+    DraftModelConfig,
+    Eagle3Config,
+    EagleConfig,
+    HydraConfig,
+    MedusaConfig,
+    MLPSpeculatorConfig,
+    PEagleConfig,
+)
 from draftsmith.recipes.configs.public_targets import TARGET_RECIPES
-from draftsmith.train import TrainConfig
-from draftsmith.train.config import DataConfig
+from draftsmith.train.config import DataConfig, TrainConfig
 
 
 def eagle() -> TrainConfig:

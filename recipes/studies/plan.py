@@ -22,7 +22,7 @@ from draftsmith.inference.planning.best_draft import acceptance_length, best_dra
 from draftsmith.inference.planning.cost_measurement import CostRange, measure_costs, usual_tree
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
-from draftsmith.models.drafter_parts.vocabulary import ReducedVocabulary
+from draftsmith.models.drafter_configs import ReducedVocabulary
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.sampling.trees import StaticTree

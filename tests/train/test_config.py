@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from draftsmith.data.answers.changed_settings import flatten
+from draftsmith.models import DRAFTERS
+from draftsmith.models.drafter_configs import DRAFTER_CONFIGS
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import TrainConfig
@@ -178,3 +180,8 @@ def test_missing_file(tmp_path: Path) -> None:
 
 def test_keys_are_dotted_names() -> None:
     assert flatten({"a": 1, "b": {"c": [1, 2], "d": {"e": None}}}) == {"a": 1, "b.c": [1, 2], "b.d.e": None}
+
+
+def test_every_family_has_its_settings() -> None:
+    """`DRAFTER_CONFIGS` is read without torch, `DRAFTERS` with it."""
+    assert {kind: drafter.config_class for kind, drafter in DRAFTERS.items()} == DRAFTER_CONFIGS

@@ -1,0 +1,215 @@
+"""The settings of every family of drafters: what a recipe or a user can set, and `config.yaml` and checkpoints keep.
+
+Nothing slow is imported here, so that a mistake in a setting is told at once.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
+
+from draftsmith.models.errors import UserError, require_at_least
+
+Divergence = Literal["cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "lk_hybrid"]
+
+
+@dataclass
+class DrafterConfig:
+    """Settings that all families have; a family adds its own fields in a subclass."""
+
+    kind: str
+    fixed_fields: ClassVar[tuple[str, ...]] = ()  # decided by a checkpoint's tensors; the others by training
+
+    @property
+    def changes_target(self) -> bool:
+        """Whether the target is trained along, so that a checkpoint holds a target of its own in `target/`."""
+        return False
+
+    @property
+    def starts_from_files(self) -> bool:
+        """Whether a new drafter is read from files, which decide on its size."""
+        return False
+
+    def for_overfitting(self) -> "DrafterConfig":
+        """Return the config without what only helps on text that the drafter has not seen."""
+        return self
+
+
+@dataclass
+class ReducedVocabulary(DrafterConfig):
+    """Fields of the families that can draft from a part of the target's vocabulary; one of the two, or all of it."""
+
+    fixed_fields: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "draft_vocab_coverage")
+    draft_vocab_size: PositiveInt | None = None  # so many of the tokens that the target writes most often
+    draft_vocab_coverage: float | None = None  # or: as many as make up this share of what it writes
+
+
+@dataclass
+class EagleConfig(DrafterConfig):
+    fixed_fields = ("intermediate_size", "bias")
+    kind: str = "eagle"
+    intermediate_size: PositiveInt | None = None  # None: the target's
+    bias: bool = False  # of `fc`, as most public EAGLE-1 heads have one; of SGLang and SafeAILab's code, not of vLLM's
+    unroll_steps: PositiveInt = 3  # trained on its own guesses too, as HASS (arXiv 2408.15766); 1: as in the paper
+    step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k
+    regression_weight: float = 1.0  # of the smooth L1 distance between guess and feature, mean over H
+    divergence_weight: float = 0.1
+    divergence: Divergence = "forward_kl"
+    noise: NonNegativeFloat = 0.1  # features in training get uniform noise of at most this
+
+    def for_overfitting(self) -> "EagleConfig":
+        """Return the config without noise, and with more weight on tokens: by features alone it would take long."""
+        return replace(self, noise=0.0, divergence_weight=1.0)
+
+
+@dataclass
+class Eagle3Config(ReducedVocabulary):
+    fixed_fields = (*ReducedVocabulary.fixed_fields, "layer_ids", "intermediate_size", "norm_before_residual")
+    kind: str = "eagle3"
+    layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
+    intermediate_size: PositiveInt | None = None  # None: the target's
+    norm_before_residual: bool = False  # the layer's residual is the normed feature; of vLLM's engines, not of SGLang's
+    unroll_steps: PositiveInt = 4  # length of the training-time test
+    step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k
+    divergence: Divergence = "forward_kl"
+    kl_share: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of training with forward_kl, before `divergence`
+    detach: bool = False  # no gradient from one unrolled step into the one before
+    recompute: bool = False  # unrolled steps are computed again in the backward pass: less memory, more time
+
+
+@dataclass
+class PEagleConfig(ReducedVocabulary):
+    fixed_fields = (
+        *ReducedVocabulary.fixed_fields,
+        "layer_ids",
+        "intermediate_size",
+        "num_layers",
+        "mask_token_id",
+    )
+    kind: str = "p_eagle"
+    layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
+    intermediate_size: PositiveInt | None = None  # None: the target's
+    num_layers: PositiveInt = 4
+    num_depths: Annotated[int, Field(ge=2)] = 8  # K, tokens of the longest draft
+    mask_token_id: int | None = None  # whose embedding mask slots read; None: the end of text, which no draft follows
+    keep_ratio: Annotated[float, Field(gt=0, le=1)] = 0.7  # share keep_ratio ** d of slots trains depth d
+    keep_least: Annotated[float, Field(gt=0, le=1)] = 0.2  # smallest such share
+    depth_decay: float = 0.8  # weight of depth d is depth_decay ** d, whatever share of it is trained
+    divergence: Divergence = "forward_kl"
+
+
+@dataclass
+class MedusaConfig(ReducedVocabulary):
+    fixed_fields = (*ReducedVocabulary.fixed_fields, "num_heads", "num_layers", "output")
+    kind: str = "medusa"
+    num_heads: PositiveInt = 4
+    num_layers: PositiveInt = 1  # residual blocks a head
+    output: Literal["own", "shared", "target"] = "own"  # a matrix for each head, one for all, or the target's, frozen
+    head_decay: float = 0.8  # weight of head i is head_decay ** i
+    divergence: Divergence = "forward_kl"
+    adapt_target: Literal["no", "low_rank", "full"] = "no"  # Medusa-2: train the target along, which changes it
+    adapter_rank: int = 32  # of low_rank
+    adapter_alpha: float = 16.0  # of low_rank
+    distillation_weight: float = 5.0  # of what keeps a changed target near the original one
+
+    @property
+    def changes_target(self) -> bool:
+        return self.adapt_target != "no"
+
+
+@dataclass
+class HydraConfig(DrafterConfig):
+    fixed_fields = ("num_heads", "num_layers")
+    kind: str = "hydra"
+    num_heads: PositiveInt = 4
+    num_layers: PositiveInt = 1  # residual blocks a head; Hydra++ has 4, behind a prefix layer that is not here
+    head_decay: float = 0.8  # weight of head i is head_decay ** i
+    divergence: Divergence = "forward_kl"
+
+
+@dataclass
+class MLPSpeculatorConfig(DrafterConfig):
+    fixed_fields = ("num_heads", "inner_size", "tie_weights", "scale_input")
+    kind: str = "mlp_speculator"
+    num_heads: PositiveInt = 4  # stages
+    inner_size: PositiveInt | None = None  # width of the state; None: the target's hidden size
+    tie_weights: bool = False  # one embedding, projection (but for the first stage's), norm and head for all stages
+    scale_input: bool = False  # norm of the target's hidden state, without weights
+    head_decay: float = 1.0  # weight of stage i is head_decay ** i
+    divergence: Divergence = "forward_kl"
+
+
+@dataclass
+class DraftModelConfig(DrafterConfig):
+    fixed_fields = ("model", "num_layers", "hidden_size")
+    kind: str = "draft_model"
+    model: str | None = None  # Hub name or directory of a causal language model to start from; None: the target's parts
+    num_layers: int | None = None  # evenly spaced layers of the target to start from; None: 2
+    hidden_size: PositiveInt | None = None  # of a narrower model, whose layers start at random; None: the target's
+    divergence: Divergence = "forward_kl"
+
+    def __post_init__(self) -> None:
+        if self.model is not None and (self.num_layers, self.hidden_size) != (None, None):
+            raise UserError(
+                "drafter.model brings its own num_layers and hidden_size: leave them out, or leave out model"
+            )
+
+    @property
+    def starts_from_files(self) -> bool:
+        return self.model is not None
+
+
+@dataclass
+class NgramConfig(DrafterConfig):
+    kind: str = "ngram"
+    longest: int = 4  # tokens of the suffix that is looked up; shorter ones are tried down to `shortest`
+    shortest: int = 2
+    occurrence: Literal["latest", "earliest"] = "latest"  # which copy is continued; vLLM takes the earliest
+
+
+@dataclass
+class SuffixConfig(DrafterConfig):
+    kind: str = "suffix"
+    longest: int = 8  # tokens of the suffix that is looked up; longer matches count as so long
+    shortest: int = 1  # tokens that have to match for a draft
+    history: int = 65_536  # tokens of finished texts that are kept, the oldest leave first; 0: this text alone
+    tokens_per_match: float = 2.0  # drafted tokens for each token that matched
+    copies: int = 32  # latest ones of the longest match that vote on what follows
+    least_share: float = 0.1  # of these copies that a draft has to follow
+
+    def __post_init__(self) -> None:
+        for name, least in (("longest", 1), ("shortest", 1), ("history", 0), ("copies", 1)):
+            require_at_least(f"drafter.{name}", getattr(self, name), least)
+
+
+@dataclass
+class LookaheadConfig(DrafterConfig):
+    kind: str = "lookahead"
+    window: int = 7  # places guessed ahead
+    candidates: int = 7  # n-grams of the pool that a round verifies at most
+    pool: int = 512  # n-grams that a text keeps, the oldest leave first
+
+    def __post_init__(self) -> None:
+        for name in ("window", "candidates"):
+            require_at_least(f"drafter.{name}", getattr(self, name))
+        require_at_least("drafter.pool", self.pool, max(self.window, self.candidates))
+
+
+@dataclass
+class NoneConfig(DrafterConfig):
+    kind: str = "none"
+
+
+@dataclass
+class CascadeConfig(DrafterConfig):
+    kind: str = "cascade"
+    shortest: int = 3  # matched tokens from which on a row takes what was looked up
+
+
+DRAFTER_CONFIGS: dict[str, type[DrafterConfig]] = {
+    config_class.kind: config_class
+    for config_class in (
+        *(EagleConfig, Eagle3Config, PEagleConfig, MedusaConfig, HydraConfig, MLPSpeculatorConfig, DraftModelConfig),
+        *(NgramConfig, SuffixConfig, LookaheadConfig, NoneConfig),
+    )
+}
