@@ -1,5 +1,6 @@
 """Writing files so that nobody ever reads half of one."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -23,6 +24,15 @@ def write_whole(path: Path, text: str) -> None:
 def write_json(path: Path, content: Any, indent: int = 2) -> None:
     """Write a JSON file whole or not at all."""
     write_whole(path, json.dumps(content, indent=indent) + "\n")
+
+
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file in hex."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(1 << 24):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def require_writable(folder: Path) -> None:

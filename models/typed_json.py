@@ -4,7 +4,9 @@
 and with `flat()` where its own fields stand in the file beside those of its owner.
 """
 
+from collections.abc import Callable
 from dataclasses import field, fields, is_dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
@@ -12,6 +14,8 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from draftsmith.models.errors import UserError
 
 T = TypeVar("T")
+
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # making one takes longer than using it
 
 
 def optional(beside: str | None = None, compare: bool = True) -> Any:
@@ -58,7 +62,7 @@ def from_json(kind: type[T], content: Any) -> T:
     Raises `UserError` for content that is no such value, naming the first wrong field.
     """
     try:
-        return TypeAdapter(kind).validate_python(content)
+        return _adapter(kind).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the content"

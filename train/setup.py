@@ -19,6 +19,7 @@ from draftsmith.data.prompts.checks import (
     check_samples,
     notice_padding,
     notice_seen_prompts,
+    notice_without_checksum,
     shown_sample,
 )
 from draftsmith.data.samples.batches import BatchPlan
@@ -62,6 +63,8 @@ def set_up(config: TrainConfig) -> Setup:
         rich.print(escape(placement.text()))
     folder = Path(config.data.samples)
     samples = read_samples(folder, config.data.drop_cut)
+    if accelerator.is_main_process:
+        notice_without_checksum(folder)
     target = load_target(config, accelerator.device)
     check_prepared(folder, target)
     check_samples(samples, target, min(config.data.max_length, target.context), str(folder))
@@ -111,7 +114,7 @@ def show_data(setup: Setup, vocabulary: dict[str, Any] | None) -> None:
         rich.print(escape(cut))
     if vocabulary:
         rich.print(escape(vocabulary_text(vocabulary)))
-    notice_padding(setup.target)
+    notice_padding(plan.samples, setup.target)
     if setup.prompts:
         notice_seen_prompts(setup.prompts.token_ids, plan.samples)
     rich.print(shown_sample(plan.samples[plan.trained[0]], setup.target))

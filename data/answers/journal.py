@@ -7,7 +7,7 @@ of the prompts, in one rename.
 
 from pathlib import Path
 
-from draftsmith.data.samples.samples import SAMPLES, Sample, sample_line
+from draftsmith.data.samples.samples import Sample, sample_line, write_samples
 from draftsmith.models.errors import UserError
 
 
@@ -56,16 +56,16 @@ def written_lines(folder: Path) -> dict[int, tuple[Path, int]]:
 def merge_journals(folder: Path) -> None:
     """Write all answers into samples.jsonl, in the order of their prompts, and remove the journals."""
     places = written_lines(folder)
-    temporary = folder / f".{SAMPLES}"
     files = {path: open(path, "rb") for path in {path for path, _ in places.values()}}  # noqa: SIM115
-    with open(temporary, "wb") as out:
-        for index in sorted(places):
-            path, offset = places[index]
-            files[path].seek(offset)
-            out.writelines(sample + b"\n" for sample in files[path].readline().rstrip(b"\n").split(b"\t")[1:])
+
+    def answers(index: int) -> list[bytes]:
+        path, offset = places[index]
+        files[path].seek(offset)
+        return [sample + b"\n" for sample in files[path].readline().rstrip(b"\n").split(b"\t")[1:]]
+
+    write_samples(folder, (sample for index in sorted(places) for sample in answers(index)))
     for file in files.values():
         file.close()
-    temporary.replace(folder / SAMPLES)
     remove_journals(folder)
 
 

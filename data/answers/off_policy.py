@@ -8,9 +8,8 @@ from draftsmith.data.answers.turns import Markers
 from draftsmith.data.prompts.conversations import encode_conversation
 from draftsmith.data.prompts.prompts import read_split
 from draftsmith.data.prompts.splits import HELD_OUT, write_prompts
-from draftsmith.data.samples.samples import SAMPLES, Sample, sample_line
+from draftsmith.data.samples.samples import Sample, sample_line, write_samples
 from draftsmith.models import Target
-from draftsmith.models.files import write_whole
 from draftsmith.models.target.identity import identity
 
 
@@ -44,5 +43,5 @@ def store_conversations(target: Target, source: str, out: Path, held_out_share: 
     open_folder(out, prepared)
     if split.held_out:
         write_prompts(out / HELD_OUT, split.held_out)
-    write_whole(out / SAMPLES, "".join(lines))
+    write_samples(out, (line.encode() for line in lines))
     show_written(out, target)

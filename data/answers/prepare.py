@@ -23,6 +23,7 @@ from draftsmith.data.prompts.checks import (
     check_samples,
     check_token_ids,
     notice_raw_texts,
+    num_with_padding,
     shown_sample,
 )
 from draftsmith.data.prompts.prompts import read_split
@@ -119,6 +120,8 @@ def show_written(out: Path, target: Target) -> None:
     text = f"{out}: {len(samples)} samples of {prepared['num_prompts']} prompts, {num_tokens} tokens to train on"
     if prepared["num_held_out"]:
         text += f"; {prepared['num_held_out']} prompts are held out in {out / HELD_OUT}"
+    if number := num_with_padding(samples, target):
+        text += f"; {number} samples hold tokens that {target.name} has and its tokenizer does not: they are kept"
     say(text)
 
 

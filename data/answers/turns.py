@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from draftsmith.data.prompts.conversations import Chat
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.data.samples.samples import Sample, Span
+from draftsmith.data.samples.samples import FinishReason, Sample, Span
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.target.target import Target
@@ -174,7 +174,7 @@ class Dialogue:
         assert self.target.tokenizer is not None
         return self.target.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _close(self, token_ids: list[int], finish_reason: str) -> None:
+    def _close(self, token_ids: list[int], finish_reason: FinishReason) -> None:
         drawn = self.sampling.temperature, self.sampling.top_p, self.sampling.top_k
         self.samples.append(Sample(token_ids, self._spans, finish_reason, *drawn, self.index, self.prompt.domain))
         self._spans = []

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from draftsmith.data.progress import notice
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.data.samples.samples import Sample, read_prepared
+from draftsmith.data.samples.samples import Sample, has_checksum, read_prepared
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.errors import UserError
@@ -52,22 +52,17 @@ def check_bos(token_ids: list[int], target: Target, where: str) -> None:
 
 
 def check_token_ids(token_ids: list[int], target: Target, where: str) -> None:
-    """Refuse ids that the target has no embedding for, and ids of rows that only pad its vocabulary."""
-    largest, known = max(token_ids, default=0), num_known_tokens(target)
+    """Refuse ids that the target has no embedding for."""
+    largest = max(token_ids, default=0)
     if largest >= target.vocab_size:
         raise UserError(
             f"{where} holds token id {largest}, and the vocabulary of {target.name} ends at {target.vocab_size - 1}: "
             "use the tokenizer that the target was trained with"
         )
-    if largest >= known:
-        raise UserError(
-            f"{where} holds token id {largest}, a row that pads the vocabulary of {target.name} beyond the {known} "
-            "tokens of its tokenizer: another tokenizer wrote it; prepare it again"
-        )
 
 
 def num_known_tokens(target: Target) -> int:
-    """Return one more than the largest id of the tokenizer; rows of the vocabulary from there on are padding."""
+    """Return one more than the largest id of the tokenizer; rows of the vocabulary from there on have no text."""
     if target.tokenizer is None:
         return target.vocab_size
     return max(target.tokenizer.get_vocab().values()) + 1
@@ -94,10 +89,19 @@ def check_prepared(folder: Path, target: Target) -> None:
 
 
 def check_samples(samples: list[Sample], target: Target, max_length: int, where: str) -> None:
-    """Refuse samples with tokens that the target does not know, a doubled beginning of text, or a wrong loss mask."""
+    """Refuse samples with tokens that the target does not know, a doubled beginning of text, or a wrong loss mask.
+
+    Text that the target read or wrote is never longer than its context; given text may be, and is cut.
+    """
     for sample in samples:
-        name = f"the sample of prompt {sample.prompt_index + 1} in {where}"
+        line = f" (line {sample.line})" if sample.line else ""
+        name = f"the sample of prompt {sample.prompt_index + 1} in {where}{line}"
         check_token_ids(sample.token_ids, target, name)
+        if sample.finish_reason != "given" and len(sample.token_ids) > target.context:
+            raise UserError(
+                f"{name} has {len(sample.token_ids)} tokens, and {target.name} reads {target.context}: it did not "
+                "write that; prepare it again"
+            )
         check_bos(sample.token_ids, target, name)
     check_mask(samples, max_length, where)
 
@@ -125,14 +129,26 @@ def notice_seen_prompts(evaluated: list[list[int]], samples: list[Sample]) -> No
         )
 
 
-def notice_padding(target: Target) -> None:
-    """Say so where the target's vocabulary goes on beyond its tokenizer; no sample may hold such a token."""
+def notice_padding(samples: list[Sample], target: Target) -> None:
+    """Say so where the target's vocabulary goes on beyond its tokenizer, and how many samples hold such tokens."""
     known = num_known_tokens(target)
     if known < target.vocab_size:
         notice(
             f"the vocabulary of {target.name} has {target.vocab_size} rows and its tokenizer {known} tokens: the rows "
-            "beyond are padding, never trained on and never part of a smaller draft vocabulary"
+            f"beyond are padding without text, which the target wrote in {num_with_padding(samples, target)} samples"
         )
+
+
+def num_with_padding(samples: list[Sample], target: Target) -> int:
+    """Return the number of samples with a token that the target's tokenizer does not know. The target sampled it."""
+    known = num_known_tokens(target)
+    return sum(max(sample.token_ids) >= known for sample in samples)
+
+
+def notice_without_checksum(folder: Path) -> None:
+    """Say so where samples have no checksum: that they were changed would show in no other way."""
+    if not has_checksum(folder):
+        notice(f"the samples in {folder} have no checksum: an older draftsmith wrote them, or it was removed")
 
 
 def shown_sample(sample: Sample, target: Target) -> Text:

@@ -1,35 +1,44 @@
 """Training text as the target wrote it: token ids kept as sampled, one JSON object a line.
 
-A folder of samples holds samples.jsonl and prepared.json, which says what wrote them. Its loss mask is not stored: a
-sample is trained on in its `spans`, which the target generated. The rest, a prompt or the user's next turn, is read and
-not learned.
+A folder of samples holds samples.jsonl, its checksum, and prepared.json, which says what wrote them. The loss mask is
+not stored: a sample is trained on in its `spans`, which the target generated. The rest, a prompt or the user's next
+turn, is read and not learned.
 """
 
-import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
+from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
+from draftsmith.models.files import file_hash, write_whole
+from draftsmith.models.reading import read_json, read_json_lines, read_text
 from draftsmith.models.target.target import Target
+from draftsmith.models.typed_json import from_json
 
 SAMPLES, PREPARED = "samples.jsonl", "prepared.json"
+CHECKSUM = f"{SAMPLES}.sha256"  # in the form of `sha256sum`
+WRITERS = ("target", "target_fingerprint", "written_by")  # keys of prepared.json without which nobody wrote the samples
 AGREEMENT = 0.9  # the target that wrote greedy text finds at least this share of its tokens likeliest, despite rounding
 CHECKED_SAMPLES = 8
+REPAIR = "remove the file, and the same `draftsmith prepare` writes it anew"
+
+FinishReason = Literal["length", "eos", "given"]
+Number = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
 
 
 class Span(NamedTuple):
     """A stretch of tokens, from start to end - 1, which the target generated."""
 
-    start: int
-    end: int
+    start: Number
+    end: Number
     label: str = "answer"  # or "thinking", "tool_call"
 
 
@@ -37,14 +46,17 @@ class Span(NamedTuple):
 class Sample:
     """A text that the target read and wrote, token by token as it stood before it."""
 
-    token_ids: list[int]
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    token_ids: Annotated[list[Number], Field(min_length=1)]
     spans: list[Span]  # ascending, without overlap
-    finish_reason: str = "length"  # the last answer was cut; or "eos"; or "given": the target did not write it
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    prompt_index: int = 0  # place among the prompts
+    finish_reason: FinishReason = "length"  # the last answer was cut; or "eos"; or "given": the target did not write it
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Number = 0
+    prompt_index: Number = 0  # place among the prompts
     domain: str = ""  # kind of traffic, as the prompt has it
+    line: int = field(default=0, init=False, compare=False)  # number of its line in samples.jsonl, for messages
 
     def generated(self) -> list[int]:
         """Return the tokens that the target generated."""
@@ -61,42 +73,72 @@ def loss_mask(sample: Sample) -> Tensor:
 
 def sample_line(sample: Sample) -> str:
     """Return the line of samples.jsonl that holds a sample."""
-    return json.dumps(vars(sample), separators=(",", ":")) + "\n"
+    fields = {name: value for name, value in vars(sample).items() if name != "line"}
+    return json.dumps(fields, separators=(",", ":")) + "\n"
+
+
+def write_samples(folder: Path, lines: Iterable[bytes]) -> None:
+    """Write samples.jsonl whole or not at all; its checksum stands beside it before it appears."""
+    partial = folder / f".{SAMPLES}"
+    with open(partial, "wb") as file:
+        file.writelines(lines)
+    write_whole(folder / CHECKSUM, f"{file_hash(partial)}  {SAMPLES}\n")
+    partial.replace(folder / SAMPLES)
 
 
 def read_samples(folder: Path, drop_cut: bool = False) -> list[Sample]:
     """Return all samples of a folder that `prepare` wrote; `drop_cut` leaves out those that the length limit cut.
 
-    Raises `UserError` for a folder without samples, for a damaged line, and where all samples are left out.
+    Raises `UserError` for a folder without samples, for a line that holds no sample, for a file that was changed since
+    `prepare` wrote it, and where all samples are left out.
     """
     if folder.is_file():
         raise UserError(
             f"{folder} is a file: give the folder that `draftsmith prepare --prompts {folder} --out FOLDER` writes"
         )
-    if not (folder / SAMPLES).is_file() or not (folder / PREPARED).is_file():
+    path = folder / SAMPLES
+    if not path.is_file() or not (folder / PREPARED).is_file():
         state = "unfinished samples" if (folder / PREPARED).is_file() else "no prepared samples"
         raise UserError(f"{folder} holds {state}: run `draftsmith prepare --out {folder}` first")
-    with open(folder / SAMPLES, "rb") as file:
-        samples = [_read_line(line, f"{folder / SAMPLES} line {number}") for number, line in enumerate(file, 1)]
+    try:
+        samples = [_sample(content, place) for place, content in read_json_lines(path)]
+    except UserError as error:
+        raise UserError(f"{error}: {REPAIR}") from None
+    if has_checksum(folder) and read_text(folder / CHECKSUM).split()[:1] != [file_hash(path)]:
+        raise UserError(
+            f"{path} was changed since `draftsmith prepare` wrote it: {REPAIR}; or remove {CHECKSUM} beside it to "
+            "train on the changed file"
+        )
     kept = [sample for sample in samples if not (drop_cut and sample.finish_reason == "length")]
     if not kept:
         raise UserError(f"all {len(samples)} samples in {folder} were cut: raise --max-new-tokens, or keep cut ones")
     return kept
 
 
-def _read_line(line: bytes, where: str) -> Sample:
+def has_checksum(folder: Path) -> bool:
+    """Return whether it is known that samples.jsonl is as it was written; an older draftsmith kept no checksum."""
+    return (folder / CHECKSUM).is_file()
+
+
+def _sample(content: Any, place: str) -> Sample:
+    """Return the sample that a line holds. Raises `UserError` for wrong types and for spans outside of the text."""
     try:
-        fields = json.loads(line)
-        return Sample(**{**fields, "spans": [Span(*span) for span in fields["spans"]]})
-    except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"{where} is damaged: remove the file, and the same `draftsmith prepare` writes it anew"
-        ) from None
+        sample = from_json(Sample, content)
+    except UserError as error:
+        raise UserError(f"{place} is damaged ({error})") from None
+    bounds = [0, *(bound for start, end, _ in sample.spans for bound in (start, end)), len(sample.token_ids)]
+    if bounds != sorted(bounds):
+        raise UserError(f"{place} is damaged (its spans overlap, are out of order, or reach beyond its tokens)")
+    sample.line = int(place.rpartition(" ")[2])
+    return sample
 
 
 def read_prepared(folder: Path) -> dict[str, Any]:
     """Return the content of prepared.json: what wrote the samples, with which settings."""
-    return json.loads((folder / PREPARED).read_text())
+    content = read_json(folder / PREPARED)
+    if not isinstance(content, dict) or not all(isinstance(content.get(key, 0), str | None) for key in WRITERS):
+        raise UserError(f"{folder / PREPARED} does not say what wrote the samples: prepare them again")
+    return content
 
 
 def check_same_target(folder: Path, target: Target) -> None:
@@ -138,4 +180,4 @@ def agreement(samples: list[Sample], likeliest: Callable[[list[int]], Tensor]) -
 
 def data_hash(folder: Path) -> str:
     """Return 16 hex digits that stand for the content of samples.jsonl."""
-    return hashlib.sha256((folder / SAMPLES).read_bytes()).hexdigest()[:16]
+    return file_hash(folder / SAMPLES)[:16]

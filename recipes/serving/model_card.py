@@ -1,6 +1,5 @@
 """The model card beside exported weights (model_card.md.j2), and what is served by what was measured from them."""
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.results import Evaluation, Result
+from draftsmith.models.files import file_hash
 from draftsmith.models.typed_json import optional, to_json
 from draftsmith.recipes.serving.engine_check import EngineReport
 from draftsmith.recipes.serving.export import WEIGHT_FILES, Exported
@@ -72,7 +72,7 @@ def write_card(
         evaluation=evaluation,
         report=report,
         training=training_facts(source),
-        digests={path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files},
+        digests={path.name: file_hash(path) for path in files},
     )
     (exported.directory / "README.md").write_text(text)
 

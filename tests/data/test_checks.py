@@ -1,6 +1,7 @@
 """Each check is shown the fault that it is there for, and lets pass what is right."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +67,31 @@ def test_masks_between_are_fine() -> None:
 
 
 def test_tokens_that_are_not_the_targets_are_refused() -> None:
-    """Five rows of padding: an id among them decodes to nothing, and one behind them is an index error on a GPU."""
+    """Of five rows of padding the target may have sampled one; an id behind them is an index error on a GPU."""
     target = chat_target(CHATML, padding=5)
-    known = target.vocab_size - 5
-    check_samples([sample([1, known - 1])], target, 9, "data")
-    with pytest.raises(UserError, match=f"prompt 8 in data holds token id {known}, a row that pads .* the {known} tok"):
-        check_samples([sample([1, 2]), sample([1, known], index=7)], target, 9, "data")
-    with pytest.raises(UserError, match=f"holds token id {known + 5}.*ends at {known + 4}"):
-        check_samples([sample([1, known + 5])], target, 9, "data")
+    last = target.vocab_size - 1
+    check_samples([sample([1, last])], target, 9, "data")
+    assert "⟦⟧" in shown_sample(sample([1, last]), target).plain  # it has no text
+    with pytest.raises(UserError, match=f"prompt 8 in data holds token id {last + 1}.*ends at {last}"):
+        check_samples([sample([1, 2]), sample([1, last + 1], index=7)], target, 9, "data")
+
+
+def test_texts_beyond_the_context_are_refused_unless_given() -> None:
+    target = chat_target(CHATML)
+    long = sample([1] * (target.context + 1))
+    with pytest.raises(UserError, match=f"prompt 1 in data has {target.context + 1} tokens"):
+        check_samples([long], target, 9, "data")
+    check_samples([replace(long, finish_reason="given")], target, 9, "data")
 
 
 def test_padding_is_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
-    notice_padding(chat_target(CHATML))
+    """And how often the target wrote it, which is legitimate: it sampled from all of its rows."""
+    texts = [sample([1, 260]), sample([1, 259])]
+    notice_padding(texts, chat_target(CHATML))
     assert not said(capsys)
-    notice_padding(chat_target(CHATML, padding=5))
-    assert "has 265 rows and its tokenizer 260 tokens" in said(capsys)
+    notice_padding(texts, chat_target(CHATML, padding=5))
+    assert "has 265 rows and its tokenizer 260 tokens" in (told := said(capsys))
+    assert "which the target wrote in 1 samples" in told
 
 
 def test_a_doubled_beginning_of_text_in_samples_is_refused() -> None:
@@ -118,7 +129,7 @@ def test_samples_and_drafters_of_another_tokenizer_or_template_are_refused(case:
     """Shapes agree, everything loads, and acceptance is low for no visible reason."""
     target = chat_target(LLAMA3)
     name, other = other_targets()[case]
-    (tmp_path / "prepared.json").write_text(json.dumps(identity(target)))
+    (tmp_path / "prepared.json").write_text(json.dumps({**identity(target), "target": "own", "written_by": "decoder"}))
     check_prepared(tmp_path, target)
     with pytest.raises(UserError, match=f"{name}.*prepare them again"):
         check_prepared(tmp_path, other)

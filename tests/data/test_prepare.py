@@ -19,8 +19,18 @@ from draftsmith.data.answers.estimate import Spread, estimate
 from draftsmith.data.answers.journal import Journal
 from draftsmith.data.answers.prepare import AnswerJob, PrepareSettings, open_folder, prepare
 from draftsmith.data.answers.turns import Dialogue
+from draftsmith.data.prompts.checks import check_samples, notice_without_checksum, num_known_tokens
 from draftsmith.data.prompts.prompts import encode_prompts, read_prompts
-from draftsmith.data.samples.samples import SAMPLES, Sample, check_same_target, read_prepared, read_samples, sample_line
+from draftsmith.data.samples.samples import (
+    CHECKSUM,
+    PREPARED,
+    SAMPLES,
+    Sample,
+    check_same_target,
+    read_prepared,
+    read_samples,
+    sample_line,
+)
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError
@@ -131,7 +141,7 @@ def test_interrupted_anywhere_the_file_is_the_same(
         journal.path.write_bytes(content[: int(len(content) * kept)])
     prepare(tiny_target, source, tmp_path, SETTINGS)
     assert (tmp_path / SAMPLES).read_bytes() == (folder / SAMPLES).read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["prepared.json", "samples.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [PREPARED, SAMPLES, CHECKSUM]
 
 
 def test_whole_shares_are_not_decoded_again(
@@ -248,6 +258,81 @@ def test_samples_of_a_server_are_checked_by_what_it_wrote(
     other = Target.from_pretrained(make_target_dir(initializer_range=0.1), "cpu")
     with pytest.raises(UserError, match="greedy tokens"):
         check_same_target(tmp_path, other)
+
+
+DAMAGED_LINES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no object": lambda line: [line],
+    "no ids": lambda line: {**line, "token_ids": []},
+    "a negative id": lambda line: {**line, "token_ids": [-1, *line["token_ids"]]},
+    "a huge id": lambda line: {**line, "token_ids": [2**70, *line["token_ids"]]},
+    "an id that is text": lambda line: {**line, "token_ids": ["1", *line["token_ids"]]},
+    "an id that is true": lambda line: {**line, "token_ids": [True, *line["token_ids"]]},
+    "a field of another name": lambda line: {**line, "temprature": 0.5},
+    "no spans": lambda line: {name: value for name, value in line.items() if name != "spans"},
+    "a span of one bound": lambda line: {**line, "spans": [[1]]},
+    "a reversed span": lambda line: {**line, "spans": [[4, 2, "answer"]]},
+    "a span beyond the text": lambda line: {**line, "spans": [[1, len(line["token_ids"]) + 1, "answer"]]},
+    "a negative span": lambda line: {**line, "spans": [[-2, 3, "answer"]]},
+    "overlapping spans": lambda line: {**line, "spans": [[1, 4, "answer"], [3, 5, "answer"]]},
+    "spans out of order": lambda line: {**line, "spans": [[3, 5, "answer"], [1, 3, "answer"]]},
+    "an unknown end": lambda line: {**line, "finish_reason": "stop"},
+    "a negative temperature": lambda line: {**line, "temperature": -1},
+    "a top-p above 1": lambda line: {**line, "top_p": 1.5},
+    "a domain that is a list": lambda line: {**line, "domain": ["code"]},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_LINES)
+@pytest.mark.parametrize("has_checksum", [True, False])
+def test_a_line_that_is_no_sample_is_named(damage: str, has_checksum: bool, folder: Path, tmp_path: Path) -> None:
+    """All of these trained silently, or ended in a traceback; also in folders of before there were checksums."""
+    copy = shutil.copytree(folder, tmp_path / "samples")
+    lines = (copy / SAMPLES).read_text().splitlines()
+    lines[2] = json.dumps(DAMAGED_LINES[damage](json.loads(lines[2])))
+    (copy / SAMPLES).write_text("\n".join(lines) + "\n")
+    if not has_checksum:
+        (copy / CHECKSUM).unlink()
+    with pytest.raises(UserError, match="samples.jsonl line 3 is damaged .*: remove the file, and the same"):
+        read_samples(copy)
+
+
+def test_edited_samples_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another id within the vocabulary, or a line less, is a text that the target did not write: no range shows it."""
+    copy = shutil.copytree(folder, tmp_path / "samples")
+    first, *others = (copy / SAMPLES).read_text().splitlines(keepends=True)
+    line = json.loads(first)
+    line["token_ids"][-1] ^= 1
+    for edited in ([json.dumps(line) + "\n", *others], others):
+        (copy / SAMPLES).write_text("".join(edited))
+        with pytest.raises(UserError, match="samples.jsonl was changed since .*or remove samples.jsonl.sha256"):
+            read_samples(copy)
+    notice_without_checksum(copy)
+    assert not capsys.readouterr().err
+    (copy / CHECKSUM).unlink()  # as an older draftsmith, which wrote none, left its folders
+    assert len(read_samples(copy)) == NUM_PROMPTS - 1
+    notice_without_checksum(copy)
+    assert "have no checksum" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"target": 5}', '{"written_by": ["decoder"]}'])
+def test_a_damaged_prepared_json_is_one_line(content: str, folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "samples")
+    (copy / PREPARED).write_text(content)
+    with pytest.raises(UserError, match=r"prepared\.json"):
+        read_prepared(copy)
+
+
+def test_tokens_without_text_are_kept_and_counted(
+    source: str, make_target_dir: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The target samples from all rows of its head, those too that pad it beyond the tokenizer."""
+    target = Target.from_pretrained(make_target_dir(initializer_range=0.1, vocab_size=1000), "cpu")
+    prepare(target, source, tmp_path, replace(SETTINGS, samplings=(Sampling(1.0),)))
+    samples = read_samples(tmp_path)
+    count = sum(max(sample.token_ids) >= num_known_tokens(target) for sample in samples)
+    assert count > 0
+    assert f"{count} samples hold tokens that" in " ".join(capsys.readouterr().out.split())
+    check_samples(samples, target, 100, "samples")
 
 
 def test_folder_without_samples_is_refused(tmp_path: Path) -> None:

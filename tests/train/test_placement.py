@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 import draftsmith.recipes
 from draftsmith.data.features import stored as features
-from draftsmith.data.samples.samples import PREPARED, SAMPLES, Sample, Span, sample_line
+from draftsmith.data.samples.samples import PREPARED, Sample, Span, sample_line, write_samples
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.eagle3 import Eagle3
@@ -59,11 +59,12 @@ def base(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.Te
     folder = tmp_path_factory.mktemp("data")
     base = base_of(tiny_target_dir, tiny_target, folder)
     chance = random.Random(0)
-    with open(folder / "samples" / SAMPLES, "w") as file:
-        for _ in range(48):
-            length = chance.randrange(8, 60)
-            ids = [chance.randrange(3, 300) for _ in range(length)]
-            file.write(sample_line(Sample(ids, [Span(length // 3, length)], "random")))
+    samples = []
+    for _ in range(48):
+        length = chance.randrange(8, 60)
+        ids = [chance.randrange(3, 300) for _ in range(length)]
+        samples.append(Sample(ids, [Span(length // 3, length)]))
+    write_samples(folder / "samples", (sample_line(sample).encode() for sample in samples))
     return base
 
 

@@ -10,7 +10,7 @@ from drafters import build, loss_of, random_batch
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.features.vocabulary import MEASURED, choosing_and_held_out, measure_vocabulary, token_counts
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
-from draftsmith.data.samples.samples import SAMPLES, Sample, Span, read_samples
+from draftsmith.data.samples.samples import SAMPLES, Sample, Span, read_samples, write_samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter, save_drafter
 from draftsmith.models.batch import Batch
@@ -152,7 +152,7 @@ def test_a_run_tells_what_its_vocabulary_costs(
     prepare(tiny_target, str(prompts), tmp_path / "samples", PrepareSettings(16, (Sampling(0.0),)))
     lines = [json.loads(line) for line in (tmp_path / "samples" / SAMPLES).read_text().splitlines()]
     marked = [json.dumps({**line, "domain": "forge"}) for line in lines]
-    (tmp_path / "samples" / SAMPLES).write_text("\n".join(marked) + "\n")
+    write_samples(tmp_path / "samples", (f"{line}\n".encode() for line in marked))
     arguments = {"target": tiny_target_dir, "data.samples": tmp_path / "samples", "run.dir": tmp_path / "run"}
     arguments |= {"drafter.draft_vocab_size": "null", "drafter.draft_vocab_coverage": 0.5, "run.device": "cpu"}
     arguments |= {"run.steps": 2, "data.batch_size": 8}

@@ -7,7 +7,6 @@ the checkpoints give `evaluation.patience`. So a run goes on as it would have, a
 number of processes.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from draftsmith.data.progress import notice, size_text
 from draftsmith.models import CHANGED_TARGET, Drafter, save_drafter
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.files import file_hash
 from draftsmith.train.hardware.layouts import whole_weights
 from draftsmith.train.process.faults import failing_together
 from draftsmith.train.run_folder.training_state import PARTS, WEIGHT, load_parts, part_file, whole_part
@@ -90,16 +90,7 @@ def save_checkpoint(
 def manifest(checkpoint: Path) -> dict[str, str]:
     """Return the checksum of each file of a checkpoint by its path."""
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST)
-    return {str(path.relative_to(checkpoint)): checksum(path) for path in files}
-
-
-def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file in hex."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while part := file.read(1 << 24):
-            digest.update(part)
-    return digest.hexdigest()
+    return {str(path.relative_to(checkpoint)): file_hash(path) for path in files}
 
 
 def sync(checkpoint: Path) -> None:
@@ -145,7 +136,7 @@ def damage(checkpoint: Path) -> str | None:
     """Return the first file of a checkpoint that is not as it was written; None where all are."""
     try:
         expected: dict[str, str] = json.loads((checkpoint / TRAINER / MANIFEST).read_text())
-        return next((name for name, digest in expected.items() if checksum(checkpoint / name) != digest), None)
+        return next((name for name, digest in expected.items() if file_hash(checkpoint / name) != digest), None)
     except (OSError, ValueError) as error:
         return first_line(error)
 
