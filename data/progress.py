@@ -1,6 +1,5 @@
 """The progress that a user sees: the one progress bar, notices, and sizes in words."""
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -10,24 +9,27 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from draftsmith.data.console import SafeConsole, shared_console
+
 
 def progress_bar(visible: bool = True) -> Progress:
     """Return a rich progress bar with the time left; tasks may show a `detail`."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("<"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[detail]}"),
+        TextColumn("{task.fields[detail]}", markup=False),
+        console=shared_console(),
         disable=not visible,
     )
 
 
 def notice(text: str) -> None:
     """Print a line that a user should know of, and that stops nothing, to the error output."""
-    Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
+    SafeConsole(stderr=True).print(text, style="yellow")
 
 
 def size_text(num_bytes: float) -> str:

@@ -24,7 +24,7 @@ FLOORS = tuple(WINGS)
 # What all wings of a floor stand on. Other files beside the wings stand on top of them.
 GROUND = {
     "models": ("batch", "drafter_configs", "errors", "files", "layers", "reading", "typed_json"),
-    "data": ("http", "processes", "progress"),
+    "data": ("console", "http", "processes", "progress"),
     "train": ("config",),
 }
 FEWEST_FILES, MOST_FILES = 2, 14  # of a wing, so that it reads as a table of contents

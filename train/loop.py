@@ -7,10 +7,9 @@ the whole step, over all ranks and micro-batches, so that neither changes the gr
 from dataclasses import dataclass
 from pathlib import Path
 
-import rich
-from rich.markup import escape
 from torch import Tensor
 
+from draftsmith.data.console import say
 from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.samples.batches import MicroBatch
@@ -124,7 +123,7 @@ class TrainingRun:
         if self.tracker:
             self.tracker.finish()
             if self.config.evaluation.untrained and self.evaluator:
-                rich.print(escape(what_training_brought(self.folder)))
+                say(what_training_brought(self.folder))
 
     def load(self, step: int) -> list[tuple[MicroBatch, Batch]]:
         """Return this rank's micro-batches of a step, in memory from which a GPU can copy them by itself."""

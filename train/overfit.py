@@ -7,9 +7,9 @@ The gate has steps and a learning rate of its own: those of a recipe are made fo
 
 from dataclasses import dataclass
 
-import rich
 import torch
 
+from draftsmith.data.console import say
 from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.samples.batches import BatchPlan
@@ -120,7 +120,7 @@ def overfit(config: TrainConfig, num_sequences: int) -> Overfit:
     summary = f"acceptance length {result.acceptance_length:.2f} of {result.goal:.2f} asked for, {result.steps} steps"
     if not result.passed:
         raise UserError(f"overfit gate: {drafter.kind} on {num_sequences} sequences, {summary}: {result.cause()}")
-    rich.print(f"overfit gate passed: {drafter.kind} on {num_sequences} sequences, {summary}")
+    say(f"overfit gate passed: {drafter.kind} on {num_sequences} sequences, {summary}")
     return result
 
 

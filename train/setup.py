@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import rich
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from rich.markup import escape
 
+from draftsmith.data.console import say
 from draftsmith.data.features.stored import StoredFeatures
 from draftsmith.data.features.vocabulary import token_counts
 from draftsmith.data.prompts.checks import (
@@ -60,7 +59,7 @@ def set_up(config: TrainConfig) -> Setup:
     fit_vocabulary_size(config, bare_target.vocab_size)
     placement = place(config, accelerator, bare_target)
     if accelerator.is_main_process:
-        rich.print(escape(placement.text()))
+        say(placement.text())
     folder = Path(config.data.samples)
     samples = read_samples(folder, config.data.drop_cut)
     if accelerator.is_main_process:
@@ -111,14 +110,12 @@ def show_data(setup: Setup, vocabulary: dict[str, Any] | None) -> None:
     """Show the user a sample with what is trained on, and what is odd about the data."""
     plan = setup.plan
     if cut := plan.describe_cut():
-        rich.print(escape(cut))
+        say(cut)
     if vocabulary:
-        rich.print(escape(vocabulary_text(vocabulary)))
+        say(vocabulary_text(vocabulary))
     notice_padding(plan.samples, setup.target)
     if setup.prompts:
         notice_seen_prompts(setup.prompts.token_ids, plan.samples)
-    rich.print(shown_sample(plan.samples[plan.trained[0]], setup.target))
+    say(shown_sample(plan.samples[plan.trained[0]], setup.target))
     if setup.drafter.config.changes_target:
-        rich.print(
-            f"[bold]this changes the target[/]: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with"
-        )
+        say(f"this changes the target: each checkpoint holds its own, in {CHANGED_TARGET}/, to serve with", "bold")

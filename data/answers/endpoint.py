@@ -5,11 +5,13 @@ Token ids go out and token ids come back; no text is tokenised again, and a serv
 
 import hashlib
 import queue
+import shlex
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 from draftsmith.data.answers.turns import Dialogue
+from draftsmith.data.console import shell_path
 from draftsmith.data.http import PassingError, Server
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
@@ -39,7 +41,7 @@ class Endpoint:
         setting: str = "--endpoint",
         command: str | None = None,
     ) -> None:
-        mend = f"start one, such as `{command or f'vllm serve {target.name}'}`"
+        mend = f"start one, such as `{command or shlex.join(['vllm', 'serve', shell_path(target.name)])}`"
         self.server = Server(url, f"{setting} {url}", mend, TIMEOUT + TIMEOUT_PER_TOKEN * max_new_tokens)
         self.target, self.max_new_tokens, self.seed = target, max_new_tokens, seed
         self.model, served_context = self._served_model()

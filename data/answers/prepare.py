@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import rich
 from rich.filesize import decimal
 
 from draftsmith.data.answers.changed_settings import changes_text, flatten, setting_changes
 from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.data.answers.journal import Journal, merge_journals, remove_journals, written_lines
 from draftsmith.data.answers.turns import Dialogue, Markers
+from draftsmith.data.console import say
 from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.prompts.checks import (
@@ -115,7 +115,7 @@ def show_written(out: Path, target: Target) -> None:
     """Check what a folder holds now, and show a sample of it. Raises `UserError` where it is not fit to train on."""
     samples = read_samples(out)
     check_samples(samples, target, max(len(sample.token_ids) for sample in samples), str(out))
-    rich.print(shown_sample(samples[0], target))
+    say(shown_sample(samples[0], target))
     prepared, num_tokens = read_prepared(out), sum(len(sample.generated()) for sample in samples)
     text = f"{out}: {len(samples)} samples of {prepared['num_prompts']} prompts, {num_tokens} tokens to train on"
     if prepared["num_held_out"]:
@@ -123,11 +123,6 @@ def show_written(out: Path, target: Target) -> None:
     if number := num_with_padding(samples, target):
         text += f"; {number} samples hold tokens that {target.name} has and its tokenizer does not: they are kept"
     say(text)
-
-
-def say(text: str) -> None:
-    """Print a line as it is, so that a path in it can be copied."""
-    rich.get_console().print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 class AnswerJob:

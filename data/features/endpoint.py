@@ -21,6 +21,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from draftsmith.data.answers.endpoint import Endpoint
+from draftsmith.data.console import shell_path
 from draftsmith.data.http import PassingError
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
 from draftsmith.data.samples.samples import AGREEMENT, agreement
@@ -53,8 +54,8 @@ class EndpointFeatures:
 
     def __init__(self, url: str, target: Target, layer_ids: tuple[int, ...], plan: BatchPlan) -> None:
         self.target, self.layer_ids, self.plan = target, layer_ids, plan
-        options = shlex.join(serve_options([*layer_ids, target.num_layers], "/dev/shm/hidden_states"))
-        self.command = f"vllm serve {target.name} {options}"
+        options = serve_options([*layer_ids, target.num_layers], "/dev/shm/hidden_states")
+        self.command = shlex.join(["vllm", "serve", shell_path(target.name), *options])
         self.endpoint = Endpoint(url, target, 1, setting=SETTING, command=self.command)
         longest = max(plan.lengths[index] for index in plan.trained)
         if longest >= self.endpoint.context:

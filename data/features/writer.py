@@ -10,13 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
-import rich
 import torch
-from rich.markup import escape
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftsmith.data.console import say
 from draftsmith.data.features.stored import HEADER, INDEX, FeatureSource, Shard, StoredFeatures, checksum, encode, stamp
 from draftsmith.data.progress import progress_bar, size_text
 from draftsmith.data.samples.batches import MicroBatch, group_rows
@@ -57,7 +56,7 @@ def write_shards(
     """
     own, announced = missing[rank::num_ranks], rank > 0
     if rank == 0:
-        rich.print(escape(f"storing features in {store.folder}: {check_disk(store)}"))
+        say(f"storing features in {store.folder}: {check_disk(store)}")
     store.folder.mkdir(parents=True, exist_ok=True)
     with progress_bar(rank == 0) as progress:
         task = progress.add_task(
@@ -74,7 +73,7 @@ def write_shards(
                 progress.update(task, advance=sum(store.plan.lengths[index] for (index,) in micro_batch))
                 bar = progress.tasks[task]
                 if not announced and (bar.elapsed or 0) > ANNOUNCED_AFTER and bar.time_remaining:
-                    progress.console.print(f"about {bar.time_remaining / 60:.1f} minutes are left")
+                    say(f"about {bar.time_remaining / 60:.1f} minutes are left")
                     announced = True
             save_shard(store, shard, tensors)
     if in_step:

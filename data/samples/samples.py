@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -94,12 +95,13 @@ def read_samples(folder: Path, drop_cut: bool = False) -> list[Sample]:
     """
     if folder.is_file():
         raise UserError(
-            f"{folder} is a file: give the folder that `draftsmith prepare --prompts {folder} --out FOLDER` writes"
+            f"{folder} is a file: give the folder that `draftsmith prepare --prompts {quote(str(folder))} --out FOLDER`"
+            " writes"
         )
     path = folder / SAMPLES
     if not path.is_file() or not (folder / PREPARED).is_file():
         state = "unfinished samples" if (folder / PREPARED).is_file() else "no prepared samples"
-        raise UserError(f"{folder} holds {state}: run `draftsmith prepare --out {folder}` first")
+        raise UserError(f"{folder} holds {state}: run `draftsmith prepare --out {quote(str(folder))}` first")
     try:
         samples = [_sample(content, place) for place, content in read_json_lines(path)]
     except UserError as error:

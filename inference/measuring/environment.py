@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -24,7 +25,7 @@ def environment(target: Target) -> Environment:
         dtype=str(target.dtype).removeprefix("torch."),
         target_fingerprint=target.fingerprint(),
         git_commit=git_commit(),
-        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     )
 
 

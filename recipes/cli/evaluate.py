@@ -36,7 +36,7 @@ def run(settings: EvaluateSettings, console: Console) -> None:
         return
     print_evaluations(evaluations, console)
     console.print(f"{repeats_text(evaluations, minutes)}; all took {(evaluations[0].seconds or 0.0) / 60:.1f} minutes")
-    console.print(f"evaluation: {settings.out / 'evaluation.md'}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"evaluation: {settings.out / 'evaluation.md'}")
     for evaluation in evaluations if settings.certify else []:
         console.print(certificate_text(evaluation.drafter, evaluation.certificate))
 

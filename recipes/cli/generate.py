@@ -4,6 +4,7 @@ import itertools
 
 from rich.console import Console
 
+from draftsmith.data.console import printable
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import check_sampling
 from draftsmith.inference.decoding.schedule import read_schedule
@@ -34,7 +35,7 @@ def run(settings: GenerateSettings, console: Console) -> None:
 
 
 def write(text: str, style: str, console: Console) -> None:
-    """Write text as it is: rich would change tabs and break long lines. It is styled on a terminal only."""
-    styled = style and console.is_terminal and not console.no_color
+    """Write text as it is, but printable: rich would change tabs. It is styled on a terminal only."""
+    text, styled = printable(text), style and console.is_terminal and not console.no_color
     console.file.write(f"{style}{text}{RESET}" if styled else text)
     console.file.flush()

@@ -71,7 +71,9 @@ class OneLineParser(argparse.ArgumentParser):
 
 def fail(message: str) -> int:
     """Say what is wrong and return the exit code. torch's launcher ends with a summary that repeats its file's line."""
-    line = f"error: {message}"
+    from draftsmith.data.console import printable  # `--help` does not wait for rich
+
+    line = printable(f"error: {message}", kept="")
     print(line, file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         Path(file).write_text(json.dumps({"message": line, "timestamp": int(time.time())}))
@@ -125,15 +127,14 @@ def after_interruption(call: Call) -> str:
 
 def run(call: Call) -> int:
     """Run one command and return its exit code. torch is imported here: `--help` does not wait for it."""
-    from rich.console import Console
-
+    from draftsmith.data.console import shared_console
     from draftsmith.models.errors import UserError
     from draftsmith.train.process.signals import Stopped
 
     try:
         quiet_libraries()
         module = import_module(f"draftsmith.recipes.{COMMANDS[call.name][0]}")
-        module.run(call.settings, Console())
+        module.run(call.settings, shared_console())
     except UserError as error:
         if call.debug:
             raise

@@ -1,5 +1,6 @@
 """`draftsmith prepare`, also as `accelerate launch -m draftsmith.data`."""
 
+import shlex
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -38,16 +39,16 @@ def run(settings: PrepareCommandSettings, console: Console) -> None:
     else:
         target = Target.from_pretrained(settings.target, settings.device or device_of_process())
     if settings.dry_run:
-        console.print(estimate(AnswerJob(target, settings.prompts, answers)).table(), highlight=False)
+        console.print(estimate(AnswerJob(target, settings.prompts, answers)).table())
         return
     if settings.as_given:
         store_conversations(target, settings.prompts, settings.out, settings.held_out_share)
     else:
         prepare(target, settings.prompts, settings.out, answers)
     if rank_and_num_ranks()[0] == 0:
-        words = ["train eagle3", f"target={settings.target}", f"data.samples={settings.out}", "run.dir=runs/NAME"]
+        words = ["train", "eagle3", f"target={settings.target}", f"data.samples={settings.out}", "run.dir=runs/NAME"]
         words += [f"evaluation.prompts={settings.out / HELD_OUT}"] if settings.held_out_share else []
-        console.print(f"next: draftsmith {' '.join(words)}", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"next: draftsmith {shlex.join(words)}")
 
 
 def refuse_without_effect(settings: PrepareCommandSettings, answers: PrepareSettings) -> None:

@@ -36,4 +36,4 @@ def run(settings: TrainSettings, console: Console) -> None:
         best = f"best checkpoint: {folder / 'best'}, which is {best_checkpoint(folder).name}"
     else:
         best = f"checkpoint: {checkpoints(folder)[-1]}"
-    console.print(best, soft_wrap=True, markup=False, highlight=False)
+    console.print(best)

@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from draftsmith.data.console import printable
 from draftsmith.inference.decoding.schedule import Confident
 from draftsmith.inference.measuring.results import Interval, Result, Setting
 from draftsmith.inference.planning.tuning import PredictedDraft
@@ -103,7 +104,7 @@ def for_terminal(table: Table, headings: Sequence[str] | None = None) -> RichTab
         else:
             shown.add_column(heading.replace(" ", "\n", 1), justify="right", no_wrap=True)
     for row in table.rows:
-        shown.add_row(*(Text(row[place].text, style=STYLES[row[place].tone]) for place in places))
+        shown.add_row(*(Text(printable(row[place].text), style=STYLES[row[place].tone]) for place in places))
     return shown
 
 

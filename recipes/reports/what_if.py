@@ -6,12 +6,14 @@ of plain decoding. Their ratio is the speedup. page/panel.js computes it for acc
 change; at the measured ones it shows what `speedups` gives here, which a test compares.
 """
 
+import shlex
 from dataclasses import astuple, dataclass
 from functools import partial
 from statistics import linear_regression, mean, median
 
 from matplotlib.figure import Figure
 
+from draftsmith.data.console import shell_path
 from draftsmith.inference.measuring.results import Interval, Result
 from draftsmith.inference.planning.best_draft import acceptance_length, rates_of_rounds
 from draftsmith.inference.planning.costs import GOAL, Costs
@@ -257,11 +259,12 @@ def cost_model(data: ReportData) -> Section:
 
 
 def unmeasured_costs_text(data: ReportData) -> str:
-    drafter = data.leader[0].evaluation.drafter
+    target, drafter = map(shell_path, (data.target, data.leader[0].evaluation.drafter))
+    words = ["plan", "--target", target, "--drafter", drafter, "--out", "FOLDER/plan"]
     return (
-        "The costs of a round were not measured here: draftsmith plan --target "
-        f"{data.target} --drafter {drafter} --out FOLDER/plan, FOLDER being that of this report, does so in half a "
-        "minute. Then draftsmith report FOLDER sets what they predict beside what was measured."
+        f"The costs of a round were not measured here: draftsmith {shlex.join(words)}, FOLDER being that of this "
+        "report, does so in half a minute. Then draftsmith report FOLDER sets what they predict beside what was "
+        "measured."
     )
 
 

@@ -138,4 +138,4 @@ def print_reports(reports: list[EngineReport], console: Console) -> None:
         console.print(table)
     for report in reports:
         if report.speed:
-            console.print(f"{report.kind}, {report.speed.text()}", soft_wrap=True, highlight=False)
+            console.print(f"{report.kind}, {report.speed.text()}")

@@ -47,9 +47,9 @@ def export(settings: ExportSettings, target: Target, console: Console) -> Export
         draft_length = served_result(evaluation).setting.draft_length
         schedule = schedule_of(exported.kind, evaluation)
     commands = write_scripts(exported, settings.push or str(out), draft_length, schedule)
-    console.print(f"wrote {out}", soft_wrap=True, highlight=False)
+    console.print(f"wrote {out}")
     for name, command in commands.items():
-        console.print(f"{name}: {command}", soft_wrap=True, highlight=False)
+        console.print(f"{name}: {command}")
     if settings.check and prompts:
         report = check_exported(exported, settings.check, target, prompts, draft_length, settings.max_new_tokens)
         print_reports([report], console)
@@ -58,7 +58,7 @@ def export(settings: ExportSettings, target: Target, console: Console) -> Export
         raise UserError(f"the engine and draftsmith disagree: see {out / 'engine_check.json'}")
     if settings.push:
         push(out, settings.push)
-        console.print(f"pushed to {settings.push}", highlight=False)
+        console.print(f"pushed to {settings.push}")
     return exported
 
 

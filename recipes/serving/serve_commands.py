@@ -1,10 +1,12 @@
 """The commands that serve a target with an exported drafter, and the scripts that hold them."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.console import shell_path
 from draftsmith.inference.decoding.schedule import Schedule, for_sglang, for_vllm
 from draftsmith.models.files import write_json
 from draftsmith.recipes.serving.engine_key_names import VLLM, rules_for
@@ -44,17 +46,17 @@ def serve_command(
     settings = speculative_config(exported.kind, where, schedule.longest if schedule else draft_length)
     if schedule:
         settings["num_speculative_tokens_per_batch_size"] = for_vllm(schedule)
-    return shlex.join(["vllm", "serve", exported.target, "--speculative-config", json.dumps(settings)])
+    return shlex.join(["vllm", "serve", shell_path(exported.target), "--speculative-config", json.dumps(settings)])
 
 
 def sglang_words(exported: Exported, where: str, draft_length: int, schedule: Schedule | None) -> list[str]:
     """Return the words of SGLang's command."""
     method = rules_for("sglang", exported.kind).method
-    words = ["python", "-m", "sglang.launch_server", "--model-path", exported.target]
-    words += ["--speculative-algorithm", method, "--speculative-draft-model-path", where]
+    words = ["python", "-m", "sglang.launch_server", "--model-path", shell_path(exported.target)]
+    words += ["--speculative-algorithm", method, "--speculative-draft-model-path", shell_path(where)]
     if schedule and method in SGLANG_ADAPTIVE and Path(where).is_dir():
         draft_length = schedule.longest
-        words += ["--speculative-adaptive", "--speculative-adaptive-config", str(Path(where) / SGLANG_SCHEDULE)]
+        words += ["--speculative-adaptive", "--speculative-adaptive-config", shell_path(Path(where) / SGLANG_SCHEDULE)]
     words += ["--speculative-num-steps", str(draft_length), "--speculative-eagle-topk", "1"]
     return [*words, "--speculative-num-draft-tokens", str(draft_length + 1)]
 
@@ -66,9 +68,8 @@ def plugin_command(exported: Exported, where: str, draft_length: int) -> str:
     """
     folder = where if Path(where).is_dir() else "."
     settings = json.dumps(plugin_config(at_most_drafted(exported, draft_length)))
-    return shlex.join(
-        ["env", f"PYTHONPATH={folder}", "vllm", "serve", exported.target, "--speculative-config", settings]
-    )
+    words = ["env", f"PYTHONPATH={folder}", "vllm", "serve", shell_path(exported.target)]
+    return shlex.join([*words, "--speculative-config", settings])
 
 
 def at_most_drafted(exported: Exported, draft_length: int) -> int:
@@ -93,6 +94,7 @@ def write_scripts(
     for engine, command in commands.items():
         script = exported.directory / f"serve_{engine}.sh"
         version = VLLM if engine == "vllm_plugin" else rules_for(engine, exported.kind).engine
-        script.write_text(f"#!/bin/sh\n# checked against the loader rules of {version}\n{here}exec {command}\n")
+        lines = ("#!/bin/sh", f"# checked against the loader rules of {version}", f"{here}exec {command}\n")
+        script.write_bytes(os.fsencode("\n".join(lines)))  # a path may hold bytes that are no text
         script.chmod(0o755)
     return commands

@@ -100,11 +100,11 @@ def watch(url: str, against: Path | None, interval: float, readings: int | None,
     earlier = read_counters(server)
     positions = len(earlier.accepted_per_position)
     reference = read_reference(against, positions) if against is not None and positions else None
-    console.print(f"since its start: {describe(earlier, reference)}", highlight=False, soft_wrap=True)
+    console.print(f"since its start: {describe(earlier, reference)}")
     done = 0
     while readings is None or done < readings:
         time.sleep(interval)
         now = read_counters(server)
         stamp = time.strftime("%H:%M:%S")
-        console.print(f"{stamp}  {describe(now - earlier, reference)}", highlight=False, soft_wrap=True)
+        console.print(f"{stamp}  {describe(now - earlier, reference)}")
         earlier, done = now, done + 1

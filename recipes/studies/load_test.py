@@ -90,7 +90,7 @@ def run(settings: LoadTestSettings, console: Console) -> None:
     write_json(settings.out / "load.json", to_json(test))
     draw(test, settings.out / "load.png")
     print_load_test(test, console)
-    console.print(f"wrote {settings.out / 'load.json'} and load.png", soft_wrap=True, highlight=False)
+    console.print(f"wrote {settings.out / 'load.json'} and load.png")
 
 
 def measured_schedule(on: Contender, prompts: list[list[int]], traffic: LoadSettings, draft_length: int) -> Adaptive:
@@ -155,15 +155,15 @@ def identical_answers(answers: dict[str, list[list[int]]]) -> dict[str, Identica
 def print_load_test(test: LoadTest, console: Console) -> None:
     table = stage_table(test.drafter, test)
     console.print(for_terminal(table, [heading for heading in table.headings if heading != "over off"]))
-    console.print(lengths_text(test), highlight=False)
+    console.print(lengths_text(test))
     for name, point in test.operating_points.items():
         text = "no load keeps the SLA"
         if point is not None:
             text = f"{point.throughput_tokens_per_second:.0f} tokens/s at {point.load:g}"
-        console.print(f"operating point, {name}: {text}", highlight=False)
+        console.print(f"operating point, {name}: {text}")
     for name, check in (test.identical or {}).items():
-        console.print(f"{name}: {check.identical} of {check.checked} answers are those of off", highlight=False)
-    console.print(test.verdict, style="bold", highlight=False)
+        console.print(f"{name}: {check.identical} of {check.checked} answers are those of off")
+    console.print(test.verdict, style="bold")
 
 
 def lengths_text(test: LoadTest) -> str:

@@ -14,6 +14,7 @@ from typing import Annotated
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.data.console import printable
 from draftsmith.data.progress import progress_bar
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.environment import device_name, environment
@@ -153,7 +154,7 @@ def run(settings: PlanSettings, console: Console) -> None:
     plans = []
     with progress_bar() as progress, cpu_threads(settings.num_threads):
         for candidate, path in zip(candidates, evaluation_paths(settings.out, names), strict=True):
-            task = progress.add_task(f"measuring {candidate.name}", total=1.0, detail="")
+            task = progress.add_task(printable(f"measuring {candidate.name}"), total=1.0, detail="")
             show: Callable[[float], None] = partial(lambda task, share: progress.update(task, completed=share), task)
             reach = candidate.cost_range(batches, context)
             costs = measure_costs(target, candidate.drafter, reach, candidate.name, show)
@@ -305,32 +306,32 @@ def training_needs(candidate: Candidate, target: Target) -> TrainingNeeds | None
 
 
 def print_plan(plan: Plan, device: str, on_gpu: bool, console: Console) -> None:
-    def say(text: str, style: str = "") -> None:
-        console.print(text, style=style, highlight=False, soft_wrap=True)
-
-    say(f"All times are of this device, {device}{'' if on_gpu else '; on a GPU they are others, so plan there'}.")
+    elsewhere = "" if on_gpu else "; on a GPU they are others, so plan there"
+    console.print(f"All times are of this device, {device}{elsewhere}.")
     for row in plan.drafters:
-        say(f"\n{row.drafter}: acceptance length to break even, {plan.context} tokens of context", "bold")
+        title = f"\n{row.drafter}: acceptance length to break even, {plan.context} tokens of context"
+        console.print(title, style="bold")
         console.print(break_even_table(row))
         if row.expected:
-            say(f"{row.drafter}: best K and its speedup, by acceptance that others published or that you gave", "bold")
+            title = f"{row.drafter}: best K and its speedup, by acceptance that others published or that you gave"
+            console.print(title, style="bold")
             console.print(expected_table(row.expected))
             for number, expectation in enumerate(row.expected, 1):
-                say(f" {number}: {expectation.acceptance.where} ({expectation.acceptance.source})")
+                console.print(f" {number}: {expectation.acceptance.where} ({expectation.acceptance.source})")
         if needs := row.training:
             hours = f"{needs.hours:.1f} hours" if needs.hours >= 1 else f"{60 * needs.hours:.1f} minutes"
-            say(
+            console.print(
                 f"training by the recipe, by formulae: {hours} and {needs.gigabytes:.1f} GB on one {needs.device}, "
                 f"{needs.samples} samples of {needs.tokens_per_sample} tokens"
             )
         error = row.held_out
-        say(
+        console.print(
             f"predicted speedup, at {error['settings']} settings left out of the fit: median error "
             f"{error['median_error']:.1%}, within 5 % at {error['share_within_5_percent']:.0%}"
         )
     console.print()
     for line in itertools.chain(*(row.verdicts for row in plan.drafters)):
-        say(line)
+        console.print(line)
 
 
 def break_even_table(plan: DrafterPlan) -> Table:

@@ -75,7 +75,7 @@ def run(settings: QuickstartSettings, console: Console) -> None:
     best = next(iter(fastest))
     console.print(f"\nreport: {build_report(out)}")
     print_summary(out, console)
-    console.print(f"best drafter: {best}", soft_wrap=True)
+    console.print(f"best drafter: {best}")
     served = fastest_served(fastest)
     if served is None:
         console.print(f"nothing is exported: vLLM serves none of {', '.join(kinds)}")

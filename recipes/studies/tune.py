@@ -99,7 +99,7 @@ def print_tuning(name: str, tuning: Tuning, results: list[Result], console: Cons
             text += f", {draft.fixed_batch_speedup:.2f}x in fixed batches" if draft.fixed_batch_speedup else ""
         speedups = [row.speed.decode_speedup for row in results if draft.is_of(row.setting)]
         measured = ", ".join(f"{speedup:.2f}x" for speedup in speedups if speedup)
-        console.print(f"{text}; measured {measured}" if measured else text, highlight=False, soft_wrap=True)
+        console.print(f"{text}; measured {measured}" if measured else text)
     confidence = tuning.confidence
     if confidence and not confidence.pays:
         rule = confidence.rule
@@ -107,6 +107,4 @@ def print_tuning(name: str, tuning: Tuning, results: list[Result], console: Cons
             f"{name}: ending chains by confidence does not pay: at best {confidence.speedup:.2f}x is predicted (up to "
             f"{rule.longest} tokens, at {rule.least:g}) and {confidence.chain_speedup:.2f}x of chains of "
             f"{confidence.chain_length}, where gains up to {GOAL:.0%} are within the error of predictions",
-            highlight=False,
-            soft_wrap=True,
         )

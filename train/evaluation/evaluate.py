@@ -6,12 +6,11 @@ import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import rich
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from rich.markup import escape
 
+from draftsmith.data.console import say
 from draftsmith.data.progress import notice, progress_bar
 from draftsmith.data.prompts.prompts import read_prompt_set
 from draftsmith.inference.decoding.clock import cpu_threads
@@ -247,7 +246,7 @@ class Evaluator:
         reason = f"no better speedup in the last {patience} checkpoints (evaluation.patience)"
         assert self.tracker
         self.tracker.log(step, {"stopped_early": reason})
-        rich.print(f"training stops at step {step}: {escape(reason)}")
+        say(f"training stops at step {step}: {reason}")
         return reason
 
 
@@ -290,16 +289,16 @@ def log_evaluation(checkpoint: Path, tracker: Tracker) -> None:
     }
     by_position = {f"acceptance_at_{i}": rate for i, rate in enumerate(acceptance.per_position_acceptance_rates)}
     tracker.log(checkpoint_step(checkpoint), {**metrics, **by_position})
-    rich.print(
+    say(
         f"{checkpoint.name}: acceptance length {acceptance.mean_acceptance_length:.2f}, speedup {speed.speedup:.2f} "
-        + escape(f"[{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "(too little for an interval)")
+        + (f"[{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "(too little for an interval)")
         + f", in {cost.seconds:.0f} s: {cost.num_prompts} prompts, {cost.repeats} times"
     )
     if first.lossless.divergences:
-        rich.print("[bold red]speculative output differs from plain decoding: see evaluation.json, and report this")
+        say("speculative output differs from plain decoding: see evaluation.json, and report this", "bold red")
     for row in evaluation.results:
         if warning := gap_warning(row):
-            rich.print(f"[bold red]{escape(warning)}")
+            say(warning, "bold red")
 
 
 def what_training_brought(run: Path) -> str:
