@@ -2,23 +2,36 @@
 
 A failure that may pass (too many requests, overload, a time-out, a lost connection) is asked again after waits that
 double. Redirects are not followed, so that prompts and the user's key reach no server but the one that the user named.
+What a server sends is bounded in size, and in time from the first byte sent to the last one read: a server that never
+ends costs that much and no more.
 """
 
+import asyncio
+import json
 import os
 import random
 import ssl
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import httpx
 
+from draftsmith.data.progress import notice
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.reading import parse_json
 
 ATTEMPTS = 8
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds before an attempt, doubling, times a random factor of 0.5 to 1
+LONGEST_ASKED_WAIT = 120.0  # seconds that are waited where a server asks for that many or more
+PAGE_TIMEOUT = 30.0  # seconds for a page to arrive, which a server does not compute
+LARGEST_ANSWER = 1 << 24  # bytes
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # HTTP states that may be gone at the next attempt
+SHOWN = 300  # characters of what a server said that a message holds
 API_KEY = "OPENAI_API_KEY"  # environment variable whose value is sent as the bearer token
+FORM = "give http://HOST:PORT, such as http://localhost:8000"
 
 T = TypeVar("T")
 
@@ -31,38 +44,60 @@ class PassingError(Exception):
         self.wait = wait
 
 
+@dataclass(frozen=True)
+class Reply:
+    """A server's answer to one request."""
+
+    status: int
+    headers: httpx.Headers
+    text: str
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the server did what it was asked to."""
+        return 200 <= self.status < 300
+
+
 class Server:
     """The model server at `url`; any number of threads may ask it at once.
 
-    `name` is what messages call it, such as the setting that gave the URL, and `mend` what to do where it is silent.
-    `timeout`: seconds for an answer to begin. Once `stopped` is set, no request is sent again.
+    `setting` is where the user gave the URL, and `mend` what to do where the server is silent; messages name both.
+    `timeout`: seconds for a whole answer. Once `stopped` is set, no request is sent again.
     """
 
-    def __init__(self, url: str, name: str, mend: str, timeout: float) -> None:
-        self.name, self.mend, self.stopped = name, mend, threading.Event()
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"{name} is no URL: give http://HOST:PORT, such as http://localhost:8000")
-        self.url = url.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
-        key = os.environ.get(API_KEY)
+    def __init__(self, url: str, setting: str, mend: str, timeout: float = PAGE_TIMEOUT) -> None:
+        self.url = checked_url(url, setting)
+        self.name, self.mend, self.timeout = f"{setting} {self.url}".strip(), mend, timeout
+        self.stopped = threading.Event()
+        self._reasons: set[str] = set()  # for another attempt, of which the user knows
+        self._key = os.environ.get(API_KEY, "")
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise UserError(f"the key in {API_KEY} holds a line break or a letter that is no ASCII: set it anew")
+        headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         try:
-            self._client = httpx.Client(
+            self._client = httpx.AsyncClient(
                 base_url=self.url,
-                headers={"Authorization": f"Bearer {key}"} if key else {},
-                timeout=timeout,
-                limits=httpx.Limits(max_connections=None),
+                headers=headers,
+                timeout=None,  # `_send` has one for all
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
                 follow_redirects=False,
                 verify=ssl.create_default_context(),  # trusts what the system trusts
             )
-        except (httpx.InvalidURL, ValueError, ImportError) as error:  # the last two of proxies that httpx cannot use
-            raise UserError(f"{name} cannot be asked: {first_line(error)}") from None
+        except (httpx.InvalidURL, ValueError, ImportError):  # their texts may hold a proxy's password
+            raise UserError(
+                f"{self.name} cannot be asked through the proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY names: "
+                "mend or unset it"
+            ) from None
 
     def text(self, path: str) -> str:
         """Return the page at a path. Raises `UserError` where the server is silent or refuses."""
-        return self._once(lambda: self._send(path, None).text)
+        return self._once(lambda: self._send(path).text)
 
-    def json(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the answer to a GET, or to a POST of `body`, in one attempt. Raises `UserError`, as `text` does."""
-        return self._once(lambda: self._send_json(path, body))
+    def json(self, path: str) -> Any:
+        """Return the page of JSON at a path, in one attempt. Raises `UserError`, as `text` does."""
+        return self._once(lambda: self._send_json(path))
 
     def ask(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
         """Return what `read` makes of the answer to a POST; it raises `PassingError` to have the request sent again.
@@ -75,8 +110,13 @@ class Server:
                 return read(self._send_json(path, body))
             except PassingError as error:
                 reason = first_line(error)
-                wait = min(LONGEST_WAIT, FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1)
-                if self.stopped.wait(max(wait, error.wait) if attempt + 1 < ATTEMPTS else 0):
+                wait = max(error.wait, min(LONGEST_WAIT, FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1))
+                if attempt + 1 == ATTEMPTS or self.stopped.is_set():
+                    break
+                if reason not in self._reasons:
+                    self._reasons.add(reason)
+                    notice(f"{self.name}: {reason}; it is asked again, up to {ATTEMPTS} times")
+                if self.stopped.wait(wait):
                     break
         raise UserError(
             f"{self.name} failed {ATTEMPTS} times in a row, at last with: {reason}; what is written is kept: "
@@ -89,30 +129,80 @@ class Server:
         except PassingError as error:
             raise UserError(f"{self.name}: no model server answers there ({first_line(error)}); {self.mend}") from None
 
-    def _send_json(self, path: str, body: dict[str, Any] | None) -> Any:
-        response = self._send(path, body)
+    def _send_json(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        text = self._send(path, body).text
         try:
-            return response.json()
-        except ValueError:
-            raise PassingError(f"an answer that is no JSON: {shortened(response)}") from None
+            return parse_json(text, "the answer")
+        except UserError as error:
+            raise PassingError(f"an answer that is no JSON: {self._shown(text) or error}") from None
 
-    def _send(self, path: str, body: dict[str, Any] | None) -> httpx.Response:
-        """Return the answer to one request. Raises `PassingError` or `UserError` where it is no success."""
+    def _send(self, path: str, body: dict[str, Any] | None = None) -> Reply:
+        """Return the answer to a GET, or to a POST of `body`. Raises `PassingError` or `UserError` for no success."""
+        seconds = PAGE_TIMEOUT if body is None else self.timeout
+        receiving = asyncio.wait_for(self._receive(path, body), seconds)
         try:
-            response = self._client.request("GET" if body is None else "POST", path, json=body)
-        except httpx.HTTPError as error:
-            raise PassingError(f"{type(error).__name__}: {first_line(error)}") from None
-        if response.is_success:
-            return response
-        if response.status_code in PASSING:
-            after = response.headers.get("Retry-After", "")
-            raise PassingError(f"HTTP {response.status_code}", float(after) if after.isdigit() else 0.0)
-        if response.has_redirect_location:
-            location = response.headers["Location"]
+            reply = asyncio.run_coroutine_threadsafe(receiving, _event_loop()).result()
+        except asyncio.TimeoutError:
+            raise PassingError(f"no whole answer within {seconds:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            raise PassingError(f"{type(error).__name__}: {self._shown(first_line(error))}") from None
+        if reply.is_success:
+            return reply
+        if reply.status in PASSING:
+            raise _asked_later(reply)
+        if "Location" in reply.headers:
+            location = self._shown(reply.headers["Location"])
             raise UserError(f"{self.name}{path} redirects to {location}, which is not followed: give the final URL")
-        raise UserError(f"{self.name}{path} refuses: HTTP {response.status_code}: {shortened(response)}")
+        raise UserError(f"{self.name}{path} refuses: HTTP {reply.status}: {self._shown(reply.text)}")
+
+    async def _receive(self, path: str, body: dict[str, Any] | None) -> Reply:
+        """Return what the server sends. Raises `UserError` where that is too large, and what httpx raises."""
+        content = None if body is None else json.dumps(body).encode()
+        received = bytearray()
+        async with self._client.stream("GET" if body is None else "POST", path, content=content) as response:
+            async for part in response.aiter_raw():  # never unpacked, which no request allows: a kilobyte may be a bomb
+                received += part
+                if len(received) > LARGEST_ANSWER:
+                    raise UserError(f"{self.name}{path} answers with more than {LARGEST_ANSWER:,} bytes; {self.mend}")
+            return Reply(response.status_code, response.headers, received.decode("utf-8", "replace"))
+
+    def _shown(self, text: str) -> str:
+        """Return the beginning of what a server said, in one line and without the key."""
+        hidden = text.replace(self._key, f"[{API_KEY}]") if self._key else text
+        return " ".join(hidden.split())[:SHOWN]
 
 
-def shortened(response: httpx.Response) -> str:
-    """Return the beginning of what a server said, in one line."""
-    return " ".join(response.text.split())[:300]
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the loop, in a thread of its own, in which all requests are sent: there alone do they have a deadline."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def _asked_later(reply: Reply) -> PassingError:
+    """Return the failure of a server that asks for another attempt, after the wait that it asks for."""
+    after = reply.headers.get("Retry-After", "")
+    asked = float(after) if after.isascii() and after.isdigit() else 0.0
+    if asked <= LONGEST_ASKED_WAIT:
+        return PassingError(f"HTTP {reply.status}", asked)
+    kept = f"asks to wait {asked:g} s, of which {LONGEST_ASKED_WAIT:g} are waited"
+    return PassingError(f"HTTP {reply.status}, and it {kept}", LONGEST_ASKED_WAIT)
+
+
+def checked_url(url: str, setting: str) -> str:
+    """Return the address of a server, without what its pages add to it. Raises `UserError` for what is no address."""
+    if "@" in url:
+        raise UserError(f"{setting}: the URL holds a name or password, which files would keep: give a key in {API_KEY}")
+    try:
+        parsed = httpx.URL(url)
+        host = parsed.host
+    except (httpx.InvalidURL, ValueError) as error:
+        raise UserError(f"{setting} {url[:SHOWN]} is no URL ({first_line(error)[:SHOWN]}): {FORM}") from None
+    if parsed.scheme not in ("http", "https") or not host or any(map(str.isspace, url)):
+        raise UserError(f"{setting} {url[:SHOWN]!r} is no URL: {FORM}")
+    if parsed.port is not None and not 1 <= parsed.port < 1 << 16:
+        raise UserError(f"{setting} {url}: there is no port {parsed.port}: {FORM}")
+    if parsed.query or parsed.fragment:
+        raise UserError(f"{setting}: the URL goes on after its path: {FORM}")
+    return url.rstrip("/").removesuffix("/metrics").removesuffix("/v1")

@@ -8,19 +8,85 @@ import queue
 import shlex
 import threading
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, StrictInt
 
 from draftsmith.data.answers.turns import Dialogue
 from draftsmith.data.console import shell_path
-from draftsmith.data.http import PassingError, Server
+from draftsmith.data.http import SHOWN, PassingError, Server
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.target.target import Target
+from draftsmith.models.typed_json import from_json
 
-TIMEOUT, TIMEOUT_PER_TOKEN = 120.0, 0.25  # seconds for an answer to begin, and for each token that it may have
+TIMEOUT, TIMEOUT_PER_TOKEN = 120.0, 0.25  # seconds for an answer, and for each token that it may have
 TOKENIZER_CHECK = (
     'def f(x):\n\treturn {"\u00e9": 3.14, "\u6f22\u5b57": [1234567]}  # \U0001f642 \u00dcml\u00e4ut\n\n   end'
 )
+
+MOST_REQUESTS = 1024  # that are open at once; each has a thread
+
+T = TypeVar("T")
+
+
+# --- what a server answers
+
+
+@dataclass
+class ServedModel:
+    """A model that a server has."""
+
+    id: str
+    max_model_len: Annotated[StrictInt, Field(gt=0)] | None = None  # most tokens of prompt and answer
+
+
+@dataclass
+class ServedModels:
+    """The answer at /v1/models."""
+
+    data: list[ServedModel]
+
+
+@dataclass
+class Choice:
+    """A text of a completion. A server without vLLM's `return_token_ids` gives no ids."""
+
+    finish_reason: str | None = None
+    token_ids: list[StrictInt] | None = None
+    prompt_token_ids: list[StrictInt] | None = None
+
+
+@dataclass
+class Completion:
+    """The answer at /v1/completions."""
+
+    choices: Annotated[list[Choice], Field(min_length=1, max_length=1)]
+
+
+@dataclass
+class FinishReason:
+    """The reason that SGLang ended a text for. `matched`: the token that did, which `output_ids` may lack, or text."""
+
+    type: str
+    matched: Any = None
+
+
+@dataclass
+class GeneratedInfo:
+    """Facts that SGLang tells of a text."""
+
+    finish_reason: FinishReason
+    input_token_logprobs: list[tuple[Any, StrictInt, Any]] | None = None  # with the ids of the prompt
+
+
+@dataclass
+class Generated:
+    """SGLang's answer at /generate."""
+
+    output_ids: list[StrictInt]
+    meta_info: GeneratedInfo
 
 
 class Endpoint:
@@ -42,7 +108,7 @@ class Endpoint:
         command: str | None = None,
     ) -> None:
         mend = f"start one, such as `{command or shlex.join(['vllm', 'serve', shell_path(target.name)])}`"
-        self.server = Server(url, f"{setting} {url}", mend, TIMEOUT + TIMEOUT_PER_TOKEN * max_new_tokens)
+        self.server = Server(url, setting, mend, TIMEOUT + TIMEOUT_PER_TOKEN * max_new_tokens)
         self.target, self.max_new_tokens, self.seed = target, max_new_tokens, seed
         self.model, served_context = self._served_model()
         self.context = min(target.context, served_context or target.context)
@@ -112,22 +178,10 @@ class Endpoint:
 
     def _read(self, answer: Any, prompt: list[int]) -> list[int]:
         """Return the token ids of an answer to `prompt`. Raises `PassingError` where it is no answer to that."""
-        try:
-            if self._is_sglang:
-                new_ids, reason = list(answer["output_ids"]), answer["meta_info"]["finish_reason"]
-                matched, reason = reason.get("matched"), reason["type"]
-                if reason == "stop" and isinstance(matched, int) and new_ids[-1:] != [matched]:
-                    new_ids.append(matched)
-            else:
-                (choice,) = answer["choices"]
-                new_ids, reason = list(choice["token_ids"]), choice["finish_reason"]
-                if list(choice["prompt_token_ids"]) != prompt:
-                    raise PassingError("an answer to another prompt")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PassingError(f"an answer that is no completion ({type(error).__name__}: {error})") from None
+        new_ids, reason = self._generated(answer) if self._is_sglang else self._completed(answer, prompt)
         if reason not in ("stop", "length"):
             raise PassingError(f"an answer that ended by {reason!r}")
-        known = all(isinstance(token, int) and 0 <= token < self.target.vocab_size for token in new_ids)
+        known = all(0 <= token < self.target.vocab_size for token in new_ids)
         if not (known and 1 <= len(new_ids) <= self.max_new_tokens):
             raise PassingError(f"{len(new_ids)} tokens, of at most {self.max_new_tokens} of the target's vocabulary")
         if reason == "stop" and new_ids[-1] not in self.target.eos_token_ids:
@@ -137,19 +191,37 @@ class Endpoint:
             )
         return new_ids
 
+    def _completed(self, answer: Any, prompt: list[int]) -> tuple[list[int], str | None]:
+        """Return the token ids of a completion, and why it ended."""
+        (choice,) = read_answer(Completion, answer).choices
+        if choice.prompt_token_ids != prompt:
+            raise PassingError("an answer to another prompt")
+        return choice.token_ids or [], choice.finish_reason
+
+    def _generated(self, answer: Any) -> tuple[list[int], str | None]:
+        """Return the token ids of SGLang's answer, and why it ended."""
+        generated = read_answer(Generated, answer)
+        new_ids, reason = generated.output_ids, generated.meta_info.finish_reason
+        if reason.type == "stop" and type(reason.matched) is int and new_ids[-1:] != [reason.matched]:
+            new_ids.append(reason.matched)
+        return new_ids, reason.type
+
     # --- what is checked before the first prompt
 
     def _served_model(self) -> tuple[str, int | None]:
         """Return the name under which the target is served, and the most tokens that the server takes."""
+        answer = self.server.json("/v1/models")
         try:
-            models = {row["id"]: row.get("max_model_len") for row in self.server.json("/v1/models")["data"]}
-        except (KeyError, TypeError):
-            raise UserError(f"{self.server.name} does not say which model it serves; {self.server.mend}") from None
+            models = {model.id: model.max_model_len for model in from_json(ServedModels, answer).data}
+        except UserError as error:
+            raise UserError(
+                f"{self.server.name} does not say which model it serves ({error}); {self.server.mend}"
+            ) from None
         if self.target.name in models:
             return self.target.name, models[self.target.name]
         if len(models) != 1:
             raise UserError(
-                f"{self.server.name} serves {', '.join(models) or 'nothing'}: serve {self.target.name} alone, "
+                f"{self.server.name} serves {', '.join(models)[:SHOWN] or 'nothing'}: serve {self.target.name} alone, "
                 "or under that name"
             )
         return next(iter(models.items()))
@@ -174,15 +246,26 @@ class Endpoint:
     def _tokenised_by_completions(self) -> list[int] | None:
         body = {"model": self.model, "prompt": TOKENIZER_CHECK, "max_tokens": 1, "temperature": 0.0}
         answer = self.server.ask("/v1/completions", {**body, "return_token_ids": True}, lambda answer: answer)
-        choice = answer["choices"][0] if isinstance(answer, dict) and answer.get("choices") else {}
-        return choice.get("prompt_token_ids") if choice.get("token_ids") else None
+        try:
+            (choice,) = from_json(Completion, answer).choices
+        except UserError:
+            return None
+        return choice.prompt_token_ids if choice.token_ids else None
 
     def _tokenised_by_generate(self) -> list[int] | None:
-        body = {"text": TOKENIZER_CHECK, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        sampling = {"max_new_tokens": 1, "temperature": 0.0}
+        body = {"text": TOKENIZER_CHECK, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         try:
-            answer = self.server.ask(
-                "/generate", {**body, "return_logprob": True, "logprob_start_len": 0}, lambda answer: answer
-            )
-            return [token[1] for token in answer["meta_info"]["input_token_logprobs"]] if answer["output_ids"] else None
-        except (UserError, KeyError, TypeError, IndexError):
+            generated = from_json(Generated, self.server.ask("/generate", body, lambda answer: answer))
+        except UserError:
             return None
+        read = generated.meta_info.input_token_logprobs or []
+        return [token for _, token, _ in read] if generated.output_ids else None
+
+
+def read_answer(kind: type[T], answer: Any) -> T:
+    """Return the answer as a value of its type. Raises `PassingError` for what is none."""
+    try:
+        return from_json(kind, answer)
+    except UserError as error:
+        raise PassingError(f"an answer that is no completion ({error})") from None

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from draftsmith.data.answers.changed_settings import changes_text, flatten, setting_changes
-from draftsmith.data.answers.endpoint import Endpoint
+from draftsmith.data.answers.endpoint import MOST_REQUESTS, Endpoint
 from draftsmith.data.answers.journal import Journal, merge_journals, remove_journals, written_lines
 from draftsmith.data.answers.turns import Dialogue, Markers
 from draftsmith.data.console import say
@@ -134,6 +134,10 @@ class AnswerJob:
         self.target, self.source, self.settings = target, source, settings
         self.endpoint, self.context = None, target.context
         if settings.endpoint:
+            if settings.batch_size > MOST_REQUESTS:
+                raise UserError(
+                    f"batch_size {settings.batch_size}: a server is sent up to {MOST_REQUESTS} prompts at a time"
+                )
             self.endpoint = Endpoint(settings.endpoint, target, settings.max_new_tokens, settings.seed)
             self.context = self.endpoint.context
         split = read_split(source, settings.held_out_share)

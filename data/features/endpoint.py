@@ -10,14 +10,16 @@ Shapes: B rows, T tokens, V vocabulary, H hidden width, A number of layers asked
 import fcntl
 import json
 import shlex
+import stat
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Annotated, Any
 
 import torch
+from pydantic import Field, FiniteFloat, StrictInt
 from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 
 from draftsmith.data.answers.endpoint import Endpoint
@@ -28,13 +30,48 @@ from draftsmith.data.samples.samples import AGREEMENT, agreement
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.reading import open_tensors
 from draftsmith.models.target.target import Features
+from draftsmith.models.typed_json import from_json
 
 SETTING = "data.features_endpoint"
 REQUESTS = 32  # at a time
 CHECKED_TEXTS = 16
 LOGPROB_ERROR = 0.2  # on the mean, between the server's and the head's; bf16 logits of 20 err by 0.06
 STATE_ERROR = 0.1  # of a state's norm, on the mean; a layer changes far more
+
+
+# --- what the server answers
+
+
+@dataclass
+class Logprobs:
+    """The log-probabilities of the tokens of a text."""
+
+    token_logprobs: Annotated[list[FiniteFloat], Field(min_length=1, max_length=1)]
+
+
+@dataclass
+class TokenChoice:
+    """The one token that follows a text."""
+
+    token_ids: Annotated[list[StrictInt], Field(min_length=1, max_length=1)]
+    logprobs: Logprobs
+
+
+@dataclass
+class Transfer:
+    """The file that the server wrote the hidden states to."""
+
+    hidden_states_path: Path
+
+
+@dataclass
+class TextAnswer:
+    """The answer at /v1/completions to a text whose hidden states are wanted."""
+
+    choices: Annotated[list[TokenChoice], Field(min_length=1, max_length=1)]
+    kv_transfer_params: Transfer
 
 
 @dataclass
@@ -57,10 +94,11 @@ class EndpointFeatures:
         options = serve_options([*layer_ids, target.num_layers], "/dev/shm/hidden_states")
         self.command = shlex.join(["vllm", "serve", shell_path(target.name), *options])
         self.endpoint = Endpoint(url, target, 1, setting=SETTING, command=self.command)
+        self._where = self.endpoint.server.name
         longest = max(plan.lengths[index] for index in plan.trained)
         if longest >= self.endpoint.context:
             raise UserError(
-                f"{SETTING}={url} takes {self.endpoint.context} tokens, and it writes one after the longest sample's "
+                f"{self._where} takes {self.endpoint.context} tokens, and it writes one after the longest sample's "
                 f"{longest}: serve with --max-model-len {longest + 1}, or give data.max_length="
                 f"{self.endpoint.context - 1}"
             )
@@ -86,26 +124,51 @@ class EndpointFeatures:
     def _read_answer(self, answer: Any, token_ids: list[int]) -> TextStates:
         """Return what an answer tells. Raises `PassingError` where it is not about this text."""
         try:
-            transfer = answer["kv_transfer_params"] or {}
-            path = Path(transfer["hidden_states_path"])
-            (choice,) = answer["choices"]
-            token, logprob = choice["token_ids"][0], choice["logprobs"]["token_logprobs"][0]
-        except (KeyError, TypeError, IndexError, ValueError):
+            written = from_json(TextAnswer, answer)
+        except UserError:
+            raise UserError(f"{self._where} gives no hidden states: start it as `{self.command}`") from None
+        (choice,) = written.choices
+        (token,), (logprob,) = choice.token_ids, choice.logprobs.token_logprobs
+        if not 0 <= token < self.target.vocab_size:
             raise UserError(
-                f"{SETTING}={self.endpoint.server.url} gives no hidden states: start it as `{self.command}`"
-            ) from None
-        tensors = take_file(path)
-        if tensors.get("token_ids", torch.empty(0)).tolist() != token_ids:
-            raise PassingError(f"{path} holds hidden states of another text")
-        states = tensors["hidden_states"]
-        expected = (len(token_ids), len(self.layer_ids) + 1, self.target.hidden_size)
-        if tuple(states.shape) != expected:
-            raise UserError(
-                f"{SETTING}={self.endpoint.server.url} gives hidden states of shape {list(states.shape)} and not "
-                f"{list(expected)}: tokens, layers {list(self.layer_ids)} and the last one, width; start it as "
+                f"{self._where} writes token {token}, which {self.target.name} has not: serve this target, as "
                 f"`{self.command}`"
             )
-        return TextStates(states, token, logprob)
+        path = written.kv_transfer_params.hidden_states_path
+        wait_until_written(path, self.endpoint.server.timeout)
+        return TextStates(self._take_states(path, token_ids), token, logprob)
+
+    def _take_states(self, path: Path, token_ids: list[int]) -> Tensor:
+        """Return the states [T, A + 1, H] that a file holds, and remove it with its lock.
+
+        A server may name any file: only one that holds this text is removed, and no larger one is read. Raises
+        `PassingError` or `UserError` for others.
+        """
+        expected = [len(token_ids), len(self.layer_ids) + 1, self.target.hidden_size]
+        states = None
+        try:
+            with open_tensors(path) as file:
+                shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no dict)
+                same_length = shapes.get("token_ids") == expected[:1]
+                same_text = same_length and file.get_tensor("token_ids").tolist() == token_ids
+                if same_text and shapes.get("hidden_states") == expected:
+                    states = file.get_tensor("hidden_states")
+        except (UserError, SafetensorError, OSError) as error:
+            raise PassingError(f"the hidden states cannot be read: {first_line(error)}") from None
+        if not same_text:
+            raise PassingError(f"{path} holds hidden states of another text")
+        if states is None:
+            raise UserError(
+                f"{self._where} gives hidden states of shape {shapes.get('hidden_states')} and not {expected}: tokens, "
+                f"layers {list(self.layer_ids)} and the last one, width; start it as `{self.command}`"
+            )
+        if not (states.is_floating_point() and states.isfinite().all()):
+            raise UserError(
+                f"{self._where} gives hidden states in {path} that are no finite numbers: see to the server"
+            )
+        for taken in (path, lock_of(path)):
+            taken.unlink(missing_ok=True)
+        return states
 
     @torch.no_grad()
     def _last_hidden(self, states: Tensor) -> Tensor:
@@ -122,25 +185,25 @@ class EndpointFeatures:
         """
         texts = [self.plan.samples[i].token_ids[: self.plan.lengths[i]] for i in self.plan.trained[:CHECKED_TEXTS]]
         readings = [self.read(text) for text in texts]
-        where = f"{SETTING}={self.endpoint.server.url}"
         errors = [abs(self._logits(reading.states[-1:])[0, reading.token] - reading.logprob) for reading in readings]
         error = float(torch.stack(errors).mean())
         if not error < LOGPROB_ERROR:
             raise UserError(
-                f"{where}: the head of {self.target.name} makes other probabilities of the last hidden states than the "
-                f"server does (they differ by a factor of e^{error:.2g}): serve this target, as `{self.command}`"
+                f"{self._where}: the head of {self.target.name} makes other probabilities of the last hidden states "
+                f"than the server does (they differ by a factor of e^{error:.2g}): serve this target, as "
+                f"`{self.command}`"
             )
         if self.layer_ids and not (error := self._first_layer_error(texts[0], readings[0].states)) < STATE_ERROR:
             raise UserError(
-                f"{where}: what it gives as layer {self.layer_ids[0]} is not what comes out of that layer of "
+                f"{self._where}: what it gives as layer {self.layer_ids[0]} is not what comes out of that layer of "
                 f"{self.target.name} (relative error {error:.1e}): start it as `{self.command}`"
             )
         cut = [replace(sample, token_ids=sample.token_ids[: self.plan.max_length]) for sample in self.plan.samples]
         share = agreement(cut, lambda text: self._logits(self.read(text).states).argmax(-1))
         if share < AGREEMENT:
             raise UserError(
-                f"{where} would write {share:.0%} of the greedy tokens of the samples; the target that wrote them "
-                f"writes {AGREEMENT:.0%} or more: serve that one, or prepare again"
+                f"{self._where} would write {share:.0%} of the greedy tokens of the samples; the target that wrote "
+                f"them writes {AGREEMENT:.0%} or more: serve that one, or prepare again"
             )
 
     def _logits(self, states: Tensor) -> Tensor:
@@ -177,20 +240,43 @@ def serve_options(layer_ids: list[int], folder: str) -> list[str]:
     ]
 
 
-def take_file(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, which the server locks while it writes, and remove file and lock."""
-    lock = Path(f"{path}.lock")
+def lock_of(path: Path) -> Path:
+    """Return the file that the server locks while it writes another."""
+    return Path(f"{path}.lock")
+
+
+def wait_until_written(path: Path, seconds: float) -> None:
+    """Return when the server has unlocked a file. Raises `UserError` where no such file is seen here."""
+    lock, end = lock_of(path), time.monotonic() + seconds
     try:
+        check_regular(lock)
         with open(lock) as file:
-            fcntl.flock(file, fcntl.LOCK_SH)  # waits for the server
-        tensors = load(path.read_bytes())
+            while not locked(file):
+                if time.monotonic() > end:
+                    raise PassingError(f"{path} is still being written after {seconds:g} s")
+                time.sleep(0.005)
+        check_regular(path)
     except FileNotFoundError as error:
         raise UserError(
             f"the server writes hidden states to {path}, but {error.filename} is not there: give it a "
             "shared_storage_path that this process sees, too, and leave its use_synchronization_lock on"
         ) from None
-    except (SafetensorError, OSError) as error:
-        raise PassingError(f"{path} cannot be read: {first_line(error)}") from None
-    for written in (path, lock):
-        written.unlink(missing_ok=True)
-    return tensors
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"the server writes hidden states to {path}, which cannot be read: {error}") from None
+
+
+def check_regular(path: Path) -> None:
+    """Refuse a path that a server names where it is a link, a folder or a pipe, which may lead anywhere."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise UserError(f"the server writes hidden states to {path}, which is no regular file: see to the server")
+
+
+def locked(file: IO[str]) -> bool:
+    """Return whether the lock was free; it is then held until the file is closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -101,7 +101,7 @@ def check_engine(
         prompts, max_new_tokens, draft_length=draft_length, batch_size=OUR_BATCH_SIZE
     )
     if engine.startswith("http"):
-        run = run_address(engine, prompts, max_new_tokens)
+        run = run_address(engine, target, prompts, max_new_tokens)
     else:
         run = run_environment(Path(engine), settings, target, prompts, max_new_tokens)
     if not run.counters.num_drafts:

@@ -10,7 +10,6 @@ from draftsmith.data.http import Server
 from draftsmith.models.errors import UserError, first_line
 
 PREFIX = "vllm:spec_decode_num_"  # of vLLM's counters, whose names end in _total
-TIMEOUT = 10.0  # seconds
 MEND = "give the address of a running vLLM"
 
 
@@ -81,9 +80,9 @@ def parse_metrics(page: str) -> Counters:
     return Counters(totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"], per_position)
 
 
-def vllm_at(url: str, timeout: float = TIMEOUT) -> Server:
+def vllm_at(url: str) -> Server:
     """Return the vLLM that runs at `url` (http://HOST:PORT, with or without /metrics or /v1)."""
-    return Server(url, url, MEND, timeout)
+    return Server(url, "", MEND)
 
 
 def read_counters(server: Server) -> Counters:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.typed_json import from_json
 from draftsmith.recipes.serving.engine_speed import TimedRequest
-from draftsmith.recipes.serving.vllm_counters import Counters, read_counters, vllm_at
+from draftsmith.recipes.serving.vllm_counters import MEND, Counters, read_counters
 
 SCRIPT = Path(__file__).with_name("vllm_script.py")
 ENVIRONMENT = {
@@ -22,11 +24,17 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONSAFEPATH": "1",  # modules of this folder are not what vLLM means by their names
 }
-REQUEST_TIMEOUT = 300.0  # seconds
 LOGGED = re.compile(r"(\(\w+ pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?(.*)")  # process, message
 ERROR = re.compile(r"[\w.]*(?:Error|Exception)(?:: |$)")
 WRAPPED = "root cause"  # in errors that only point to another one
 PYDANTIC = re.compile(r"\d+ validation errors? for ")
+
+
+@dataclass
+class Version:
+    """The answer at /version."""
+
+    version: str
 
 
 @dataclass
@@ -82,24 +90,19 @@ def run_environment(
         return from_json(EngineRun, json.loads(answer.read_text()))
 
 
-def run_address(url: str, prompts: list[list[int]], max_new_tokens: int) -> EngineRun:
+def run_address(url: str, target: Target, prompts: list[list[int]], max_new_tokens: int) -> EngineRun:
     """Send the prompts, one by one, to a running vLLM; what it counted is the difference of two readings.
 
     Raises `UserError` where it cannot be reached, refuses or is none.
     """
-    server = vllm_at(url, REQUEST_TIMEOUT)
-    before = read_counters(server)
-    request = {"max_tokens": max_new_tokens, "temperature": 0, "return_token_ids": True}
+    endpoint = Endpoint(url, target, max_new_tokens, setting="--check")
     try:
-        request["model"] = server.json("/v1/models")["data"][0]["id"]
-        answers = [server.json("/v1/completions", {**request, "prompt": prompt}) for prompt in prompts]
-        token_ids = [answer["choices"][0]["token_ids"] for answer in answers]
-        version = server.json("/version").get("version", "unknown")
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{server.name} answers as no vLLM does ({type(error).__name__}: {error}): {server.mend}"
-        ) from None
-    return EngineRun(f"vLLM {version}", token_ids, read_counters(server) - before)
+        version = from_json(Version, endpoint.server.json("/version")).version
+    except UserError as error:
+        raise UserError(f"{endpoint.server.name} does not say which vLLM it is ({error}): {MEND}") from None
+    before = read_counters(endpoint.server)
+    token_ids = [endpoint.complete(prompt, Sampling(), number) for number, prompt in enumerate(prompts)]
+    return EngineRun(f"vLLM {version}", token_ids, read_counters(endpoint.server) - before)
 
 
 def root_cause(stdout: str, stderr: str) -> str:

@@ -107,6 +107,11 @@ def first_choice(answer: dict, **changes: Any) -> dict:
         lambda answer: first_choice(answer, token_ids=[]),
         lambda answer: first_choice(answer, token_ids=[10**6]),
         lambda answer: first_choice(answer, token_ids=["5"]),
+        lambda answer: first_choice(answer, token_ids=[5.0]),
+        lambda answer: first_choice(answer, token_ids=[-1]),
+        lambda answer: first_choice(answer, finish_reason=[]),
+        lambda answer: {"choices": {}},
+        lambda answer: {"choices": ["text"]},
         lambda answer: first_choice(answer, token_ids=[5] * 7),
         lambda answer: first_choice(answer, prompt_token_ids=[1]),
         lambda answer: first_choice(answer, finish_reason="abort"),
@@ -197,6 +202,34 @@ def test_unfit_servers_are_refused(make_server: Callable[..., FakeServer], tiny_
     refused(foreign, "tokenizer is not that")
     with pytest.raises(UserError, match="give http://HOST:PORT"):
         Endpoint("localhost:8000", served, 6)
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        *(("vllm", told) for told in ([], 5, {"data": None}, {"data": [None]}, {"data": [{"id": 5}]})),
+        *(("vllm", {"data": [{"id": "m", "max_model_len": length}]}) for length in (-1, 0, "9", 1e300, True, [])),
+        ("vllm", {"data": [{"id": "m" * 10**6}, {"id": "\ud800"}]}),
+        *(("odd", told) for told in ([], {"choices": 5}, {"choices": [5]}, {"choices": [{"token_ids": "abc"}]})),
+        *(("odd", told) for told in ({"choices": [{"token_ids": [1], "prompt_token_ids": {}}]}, {"output_ids": [1]})),
+        ("odd", {"output_ids": [1], "meta_info": {"finish_reason": {"type": "stop"}, "input_token_logprobs": [5]}}),
+    ],
+)
+def test_what_no_server_should_tell_is_one_line(
+    form: str, told: Any, make_server: Callable[..., FakeServer], served: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server()
+    monkeypatch.setattr(server, *(("get", lambda path: told) if form == "vllm" else ("post", lambda *_: (200, told))))
+    with pytest.raises(UserError) as refused:
+        Endpoint(server.url, served, 6)
+    assert len(str(refused.value)) < 1000
+
+
+def test_more_requests_than_threads_are_refused(
+    make_server: Callable[..., FakeServer], served: Target, source: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="batch_size 100000: a server is sent up to 1024"):
+        prepare(served, source, tmp_path, replace(asking(make_server()), batch_size=100_000))
 
 
 def test_other_ends_of_text_are_refused(

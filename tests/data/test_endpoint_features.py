@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.data import http
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.data.features.endpoint import wait_until_written
 from draftsmith.data.samples.samples import PREPARED
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
@@ -160,8 +162,38 @@ def without_states(answer: dict) -> dict:
     return {**answer, "kv_transfer_params": None}
 
 
-def elsewhere(answer: dict) -> dict:
-    return {**answer, "kv_transfer_params": {"hidden_states_path": "/nowhere/1.safetensors"}}
+def at(path: object) -> Callable[[dict], dict]:
+    return lambda answer: {**answer, "kv_transfer_params": {"hidden_states_path": path}}
+
+
+def changed_file(change: Callable[[Path], object]) -> Callable[[dict], None]:
+    """Let the server change the file that it wrote before it answers."""
+
+    def changed(answer: dict) -> None:
+        time.sleep(0.1)
+        change(Path(answer["kv_transfer_params"]["hidden_states_path"]))
+
+    return changed
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_suffix(".other"))
+    path.symlink_to(path.with_suffix(".other"))
+
+
+def without_numbers(path: Path) -> None:
+    tensors = load_file(path)
+    save_file({**tensors, "hidden_states": tensors["hidden_states"] * torch.nan}, path)
+
+
+def pipe(path: Path) -> None:
+    lock = Path(f"{path}.lock")
+    lock.unlink()
+    os.mkfifo(lock)
+
+
+def choosing(**changes: Any) -> Callable[[dict], dict]:
+    return lambda answer: {**answer, "choices": [{**answer["choices"][0], **changes}]}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +204,17 @@ def elsewhere(answer: dict) -> dict:
         ({"layer_ids": [1, 2, 3]}, "makes other probabilities"),
         ({"post_norm": True}, "makes other probabilities"),
         ({"change": without_states}, "gives no hidden states: start it as `vllm serve .*extract_hidden_states"),
-        ({"change": elsewhere}, "/nowhere/1.safetensors.lock is not there"),
+        ({"change": at("/nowhere/1.safetensors")}, "/nowhere/1.safetensors.lock is not there"),
+        ({"change": at("\0")}, "cannot be read"),
+        ({"change": at("x" * 5000)}, "cannot be read"),
+        ({"change": at(5)}, "gives no hidden states"),
+        ({"change": changed_file(linked)}, "which is no regular file"),
+        ({"change": changed_file(pipe)}, "which is no regular file"),
+        ({"change": changed_file(without_numbers)}, "are no finite numbers"),
+        ({"change": changed_file(lambda path: path.write_bytes(b"\xff" * 100))}, "cannot be read"),
+        ({"change": choosing(token_ids=[10**6])}, "writes token 1000000, which .* has not"),
+        ({"change": choosing(token_ids=["5"])}, "gives no hidden states"),
+        ({"change": choosing(logprobs=None)}, "gives no hidden states"),
         ({"models": [{"id": "served", "max_model_len": 20}]}, "serve with --max-model-len"),
     ],
 )
@@ -184,6 +226,25 @@ def test_other_servers_are_refused(
     with pytest.raises(UserError, match=reason):
         run(base, tmp_path, server)
     assert not list(tmp_path.glob("store/shard-*"))
+
+
+def test_a_file_of_the_users_is_not_removed(base: dict[str, Any], server: HiddenStatesServer, tmp_path: Path) -> None:
+    """A server may name any file that a safetensors reader understands; what is not its own answer stays."""
+    own = tmp_path / "weights.safetensors"
+    save_file({"hidden_states": torch.zeros(3, 3, 32)}, own)
+    Path(f"{own}.lock").touch()
+    server.change = at(str(own))
+    with pytest.raises(UserError, match="holds hidden states of another text"):
+        run(base, tmp_path, server)
+    assert own.is_file()
+
+
+def test_a_lock_that_is_never_given_up(tmp_path: Path) -> None:
+    path = tmp_path / "1.safetensors"
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(http.PassingError, match="still being written after 0.05 s"):
+            wait_until_written(path, 0.05)
 
 
 def test_another_target_is_refused(base: dict[str, Any], make_target_dir: Callable[..., Path], tmp_path: Path) -> None:

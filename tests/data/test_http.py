@@ -1,11 +1,17 @@
 """Requests to a server: the key reaches the one that the user named, and every failure is one line."""
 
+import asyncio
+import gzip
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from raw_server import RawServer
 
+from draftsmith.data import http
 from draftsmith.data.http import API_KEY, Server
 from draftsmith.models.errors import UserError
 
@@ -58,7 +64,7 @@ def make_server() -> Iterator[Callable[..., RecordingServer]]:
 
 
 def connect(server: RecordingServer) -> Server:
-    return Server(server.url, f"--endpoint {server.url}", "start one", 5.0)
+    return Server(server.url, "--endpoint", "start one", 5.0)
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
@@ -103,10 +109,126 @@ def test_a_failure_is_one_line(
     assert len(server.asked) == 1
 
 
-def test_what_no_client_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a bad URL nor a bad proxy in the environment ends in a traceback."""
-    with pytest.raises(UserError, match="cannot be asked"):
-        Server("http://[::1", "--endpoint http://[::1", "start one", 5.0)
-    monkeypatch.setenv("ALL_PROXY", "gopher://localhost:70")
-    with pytest.raises(UserError, match="cannot be asked"):
-        Server("http://localhost", "--endpoint http://localhost", "start one", 5.0)
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "localhost:8000", "http://", "http://:8000", "http:/h", "ftp://h", "http://local host:8", "http://h/\n"),
+        *("http://h:0", "http://h:70000", "http://h:-1", "http://h:abc", f"http://h:{'9' * 5000}", "http://::1:8000"),
+        *("http://[::1", "http://999.1.1.1", "http://xn--a", "http://\ud800", "http://h?key=1", "http://h#f"),
+        f"http://{'a' * 70000}",
+    ],
+)
+def test_what_is_no_address(url: str) -> None:
+    with pytest.raises(UserError, match="give http://HOST:PORT") as refused:
+        Server(url, "--endpoint", "start one", 5.0)
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_password_in_an_address_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the password of the server, nor that of a proxy, nor a key that cannot be sent."""
+    messages = []
+    for url in ("http://me:secret@localhost:8000", "http://me:sec/ret@localhost:x"):
+        with pytest.raises(UserError) as refused:
+            Server(url, "--endpoint", "start one", 5.0)
+        messages.append(str(refused.value))
+    for name, value in {"ALL_PROXY": "gopher://me:secret@localhost:70", API_KEY: "secret\n"}.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with pytest.raises(UserError, match=name) as refused:
+                Server("http://localhost", "--endpoint", "start one", 5.0)
+        messages.append(str(refused.value))
+    assert not [message for message in messages if "sec" in message]
+
+
+def test_a_key_that_a_server_repeats_is_not_shown(
+    make_server: Callable[..., RecordingServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(API_KEY, "secret")
+    with pytest.raises(UserError, match=rf"wrong key \[{API_KEY}\]"):
+        connect(make_server(401, body=b"wrong key secret")).json("/v1/models")
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+BOMB = gzip.compress(bytes(1 << 26))
+
+
+def dripping(part: bytes) -> Iterator[bytes]:
+    while True:
+        time.sleep(0.02)
+        yield part
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (lambda: [HEAD, b"\r\n", *itertools.repeat(b" " * 65536, 1000)], "answers with more than"),
+        (lambda: [HEAD, b"Content-Length: 4000000000\r\n\r\n", *itertools.repeat(b"[" * 65536, 1000)], "more than"),
+        (lambda: [HEAD, b"Content-Encoding: gzip\r\n\r\n", BOMB], "no JSON"),
+        (lambda: [HEAD, *itertools.repeat(b"X: " + b"x" * 1000 + b"\r\n", 10_000)], "RemoteProtocolError"),
+        (lambda: itertools.chain([HEAD, b"\r\n"], dripping(b" ")), "no whole answer within 0.3 s"),
+        (lambda: itertools.chain([HEAD], dripping(b"x")), "no whole answer within 0.3 s"),
+        (lambda: itertools.repeat(b"HTTP/1.1 100 Continue\r\n\r\n"), "no whole answer within 0.3 s"),
+        (lambda: dripping(b""), "no whole answer within 0.3 s"),
+        (lambda: [], "RemoteProtocolError"),
+        (lambda: [b"\x00\xff" * 100], "RemoteProtocolError"),
+        (lambda: [b"HTTP/9.9 abc\r\n\r\n"], "RemoteProtocolError"),
+        (lambda: [HEAD, b"Content-Length: -5\r\n\r\n"], "RemoteProtocolError"),
+        (lambda: [HEAD, b"Content-Length: 50\r\n\r\n{}"], "RemoteProtocolError"),
+        (lambda: [HEAD, b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"], "RemoteProtocolError"),
+        (lambda: [b"HTTP/1.1 302 Found\r\nLocation: http://[\r\n\r\n"], "RemoteProtocolError|redirects to"),
+        (lambda: [HEAD, b"Content-Type: text/html; charset=zlib\r\n\r\n\xff"], "no JSON"),
+        (lambda: [HEAD, b"\r\n", b"[" * 100_000], "no JSON"),
+        (lambda: [HEAD, b"\r\n", b"9" * 5000], "no JSON"),
+        (lambda: [HEAD, b"\r\n", b"NaN"], "no JSON"),
+    ],
+)
+def test_an_answer_without_end_or_sense_is_one_line(
+    parts: Callable[[], Iterable[bytes]], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Size and time of whatever a server sends are bounded, by the whole and not by the part."""
+    seconds = 0.3 if "within" in message else 10
+    monkeypatch.setattr(http, "PAGE_TIMEOUT", seconds)
+    server = RawServer(parts)
+    start = time.perf_counter()
+    with pytest.raises(UserError, match=message) as refused:
+        Server(server.url, "--endpoint", "start one", seconds).json("/v1/models")
+    assert time.perf_counter() - start < 9
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 1000
+    server.close()
+
+
+def test_tls_where_none_is_spoken(make_server: Callable[..., RecordingServer]) -> None:
+    url = make_server().url.replace("http://", "https://")
+    with pytest.raises(UserError, match="no model server answers there .ConnectError"):
+        Server(url, "--endpoint", "start one", 5.0).json("/v1/models")
+
+
+@pytest.mark.parametrize(
+    ("asked", "waited"),
+    [("3", 3), ("86400", 120), ("9" * 400, 120), ("-5", 0), ("nan", 0), ("²", 0), ("Wed, 21 Oct 2099", 0)],
+)
+def test_a_wait_that_a_server_asks_for_is_kept_within_bounds(
+    asked: str,
+    waited: float,
+    make_server: Callable[..., RecordingServer],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.0)
+    server = connect(make_server(429, {"Retry-After": asked.encode().decode("latin-1")}))
+    waits: list[float] = []
+    monkeypatch.setattr(server.stopped, "wait", lambda seconds: waits.append(seconds))
+    with pytest.raises(UserError, match="HTTP 429" + (".* of which 120 are waited" if waited == 120 else "")):
+        server.ask("/v1/completions", {}, lambda answer: answer)
+    assert waits == [waited] * (http.ATTEMPTS - 1)
+    assert capsys.readouterr().err.count("is asked again") == 1
+
+
+def test_a_server_may_be_asked_where_a_loop_runs(make_server: Callable[..., RecordingServer]) -> None:
+    """In a notebook one always does."""
+
+    async def ask() -> object:
+        return connect(make_server()).json("/v1/models")
+
+    assert asyncio.run(ask()) == {}
