@@ -1,4 +1,11 @@
-"""The one exception for mistakes of the user's."""
+"""The one exception for mistakes of the user's, and the checks of single values that raise it."""
+
+import math
+import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from numbers import Integral, Real
+from typing import Any
 
 
 class UserError(ValueError):
@@ -12,6 +19,45 @@ def require_at_least(name: str, value: float, least: float = 1) -> None:
     """Refuse a setting below `least`."""
     if not value >= least:
         raise UserError(f"{name} {value}: give at least {least}")
+
+
+def whole_number(name: str, value: Any, least: int = -(2**63)) -> int:
+    """Return a setting that is a whole number of 64 bits, at least `least`. Raises `UserError`, also for a bool."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not -(2**63) <= int(value) < 2**63:
+        raise UserError(f"{name} {shown(value)}: give a whole number of at most 64 bits")
+    require_at_least(name, int(value), least)
+    return int(value)
+
+
+def real_number(name: str, value: Any) -> float:
+    """Return a setting that is a finite number. Raises `UserError`, also for a bool."""
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # of an integer
+        number = math.inf
+    if not math.isfinite(number):
+        raise UserError(f"{name} {shown(value)}: give a finite number")
+    return number
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message of one line, shortened where it is long."""
+    try:
+        return " ".join(reprlib.repr(value).split())
+    except Exception:  # of the value's own `repr`, such as that of an integer of too many digits
+        return f"of type {type(value).__name__}"
+
+
+@contextmanager
+def out_of_memory(mend: str) -> Iterator[None]:
+    """Raise `UserError` with this mend where memory runs out inside the block, the device's or the machine's."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+        if isinstance(error, MemoryError) or of_torch:
+            raise UserError(f"out of memory: {mend}") from None
+        raise
 
 
 def first_line(error: Exception) -> str:

@@ -9,10 +9,13 @@ Shapes: B rows (b of them admitted), M slots a row, N drafted tokens, D nodes on
 of the longest prompt, H hidden width, V vocabulary.
 """
 
+import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +50,12 @@ class GenerationSettings:
 
 RECORD_HEAD = 4  # numbers before the tokens in a record's line: emitted, drafted, accepted, and whether finished
 RoundKind = tuple[int, int]  # nodes of a draft, columns of the last pass that a plain step reads; each has its graph
+
+
+class Owner(Protocol):
+    """Whoever decodes on an engine."""
+
+    def running(self) -> bool: ...
 
 
 class BatchEngine:
@@ -87,6 +96,7 @@ class BatchEngine:
         if drafter.reads_predictions:
             columns = settings.shape.num_nodes + 1
             self.state.predictions = torch.full((num_rows, columns), NO_TOKEN, device=device)
+        self.owner: Callable[[], Owner | None] = lambda: None
         self._num_columns = 1  # columns of the features that the target's last pass filled
         self._num_unread = 0  # newest tokens of a row, at most, that the drafter has still to read from the text
         self.fixed_shapes = device.type != "cpu"  # a round computes all rows and slots; else no more than those in use
@@ -99,8 +109,16 @@ class BatchEngine:
             partial(RecordedCall, self._verify, records)
         )
 
-    def clear(self) -> None:
-        """Free all rows."""
+    @property
+    def in_use(self) -> bool:
+        """Whether a generation that is still running has taken the rows."""
+        owner = self.owner()
+        return owner is not None and owner.running()
+
+    def take(self, owner: Owner) -> None:
+        """Free all rows for a generation, which has them until it ends or is dropped, and another takes them."""
+        assert not self.in_use
+        self.owner = weakref.ref(owner)
         self.finished.fill_(True)
         self._num_unread = 0
 

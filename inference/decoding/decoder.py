@@ -1,23 +1,23 @@
 """The speculative decoder: texts or token ids in, texts, token ids and counters out."""
 
 import functools
-import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+import numpy as np
 import torch
 
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.decoding.counters import Stats
-from draftsmith.inference.decoding.generation import Generation
+from draftsmith.inference.decoding.generation import LESS_MEMORY, Generation
 from draftsmith.inference.decoding.schedule import AnySchedule, Confident
 from draftsmith.inference.verification.acceptance_rules import SAMPLED_DRAFTS, VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.errors import UserError, out_of_memory, real_number, shown, whole_number
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, DynamicTree, Shape, StaticTree
 
@@ -83,7 +83,13 @@ class StreamedRound:
 
 
 class SpeculativeDecoder:
-    """A target and a drafter that decode batches of ragged prompts together."""
+    """A target and a drafter that decode batches of ragged prompts together.
+
+    Any thread may call it. Decoders that share a target take turns: `generate` and `decode` keep theirs until they
+    return, a stream or a generation of `start` for one round at a time. While one is not asked for its next round it
+    keeps only its engine, so that other calls go on, on an engine of their own. What a suffix drafter remembers depends
+    on the order of the calls: that changes what is drafted, not which texts come out.
+    """
 
     def __init__(self, target: Target, drafter: Drafter) -> None:
         self.target, self.drafter = target, drafter
@@ -124,33 +130,34 @@ class SpeculativeDecoder:
         keyed by `seed` and its id (by default its place in `prompts`). Drafts have the shape of `tree`, or are chains
         of the length that `schedule` gives to each round, or of `draft_length`.
 
-        Raises `UserError` for empty prompts, for prompts that leave no room in the target's context, and for settings
-        that the drafter cannot follow.
+        Raises `UserError` for arguments of another type, for empty prompts, for prompts that leave no room in the
+        target's context, for settings that the drafter cannot follow, and where memory runs out.
         """
-        check_numbers(max_new_tokens=max_new_tokens, draft_length=draft_length, top_k=top_k, seed=seed)
         if batch_size is not None:
-            check_numbers(batch_size=batch_size)
-            require_at_least("batch_size", batch_size)
-        if schedule and tree:
+            batch_size = whole_number("batch_size", batch_size, 1)
+        if schedule is not None and tree is not None:
             raise UserError("schedule: it sets the length of chains; leave out the tree")
-        sampling = check_sampling(temperature, top_p, top_k)
+        if tree is not None and not isinstance(tree, StaticTree | DynamicTree):
+            raise UserError(f"tree {shown(tree)}: give a StaticTree or a DynamicTree")
+        if schedule is not None and not isinstance(schedule, AnySchedule):
+            raise UserError(f"schedule {shown(schedule)}: give a Schedule, an Adaptive or a Confident one")
+        draft_length = whole_number("draft_length", draft_length)
         settings = resolve_settings(
             self.drafter,
-            sampling,
+            Sampling(temperature, top_p, top_k),
             max_new_tokens,
             schedule or tree or draft_length,
             verification_mode,
             seed,
             stop_at_eos,
         )
-        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
-            raise UserError("prompts: give a list of prompts, also of a single one")
-        token_ids = [self.encode(prompt) for prompt in prompts]
-        self.check_prompts(token_ids, max_new_tokens)
-        if request_ids is not None and len(request_ids) != len(prompts):
-            raise UserError(f"request_ids: {len(request_ids)} for {len(prompts)} prompts: give one for each")
-
-        return self.decode(token_ids, settings, request_ids, batch_size)
+        with self.target.turn():
+            token_ids = self.token_ids(prompts, settings.max_new_tokens)
+            if request_ids is not None:
+                request_ids = whole_numbers("request_ids", request_ids)
+                if len(request_ids) != len(prompts):
+                    raise UserError(f"request_ids: {len(request_ids)} for {len(prompts)} prompts: give one for each")
+            return self.decode(token_ids, settings, request_ids, batch_size)
 
     def decode(
         self,
@@ -160,17 +167,19 @@ class SpeculativeDecoder:
         batch_size: int | None = None,
     ) -> Output:
         """Decode prompts with settings that are known to fit; else as `generate`."""
-        return self.decode_on(self._engine_for_prompts(prompts, settings, batch_size), prompts, request_ids)
+        with self.target.turn():
+            return self.decode_on(self._engine_for_prompts(prompts, settings, batch_size), prompts, request_ids)
 
     def decode_on(self, engine: BatchEngine, prompts: list[list[int]], request_ids: list[int] | None = None) -> Output:
         """Decode prompts on an engine of `engine_for` that has slots for each of them."""
-        start = time.perf_counter()
-        generation = Generation(engine, prompts, request_ids)
-        generation.step()
-        first = time.perf_counter()
-        while generation.running():
+        with self.target.turn():
+            start = time.perf_counter()
+            generation = Generation(engine, prompts, request_ids)
             generation.step()
-        end = time.perf_counter()
+            first = time.perf_counter()
+            while generation.running():
+                generation.step()
+            end = time.perf_counter()
 
         phases = {"draft": 0.0, "verify": 0.0, **generation.clock.milliseconds()}
         phases["host"] = max(0.0, (end - start) * 1000 - sum(phases.values()))
@@ -198,7 +207,8 @@ class SpeculativeDecoder:
         batch_size: int | None = None,
     ) -> Generation:
         """Begin to decode prompts that fit the target's context; the caller steps."""
-        return Generation(self._engine_for_prompts(prompts, settings, batch_size), prompts, request_ids)
+        with self.target.turn():
+            return Generation(self._engine_for_prompts(prompts, settings, batch_size), prompts, request_ids)
 
     def _engine_for_prompts(
         self, prompts: list[list[int]], settings: GenerationSettings, batch_size: int | None
@@ -206,13 +216,32 @@ class SpeculativeDecoder:
         return self.engine_for(settings, min(len(prompts), batch_size or len(prompts)), max(map(len, prompts)))
 
     def engine_for(self, settings: GenerationSettings, num_rows: int, longest_prompt: int) -> BatchEngine:
-        """Return the last call's engine where it fits, since on a GPU it holds recorded rounds; else a new one."""
+        """Return the last call's engine where it fits, since on a GPU it holds recorded rounds; else a new one.
+
+        Raises `UserError` for drafts beyond the target's context, and where memory runs out.
+        """
+        self._check_fits(settings.shape)
         needed = longest_prompt + settings.max_new_tokens + settings.shape.num_nodes + 1
-        engine = self._engine
-        if engine is None or engine.settings != settings or engine.num_rows != num_rows or engine.num_slots < needed:
-            num_slots = -(-needed // SLOT_BLOCK) * SLOT_BLOCK
-            engine = self._engine = BatchEngine(self.target, self.drafter, settings, num_rows, num_slots)
-        return engine
+        with self.target.turn(), out_of_memory(LESS_MEMORY):
+            engine = self._engine
+            fits = engine is not None and engine.settings == settings and engine.num_rows == num_rows
+            if engine is None or not fits or engine.num_slots < needed or engine.in_use:
+                engine = self._engine = None  # frees it before the new one is made
+                num_slots = -(-needed // SLOT_BLOCK) * SLOT_BLOCK
+                engine = self._engine = BatchEngine(self.target, self.drafter, settings, num_rows, num_slots)
+            return engine
+
+    def _check_fits(self, shape: Shape) -> None:
+        """Raise `UserError` for drafts beyond the target's context, and for trees wider than the vocabulary."""
+        if shape.depth >= self.target.context:
+            raise UserError(
+                f"draft_length: {shape.depth} tokens in a row do not fit into the target's context of "
+                f"{self.target.context}: draft fewer"
+            )
+        ids = self.drafter.draft_to_target()
+        num_tokens = self.target.vocab_size if ids is None else len(ids)
+        if not isinstance(shape, Chain) and shape.width > num_tokens:
+            raise UserError(f"tree: {shape.width} children of a node, of {num_tokens} tokens: give fewer")
 
     def stream(
         self,
@@ -224,18 +253,19 @@ class SpeculativeDecoder:
     ) -> Iterator[StreamedRound]:
         """Decode one prompt, `draft` as in `resolve_settings`. Yield what reading the prompt, then each round, adds."""
         settings = resolve_settings(self.drafter, sampling, max_new_tokens, draft, seed=seed)
-        token_ids = self.encode(prompt)
-        self.check_prompts([token_ids], max_new_tokens)
-        generation = Generation(self.engine_for(settings, 1, len(token_ids)), [token_ids], lag=0)
+        with self.target.turn():
+            token_ids = self.token_ids([prompt], settings.max_new_tokens)
+            generation = Generation(self.engine_for(settings, 1, len(token_ids[0])), token_ids, lag=0)
         new_ids: list[int] = []
         drafted: list[bool] = []  # whether each new token was proposed by the drafter
         num_written = 0  # characters in earlier pieces
         while generation.running():
-            (emission,) = generation.step()
-            num_known = len(new_ids)
-            new_ids += emission.token_ids
-            drafted += [i < emission.num_accepted for i in range(len(emission.token_ids))]
-            pieces = self._pieces(new_ids, drafted, num_known, num_written, done=not generation.running())
+            with self.target.turn():
+                (emission,) = generation.step()
+                num_known = len(new_ids)
+                new_ids += emission.token_ids
+                drafted += [i < emission.num_accepted for i in range(len(emission.token_ids))]
+                pieces = self._pieces(new_ids, drafted, num_known, num_written, done=not generation.running())
             num_written += sum(len(piece.text) for piece in pieces)
             yield StreamedRound(pieces, len(emission.token_ids), emission.num_accepted)
 
@@ -252,45 +282,60 @@ class SpeculativeDecoder:
             num_written = len(text)
         return pieces
 
-    def encode(self, prompt: str | list[int]) -> list[int]:
-        return self.target.encode(prompt) if isinstance(prompt, str) else list(prompt)
-
     def text(self, token_ids: list[int]) -> str:
         if self.target.tokenizer is None:
             return ""
         return str(self.target.tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> None:
-        """Raise `UserError` for prompts that cannot be decoded, naming one by its number from 1."""
+    def token_ids(self, prompts: Sequence[str | Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        """Return the token ids of prompts. Raises `UserError` for one that cannot be decoded, by its number from 1.
+
+        Token ids may be a list or tuple, an array or a tensor.
+        """
+        if not isinstance(prompts, list | tuple) or any(isinstance(prompt, Integral) for prompt in prompts):
+            raise UserError("prompts: give a list of prompts, also of a single one")
         if not prompts:
             raise UserError("no prompts: give at least one")
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens {max_new_tokens}: give at least 1")
-        for number, prompt in enumerate(prompts, 1):
-            if not prompt:
-                raise UserError(f"prompt {number} is empty: give at least one token")
-            if min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
-                raise UserError(
-                    f"prompt {number} has token ids from {min(prompt)} to {max(prompt)}: "
-                    f"the target knows 0 to {self.target.vocab_size - 1}"
-                )
-            if len(prompt) + max_new_tokens > self.target.context:
-                raise UserError(
-                    f"prompt {number} has {len(prompt)} tokens, which with {max_new_tokens} new ones exceeds the "
-                    f"target's context of {self.target.context}: shorten it or lower max_new_tokens"
-                )
+        return [self._token_ids(f"prompt {i}", prompt, max_new_tokens) for i, prompt in enumerate(prompts, 1)]
+
+    def _token_ids(self, name: str, prompt: str | Sequence[int], max_new_tokens: int) -> list[int]:
+        if isinstance(prompt, str):
+            if self.target.tokenizer is None:
+                raise UserError(f"{name} is a text, and the target has no tokenizer: give token ids")
+            if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise UserError(f"{name} holds a half of a character (a lone surrogate): remove it")
+            ids = self.target.encode(prompt)
+        else:
+            ids = whole_numbers(name, prompt)
+        if not ids:
+            raise UserError(f"{name} is empty: give at least one token")
+        if min(ids) < 0 or max(ids) >= self.target.vocab_size:
+            last = self.target.vocab_size - 1
+            raise UserError(f"{name} has token ids from {min(ids)} to {max(ids)}: the target knows 0 to {last}")
+        if len(ids) + max_new_tokens > self.target.context:
+            raise UserError(
+                f"{name} has {len(ids)} tokens, which with {max_new_tokens} new ones exceeds the target's context of "
+                f"{self.target.context}: shorten it or lower max_new_tokens"
+            )
+        return ids
 
 
-def check_numbers(**numbers: int) -> None:
-    """Raise `UserError` for a number that is not whole, or does not fit into 64 bits."""
-    for name, number in numbers.items():
-        if not isinstance(number, Integral) or not -(2**63) <= number < 2**63:
-            raise UserError(f"{name} {number}: give a whole number of at most 64 bits")
+# --- what a call is given
+
+
+def whole_numbers(name: str, values: Any) -> list[int]:
+    """Return a list, tuple, array or tensor of whole numbers as a list. Raises `UserError` for anything else."""
+    numbers = values.tolist() if isinstance(values, np.ndarray | torch.Tensor) else values
+    if not isinstance(numbers, list | tuple):
+        raise UserError(f"{name} {shown(values)}: give a list of whole numbers")
+    return [whole_number(f"{name}:", number) for number in numbers]
 
 
 def check_sampling(temperature: float, top_p: float, top_k: int) -> Sampling:
     """Return the sampling of these settings. Raises `UserError` for values that make none, or that have no effect."""
-    if temperature != 0 and not LEAST_TEMPERATURE <= temperature < math.inf:
+    temperature, top_p = real_number("temperature", temperature), real_number("top_p", top_p)
+    top_k = whole_number("top_k", top_k)
+    if temperature != 0 and not temperature >= LEAST_TEMPERATURE:
         raise UserError(f"temperature {temperature}: give 0 (greedy), or {LEAST_TEMPERATURE} or more")
     if not 0 < top_p <= 1:
         raise UserError(f"top_p {top_p}: give more than 0 and at most 1")
@@ -305,7 +350,7 @@ def resolve_settings(
     drafter: Drafter,
     sampling: Sampling,
     max_new_tokens: int,
-    draft: int | StaticTree | DynamicTree | AnySchedule = 4,
+    draft: int | Shape | AnySchedule = 4,
     verification_mode: VerificationMode | None = None,
     seed: int = 0,
     stop_at_eos: bool = True,
@@ -314,14 +359,22 @@ def resolve_settings(
     """Return the settings that `SpeculativeDecoder.start` takes.
 
     `draft` is the length of a chain, a schedule of lengths, or a tree. A drafter that proposes nothing decodes plainly,
-    whatever the draft and the mode are. Raises `UserError` for what the drafter cannot do.
+    whatever the draft and the mode are. Raises `UserError` for wrong types and numbers, and for what the drafter cannot
+    do.
     """
-    if drafter.max_draft_length == 0:
-        draft, verification_mode, synthetic_rates = 0, None, ()
+    if not isinstance(sampling, Sampling):
+        raise UserError(f"sampling {shown(sampling)}: give a Sampling")
+    sampling = check_sampling(sampling.temperature, sampling.top_p, sampling.top_k)
+    max_new_tokens, seed = whole_number("max_new_tokens", max_new_tokens, 1), whole_number("seed", seed)
+    if not isinstance(stop_at_eos, bool):
+        raise UserError(f"stop_at_eos {shown(stop_at_eos)}: give True or False")
     schedule = draft if isinstance(draft, AnySchedule) else None
-    draft = draft.longest if isinstance(draft, AnySchedule) else draft
-    check_shape(Chain(draft) if isinstance(draft, int) else draft, drafter)
-    shape = drafter.own_shape(draft) if isinstance(draft, int) else draft
+    length = draft.longest if isinstance(draft, AnySchedule) else draft
+    shape = length if isinstance(length, Shape) else Chain(whole_number("draft_length", length))
+    if drafter.max_draft_length == 0:
+        schedule, shape, verification_mode, synthetic_rates = None, Chain(0), None, ()
+    check_shape(shape, drafter)
+    shape = drafter.own_shape(shape.depth) if isinstance(shape, Chain) else shape
     if schedule and not isinstance(shape, Chain):
         raise UserError(f"schedule: {drafter.kind} drafts no chains; leave it out and set draft_length")
     if isinstance(schedule, Confident) and not drafter.can_sample:
@@ -329,6 +382,8 @@ def resolve_settings(
     mode = resolve_mode(verification_mode, sampling, drafter, shape)
     if bool(synthetic_rates) != (mode == "synthetic"):
         raise UserError("synthetic acceptance needs both verification_mode synthetic and its rates")
+    if not all(0 <= real_number("synthetic acceptance", rate) <= 1 for rate in synthetic_rates):
+        raise UserError(f"synthetic acceptance {shown(synthetic_rates)}: give rates from 0 to 1")
     return GenerationSettings(max_new_tokens, sampling, shape, mode, seed, stop_at_eos, synthetic_rates, schedule)
 
 
@@ -339,7 +394,7 @@ def resolve_mode(mode: VerificationMode | None, sampling: Sampling, drafter: Dra
         sampled = "probabilistic" if drafter.can_sample and is_chain else "one_hot"
         return "greedy" if sampling.greedy else sampled  # type: ignore[return-value]
     if mode not in get_args(VerificationMode):
-        raise UserError(f"verification_mode {mode!r}: give one of {', '.join(get_args(VerificationMode))}")
+        raise UserError(f"verification_mode {shown(mode)}: give one of {', '.join(get_args(VerificationMode))}")
     if mode in SAMPLED_DRAFTS and not drafter.can_sample:
         raise UserError(f"verification_mode {mode}: {drafter.kind} has no probabilities; use one_hot")
     if mode in ("probabilistic", "block") and not is_chain:

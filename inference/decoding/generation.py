@@ -16,7 +16,9 @@ from draftsmith.inference.decoding.batch_engine import RECORD_HEAD, BatchEngine
 from draftsmith.inference.decoding.clock import PhaseClock
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.schedule import DraftLengths
+from draftsmith.models.errors import out_of_memory
 
+LESS_MEMORY = "lower the batch size, the draft length or the number of new tokens"
 ADMIT_SHARE = 8  # new requests wait until an eighth of the rows is free
 
 
@@ -62,7 +64,6 @@ class Generation:
         host is ahead of what it has read; by default 1 on a GPU and 0 on a CPU. `now` tells the time in seconds.
         """
         self.engine, self._now = engine, now
-        engine.clear()
         on_gpu = engine.target.device.type == "cuda"
         self.lag = int(on_gpu) if lag is None else lag
         self.requests: list[Request] = []
@@ -74,11 +75,13 @@ class Generation:
         for place, prompt in enumerate(prompts):
             request_id = place if request_ids is None else request_ids[place]
             self._enqueue(prompt, request_id, engine.settings.max_new_tokens)
+        engine.take(self)
 
     def add(self, prompt: list[int], request_id: int, max_new_tokens: int) -> None:
-        """Add a request, at any time. The engine must have room for it."""
+        """Add a request, at any time and from any thread. The engine must have room for it."""
         assert len(prompt) + max_new_tokens + self.engine.settings.shape.num_nodes < self.engine.num_slots
-        self._enqueue(prompt, request_id, max_new_tokens)
+        with self.engine.target.turn():
+            self._enqueue(prompt, request_id, max_new_tokens)
 
     def _enqueue(self, prompt: list[int], request_id: int, max_new_tokens: int) -> None:
         stats = Stats(self.engine.settings.shape.depth)
@@ -100,7 +103,15 @@ class Generation:
         return len(self.requests) - len(self._waiting) - self.num_running
 
     def step(self) -> list[Emission]:
-        """Give free rows to waiting requests, or else run one round; then read what has happened by now."""
+        """Give free rows to waiting requests, or else run one round; then read what has happened by now.
+
+        Raises `UserError` where memory runs out.
+        """
+        with self.engine.target.turn(), out_of_memory(LESS_MEMORY):
+            return self._step()
+
+    def _step(self) -> list[Emission]:
+        assert self.engine.owner() is self, "another generation has taken the engine"
         if self._waiting and (rows := self._free_rows()):
             self._admit(rows)
             return self._read(0)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.errors import UserError, first_line, real_number, whole_number
 from draftsmith.models.typed_json import from_json
 
 
@@ -28,8 +28,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check_starts([start for start, _ in self.draft_lengths])
-        if any(length < 0 for _, length in self.draft_lengths):
-            raise UserError("schedule: a draft length is negative: give 0 (speculation off) or more")
+        for _, length in self.draft_lengths:  # 0: speculation is off
+            whole_number("schedule: draft length", length, 0)
 
     def draft_length(self, num_running: int) -> int:
         """Return the draft length for a number of running requests, at least 1."""
@@ -65,16 +65,20 @@ class Adaptive:
     probe_every: int = 32  # rounds
 
     def __post_init__(self) -> None:
+        for length in self.candidates:
+            whole_number("adaptive schedule: candidate", length, 0)
         if list(self.candidates) != sorted(set(self.candidates)) or not min(self.candidates, default=-1) >= 0:
             raise UserError("adaptive schedule: give candidates that rise, from 0 (speculation off) or more")
         if self.candidates[-1] < 1:
             raise UserError("adaptive schedule: give at least one candidate above 0")
         if self.costs:
             check_starts([start for start, _ in self.costs])
-        if any(len(row) != len(self.candidates) or min(row) <= 0 for _, row in self.costs):
+        milliseconds = [[real_number("adaptive schedule: milliseconds", cost) for cost in row] for _, row in self.costs]
+        if any(len(row) != len(self.candidates) or min(row) <= 0 for row in milliseconds):
             raise UserError("adaptive schedule: give each row of costs one time above 0 for each candidate")
-        if not 0 <= self.decay < 1 or self.probe_every < 1:
-            raise UserError("adaptive schedule: give a decay from 0 to below 1, and probe_every of 1 or more")
+        whole_number("adaptive schedule: probe_every", self.probe_every, 1)
+        if not 0 <= real_number("adaptive schedule: decay", self.decay) < 1:
+            raise UserError("adaptive schedule: give a decay from 0 to below 1")
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -114,8 +118,9 @@ class Confident:
     least: float
 
     def __post_init__(self) -> None:
-        if self.longest < 1 or not 0 < self.least <= 1:
-            raise UserError("confident schedule: give longest 1 or more, and least above 0 and at most 1")
+        whole_number("confident schedule: longest", self.longest, 1)
+        if not 0 < real_number("confident schedule: least", self.least) <= 1:
+            raise UserError(f"confident schedule: least {self.least}: give more than 0 and at most 1")
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -130,6 +135,8 @@ AnySchedule = Schedule | Adaptive | Confident
 
 def check_starts(starts: list[int]) -> None:
     """Raise `UserError` unless numbers of running requests rise from 1."""
+    for start in starts:
+        whole_number("schedule: number of running requests", start, 1)
     if starts[:1] != [1] or starts != sorted(set(starts)):
         raise UserError(f"schedule: the numbers of running requests are {starts}: let them rise from 1")
 

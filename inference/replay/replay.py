@@ -88,7 +88,7 @@ def record(
 ) -> Recording:
     """Decode prompts plainly, for drafts of up to `longest` tokens, with the noise that `generate` has by default."""
     plain = SpeculativeDecoder(target, load_drafter("none", target))
-    plain.check_prompts(prompts, max_new_tokens)
+    prompts = plain.token_ids(prompts, max_new_tokens)
     settings = resolve_settings(plain.drafter, sampling, max_new_tokens + longest, seed=seed)
     answers = plain.decode(prompts, settings, batch_size=batch_size).token_ids
     return Recording(prompts, answers, max_new_tokens, sampling, seed)

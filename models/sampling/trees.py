@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, whole_number
 
 WORD = 32  # columns in a word of the ancestor mask
 
@@ -45,7 +45,7 @@ class StaticTree:
     choices: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        nodes = {tuple(path) for path in self.choices} - {()}
+        nodes = {tuple(whole_number("tree: choice", choice, 0) for choice in path) for path in self.choices} - {()}
         if not nodes:
             raise UserError("tree: give at least one node, such as [0] for the likeliest first token")
         for path in nodes:
@@ -63,6 +63,11 @@ class StaticTree:
         return len(self.choices[-1])
 
     @property
+    def width(self) -> int:
+        """Largest number of children of a node."""
+        return 1 + max(path[-1] for path in self.choices)
+
+    @property
     def num_read(self) -> int:
         return len({path[:-1] for path in self.choices}) - 1
 
@@ -76,6 +81,8 @@ class DynamicTree:
     width: int
 
     def __post_init__(self) -> None:
+        for name in ("num_nodes", "depth", "width"):
+            whole_number(f"tree: {name}", getattr(self, name), 1)
         if self.width < 2 or self.depth < 1:
             raise UserError(f"tree of width {self.width} and depth {self.depth}: give a width of 2 or more, or a chain")
         most = self.width + (self.depth - 1) * self.width**2

@@ -6,7 +6,9 @@ Shapes: B rows, T tokens, H hidden width, V vocabulary, A number of layers asked
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -107,6 +109,7 @@ class Target:
         self.text_config = (full.config if full else model.config).get_text_config()
         self.head_module: nn.Module = model.get_output_embeddings()
         self.embedding: nn.Module = model.get_input_embeddings()
+        self._lock = threading.RLock()
         self._full = full
         self._fingerprint = full.fingerprint if full else None
         if full is None:
@@ -271,12 +274,21 @@ class Target:
             logits = cap * torch.tanh(logits / cap)
         return logits
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Let one thread at a time compute with the target and its drafters, with the target's GPU as the current one.
+
+        The thread that has its turn may ask for it again.
+        """
+        with self._lock, torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            yield
+
     @torch.no_grad()
     def run(self, token_ids: Tensor, window: Window, cache: SlotCache, layer_ids: tuple[int, ...] = ()) -> Features:
         """Decode the new tokens [B, T] of a window on the cache."""
         if self.fused_decoder is not None:
             return Features(*self.fused_decoder.run(token_ids, window, cache, layer_ids))
-        with _Capture(self.decoder_layers, layer_ids) as capture:
+        with self.turn(), _Capture(self.decoder_layers, layer_ids) as capture:
             last_hidden = run_on_slots(self.model, token_ids, window, cache)
         return Features(last_hidden, capture.side_by_side(last_hidden.device))
 
@@ -286,7 +298,7 @@ class Target:
     @torch.no_grad()  # not inference_mode: the drafter's backward pass keeps the features
     def features(self, batch: Batch, layer_ids: tuple[int, ...] = ()) -> Features:
         """Read whole rows of text at once."""
-        with _Capture(self.decoder_layers, layer_ids) as capture:
+        with self.turn(), _Capture(self.decoder_layers, layer_ids) as capture:
             last_hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask())
         return Features(last_hidden, capture.side_by_side(last_hidden.device))
 

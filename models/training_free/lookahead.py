@@ -31,6 +31,7 @@ class Lookahead(Drafter):
     config_class = LookaheadConfig
     can_sample = False
     reads_predictions = True
+    max_draft_length = 64  # the tree has so many nodes for each candidate and place
 
     def __init__(self, config: LookaheadConfig, device: torch.device) -> None:
         super().__init__(config)

@@ -2,8 +2,12 @@
 
 import functools
 import itertools
+import math
+from collections.abc import Callable
 from typing import Any, get_args
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +18,7 @@ from draftsmith.inference.decoding import batch_engine
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.decoding.generation import Generation
+from draftsmith.inference.decoding.schedule import Adaptive, Confident, Schedule
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, chain, stack_chain
@@ -329,27 +334,104 @@ def test_settings_that_cannot_be_followed_are_refused(tiny_target: Target) -> No
         (ngram, {"temperature": 1.0, "verification_mode": "greedy"}),
         (ngram, {"draft_length": 0}),
         (medusa, {"draft_length": 5}),
+        (medusa, {"tree": StaticTree(tuple((i,) for i in range(301)))}),
+        (medusa, {"tree": DynamicTree(num_nodes=400, depth=3, width=301)}),
     ]
     for decoder, settings in bad:
         with pytest.raises(UserError):
             decoder.generate(**{"prompts": PROMPTS, **settings})
 
 
+WRONG_PROMPTS = ("Hello there", [1, 2, 3], (prompt for prompt in PROMPTS), {"prompt": "x"}, None, 7, torch.ones(2, 2))
+WRONG_PROMPT = (None, 3.5, b"x", {"a": 1}, iter([1]), torch.ones(()))
+WHOLE = ("max_new_tokens", "draft_length", "top_k", "seed", "batch_size")
+NO_WHOLE_NUMBERS = (2.5, 4.0, "4", True, 2**64, 10**5000, math.nan, [4], torch.tensor(4))
+NO_NUMBERS = (math.nan, math.inf, -math.inf, "1", True, 10**400, [1.0], 1j)
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000000 bytes."
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"prompts": "Hello there"}, "prompts: give a list of prompts"),
-        ({"prompts": [1, 2, 3]}, "prompts: give a list of prompts"),
+        *(({"prompts": prompts}, "prompts: give a list of prompts") for prompts in WRONG_PROMPTS),
+        ({"prompts": []}, "no prompts"),
         ({"prompts": [[1, 2], [3, 300]]}, "prompt 2 has token ids from 3 to 300: the target knows 0 to 299"),
         ({"prompts": [[-1]]}, "prompt 1 has token ids from -1 to -1"),
+        ({"prompts": ["x", []]}, "prompt 2 is empty"),
+        ({"prompts": [np.zeros(0, dtype=int)]}, "prompt 1 is empty"),
+        ({"prompts": [["a", "b"]]}, "prompt 1: 'a': give a whole number"),
+        ({"prompts": [[1, 2.0]]}, "prompt 1: 2.0: give a whole number"),
+        ({"prompts": [torch.ones(2, 2)]}, r"prompt 1: \[1.0, 1.0\]: give a whole number"),
+        *(({"prompts": ["x", prompt]}, "prompt 2 .*: give a list of whole numbers") for prompt in WRONG_PROMPT),
+        ({"prompts": ["\ud83d"]}, "prompt 1 holds a half of a character"),
+        ({"prompts": ["x" * 200]}, "prompt 1 has 201 tokens, which with 8 new ones exceeds"),
         ({"request_ids": [0]}, "request_ids: 1 for 4 prompts"),
-        ({"seed": 2**64}, "seed 18446744073709551616: give a whole number of at most 64 bits"),
+        ({"request_ids": 7}, "request_ids 7: give a list of whole numbers"),
+        ({"request_ids": ["a"] * 4}, "request_ids: 'a': give a whole number"),
         ({"batch_size": -1}, "batch_size -1: give at least 1"),
-        ({"max_new_tokens": 4.0}, "max_new_tokens 4.0: give a whole number"),
-        ({"draft_length": 2.5}, "draft_length 2.5: give a whole number"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0: give at least 1"),
+        *(({name: value}, f"{name} .*: give a whole number") for name in WHOLE for value in NO_WHOLE_NUMBERS),
+        ({"draft_length": 128}, "draft_length: 128 tokens in a row do not fit into the target's context of 128"),
+        ({"draft_length": 2**62}, "draft_length: .* do not fit into the target's context"),
+        *(({"temperature": value}, "temperature .*: give a finite number") for value in NO_NUMBERS),
         ({"temperature": 1e-40}, "temperature 1e-40: give 0 .greedy., or 1e-05 or more"),
+        *(({"temperature": 1, "top_p": value}, "top_p .*: give a finite number") for value in NO_NUMBERS),
+        ({"temperature": 1, "top_p": 1.5}, "top_p 1.5: give more than 0 and at most 1"),
+        ({"temperature": 1, "top_k": -1}, "top_k -1: give 0 .off. or more"),
+        ({"stop_at_eos": "no"}, "stop_at_eos 'no': give True or False"),
+        ({"verification_mode": ["greedy"]}, "verification_mode .*: give one of"),
+        ({"tree": [[0]]}, r"tree \[\[0\]\]: give a StaticTree"),
+        ({"schedule": 4, "tree": STATIC_TREE}, "schedule: it sets the length of chains"),
+        ({"schedule": "fast"}, "schedule 'fast': give a Schedule"),
     ],
 )
 def test_a_wrong_argument_is_named(settings: dict[str, Any], reason: str, tiny_target: Target) -> None:
-    with pytest.raises(UserError, match=reason):
-        plain(tiny_target).generate(**{"prompts": PROMPTS, "max_new_tokens": 8, **settings})
+    decoder = SpeculativeDecoder(tiny_target, drafter_of("ngram", tiny_target))
+    with pytest.raises(UserError, match=reason) as raised:
+        decoder.generate(**{"prompts": PROMPTS, "max_new_tokens": 8, **settings})
+    assert "\n" not in str(raised.value)
+
+
+def test_token_ids_may_be_arrays(tiny_target: Target) -> None:
+    ids = tiny_target.encode(PROMPTS[0])
+    prompts = [ids, tuple(ids), np.array(ids, dtype=np.int32), torch.tensor(ids)]
+    settings = {"max_new_tokens": np.int64(4), "seed": np.int32(3), "request_ids": torch.zeros(4).long()}
+    texts = plain(tiny_target).generate(prompts, temperature=np.float32(1), **settings).texts
+    assert len(set(texts)) == 1
+    assert texts == plain(tiny_target).generate([PROMPTS[0]] * 4, 4, 1.0, seed=3, request_ids=[0] * 4).texts
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: StaticTree((("a",),)),
+        lambda: StaticTree(((-1,),)),
+        lambda: DynamicTree(4.0, 2, 2),
+        lambda: DynamicTree(True, 2, 2),
+        lambda: Schedule(((1, "4"),)),
+        lambda: Schedule((("1", 4),)),
+        lambda: Adaptive((0, 2.5)),
+        lambda: Adaptive((0, 2), costs=((1, (1.0, math.nan)),)),
+        lambda: Adaptive((0, 2), decay=math.nan),
+        lambda: Confident(4.0, 0.5),
+        lambda: Confident(4, math.nan),
+    ],
+)
+def test_a_shape_or_schedule_of_no_such_numbers_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(UserError, match="tree|schedule"):
+        make()
+
+
+def test_where_memory_runs_out_the_message_says_what_helps(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In making the engine and in a round; afterwards the decoder works as before."""
+    decoder = plain(tiny_target)
+    expected = decoder.generate(PROMPTS, 8).texts
+    for owner, name in ((batch_engine.SlotCache, "__init__"), (BatchEngine, "verify")):
+        for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError(NO_MEMORY), MemoryError()):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, Mock(side_effect=error))
+                with pytest.raises(UserError, match="out of memory: lower the batch size"):
+                    decoder.generate(PROMPTS[:3], 9)
+            assert decoder.generate(PROMPTS, 8).texts == expected
