@@ -1,0 +1,268 @@
+"""The rule that every case is held to, and the place in which it is tried.
+
+Exit 0, or exit 2 with one line (of a function: `UserError` with one line); nothing written outside of the folders that
+were named, nothing that runs from data, no control characters on the terminal, and limits to time and memory.
+"""
+
+import contextlib
+import io
+import os
+import re
+import resource
+import shutil
+import signal
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from types import FrameType
+
+import torch
+
+from draftsmith.models.errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CPU_SECONDS, SECONDS = 20, 60  # of a case
+MEMORY = 1 << 30  # bytes that a case may add to those of the process
+ADDRESS_SPACE = 6 << 30  # that it may add: what asks for more is refused by the system
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\ud800-\udfff]")
+MARKUP = ("<script>hostile", "<img src=x onerror")  # what damage.TEXTS would put into a page
+
+
+@dataclass
+class Attempt:
+    """What a case tries."""
+
+    told: str  # the command or the code, for people
+    call: Callable[[], object]
+    may_write: tuple[Path, ...] = ()  # folders and files; nothing else may change
+    must_refuse: bool = False  # where success would be a wrong result without a word
+
+
+@dataclass
+class Place:
+    """The folder of one case. `given` is for what it reads, `out` for what it is told to write."""
+
+    folder: Path
+    material: Path  # healthy files, which no case may change
+    random: Random
+
+    @property
+    def given(self) -> Path:
+        return self.folder / "given"
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out"
+
+    def copy(self, name: str) -> Path:
+        """Return a copy of a healthy file or folder, to be damaged."""
+        source, path = self.material / name, self.given / Path(name).name
+        shutil.copytree(source, path, symlinks=True) if source.is_dir() else shutil.copy(source, path)
+        return path
+
+
+@dataclass
+class Fault:
+    """A case in which the rule was broken."""
+
+    case: str
+    rule: str  # which was broken, and how
+    where: str  # innermost place of ours
+    told: str
+    detail: str = field(repr=False)
+
+    @property
+    def key(self) -> str:
+        """What is equal for faults of one cause."""
+        return f"{self.rule.partition(':')[0]} at {self.where}"
+
+
+class TimeUp(BaseException):
+    """The time of a case is over."""
+
+
+def judged(case: str, place: Place, make: Callable[[Place], Attempt]) -> Fault | None:
+    """Try a case in its place. Returns what is wrong, or None."""
+    for folder in (place.given, place.folder / "cwd"):
+        folder.mkdir(parents=True)
+    attempt = make(place)
+    before = state_of(place.folder), state_of(place.material)
+    encoding = "ascii" if place.random.random() < 0.05 else "utf-8"
+    out = io.TextIOWrapper(io.BytesIO(), encoding, write_through=True)
+    err = io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace", write_through=True)
+    told, problem = "", ""
+    with surroundings(place), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            with limited():
+                code = attempt.call()
+        except SystemExit as exit:
+            code = exit.code
+        except UserError as error:
+            told, code = str(error), 2
+        except TimeUp as error:
+            problem, told = "time", trace(error)
+        except MemoryError as error:
+            problem, told = "memory", trace(error)
+        except BaseException as error:
+            problem, told = f"{type(error).__name__}: {error}"[:200], trace(error)
+    told = told or text_of(err)
+
+    def fault(rule: str) -> Fault:
+        return Fault(case, rule, where(told), attempt.told[:600], (told + text_of(out))[-3000:])
+
+    if problem:
+        return fault(problem)
+    rule = broken_rule(0 if code is None else code, told, text_of(out), attempt) or changes(before, place, attempt)
+    if not rule and (grown := memory_peak() - MEMORY_AT_REST[0]) > MEMORY:
+        rule = f"memory: {grown >> 20} MB more"
+    return fault(rule or "") if rule else None
+
+
+def broken_rule(code: object, told: str, out: str, attempt: Attempt) -> str | None:
+    """Return what is wrong with an exit code and with what was printed."""
+    if isinstance(code, int) and code not in (0, 2) or isinstance(code, str):
+        return f"exit code {code}: {told.strip()[-200:]}"
+    if code == 2:
+        lines = told.strip().split("\n")
+        if not told.strip() or sum("error:" in line for line in lines) > 1 or len(lines) > 3:
+            return f"lines: {len(lines)}"
+    if CONTROL.search(told + out):
+        return "control characters"
+    if attempt.must_refuse and code != 2:
+        return "silent: damaged, and taken"
+    return None
+
+
+State = dict[str, tuple[int, int]]
+
+
+def state_of(folder: Path) -> State:
+    """Return size and time of change of everything below a folder."""
+    found: State = {}
+    for root, _, files in os.walk(folder):
+        for name in (*files, ""):
+            path = os.path.join(root, name)
+            status = os.lstat(path)
+            found[path] = (status.st_size, status.st_mtime_ns) if name else (0, 0)
+    return found
+
+
+def changes(before: tuple[State, State], place: Place, attempt: Attempt) -> str | None:
+    """Return what changed outside of what may be written, and what was left in half."""
+    after = state_of(place.folder), state_of(place.material)
+    changed = [
+        path
+        for old, new in zip(before, after, strict=True)
+        for path in old.keys() | new
+        if old.get(path) != new.get(path)
+    ]
+    allowed = tuple(map(str, attempt.may_write))
+    if outside := [path for path in changed if not any(path == own or path.startswith(f"{own}/") for own in allowed)]:
+        return f"written outside: {', '.join(sorted(outside)[:3])}"
+    for path in changed:
+        if path.endswith((".md", ".html")) and os.path.isfile(path):
+            text = Path(path).read_text("utf-8", "replace")
+            if any(markup in text for markup in MARKUP):
+                return f"markup: in {Path(path).name}"
+    return None
+
+
+# --- limits
+
+
+MEMORY_AT_REST = [0]
+
+
+@contextlib.contextmanager
+def limited() -> Iterator[None]:
+    """Raise `TimeUp` after a time, have the system refuse too much memory, and note the peak."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise TimeUp(f"{CPU_SECONDS} s of the processor or {SECONDS} s are over")
+
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    status = status_of_process()
+    MEMORY_AT_REST[0] = status["VmRSS"]
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    handlers = [(number, signal.signal(number, end)) for number in (signal.SIGALRM, signal.SIGVTALRM)]
+    resource.setrlimit(resource.RLIMIT_AS, (status["VmSize"] + ADDRESS_SPACE, limits[1]))
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        for number, handler in handlers:
+            signal.signal(number, handler)
+
+
+def status_of_process() -> dict[str, int]:
+    """Return the sizes of this process in bytes, as Linux tells them."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[-1] == "kB"}
+
+
+def memory_peak() -> int:
+    return status_of_process()["VmHWM"]
+
+
+@contextlib.contextmanager
+def surroundings(place: Place) -> Iterator[None]:
+    """Give a case its working directory, and put back what it may change of the process."""
+    directory, environment, threads = os.getcwd(), dict(os.environ), torch.get_num_threads()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    os.chdir(place.folder / "cwd")
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.chdir(directory)
+        os.environ.clear()
+        os.environ.update(environment)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+# --- text
+
+
+def text_of(stream: io.TextIOWrapper) -> str:
+    stream.flush()
+    return stream.buffer.getvalue().decode("utf-8", "replace")  # type: ignore[attr-defined]
+
+
+def trace(error: BaseException) -> str:
+    """Return the traceback, without the repeated frames of a recursion."""
+    text = "".join(traceback.format_exception(error))
+    return text if len(text) < 20_000 else text[:10_000] + "\n...\n" + text[-10_000:]
+
+
+def where(text: str) -> str:
+    """Return file and function of the innermost frame of ours in a traceback."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
+    ours = [
+        f"{file}:{line} {name}"
+        for path, line, name in frames
+        if (file := own_file(path)) and not file.startswith("tests")
+    ]
+    return ours[-1] if ours else "no frame of ours"
+
+
+def own_file(path: str) -> str:
+    """Return the path of a file of ours from the top of the repository, else nothing."""
+    resolved = Path(path).resolve()
+    if path.startswith("<"):  # frozen modules of Python
+        return ""
+    return str(resolved.relative_to(REPOSITORY)) if resolved.is_relative_to(REPOSITORY) else ""

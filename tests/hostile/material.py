@@ -1,0 +1,126 @@
+"""Healthy files of every kind, which the cases damage copies of: made once, on the tiny target."""
+
+import json
+from pathlib import Path
+
+import torch
+from chats import CHATML_TOKENS, FAMILIES
+from load_tests import load_test, stage
+from public_checkpoints import PUBLIC
+from reports import choice_content, write_comparison, write_grid, write_run, write_samples
+from tiny_target import save_target
+from transformers import AutoTokenizer
+
+from draftsmith.models import DRAFTERS, Target, save_drafter
+from draftsmith.models.files import write_json
+from draftsmith.models.typed_json import to_json
+from draftsmith.recipes.cli.main import main
+
+KINDS = ("eagle", "eagle3", "p_eagle", "medusa", "hydra", "mlp_speculator", "draft_model")
+CONVERSATION = [{"role": "user", "content": "heat it"}, {"role": "assistant", "content": "It is hot."}]
+METRICS = """\
+# HELP vllm:spec_decode_num_drafts_total Number of drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 1000.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 2000.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 900.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 600.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 300.0
+"""
+
+
+def make_material(folder: Path) -> None:
+    """Write all healthy files below a folder."""
+    save_target(folder / "target", num_hidden_layers=8)  # as many as the public layouts need
+    save_target(folder / "sharded", max_shard_size="30KB")
+    save_target(folder / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "chat")
+    tokenizer.add_special_tokens({"additional_special_tokens": CHATML_TOKENS[1:]})
+    tokenizer.chat_template = FAMILIES["chatml"].template
+    tokenizer.save_pretrained(folder / "chat")
+    target = Target.from_pretrained(folder / "target", "cpu", torch.float32)
+    write_texts(folder)
+    write_drafters(folder, target)
+    write_measurements(folder)
+    train(folder)
+
+
+def write_texts(folder: Path) -> None:
+    """Write prompts in every format, and the small files that are given beside them."""
+    texts = ["heat the iron", "heats it again, and", "return [iron.hit()", *(f"strike {i}" for i in range(9))]
+    rows = [{"prompt": text, "domain": "chat" if i % 2 else "code"} for i, text in enumerate(texts)]
+    prompts = folder / "prompts"
+    (prompts / "code").mkdir(parents=True)
+    (prompts / "p.txt").write_text("\n".join(texts) + "\n")
+    (prompts / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (prompts / "p.json").write_text(json.dumps(rows))
+    chats = [
+        {"messages": CONVERSATION[:1], "tools": [{"type": "function", "function": {"name": "hit"}}]},
+        {"messages": CONVERSATION},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+        {"custom_id": "1", "body": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}},
+    ]
+    (prompts / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    (prompts / "given.jsonl").write_text("".join(json.dumps({"messages": CONVERSATION}) + "\n" for _ in range(3)))
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows), prompts / "p.parquet")
+    (prompts / "code" / "a.py").write_text("def strike(iron):\n    return iron.hit()\n\n\n" * 12)
+    sources = [{"source": str(prompts / "p.txt"), "weight": 2}, {"source": str(prompts / "p.jsonl"), "weight": 1}]
+    (prompts / "mixture.yaml").write_text(json.dumps({"num_prompts": 6, "sources": sources}))
+    schedules = {
+        "schedule": {"draft_lengths": [[1, 4], [8, 2], [24, 0]]},
+        "adaptive": {"adaptive": {"candidates": [0, 2, 4], "costs": [[1, [1.0, 2.0, 3.0]]]}},
+        "confident": {"confident": {"longest": 8, "least": 0.4}},
+        "tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]],
+    }
+    for name, content in schedules.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    (folder / "metrics.txt").write_text(METRICS)
+
+
+def write_drafters(folder: Path, target: Target) -> None:
+    """Write a checkpoint of every family, and those of other projects."""
+    for kind in KINDS:
+        drafter_class = DRAFTERS[kind]
+        fields = {"draft_vocab_size": 64} if kind in ("eagle3", "p_eagle") else {}
+        drafter = drafter_class.from_target(drafter_class.config_class(kind=kind, **fields), target)
+        save_drafter(drafter, folder / "drafters" / kind)
+    (folder / "foreign").mkdir()
+    for number, write in enumerate(PUBLIC.values()):
+        write(target, folder / "foreign" / str(number))
+
+
+def write_measurements(folder: Path) -> None:
+    """Write the files that a report is made from, with plain numbers."""
+    runs, grid = folder / "runs", folder / "grid"
+    write_run(runs / "eagle3", 0.7, 1.0)
+    write_run(runs / "medusa", 0.5, 0.5)
+    write_samples(runs)
+    write_comparison(runs, 1)
+    write_grid(grid)
+    write_json(grid / "choice.json", choice_content("ngram", 2))
+    stages = [stage(1, "off", 100, 10), stage(1, "on", 150, 7)]
+    write_json(grid / "load.json", to_json(load_test("ngram", stages, "pays")))
+
+
+def train(folder: Path) -> None:
+    """Prepare samples, train on them, online and with stored features, and measure: by the commands themselves."""
+    target, prompts = folder / "target", folder / "prompts" / "p.txt"
+    base = [f"target={target}", f"data.samples={folder / 'samples'}", "run.device=cpu", "data.batch_size=2"]
+    run = [*base, f"run.dir={folder / 'run'}", f"evaluation.prompts={prompts}", "evaluation.num_prompts=1"]
+    measured = ["--target", str(target), "--prompts", str(prompts), "--num-prompts", "2", "--max-new-tokens", "4"]
+    drafter = ["--drafter", str(folder / "drafters" / "medusa"), "--device", "cpu"]
+    commands = [
+        ["prepare", *measured[:4], "--out", str(folder / "samples"), "--max-new-tokens", "8", "--device", "cpu"],
+        ["train", "medusa", *run, "run.steps=2", "run.checkpoint_every=1", "evaluation.repeats=1",
+         "evaluation.max_new_tokens=4"],
+        ["train", "medusa", *base, f"run.dir={folder / 'stored_run'}", "run.steps=1", "data.features=stored",
+         f"data.features_dir={folder / 'features'}"],
+        ["evaluate", *measured, *drafter, "--repeats", "1", "--out", str(folder / "evaluation")],
+        ["export", drafter[1], "--engine", "vllm", "--target", str(target), "--out", str(folder / "export")],
+    ]  # fmt: skip
+    for argv in commands:
+        if main(argv) != 0:
+            raise AssertionError(f"the healthy command fails: {' '.join(argv)}")
