@@ -5,6 +5,8 @@ the line of it where it has lines. No code runs, and what is read stays bounded 
 """
 
 import json
+import math
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -18,7 +20,11 @@ from draftsmith.models.typed_json import from_json
 
 LARGEST_FILE = 1 << 30  # bytes of a file of text that is read as a whole
 LARGEST_LINE = 1 << 26  # bytes of a line of a file that is read line by line
+LARGEST_YAML = 1 << 20  # bytes of a YAML file, of which PyYAML reads so many in seconds
 MOST_YAML_VALUES = 1_000_000  # values of a YAML file, each counted as often as its aliases repeat it
+DEEPEST = 100  # levels of lists and objects in each other, which whoever walks through them recursively can follow
+SURROGATE_ESCAPE = re.compile(r"\\(u|U0000)[dD][89a-fA-F]")
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which no encoding has
 LFS_POINTER = b"version https://git-lfs"  # beginning of the note that stands for a file that Git LFS did not fetch
 PICKLE, ZIP = b"\x80", b"PK"  # beginnings of the two forms of PyTorch's own files
 
@@ -89,14 +95,32 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
         raise _unreadable(path, error) from None
 
 
-def parse_json(text: str | bytes, place: str) -> Any:
-    """Return the content of a JSON text. Raises `UserError` that names `place`, such as a file and a line of it."""
+def parse_json(text: str | bytes, place: str, with_lone_surrogates: bool = False) -> Any:
+    """Return the content of a JSON text. Raises `UserError` that names `place`, such as a file and a line of it.
+
+    Texts may hold lone surrogates, which cannot be written anywhere, only `with_lone_surrogates`.
+    """
+    if isinstance(text, bytes):
+        text = _decoded(text, place)
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
+        content = json.loads(text, parse_float=_finite, parse_constant=_refuse_constant, object_pairs_hook=_object)
     except RecursionError:
-        raise UserError(f"{place} is nested too deeply to be read") from None
+        raise _too_deep(place) from None
     except ValueError as error:  # also UTF-8 that is none, numbers with thousands of digits, and repeated keys
         raise UserError(f"{place} is not JSON: {first_line(error)}") from None
+    if text.count("[") + text.count("{") > DEEPEST:
+        _check_nesting(content, place)
+    is_suspect = SURROGATE_ESCAPE.search(text) and not with_lone_surrogates  # two in a row are a whole character
+    if is_suspect and LONE_SURROGATE.search(json.dumps(content, ensure_ascii=False)):
+        raise UserError(f"{place} holds a lone surrogate, half of a character: mend its text")
+    return content
+
+
+def _finite(digits: str) -> float:
+    """Return a number of JSON. One beyond the range of floats would become infinite."""
+    if not math.isfinite(value := float(digits)):
+        raise ValueError(f"{digits[:20]} is beyond all numbers")
+    return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -121,18 +145,20 @@ def _repeated(names: list[str]) -> str | None:
 
 def read_yaml(path: Path) -> Any:
     """Return the content of a YAML file. Raises `UserError` where it cannot be read or is not YAML."""
-    return parse_yaml(read_text(path), str(path))
+    return parse_yaml(read_text(path, LARGEST_YAML), str(path))
 
 
 def parse_yaml(text: str, place: str) -> Any:
     """Return the content of a YAML text, in which no key stands twice. Raises `UserError` that names `place`."""
+    if SURROGATE_ESCAPE.search(text):  # of which YAML makes no whole characters
+        raise UserError(f"{place} holds a surrogate, half of a character: write the character itself")
     try:
         content = yaml.load(text, _Loader)
     except RecursionError:
-        raise UserError(f"{place} is nested too deeply to be read") from None
+        raise _too_deep(place) from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two of dates and numbers beyond all bounds
         raise UserError(f"{place} is not YAML: {' '.join(str(error).split())}") from None
-    _refuse_alias_bomb(content, place)
+    _check_nesting(content, place, MOST_YAML_VALUES)
     return content
 
 
@@ -145,19 +171,30 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} stands twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge the mappings that `<<` names, as long as they stay few: each merge may repeat all earlier ones."""
+        super().flatten_mapping(node)
+        self._merged = getattr(self, "_merged", 0) + len(node.value)
+        if self._merged > MOST_YAML_VALUES:
+            raise yaml.constructor.ConstructorError(None, None, "too many merged keys", node.start_mark)
 
-def _refuse_alias_bomb(content: Any, place: str) -> None:
-    """Raise `UserError` where aliases make a short text stand for more values than a file may have, or for itself."""
-    waiting, number = [content], 0
+
+def _check_nesting(content: Any, place: str, most_values: float = math.inf) -> None:
+    """Raise `UserError` for lists and objects in each other beyond `DEEPEST`, or, by aliases, without an end."""
+    waiting, number = [(content, 1)], 0
     while waiting:
-        value = waiting.pop()
-        number += 1
-        if number + len(waiting) > MOST_YAML_VALUES:
-            raise UserError(f"{place} stands for more than {MOST_YAML_VALUES:,} values: write it without such aliases")
-        if isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
+        value, depth = waiting.pop()
+        if depth > DEEPEST:
+            raise _too_deep(place)
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        number += len(parts)
+        if number > most_values:
+            raise UserError(f"{place} stands for more than {most_values:,} values: write it without such aliases")
+        waiting += [(part, depth + 1) for part in parts if isinstance(part, dict | list)]
+
+
+def _too_deep(place: str) -> UserError:
+    return UserError(f"{place} is nested too deeply to be read: more than {DEEPEST} lists or objects in each other")
 
 
 # --- safetensors

@@ -13,13 +13,15 @@ from draftsmith.models import Target
 from draftsmith.models.target.identity import identity
 
 
-def store_conversations(target: Target, source: str, out: Path, held_out_share: float = 0.0) -> None:
+def store_conversations(
+    target: Target, source: str, out: Path, held_out_share: float = 0.0, refuse_surrogates: bool = False
+) -> None:
     """Write the conversations at `source`, with the spans of their answers, into the folder `out`.
 
     It writes the files of `prepare`, with "given" as the writer in prepared.json and as the reason that answers end.
     Raises `UserError`, before anything is written, for a conversation that the target would never meet in this form.
     """
-    split = read_split(source, held_out_share)
+    split = read_split(source, held_out_share, refuse_surrogates)
     markers, lines = Markers.of_target(target), []
     for index, prompt in enumerate(split.train):
         token_ids, answers = encode_conversation(prompt, target)

@@ -36,6 +36,7 @@ from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.files import write_json
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.target.identity import template_hash, tokenizer_fingerprint
+from draftsmith.models.typed_json import to_json
 
 # Keys of prepared.json that are names and counts of what hashes tell exactly.
 IMPLIED = ("target", "prompts", "num_prompts", "num_held_out", "num_skipped")
@@ -54,6 +55,7 @@ class PrepareSettings:
     draft_length: int = 4
     endpoint: str | None = None  # URL of a server that answers instead of the decoder
     skip_long: bool = False  # leave out prompts that the context has no room for, rather than refuse them
+    refuse_surrogates: bool = False  # raise `UserError` for prompts with lone surrogates, rather than replace them
     held_out_share: float = 0.0  # of the prompts, never answered and kept in held_out.jsonl to evaluate on
 
     @property
@@ -140,7 +142,7 @@ class AnswerJob:
                 )
             self.endpoint = Endpoint(settings.endpoint, target, settings.max_new_tokens, settings.seed)
             self.context = self.endpoint.context
-        split = read_split(source, settings.held_out_share)
+        split = read_split(source, settings.held_out_share, settings.refuse_surrogates)
         self.prompts, self.held_out = split.train, split.held_out
         self._markers = Markers.of_target(target)
         notice_raw_texts(self.prompts, target)
@@ -254,7 +256,7 @@ def open_folder(out: Path, prepared: dict) -> None:
         raise UserError(f"cannot write to {out}: {error.strerror}") from None
     defaults = {f"settings.{name}": value for name, value in asdict(PrepareSettings()).items()}
     stored = {**defaults, **flatten(read_prepared(out))}  # an older version did not write all settings
-    changed = setting_changes(stored, {**defaults, **flatten(json.loads(json.dumps(prepared)))})
+    changed = setting_changes(stored, {**defaults, **flatten(to_json(prepared))})
     implied = IMPLIED if prepared["target_fingerprint"] else IMPLIED[1:]  # an endpoint's weights have only a name
     if decisive := {key: text for key, text in changed.items() if key not in implied}:
         raise UserError(

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any, cast
 
-from jinja2 import TemplateError
-
 from draftsmith.data.prompts.checks import check_not_rendered
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.models.errors import UserError, first_line
@@ -54,7 +52,7 @@ class Chat:
             return cast(Any, tokenizer).apply_chat_template(
                 self.prompt.messages[:num_messages], tools=self.prompt.tools, **options
             )
-        except TemplateError as error:
+        except Exception as error:  # templates come with the target, and fail in their own ways
             raise UserError(f"{where}: the chat template refuses it: {first_line(error)}") from None
 
 

@@ -12,8 +12,10 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.reading import LONE_SURROGATE, parse_json
 
+LONGEST_PROMPT = 1 << 22  # characters, of about a million tokens
 FIELDS = ("prompt", "messages", "conversations", "body")
 # ShareGPT's names of the roles; others stand for themselves.
 ROLES = {
@@ -26,13 +28,45 @@ ROLES = {
 
 @dataclass
 class Prompt:
-    """A prompt: either `text` or `messages`."""
+    """A prompt: either `text` or `messages`. Lone surrogates in it are replaced and counted.
+
+    Raises `UserError` for one that holds neither or both, or that no target could read.
+    """
 
     text: str | None = None  # used as it is
     messages: list[dict[str, Any]] | None = None  # put through the target's chat template; answers are written anew
     tools: list[dict[str, Any]] | None = None  # offered to the template beside the messages
     domain: str = ""  # kind of traffic, carried to samples and reports
     where: str = field(default="", compare=False)  # file and line, for messages to the user
+    num_replaced: int = field(default=0, compare=False)  # lone surrogates that stood in it
+
+    def __post_init__(self) -> None:
+        where = self.where or "a prompt"
+        if not (isinstance(self.text, str) if self.messages is None else self.text is None and is_chat(self.messages)):
+            raise UserError(f'{where}: give either a text, or messages that each have a "role" and a text as "content"')
+        asked = [self.text, self.messages, self.tools, self.domain]
+        try:
+            written = json.dumps(asked, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"{where} holds a value that JSON does not have: {first_line(error)}") from None
+        if len(written) > LONGEST_PROMPT:
+            raise UserError(
+                f"{where} has more than {LONGEST_PROMPT:,} characters, too many for any target: leave it out"
+            )
+        written, number = LONE_SURROGATE.subn("\ufffd", written)
+        if number:
+            self.text, self.messages, self.tools, self.domain = parse_json(written, where)
+            self.num_replaced += number
+
+
+def is_chat(messages: Any) -> bool:
+    """Return whether a value is a list of messages, each an object with a "role" and no content other than text."""
+    return isinstance(messages, list) and all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str | None)
+        for message in messages
+    )
 
 
 def to_prompt(row: Any, where: str, column: str = "", domain_column: str = "domain") -> Prompt | None:
@@ -48,10 +82,10 @@ def to_prompt(row: Any, where: str, column: str = "", domain_column: str = "doma
     elif isinstance(value, str) and (column or name == "prompt"):
         if not value.strip():
             raise UserError(f"{where}: {name!r} is empty")
-        prompt = Prompt(text=value)
+        prompt = Prompt(text=value, where=where)
     else:
         messages = to_messages(value, f"{where}: {name!r}")
-        prompt = Prompt(messages=messages, tools=_tools(row.get("tools"), where)) if messages else None
+        prompt = Prompt(None, messages, _tools(row.get("tools"), where), where=where) if messages else None
     if prompt is None:
         return None
     domain = row.get("domain") if domain_column == "domain" else _value(row, domain_column, where)
@@ -97,10 +131,10 @@ def to_messages(value: Any, where: str) -> list[dict[str, Any]] | None:
 
 
 def _from_sharegpt(message: dict[str, Any], where: str) -> dict[str, Any]:
-    if "role" in message:
+    if isinstance(message.get("role"), str):
         return _plain_content({**message, "role": ROLES.get(message["role"], message["role"])}, where)
     role, text = message.get("from"), message.get("value")
-    if role not in ROLES or not isinstance(text, str):
+    if not isinstance(role, str) or role not in ROLES or not isinstance(text, str):
         raise UserError(
             f'{where} has a turn with "from" {role!r} and a "value" of type {type(text).__name__}: '
             f"known are texts from {', '.join(ROLES)}"
@@ -123,10 +157,7 @@ def _plain_content(message: dict[str, Any], where: str) -> dict[str, Any]:
 def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     """Return tools as a list; data sets with columns of one type keep them as JSON text."""
     if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except json.JSONDecodeError:
-            raise UserError(f'{where}: "tools" is neither a list nor the JSON text of one') from None
+        value = parse_json(value, f'{where}: "tools"') if value.strip() else None
     if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
         raise UserError(f'{where}: "tools" is not a list of objects')
     return value or None

@@ -1,6 +1,7 @@
 """Prompts: read from a source or a mixture of them, and turned into token ids."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,30 +17,46 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.target.target import Target
 
 
-def read_prompts(source: str) -> list[Prompt]:
+def read_prompts(source: str | Path) -> list[Prompt]:
     """Return all prompts of a source (sources.py) or of a mixture in a .yaml file (mixtures.py).
 
     Raises `UserError` naming the file and line that is wrong.
     """
+    if not isinstance(source, str | Path):
+        raise UserError(f"prompts {source!r}: give a file, a folder, or a Hub dataset as NAME:COLUMN[:SPLIT]")
+    source = str(source)
     path = Path(source)
     return read_mixture(path) if path.suffix in (".yaml", ".yml") else read_source(source)
 
 
-def read_split(source: str, held_out_share: float) -> Split:
-    """Return the prompts of a source to train on and to hold out; duplicates are left out, and the user told."""
+def read_split(source: str, held_out_share: float, refuse_surrogates: bool = False) -> Split:
+    """Return the prompts of a source to train on and to hold out.
+
+    Duplicates are left out and lone surrogates replaced, and the user is told. Raises `UserError` for bad prompts, and
+    for lone surrogates that are to be refused.
+    """
     prompts = read_prompts(source)
+    if text := replaced_text(prompts):
+        if refuse_surrogates:
+            raise UserError(f"{source}: {text}: mend them, or leave out --refuse-surrogates")
+        notice(f"{source}: {text}; they are replaced by \ufffd")
     unique = deduplicate(prompts)
     if len(unique) < len(prompts):
         notice(f"{source}: left out {len(prompts) - len(unique)} of {len(prompts)} prompts, which equal earlier ones")
     return split_prompts(unique, held_out_share)
 
 
-def encode_prompts(prompts: list[Prompt], target: Target) -> list[list[int]]:
+def encode_prompts(prompts: Iterable[Prompt], target: Target) -> list[list[int]]:
     """Return the token ids of each prompt, a chat opened for the answer.
 
     Raises `UserError`, naming file and line, for one that the target cannot take or that was rendered before.
     """
+    prompts = list(prompts)
+    if not all(isinstance(prompt, Prompt) for prompt in prompts):
+        raise UserError("prompts: give a list of `Prompt`, as `read_prompts` returns it")
     notice_raw_texts(prompts, target)
+    if text := replaced_text(prompts):
+        notice(f"{text}; they are replaced by \ufffd")
     encoded: list[list[int]] = []
     for number, prompt in enumerate(prompts, 1):
         prompt = replace(prompt, where=prompt.where or f"prompt {number}")
@@ -49,6 +66,17 @@ def encode_prompts(prompts: list[Prompt], target: Target) -> list[list[int]]:
         check_token_ids(ids, target, prompt.where)
         encoded.append(ids)
     return encoded
+
+
+def replaced_text(prompts: list[Prompt]) -> str:
+    """Return in words how many lone surrogates the prompts held; empty where they held none."""
+    replaced = [prompt for prompt in prompts if prompt.num_replaced]
+    if not replaced:
+        return ""
+    count = sum(prompt.num_replaced for prompt in replaced)
+    return (
+        f"{count} lone surrogates (halves of characters) in {len(replaced)} prompts, the first in {replaced[0].where}"
+    )
 
 
 def tokenise(prompt: Prompt, target: Target) -> list[int]:

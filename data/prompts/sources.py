@@ -6,7 +6,7 @@ FOLDER [:SUFFIXES]                               prompts cut from source files, 
 NAME[/CONFIG]:COLUMN[:SPLIT]                     a Hub data set; train[:1000] as SPLIT streams the first 1000 rows
 """
 
-import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from draftsmith.data.progress import notice
 from draftsmith.data.prompts.prompt_formats import Prompt, to_prompt
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.reading import parse_json, read_lines, read_text
 
 RawRows = Iterable[tuple[str, Any]]  # the place of a row, for messages to the user, and the row
 
@@ -24,6 +25,8 @@ SOURCE_SUFFIXES = (
 )
 PART_LINES = 32  # a source file is cut at the first blank line after so many lines
 LONGEST_PART = 64  # lines after which it is cut where there is no blank line
+LARGEST_SOURCE = 1 << 22  # bytes; larger files were not written by hand
+PARQUET_ROWS = 256  # that are in memory at once
 LONGEST_LINE = 1000  # characters; files with longer lines were not written by hand
 
 
@@ -31,11 +34,13 @@ def read_source(source: str, domain_column: str = "domain") -> list[Prompt]:
     """Return all prompts of a source. Raises `UserError` naming the file and line that is wrong."""
     name, _, rest = source.partition(":")
     path = Path(name)
+    if not name:
+        raise UserError(f"prompts {source!r}: give a file, a folder, or a Hub dataset as NAME:COLUMN[:SPLIT]")
     if path.suffix in READERS:
-        if not path.is_file():
+        if not os.path.isfile(path):  # false, too, for a name that is too long
             raise UserError(f"no prompts file {name}")
         prompts = _from_rows(READERS[path.suffix](path), source, rest, domain_column)
-    elif path.is_dir():
+    elif os.path.isdir(path):
         prompts = read_folder(path, tuple(filter(None, rest.split(","))) or SOURCE_SUFFIXES)
     else:
         column, _, split = rest.partition(":")
@@ -61,50 +66,35 @@ def _from_rows(rows: RawRows, source: str, column: str, domain_column: str) -> l
 # --- files
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield place and text of each line that is not blank. Only line feeds end a line: JSON may hold other breaks."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="\n") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"{path} line {number}", line.rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}") from None
-
-
 def _text_rows(path: Path) -> RawRows:
-    return ((where, Prompt(text=line, where=where)) for where, line in _lines(path))
+    return ((place, Prompt(text=line, where=place)) for place, line in read_lines(path))
 
 
 def _jsonl_rows(path: Path) -> RawRows:
-    for where, line in _lines(path):
-        try:
-            yield where, json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where} is not JSON: {error}") from None
+    return ((place, parse_json(line, place, with_lone_surrogates=True)) for place, line in read_lines(path))
 
 
 def _json_rows(path: Path) -> RawRows:
     try:
-        rows = json.loads(path.read_text("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON: {error} (one object a line is .jsonl)") from None
+        rows = parse_json(read_text(path), str(path), with_lone_surrogates=True)
+    except UserError as error:
+        raise UserError(f"{error} (one object a line is .jsonl)") from None
     if not isinstance(rows, list):
         raise UserError(f"{path} does not hold a list of objects")
     return ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
 
 
 def _parquet_rows(path: Path) -> RawRows:
-    from pyarrow import ArrowInvalid, parquet  # comes with datasets
+    from pyarrow import ArrowException, parquet  # comes with datasets
 
+    number = 0
     try:
-        file = parquet.ParquetFile(path)
-    except (ArrowInvalid, OSError) as error:
-        raise UserError(f"{path} is not a parquet file: {first_line(error)}") from None
-    rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
-    return ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
+        for batch in parquet.ParquetFile(path).iter_batches(PARQUET_ROWS):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path} row {number}", row
+    except (ArrowException, OSError, ValueError, OverflowError) as error:  # the last two of wrong texts and dates
+        raise UserError(f"{path} is not a parquet file, or damaged behind row {number}: {first_line(error)}") from None
 
 
 READERS: dict[str, Callable[[Path], RawRows]] = {
@@ -123,7 +113,8 @@ def read_folder(folder: Path, suffixes: tuple[str, ...]) -> list[Prompt]:
 
     A file is cut into parts at the first blank line after every 32 lines (after 64 lines where there is none). The
     first half of a part's lines is a prompt, which the target continues; parts of fewer than four lines give none. The
-    suffix is the domain. Files that are not UTF-8, or have lines of more than 1000 characters, are left out.
+    suffix is the domain. Files that cannot be read, are not UTF-8 or too large, or have lines of more than 1000
+    characters, are left out.
     """
     prompts, left_out = [], []
     for path in sorted(folder.rglob("*")):
@@ -131,8 +122,8 @@ def read_folder(folder: Path, suffixes: tuple[str, ...]) -> list[Prompt]:
         if path.suffix[1:] not in suffixes or any(part.startswith(".") for part in name.parts) or not path.is_file():
             continue
         try:
-            lines = path.read_text("utf-8").split("\n")
-        except UnicodeDecodeError:
+            lines = read_text(path, LARGEST_SOURCE).split("\n")
+        except UserError:
             lines = []
         if not lines or max(map(len, lines)) > LONGEST_LINE:
             left_out.append(path)
@@ -169,7 +160,7 @@ def hub_rows(name: str, column: str, split: str) -> RawRows:
     if not column:
         known = ", ".join(READERS)
         raise UserError(f"prompts {name!r}: give a {known} file, a folder, or a Hub dataset as NAME:COLUMN[:SPLIT]")
-    from datasets import exceptions, load_dataset
+    from datasets import load_dataset
 
     path, config = "/".join(name.split("/")[:2]), "/".join(name.split("/")[2:]) or None
     first = re.fullmatch(r"(.+)\[:(\d+)\]", split)
@@ -180,5 +171,5 @@ def hub_rows(name: str, column: str, split: str) -> RawRows:
             rows = load_dataset(path, config, split=split)
         for number, row in enumerate(rows, 1):
             yield f"{name}:{column}:{split} row {number}", row
-    except (exceptions.DatasetNotFoundError, OSError, ValueError) as error:
+    except Exception as error:  # datasets has dozens of its own, beside those of what it reads with
         raise UserError(f"Hub dataset {name!r} does not load: {first_line(error)}") from None

@@ -31,6 +31,7 @@ def run(settings: PrepareCommandSettings, console: Console) -> None:
         draft_length=4 if settings.draft_length is None else settings.draft_length,
         endpoint=settings.endpoint,
         skip_long=settings.skip_long,
+        refuse_surrogates=settings.refuse_surrogates,
         held_out_share=settings.held_out_share,
     )
     refuse_without_effect(settings, answers)
@@ -42,7 +43,7 @@ def run(settings: PrepareCommandSettings, console: Console) -> None:
         console.print(estimate(AnswerJob(target, settings.prompts, answers)).table())
         return
     if settings.as_given:
-        store_conversations(target, settings.prompts, settings.out, settings.held_out_share)
+        store_conversations(target, settings.prompts, settings.out, settings.held_out_share, settings.refuse_surrogates)
     else:
         prepare(target, settings.prompts, settings.out, answers)
     if rank_and_num_ranks()[0] == 0:
@@ -53,7 +54,8 @@ def run(settings: PrepareCommandSettings, console: Console) -> None:
 
 def refuse_without_effect(settings: PrepareCommandSettings, answers: PrepareSettings) -> None:
     """Raise `UserError` where a setting that was given would change nothing."""
-    if settings.as_given and (settings.dry_run or answers != PrepareSettings(held_out_share=settings.held_out_share)):
+    of_prompts = PrepareSettings(refuse_surrogates=settings.refuse_surrogates, held_out_share=settings.held_out_share)
+    if settings.as_given and (settings.dry_run or answers != of_prompts):
         raise UserError("--as-given asks the target for no answers: leave out the settings of answers")
     if settings.endpoint and (settings.drafter or settings.draft_length is not None or settings.device):
         raise UserError("--drafter, --draft-length and --device have no effect behind an --endpoint: leave them out")

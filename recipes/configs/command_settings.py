@@ -184,6 +184,7 @@ class PrepareCommandSettings(OfTarget):
     prompts: str = option(INPUT, "file, folder, Hub NAME:COLUMN or .yaml", metavar="P")
     held_out_share: float = option(INPUT, "of the prompts, kept in OUT/held_out.jsonl", 0.0, "X")
     skip_long: bool = option(INPUT, "leave out prompts beyond the context", False)
+    refuse_surrogates: bool = option(INPUT, "stop at half characters, which are replaced else", False)
     as_given: bool = option(INPUT, "store conversations as they are", False)
     max_new_tokens: int = option(DECODING, "tokens of an answer", 256, "N", least=1)
     temperature: tuple[float, ...] = option(DECODING, "taken in turn", (0.0, 1.0), "X")

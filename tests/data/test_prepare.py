@@ -20,6 +20,7 @@ from draftsmith.data.answers.journal import Journal
 from draftsmith.data.answers.prepare import AnswerJob, PrepareSettings, open_folder, prepare
 from draftsmith.data.answers.turns import Dialogue
 from draftsmith.data.prompts.checks import check_samples, notice_without_checksum, num_known_tokens
+from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import encode_prompts, read_prompts
 from draftsmith.data.samples.samples import (
     CHECKSUM,
@@ -333,6 +334,37 @@ def test_tokens_without_text_are_kept_and_counted(
     assert count > 0
     assert f"{count} samples hold tokens that" in " ".join(capsys.readouterr().out.split())
     check_samples(samples, target, 100, "samples")
+
+
+def test_lone_surrogates_are_replaced_or_refused(
+    tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scraped chats were cut within characters. Tokenizers and files take none of the halves; whole characters stay."""
+    half, whole = "\\ud83d", "\\ud83d\\ude00"
+    rows = [f'{{"prompt": "strike the {text} iron {i}"}}\n' for i in range(4) for text in (half, whole)]
+    (path := tmp_path / "p.jsonl").write_text("".join(rows))
+    settings = replace(SETTINGS, held_out_share=0.5)
+    with pytest.raises(UserError, match=r"4 lone surrogates \(.* in 4 prompts, the first in .*p.jsonl line 1: mend"):
+        prepare(tiny_target, str(path), tmp_path / "out", replace(settings, refuse_surrogates=True))
+    assert not (tmp_path / "out").exists()
+    prepare(tiny_target, str(path), tmp_path / "out", settings)
+    assert "4 lone surrogates (halves of characters) in 4 prompts" in " ".join(capsys.readouterr().err.split())
+    held_out = [prompt.text for prompt in read_prompts(tmp_path / "out" / "held_out.jsonl")]
+    assert held_out
+    texts = [f"strike the {character} iron {i}" for i in range(4) for character in "\ufffd\U0001f600"]
+    assert held_out == [text for text in texts if text in held_out]
+    assert len(read_samples(tmp_path / "out")) == 8 - len(held_out)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [["text"], [5], "text", [None], [{"prompt": "text"}]],
+)
+def test_what_is_no_prompt_is_one_line(prompts: Any, tiny_target: Target) -> None:
+    with pytest.raises(UserError, match="give a list of `Prompt`"):
+        encode_prompts(prompts, tiny_target)
+    texts = encode_prompts((Prompt("strike") for _ in range(2)), tiny_target)  # a generator is a list like others
+    assert texts[0] == texts[1] == tiny_target.encode("strike")
 
 
 def test_folder_without_samples_is_refused(tmp_path: Path) -> None:

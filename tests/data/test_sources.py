@@ -72,6 +72,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two prompts": ({"prompt": "a", "messages": MESSAGES}, "name the column to read"),
     "an unknown speaker": ({"conversations": [{"from": "narrator", "value": "x"}]}, "'narrator'"),
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "not text"),
+    "a role that is no text": ({"conversations": [{"role": ["user"], "content": "x"}]}, "from"),
+    "a speaker that is no text": ({"conversations": [{"from": ["human"], "value": "x"}]}, "'human'"),
+    "a role that is a number": ({"messages": [{"role": 1, "content": "x"}]}, "role"),
+    "more than any context": ({"prompt": "x" * (1 << 22)}, "4,194,304 characters"),
+    "a text deep within": ({"prompt": json.loads("[" * 90 + "]" * 90)}, "not a list of objects"),
     "tools that are no list": ({"messages": MESSAGES, "tools": {"name": "heat"}}, "tools"),
     "tools that are no JSON": ({"messages": MESSAGES, "tools": "heat"}, "tools"),
 }
@@ -114,6 +119,27 @@ def test_files_that_are_not_what_they_are_called(tmp_path: Path) -> None:
         path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
         with pytest.raises(UserError, match=reason):
             read_prompts(str(path))
+
+
+def test_a_hub_name_a_path_or_nothing(tmp_path: Path) -> None:
+    """An empty name was the current folder; names beyond 255 characters and null bytes were tracebacks."""
+    for source in ("", ":prompt", "x" * 300, "x" * 300 + ".jsonl", "null\0byte.jsonl", "null\0byte"):
+        with pytest.raises(UserError, match="prompts"):
+            read_prompts(source)
+    for wrong in (5, None, ["p.jsonl"]):
+        with pytest.raises(UserError, match="give a file, a folder"):
+            read_prompts(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cut", [0.1, 0.3, 0.5])
+def test_a_damaged_parquet_file_is_one_line(cut: float, tmp_path: Path) -> None:
+    """Cut, or with a stretch of zeros in its rows."""
+    whole = Path(write_rows(tmp_path / "p.parquet", [{"prompt": f"strike {i}"} for i in range(1000)])).read_bytes()
+    size = int(cut * len(whole))
+    for content in (whole[:size], whole[:size] + b"\0" * 40 + whole[size + 40 :]):
+        (tmp_path / "p.parquet").write_bytes(content)
+        with pytest.raises(UserError, match="p.parquet"):
+            read_prompts(tmp_path / "p.parquet")
 
 
 # --- folders

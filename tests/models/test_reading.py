@@ -17,6 +17,7 @@ from draftsmith.models.reading import open_tensors, read_json, read_json_lines, 
 
 DEEP = 100_000
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12))
 BAD_JSON = {
     "empty": b"",
     "cut": b'{"a": [1, 2',
@@ -24,6 +25,8 @@ BAD_JSON = {
     "digits": b'{"a": ' + b"9" * 5000 + b"}",
     "nan": b'{"a": NaN}',
     "infinity": b"[-Infinity]",
+    "beyond all numbers": b'{"a": 1e999}',
+    "deep objects": b'{"a":' * 101 + b"1" + b"}" * 101,
     "twice": b'{"a": 1, "a": 2}',
     "utf-16": '{"a": 1}'.encode("utf-16"),
     "latin-1": '{"ä": 1}'.encode("latin-1"),
@@ -33,6 +36,8 @@ BAD_YAML = {
     "deep": b"[" * 5000,
     "bomb": BOMB.encode(),
     "loop": b"a: &a [*a]",
+    "merges": MERGES.encode(),
+    "long": b"a: 1 #" + b"x" * (1 << 20),
     "twice": b"a: 1\na: 2",
     "code": b"!!python/object/apply:os.system ['true']",
     "digits": b"a: " + b"9" * 5000,
