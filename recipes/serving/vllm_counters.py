@@ -2,7 +2,10 @@
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from operator import lt
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -11,6 +14,9 @@ from draftsmith.models.errors import UserError, first_line
 
 PREFIX = "vllm:spec_decode_num_"  # of vLLM's counters, whose names end in _total
 MEND = "give the address of a running vLLM"
+LONGEST_LINE, LARGEST_PART = 1000, 1 << 20  # characters of a line and of all lines of these counters on a page
+MOST_POSITIONS = 1000
+LARGEST_COUNT = 1 << 53  # beyond it the numbers of a page have gaps
 
 
 @dataclass
@@ -21,18 +27,25 @@ class Counters:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
+    started: float = field(default=0.0, compare=False)  # the time at which the server made its counters; 0: it hides it
+
+    def started_since(self, earlier: "Counters") -> bool:
+        """Return whether the server was started anew: counters only rise, and positions stay as many as they are."""
+        fell = any(map(lt, self._all(), earlier._all()))
+        resized = earlier.accepted_per_position and len(self._all()) != len(earlier._all())
+        return bool(fell or resized or self.started != earlier.started)
 
     def __sub__(self, earlier: "Counters") -> "Counters":
         """Return what was counted since; all of it where the server was started anew."""
-        if self.num_drafts < earlier.num_drafts:
+        if self.started_since(earlier):
             return self
-        before = earlier.accepted_per_position or (0,) * len(self.accepted_per_position)
-        return Counters(
-            self.num_drafts - earlier.num_drafts,
-            self.num_draft_tokens - earlier.num_draft_tokens,
-            self.num_accepted_tokens - earlier.num_accepted_tokens,
-            tuple(now - then for now, then in zip(self.accepted_per_position, before, strict=True)),
+        drafts, draft_tokens, accepted, *per_position = (
+            now - then for now, then in zip_longest(self._all(), earlier._all(), fillvalue=0)
         )
+        return Counters(drafts, draft_tokens, accepted, tuple(per_position), self.started)
+
+    def _all(self) -> tuple[int, ...]:
+        return self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens, *self.accepted_per_position
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -60,24 +73,58 @@ class Counters:
 
 
 def parse_metrics(page: str) -> Counters:
-    """Return the counters of a Prometheus page. Raises `UserError` where it has none: the server does not speculate."""
+    """Return the counters of a Prometheus page.
+
+    Raises `UserError` where it has none, because the server does not speculate, and where they cannot be counts.
+    """
     totals: dict[str, int] = defaultdict(int)
     positions: dict[int, int] = defaultdict(int)
+    started = 0.0
     try:
-        samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+        for name, labels, value in counter_samples(page):
+            name, _, kind = name.removeprefix(PREFIX).rpartition("_")
+            if kind == "created" and name == "drafts":
+                started = max(started, value)
+            elif kind == "total":
+                totals[name] += as_count(value)
+                if "position" in labels:
+                    positions[position_of(labels["position"])] += as_count(value)
     except ValueError as error:
-        raise UserError(f"/metrics is no Prometheus page ({first_line(error)}): {MEND}") from None
-    for sample in samples:
-        if sample.name.startswith(PREFIX) and sample.name.endswith("_total"):
-            totals[sample.name.removeprefix(PREFIX).removesuffix("_total")] += int(sample.value)
-            if "position" in sample.labels:
-                positions[int(sample.labels["position"])] += int(sample.value)
+        raise UserError(f"/metrics is no page of vLLM's counters ({first_line(error)}): {MEND}") from None
     if not totals:
         raise UserError(
             "the server counts no drafts: start it with --speculative-config, and without --disable-log-stats"
         )
     per_position = tuple(positions[i] for i in range(max(positions, default=-1) + 1))
-    return Counters(totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"], per_position)
+    counters = Counters(totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"], per_position, started)
+    if counters.num_accepted_tokens > counters.num_draft_tokens or max(per_position, default=0) > counters.num_drafts:
+        raise UserError(f"/metrics counts more accepted tokens than drafted ones: {MEND}")
+    return counters
+
+
+def counter_samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield name, labels and value of each of vLLM's counters. Raises `ValueError` where a line is none."""
+    lines = [line for line in page.splitlines() if line.startswith(PREFIX)]
+    lengths = [len(line) for line in lines]
+    if sum(lengths) > LARGEST_PART or max(lengths, default=0) > LONGEST_LINE:  # which the parser would take long for
+        raise ValueError(f"{len(lines)} lines of {sum(lengths)} characters")
+    for family in text_string_to_metric_families("\n".join(lines)):
+        for sample in family.samples:
+            yield sample.name, sample.labels, sample.value
+
+
+def as_count(value: float) -> int:
+    """Return the number that a counter has reached. Raises `ValueError` where it is no such number."""
+    if not (0 <= value <= LARGEST_COUNT and value == int(value)):
+        raise ValueError(f"{value} is no count")
+    return int(value)
+
+
+def position_of(label: str) -> int:
+    """Return the position that a label names. Raises `ValueError` where a draft has none such."""
+    if not (label.isdecimal() and len(label) < 9 and int(label) < MOST_POSITIONS):
+        raise ValueError(f"there is no position {label[:20]}")
+    return int(label)
 
 
 def vllm_at(url: str) -> Server:

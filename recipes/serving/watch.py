@@ -5,6 +5,7 @@ Counters only ever rise, so that two readings give what happened between them.
 
 import time
 from dataclasses import dataclass
+from itertools import count
 from operator import mul
 from pathlib import Path
 
@@ -95,16 +96,25 @@ def describe(counters: Counters, reference: Reference | None) -> str:
 
 
 def watch(url: str, against: Path | None, interval: float, readings: int | None, console: Console) -> None:
-    """Print a line for all of the server's life, then one for each interval, `readings` of them or for ever."""
+    """Print a line for all of the server's life, then one for each interval, `readings` of them or for ever.
+
+    A server that does not answer for a while, or is started anew, gets a line that says so.
+    """
     server = vllm_at(url)
+
+    def reference(counters: Counters) -> Reference | None:
+        positions = max(1, len(counters.accepted_per_position))
+        return None if against is None else read_reference(against, positions)
+
     earlier = read_counters(server)
-    positions = len(earlier.accepted_per_position)
-    reference = read_reference(against, positions) if against is not None and positions else None
-    console.print(f"since its start: {describe(earlier, reference)}")
-    done = 0
-    while readings is None or done < readings:
+    console.print(f"since its start: {describe(earlier, reference(earlier))}")
+    for _ in count() if readings is None else range(readings):
         time.sleep(interval)
-        now = read_counters(server)
         stamp = time.strftime("%H:%M:%S")
-        console.print(f"{stamp}  {describe(now - earlier, reference)}")
-        earlier, done = now, done + 1
+        try:
+            now = read_counters(server)
+            anew = "the server was started anew; " if now.started_since(earlier) else ""
+            console.print(f"{stamp}  {anew}{describe(now - earlier, reference(now))}")
+            earlier = now
+        except UserError as error:
+            console.print(f"{stamp}  {error}")

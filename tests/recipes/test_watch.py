@@ -2,6 +2,7 @@
 
 import http.server
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +57,51 @@ def test_engines_of_one_server_are_summed() -> None:
 def test_server_without_speculation() -> None:
     with pytest.raises(UserError, match="counts no drafts"):
         parse_metrics("vllm:num_requests_running 0.0\n")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        page(10, (5,)).replace('position="0"', f'position="{position}"')
+        for position in ("200000000", "-1", "1.5", "", "\u00b2", "9" * 5000)
+    ]
+    + [page(10, (5,)).replace("10.0", value) for value in ("-10", "NaN", "+Inf", "1e300", "1.5", "9" * 5000, "x", "")]
+    + [
+        page(10, (5,)).replace("quoted", "\\\\" * 1000),
+        page(10, (5,)) * 10_000,
+        page(10, (20,)),
+        "vllm:spec_decode_num_drafts_total{",
+        "vllm:spec_decode_num_drafts_total",
+        "<html>",
+        "",
+    ],
+)
+def test_a_page_that_cannot_be_is_one_line(changed: str) -> None:
+    start = time.perf_counter()
+    with pytest.raises(UserError) as refused:
+        parse_metrics(changed)
+    assert time.perf_counter() - start < 5
+    assert len(str(refused.value)) < 500
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "anew"),
+    [
+        (page(100, (60, 30)), page(101, (60, 30)), False),
+        (page(0, ()), page(10, (6, 3)), False),
+        (page(100, (60, 30)), page(99, (60, 30)), True),
+        (page(100, (60, 30)), page(100, (60, 29)), True),
+        (page(100, (60, 30)), page(200, (60, 30, 9)), True),
+        (page(100, (60, 30)), page(300, (90,)), True),
+        (page(100, (60, 30)), page(200, (90, 40)).replace("1.7e+09", "1.8e+09"), True),
+    ],
+)
+def test_a_server_that_was_started_anew(earlier: str, now: str, anew: bool) -> None:
+    """Fewer of anything, other positions, or a later time of birth; then everything is new."""
+    found = parse_metrics(now)
+    assert found.started_since(parse_metrics(earlier)) == anew
+    assert (found - parse_metrics(earlier) == found) == (anew or not parse_metrics(earlier).num_drafts)
 
 
 def test_difference_of_readings() -> None:
@@ -166,6 +212,22 @@ def test_watch(server: tuple[str, list[str]], tmp_path: Path) -> None:
     assert "acceptance length 1.35" in second  # of the 1000 drafts since
     assert third.startswith("-0.55: retrain")
     assert "no drafts" in third
+
+
+def test_watch_goes_on(server: tuple[str, list[str]], tmp_path: Path) -> None:
+    """While the server is away, and when it is back with another draft length, after what it counted before."""
+    write_evaluation(tmp_path)
+    url, pages = server
+    pages += [page(1000, (600, 300)), "no page", page(500, (150, 60, 30)), page(700, (270, 120, 60))]
+    console = Console(record=True, width=200)
+    watch(url, tmp_path, 0.01, 3, console)
+    _, away, anew, later = [line for line in console.export_text().splitlines() if "measured" not in line]
+    assert "the server counts no drafts" in away
+    assert "the server was started anew; acceptance length 1.48" in anew
+    assert "(500 drafts of 3.0 tokens)" in anew
+    assert "(200 drafts of 3.0 tokens)" in later
+    with pytest.raises(UserError, match="holds no evaluation.json"):
+        watch(url, tmp_path / "other", 0.01, 1, console)
 
 
 @pytest.mark.parametrize(
