@@ -1,5 +1,8 @@
 """The progress that a user sees: the one progress bar, notices, and sizes in words."""
 
+import contextlib
+from collections.abc import Iterator
+
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -8,6 +11,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from draftsmith.data.console import SafeConsole, shared_console
 
@@ -25,6 +29,13 @@ def progress_bar(visible: bool = True) -> Progress:
         console=shared_console(),
         disable=not visible,
     )
+
+
+@contextlib.contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """Say during the block what takes its time. Only a terminal shows it, and nothing stays of it."""
+    with SafeConsole(stderr=True).status(Text(text)):
+        yield
 
 
 def notice(text: str) -> None:

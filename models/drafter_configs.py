@@ -6,9 +6,21 @@ Nothing slow is imported here, so that a mistake in a setting is told at once.
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field
 
 from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.ranges import (
+    AboveZero,
+    BelowOne,
+    Count,
+    Depth,
+    Name,
+    Natural,
+    NonNegative,
+    Number,
+    Positive,
+    Share,
+)
 
 Divergence = Literal["cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "lk_hybrid"]
 
@@ -40,22 +52,22 @@ class ReducedVocabulary(DrafterConfig):
     """Fields of the families that can draft from a part of the target's vocabulary; one of the two, or all of it."""
 
     fixed_fields: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "draft_vocab_coverage")
-    draft_vocab_size: PositiveInt | None = None  # so many of the tokens that the target writes most often
-    draft_vocab_coverage: float | None = None  # or: as many as make up this share of what it writes
+    draft_vocab_size: Count | None = None  # so many of the tokens that the target writes most often
+    draft_vocab_coverage: Number | None = None  # or: as many as make up this share of what it writes
 
 
 @dataclass
 class EagleConfig(DrafterConfig):
     fixed_fields = ("intermediate_size", "bias")
     kind: str = "eagle"
-    intermediate_size: PositiveInt | None = None  # None: the target's
+    intermediate_size: Count | None = None  # None: the target's
     bias: bool = False  # of `fc`, as most public EAGLE-1 heads have one; of SGLang and SafeAILab's code, not of vLLM's
-    unroll_steps: PositiveInt = 3  # trained on its own guesses too, as HASS (arXiv 2408.15766); 1: as in the paper
-    step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k
-    regression_weight: float = 1.0  # of the smooth L1 distance between guess and feature, mean over H
-    divergence_weight: float = 0.1
+    unroll_steps: Depth = 3  # trained on its own guesses too, as HASS (arXiv 2408.15766); 1: as in the paper
+    step_decay: Share = 0.8  # weight of unrolled step k is step_decay ** k
+    regression_weight: NonNegative = 1.0  # of the smooth L1 distance between guess and feature, mean over H
+    divergence_weight: NonNegative = 0.1
     divergence: Divergence = "forward_kl"
-    noise: NonNegativeFloat = 0.1  # features in training get uniform noise of at most this
+    noise: NonNegative = 0.1  # features in training get uniform noise of at most this
 
     def for_overfitting(self) -> "EagleConfig":
         """Return the config without noise, and with more weight on tokens: by features alone it would take long."""
@@ -66,13 +78,13 @@ class EagleConfig(DrafterConfig):
 class Eagle3Config(ReducedVocabulary):
     fixed_fields = (*ReducedVocabulary.fixed_fields, "layer_ids", "intermediate_size", "norm_before_residual")
     kind: str = "eagle3"
-    layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
-    intermediate_size: PositiveInt | None = None  # None: the target's
+    layer_ids: list[Natural] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
+    intermediate_size: Count | None = None  # None: the target's
     norm_before_residual: bool = False  # the layer's residual is the normed feature; of vLLM's engines, not of SGLang's
-    unroll_steps: PositiveInt = 4  # length of the training-time test
-    step_decay: float = 0.8  # weight of unrolled step k is step_decay ** k
+    unroll_steps: Depth = 4  # length of the training-time test
+    step_decay: Share = 0.8  # weight of unrolled step k is step_decay ** k
     divergence: Divergence = "forward_kl"
-    kl_share: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of training with forward_kl, before `divergence`
+    kl_share: BelowOne = 0.0  # share of training with forward_kl, before `divergence`
     detach: bool = False  # no gradient from one unrolled step into the one before
     recompute: bool = False  # unrolled steps are computed again in the backward pass: less memory, more time
 
@@ -87,14 +99,14 @@ class PEagleConfig(ReducedVocabulary):
         "mask_token_id",
     )
     kind: str = "p_eagle"
-    layer_ids: list[int] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
-    intermediate_size: PositiveInt | None = None  # None: the target's
-    num_layers: PositiveInt = 4
-    num_depths: Annotated[int, Field(ge=2)] = 8  # K, tokens of the longest draft
-    mask_token_id: int | None = None  # whose embedding mask slots read; None: the end of text, which no draft follows
-    keep_ratio: Annotated[float, Field(gt=0, le=1)] = 0.7  # share keep_ratio ** d of slots trains depth d
-    keep_least: Annotated[float, Field(gt=0, le=1)] = 0.2  # smallest such share
-    depth_decay: float = 0.8  # weight of depth d is depth_decay ** d, whatever share of it is trained
+    layer_ids: list[Natural] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
+    intermediate_size: Count | None = None  # None: the target's
+    num_layers: Depth = 4
+    num_depths: Annotated[Depth, Field(ge=2)] = 8  # K, tokens of the longest draft
+    mask_token_id: Natural | None = None  # whose embedding mask slots read; None: the end of text
+    keep_ratio: AboveZero = 0.7  # share keep_ratio ** d of slots trains depth d
+    keep_least: AboveZero = 0.2  # smallest such share
+    depth_decay: Share = 0.8  # weight of depth d is depth_decay ** d, whatever share of it is trained
     divergence: Divergence = "forward_kl"
 
 
@@ -102,15 +114,15 @@ class PEagleConfig(ReducedVocabulary):
 class MedusaConfig(ReducedVocabulary):
     fixed_fields = (*ReducedVocabulary.fixed_fields, "num_heads", "num_layers", "output")
     kind: str = "medusa"
-    num_heads: PositiveInt = 4
-    num_layers: PositiveInt = 1  # residual blocks a head
+    num_heads: Depth = 4
+    num_layers: Depth = 1  # residual blocks a head
     output: Literal["own", "shared", "target"] = "own"  # a matrix for each head, one for all, or the target's, frozen
-    head_decay: float = 0.8  # weight of head i is head_decay ** i
+    head_decay: Share = 0.8  # weight of head i is head_decay ** i
     divergence: Divergence = "forward_kl"
     adapt_target: Literal["no", "low_rank", "full"] = "no"  # Medusa-2: train the target along, which changes it
-    adapter_rank: int = 32  # of low_rank
-    adapter_alpha: float = 16.0  # of low_rank
-    distillation_weight: float = 5.0  # of what keeps a changed target near the original one
+    adapter_rank: Count = 32  # of low_rank
+    adapter_alpha: Number = 16.0  # of low_rank
+    distillation_weight: NonNegative = 5.0  # of what keeps a changed target near the original one
 
     @property
     def changes_target(self) -> bool:
@@ -121,9 +133,9 @@ class MedusaConfig(ReducedVocabulary):
 class HydraConfig(DrafterConfig):
     fixed_fields = ("num_heads", "num_layers")
     kind: str = "hydra"
-    num_heads: PositiveInt = 4
-    num_layers: PositiveInt = 1  # residual blocks a head; Hydra++ has 4, behind a prefix layer that is not here
-    head_decay: float = 0.8  # weight of head i is head_decay ** i
+    num_heads: Depth = 4
+    num_layers: Depth = 1  # residual blocks a head; Hydra++ has 4, behind a prefix layer that is not here
+    head_decay: Share = 0.8  # weight of head i is head_decay ** i
     divergence: Divergence = "forward_kl"
 
 
@@ -131,11 +143,11 @@ class HydraConfig(DrafterConfig):
 class MLPSpeculatorConfig(DrafterConfig):
     fixed_fields = ("num_heads", "inner_size", "tie_weights", "scale_input")
     kind: str = "mlp_speculator"
-    num_heads: PositiveInt = 4  # stages
-    inner_size: PositiveInt | None = None  # width of the state; None: the target's hidden size
+    num_heads: Depth = 4  # stages
+    inner_size: Count | None = None  # width of the state; None: the target's hidden size
     tie_weights: bool = False  # one embedding, projection (but for the first stage's), norm and head for all stages
     scale_input: bool = False  # norm of the target's hidden state, without weights
-    head_decay: float = 1.0  # weight of stage i is head_decay ** i
+    head_decay: Share = 1.0  # weight of stage i is head_decay ** i
     divergence: Divergence = "forward_kl"
 
 
@@ -143,9 +155,9 @@ class MLPSpeculatorConfig(DrafterConfig):
 class DraftModelConfig(DrafterConfig):
     fixed_fields = ("model", "num_layers", "hidden_size")
     kind: str = "draft_model"
-    model: str | None = None  # Hub name or directory of a causal language model to start from; None: the target's parts
-    num_layers: int | None = None  # evenly spaced layers of the target to start from; None: 2
-    hidden_size: PositiveInt | None = None  # of a narrower model, whose layers start at random; None: the target's
+    model: Name | None = None  # Hub name or directory of a model to start from; None: parts of the target
+    num_layers: Depth | None = None  # evenly spaced layers of the target to start from; None: 2
+    hidden_size: Count | None = None  # of a narrower model, whose layers start at random; None: the target's
     divergence: Divergence = "forward_kl"
 
     def __post_init__(self) -> None:
@@ -162,20 +174,20 @@ class DraftModelConfig(DrafterConfig):
 @dataclass
 class NgramConfig(DrafterConfig):
     kind: str = "ngram"
-    longest: int = 4  # tokens of the suffix that is looked up; shorter ones are tried down to `shortest`
-    shortest: int = 2
+    longest: Count = 4  # tokens of the suffix that is looked up; shorter ones are tried down to `shortest`
+    shortest: Count = 2
     occurrence: Literal["latest", "earliest"] = "latest"  # which copy is continued; vLLM takes the earliest
 
 
 @dataclass
 class SuffixConfig(DrafterConfig):
     kind: str = "suffix"
-    longest: int = 8  # tokens of the suffix that is looked up; longer matches count as so long
-    shortest: int = 1  # tokens that have to match for a draft
-    history: int = 65_536  # tokens of finished texts that are kept, the oldest leave first; 0: this text alone
-    tokens_per_match: float = 2.0  # drafted tokens for each token that matched
-    copies: int = 32  # latest ones of the longest match that vote on what follows
-    least_share: float = 0.1  # of these copies that a draft has to follow
+    longest: Count = 8  # tokens of the suffix that is looked up; longer matches count as so long
+    shortest: Count = 1  # tokens that have to match for a draft
+    history: Natural = 65_536  # tokens of finished texts that are kept, the oldest leave first; 0: this text alone
+    tokens_per_match: Positive = 2.0  # drafted tokens for each token that matched
+    copies: Count = 32  # latest ones of the longest match that vote on what follows
+    least_share: Share = 0.1  # of these copies that a draft has to follow
 
     def __post_init__(self) -> None:
         for name, least in (("longest", 1), ("shortest", 1), ("history", 0), ("copies", 1)):
@@ -185,9 +197,9 @@ class SuffixConfig(DrafterConfig):
 @dataclass
 class LookaheadConfig(DrafterConfig):
     kind: str = "lookahead"
-    window: int = 7  # places guessed ahead
-    candidates: int = 7  # n-grams of the pool that a round verifies at most
-    pool: int = 512  # n-grams that a text keeps, the oldest leave first
+    window: Depth = 7  # places guessed ahead
+    candidates: Depth = 7  # n-grams of the pool that a round verifies at most
+    pool: Count = 512  # n-grams that a text keeps, the oldest leave first
 
     def __post_init__(self) -> None:
         for name in ("window", "candidates"):
@@ -203,7 +215,7 @@ class NoneConfig(DrafterConfig):
 @dataclass
 class CascadeConfig(DrafterConfig):
     kind: str = "cascade"
-    shortest: int = 3  # matched tokens from which on a row takes what was looked up
+    shortest: Count = 3  # matched tokens from which on a row takes what was looked up
 
 
 DRAFTER_CONFIGS: dict[str, type[DrafterConfig]] = {

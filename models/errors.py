@@ -1,10 +1,11 @@
-"""The one exception for mistakes of the user's, and the checks of single values that raise it."""
+"""The one exception for mistakes of the user's, checks of single values that raise it, and words on other errors."""
 
 import math
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Integral, Real
+from types import FrameType
 from typing import Any
 
 
@@ -54,12 +55,23 @@ def out_of_memory(mend: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
-        if isinstance(error, MemoryError) or of_torch:
+        if is_out_of_memory(error):
             raise UserError(f"out of memory: {mend}") from None
         raise
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an error of Python's, the system's, PyTorch's or CUDA's says that memory was short."""
+    texts = ("out of memory", "not enough memory", "can't allocate memory", "Cannot allocate memory")
+    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
 def first_line(error: Exception) -> str:
     """Return the first line of an error's text that says anything, for a message of one line."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def own_place(frames: Iterable[tuple[FrameType, int]]) -> str | None:
+    """Return module and line of the first of some frames that is of draftsmith; give the innermost frame first."""
+    modules = ((frame.f_globals.get("__name__", ""), line) for frame, line in frames)
+    return next((f"{name}:{line}" for name, line in modules if name.startswith("draftsmith.")), None)

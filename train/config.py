@@ -13,89 +13,92 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import Field
 
 from draftsmith.data.answers.changed_settings import flatten
 from draftsmith.models.drafter_configs import DRAFTER_CONFIGS, DrafterConfig
 from draftsmith.models.errors import UserError
+from draftsmith.models.ranges import (
+    BelowOne,
+    Count,
+    Depth,
+    Name,
+    NonNegative,
+    Number,
+    Seed,
+    Share,
+    Temperature,
+    checked,
+)
 from draftsmith.models.reading import read_yaml
 
-Share = Annotated[float, Field(ge=0, le=1)]
-Seconds = Annotated[float, Field(ge=1)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Seconds = Annotated[Number, Field(ge=1)]
 
 
 @dataclass
 class DataConfig:
     """The samples, their batches, and the target's features."""
 
-    samples: str  # folder that `draftsmith prepare` wrote
-    batch_size: PositiveInt = 32  # samples an optimiser step, over all ranks
-    max_length: PositiveInt = 2048  # tokens of a row; longer samples are cut
+    samples: Name  # folder that `draftsmith prepare` wrote
+    batch_size: Count = 32  # samples an optimiser step, over all ranks
+    max_length: Count = 2048  # tokens of a row; longer samples are cut
     drop_cut: bool = False  # leave out samples whose answer the length limit of `prepare` cut
-    tokens_per_micro_batch: int = 16384  # of a forward pass on one rank: rows x longest row, padding included
+    tokens_per_micro_batch: Count = 16384  # of a forward pass on one rank: rows x longest row, padding included
     packing: bool = False  # several samples a row, as many as fit max_length
     on_policy_share: Share = 0.0  # of the steps that train on text which the drafter itself writes, if it can
     on_policy_rise: Share = 0.0  # share of all steps over which on_policy_share rises from 0
     features: Literal["online", "stored"] = "online"  # computed by the target beside the drafter, or once and read
     features_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = "bfloat16"  # of stored features
-    features_dir: str | None = None  # where they are stored; None: in the folder of the samples
-    features_endpoint: str | None = None  # URL of a vLLM that computes them; None: the target does, in this process
+    features_dir: Name | None = None  # where they are stored; None: in the folder of the samples
+    features_endpoint: Name | None = None  # URL of a vLLM that computes them; None: the target does, in this process
 
 
 @dataclass
 class OptimizerConfig:
     """AdamW, its learning rate over the steps, and the limits to a gradient."""
 
-    learning_rate: NonNegativeFloat = 3e-4  # at its peak
+    learning_rate: NonNegative = 3e-4  # at its peak
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.95
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: NonNegative = 0.0
     warmup_share: Share = 0.04  # of all steps, linear
     final_share: Share = 0.1  # of the peak, reached on a cosine
-    max_gradient_norm: PositiveFloat = 0.5  # larger gradients are scaled down to it; .inf: none is
-    max_nonfinite_steps: PositiveInt = 5  # in a row; each is skipped, so many end the run
+    max_gradient_norm: Annotated[float, Field(gt=0)] = 0.5  # larger gradients are scaled down to it; .inf: none is
+    max_nonfinite_steps: Count = 5  # in a row; each is skipped, so many end the run
 
 
 @dataclass
 class EvaluationConfig:
     """The measurement of each checkpoint."""
 
-    prompts: str | None = None  # .jsonl, .txt or Hub dataset; None: checkpoints are not evaluated
-    num_prompts: PositiveInt = 16  # taken from them
-    max_new_tokens: PositiveInt = 64
-    temperatures: Annotated[list[NonNegativeFloat], Field(min_length=1)] = field(default_factory=lambda: [0.0])
-    batch_size: PositiveInt = 1
-    draft_length: PositiveInt = 4
-    repeats: PositiveInt = 5
-    num_threads: PositiveInt | None = None  # of the CPU, while measuring; None: as many as in training
+    prompts: Name | None = None  # .jsonl, .txt or Hub dataset; None: checkpoints are not evaluated
+    num_prompts: Count = 16  # taken from them
+    max_new_tokens: Count = 64
+    temperatures: Annotated[list[Temperature], Field(min_length=1)] = field(default_factory=lambda: [0.0])
+    batch_size: Count = 1
+    draft_length: Depth = 4
+    repeats: Count = 5
+    num_threads: Count | None = None  # of the CPU, while measuring; None: as many as in training
     untrained: bool = False  # measure the drafter before its first step, too
-    baselines: list[str] = field(default_factory=lambda: ["ngram"])  # training-free drafters measured beside
+    baselines: list[Name] = field(default_factory=lambda: ["ngram"])  # training-free drafters measured beside
     time_share: Share | None = 0.2  # of training's time, kept by fewer repeats, then prompts; None: no limit
-    patience: PositiveInt | None = None  # stop after so many checkpoints without a better speedup; None: never
+    patience: Count | None = None  # stop after so many checkpoints without a better speedup; None: never
 
 
 @dataclass
 class RunConfig:
     """The run's folder, its length, its devices, and what it says and keeps on the way."""
 
-    dir: str = ""  # the folder to write, such as runs/NAME
-    steps: PositiveInt = 1000
-    checkpoint_every: PositiveInt = 250  # steps; the last step is always kept
-    log_every: PositiveInt = 10  # steps
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    device: str | None = None  # None: the GPU if there is one
+    dir: Name = ""  # the folder to write, such as runs/NAME
+    steps: Count = 1000
+    checkpoint_every: Count = 250  # steps; the last step is always kept
+    log_every: Count = 10  # steps
+    seed: Seed = 0
+    device: Name | None = None  # None: the GPU if there is one
     # The target's layers: whole on each device, in pieces on all, or in turn on the GPUs of one process.
     target_placement: Literal["replicated", "sharded", "device_map"] = "replicated"
-    wandb_project: str | None = None  # None: no wandb
-    keep_checkpoints: PositiveInt | None = None  # so many of the newest keep their weights, as does the best; None: all
+    wandb_project: Name | None = None  # None: no wandb
+    keep_checkpoints: Count | None = None  # so many of the newest keep their weights, as does the best; None: all
     timeout: Seconds = 1800.0  # that a process waits for the others before it gives up
     stuck_after: Seconds = 300.0  # at one place, after which a process says where it is
     compile: bool = False  # the loss, on a CPU: faster steps after some seconds of compiling
@@ -106,10 +109,10 @@ class RunConfig:
 class TrainConfig:
     """All settings of a training run. The limits in the types are checked wherever settings are read from a user."""
 
-    target: str
+    target: Name
     drafter: DrafterConfig
     data: DataConfig
-    init_from: str | None = None  # drafter to train on, of this project or another's; None: a new one
+    init_from: Name | None = None  # drafter to train on, of this project or another's; None: a new one
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -172,13 +175,13 @@ def from_dict(content: dict[str, Any]) -> TrainConfig:
 
     Raises `UserError` for a value of the wrong type, beyond its limits, or without effect beside the others.
     """
-    drafter_class = DRAFTER_CONFIGS[content["drafter"]["kind"]]
-    drafter = _validate(drafter_class, content["drafter"], "drafter.")
-    config = _validate(TrainConfig, {**content, "drafter": {"kind": drafter.kind}}, "")
-    config.drafter = drafter
-    for key, text in {"target": config.target, "data.samples": config.data.samples, "run.dir": config.run.dir}.items():
-        if not text:
+    for key, value in flatten(content).items():
+        if value == "" and key in ("target", "data.samples", "run.dir"):
             raise UserError(f"{key} is not set: give {key}=...")
+    drafter_class = DRAFTER_CONFIGS[content["drafter"]["kind"]]
+    drafter = checked(drafter_class, content["drafter"], "drafter.")
+    config = checked(TrainConfig, {**content, "drafter": {"kind": drafter.kind}})
+    config.drafter = drafter
     _check_data(config)
     _check_changed_target(config)
     _check_evaluation(config.evaluation)
@@ -251,16 +254,3 @@ def _parse_override(argument: str) -> tuple[str, Any]:
         return key, yaml.safe_load(value)
     except yaml.YAMLError:
         raise UserError(f"{key}: cannot read the value {value!r}; quote it as in YAML") from None
-
-
-def _validate(config_class: type, content: dict[str, Any], prefix: str) -> Any:
-    try:
-        return TypeAdapter(config_class).validate_python(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key, value, message = prefix + ".".join(map(str, first["loc"])), first["input"], first["msg"]
-        if first["type"] == "value_error":  # a UserError of the config class itself, which says all
-            raise first["ctx"]["error"] from None
-        if first["type"] == "list_type":
-            raise UserError(f"{key}={value}: give a list, such as [{value}]") from None
-        raise UserError(f"{key}={value!r}: {message[0].lower()}{message[1:]}") from None

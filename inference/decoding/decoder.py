@@ -18,10 +18,10 @@ from draftsmith.inference.decoding.schedule import AnySchedule, Confident
 from draftsmith.inference.verification.acceptance_rules import SAMPLED_DRAFTS, VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, out_of_memory, real_number, shown, whole_number
+from draftsmith.models.ranges import LEAST_TEMPERATURE
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, DynamicTree, Shape, StaticTree
 
-LEAST_TEMPERATURE = 1e-5  # logits are divided by it
 SLOT_BLOCK = 64  # slots of a row are a multiple of it, so that an engine also fits texts of similar length
 
 

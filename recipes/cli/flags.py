@@ -6,6 +6,8 @@ from dataclasses import MISSING, Field, fields
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from draftsmith.models.errors import UserError, shown
+from draftsmith.models.ranges import checked
 from draftsmith.recipes.configs.command_settings import GROUPS
 
 Settings = TypeVar("Settings")
@@ -17,7 +19,7 @@ def add_flags(parser: argparse.ArgumentParser, settings_class: type) -> None:
     A field's metadata are those that `option` of command_settings.py gives it.
     """
     settings = sorted(fields(settings_class), key=lambda setting: setting.default is not MISSING)  # type: ignore[arg-type]
-    hints = get_type_hints(settings_class)
+    hints = get_type_hints(settings_class, include_extras=True)
     usage = [parser.prog]
     for name in GROUPS:
         members = [setting for setting in settings if setting.metadata["group"] == name]
@@ -38,29 +40,28 @@ def values_of(setting: "Field[Any]", hint: Any) -> dict[str, Any]:
     kind = next(kind for kind in get_args(hint) if kind is not NoneType) if NoneType in get_args(hint) else hint
     if kind is bool:
         return {"action": "store_true"}
-    positional, repeatable, least = (setting.metadata[name] for name in ("positional", "repeatable", "least"))
+    positional, repeatable = setting.metadata["positional"], setting.metadata["repeatable"]
     reading: dict[str, Any] = {"metavar": setting.metadata["metavar"]}
     if not positional:
         reading["required"] = setting.default is MISSING
     if get_origin(kind) is Literal:
         return reading | {"choices": get_args(kind)}
     if get_origin(kind) is not tuple:
-        return reading | {"type": reader(kind, least)}
+        return reading | {"type": reader(kind)}
     types = get_args(kind)
     number = len(types) if ... not in types else "*" if positional else "+"
-    return reading | {"type": reader(types[0], least)} | ({"action": "append"} if repeatable else {"nargs": number})
+    return reading | {"type": reader(types[0])} | ({"action": "append"} if repeatable else {"nargs": number})
 
 
-def reader(kind: type, least: float | None) -> Callable[[str], Any]:
-    """Return a function that reads one value and refuses one below `least`."""
+def reader(kind: Any) -> Callable[[str], Any]:
+    """Return a function that reads one value of a type."""
 
     def read(text: str) -> Any:
-        value = kind(text)
-        if least is not None and not value >= least:
-            raise argparse.ArgumentTypeError(f"{text}: give at least {least:g}")
-        return value
+        try:
+            return checked(kind, text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(f"{shown(text)}: {error}") from None
 
-    read.__name__ = kind.__name__  # argparse names it where a text is no such value
     return read
 
 
@@ -70,8 +71,8 @@ def help_of(setting: "Field[Any]") -> str:
     if default is MISSING or default is None or default is False or default == ():
         return setting.metadata["help"]
     values = default if isinstance(default, tuple) else (default,)
-    shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
-    return f"{setting.metadata['help']} ({shown})"
+    text = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+    return f"{setting.metadata['help']} ({text})"
 
 
 def settings_from(settings_class: type[Settings], parsed: argparse.Namespace) -> Settings:

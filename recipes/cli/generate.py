@@ -9,7 +9,6 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import check_sampling
 from draftsmith.inference.decoding.schedule import read_schedule
 from draftsmith.models import Target, load_drafter
-from draftsmith.models.errors import UserError
 from draftsmith.recipes.configs.command_settings import GenerateSettings
 
 DRAFT_LENGTH = 4  # where neither a length nor a schedule is asked for
@@ -19,8 +18,6 @@ DIM, GREEN, RESET = "\x1b[2m", "\x1b[32m", "\x1b[0m"
 def run(settings: GenerateSettings, console: Console) -> None:
     """Stream the answer to a prompt. Raises `UserError` before anything is printed."""
     sampling = check_sampling(settings.temperature, settings.top_p, 0)
-    if settings.schedule and settings.draft_length is not None:
-        raise UserError("--schedule sets the draft length: leave out --draft-length")
     length = DRAFT_LENGTH if settings.draft_length is None else settings.draft_length
     draft = read_schedule(settings.schedule) if settings.schedule else length
     target = Target.from_pretrained(settings.target, settings.device)

@@ -6,17 +6,20 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from inspect import getdoc
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from draftsmith.models.errors import UserError, first_line, is_out_of_memory, own_place
 from draftsmith.recipes.cli.flags import add_flags, settings_from
 from draftsmith.recipes.configs import command_settings
 
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
+EXIT_FAULT, EXIT_USER_ERROR = 1, 2
+EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell tells them
 RESUMED = ("quickstart", "prepare", "train")  # commands that go on where they were interrupted
 
 
@@ -39,6 +42,16 @@ LOAD_TEST_FLAGS = (
     *("--rate", "--concurrency", "--requests", "--max-batch", "--prompt-lengths", "--output-lengths"),
     *("--sla-ttft-ms", "--sla-tpot-ms"),
 )
+# What helps where memory was short.
+LESS_WORK = "give a smaller --batch-size or fewer --max-new-tokens"
+LESS_MEMORY = {
+    "train": "lower data.tokens_per_micro_batch (also below data.max_length, which you lower with it)",
+    "load-test": "give less --concurrency or --max-batch, or fewer --max-new-tokens",
+    "replay": "give fewer --num-prompts or --max-new-tokens",
+    "generate": "give fewer --max-new-tokens or a shorter prompt",
+    "plan": "give a smaller --batch-size or --context",
+    "quickstart": "give a smaller --target, or fewer --drafters",
+}
 MOVED = {  # flags that `evaluate` had, and where they are now
     "--choose": "a command: draftsmith tune --fit-prompts",
     "--replay": "a command: draftsmith replay",
@@ -69,7 +82,7 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(fail(f"{message} (see {self.prog} --help)"))
 
 
-def fail(message: str) -> int:
+def fail(message: str, exit_code: int = EXIT_USER_ERROR) -> int:
     """Say what is wrong and return the exit code. torch's launcher ends with a summary that repeats its file's line."""
     from draftsmith.data.console import printable  # `--help` does not wait for rich
 
@@ -77,7 +90,7 @@ def fail(message: str) -> int:
     print(line, file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         Path(file).write_text(json.dumps({"message": line, "timestamp": int(time.time())}))
-    return EXIT_USER_ERROR
+    return exit_code
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -108,41 +121,77 @@ def parse(argv: Sequence[str]) -> Call:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
-    call = parse(sys.argv[1:] if argv is None else argv)
+    """Run one command and return its exit code. Whatever goes wrong is told in one line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a text may hold characters that the locale's encoding lacks
+            stream.reconfigure(errors="backslashreplace")
     try:
-        return run(call)
-    except KeyboardInterrupt:
-        print(f"interrupted: {after_interruption(call)}", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        try:
+            return answer(sys.argv[1:] if argv is None else argv)
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as error:
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):  # rich ends so
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at the end
+        return EXIT_BROKEN_PIPE
 
 
-def after_interruption(call: Call) -> str:
+def answer(argv: Sequence[str]) -> int:
+    """Run the command that was given, and return its exit code."""
+    call = None
+    try:
+        call = parse(argv)
+        run(call)
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or f"interrupted: {after_interruption(call)}", file=sys.stderr)
+        return getattr(interrupt, "exit_code", EXIT_INTERRUPTED)  # a run that has stopped in order says more
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if call and call.debug:
+            raise
+        return fail(*told(error, call))
+    return 0
+
+
+def told(error: Exception, call: Call | None) -> tuple[str, int]:
+    """Return what is said of an error, and the exit code."""
+    if isinstance(error, UserError):
+        return str(error), EXIT_USER_ERROR
+    name = call.name if call else ""
+    if is_out_of_memory(error):
+        return f"out of memory ({first_line(error)}): {LESS_MEMORY.get(name, LESS_WORK)}", EXIT_USER_ERROR
+    frames = list(traceback.walk_tb(error.__traceback__))[::-1]
+    place = own_place(frames) or f"{frames[0][0].f_code.co_filename}:{frames[0][1]}"
+    return (
+        f"unexpected {type(error).__name__} at {place}: {first_line(error)}; this is a fault of draftsmith's: please "
+        f"report it with what `draftsmith {name} --debug ...` shows",
+        EXIT_FAULT,
+    )
+
+
+def after_interruption(call: Call | None) -> str:
     """Return what the same command does when it is given again."""
+    if call is None:
+        return "nothing was begun"
     writes_nothing = getattr(call.settings, "dry_run", False) or getattr(call.settings, "overfit", None) is not None
     if call.name in RESUMED and not writes_nothing:
         return f"give the same command again to go on ({call.name})"
     return f"the same command starts anew ({call.name})"
 
 
-def run(call: Call) -> int:
-    """Run one command and return its exit code. torch is imported here: `--help` does not wait for it."""
+def run(call: Call) -> None:
+    """Run one command. Its mistakes are told before torch is imported, which takes seconds."""
+    call.settings.refuse_mistakes()
     from draftsmith.data.console import shared_console
-    from draftsmith.models.errors import UserError
-    from draftsmith.train.process.signals import Stopped
+    from draftsmith.data.progress import waiting
 
-    try:
-        quiet_libraries()
+    with waiting("importing PyTorch ..."):
         module = import_module(f"draftsmith.recipes.{COMMANDS[call.name][0]}")
-        module.run(call.settings, shared_console())
-    except UserError as error:
-        if call.debug:
-            raise
-        return fail(str(error))
-    except Stopped as stopped:
-        print(stopped, file=sys.stderr)
-        return stopped.exit_code
-    return 0
+        quiet_libraries()
+    module.run(call.settings, shared_console())
 
 
 def quiet_libraries() -> None:

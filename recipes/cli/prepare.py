@@ -34,7 +34,6 @@ def run(settings: PrepareCommandSettings, console: Console) -> None:
         refuse_surrogates=settings.refuse_surrogates,
         held_out_share=settings.held_out_share,
     )
-    refuse_without_effect(settings, answers)
     if settings.endpoint:
         target = Target.without_weights(settings.target)
     else:
@@ -50,17 +49,6 @@ def run(settings: PrepareCommandSettings, console: Console) -> None:
         words = ["train", "eagle3", f"target={settings.target}", f"data.samples={settings.out}", "run.dir=runs/NAME"]
         words += [f"evaluation.prompts={settings.out / HELD_OUT}"] if settings.held_out_share else []
         console.print(f"next: draftsmith {shlex.join(words)}")
-
-
-def refuse_without_effect(settings: PrepareCommandSettings, answers: PrepareSettings) -> None:
-    """Raise `UserError` where a setting that was given would change nothing."""
-    of_prompts = PrepareSettings(refuse_surrogates=settings.refuse_surrogates, held_out_share=settings.held_out_share)
-    if settings.as_given and (settings.dry_run or answers != of_prompts):
-        raise UserError("--as-given asks the target for no answers: leave out the settings of answers")
-    if settings.endpoint and (settings.drafter or settings.draft_length is not None or settings.device):
-        raise UserError("--drafter, --draft-length and --device have no effect behind an --endpoint: leave them out")
-    if settings.draft_length is not None and answers.drafter == "none":
-        raise UserError("--draft-length has no effect without a --drafter: leave it out, or give --drafter ngram")
 
 
 def samplings_in_turn(

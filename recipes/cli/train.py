@@ -1,17 +1,11 @@
 """`draftsmith train`, also as `accelerate launch -m draftsmith.train`."""
 
-import difflib
-
 from accelerate import PartialState
 from rich.console import Console
 
-from draftsmith.models.errors import UserError
 from draftsmith.recipes.configs.command_settings import TrainSettings
-from draftsmith.recipes.configs.public_targets import TARGET_RECIPES
-from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.train import train
-from draftsmith.train.config import resolve
 from draftsmith.train.overfit import overfit
 from draftsmith.train.run_folder.checkpoint import checkpoints
 from draftsmith.train.run_folder.run_folder import best_checkpoint, measured_checkpoints
@@ -19,12 +13,7 @@ from draftsmith.train.run_folder.run_folder import best_checkpoint, measured_che
 
 def run(settings: TrainSettings, console: Console) -> None:
     """Train by a recipe, and report on what was measured. Raises `UserError` for settings that do not go together."""
-    if settings.recipe not in RECIPES:
-        near = difflib.get_close_matches(settings.recipe, RECIPES, n=2, cutoff=0.4)
-        hint = f"nearest: {', '.join(near)}; " if near else ""
-        general = ", ".join(name for name in RECIPES if name not in TARGET_RECIPES)
-        raise UserError(f"unknown recipe {settings.recipe!r}; {hint}there are {general}, and those of docs/recipes.md")
-    config = resolve(RECIPES[settings.recipe](), settings.config, list(settings.overrides))
+    config = settings.resolved()
     if settings.overfit is not None:
         overfit(config, settings.overfit)
         return

@@ -4,13 +4,40 @@ The docstring of a class is what `--help` of its command says, with an example.
 Nothing slow is imported here, so that `--help` and mistakes in flags are answered at once.
 """
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from draftsmith.models.errors import UserError
+from draftsmith.models.ranges import (
+    AboveZero,
+    BelowOne,
+    Count,
+    Depth,
+    FilePath,
+    Name,
+    Natural,
+    NonNegative,
+    Number,
+    Positive,
+    Seed,
+    Share,
+    Temperature,
+    TwoOrMore,
+)
+from draftsmith.recipes.configs.named_files import check_names
+
+if TYPE_CHECKING:
+    from draftsmith.train.config import TrainConfig
 
 VerificationMode = Literal["greedy", "one_hot", "probabilistic", "block", "without_replacement", "typical"]
 Engine = Literal["vllm", "sglang", "speculators", "safeailab", "fasterdecoding"]
-Lognormal = tuple[float, float]  # median and sigma
+Baseline = Literal["generate", "assisted", "prompt_lookup"]
+Minutes = Annotated[Number, Field(ge=0.001)]
+Requests = Annotated[Count, Field(ge=10)]
+Lognormal = tuple[NonNegative, NonNegative]  # median and sigma
 
 # Groups of flags, in the order of `--help`.
 INPUT, DECODING, TRAFFIC, MEASURING, OUTPUT = "input", "decoding", "traffic", "measuring", "output and machine"
@@ -22,43 +49,57 @@ def option(
     help: str,
     default: Any = MISSING,
     metavar: str | tuple[str, str] | None = None,
-    least: float | None = None,
     repeatable: bool = False,
     positional: bool = False,
 ) -> Any:
     """Return a field that is a flag, in a group of `--help`. It is required where it has no default.
 
-    A tuple takes its values in a row, or one at a time from a `repeatable` flag. No value may be below `least`.
+    A tuple takes its values in a row, or one at a time from a `repeatable` flag. The type of a field says which values
+    it may have (models/ranges.py).
     """
-    metadata = {"group": group, "metavar": metavar, "least": least, "repeatable": repeatable, "positional": positional}
+    metadata = {"group": group, "metavar": metavar, "repeatable": repeatable, "positional": positional}
     return field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnDevice:
+class Settings:
+    """The settings of any command."""
+
+    def refuse_mistakes(self) -> None:
+        """Raise `UserError` for settings that do not go together, and for files that are not there.
+
+        It is called before anything slow is imported.
+        """
+        check_names(vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDevice(Settings):
     """The machine that a command computes on."""
 
-    device: str | None = option(OUTPUT, "cpu, cuda or cuda:N (a GPU if there is one)", None, "D")
+    device: Name | None = option(OUTPUT, "cpu, cuda or cuda:N (a GPU if there is one)", None, "D")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OfTarget(OnDevice):
     """A command for one target."""
 
-    target: str = option(INPUT, "Hub name or directory", metavar="T")
+    target: Name = option(INPUT, "Hub name or directory", metavar="T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OfDrafters(OfTarget):
     """The settings that all commands share which measure drafters on prompts."""
 
-    drafter: tuple[str, ...] = option(INPUT, "checkpoint, ngram, suffix, lookahead, none", metavar="D", repeatable=True)
-    num_prompts: int | None = option(INPUT, "take so many of each (all)", None, "N", least=1)
-    top_p: float = option(DECODING, "probability that is sampled from", 1.0, "P")
-    max_new_tokens: int = option(DECODING, "tokens of an answer", 32, "N", least=1)
-    seed: int = option(DECODING, "seed of the noise", 0, "N")
-    num_threads: int | None = option(OUTPUT, "CPU threads (torch's default)", None, "N", least=1)
-    out: Path = option(OUTPUT, "folder to write", metavar="DIR")
+    drafter: tuple[Name, ...] = option(
+        INPUT, "checkpoint, ngram, suffix, lookahead, none", metavar="D", repeatable=True
+    )
+    num_prompts: Count | None = option(INPUT, "take so many of each (all)", None, "N")
+    top_p: AboveZero = option(DECODING, "probability that is sampled from", 1.0, "P")
+    max_new_tokens: Count = option(DECODING, "tokens of an answer", 32, "N")
+    seed: Seed = option(DECODING, "seed of the noise", 0, "N")
+    num_threads: Count | None = option(OUTPUT, "CPU threads (torch's default)", None, "N")
+    out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +111,25 @@ class EvaluateSettings(OfDrafters):
         --prompts held_out.jsonl --temperature 0 1 --batch-size 1 4 --out runs/my-evaluation
     """
 
-    prompts: tuple[str, ...] = option(INPUT, "files, folders, Hub NAME:COLUMN, .yaml", metavar="P")
-    baseline: tuple[str, ...] = option(INPUT, "generate, assisted, prompt_lookup", (), metavar="NAME")
-    temperature: tuple[float, ...] = option(DECODING, "temperatures to sample at", (0.0,), "X")
-    batch_size: tuple[int, ...] = option(DECODING, "prompts decoded at a time", (1,), "N", least=1)
-    draft_length: tuple[int, ...] = option(DECODING, "of chains (4, none beside a --tree)", (), "K", least=1)
-    tree: tuple[str, ...] = option(DECODING, "NODES,DEPTH,WIDTH or a .json of choices", (), "TREE")
-    schedule: Path | None = option(DECODING, "draft lengths by load (docs/load.md)", None, "FILE")
+    prompts: tuple[Name, ...] = option(INPUT, "files, folders, Hub NAME:COLUMN, .yaml", metavar="P")
+    baseline: tuple[Baseline, ...] = option(INPUT, "generate, assisted, prompt_lookup", (), metavar="NAME")
+    temperature: tuple[Temperature, ...] = option(DECODING, "temperatures to sample at", (0.0,), "X")
+    batch_size: tuple[Count, ...] = option(DECODING, "prompts decoded at a time", (1,), "N")
+    draft_length: tuple[Depth, ...] = option(DECODING, "of chains (4, none beside a --tree)", (), "K")
+    tree: tuple[Name, ...] = option(DECODING, "NODES,DEPTH,WIDTH or a .json of choices", (), "TREE")
+    schedule: FilePath | None = option(DECODING, "draft lengths by load (docs/load.md)", None, "FILE")
     verification_mode: VerificationMode | None = option(DECODING, "(the usual one of the drafter)", None, "MODE")
-    synthetic_acceptance: tuple[float, ...] = option(DECODING, "accept at these chances", (), "RATE")
-    repeats: int | None = option(MEASURING, "of every setting (5 that fit in 4 minutes)", None, "N", least=1)
-    minutes: float | None = option(MEASURING, "time of all, instead of --repeats", None, "X", least=0.01)
+    synthetic_acceptance: tuple[Share, ...] = option(DECODING, "accept at these chances", (), "RATE")
+    repeats: Count | None = option(MEASURING, "of every setting (5 that fit in 4 minutes)", None, "N")
+    minutes: Minutes | None = option(MEASURING, "time of all, instead of --repeats", None, "X")
     certify: bool = option(MEASURING, "test that the output is the target's", False)
+
+    def refuse_mistakes(self) -> None:
+        if self.synthetic_acceptance and self.verification_mode:
+            raise UserError("--synthetic-acceptance is a verification mode of its own: leave out --verification-mode")
+        if self.repeats is not None and self.minutes is not None:
+            raise UserError("--minutes chooses the repeats: leave out --repeats")
+        super().refuse_mistakes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +141,12 @@ class TuneSettings(OfDrafters):
         --prompts held_out.jsonl --batch-size 1 4 8 --out runs/my-choice
     """
 
-    prompts: tuple[str, ...] = option(INPUT, "prompts to measure on", metavar="P")
-    fit_prompts: str | None = option(INPUT, "other prompts to fit on (half of --prompts)", None, "P")
-    temperature: float = option(DECODING, "temperature to sample at", 0.0, "X")
-    batch_size: tuple[int, ...] = option(DECODING, "prompts decoded at a time", (1,), "N", least=1)
+    prompts: tuple[Name, ...] = option(INPUT, "prompts to measure on", metavar="P")
+    fit_prompts: Name | None = option(INPUT, "other prompts to fit on (half of --prompts)", None, "P")
+    temperature: Temperature = option(DECODING, "temperature to sample at", 0.0, "X")
+    batch_size: tuple[Count, ...] = option(DECODING, "prompts decoded at a time", (1,), "N")
     verification_mode: VerificationMode | None = option(DECODING, "(the usual one of the drafter)", None, "MODE")
-    repeats: int = option(MEASURING, "of every setting", 5, "N", least=1)
+    repeats: Count = option(MEASURING, "of every setting", 5, "N")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,20 +158,34 @@ class LoadTestSettings(OfDrafters):
         --concurrency 1 2 4 8 --out runs/my-load
     """
 
-    prompts: str = option(INPUT, "file, folder, Hub NAME:COLUMN or .yaml", metavar="P")
-    temperature: float = option(DECODING, "temperature to sample at", 0.0, "X")
-    draft_length: int = option(DECODING, "drafted tokens of a round", 4, "K", least=1)
-    schedule: Path | None = option(DECODING, "of draft lengths (from measured costs)", None, "FILE")
+    prompts: Name = option(INPUT, "file, folder, Hub NAME:COLUMN or .yaml", metavar="P")
+    temperature: Temperature = option(DECODING, "temperature to sample at", 0.0, "X")
+    draft_length: Depth = option(DECODING, "drafted tokens of a round", 4, "K")
+    schedule: FilePath | None = option(DECODING, "of draft lengths (from measured costs)", None, "FILE")
     verification_mode: VerificationMode | None = option(DECODING, "(the usual one of the drafter)", None, "MODE")
-    rate: tuple[float, ...] = option(TRAFFIC, "stages of an open test: requests a second", (), "R", least=0.001)
-    concurrency: tuple[int, ...] = option(TRAFFIC, "stages of a closed test: requests at once", (), "N", least=1)
-    requests: int | None = option(TRAFFIC, "of each run (50, but 8 for each client)", None, "N", least=10)
-    max_batch: int | None = option(TRAFFIC, "requests that an open test runs at once (16)", None, "N", least=1)
+    rate: tuple[Positive, ...] = option(TRAFFIC, "stages of an open test: requests a second", (), "R")
+    concurrency: tuple[Count, ...] = option(TRAFFIC, "stages of a closed test: requests at once", (), "N")
+    requests: Requests | None = option(TRAFFIC, "of each run (50, but 8 for each client)", None, "N")
+    max_batch: Count | None = option(TRAFFIC, "requests that an open test runs at once (16)", None, "N")
     prompt_lengths: Lognormal | None = option(TRAFFIC, "lognormal, by the nearest prompts", None, ("MEDIAN", "SIGMA"))
     output_lengths: Lognormal | None = option(TRAFFIC, "lognormal, answers are cut there", None, ("MEDIAN", "SIGMA"))
-    repeats: int = option(MEASURING, "runs of each stage", 3, "N", least=1)
-    sla_ttft_ms: float | None = option(MEASURING, "limit for p95 of the time to first token", None, "MS")
-    sla_tpot_ms: float | None = option(MEASURING, "limit for p95 of the time per later token", None, "MS")
+    repeats: Count = option(MEASURING, "runs of each stage", 3, "N")
+    sla_ttft_ms: Positive | None = option(MEASURING, "limit for p95 of the time to first token", None, "MS")
+    sla_tpot_ms: Positive | None = option(MEASURING, "limit for p95 of the time per later token", None, "MS")
+
+    def refuse_mistakes(self) -> None:
+        if len(self.drafter) > 1 or self.drafter == ("none",):
+            raise UserError("--drafter: give one; plain decoding is measured beside it")
+        if bool(self.rate) == bool(self.concurrency):
+            raise UserError("give either --rate (requests a second) or --concurrency (requests at once)")
+        if self.concurrency and self.max_batch is not None:
+            raise UserError("--max-batch has no effect with --concurrency, which sets the batch: leave it out")
+        least = 2 * max(self.concurrency, default=0)
+        if self.requests is not None and self.requests < least:
+            raise UserError(
+                f"--requests {self.requests}: give at least {least}, the first of each client is not counted"
+            )
+        super().refuse_mistakes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,10 +197,10 @@ class ReplaySettings(OfDrafters):
         --prompts held_out.jsonl --temperature 0 1 --out runs/my-replay
     """
 
-    prompts: tuple[str, ...] = option(INPUT, "files, folders, Hub NAME:COLUMN, .yaml", metavar="P")
-    temperature: tuple[float, ...] = option(DECODING, "temperatures to sample at", (0.0,), "X")
-    draft_length: int = option(DECODING, "the longest chain to replay", 8, "K", least=1)
-    tree: tuple[str, ...] = option(DECODING, "a static tree: .json of choices", (), "FILE")
+    prompts: tuple[Name, ...] = option(INPUT, "files, folders, Hub NAME:COLUMN, .yaml", metavar="P")
+    temperature: tuple[Temperature, ...] = option(DECODING, "temperatures to sample at", (0.0,), "X")
+    draft_length: Depth = option(DECODING, "the longest chain to replay", 8, "K")
+    tree: tuple[Name, ...] = option(DECODING, "a static tree: .json of choices", (), "FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,14 +211,16 @@ class PlanSettings(OfTarget):
       draftsmith plan --target MODEL --drafter eagle3 --drafter medusa --out runs/plan
     """
 
-    drafter: tuple[str, ...] = option(INPUT, "kind or recipe, untrained, or a checkpoint", metavar="D", repeatable=True)
-    acceptance: tuple[str, ...] = option(INPUT, "measured acceptance, or a rate for all depths", (), "FILE_OR_RATE")
-    batch_size: tuple[int, ...] = option(DECODING, "requests decoded at a time", (1, 2, 4, 8, 16, 32), "N", least=1)
-    context: int | None = option(DECODING, "tokens of a request (256, at most half)", None, "N", least=1)
-    draft_length: tuple[int, ...] = option(DECODING, "(1 to 8, or as far as the drafter goes)", (), "K", least=1)
-    tree_nodes: tuple[int, ...] = option(DECODING, "plan trees of so many nodes, too", (), "N", least=2)
-    num_threads: int | None = option(OUTPUT, "CPU threads (torch's default)", None, "N", least=1)
-    out: Path = option(OUTPUT, "folder to write", metavar="DIR")
+    drafter: tuple[Name, ...] = option(
+        INPUT, "kind or recipe, untrained, or a checkpoint", metavar="D", repeatable=True
+    )
+    acceptance: tuple[Name, ...] = option(INPUT, "measured acceptance, or a rate for all depths", (), "FILE_OR_RATE")
+    batch_size: tuple[Count, ...] = option(DECODING, "requests decoded at a time", (1, 2, 4, 8, 16, 32), "N")
+    context: Count | None = option(DECODING, "tokens of a request (256, at most half)", None, "N")
+    draft_length: tuple[Depth, ...] = option(DECODING, "(1 to 8, or as far as the drafter goes)", (), "K")
+    tree_nodes: tuple[TwoOrMore, ...] = option(DECODING, "plan trees of so many nodes, too", (), "N")
+    num_threads: Count | None = option(OUTPUT, "CPU threads (torch's default)", None, "N")
+    out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,10 +231,23 @@ class QuickstartSettings(OnDevice):
       draftsmith quickstart --minutes 10
     """
 
-    target: str | None = option(INPUT, "Hub name or directory (one is shipped)", None, "T")
-    drafters: str = option(INPUT, "comma-separated", "eagle3,hydra,medusa,draft_model", "KINDS")
-    minutes: float = option(MEASURING, "time for everything", 10.0, "X", least=0.001)
-    out: Path = option(OUTPUT, "folder to write", Path("runs/quickstart"), "DIR")
+    target: Name | None = option(INPUT, "Hub name or directory (one is shipped)", None, "T")
+    drafters: Name = option(INPUT, "comma-separated", "eagle3,hydra,medusa,draft_model", "KINDS")
+    minutes: Minutes = option(MEASURING, "time for everything", 10.0, "X")
+    out: FilePath = option(OUTPUT, "folder to write", Path("runs/quickstart"), "DIR")
+
+    @property
+    def kinds(self) -> list[str]:
+        """Return the kinds of drafters, in the order in which they were given."""
+        return [kind.strip() for kind in self.drafters.split(",") if kind.strip()]
+
+    def refuse_mistakes(self) -> None:
+        from draftsmith.recipes.configs.recipes import RECIPES  # here, as `--help` needs no recipes
+
+        known = [name.removeprefix("quickstart_") for name in RECIPES if name.startswith("quickstart_")]
+        if not self.kinds or not set(self.kinds) <= set(known):
+            raise UserError(f"--drafters {self.drafters}: choose from {', '.join(known)}")
+        super().refuse_mistakes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,26 +258,37 @@ class PrepareCommandSettings(OfTarget):
       draftsmith prepare --target MODEL --prompts P.jsonl --held-out-share 0.05 --out data/my
     """
 
-    prompts: str = option(INPUT, "file, folder, Hub NAME:COLUMN or .yaml", metavar="P")
-    held_out_share: float = option(INPUT, "of the prompts, kept in OUT/held_out.jsonl", 0.0, "X")
+    prompts: Name = option(INPUT, "file, folder, Hub NAME:COLUMN or .yaml", metavar="P")
+    held_out_share: BelowOne = option(INPUT, "of the prompts, kept in OUT/held_out.jsonl", 0.0, "X")
     skip_long: bool = option(INPUT, "leave out prompts beyond the context", False)
     refuse_surrogates: bool = option(INPUT, "stop at half characters, which are replaced else", False)
     as_given: bool = option(INPUT, "store conversations as they are", False)
-    max_new_tokens: int = option(DECODING, "tokens of an answer", 256, "N", least=1)
-    temperature: tuple[float, ...] = option(DECODING, "taken in turn", (0.0, 1.0), "X")
-    top_p: tuple[float, ...] = option(DECODING, "one a temperature, or one for all", (1.0,), "P")
-    top_k: tuple[int, ...] = option(DECODING, "likewise; 0 is off", (0,), "K")
-    batch_size: int = option(DECODING, "prompts answered at a time", 32, "N", least=1)
-    seed: int = option(DECODING, "seed of the noise", 0, "N")
-    drafter: str | None = option(DECODING, "speeds the target up, such as ngram (none)", None, "D")
-    draft_length: int | None = option(DECODING, "drafted tokens of a round (4)", None, "K", least=1)
-    endpoint: str | None = option(DECODING, "vLLM or SGLang server that answers", None, "URL")
+    max_new_tokens: Count = option(DECODING, "tokens of an answer", 256, "N")
+    temperature: tuple[Temperature, ...] = option(DECODING, "taken in turn", (0.0, 1.0), "X")
+    top_p: tuple[AboveZero, ...] = option(DECODING, "one a temperature, or one for all", (1.0,), "P")
+    top_k: tuple[Natural, ...] = option(DECODING, "likewise; 0 is off", (0,), "K")
+    batch_size: Count = option(DECODING, "prompts answered at a time", 32, "N")
+    seed: Seed = option(DECODING, "seed of the noise", 0, "N")
+    drafter: Name | None = option(DECODING, "speeds the target up, such as ngram (none)", None, "D")
+    draft_length: Depth | None = option(DECODING, "drafted tokens of a round (4)", None, "K")
+    endpoint: Name | None = option(DECODING, "vLLM or SGLang server that answers", None, "URL")
     dry_run: bool = option(OUTPUT, "measure what all will take; write nothing", False)
-    out: Path = option(OUTPUT, "folder to write", metavar="DIR")
+    out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
+
+    def refuse_mistakes(self) -> None:
+        of_answers = [setting for setting in fields(self) if setting.metadata["group"] == DECODING]
+        changed = [setting.name for setting in of_answers if getattr(self, setting.name) != setting.default]
+        if self.as_given and (changed or self.dry_run or self.skip_long):
+            raise UserError("--as-given asks the target for no answers: leave out the settings of answers")
+        if self.endpoint and (self.drafter or self.draft_length is not None or self.device):
+            raise UserError("--drafter, --draft-length and --device do nothing behind an --endpoint: leave them out")
+        if self.draft_length is not None and self.drafter in (None, "none"):
+            raise UserError("--draft-length has no effect without a --drafter: leave it out, or give --drafter ngram")
+        super().refuse_mistakes()
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSettings:
+class TrainSettings(Settings):
     """Train a drafter by a recipe; the same command resumes an interrupted run.
 
     recipes:
@@ -226,10 +314,24 @@ class TrainSettings:
       init_from=CHECKPOINT             train on from it
     """
 
-    recipe: str = option(INPUT, "see below", metavar="RECIPE", positional=True)
-    config: Path | None = option(INPUT, "YAML over the recipe, as of a run", None, "FILE")
-    overfit: int | None = option(INPUT, "only learn N sequences, as a check", None, "N")
+    recipe: Name = option(INPUT, "see below", metavar="RECIPE", positional=True)
+    config: FilePath | None = option(INPUT, "YAML over the recipe, as of a run", None, "FILE")
+    overfit: Count | None = option(INPUT, "only learn N sequences, as a check", None, "N")
     overrides: tuple[str, ...] = option(INPUT, "over both, by dotted name", (), "key=value", positional=True)
+
+    def resolved(self) -> "TrainConfig":
+        """Return the whole config of the run. Raises `UserError` for an unknown recipe and for settings of no run."""
+        from draftsmith.recipes.configs.recipes import recipe_named  # here, as `--help` needs no recipes
+        from draftsmith.train.config import resolve
+
+        return resolve(recipe_named(self.recipe), self.config, self.overrides)
+
+    def refuse_mistakes(self) -> None:
+        from draftsmith.data.answers.changed_settings import flatten
+        from draftsmith.train.config import contents
+
+        super().refuse_mistakes()
+        check_names(flatten(contents(self.resolved())))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,31 +342,31 @@ class ExportSettings(OfTarget):
       draftsmith export runs/my/best --engine vllm --target MODEL --out exported
     """
 
-    checkpoint: str = option(INPUT, "such as runs/NAME/best, or a Hub name", metavar="CHECKPOINT", positional=True)
+    checkpoint: Name = option(INPUT, "such as runs/NAME/best, or a Hub name", metavar="CHECKPOINT", positional=True)
     engine: Engine = option(INPUT, "vllm, sglang, or another project's layout", metavar="ENGINE")
-    prompts: str | None = option(MEASURING, "held-out prompts to measure it on", None, "P")
-    num_prompts: int | None = option(MEASURING, "take so many of them (all)", None, "N", least=1)
-    draft_length: tuple[int, ...] = option(MEASURING, "to serve with, or to choose from (1 to 5)", (), "K", least=1)
-    batch_size: tuple[int, ...] = option(MEASURING, "several give a schedule", (1,), "N", least=1)
-    max_new_tokens: int = option(MEASURING, "tokens of an answer", 64, "N", least=2)
-    repeats: int = option(MEASURING, "of every setting", 3, "N", least=1)
-    check: str | None = option(MEASURING, "compare with a vLLM: its venv or URL", None, "VENV_OR_URL")
-    push: str | None = option(OUTPUT, "upload it to the Hub", None, "NAME")
-    out: Path = option(OUTPUT, "folder to write", metavar="DIR")
+    prompts: Name | None = option(MEASURING, "held-out prompts to measure it on", None, "P")
+    num_prompts: Count | None = option(MEASURING, "take so many of them (all)", None, "N")
+    draft_length: tuple[Depth, ...] = option(MEASURING, "to serve with, or to choose from (1 to 5)", (), "K")
+    batch_size: tuple[Count, ...] = option(MEASURING, "several give a schedule", (1,), "N")
+    max_new_tokens: TwoOrMore = option(MEASURING, "tokens of an answer", 64, "N")
+    repeats: Count = option(MEASURING, "of every setting", 3, "N")
+    check: Name | None = option(MEASURING, "compare with a vLLM: its venv or URL", None, "VENV_OR_URL")
+    push: Name | None = option(OUTPUT, "upload it to the Hub", None, "NAME")
+    out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchSettings:
+class WatchSettings(Settings):
     """Show the acceptance of a running vLLM, beside what was measured at export.
 
     example:
       draftsmith watch http://localhost:8000 --against exported
     """
 
-    url: str = option(INPUT, "such as http://localhost:8000", metavar="URL", positional=True)
-    against: Path | None = option(INPUT, "exported folder with its evaluation.json", None, "DIR")
-    interval: float = option(INPUT, "seconds between readings", 30.0, "X", least=0.1)
-    readings: int | None = option(INPUT, "stop after so many (never)", None, "N", least=1)
+    url: Name = option(INPUT, "such as http://localhost:8000", metavar="URL", positional=True)
+    against: FilePath | None = option(INPUT, "exported folder with its evaluation.json", None, "DIR")
+    interval: Annotated[Number, Field(ge=0.1)] = option(INPUT, "seconds between readings", 30.0, "X")
+    readings: Count | None = option(INPUT, "stop after so many (never)", None, "N")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,21 +378,26 @@ class GenerateSettings(OfTarget):
     """
 
     prompt: str = option(INPUT, "text to go on with", metavar="PROMPT", positional=True)
-    drafter: str = option(INPUT, "checkpoint, ngram, suffix, lookahead, none", metavar="D")
-    max_new_tokens: int = option(DECODING, "tokens of the answer", 128, "N", least=1)
-    temperature: float = option(DECODING, "temperature to sample at", 0.0, "X")
-    top_p: float = option(DECODING, "probability that is sampled from", 1.0, "P")
-    draft_length: int | None = option(DECODING, "drafted tokens of a round (4)", None, "K", least=1)
-    schedule: Path | None = option(DECODING, "draft lengths by load (docs/load.md)", None, "FILE")
-    seed: int = option(DECODING, "seed of the noise", 0, "N")
+    drafter: Name = option(INPUT, "checkpoint, ngram, suffix, lookahead, none", metavar="D")
+    max_new_tokens: Count = option(DECODING, "tokens of the answer", 128, "N")
+    temperature: Temperature = option(DECODING, "temperature to sample at", 0.0, "X")
+    top_p: AboveZero = option(DECODING, "probability that is sampled from", 1.0, "P")
+    draft_length: Depth | None = option(DECODING, "drafted tokens of a round (4)", None, "K")
+    schedule: FilePath | None = option(DECODING, "draft lengths by load (docs/load.md)", None, "FILE")
+    seed: Seed = option(DECODING, "seed of the noise", 0, "N")
+
+    def refuse_mistakes(self) -> None:
+        if self.schedule and self.draft_length is not None:
+            raise UserError("--schedule sets the draft length: leave out --draft-length")
+        super().refuse_mistakes()
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportSettings:
+class ReportSettings(Settings):
     """Rebuild report.html and figures/ of a run, of a folder of runs, or of an evaluation.
 
     example:
       draftsmith report runs/my
     """
 
-    run: Path = option(INPUT, "a run, a folder of runs, or an evaluation", metavar="RUN", positional=True)
+    run: FilePath = option(INPUT, "a run, a folder of runs, or an evaluation", metavar="RUN", positional=True)

@@ -4,6 +4,7 @@ Each is a starting point for a target of 1 to 10 billion parameters unless its d
 on the user (target, samples, folder, prompts) is left empty and asked for.
 """
 
+import difflib
 from collections.abc import Callable
 
 from draftsmith.models.drafter_configs import (
@@ -16,6 +17,7 @@ from draftsmith.models.drafter_configs import (
     MLPSpeculatorConfig,
     PEagleConfig,
 )
+from draftsmith.models.errors import UserError, shown
 from draftsmith.recipes.configs.public_targets import TARGET_RECIPES
 from draftsmith.train.config import DataConfig, TrainConfig
 
@@ -142,3 +144,13 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "quickstart_draft_model": quickstart_draft_model,
     **TARGET_RECIPES,
 }
+
+
+def recipe_named(name: str) -> TrainConfig:
+    """Return a recipe by its name. Raises `UserError` with the nearest names where there is none."""
+    if name in RECIPES:
+        return RECIPES[name]()
+    near = difflib.get_close_matches(name, RECIPES, n=2, cutoff=0.4)
+    hint = f"nearest: {', '.join(near)}; " if near else ""
+    general = ", ".join(known for known in RECIPES if known not in TARGET_RECIPES)
+    raise UserError(f"unknown recipe {shown(name)}; {hint}there are {general}, and those of docs/recipes.md")

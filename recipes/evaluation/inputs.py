@@ -32,12 +32,8 @@ def read_prompt_sets(
 def settings_grid(settings: EvaluateSettings) -> list[MeasureSettings]:
     """Return every temperature with every batch size and every draft.
 
-    Raises `UserError` for a tree or a schedule that cannot be read, and for settings that exclude each other.
+    Raises `UserError` for a tree or a schedule that cannot be read.
     """
-    if settings.synthetic_acceptance and settings.verification_mode:
-        raise UserError("--synthetic-acceptance is a verification mode of its own: leave out --verification-mode")
-    if settings.repeats is not None and settings.minutes is not None:
-        raise UserError("--minutes chooses the repeats: leave out --repeats")
     lengths = settings.draft_length or ([] if settings.tree or settings.schedule else [DRAFT_LENGTH])
     schedules = [read_schedule(settings.schedule)] if settings.schedule else []
     most = DEFAULT_REPEATS if settings.minutes is None else MOST_REPEATS

@@ -26,7 +26,7 @@ from draftsmith.inference.traffic.load_test import (
 from draftsmith.inference.traffic.requests import Lengths, Load, check_output_lengths, check_prompt_lengths
 from draftsmith.inference.traffic.stages import Sla, operating_points, verdict
 from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.errors import require_at_least
 from draftsmith.models.files import require_writable, write_json
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import LoadTestSettings
@@ -102,16 +102,8 @@ def measured_schedule(on: Contender, prompts: list[list[int]], traffic: LoadSett
 
 def load_settings(settings: LoadTestSettings) -> LoadSettings:
     """Return the traffic that was asked for; `UserError` for what does not go together or would be ignored."""
-    if len(settings.drafter) > 1 or settings.drafter == ("none",):
-        raise UserError("--drafter: give one; plain decoding is measured beside it")
-    if bool(settings.rate) == bool(settings.concurrency):
-        raise UserError("give either --rate (requests a second) or --concurrency (requests at once)")
-    if settings.concurrency and settings.max_batch is not None:
-        raise UserError("--max-batch has no effect with --concurrency, which sets the batch: leave it out")
     most = max(settings.concurrency, default=0)
     num_requests = max(REQUESTS, REQUESTS_A_CLIENT * most) if settings.requests is None else settings.requests
-    if num_requests < 2 * most:
-        raise UserError(f"--requests {num_requests}: give at least {2 * most}, the first of each client is not counted")
     output_lengths = lognormal("--output-lengths", settings.output_lengths)
     if output_lengths:
         check_output_lengths(output_lengths, settings.max_new_tokens)

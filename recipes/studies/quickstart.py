@@ -32,7 +32,6 @@ from draftsmith.recipes.studies.quickstart_budget import (
     CHECKPOINTS,
     COMPARISON,
     NUM_HELD_OUT,
-    WEIGHTS,
     Budget,
     load_budget,
     measure_budget,
@@ -45,9 +44,7 @@ EMBEDDED_TARGET = Path(__file__).parents[1] / "tiny_python"
 
 def run(settings: QuickstartSettings, console: Console) -> None:
     """Do everything, or what an interrupted call left to do. Writes only below `settings.out`."""
-    kinds = [kind.strip() for kind in settings.drafters.split(",") if kind.strip()]
-    if unknown := [kind for kind in kinds if kind not in WEIGHTS] or (not kinds):
-        raise UserError(f"--drafters {unknown if kinds else '(empty)'}: choose from {', '.join(WEIGHTS)}")
+    kinds = settings.kinds
     out, minutes = settings.out, settings.minutes
     name = settings.target or str(EMBEDDED_TARGET)
     target = Target.from_pretrained(name, settings.device)

@@ -5,9 +5,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from importlib import import_module
 from inspect import getdoc
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast, get_args, get_type_hints
 
 import pytest
@@ -148,7 +150,7 @@ MISTAKES = {
     "time and repeats": (EVALUATE + "{good} --minutes 1", "--minutes chooses the repeats"),
     "no time": (EVALUATE + "{good} --minutes 0", "--minutes"),
     "the same prompts twice": (EVALUATE + "{good} {good}", "cannot be told apart"),
-    "unknown baseline": (EVALUATE + "{good} --baseline assist", "give generate, assisted, prompt_lookup"),
+    "unknown baseline": (EVALUATE + "{good} --baseline assist", "give 'generate', 'assisted' or 'prompt_lookup'"),
     "nothing that could assist": (EVALUATE + "{good} --baseline assisted", "needs a draft model"),
     "no single prompts": (EVALUATE + "{good} --baseline generate --batch-size 4", "add --batch-size 1"),
     "not a device": (GENERATE + "none --device gpu", "is not a device"),
@@ -161,9 +163,9 @@ MISTAKES = {
     "batch size 0, preparing": (PREPARE + "{good} --batch-size 0", "atch.size"),
     "no new tokens": (EVALUATE + "{good} --max-new-tokens 0", "max.new.tokens"),
     "settings of answers that are given": (PREPARE + "{good} --as-given --max-new-tokens 8", "--as-given"),
-    "all held out": (PREPARE + "{good} --held-out-share 1", "held_out_share"),
+    "all held out": (PREPARE + "{good} --held-out-share 1", "give less than 1"),
     "no new tokens, preparing": (PREPARE + "{good} --max-new-tokens 0", "max.new.tokens"),
-    "negative draft length": (EVALUATE + "{good} --draft-length -1", "--draft-length: -1: give at least 1"),
+    "negative draft length": (EVALUATE + "{good} --draft-length -1", "--draft-length: '-1': give at least 1"),
     "negative draft length, preparing": (PREPARE + "{good} --drafter ngram --draft-length -3", "give at least 1"),
     "no draft length, preparing": (PREPARE + "{good} --drafter ngram --draft-length 0", "give at least 1"),
     "repeats 0": (EVALUATE + "{good} --repeats 0", "repeats"),
@@ -230,21 +232,27 @@ class Interrupts:
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("train medusa run.steps=1", "give the same command again to go on"),
-        ("train medusa --overfit 4", "starts anew"),
-        ("evaluate --target t --drafter ngram --prompts p --out o", "starts anew"),
+        ("train medusa target=t data.samples={samples} run.dir=r", "give the same command again to go on"),
+        ("train medusa target=t data.samples={samples} run.dir=r --overfit 4", "starts anew"),
+        ("evaluate --target t --drafter ngram --prompts {good} --out o", "starts anew"),
     ],
 )
 @pytest.mark.parametrize("importing", [True, False])
 def test_an_interruption_costs_one_line(
-    command: str, told: str, importing: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    told: str,
+    importing: bool,
+    files: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Also in the seconds in which torch is imported; what does not go on says so."""
+    module = f"draftsmith.recipes.cli.{command.split()[0]}"
     if importing:
-        monkeypatch.setitem(sys.modules, "draftsmith.models.errors", cast(Any, Interrupts()))
+        monkeypatch.setitem(sys.modules, module, cast(Any, Interrupts()))
     else:
-        monkeypatch.setattr(f"draftsmith.recipes.cli.{command.split()[0]}.run", lambda *call: Interrupts().stop)
-    assert run_cli(*command.split()) == 130
+        monkeypatch.setattr(f"{module}.run", lambda *call: Interrupts().stop)
+    assert run_cli(*command.format(**files).split()) == 130
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("interrupted: ")
     assert told in line
@@ -264,13 +272,90 @@ def test_a_run_that_was_not_measured_ends_with_its_checkpoint(
 ) -> None:
     """The path that `evaluate` and `export` ask for next."""
     monkeypatch.setattr("draftsmith.recipes.cli.train.train", lambda config: Path(files["run"]))
-    assert run_cli("train", "medusa", "target=t", "data.samples=s", "run.dir=r") == 0
+    assert run_cli("train", "medusa", "target=t", f"data.samples={files['samples']}", "run.dir=r") == 0
     assert f"checkpoint: {files['run']}/checkpoints/step-000002" in capsys.readouterr().out
 
 
 def test_debug_shows_the_traceback(files: dict[str, str]) -> None:
     with pytest.raises(UserError):
         run_cli("generate", "x", "--target", files["target"], "--drafter", "eagle3", "--debug")
+
+
+@pytest.mark.parametrize(
+    ("fault", "exit_code", "line"),
+    [
+        ("[][3]", 1, "error: unexpected IndexError at draftsmith.faulty:3: list index out of range; .*--debug"),
+        ("f(f)", 1, "error: unexpected RecursionError at draftsmith.faulty:4: maximum recursion depth"),
+        ("bytearray(1 << 60)", 2, "error: out of memory.*: give fewer --max-new-tokens"),
+        ("raise RuntimeError('CUDA out of memory.\\nTried to allocate')", 2, "error: out of memory .*--max-new-tokens"),
+        ("raise BrokenPipeError", 141, None),
+        ("raise UserError('a\\nb')", 2, r"error: a\\nb$"),
+    ],
+)
+def test_whatever_is_raised_costs_one_line(
+    fault: str,
+    exit_code: int,
+    line: str | None,
+    files: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The last resort names the place in draftsmith; memory and a reader that has gone are no faults of it."""
+    module = ModuleType("draftsmith.faulty")
+    code = f"from draftsmith.models.errors import UserError\ndef run(*call):\n  {fault}\ndef f(f): f(f)"
+    exec(code, vars(module))
+    monkeypatch.setitem(sys.modules, "draftsmith.recipes.cli.generate", module)
+    assert run_cli("generate", "x", "--target", files["target"], "--drafter", "none") == exit_code
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == (line is not None)
+    assert line is None or re.match(line, lines[0]), lines
+
+
+NOWHERE = "evaluate --target {target} --drafter ngram --prompts nöwhere.txt --out o"
+
+
+@pytest.mark.parametrize(
+    ("shell", "exit_code"),
+    [
+        ("env -u PYTHONUNBUFFERED {draftsmith} evaluate --help | true; exit ${{PIPESTATUS[0]}}", 141),
+        ("PYTHONIOENCODING=ascii {draftsmith} " + NOWHERE, 2),
+        ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {draftsmith} " + NOWHERE, 2),
+        ("{draftsmith} --help >&- 2>&-", 0),
+    ],
+)
+def test_odd_streams_are_no_faults(shell: str, exit_code: int, files: dict[str, str], tmp_path: Path) -> None:
+    """A reader that goes away ends a command with a shell's code; characters that a locale lacks are escaped."""
+    draftsmith = f"{sys.executable} -m draftsmith.recipes.cli.main"
+    command = shell.format(draftsmith=draftsmith, **files)
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == exit_code, result.stderr
+    assert len(result.stderr.splitlines()) == (exit_code == 2), result.stderr
+
+
+BAD_NUMBERS = ("nan", "inf", "-inf", "-1", "1e400", "9" * 5000, "", "x", "0x10")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_number_and_path_is_checked(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each flag of each command refuses what is no number in its range, and no name of a file, in one line."""
+    monkeypatch.chdir(tmp_path)
+    settings = COMMANDS[name][1]
+    metadata = {setting.name: setting.metadata for setting in fields(settings)}
+    for setting, hint in get_type_hints(settings, include_extras=True).items():
+        numeric = re.search(r"\b(int|float)\b", str(hint))
+        values = BAD_NUMBERS if numeric else ("", "x" * 256, "x/" * 3000, "a\0b", "\ud800")
+        if "Literal" in str(hint) or hint is bool or hint is str or "tuple[str" in str(hint):  # flags, choices, texts
+            continue
+        for value in values:
+            flag = () if metadata[setting]["positional"] else (f"--{setting.replace('_', '-')}",)
+            with pytest.raises(SystemExit) as caught:
+                main([name, *("=".join((*flag, value)),)])
+            assert caught.value.code == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert flag == () or flag[0] in line, (setting, value, line)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_options_may_stand_before_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,11 +365,25 @@ def test_options_may_stand_before_overrides(tmp_path: Path, capsys: pytest.Captu
     assert "unknown key 'no.such_key'" in capsys.readouterr().err
 
 
-def test_help_is_quick() -> None:
-    """`draftsmith --help` and mistakes that argparse finds must not wait seconds for torch."""
-    parse = "from draftsmith.recipes.cli.main import build_parser; build_parser()"
-    code = f"import sys; {parse}; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+SLOW = ("torch", "transformers", "accelerate", "datasets", "matplotlib")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--help",
+        "evaluate --target t --drafter ngram --prompts nowhere.txt --out o",
+        "train eagle4",
+        "train eagle3 target=t data.samples=. run.dir=r run.stepz=3",
+        "prepare --target /no/target --prompts . --out o",
+    ],
+)
+def test_help_and_mistakes_do_not_wait_for_torch(command: str, tmp_path: Path) -> None:
+    """Importing the command line, parsing, and checking what was given takes no library that takes seconds."""
+    run = f"from draftsmith.recipes.cli.main import main\ntry: main({command.split()})\nfinally: "
+    code = f"import sys; {run} print([name for name in {SLOW} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert result.stdout.splitlines()[-1] == "[]", result.stderr
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

@@ -139,7 +139,7 @@ def test_malformed_arguments_are_refused(argument: str, message: str) -> None:
 @every_recipe
 def test_dumped_config_gives_the_same_run(recipe: Callable[[], TrainConfig], tmp_path: Path) -> None:
     """`--config RUN/config.yaml` repeats a run: every value survives YAML, small floats and None among them."""
-    config = resolve(recipe(), None, [*NEEDED, "optimizer.learning_rate=1e-5", "evaluation.temperatures=[0, 1e-7]"])
+    config = resolve(recipe(), None, [*NEEDED, "optimizer.learning_rate=1e-5", "evaluation.temperatures=[0, 1e-5]"])
     (tmp_path / "config.yaml").write_text(dump(config))
     assert resolve(recipe(), tmp_path / "config.yaml") == config
 

@@ -12,6 +12,7 @@ import torch
 
 from draftsmith.data.progress import notice
 from draftsmith.inference.decoding.clock import PhaseClock
+from draftsmith.models.errors import own_place
 
 STAGES = ("data", "target", "drafter", "communication", "optimizer", "checkpoint", "evaluation")
 BEFORE_STEPS = ("start", "storing features")  # watched like the others, but no part of the time split
@@ -87,6 +88,5 @@ def watched(stages: Stages, rank: int, num_ranks: int, stuck_after: float) -> It
 def place_of(thread: int) -> str:
     """Return the function that a thread of this process is in, and the line of draftsmith that led there."""
     stack = list(traceback.walk_stack(sys._current_frames()[thread]))  # innermost first
-    modules = [(frame.f_globals.get("__name__", ""), line) for frame, line in stack]
-    own = next((f", from {name}:{line}" for name, line in modules if name.startswith("draftsmith.")), "")
-    return f"in {stack[0][0].f_code.co_name}{own}"
+    own = own_place(stack)
+    return f"in {stack[0][0].f_code.co_name}{f', from {own}' if own else ''}"

@@ -1,0 +1,107 @@
+"""The types of settings: what a number, a name or a path may be, on the command line and in YAML alike.
+
+`checked` reads a value as such a type. Nothing slow is imported here, so that a mistake is told at once.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from draftsmith.models.errors import UserError, shown
+
+MOST = 10**9  # of whatever is counted: far beyond what anybody needs, and safe in 64 bits after a multiplication
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes that file systems take
+LEAST_TEMPERATURE = 1e-5  # logits are divided by it
+
+T = TypeVar("T")
+
+
+def _no_bool(value: T) -> T:
+    if isinstance(value, bool):
+        raise ValueError("give a number")
+    return value
+
+
+def _temperature(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        raise ValueError(f"give 0 (greedy), or {LEAST_TEMPERATURE} or more")
+    return value
+
+
+def _path(value: T) -> T:
+    text = str(value)
+    try:
+        lengths = [len(os.fsencode(part)) for part in (text, *text.split(os.sep))]
+    except UnicodeEncodeError:
+        raise ValueError("it holds characters that no file name has") from None
+    if "\0" in text:
+        raise ValueError("it holds a null character, which no file name has")
+    if lengths[0] > LONGEST_PATH or max(lengths[1:]) > LONGEST_NAME:
+        raise ValueError(f"a name in it is longer than {LONGEST_NAME} bytes, or all of it than {LONGEST_PATH}")
+    return value
+
+
+def _not_empty(value: T) -> T:
+    if value == "":
+        raise ValueError("it is empty; give a name, or leave it out")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_no_bool), Field(le=MOST)]
+Count = Annotated[Whole, Field(ge=1)]
+Depth = Annotated[Whole, Field(ge=1, le=1000)]  # tokens, layers or heads, one behind the other
+TwoOrMore = Annotated[Whole, Field(ge=2)]
+Natural = Annotated[Whole, Field(ge=0)]
+Seed = Annotated[int, BeforeValidator(_no_bool), Field(ge=0, lt=2**32)]
+
+Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False), Field(le=MOST)]
+NonNegative = Annotated[Number, Field(ge=0)]
+Positive = Annotated[Number, Field(gt=0)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+BelowOne = Annotated[Number, Field(ge=0, lt=1)]
+AboveZero = Annotated[Number, Field(gt=0, le=1)]  # also a share
+Temperature = Annotated[NonNegative, AfterValidator(_temperature)]
+
+Name = Annotated[str, BeforeValidator(_not_empty), AfterValidator(_path)]  # of the Hub, or a path
+FilePath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_path)]
+
+# Reasons by pydantic's names of errors; the others are told in pydantic's own words.
+REASONS = {
+    "greater_than_equal": "give at least {ge:.10g}",
+    "greater_than": "give more than {gt:.10g}",
+    "less_than_equal": "give at most {le:.10g}",
+    "less_than": "give less than {lt:.10g}",
+    "finite_number": "give a finite number",
+    "literal_error": "give {expected}",
+    "string_type": "give a text, in quotes where it would be read as something else",
+    "value_error": "{error}",
+    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "give a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "give a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "give true or false"),
+}
+
+
+def checked(kind: Any, value: Any, prefix: str = "") -> Any:
+    """Return a value as its type takes it, a nested dict as a dataclass.
+
+    Raises `UserError` for the first part that its type refuses, with its dotted name behind `prefix`, and the reason.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if isinstance(own := first.get("ctx", {}).get("error"), UserError):  # of the dataclass itself, which says all
+            raise own from None
+        key = prefix + ".".join(map(str, first["loc"]))
+        raise UserError(f"{key}={shown(first['input'])}: {_reason(first)}" if key else _reason(first)) from None
+
+
+def _reason(error: ErrorDetails) -> str:
+    if error["type"] == "list_type":
+        return f"give a list, such as [{shown(error['input'])}]"
+    pattern = REASONS.get(error["type"])
+    message = error["msg"]
+    return pattern.format(**error["ctx"]) if pattern and "{" in pattern else pattern or message[0].lower() + message[1:]
