@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from draftsmith.inference.measuring.results import CalibrationBin, Finding, Result, TeacherForced, TeacherForcedGap
-from draftsmith.recipes.reports.figures import COLOURS, INK, Plot, label, legend, line_styles
+from draftsmith.recipes.reports.figures import COLOURS, INK, Plot, label, label_text, legend, line_styles
 from draftsmith.recipes.reports.report_data import DrafterResult, ReportData
 from draftsmith.recipes.reports.tables import Cell, Row, Section, Table, count, draft_text, percent, table_of
 
@@ -70,9 +70,9 @@ def draw_acceptance_by_position(data: ReportData, figure: Figure) -> None:
     panels, styles = figure.subplots(1, 2, sharey=True), line_styles(data)
     for drafter, row in longest_chains(data):
         conditional = [math.nan if rate is None else rate for rate in row.acceptance.conditional_acceptance_rates]
-        colour, dashes = styles[drafter.name]
+        style = styles[drafter.name]
         for axes, rates in zip(panels, (row.acceptance.per_position_acceptance_rates, conditional), strict=True):
-            axes.plot(range(1, len(rates) + 1), rates, dashes, marker="o", color=colour, label=drafter.name)
+            axes.plot(range(1, len(rates) + 1), rates, style.dashes, marker="o", color=style.colour, label=style.label)
     for axes, title in zip(panels, ("Of all rounds", "Where all before were accepted"), strict=True):
         label(axes, title, "position in the draft")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -88,7 +88,8 @@ def draw_acceptance_histogram(data: ReportData, figure: Figure) -> None:
         histogram = row.acceptance.acceptance_histogram
         shares = [rounds / max(1, sum(histogram)) for rounds in histogram]
         positions = [accepted - 0.4 + width * (place + 0.5) for accepted in range(len(histogram))]
-        axes.bar(positions, shares, width * 0.92, color=styles[drafter.name][0], label=drafter.name)
+        style = styles[drafter.name]
+        axes.bar(positions, shares, width * 0.92, color=style.colour, label=style.label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     label(axes, "Rounds by number of accepted tokens", "drafted tokens accepted", "share of rounds")
     legend(figure)
@@ -160,7 +161,7 @@ def draw_calibration(name: str, bins_by_depth: list[list[CalibrationBin]], figur
         points = [part.confidence for part in bins], [part.accepted for part in bins]
         axes.plot(*points, marker="o", color=COLOURS[depth % len(COLOURS)], label=f"token {depth + 1}")
     axes.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle="--", label="calibrated")
-    label(axes, f"Confidence of {name} and acceptance", "drafter's probability", "share accepted")
+    label(axes, label_text(f"Confidence of {name} and acceptance"), "drafter's probability", "share accepted")
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1.02)
     legend(figure)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import matplotlib
@@ -13,6 +14,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from draftsmith.data.console import printable
 from draftsmith.inference.measuring.results import Interval
 from draftsmith.recipes.reports.report_data import ReportData
 
@@ -22,6 +24,7 @@ DASHES = ("--", ":", "-.")
 INK = "#1a1d23"  # text and axes; the page draws them in its own colour
 SIZE = (6.4, 3.9)  # inches
 DOTS_PER_INCH = 200
+LONGEST_LABEL, WIDEST_LEGEND = 40, 100  # characters
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
@@ -40,6 +43,7 @@ STYLE: dict[Any, Any] = {
     "grid.alpha": 0.14,
     "grid.linewidth": 0.6,
     "svg.fonttype": "none",  # text stays text
+    "text.parse_math": False,  # and names with $ stay names
     "svg.hashsalt": "draftsmith",  # the same figure gives the same file
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
 }
@@ -75,35 +79,55 @@ def for_page(svg: str, name: str) -> str:
     """Return an SVG file as an element of a page with others: ids of its own, the page's ink and fonts."""
     svg = svg[svg.index("<svg ") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = re.sub(r'(url\(|href=")#', rf"\1#{name}-", svg)
-    svg = svg.replace(INK, "currentColor").replace("'DejaVu Sans', ", "")
+    svg = re.sub(r"<[^>]*>", lambda tag: tag_for_page(tag[0], name), svg)
     return re.sub(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', rf'<svg viewBox="\1" role="img" data-figure="{name}">', svg)
+
+
+def tag_for_page(tag: str, name: str) -> str:
+    """Return a tag of an SVG file as a page has it; text between tags may hold the same words, and stays as it is."""
+    tag = re.sub(r'\bid="', f'id="{name}-', tag)
+    tag = re.sub(r'(url\(|href=")#', rf"\1#{name}-", tag)
+    return tag.replace(INK, "currentColor").replace("'DejaVu Sans', ", "")
 
 
 # --- parts of several figures
 
 
-def line_styles(data: ReportData) -> dict[str, tuple[str, str]]:
-    """Return colour and dashes of each run and drafter by name, the same in all figures."""
+@dataclass(frozen=True)
+class LineStyle:
+    """The look of a run or drafter, the same in all figures, and its name as figures show it."""
+
+    colour: str
+    dashes: str
+    label: str
+
+
+def label_text(name: str) -> str:
+    """Return a name as a label: printable, on several lines where it is long.
+
+    A blank of no width stands before an underscore, because matplotlib hides labels that begin with one.
+    """
+    text = fill(printable(name, kept=""), LONGEST_LABEL)
+    return f"\u200b{text}" if text.startswith("_") else text
+
+
+def line_styles(data: ReportData) -> dict[str, LineStyle]:
+    """Return the styles of all runs and drafters by name."""
     runs = [run.name for run in data.comparable_runs]
     trained = dict.fromkeys(runs + [drafter.name for drafter in data.drafters if drafter.is_trained])
     others = dict.fromkeys(drafter.name for drafter in data.drafters if not drafter.is_trained)
-    return {name: (colour, "-") for name, colour in zip(trained, cycle(COLOURS), strict=False)} | {
-        name: (BASELINE_COLOUR, dashes) for name, dashes in zip(others, cycle(DASHES), strict=False)
-    }
+    looks = [(name, colour, "-") for name, colour in zip(trained, cycle(COLOURS), strict=False)]
+    looks += [(name, BASELINE_COLOUR, dashes) for name, dashes in zip(others, cycle(DASHES), strict=False)]
+    return {name: LineStyle(colour, dashes, label_text(name)) for name, colour, dashes in looks}
 
 
-def interval_line(
-    axes: Axes, x: list[int], measured: list[tuple[float, Interval]], style: tuple[str, str], name: str
-) -> None:
+def interval_line(axes: Axes, x: list[int], measured: list[tuple[float, Interval]], style: LineStyle) -> None:
     """Draw measured values over x with their intervals."""
     y = [value for value, _ in measured]
     below = [max(0.0, value - interval[0]) if interval else 0.0 for value, interval in measured]
     above = [max(0.0, interval[1] - value) if interval else 0.0 for value, interval in measured]
-    colour, dashes = style
-    axes.errorbar(x, y, yerr=[below, above], fmt="none", capsize=3, color=colour, linewidth=1)
-    axes.plot(x, y, dashes, marker="o", color=colour, label=name)
+    axes.errorbar(x, y, yerr=[below, above], fmt="none", capsize=3, color=style.colour, linewidth=1)
+    axes.plot(x, y, style.dashes, marker="o", color=style.colour, label=style.label)
 
 
 def plain_line(axes: Axes) -> None:
@@ -122,6 +146,5 @@ def legend(figure: Figure) -> None:
     for axes in figure.axes:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             named.setdefault(name, handle)
-    figure.legend(
-        list(named.values()), list(named), loc="outside lower center", ncols=min(4, len(named)), frameon=False
-    )
+    columns = max(1, min(4, len(named), WIDEST_LEGEND // max(map(len, named))))
+    figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=columns, frameon=False)

@@ -16,6 +16,7 @@ from draftsmith.recipes.reports.figures import (
     Plot,
     interval_line,
     label,
+    label_text,
     legend,
     line_styles,
     plain_line,
@@ -79,11 +80,11 @@ def draw_by_checkpoint(
     for run in data.comparable_runs:
         steps = [checkpoint.step for checkpoint in run.checkpoints]
         measured = [measure(checkpoint.first_result) for checkpoint in run.checkpoints]
-        interval_line(axes, steps, measured, styles[run.name], run.name)
+        interval_line(axes, steps, measured, styles[run.name])
     baselines = data.comparable_runs[0].best.baselines
     for (name, baseline), dashes in zip(baselines.items(), cycle(DASHES), strict=False):
         value, _ = measure(baseline.results[0])
-        axes.axhline(value, color=BASELINE_COLOUR, linestyle=dashes, label=f"{name} (no training)")
+        axes.axhline(value, color=BASELINE_COLOUR, linestyle=dashes, label=label_text(f"{name} (no training)"))
     plain_line(axes)
     step_axis(axes, data.comparable_runs)
     label(axes, f"{title} by checkpoint, 95 % interval", "training step", y)
@@ -94,8 +95,8 @@ def draw_training(data: ReportData, figure: Figure) -> None:
     losses, lengths = figure.subplots(1, 2)
     styles = line_styles(data)
     for run in data.comparable_runs:
-        colour = styles[run.name][0]
-        losses.plot(*series(run, "loss"), color=colour, label=run.name)
+        colour = styles[run.name].colour
+        losses.plot(*series(run, "loss"), color=colour, label=styles[run.name].label)
         lengths.plot(*series(run, "simulated_acceptance_length"), color=colour, linewidth=1.2)
         lengths.plot(*series(run, "acceptance_length"), "o", color=colour)
     label(losses, "Training loss", "training step", "loss")

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
 
+from draftsmith.data.console import printable
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models.files import require_writable, write_json, write_whole
@@ -16,6 +18,7 @@ from draftsmith.recipes.reports.figures import draw_plots
 from draftsmith.recipes.reports.history import history
 from draftsmith.recipes.reports.load_test import load_tests
 from draftsmith.recipes.reports.lossless import differences
+from draftsmith.recipes.reports.markdown import escaped, fenced
 from draftsmith.recipes.reports.report_data import (
     ReportData,
     as_yaml,
@@ -104,6 +107,7 @@ def as_page(
     environment = Environment(
         loader=FunctionLoader(page_file),
         autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else printable(value),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -137,21 +141,21 @@ def settings_of(data: ReportData) -> list[tuple[str, str, str, str]]:
 def as_markdown(
     title: str, data: ReportData, verdict: Verdict, sections: list[Section], figures: dict[str, str]
 ) -> str:
-    facts = "\n".join(f"* {fact.name}: {fact.value} ({fact.note})" for fact in verdict.facts)
-    parts = [f"# {title}", f"**{verdict.title}**", facts, verdict.text]
+    facts = "\n".join(f"* {fact.name}: {fact.value} ({escaped(fact.note)})" for fact in verdict.facts)
+    parts = [f"# {escaped(title)}", f"**{escaped(verdict.title)}**", facts, escaped(verdict.text)]
     if verdict.broken:
         parts.append("Output differs from plain decoding: speculation is broken there, and its speed does not count.")
-        parts.append("\n".join(f"* {line}" for line in verdict.broken))
-    parts += [f"> {line}" for line in verdict.caveats]
+        parts.append("\n".join(f"* {escaped(line)}" for line in verdict.broken))
+    parts += [f"> {escaped(line)}" for line in verdict.caveats]
     for section in sections:
-        parts += [f"## {section.title}", section.lead, *section.notes]
+        parts += [f"## {section.title}", section.lead, *map(escaped, section.notes)]
         parts += [markdown(table) for table in [*section.tables, *section.folded]]
         parts += [f"![{plot.caption}](figures/{plot.name}.png)" for plot in section.plots if plot.name in figures]
     parts.append("## What the words mean")
     parts += [f"**{word}**: {meaning}" for word, meaning in WORDS.items()]
     parts.append("## Settings")
     for name, vocabulary, environment, config in settings_of(data):
-        parts += [f"### {name}", vocabulary, f"```yaml\n{environment}\n{config}```"]
+        parts += [f"### {escaped(name)}", escaped(vocabulary), fenced(f"{environment}\n{config}", "yaml")]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

@@ -9,7 +9,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from draftsmith.inference.measuring.results import Percentiles, Result, Setting
-from draftsmith.recipes.reports.figures import INK, Plot, interval_line, label, legend, line_styles, plain_line
+from draftsmith.recipes.reports.figures import (
+    INK,
+    Plot,
+    interval_line,
+    label,
+    label_text,
+    legend,
+    line_styles,
+    plain_line,
+)
 from draftsmith.recipes.reports.report_data import DrafterResult, MeasuredDrafter, ReportData
 from draftsmith.recipes.reports.tables import Cell, Row, Section, draft_text, percent, speedup_text, table_of, tone_of
 
@@ -94,7 +103,7 @@ def draw_round_time(rows: list[DrafterResult], figure: Figure) -> None:
         axes.annotate(remark, (left, place), (6, 0), textcoords="offset points", va="center", fontsize=8)
     axes.barh(len(rows), plain_step, 0.62, color=INK, label="plain step")
     axes.axvline(plain_step, color=INK, linestyle="--", linewidth=1)
-    axes.set_yticks(range(len(rows) + 1), [drafter.name for drafter, _ in rows] + ["plain decoding"])
+    axes.set_yticks(range(len(rows) + 1), [label_text(drafter.name) for drafter, _ in rows] + ["plain decoding"])
     axes.invert_yaxis()
     axes.set_xmargin(0.42)
     label(axes, "Time of a round beside a step of plain decoding", "milliseconds")
@@ -170,7 +179,7 @@ def draw_batch_speedup(data: ReportData, figure: Figure) -> None:
         curve = batch_curve(drafter, data.setting)
         x = [row.setting.batch_size for row in curve]
         speedups = [(row.speed.speedup, row.speed.speedup_ci95) for row in curve]
-        interval_line(axes, x, speedups, styles[drafter.name], drafter.name)
+        interval_line(axes, x, speedups, styles[drafter.name])
         sizes.update(x)
     plain_line(axes)
     axes.set_xscale("log", base=2)

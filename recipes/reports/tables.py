@@ -13,6 +13,7 @@ from draftsmith.inference.decoding.schedule import Confident
 from draftsmith.inference.measuring.results import Interval, Result, Setting
 from draftsmith.inference.planning.tuning import PredictedDraft
 from draftsmith.recipes.reports.figures import Plot
+from draftsmith.recipes.reports.markdown import escaped
 
 Tone = Literal["", "good", "bad", "alarm"]
 STYLES: dict[Tone, str] = {"": "", "good": "green", "bad": "red", "alarm": "bold white on red"}
@@ -83,14 +84,10 @@ def markdown(table: Table) -> str:
     """Return the table in Markdown, title and note included."""
     rule = [":---" if heading in table.words else "---:" for heading in table.headings]
     texts = [[f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in row] for row in table.rows]
-    lines = ["| " + " | ".join(map(escape, row)) + " |" for row in [table.headings, rule, *texts]]
-    parts = [f"**{table.title}**" if table.title else "", "\n".join(lines), table.note]
+    first, *others = [list(map(escaped, row)) for row in [table.headings, *texts]]
+    lines = ["| " + " | ".join(row) + " |" for row in [first, rule, *others]]
+    parts = [f"**{escaped(table.title)}**" if table.title else "", "\n".join(lines), escaped(table.note)]
     return "\n\n".join(filter(None, parts))
-
-
-def escape(text: str) -> str:
-    """Return the text as a cell of a table in Markdown: one line, no bar that would end the cell."""
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 def for_terminal(table: Table, headings: Sequence[str] | None = None) -> RichTable:

@@ -13,11 +13,11 @@ from statistics import linear_regression, mean, median
 
 from matplotlib.figure import Figure
 
-from draftsmith.data.console import shell_path
+from draftsmith.data.console import printable, shell_path
 from draftsmith.inference.measuring.results import Interval, Result
 from draftsmith.inference.planning.best_draft import acceptance_length, rates_of_rounds
 from draftsmith.inference.planning.costs import GOAL, Costs
-from draftsmith.recipes.reports.figures import INK, Plot, label, legend, line_styles
+from draftsmith.recipes.reports.figures import INK, LineStyle, Plot, label, legend, line_styles
 from draftsmith.recipes.reports.report_data import MeasuredDrafter, ReportData
 from draftsmith.recipes.reports.tables import Section, Table, count, draft_text, speedup_text, table_of
 
@@ -159,7 +159,7 @@ def context_of(fitted: Costs, row: Result) -> int:
 def fitted_text(fitted: Costs, context: int) -> str:
     error = fitted.held_out
     return (
-        f"Costs are those of costs.json, measured on {fitted.device}, at a context of {context} tokens; at "
+        f"Costs are those of costs.json, measured on {printable(fitted.device)}, at a context of {context} tokens; at "
         f"{count(error.settings, 'setting')} left out of the fit the predicted speedup was off by "
         f"{100 * error.median_error:.1f} % in the median."
     )
@@ -280,14 +280,14 @@ def predictions_of(data: ReportData) -> list[Prediction]:
     return predictions
 
 
-def draw_predicted_speedup(predictions: list[Prediction], styles: dict[str, tuple[str, str]], figure: Figure) -> None:
+def draw_predicted_speedup(predictions: list[Prediction], styles: dict[str, LineStyle], figure: Figure) -> None:
     axes = figure.subplots()
     top = 1.08 * max(max(one.predicted, one.row.speed.speedup) for one in predictions)
     for name in dict.fromkeys(prediction.drafter for prediction in predictions):
         own = [prediction for prediction in predictions if prediction.drafter == name]
         measured = [prediction.row.speed.speedup for prediction in own]
         predicted = [prediction.predicted for prediction in own]
-        axes.plot(predicted, measured, "o", color=styles[name][0], label=name, alpha=0.85)
+        axes.plot(predicted, measured, "o", color=styles[name].colour, label=styles[name].label, alpha=0.85)
     axes.plot([0, top], [0, top], color=INK, linewidth=1, label="equal")
     axes.fill_between([0, top], [0, 0.95 * top], [0, 1.05 * top], color=INK, alpha=0.1, linewidth=0, label="within 5 %")
     axes.set_xlim(0, top)

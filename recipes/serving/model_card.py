@@ -1,16 +1,20 @@
 """The model card beside exported weights (model_card.md.j2), and what is served by what was measured from them."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
+from draftsmith.data.progress import notice
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.results import Evaluation, Result
+from draftsmith.models.errors import UserError
 from draftsmith.models.files import file_hash
-from draftsmith.models.typed_json import optional, to_json
+from draftsmith.models.reading import read_typed, read_yaml
+from draftsmith.models.typed_json import from_json, optional, to_json
+from draftsmith.recipes.reports.markdown import code, fenced, finalized
 from draftsmith.recipes.serving.engine_check import EngineReport
 from draftsmith.recipes.serving.export import WEIGHT_FILES, Exported
 
@@ -20,7 +24,9 @@ TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
     keep_trailing_newline=True,
+    finalize=finalized,
 )
+TEMPLATES.filters |= {"code": code, "fenced": fenced}
 WEIGHTS = ("model.safetensors", *WEIGHT_FILES.values())
 WRITTEN_BY = {  # by what prepared.json says; a run of an older draftsmith did not keep it
     None: "by whom it was written is not recorded",
@@ -66,7 +72,7 @@ def write_card(
     """Write README.md of an exported directory; `source` is the checkpoint that it was made of."""
     files = [path for name in ("config.json", *WEIGHTS) if (path := exported.directory / name).is_file()]
     text = TEMPLATES.get_template("model_card.md.j2").render(
-        metadata=yaml.safe_dump(to_json(metadata(exported, evaluation)), sort_keys=False),
+        metadata=Markup(yaml.safe_dump(to_json(metadata(exported, evaluation)), sort_keys=False)),
         exported=exported,
         commands=commands,
         evaluation=evaluation,
@@ -113,17 +119,58 @@ def metadata(exported: Exported, evaluation: Evaluation | None) -> CardMetadata:
     )
 
 
+@dataclass(frozen=True)
+class StoredData:
+    """What a run's config.yaml says of its training text."""
+
+    samples: str
+
+
+@dataclass(frozen=True)
+class StoredSteps:
+    """What a run's config.yaml says of its steps."""
+
+    steps: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class StoredConfig:
+    """What a card tells of a run's config.yaml."""
+
+    data: StoredData
+    run: StoredSteps
+
+
+@dataclass(frozen=True)
+class StoredEnvironment:
+    """What a card tells of a run's environment.json."""
+
+    data_hash: str
+    git_commit: str | None
+    template_hash: str | None
+    data_written_by: str | None = None
+
+
 def training_facts(source: Path) -> dict[str, str]:
-    """Return what the run that a checkpoint stands in tells of its training; nothing where there is no run."""
+    """Return what the run that a checkpoint stands in tells of its training; nothing where there is no run.
+
+    A run whose files cannot be read is mentioned, and tells nothing.
+    """
     run = source.resolve().parent.parent
     config, environment = run / "config.yaml", run / "environment.json"
     if not (config.is_file() and environment.is_file()):
         return {}
-    settings, facts = yaml.safe_load(config.read_text()), json.loads(environment.read_text())
+    try:
+        settings, facts = from_json(StoredConfig, read_yaml(config)), read_typed(StoredEnvironment, environment)
+    except UserError as error:
+        notice(f"the card says nothing of the training: {run}: {error}")
+        return {}
     return {
-        "text": f"{settings['data']['samples']}, hash {facts['data_hash']}, {WRITTEN_BY[facts.get('data_written_by')]}",
-        "steps": f"{source.resolve().name} of {settings['run']['steps']}",
-        "seed": str(settings["run"]["seed"]),
-        "commit": str(facts["git_commit"]),
-        "chat template hash": str(facts["template_hash"]),
+        "text": f"{settings.data.samples}, hash {facts.data_hash}, "
+        + WRITTEN_BY.get(facts.data_written_by, WRITTEN_BY[None]),
+        "steps": f"{source.resolve().name} of {settings.run.steps}",
+        "seed": str(settings.run.seed),
+        "commit": str(facts.git_commit),
+        "chat template hash": str(facts.template_hash),
     }
