@@ -16,7 +16,6 @@ from draftsmith.recipes.reports.acceptance import acceptance, calibration, diagn
 from draftsmith.recipes.reports.comparison_table import compared, domains
 from draftsmith.recipes.reports.figures import draw_plots
 from draftsmith.recipes.reports.history import history
-from draftsmith.recipes.reports.load_test import load_tests
 from draftsmith.recipes.reports.lossless import differences
 from draftsmith.recipes.reports.markdown import escaped, fenced
 from draftsmith.recipes.reports.report_data import (
@@ -26,9 +25,9 @@ from draftsmith.recipes.reports.report_data import (
     read_report_data,
     report_data_of,
 )
+from draftsmith.recipes.reports.serving import choices, load_tests, planned
 from draftsmith.recipes.reports.speed import batches, speed
 from draftsmith.recipes.reports.tables import Section, markdown
-from draftsmith.recipes.reports.tuning import choices, planned
 from draftsmith.recipes.reports.verdict import Verdict, verdict_of
 from draftsmith.recipes.reports.what_if import Profile, cost_model, profiles_of, what_if
 

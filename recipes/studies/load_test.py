@@ -32,7 +32,7 @@ from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import LoadTestSettings
 from draftsmith.recipes.evaluation.inputs import notice_overwriting
 from draftsmith.recipes.reports.figures import save_plot
-from draftsmith.recipes.reports.load_test import draw_load, stage_table
+from draftsmith.recipes.reports.serving import draw_load, stage_table
 from draftsmith.recipes.reports.tables import for_terminal
 
 MAX_BATCH = 16
