@@ -121,14 +121,14 @@ def metadata(exported: Exported, evaluation: Evaluation | None) -> CardMetadata:
 
 @dataclass(frozen=True)
 class StoredData:
-    """What a run's config.yaml says of its training text."""
+    """The training text that a run's config.yaml names."""
 
     samples: str
 
 
 @dataclass(frozen=True)
 class StoredSteps:
-    """What a run's config.yaml says of its steps."""
+    """The steps of a run, from its config.yaml."""
 
     steps: int
     seed: int
@@ -136,7 +136,7 @@ class StoredSteps:
 
 @dataclass(frozen=True)
 class StoredConfig:
-    """What a card tells of a run's config.yaml."""
+    """The part of a run's config.yaml that a card tells."""
 
     data: StoredData
     run: StoredSteps
@@ -144,7 +144,7 @@ class StoredConfig:
 
 @dataclass(frozen=True)
 class StoredEnvironment:
-    """What a card tells of a run's environment.json."""
+    """The part of a run's environment.json that a card tells."""
 
     data_hash: str
     git_commit: str | None
