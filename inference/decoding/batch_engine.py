@@ -10,17 +10,15 @@ of the longest prompt, H hidden width, V vocabulary.
 """
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from draftsmith.inference.decoding.graphs import CALLS_TO_RECORD, RecordedCall, can_be_recorded
+from draftsmith.inference.decoding.graphs import CALLS_TO_RECORD, RecordedCalls, can_be_recorded
 from draftsmith.inference.decoding.schedule import AnySchedule, Confident
 from draftsmith.inference.verification import acceptance_rules
 from draftsmith.inference.verification.acceptance_rules import Verified
@@ -102,12 +100,19 @@ class BatchEngine:
         self.fixed_shapes = device.type != "cpu"  # a round computes all rows and slots; else no more than those in use
         # a recorded verification reads the tensors of a recorded draft: both are recorded, or neither is
         records = device.type == "cuda" and can_be_recorded(drafter) and can_be_recorded(target.model)
-        self._drafting: dict[RoundKind, RecordedCall[Draft]] = defaultdict(
-            partial(RecordedCall, self._propose, records)
-        )
-        self._verification: dict[RoundKind, RecordedCall[Tensor]] = defaultdict(
-            partial(RecordedCall, self._verify, records)
-        )
+        self.recorded = RecordedCalls(records)
+
+    def follow(self, settings: GenerationSettings, num_rows: int, num_slots: int) -> bool:
+        """Return whether it can decode with these settings, and if so do it from now on.
+
+        Seed and length limit may be others than before, since no recorded round holds them.
+        """
+        alike = replace(self.settings, seed=settings.seed, max_new_tokens=settings.max_new_tokens) == settings
+        if self.in_use or not alike or self.num_rows != num_rows or self.num_slots < num_slots:
+            return False
+        self.settings = settings
+        self.state.noise.reseed(settings.seed)
+        return True
 
     @property
     def in_use(self) -> bool:
@@ -205,7 +210,7 @@ class BatchEngine:
         elif not shape.num_nodes and self.drafter.prefills_from_tokens:
             self._num_unread += 1
         kind = self._kind_of_round(shape.num_nodes)
-        return self._drafting[kind](shape, kind[1])
+        return self.recorded(("draft", *kind), self._propose, shape, kind[1])
 
     def verify(self, draft: Draft) -> Tensor:
         """Run the second half of a round: read the draft with the target, accept, and commit.
@@ -213,7 +218,7 @@ class BatchEngine:
         Returns the record of the rows that were computed, int64 [B, 5 + D]: per row how many tokens were emitted,
         drafted and accepted, whether it is finished, and the tokens.
         """
-        record = self._verification[self._kind_of_round(draft.tokens.shape[1])](draft)
+        record = self.recorded(("verify", *self._kind_of_round(draft.tokens.shape[1])), self._verify, draft)
         self._num_columns = draft.depth + 1
         return record
 

@@ -223,13 +223,11 @@ class SpeculativeDecoder:
         self._check_fits(settings.shape)
         needed = longest_prompt + settings.max_new_tokens + settings.shape.num_nodes + 1
         with self.target.turn(), out_of_memory(LESS_MEMORY):
-            engine = self._engine
-            fits = engine is not None and engine.settings == settings and engine.num_rows == num_rows
-            if engine is None or not fits or engine.num_slots < needed or engine.in_use:
-                engine = self._engine = None  # frees it before the new one is made
+            if self._engine is None or not self._engine.follow(settings, num_rows, needed):
+                self._engine = None  # frees it before the new one is made
                 num_slots = -(-needed // SLOT_BLOCK) * SLOT_BLOCK
-                engine = self._engine = BatchEngine(self.target, self.drafter, settings, num_rows, num_slots)
-            return engine
+                self._engine = BatchEngine(self.target, self.drafter, settings, num_rows, num_slots)
+            return self._engine
 
     def _check_fits(self, shape: Shape) -> None:
         """Raise `UserError` for drafts beyond the target's context, and for trees wider than the vocabulary."""

@@ -182,12 +182,12 @@ class _Unread:
 
     def __init__(self, record: Tensor, places: list[tuple[int, int, Request]], draft_length: int = 0) -> None:
         """`places`: a line of the record, the row that it is about, and the request that was in that row."""
-        self.places, self.draft_length, self._record = places, draft_length, record
-        self._arrived = None
-        if record.device.type == "cuda":
-            self._record = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
-            self._record.copy_(record, non_blocking=True)
-            self._arrived = torch.cuda.Event()
+        self.places, self.draft_length = places, draft_length
+        on_gpu = record.device.type == "cuda"
+        self._record = torch.empty(record.shape, dtype=record.dtype, pin_memory=on_gpu)
+        self._record.copy_(record, non_blocking=True)  # a recorded round writes over what it returned before
+        self._arrived = torch.cuda.Event() if on_gpu else None
+        if self._arrived is not None:
             self._arrived.record()
 
     def lines(self) -> list[list[int]]:

@@ -1,42 +1,84 @@
 """CUDA graphs: what a function launches on the GPU is recorded once, and then replayed with one launch."""
 
-from collections.abc import Callable
-from typing import Generic, TypeVar
+import os
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from draftsmith.models.errors import first_line
+
 Output = TypeVar("Output")
 CALLS_TO_RECORD = 3  # the last of them is recorded; in those before it libraries allocate and kernels compile
 BY_LENGTH = ("dynamic", "longrope")  # kinds of rotary embeddings whose angles go by the length of the text
+SWITCH = "DRAFTSMITH_GRAPHS"  # this environment variable set to `off` has everything launched anew each time
+_capturing = threading.Lock()  # a process can record one graph at a time
 
 
-class RecordedCall(Generic[Output]):
-    """Calls a function as it is, or, where it `records`, replays after a few calls what one call launched on a GPU.
+@dataclass
+class Recording:
+    """A graph of one call, and what the call took and returned."""
+
+    graph: torch.cuda.CUDAGraph
+    arguments: tuple[object, ...]
+    output: Any
+
+
+class RecordedCalls:
+    """Calls functions as they are, or, where it `records`, replays after a few calls what one call launched on a GPU.
 
     A recorded function reads and writes tensors that live on between the calls, and never waits for the device. It gets
-    the same arguments in each call from the recorded one on. What it returns is then the same object, filled anew.
+    the same arguments in each call from the recorded one on. What it returns is then the same object, filled anew. All
+    graphs share their memory for what is only needed within a call. Functions are not kept, so that whoever owns both
+    them and the recordings is freed with its last reference.
     """
 
-    def __init__(self, function: Callable[..., Output], records: bool) -> None:
-        self._function, self._records = function, records
-        self._num_calls = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._arguments: tuple[object, ...]
-        self._output: Output
+    def __init__(self, records: bool) -> None:
+        self.records = records and os.environ.get(SWITCH) != "off"
+        self._num_calls: Counter[Hashable] = Counter()
+        self._recordings: dict[Hashable, Recording] = {}
 
-    def __call__(self, *arguments: object) -> Output:
-        if not self._records or self._num_calls < CALLS_TO_RECORD - 1:
-            self._num_calls += 1
-            return self._function(*arguments)
-        if self._graph is None:
-            self._graph, self._arguments = torch.cuda.CUDAGraph(), arguments
-            with torch.cuda.graph(self._graph):
-                self._output = self._function(*arguments)
-        assert all(new is kept or new == kept for new, kept in zip(arguments, self._arguments, strict=True))
-        self._graph.replay()
-        return self._output
+    @property
+    def num_recorded(self) -> int:
+        return len(self._recordings)
+
+    def __call__(self, kind: Hashable, function: Callable[..., Output], *arguments: object) -> Output:
+        """Return what the function does; all calls of one `kind` launch the same."""
+        if self.records and self._num_calls[kind] == CALLS_TO_RECORD - 1:
+            self._record(kind, function, arguments)
+        self._num_calls[kind] += 1
+        if kind not in self._recordings:
+            return function(*arguments)
+        recording = self._recordings[kind]
+        assert all(new is kept or new == kept for new, kept in zip(arguments, recording.arguments, strict=True))
+        recording.graph.replay()
+        return recording.output
+
+    def _record(self, kind: Hashable, function: Callable[..., Output], arguments: tuple[object, ...]) -> None:
+        """Record one call. Where that fails nothing stays recorded, as recordings read each other's outputs."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        pool = next((recording.graph.pool() for recording in self._recordings.values()), None)
+        try:
+            # another thread may wait for the device or pin memory meanwhile
+            with _capturing, torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+                output = function(*arguments)
+        except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # a capture that fails stays on its own
+            self.records = False
+            self._recordings.clear()
+            warnings.warn(
+                f"rounds are launched one operation at a time, which is slower: CUDA graphs failed "
+                f"({first_line(error)}); {SWITCH}=off does not try them",
+                stacklevel=2,
+            )
+        else:
+            self._recordings[kind] = Recording(graph, arguments, output)
 
 
 def can_be_recorded(module: nn.Module) -> bool:

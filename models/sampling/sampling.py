@@ -79,10 +79,15 @@ class Noise:
 
     def __init__(self, seed: int, requests: Tensor) -> None:
         """`requests` [B]: one id a row, int64, on the device where uniforms are wanted."""
-        self._seed = _mix(torch.full((1,), seed, device=requests.device))
-        self._keys = _mix(self._seed + requests)  # [B]
+        self._keys = torch.empty_like(requests)  # [B]
+        self.reseed(seed)
+        self.assign(slice(None), requests)
 
-    def assign(self, rows: Tensor, requests: Tensor) -> None:
+    def reseed(self, seed: int) -> None:
+        """Key what is assigned from now on by another seed."""
+        self._seed = _mix(torch.full((1,), seed, device=self._keys.device))
+
+    def assign(self, rows: Tensor | slice, requests: Tensor) -> None:
         """Give rows [b] to other requests [b]."""
         self._keys[rows] = _mix(self._seed + requests)
 

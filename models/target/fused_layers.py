@@ -10,6 +10,7 @@ Shapes: B rows, T new tokens a row, N = B * T, V vocabulary, H hidden width, Hq 
 D head width, I width inside the MLP, A number of layers asked for.
 """
 
+import itertools
 from types import ModuleType
 from typing import Any
 
@@ -166,20 +167,32 @@ def _head_norm(attention: Any, query: int, keys: int) -> DecodingNorm:
 def merge(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Several products of one input as one: weight [in, all out] and bias. The linears' parameters become its views.
 
-    On a CPU a row of the weight holds what one input adds to all outputs: for a few tokens that is faster than the
-    order of a Linear.
+    Where they are that already, the tensors of before come back. On a CPU a row of the weight holds what one input adds
+    to all outputs: for a few tokens that is faster than the order of a Linear.
     """
-    weight, bias = torch.cat([linear.weight for linear in linears]).t(), None
-    if weight.device.type == "cpu":
-        weight = weight.contiguous()
-    sizes = [linear.out_features for linear in linears]
-    for linear, part in zip(linears, weight.t().split(sizes), strict=True):
-        linear.weight.data = part
-    if linears[0].bias is not None:
-        bias = torch.cat([linear.bias for linear in linears])
-        for linear, part in zip(linears, bias.split(sizes), strict=True):
-            linear.bias.data = part
-    return weight, bias
+    by_columns = linears[0].weight.device.type == "cpu"
+    weight = merged_parameter([linear.weight for linear in linears], by_columns).t()
+    has_bias = linears[0].bias is not None
+    return weight, merged_parameter([linear.bias for linear in linears], by_columns=False) if has_bias else None
+
+
+def merged_parameter(parts: list[Tensor], by_columns: bool) -> Tensor:
+    """Return parameters [out, ...] one below the other, as one tensor of which they become views.
+
+    `by_columns`: the matrix is stored with its columns in one piece each.
+    """
+    first, height = parts[0], sum(map(len, parts))
+    stride = (1, height) if by_columns else first.new_empty(0, *first.shape[1:]).stride()
+    starts = itertools.accumulate(map(len, parts[:-1]), initial=first.storage_offset() // stride[0])
+    expected = [(first.untyped_storage().data_ptr(), start * stride[0], stride) for start in starts]
+    if [(part.untyped_storage().data_ptr(), part.storage_offset(), part.stride()) for part in parts] == expected:
+        return first.data.as_strided((height, *first.shape[1:]), stride)
+    merged = torch.cat([part.data for part in parts])
+    if by_columns:
+        merged = merged.t().contiguous().t()
+    for part, view in zip(parts, merged.split(list(map(len, parts))), strict=True):
+        part.data = view
+    return merged
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
