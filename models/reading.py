@@ -157,7 +157,8 @@ def parse_yaml(text: str, place: str) -> Any:
     except RecursionError:
         raise _too_deep(place) from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two of dates and numbers beyond all bounds
-        raise UserError(f"{place} is not YAML: {' '.join(str(error).split())}") from None
+        mark, reason = getattr(error, "problem_mark", None), getattr(error, "problem", None) or first_line(error)
+        raise UserError(f"{place} is not YAML: {reason}" + (f" in line {mark.line + 1}" if mark else "")) from None
     _check_nesting(content, place, MOST_YAML_VALUES)
     return content
 

@@ -193,3 +193,26 @@ def test_scripts_import_what_exists(path: Path) -> None:
             names = [alias.name for alias in node.names if not hasattr(module, alias.name)]
             missing += [name for name in names if importlib.util.find_spec(f"{node.module}.{name}") is None]
     assert not missing
+
+
+READS_FILES = {  # what reads JSON, YAML and tensors without bounds on what it reads
+    *("json.load", "json.loads", "yaml.load", "yaml.safe_load", "torch.load"),
+    *("safe_open", "load_file", "safetensors.torch.load", "safetensors.torch.load_file"),
+}
+MAY_READ = {
+    "models/reading.py",
+    "recipes/serving/vllm_medusa.py",  # the last two run in an engine's environment, and import nothing of ours
+    "recipes/serving/vllm_script.py",
+    *("models/drafter_parts/layouts.py", "models/target/loading.py", "recipes/studies/quickstart_budget.py"),
+}
+
+
+def test_one_module_reads_what_anybody_may_have_written() -> None:
+    """models/reading.py bounds size, depth and numbers, and names file and line. Whoever reads without it crashes."""
+    calls = {
+        str(path): {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)} & READS_FILES
+        for floor in FLOORS
+        for path, tree in modules(floor)
+    }
+    assert calls["models/reading.py"]
+    assert not {path: found for path, found in calls.items() if found and path not in MAY_READ}

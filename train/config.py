@@ -30,7 +30,7 @@ from draftsmith.models.ranges import (
     Temperature,
     checked,
 )
-from draftsmith.models.reading import read_yaml
+from draftsmith.models.reading import parse_yaml, read_yaml
 
 Seconds = Annotated[Number, Field(ge=1)]
 
@@ -251,6 +251,6 @@ def _parse_override(argument: str) -> tuple[str, Any]:
     if not equals:
         raise UserError(f"{argument!r} is not key=value")
     try:
-        return key, yaml.safe_load(value)
-    except yaml.YAMLError:
+        return key, parse_yaml(value, key)
+    except UserError:
         raise UserError(f"{key}: cannot read the value {value!r}; quote it as in YAML") from None

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.reading import open_tensors, parse_json, read_json
 from draftsmith.models.target.target import Features
 
 SHARD_BYTES = 1 << 30
@@ -148,11 +149,10 @@ class StoredFeatures:
         if shard.number not in self._open:
             path = self.folder / shard.file
             try:
-                self._open[shard.number] = safe_open(path, "pt")
-            except (SafetensorError, OSError) as error:
+                self._open[shard.number] = open_tensors(path)
+            except UserError as error:
                 raise UserError(
-                    f"{path} cannot be read any more ({first_line(error)}): put it back or remove what is left of it, "
-                    "and give the same command again; it stores what is missing and goes on"
+                    f"{error}; or remove what is left of it, and give the same command again, which stores it anew"
                 ) from None
         return self._open[shard.number]
 
@@ -160,9 +160,9 @@ class StoredFeatures:
     def verified(self) -> dict[str, list[int]]:
         """Size and time of change of each shard when its checksum was last right, as index.json has them."""
         try:
-            shards = json.loads((self.folder / INDEX).read_text())["shards"]
+            shards = read_json(self.folder / INDEX)["shards"]
             return {shard["file"]: shard["stamp"] for shard in shards}
-        except (OSError, ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             return {}
 
     def is_verified(self, shard: Shard) -> bool:
@@ -185,21 +185,29 @@ class StoredFeatures:
         if not path.is_file():
             return None
         try:
-            with safe_open(path, "pt") as file:
-                header = json.loads((file.metadata() or {}).get(HEADER, "{}"))
-                names = [] if self.is_verified(shard) else file.keys()
-                tensors = {name: file.get_tensor(name) for name in names}
+            header = read_header(path)
+            for name, value in self.header(shard).items():
+                if header.get(name) != value:
+                    return (
+                        f"{path} holds features of another {name} ({header.get(name)}, not {value}): give another "
+                        f"data.features_dir, or remove {self.folder}"
+                    )
+            with open_tensors(path) as file:
+                if {name: file.get_slice(name).get_shape() for name in file.keys()} != self.shapes(shard):  # noqa: SIM118
+                    return f"{path} is damaged (its tensors are of other shapes than its header says): {REMOVE}"
+                if self.is_verified(shard):
+                    return None
+                found = checksum({name: file.get_tensor(name) for name in self.shapes(shard)})
         except (SafetensorError, ValueError, OSError) as error:
             return f"{path} is damaged ({first_line(error)}): {REMOVE}"
-        for name, value in self.header(shard).items():
-            if header.get(name) != value:
-                return (
-                    f"{path} holds features of another {name} ({header.get(name)}, not {value}): give another "
-                    f"data.features_dir, or remove {self.folder}"
-                )
-        if tensors and header.get("checksum") != checksum(tensors):
-            return f"{path} is damaged (its checksum differs): {REMOVE}"
-        return None
+        return None if header.get("checksum") == found else f"{path} is damaged (its checksum differs): {REMOVE}"
+
+    def shapes(self, shard: Shard) -> dict[str, list[int]]:
+        """Return the shape of each tensor of a shard."""
+        hidden = [shard.num_tokens, self.contents.num_states, self.contents.hidden_size]
+        return (
+            {"hidden": hidden, "scales": hidden[:2]} if self.contents.dtype == "float8_e4m3fn" else {"hidden": hidden}
+        )
 
     def header(self, shard: Shard) -> dict[str, Any]:
         """Return what a shard says of itself, beside its checksum."""
@@ -223,6 +231,15 @@ def samples_hash(plan: BatchPlan) -> str:
         ids = plan.samples[index].token_ids[: plan.max_length]
         digest.update(json.dumps([index, ids]).encode())
     return digest.hexdigest()[:16]
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Return what a shard says of itself. Raises `UserError` where it cannot be read, or says nothing."""
+    with open_tensors(path) as file:
+        header = parse_json((file.metadata() or {}).get(HEADER, "{}"), str(path))
+    if not isinstance(header, dict):
+        raise UserError(f"{path} says nothing of itself")
+    return header
 
 
 def stamp(path: Path) -> list[int]:

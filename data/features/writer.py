@@ -7,16 +7,23 @@ import json
 import os
 import shutil
 from dataclasses import asdict
-from pathlib import Path
-from typing import cast
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.data.console import say
-from draftsmith.data.features.stored import HEADER, INDEX, FeatureSource, Shard, StoredFeatures, checksum, encode, stamp
+from draftsmith.data.features.stored import (
+    HEADER,
+    INDEX,
+    FeatureSource,
+    Shard,
+    StoredFeatures,
+    checksum,
+    encode,
+    read_header,
+    stamp,
+)
 from draftsmith.data.progress import progress_bar, size_text
 from draftsmith.data.samples.batches import MicroBatch, group_rows
 from draftsmith.models.errors import UserError
@@ -126,15 +133,9 @@ def write_index(store: StoredFeatures) -> None:
             "file": shard.file,
             "first_sample": shard.first,
             "lengths": shard.lengths,
-            "checksum": json.loads(read_header(store.folder / shard.file))["checksum"],
+            "checksum": read_header(store.folder / shard.file)["checksum"],
             "stamp": stamp(store.folder / shard.file),
         }
         for shard in store.shards
     ]
     write_whole(store.folder / INDEX, json.dumps({**asdict(store.contents), "shards": shards}) + "\n")
-
-
-def read_header(path: Path) -> str:
-    """Return what a shard says of itself, as JSON."""
-    with safe_open(path, "pt") as file:
-        return cast(dict[str, str], file.metadata())[HEADER]

@@ -11,12 +11,12 @@ offer likely tokens more often, and the output would have another distribution (
 the first and finds the second).
 """
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from draftsmith.models.errors import UserError, first_line, real_number, whole_number
+from draftsmith.models.reading import read_json
 from draftsmith.models.typed_json import from_json
 
 
@@ -150,9 +150,9 @@ FORMATS = (
 def read_schedule(path: Path) -> AnySchedule:
     """Read a file that holds a schedule, or one under "schedule" as choice.json does. Raises `UserError`."""
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         return schedule_from_json(content.get("schedule", content))
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError) as error:
         raise UserError(f"{path} holds no schedule ({first_line(error)}): give {FORMATS}") from None
 
 

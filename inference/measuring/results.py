@@ -3,7 +3,6 @@
 The fields have the names and the order of the file; docs/measurement.md explains them.
 """
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ from draftsmith.inference.decoding.schedule import AnySchedule, schedule_from_js
 from draftsmith.inference.verification.acceptance_rules import LOSSY, VerificationMode
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import write_json
+from draftsmith.models.reading import read_json
 from draftsmith.models.typed_json import flat, from_json, optional, to_json, with_flat_parts
 
 # --- the parts of a row
@@ -317,8 +317,8 @@ class Evaluation:
 def read_evaluation(path: Path) -> Evaluation:
     """Read an evaluation.json, also of an older version. Raises `UserError` for a file that is none."""
     try:
-        return from_json(Evaluation, upgraded(json.loads(path.read_text(encoding="utf-8"))))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return from_json(Evaluation, upgraded(read_json(path)))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} holds no evaluation: {first_line(error)}") from None
 
 

@@ -1,6 +1,5 @@
 """Diagnoses: what `evaluate` says of rows whose acceptance is low."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain
+from draftsmith.train.run_folder.tracking import read_metrics
 
 DIAGNOSED_PROMPTS = 16  # first ones of a set that a diagnosis reads
 
@@ -94,8 +94,7 @@ def reference_of(name: str) -> Reference | None:
             if row.setting.verification_mode == "greedy" and row.setting.tree_nodes is None and first is not None:
                 return Reference(first, str(path), in_training=False)
     metrics = Path(name).resolve().parent.parent / "metrics.jsonl"
-    if metrics.is_file():
-        lines = [json.loads(line) for line in metrics.read_text().splitlines() if "accuracy_0" in line]
-        if lines:
-            return Reference(lines[-1]["accuracy_0"], str(metrics), in_training=True)
+    lines = [line for line in read_metrics(metrics.parent) if "accuracy_0" in line]
+    if lines:
+        return Reference(lines[-1]["accuracy_0"], str(metrics), in_training=True)
     return None

@@ -1,6 +1,5 @@
 """The inputs of an evaluation, from the settings of a command: sets of prompts, and settings to measure at."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from draftsmith.inference.decoding.schedule import read_schedule
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.reading import read_json
 from draftsmith.models.sampling.trees import DynamicTree, StaticTree
 from draftsmith.recipes.configs.command_settings import EvaluateSettings
 
@@ -59,8 +59,8 @@ def parse_tree(text: str) -> StaticTree | DynamicTree:
     """Return the tree of NODES,DEPTH,WIDTH, or of a JSON file with a list of choices such as [[0], [1], [0, 0]]."""
     if text.endswith(".json"):
         try:
-            return StaticTree(tuple(map(tuple, json.loads(Path(text).read_text()))))
-        except (OSError, ValueError, TypeError) as error:
+            return StaticTree(tuple(map(tuple, read_json(Path(text)))))
+        except (ValueError, TypeError) as error:
             raise UserError(f"--tree {text}: {first_line(error)}") from None
     try:
         num_nodes, depth, width = map(int, text.split(","))

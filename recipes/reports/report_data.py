@@ -1,6 +1,5 @@
 """Everything that a report is made of, read from the folder of a run, of several runs, or of an evaluation."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.tuning import PredictedDraft
 from draftsmith.inference.traffic.load_test import LoadTest
 from draftsmith.models.errors import UserError
+from draftsmith.models.reading import parse_yaml, read_json, read_text, read_typed
 from draftsmith.models.typed_json import from_json
 from draftsmith.train.run_folder.checkpoint import checkpoint_step
 from draftsmith.train.run_folder.run_folder import measured_checkpoints
@@ -206,10 +206,10 @@ def read_report_data(folder: Path) -> ReportData:
     """
     evaluations = [] if _in_folder_or_below(folder, "config.yaml") else _evaluations(folder)
     runs = [] if evaluations else read_runs(folder)
-    extras = {name: [json.loads(path.read_text()) for path in _files(folder, name)] for name in EXTRAS}
+    extras = {name: [read_json(path) for path in _files(folder, name)] for name in EXTRAS}
     samples = [_read_samples(path) for path in _files(folder, "samples")]
     data = report_data_of(evaluations) if evaluations else _by_conditions(runs, drafters_of_runs(folder, runs))
-    data.costs = [from_json(Costs, json.loads(path.read_text())) for path in _files(folder, "costs")]
+    data.costs = [read_typed(Costs, path) for path in _files(folder, "costs")]
     data.extras = {name: contents for name, contents in extras.items() if contents}
     data.samples = next(iter(samples), []) or (runs[0].best.samples if runs else [])
     return data
@@ -266,8 +266,8 @@ def read_runs(folder: Path) -> list[EvaluatedRun]:
 
 
 def _read_run(folder: Path) -> EvaluatedRun:
-    config = (folder / "config.yaml").read_text()
-    content = yaml.safe_load(config)
+    config = read_text(folder / "config.yaml")
+    content = parse_yaml(config, str(folder / "config.yaml"))
     vocabulary = read_vocabulary(folder)
     text = vocabulary_text(vocabulary) if vocabulary else ""
     return EvaluatedRun(
@@ -275,7 +275,7 @@ def _read_run(folder: Path) -> EvaluatedRun:
         kind=content["drafter"]["kind"],
         target=content["target"],
         config=config,
-        environment=as_yaml(json.loads((folder / "environment.json").read_text())),
+        environment=as_yaml(read_json(folder / "environment.json")),
         vocabulary=f"{text[0].upper()}{text[1:]}." if text else "",
         metrics=read_metrics(folder),
         checkpoints=[_read_checkpoint(path) for path in measured_checkpoints(folder)],
@@ -295,7 +295,7 @@ def _read_checkpoint(folder: Path) -> EvaluatedCheckpoint:
 
 
 def _read_samples(path: Path) -> list[SampleText]:
-    return from_json(list[SampleText], json.loads(path.read_text())) if path.is_file() else []
+    return read_typed(list[SampleText], path) if path.is_file() else []
 
 
 def as_yaml(content: object) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
+from draftsmith.models.reading import read_typed
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.typed_json import from_json
 from draftsmith.recipes.serving.engine_speed import TimedRequest
@@ -87,7 +88,7 @@ def run_environment(
         process = subprocess.run(command, env=variables, capture_output=True, text=True)
         if process.returncode:
             raise UserError(f"vLLM in {folder} failed: {root_cause(process.stdout, process.stderr)}")
-        return from_json(EngineRun, json.loads(answer.read_text()))
+        return read_typed(EngineRun, answer)
 
 
 def run_address(url: str, target: Target, prompts: list[list[int]], max_new_tokens: int) -> EngineRun:

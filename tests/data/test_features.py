@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from feature_stores import make_store, source_of
+from safetensors.torch import save_file
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.features import stored as features
 from draftsmith.data.features import writer as feature_writer
-from draftsmith.data.features.stored import StoredFeatures, decode, encode
+from draftsmith.data.features.stored import HEADER, StoredFeatures, checksum, decode, encode, read_header
 from draftsmith.data.features.writer import check_disk, write_shards
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
 from draftsmith.data.samples.samples import Sample, read_samples
@@ -219,6 +220,28 @@ def test_damaged_shards_are_refused_by_name(
     shard.unlink()
     assert loss_curve(make_config("medusa", samples, tiny_target_dir, tmp_path / "run", **stored)) == before
     assert shard.read_bytes() == content
+
+
+def store_other_shapes(path: Path) -> None:
+    """Under a header and a checksum that agree with all else, as no accident does."""
+    header, tensors = read_header(path), {"hidden": torch.zeros(3)}
+    save_file(tensors, path, metadata={HEADER: json.dumps({**header, "checksum": checksum(tensors)})})
+
+
+def store_no_header(path: Path) -> None:
+    save_file({"hidden": torch.zeros(3)}, path, metadata={HEADER: "[]"})
+
+
+@pytest.mark.parametrize("forge", [store_other_shapes, store_no_header])
+def test_forged_shards_are_refused(
+    forge: Callable[[Path], None], samples: Path, tiny_target: Target, tmp_path: Path
+) -> None:
+    """Training would end in the middle of a step, with a traceback."""
+    store = make_store(tmp_path, tiny_target, make_plan(read_samples(samples)))
+    write(store, tiny_target)
+    assert not store.problems(0, 1)
+    forge(tmp_path / store.shards[0].file)
+    assert store.shards[0].file in store.problems(0, 1)[0]
 
 
 @pytest.mark.parametrize(

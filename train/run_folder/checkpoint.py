@@ -20,6 +20,7 @@ from draftsmith.data.progress import notice, size_text
 from draftsmith.models import CHANGED_TARGET, Drafter, save_drafter
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import file_hash
+from draftsmith.models.reading import read_json
 from draftsmith.train.hardware.layouts import whole_weights
 from draftsmith.train.process.faults import failing_together
 from draftsmith.train.run_folder.training_state import PARTS, WEIGHT, load_parts, part_file, whole_part
@@ -135,7 +136,7 @@ def resumable(run: Path) -> list[Path]:
 def damage(checkpoint: Path) -> str | None:
     """Return the first file of a checkpoint that is not as it was written; None where all are."""
     try:
-        expected: dict[str, str] = json.loads((checkpoint / TRAINER / MANIFEST).read_text())
+        expected: dict[str, str] = read_json(checkpoint / TRAINER / MANIFEST)
         return next((name for name, digest in expected.items() if file_hash(checkpoint / name) != digest), None)
     except (OSError, ValueError) as error:
         return first_line(error)
@@ -182,5 +183,5 @@ def resume(accelerator: Accelerator, drafter: Drafter, optimizer: Any, run: Path
             f"another run.dir and init_from={existing[-1]}, which starts with a fresh optimiser"
         )
     load_parts(accelerator, drafter, optimizer, folder)
-    progress = json.loads((folder / PROGRESS).read_text())
+    progress = read_json(folder / PROGRESS)
     return progress["step"], progress["training_seconds"]

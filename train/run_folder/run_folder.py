@@ -1,12 +1,10 @@
 """The folder of a run: its config, what it ran on, and the link to its best checkpoint."""
 
-import json
 import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import yaml
 from accelerate import Accelerator
 
 from draftsmith.data.answers.changed_settings import changes_text, flatten, setting_changes
@@ -18,6 +16,7 @@ from draftsmith.models import Target
 from draftsmith.models.drafter_parts.layouts import checkpoint_hash
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, write_json, write_whole
+from draftsmith.models.reading import read_json, read_yaml
 from draftsmith.models.target.identity import identity
 from draftsmith.models.typed_json import to_json
 from draftsmith.train.config import DataConfig, EvaluationConfig, RunConfig, TrainConfig, contents, dump
@@ -66,8 +65,8 @@ def check_same_run(run: Path, config: TrainConfig, environment: dict[str, Any]) 
     """Refuse a folder with checkpoints of a run that would give other weights; say what else has changed."""
     if not checkpoints(run):
         return
-    stored_environment = json.loads((run / "environment.json").read_text())
-    changed = changed_settings(yaml.safe_load((run / "config.yaml").read_text()), config)
+    stored_environment = read_json(run / "environment.json")
+    changed = changed_settings(read_yaml(run / "config.yaml"), config)
     for key, hash in HASHES.items():
         before, now = (content.get(hash) for content in (stored_environment, environment))
         if before and now:

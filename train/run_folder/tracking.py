@@ -8,6 +8,7 @@ from typing import Any
 from draftsmith.data.answers.changed_settings import flatten
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import write_whole
+from draftsmith.models.reading import parse_json, read_text
 from draftsmith.train.config import TrainConfig, contents
 
 METRICS = "metrics.jsonl"
@@ -77,5 +78,8 @@ def as_line(metrics: dict[str, Any]) -> str:
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Return what was logged, without a line that a kill has left unfinished, or that is being written."""
     path = run / METRICS
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = read_text(path).split("\n") if path.is_file() else [""]
+    metrics = [parse_json(line, f"{path} line {number}") for number, line in enumerate(lines[:-1], 1)]
+    if not all(isinstance(line, dict) and isinstance(line.get("step"), int) for line in metrics):
+        raise UserError(f"{path} has a line that is not of a step: put it back as it was, or remove it")
+    return metrics

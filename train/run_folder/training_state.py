@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draftsmith.models import Drafter
+from draftsmith.models.reading import open_tensors
 
 WEIGHT, STEP, MOMENTS = "weight", "step", ("exp_avg", "exp_avg_sq")  # the last three as AdamW calls them
 PARTS = (WEIGHT, STEP, *MOMENTS)  # each is a file of a checkpoint
@@ -47,7 +47,7 @@ def whole_part(accelerator: Accelerator, drafter: Drafter, optimizer: Any, part:
 @torch.no_grad()
 def load_parts(accelerator: Accelerator, drafter: Drafter, optimizer: Any, folder: Path) -> None:
     """Load what `whole_part` returned from its files. All processes call this together; each takes its own pieces."""
-    files = {part: safe_open(part_file(folder, part), "pt") for part in PARTS}
+    files = {part: open_tensors(part_file(folder, part)) for part in PARTS}
     moved = set(files[STEP].keys())
     for name, buffer in persistent_buffers(drafter).items():
         buffer.copy_(files[WEIGHT].get_tensor(name))

@@ -1,6 +1,5 @@
 """vocabulary.json of a run: the draft vocabulary, and the bound that it sets to acceptance."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from draftsmith.data.features.vocabulary import measure_vocabulary
 from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.models import Drafter, Target
 from draftsmith.models.drafter_parts.vocabulary import vocabulary_hash
+from draftsmith.models.reading import read_json
 
 VOCABULARY = "vocabulary.json"
 
@@ -36,7 +36,7 @@ def vocabulary_content(
 def read_vocabulary(run: Path) -> dict[str, Any] | None:
     """Return the content of a run's vocabulary.json; None where the run drafts from the whole vocabulary."""
     path = run / VOCABULARY
-    return json.loads(path.read_text()) if path.is_file() else None
+    return read_json(path) if path.is_file() else None
 
 
 def vocabulary_text(content: dict[str, Any]) -> str:
