@@ -1,5 +1,6 @@
 """The drafters, the target, and drafter checkpoints."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ __all__ = [
     "read_checkpoint",
     "save_drafter",
 ]
+
+if "DRAFTSMITH_KERNELS" in os.environ:
+    import_module("draftsmith.models.kernels")  # before triton is imported, which its switch has to reach
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,7 @@ WINGS = {  # the floors from the ground up, and the wings of each from the groun
 FLOORS = tuple(WINGS)
 # What all wings of a floor stand on. Other files beside the wings stand on top of them.
 GROUND = {
-    "models": ("batch", "drafter_configs", "errors", "files", "layers", "ranges", "reading", "typed_json"),
+    "models": ("batch", "drafter_configs", "errors", "files", "kernels", "layers", "ranges", "reading", "typed_json"),
     "data": ("console", "http", "processes", "progress"),
     "train": ("config",),
 }

@@ -24,6 +24,7 @@ from draftsmith.inference.verification import acceptance_rules
 from draftsmith.inference.verification.acceptance_rules import Verified
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft, chain
+from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, cut, sample
 from draftsmith.models.sampling.trees import Chain, Shape, ancestor_words, node_depths
 from draftsmith.models.target.slots import SlotCache, Window, chain_window
@@ -97,7 +98,7 @@ class BatchEngine:
         self.owner: Callable[[], Owner | None] = lambda: None
         self._num_columns = 1  # columns of the features that the target's last pass filled
         self._num_unread = 0  # newest tokens of a row, at most, that the drafter has still to read from the text
-        self.fixed_shapes = device.type != "cpu"  # a round computes all rows and slots; else no more than those in use
+        self.fixed_shapes = runs_kernels(device)  # a round computes all rows and slots; else no more than those in use
         # a recorded verification reads the tensors of a recorded draft: both are recorded, or neither is
         records = device.type == "cuda" and can_be_recorded(drafter) and can_be_recorded(target.model)
         self.recorded = RecordedCalls(records)
@@ -341,7 +342,7 @@ class BatchEngine:
 
 def rules_on(device: torch.device) -> ModuleType:
     """Return the module of the verification rules: on a GPU the kernels, else their specification."""
-    if device.type != "cuda":
+    if not runs_kernels(device):
         return acceptance_rules
     from draftsmith.inference.verification import acceptance_kernels  # needs triton
 

@@ -26,6 +26,7 @@ from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, LevelWindows, grow
 from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots, KeyValue, unrolled_attention
+from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.layers import DecodingNorm, gather_columns, rotary_table, store_by_columns
 from draftsmith.models.losses.chain_loss import ChainLoss
 from draftsmith.models.sampling.trees import Shape
@@ -187,7 +188,7 @@ class EagleCache(DrafterCache):
 def store_for_decoding(*linears: nn.Linear) -> None:
     """Lay out the matrices as a CPU multiplies a single row by them fastest; on a GPU leave them."""
     for linear in linears:
-        if linear.weight.device.type == "cpu":
+        if not runs_kernels(linear.weight.device):
             store_by_columns(linear)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft, stack_chain
+from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.layers import gather_columns
 from draftsmith.models.sampling.trees import WORD, Chain, DynamicTree, Shape, StaticTree, pack
 from draftsmith.models.target.slots import SlotCache, Window
@@ -53,7 +54,7 @@ def grow_chain(depth: int, logits: Tensor, read: Read, state: DecodingState) -> 
     ended: list[Tensor] = []  # before each depth, [B]
     for level in range(depth):
         ended.append(confidence < state.least_confidence)
-        if state.least_confidence and logits.device.type == "cpu" and ended[-1].all():
+        if state.least_confidence and not runs_kernels(logits.device) and ended[-1].all():
             break
         if level:
             logits = read(chosen[-1][0][:, None], None)

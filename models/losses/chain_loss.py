@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses.divergences import Divergence, Teacher, compiled_compare
 
@@ -93,7 +94,7 @@ def chunk_rows(vocabulary: int) -> int:
 
 def teacher_from(logits: Tensor, draft_to_target: Tensor | None) -> "Teacher | FusedTeacher":
     """Return the target at the rows of its logits [R, V], in the form for their device."""
-    if not logits.is_cuda:
+    if not runs_kernels(logits.device):
         return Teacher.from_logits(logits, draft_to_target)
     from draftsmith.models.losses.divergence_kernels import FusedTeacher  # needs triton
 

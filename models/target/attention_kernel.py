@@ -109,9 +109,14 @@ def num_splits(programs: int, num_slots: int, block: int, part_bytes: int, devic
     More where a cache is long, for in a batch of ragged rows all would wait for the longest; but no more than there is
     scratch for, of which each takes `part_bytes`: prompts are read by programs enough.
     """
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // programs
+    wanted = 2 * num_multiprocessors(device) // programs
     wanted = max(num_slots // 4096, min(wanted, triton.cdiv(num_slots, block)))
     return max(1, min(wanted, MOST_SCRATCH // part_bytes))
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU; of a CPU, on which programs run one by one, 1."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def last_ancestors(packed_mask: Tensor, count: int) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.target import layer_steps as llama_steps
 from draftsmith.models.target.slots import SlotCache, Window
@@ -42,7 +43,7 @@ def fuse(model: PreTrainedModel) -> "FusedDecoder | None":
 
 def steps_on(device: torch.device) -> ModuleType:
     """Return the steps between the products, for a device."""
-    if device.type == "cpu":
+    if not runs_kernels(device):
         return llama_steps
     from draftsmith.models.target import layer_kernels as llama_kernels
 
@@ -170,7 +171,7 @@ def merge(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     Where they are that already, the tensors of before come back. On a CPU a row of the weight holds what one input adds
     to all outputs: for a few tokens that is faster than the order of a Linear.
     """
-    by_columns = linears[0].weight.device.type == "cpu"
+    by_columns = not runs_kernels(linears[0].weight.device)
     weight = merged_parameter([linear.weight for linear in linears], by_columns).t()
     has_bias = linears[0].bias is not None
     return weight, merged_parameter([linear.bias for linear in linears], by_columns=False) if has_bias else None

@@ -17,6 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from draftsmith.models.kernels import runs_kernels
+
 if TYPE_CHECKING:
     from draftsmith.models.target.cache_kernels import MoveTable
 
@@ -38,7 +40,7 @@ class Window:
 
     def mask(self, num_slots: int) -> Tensor:
         """Return what each new token sees, as the attention of its device reads it: packed on a GPU, else bool."""
-        return self.packed_mask() if self.slots.is_cuda else self.bool_mask(num_slots)
+        return self.packed_mask() if runs_kernels(self.slots.device) else self.bool_mask(num_slots)
 
     def bool_mask(self, num_slots: int) -> Tensor:
         """Return which slots each new token sees: bool [B, 1, T, M]."""
@@ -107,7 +109,7 @@ class SlotCache:
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store key and value [B, Hkv, T, D] at the slots set before; return those seen, each [B, Hkv, M, D]."""
         self.reserve(layer_idx, key.shape[1], key.shape[3], like=key)
-        if key.is_cuda:
+        if runs_kernels(key.device):
             from draftsmith.models.target import cache_kernels
 
             cache_kernels.write_slots(key, value, self.written, self.flat(layer_idx))
@@ -144,7 +146,7 @@ class SlotCache:
         kept: what they bring lands behind the kept ones.
         """
         stored = [layer.kept for layer in self._layers.values()]
-        if not path.is_cuda:
+        if not runs_kernels(path.device):
             move_slots(stored, prefix, path)
             return
         from draftsmith.models.target import cache_kernels

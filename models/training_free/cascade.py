@@ -15,6 +15,7 @@ from draftsmith.models.drafter_configs import CascadeConfig
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, chain, lookup_chain
 from draftsmith.models.errors import UserError
+from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import Window
 from draftsmith.models.target.target import Features, Target
@@ -60,7 +61,7 @@ class Cascade(Drafter):
         """Ask a trained drafter that keeps a cache every round; on a CPU ask others only where a row needs it."""
         tokens, matched = self.lookup.look_up(state, shape.depth)
         looked_up = matched >= self.config.shortest  # [B]
-        if state.cache is None and tokens.device.type == "cpu" and looked_up.all():
+        if state.cache is None and not runs_kernels(tokens.device) and looked_up.all():
             return lookup_chain(tokens)
         draft = self.trained.propose(replace(state, own_drafts=False), shape)
         width = draft.tokens.shape[1]

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from draftsmith.models.drafter_configs import SuffixConfig
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft, lookup_chain
+from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.sampling.trees import Shape
 
 NOTHING = NO_TOKEN - 1  # before the beginning of a text; equals no token, nor what ends the texts of a corpus
@@ -48,7 +49,7 @@ class Suffix(Drafter):
         """Return each row's draft [B, K], then NO_TOKEN, and how many tokens of its suffix it stands on [B]."""
         config = self.config
         history = self.history
-        if history.device.type == "cpu":  # on a GPU all rounds have one shape
+        if not runs_kernels(history.device):  # on a GPU all rounds have one shape
             history = history[len(history) - self.num_kept :]
         corpus = corpus_of(history, state.token_ids, state.lengths)
         suffix = newest_tokens(state.token_ids, state.lengths, config.longest)

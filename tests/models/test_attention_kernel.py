@@ -50,7 +50,7 @@ def make_window(name: str) -> Window:
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """What is allocated and never written is NaN."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # on a GPU the twins have no such algorithm
     yield
     torch.use_deterministic_algorithms(False)
 

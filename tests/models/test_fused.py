@@ -11,13 +11,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from draftsmith.models import Target
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
-from draftsmith.models.target import attention_kernel
 from draftsmith.models.target import layer_kernels as llama_kernels
 from draftsmith.models.target import layer_steps as llama_steps
 from draftsmith.models.target.fused_layers import fuse
 from draftsmith.models.target.slots import ATTENTION, SlotCache, Window, chain_window, run_on_slots
 
 NUM_SLOTS = 48
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where kernels run
 PARENTS = torch.tensor([[-1, -1, 0, 0, 1, 2]])
 LLAMA3_ROTARY = {
     "rope_type": "llama3",
@@ -61,12 +61,12 @@ def random_model(model_type: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
-def windows() -> list[tuple[Tensor, Window]]:
+def windows(device: torch.device | None = None) -> list[tuple[Tensor, Window]]:
     """Ragged prompts, a chain behind them, then a tree over the chain."""
-    token_ids = torch.randint(101, (3, 32))
-    lengths = torch.tensor([20, 11, 15])
-    prompts = chain_window(torch.zeros(3, dtype=torch.int64), 20)
-    parents = PARENTS.expand(3, -1)
+    token_ids = torch.randint(101, (3, 32)).to(device)
+    lengths = torch.tensor([20, 11, 15], device=device)
+    prompts = chain_window(torch.zeros_like(lengths), 20)
+    parents = PARENTS.to(device).expand(3, -1)
     tree = chain_window(lengths, 7)
     tree = Window(tree.slots, lengths[:, None] + node_depths(parents, 3), lengths, ancestor_words(parents, 3))
     return [(token_ids[:, :20], prompts), (token_ids[:, 20:25], chain_window(lengths, 5)), (token_ids[:, 25:], tree)]
@@ -102,15 +102,13 @@ def test_equals_stock_modelling(model_type: str, changes: dict) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "changes"), [("qwen3", {}), ("mistral", {"sliding_window": 3})])
-def test_kernels_serve_a_pass_as_their_twins_do(
-    model_type: str, changes: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In Triton's interpreter: a chain and a tree over a text that the plain steps have read."""
-    decoder = fuse(random_model(model_type, num_hidden_layers=2, **changes))
+def test_kernels_serve_a_pass_as_their_twins_do(model_type: str, changes: dict) -> None:
+    """A chain and a tree over a text that the plain steps have read."""
+    decoder = fuse(random_model(model_type, num_hidden_layers=2, **changes).to(DEVICE))
     assert decoder is not None
-    monkeypatch.setattr(attention_kernel, "num_splits", lambda *_: 1)
     caches = SlotCache(3, NUM_SLOTS), SlotCache(3, NUM_SLOTS)
-    prompts, chain, tree = windows()
+    prompts, chain, tree = windows(DEVICE)
+    decoder.steps = llama_steps
     for cache in caches:
         decoder.run(*prompts, cache)
     for token_ids, window in (chain, tree):

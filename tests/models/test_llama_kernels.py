@@ -29,8 +29,8 @@ def rounded(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
 @pytest.mark.parametrize("width", [64, 100, 1536])
 def test_rms_norm(width: int, dtype: torch.dtype, device: str) -> None:
     """Of rows that lie apart, large and small; a row of zeros stays one."""
-    x = rounded(5, 2 * width, dtype=dtype, device=device)[:, :width] * torch.tensor([[1], [0], [8], [1], [2**-7]])
-    x = x.to(device)
+    factors = torch.tensor([[1], [0], [8], [1], [2**-7]], device=device)
+    x = rounded(5, 2 * width, dtype=dtype, device=device)[:, :width] * factors
     weight = rounded(width, dtype=dtype, device=device)
     expected = torch.empty(5, width, device=device)
     llama_steps.rms_norm(x, DecodingNorm(weight, 1e-5), out=expected)
@@ -42,18 +42,23 @@ def test_rms_norm(width: int, dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("queries", "kv_heads", "width"), [(4, 2, 32), (3, 3, 20), (8, 1, 128)])
+@pytest.mark.parametrize(
+    ("num_tokens", "queries", "kv_heads", "width"), [(5, 4, 2, 32), (5, 3, 3, 20), (5, 8, 1, 128), (1, 4, 2, 32)]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotate_and_store(
-    queries: int, kv_heads: int, width: int, normed: bool, dtype: torch.dtype, device: str
+    num_tokens: int, queries: int, kv_heads: int, width: int, normed: bool, dtype: torch.dtype, device: str
 ) -> None:
-    """Of q in place, k and v in the cache; the cache's other slots and v itself are left alone."""
-    num_tokens, num_rotated, half = 5, queries + kv_heads, width // 2
+    """Of q in place, k and v in the cache; the cache's other slots and v itself are left alone.
+
+    One token, as a step of plain decoding has it, is a view whose stride along the tokens means nothing.
+    """
+    num_rotated, half = queries + kv_heads, width // 2
     qkv = rounded(num_tokens, (num_rotated + kv_heads) * width, dtype=dtype, device=device)
     angles = torch.randn(num_tokens, 1, 1, half, device=device)
     cos, sin = angles.cos(), torch.cat((-angles.sin(), angles.sin()), 2)
     weight = rounded(num_rotated, width, dtype=dtype, device=device)
-    written = torch.tensor([3, 11, 4, 0, 7], device=device)
+    written = torch.tensor([3, 11, 4, 0, 7], device=device)[:num_tokens]
     results = []
     for steps, kind in ((llama_steps, torch.float32), (llama_kernels, dtype)):
         own = qkv.to(kind, copy=True)

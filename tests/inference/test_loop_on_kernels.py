@@ -1,0 +1,156 @@
+"""The whole decoder on its kernels, in Triton's interpreter: it gives the tokens and the counts of the plain path.
+
+By default every verification mode meets every shape, with drafters, batch sizes and lags taking turns.
+`pytest -m long tests/inference/test_loop_on_kernels.py` tries every combination.
+"""
+
+import functools
+import itertools
+from collections import Counter
+from typing import get_args
+
+import pytest
+import torch
+from drafters import build, loss_of, random_batch
+
+from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
+from draftsmith.inference.decoding.decoder import resolve_settings
+from draftsmith.inference.decoding.generation import Generation
+from draftsmith.inference.verification.acceptance_rules import VerificationMode
+from draftsmith.models import DRAFTERS, Drafter, Target
+from draftsmith.models.errors import UserError
+from draftsmith.models.kernels import SWITCH, runs_kernels
+from draftsmith.models.losses.chain_loss import teacher_from
+from draftsmith.models.losses.divergences import Teacher
+from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.sampling.trees import DynamicTree, Shape, StaticTree
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU kernels are compiled")
+
+SHAPES = {"chain": 3, "static": StaticTree(((0,), (1,), (0, 0), (0, 1))), "dynamic": DynamicTree(5, 3, 2)}
+MODES = get_args(VerificationMode)
+PROMPTS = [[5, 6, 7, 5, 6], [8, 9], [11]]
+NUM_SLOTS = 24
+SMALL = {"draft_model": {"num_layers": 1}, "lookahead": {"window": 2, "candidates": 2, "pool": 16}}
+Case = tuple[str, VerificationMode, str]
+
+
+@pytest.fixture(scope="module")
+def target_dir(make_target_dir) -> str:
+    return str(make_target_dir(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1))
+
+
+def load(directory: str) -> Target:
+    return Target.from_pretrained(directory, "cpu", torch.float32)
+
+
+@functools.lru_cache
+def plain_target(directory: str) -> Target:
+    return load(directory)
+
+
+def drafter_of(kind: str, target: Target) -> Drafter:
+    return build(kind, target, **SMALL.get(kind, {}))
+
+
+def settings_of(case: Case, target: Target) -> GenerationSettings | None:
+    """Return the settings of a case; None where the drafter cannot follow them."""
+    kind, mode, shape_name = case
+    sampling = Sampling() if mode in ("greedy", "synthetic") else Sampling(0.8, 0.9, 20)
+    shape: int | Shape = 0 if kind == "none" else SHAPES[shape_name]
+    try:
+        rates = (0.5, 0.3) if mode == "synthetic" else ()
+        return resolve_settings(drafter_of(kind, target), sampling, 4, shape, mode, synthetic_rates=rates)
+    except UserError:
+        return None
+
+
+def decode(target: Target, kind: str, settings: GenerationSettings, num_rows: int, lag: int) -> list[tuple]:
+    """Return the tokens and the counters of so many prompts and one more, in a queue through so many rows."""
+    engine = BatchEngine(target, drafter_of(kind, target), settings, num_rows, NUM_SLOTS)
+    generation = Generation(engine, PROMPTS[: num_rows + 1], lag=lag)
+    while generation.running():
+        generation.step()
+    return [(request.token_ids, request.stats) for request in generation.requests]
+
+
+def assert_kernels_agree(case: Case, num_rows: int, lag: int, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = plain_target(directory)
+    settings = settings_of(case, plain)
+    assert settings is not None
+    expected = decode(plain, case[0], settings, num_rows, lag)
+    monkeypatch.setenv(SWITCH, "interpreter")
+    on_kernels = load(directory)
+    assert runs_kernels(on_kernels.device)
+    assert decode(on_kernels, case[0], settings, num_rows, lag) == expected
+
+
+def followed_cases(directory: str) -> list[Case]:
+    """Return every combination that its drafter can follow."""
+    shapes = ((kind, shape) for kind in DRAFTERS for shape in SHAPES if kind != "none" or shape == "chain")
+    every = [(kind, mode, shape) for (kind, shape), mode in itertools.product(shapes, MODES)]
+    return [case for case in every if settings_of(case, plain_target(directory)) is not None]
+
+
+def covering_cases(directory: str) -> list[Case]:
+    """Return one case for each mode and shape, of the drafter that was taken least before and follows the fewest."""
+    taken: Counter[str] = Counter()
+    followed = Counter(case[0] for case in followed_cases(directory))
+    chosen = []
+    by_mode = sorted(followed_cases(directory), key=lambda case: case[1:])
+    for _, group in itertools.groupby(by_mode, lambda case: case[1:]):
+        case = min(group, key=lambda case: (taken[case[0]], followed[case[0]]))
+        taken[case[0]] += 1
+        chosen.append(case)
+    assert set(taken) == set(DRAFTERS)
+    return chosen
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_loop_on_kernels_is_the_plain_loop(part: int, target_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, case in enumerate(covering_cases(target_dir)):
+        if number % 4 == part:
+            with monkeypatch.context() as environment:
+                assert_kernels_agree(case, (1, 3)[number // 4 % 2], number % 2, target_dir, environment)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_loop_on_kernels_in_every_combination(
+    num_rows: int, lag: int, target_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for case in followed_cases(target_dir):
+        with monkeypatch.context() as environment:
+            assert_kernels_agree(case, num_rows, lag, target_dir, environment)
+
+
+def loss_and_gradients(target: Target) -> list[torch.Tensor]:
+    """Return the loss, its sums and the gradients of a drafter on a random batch."""
+    drafter = build("eagle3", target)
+    sums = loss_of(drafter, random_batch(target), target)
+    sums["loss"][0].backward()
+    gradients = [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
+    return [tensor.detach() for pair in sums.values() for tensor in pair] + gradients
+
+
+def test_a_training_loss_on_kernels_is_the_plain_loss(target_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = plain_target(target_dir)
+    expected = loss_and_gradients(target)
+    monkeypatch.setenv(SWITCH, "interpreter")
+    assert not isinstance(teacher_from(torch.ones(1, 4), None), Teacher)
+    torch.testing.assert_close(loss_and_gradients(target), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not runs_kernels(torch.device("cpu"))
+    monkeypatch.setenv(SWITCH, "interpreter")
+    assert runs_kernels(torch.device("cpu"))
+    assert not runs_kernels(torch.device("meta"))
+    monkeypatch.setenv(SWITCH, "yes")
+    with pytest.raises(UserError, match="give interpreter"):
+        runs_kernels(torch.device("cpu"))
+    monkeypatch.setenv(SWITCH, "interpreter")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(UserError, match="before Python starts"):
+        runs_kernels(torch.device("cpu"))
