@@ -1,4 +1,4 @@
-"""Where Triton kernels run: on a GPU, and, for tests and for whoever doubts a kernel, in Triton's interpreter on a CPU.
+"""Tell where Triton kernels run: on a GPU, and, for whoever doubts a kernel, in Triton's interpreter on a CPU.
 
 With the environment variable DRAFTSMITH_KERNELS=interpreter everything that a GPU would run through a kernel runs
 through the same kernel on CPU tensors, slowly, in fp32 or fp16; rounds have the fixed shapes that they have on a GPU.
