@@ -1,8 +1,16 @@
-"""Which of several processes this one is, and its device."""
+"""Which of several processes this one is, its device, and the lock that it holds on a folder."""
 
+import contextlib
 import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
 
-import torch
+from filelock import FileLock, Timeout
+
+from draftsmith.data.progress import notice
+from draftsmith.models.errors import UserError
+from draftsmith.models.files import made_folder, require_writable
 
 
 def rank_and_num_ranks() -> tuple[int, int]:
@@ -12,5 +20,48 @@ def rank_and_num_ranks() -> tuple[int, int]:
 
 def device_of_process() -> str | None:
     """Return the GPU of this process where a launcher started several; None leaves the choice to the target."""
+    import torch  # here, since commands lock their folder before they load anything
+
     local_rank = os.environ.get("LOCAL_RANK")
     return f"cuda:{local_rank}" if local_rank and torch.cuda.is_available() else None
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a folder, which need not exist, for this launch alone: each rank of it has a lock of its own.
+
+    Raises `UserError` where it cannot be written to, and where another process holds it. The lock is a hidden file
+    beside the folder, and ends with the process, however that ends. A file system without locks is told of, and is no
+    reason to stop.
+    """
+    rank, _ = rank_and_num_ranks()
+    if rank == 0:
+        require_writable(folder)
+    place = folder.resolve()
+    path = place.with_name(f".{place.name}.lock" if rank == 0 else f".{place.name}-{rank}.lock")
+    lock = FileLock(path, fallback_to_soft=False)
+    with made_folder(place.parent):
+        try:
+            lock.acquire(blocking=False)
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        except Timeout:
+            raise UserError(
+                f"{folder} is being written by {holder(path)}: wait until it ends, or give another folder"
+            ) from None
+        except OSError as error:
+            notice(f"{folder} cannot be locked ({error.strerror}): see to it that no other process writes there")
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                if lock.is_locked:
+                    path.unlink()  # before it is free, so that nobody locks a file that then vanishes
+                lock.release()
+
+
+def holder(path: Path) -> str:
+    """Return in words who holds a lock."""
+    try:
+        return path.read_text() or "another process"
+    except OSError:
+        return "another process"

@@ -1,24 +1,44 @@
-"""Writing files so that nobody ever reads half of one."""
+"""Writing files and folders so that nobody ever finds half of one.
 
+Whatever ends a write (a kill, an interruption, a full disk), there is what was there before, or all of the new.
+"""
+
+import contextlib
+import errno
 import hashlib
 import json
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from draftsmith.models.errors import UserError
 
+PARTIAL = ".partial"
+ROOM_IN_NAMES = 20  # bytes by which a hidden name, under which something is written, is longer
+# Texts by which libraries, which have errors of their own, tell of a disk that takes no more.
+DISK_FAULTS = tuple(
+    os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES)
+)
+AGAIN = "nothing is left half written: mend that, and give the same command again"
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file whole or not at all, and make its folder where there is none.
 
-    The text goes into a hidden file beside it, which then takes its name: a reader, and a process that starts again
-    after it was killed, finds the old content or the new one.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all, and make its folder where there is none. Text is written in UTF-8.
+
+    Lone surrogates, which UTF-8 cannot hold, are written as escapes. The content goes into a hidden file beside it,
+    which then takes its name. Raises `UserError` where it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")  # processes may write the same file at once
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Any, indent: int = 2) -> None:
@@ -35,12 +55,94 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield a hidden folder to write into, whose files lie in the folder `path` when the block has ended without error.
+
+    A new folder appears at once. Into one that exists the files move one by one; config.json, without which nothing
+    loads the others, is the last. The caller sees to it that no other process writes there (`locked`).
+    """
+    exists = path.is_dir()
+    partial = path / PARTIAL if exists else path.with_name(f".{path.name}{PARTIAL}")
+    with writing(path):
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        try:
+            partial.mkdir(parents=True)
+            yield partial
+            sync(partial)
+            if exists:
+                move_files(partial, path)
+            else:
+                partial.replace(path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def move_files(source: Path, folder: Path) -> None:
+    """Move all files of a folder into another, over those of the same names there; a checksum before its file."""
+    files = [path for path in source.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: (path.name != "config.json", path), reverse=True):
+        place = folder / path.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(place)
+
+
+def sync(folder: Path) -> None:
+    """Wait until the files are on the disk: a renamed folder with empty files would pass for a whole one."""
+    for path in folder.rglob("*"):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def writing(path: Path, mend: str = AGAIN) -> Iterator[None]:
+    """Raise `UserError`, which ends with the mend, where the block fails to write to `path`: no room, no permission."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if (fault := disk_fault(error)) is None:
+            raise
+        raise UserError(f"cannot write to {path}: {fault}; {mend}") from error
+
+
+def disk_fault(error: Exception) -> str | None:
+    """Return in words why a file could not be written; None where the error is of something else."""
+    if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
+        return error.strerror or str(error)
+    return next((text for text in DISK_FAULTS if text in str(error)), None)
+
+
 def require_writable(folder: Path) -> None:
-    """Make the folder, or raise `UserError` saying why it cannot be written to."""
+    """Raise `UserError` where a folder cannot be made or written to. Nothing is made."""
+    if "\0" in str(folder):
+        raise UserError(f"{str(folder)!r} is no name of a folder")
+    with writing(folder, "give another folder"):
+        existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        if not existing.is_dir():
+            kind = "a link to nothing" if existing.is_symlink() and not existing.exists() else "a file"
+            raise UserError(f"cannot write to {folder}: {existing} is {kind}; give another folder")
+        longest = os.pathconf(existing, "PC_NAME_MAX") - ROOM_IN_NAMES
+        if any(len(os.fsencode(part)) > longest for part in folder.parts):
+            raise UserError(f"cannot write to {folder}: give names of at most {longest} bytes")
+        with contextlib.suppress(FileNotFoundError):
+            folder.lstat()  # tells of a path that is too long as a whole
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+
+
+@contextlib.contextmanager
+def made_folder(folder: Path) -> Iterator[None]:
+    """Make a folder, with those above it, for the time of the block. Those that stay empty are removed again."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # another process may have been quicker
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+        yield
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from draftsmith.data.console import say
-from draftsmith.data.processes import rank_and_num_ranks
+from draftsmith.data.processes import locked, rank_and_num_ranks
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.samples.batches import MicroBatch
 from draftsmith.models.batch import Batch
@@ -46,12 +46,18 @@ from draftsmith.train.step import (
 def train(config: TrainConfig) -> Path:
     """Train, checkpoint and evaluate, from where an earlier run of the same config stopped. Return the run's folder.
 
-    Raises `Stopped` where a signal asked for that: after a checkpoint, or at once before the first step.
+    Raises `UserError` where another process writes that folder, and `Stopped` where a signal asked for that: after a
+    checkpoint, or at once before the first step.
     """
     stages, stop = Stages(pick_device(config.run.device)), StopRequest()
     rank, num_ranks = rank_and_num_ranks()
     # from the start, in which processes find each other, and features may be stored for hours
-    with in_one_line(stages, rank, num_ranks), watched(stages, rank, num_ranks, config.run.stuck_after), stop:
+    with (
+        in_one_line(stages, rank, num_ranks),
+        watched(stages, rank, num_ranks, config.run.stuck_after),
+        stop,
+        locked(Path(config.run.dir)),
+    ):
         setup = set_up(config)
         folder = open_run(config, setup.target, setup.accelerator)
         TrainingRun(config, setup, folder, stages, stop).train()

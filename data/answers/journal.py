@@ -5,10 +5,11 @@ line that a kill cut short is dropped. When all prompts are answered, the journa
 of the prompts, in one rename.
 """
 
+import contextlib
 from pathlib import Path
 
 from draftsmith.data.samples.samples import Sample, sample_line, write_samples
-from draftsmith.models.errors import UserError
+from draftsmith.models.files import writing
 
 
 class Journal:
@@ -16,23 +17,19 @@ class Journal:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = folder / f"answers-{rank}.partial"
-        try:
+        with writing(self.path):
             self._file = open(self.path, "a+b")  # noqa: SIM115  # open as long as the process writes
             self._file.seek(0)
             self.num_bytes = self._file.read().rfind(b"\n") + 1
             self._file.truncate(self.num_bytes)
-        except OSError as error:
-            raise UserError(f"cannot write to {folder}: {error.strerror}") from None
 
     def append(self, index: int, samples: list[Sample]) -> None:
-        """Write the samples of a prompt. Raises `UserError` where the disk is full."""
+        """Write the samples of a prompt. Raises `UserError` where the disk is full; what is written is kept."""
         parts = [str(index), *(sample_line(sample).rstrip("\n") for sample in samples)]
         line = ("\t".join(parts) + "\n").encode()
-        try:
+        with writing(self.path, "what is written is kept: make room, and the same command goes on"):
             self._file.write(line)
             self._file.flush()
-        except OSError as error:
-            raise UserError(f"cannot write to {self.path}: {error.strerror}; what is written is kept") from None
         self.num_bytes += len(line)
 
     def close(self) -> None:
@@ -56,20 +53,20 @@ def written_lines(folder: Path) -> dict[int, tuple[Path, int]]:
 def merge_journals(folder: Path) -> None:
     """Write all answers into samples.jsonl, in the order of their prompts, and remove the journals."""
     places = written_lines(folder)
-    files = {path: open(path, "rb") for path in {path for path, _ in places.values()}}  # noqa: SIM115
+    with contextlib.ExitStack() as opened:
+        files = {path: opened.enter_context(open(path, "rb")) for path in {path for path, _ in places.values()}}
 
-    def answers(index: int) -> list[bytes]:
-        path, offset = places[index]
-        files[path].seek(offset)
-        return [sample + b"\n" for sample in files[path].readline().rstrip(b"\n").split(b"\t")[1:]]
+        def answers(index: int) -> list[bytes]:
+            path, offset = places[index]
+            files[path].seek(offset)
+            return [sample + b"\n" for sample in files[path].readline().rstrip(b"\n").split(b"\t")[1:]]
 
-    write_samples(folder, (sample for index in sorted(places) for sample in answers(index)))
-    for file in files.values():
-        file.close()
+        write_samples(folder, (sample for index in sorted(places) for sample in answers(index)))
     remove_journals(folder)
 
 
 def remove_journals(folder: Path) -> None:
     """Remove the journals of all processes."""
-    for path in folder.glob("answers-*.partial"):
-        path.unlink()
+    with writing(folder):
+        for path in folder.glob("answers-*.partial"):
+            path.unlink()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from draftsmith.data.answers.prepare import open_folder, show_written
 from draftsmith.data.answers.turns import Markers
+from draftsmith.data.processes import locked
 from draftsmith.data.prompts.conversations import encode_conversation
 from draftsmith.data.prompts.prompts import read_split
 from draftsmith.data.prompts.splits import HELD_OUT, write_prompts
@@ -42,8 +43,9 @@ def store_conversations(
         "num_held_out": len(split.held_out),
         "settings": {"held_out_share": held_out_share},
     }
-    open_folder(out, prepared)
-    if split.held_out:
-        write_prompts(out / HELD_OUT, split.held_out)
-    write_samples(out, (line.encode() for line in lines))
+    with locked(out):
+        open_folder(out, prepared)
+        if split.held_out:
+            write_prompts(out / HELD_OUT, split.held_out)
+        write_samples(out, (line.encode() for line in lines))
     show_written(out, target)

@@ -15,7 +15,7 @@ from draftsmith.data.answers.endpoint import MOST_REQUESTS, Endpoint
 from draftsmith.data.answers.journal import Journal, merge_journals, remove_journals, written_lines
 from draftsmith.data.answers.turns import Dialogue, Markers
 from draftsmith.data.console import say
-from draftsmith.data.processes import rank_and_num_ranks
+from draftsmith.data.processes import locked, rank_and_num_ranks
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.prompts.checks import (
     check_bos,
@@ -73,10 +73,15 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
     answers are each drawn once, but not reproducible.)
 
     Several processes take shares in turn and journals of their own; the first one waits for the others and merges.
-    Raises `UserError` for bad prompts, before anything is written, and for a folder that holds the answers of other
-    prompts or settings.
+    Raises `UserError` for bad prompts, before anything is written, for a folder that holds the answers of other prompts
+    or settings, and for one that another call writes.
     """
-    job = AnswerJob(target, source, settings)
+    with locked(out):
+        write_answers(AnswerJob(target, source, settings), out)
+
+
+def write_answers(job: "AnswerJob", out: Path) -> None:
+    """Write the answers that are missing in the folder `out`."""
     rank, num_ranks = rank_and_num_ranks()
     open_folder(out, job.prepared())
     if rank == 0 and job.held_out:
@@ -110,7 +115,7 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
     if rank == 0:
         wait_for_answers(out, len(job.kept))
         merge_journals(out)
-        show_written(out, target)
+        show_written(out, job.target)
 
 
 def show_written(out: Path, target: Target) -> None:
@@ -247,13 +252,12 @@ def decode_answers(
 
 
 def open_folder(out: Path, prepared: dict) -> None:
-    """Make the folder. Raises `UserError` where it holds, or is to hold, other answers."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if not (out / PREPARED).is_file():
-            write_json(out / PREPARED, prepared)
-    except OSError as error:
-        raise UserError(f"cannot write to {out}: {error.strerror}") from None
+    """Make the folder, where one without an answer may have been of other settings. `UserError` for other answers."""
+    begun = (out / PREPARED).is_file()
+    if not begun or not ((out / SAMPLES).is_file() or written_lines(out)):
+        if begun and read_prepared(out).get("num_held_out"):
+            (out / HELD_OUT).unlink(missing_ok=True)
+        write_json(out / PREPARED, prepared)
     defaults = {f"settings.{name}": value for name, value in asdict(PrepareSettings()).items()}
     stored = {**defaults, **flatten(read_prepared(out))}  # an older version did not write all settings
     changed = setting_changes(stored, {**defaults, **flatten(to_json(prepared))})

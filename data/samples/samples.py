@@ -19,7 +19,7 @@ from torch import Tensor
 
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import file_hash, write_whole
+from draftsmith.models.files import file_hash, whole_folder, write_whole
 from draftsmith.models.reading import read_json, read_json_lines, read_text
 from draftsmith.models.target.target import Target
 from draftsmith.models.typed_json import from_json
@@ -80,11 +80,10 @@ def sample_line(sample: Sample) -> str:
 
 def write_samples(folder: Path, lines: Iterable[bytes]) -> None:
     """Write samples.jsonl whole or not at all; its checksum stands beside it before it appears."""
-    partial = folder / f".{SAMPLES}"
-    with open(partial, "wb") as file:
-        file.writelines(lines)
-    write_whole(folder / CHECKSUM, f"{file_hash(partial)}  {SAMPLES}\n")
-    partial.replace(folder / SAMPLES)
+    with whole_folder(folder) as partial:
+        with open(partial / SAMPLES, "wb") as file:
+            file.writelines(lines)
+        write_whole(partial / CHECKSUM, f"{file_hash(partial / SAMPLES)}  {SAMPLES}\n")
 
 
 def read_samples(folder: Path, drop_cut: bool = False) -> list[Sample]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from draftsmith.models.errors import UserError, first_line, is_out_of_memory, own_place
 from draftsmith.recipes.cli.flags import add_flags, settings_from
+from draftsmith.recipes.cli.output_folder import output_folder
 from draftsmith.recipes.configs import command_settings
 
 EXIT_FAULT, EXIT_USER_ERROR = 1, 2
@@ -188,10 +189,11 @@ def run(call: Call) -> None:
     from draftsmith.data.console import shared_console
     from draftsmith.data.progress import waiting
 
-    with waiting("importing PyTorch ..."):
-        module = import_module(f"draftsmith.recipes.{COMMANDS[call.name][0]}")
-        quiet_libraries()
-    module.run(call.settings, shared_console())
+    with output_folder(call.name, call.settings):
+        with waiting("importing PyTorch ..."):
+            module = import_module(f"draftsmith.recipes.{COMMANDS[call.name][0]}")
+            quiet_libraries()
+        module.run(call.settings, shared_console())
 
 
 def quiet_libraries() -> None:

@@ -239,7 +239,7 @@ class QuickstartSettings(OnDevice):
     @property
     def kinds(self) -> list[str]:
         """Return the kinds of drafters, in the order in which they were given."""
-        return [kind.strip() for kind in self.drafters.split(",") if kind.strip()]
+        return list(dict.fromkeys(kind.strip() for kind in self.drafters.split(",") if kind.strip()))
 
     def refuse_mistakes(self) -> None:
         from draftsmith.recipes.configs.recipes import RECIPES  # here, as `--help` needs no recipes

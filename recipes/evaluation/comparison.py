@@ -29,7 +29,7 @@ from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.costs_after_evaluation import costs_beside
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import require_writable, write_json, write_whole
+from draftsmith.models.files import require_writable, whole_folder, write_json, write_whole
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.evaluation.diagnoses import with_diagnoses
 from draftsmith.recipes.reports.report import evaluation_markdown
@@ -74,7 +74,9 @@ def evaluate_side_by_side(
     if options.baselines and all(settings.batch_size > 1 for settings in grid):
         raise UserError("--baseline: transformers decodes single prompts: add --batch-size 1")
     baselines = make_baselines(options.baselines, target, drafters)
-    require_writable(out)
+    if rank == 0:
+        require_writable(out)
+        refuse_other_evaluations(out, names)
     measurements = [Measurement(prompts, settings, num_ranks) for prompts, settings in product(prompt_sets, grid)]
     with progress_bar(rank == 0) as progress, cpu_threads(options.num_threads):
         minutes = options.minutes and options.minutes * (1 - COSTS_SHARE * options.costs)
@@ -97,7 +99,8 @@ def evaluate_side_by_side(
         evaluations = with_diagnoses(evaluations, list(drafters.values()), target, prompt_sets)
         if options.certify:
             evaluations = with_certificates(evaluations, drafters, target, prompt_sets[0], progress)
-    evaluations = write_evaluations(evaluations, {}, out, start)
+    evaluations = timed(evaluations, start)
+    write_evaluations(evaluations, {}, out)
     if options.sample_texts:
         leader = report_data_of(evaluations).leader[0].evaluation.drafter
         texts = sample_texts(target, drafters[leader], leader, prompt_sets[0], grid[0])
@@ -105,8 +108,17 @@ def evaluate_side_by_side(
     if options.costs:
         with cpu_threads(options.num_threads):
             costs = affordable_costs(target, drafters, evaluations, prompt_sets[0], COSTS_SHARE * measuring_seconds)
-        evaluations = write_evaluations(evaluations, costs, out, start)
+        evaluations = timed(evaluations, start)
+        write_evaluations(evaluations, costs, out)
     return evaluations
+
+
+def refuse_other_evaluations(out: Path, names: list[str]) -> None:
+    """Raise `UserError` where a folder holds evaluations that would stay beside new ones: they were not compared."""
+    written = evaluation_paths(out, names)
+    others = [path for path in (out / "evaluation.json", *out.glob("[0-9]*-*/evaluation.json")) if path not in written]
+    if found := [str(path.parent) for path in others if path.is_file()]:
+        raise UserError(f"an evaluation of other drafters lies in {', '.join(found)}: give another --out, or remove it")
 
 
 def checked_drafters(target: Target, names: list[str], grid: list[MeasureSettings]) -> dict[str, Drafter]:
@@ -119,23 +131,22 @@ def checked_drafters(target: Target, names: list[str], grid: list[MeasureSetting
     return drafters
 
 
-def write_evaluations(
-    evaluations: list[Evaluation], costs: dict[str, Costs], out: Path, start: float
-) -> list[Evaluation]:
-    """Write the files of each drafter, costs.json where they were measured, and evaluation.md of all.
+def timed(evaluations: list[Evaluation], start: float) -> list[Evaluation]:
+    """Return evaluations with the seconds that have passed since `start`."""
+    return [replace(evaluation, seconds=time.perf_counter() - start) for evaluation in evaluations]
 
-    Returns the evaluations with the seconds that passed since `start`.
-    """
-    evaluations = [replace(evaluation, seconds=time.perf_counter() - start) for evaluation in evaluations]
-    paths = evaluation_paths(out, [evaluation.drafter for evaluation in evaluations])
-    for path, evaluation in zip(paths, evaluations, strict=True):
-        own = [costs[evaluation.drafter]] if evaluation.drafter in costs else []
-        for drafter_costs in own:
-            write_json(path.with_name("costs.json"), to_json(drafter_costs))
-        write_evaluation(path, evaluation)
-        write_whole(path.with_suffix(".md"), evaluation_markdown([evaluation], own))
-    write_whole(out / "evaluation.md", evaluation_markdown(evaluations, list(costs.values())))
-    return evaluations
+
+def write_evaluations(evaluations: list[Evaluation], costs: dict[str, Costs], out: Path) -> None:
+    """Write the files of each drafter, costs.json where they were measured, and evaluation.md of all: all or none."""
+    with whole_folder(out) as folder:
+        paths = evaluation_paths(folder, [evaluation.drafter for evaluation in evaluations])
+        for path, evaluation in zip(paths, evaluations, strict=True):
+            own = [costs[evaluation.drafter]] if evaluation.drafter in costs else []
+            for drafter_costs in own:
+                write_json(path.with_name("costs.json"), to_json(drafter_costs))
+            write_evaluation(path, evaluation)
+            write_whole(path.with_suffix(".md"), evaluation_markdown([evaluation], own))
+        write_whole(folder / "evaluation.md", evaluation_markdown(evaluations, list(costs.values())))
 
 
 def affordable_costs(

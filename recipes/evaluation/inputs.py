@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from draftsmith.data.progress import notice
 from draftsmith.data.prompts.prompts import read_prompt_set
 from draftsmith.inference.decoding.schedule import read_schedule
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
@@ -67,9 +66,3 @@ def parse_tree(text: str) -> StaticTree | DynamicTree:
     except ValueError:
         raise UserError(f"--tree {text}: give NODES,DEPTH,WIDTH or the path of a .json list of choices") from None
     return DynamicTree(num_nodes, depth, width)
-
-
-def notice_overwriting(path: Path) -> None:
-    """Tell the user where a file of an earlier evaluation will be overwritten."""
-    if path.is_file():
-        notice(f"{path} is of an earlier evaluation and will be overwritten")

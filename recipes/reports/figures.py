@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from draftsmith.data.console import printable
 from draftsmith.inference.measuring.results import Interval
+from draftsmith.models.files import write_whole
 from draftsmith.recipes.reports.report_data import ReportData
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: told apart by all eyes
@@ -60,7 +61,6 @@ class Plot:
 
 def draw_plots(plots: list[Plot], folder: Path) -> dict[str, str]:
     """Write each plot as PNG into the folder; return it as an element of the page, by name."""
-    folder.mkdir(exist_ok=True)
     return {plot.name: for_page(save_plot(folder / f"{plot.name}.png", plot.draw), plot.name) for plot in plots}
 
 
@@ -69,9 +69,10 @@ def save_plot(path: Path, draw: Callable[[Figure], None], size: tuple[float, flo
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
-        figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None})
-        svg = io.StringIO()
+        png, svg = io.BytesIO(), io.StringIO()
+        figure.savefig(png, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+    write_whole(path, png.getvalue())
     return svg.getvalue()
 
 

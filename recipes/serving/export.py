@@ -4,7 +4,9 @@ A checkpoint already has the engines' layout. Exporting adapts what differs from
 against the engine's loader rules, writes it, and reads it back.
 """
 
-import json
+import contextlib
+import io
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftsmith.data.processes import locked
 from draftsmith.models import CHANGED_TARGET, Checkpoint, Target, build_drafter, checkpoint_of, read_checkpoint
 from draftsmith.models.errors import UserError
+from draftsmith.models.files import PARTIAL, whole_folder, write_json, write_whole
 from draftsmith.recipes.serving import vllm_medusa
 from draftsmith.recipes.serving.engine_key_names import DTYPES, LOADER_RULES, check_name, rules_for
 from draftsmith.recipes.serving.layout_check import check_files, engines_that_serve
@@ -29,7 +33,7 @@ PLUGIN = Path(vllm_medusa.__file__)  # lies beside Medusa heads, for a vLLM that
 class Exported:
     """An exported drafter."""
 
-    directory: Path
+    directory: Path  # in which it lies now
     engine: str
     kind: str
     target: str
@@ -43,11 +47,29 @@ def export_checkpoint(
 ) -> Exported:
     """Write the drafter of a checkpoint (a directory or a Hub name) to `out`, for an engine or in a project's layout.
 
-    The target's embedding, head and sizes are enough, as `Target.head_from_pretrained` loads them.
-    `hub_name`: what it will be served under, where that is not `out`. Raises `UserError`, before anything is written,
-    where that engine cannot serve it as it was trained.
+    It is written whole or not at all. The target's embedding, head and sizes are enough, as
+    `Target.head_from_pretrained` loads them. `hub_name`: what it will be served under, where that is not `out`. Raises
+    `UserError` where that engine cannot serve it as it was trained.
     """
-    check_places(checkpoint, target, out)
+    with export_folder(checkpoint, target, out) as folder:
+        exported = write_drafter(checkpoint, engine, target, served_names(out, hub_name), folder)
+    return replace(exported, directory=out)
+
+
+@contextlib.contextmanager
+def export_folder(checkpoint: str | Path, target: Target, out: Path) -> Iterator[Path]:
+    """Yield a hidden folder that becomes `out` when all is written into it; `UserError` where `out` is not free."""
+    with locked(out):
+        check_places(checkpoint, target, out)
+        with whole_folder(out) as folder:
+            yield folder
+
+
+def write_drafter(checkpoint: str | Path, engine: str, target: Target, names: dict[str, str], folder: Path) -> Exported:
+    """Write weights and config of a checkpoint's drafter into an empty folder, for an engine or in a project's layout.
+
+    `names`: what it will be served under, by the option that says so.
+    """
     source = read_checkpoint(checkpoint, target)
     drafter = build_drafter(source, target)  # also shows that it is whole and fits the target
     trained = checkpoint_of(drafter, dtype_of(source.tensors))
@@ -63,13 +85,17 @@ def export_checkpoint(
         served_by = ("vllm",)
     if files.kind != "draft_model" or engine != "sglang":
         method = LOADER_RULES["vllm", files.kind].method
-        check_name(method, "--out", str(out.resolve()))
-        if hub_name is not None:
-            check_name(method, "--push", hub_name)
-    write_files(files, engine, out, target)
-    check_round_trip(source, out, target)
+        for option, name in names.items():
+            check_name(method, option, name)
+    write_files(files, engine, folder, target)
+    check_round_trip(source, folder, target)
     fingerprint = trained_for.get("target_fingerprint")
-    return Exported(out, engine, files.kind, target.name, fingerprint, drafter.max_draft_length, served_by)
+    return Exported(folder, engine, files.kind, target.name, fingerprint, drafter.max_draft_length, served_by)
+
+
+def served_names(out: Path, hub_name: str | None) -> dict[str, str]:
+    """Return the names that an export is served under, by the option that says so."""
+    return {"--out": str(out.resolve()), **({"--push": hub_name} if hub_name is not None else {})}
 
 
 def check_places(checkpoint: str | Path, target: Target, out: Path) -> None:
@@ -78,8 +104,10 @@ def check_places(checkpoint: str | Path, target: Target, out: Path) -> None:
         raise UserError(f"{checkpoint} is no trained drafter: give a checkpoint, such as runs/NAME/best")
     if out.resolve() == Path(checkpoint).resolve():
         raise UserError(f"{out} is the checkpoint itself: give another --out")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is not empty, and all that lies there would be served and pushed: give another --out")
+    if out.is_dir() and any(path.name != PARTIAL for path in out.iterdir()):
+        raise UserError(
+            f"{out} is not empty, and all that lies there would be served and pushed: give another --out, or remove it"
+        )
     changed = Path(checkpoint) / CHANGED_TARGET
     if changed.is_dir() and Path(target.name).resolve() != changed.resolve():
         raise UserError(f"this drafter was trained along with its target: give --target {changed}")
@@ -106,16 +134,14 @@ def adapt(files: Checkpoint, engine: str, target: Target) -> Checkpoint:
 
 
 def write_files(files: Checkpoint, engine: str, out: Path, target: Target) -> None:
-    """Write config.json and weights, and what a kind needs beside them. Raises `UserError` where `out` cannot be."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").write_text(json.dumps(files.config, indent=2) + "\n")
-        if engine in WEIGHT_FILES:
-            torch.save(files.tensors, out / WEIGHT_FILES[engine])
-        else:
-            save_file(files.tensors, out / "model.safetensors", metadata={"format": "pt"})
-    except OSError as error:
-        raise UserError(f"cannot write to {out}: {error.strerror}") from None
+    """Write config.json and weights, and what a kind needs beside them."""
+    write_json(out / "config.json", files.config)
+    if engine in WEIGHT_FILES:
+        content = io.BytesIO()  # for torch's own writing to a file does not say why it fails
+        torch.save(files.tensors, content)
+        write_whole(out / WEIGHT_FILES[engine], content.getvalue())
+    else:
+        save_file(files.tensors, out / "model.safetensors", metadata={"format": "pt"})
     if files.kind == "medusa" and engine == "vllm":
         (out / PLUGIN.name).write_text(PLUGIN.read_text())
     if files.kind == "draft_model":
@@ -135,7 +161,8 @@ def check_round_trip(source: Checkpoint, out: Path, target: Target) -> None:
         wrong += [name for name in expected.keys() | actual.keys() if not same(expected.get(name), actual.get(name))]
     if wrong:
         raise UserError(
-            f"what was written to {out} is read back as another drafter ({', '.join(sorted(wrong)[:4])}): remove it"
+            f"what is written is read back as another drafter ({', '.join(sorted(wrong)[:4])}): this is a fault of "
+            "draftsmith, so nothing is exported"
         )
 
 

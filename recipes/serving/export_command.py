@@ -1,5 +1,6 @@
 """`draftsmith export` from end to end: write, measure what was written, say how to serve it, try it, push it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -13,10 +14,10 @@ from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import write_json
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import ExportSettings
-from draftsmith.recipes.evaluation.comparison import evaluate_side_by_side
+from draftsmith.recipes.evaluation.comparison import evaluate_side_by_side, write_evaluations
 from draftsmith.recipes.reports.terminal import print_evaluations
 from draftsmith.recipes.serving.engine_check import EngineReport, add_speed, check_engine, print_reports
-from draftsmith.recipes.serving.export import WEIGHT_FILES, Exported, export_checkpoint
+from draftsmith.recipes.serving.export import WEIGHT_FILES, Exported, export_folder, served_names, write_drafter
 from draftsmith.recipes.serving.model_card import schedule_of, served_result, write_card
 from draftsmith.recipes.serving.serve_commands import at_most_drafted, speculative_config, write_scripts
 
@@ -26,8 +27,8 @@ DRAFT_LENGTH = 4  # where nothing is measured or asked for
 def export(settings: ExportSettings, target: Target, console: Console) -> Exported:
     """Export a checkpoint and do what the settings ask for.
 
-    Raises `UserError`: before anything is written for what cannot be done; at the end where `check` found that the
-    engine and draftsmith disagree, in which case nothing is pushed.
+    The folder appears when it is whole. Raises `UserError`: without a folder for what cannot be done; with it where
+    `check` found that the engine and draftsmith disagree, in which case nothing is pushed, and where pushing fails.
     """
     if settings.check and not settings.prompts:
         raise UserError("--check needs --prompts to decode")
@@ -38,28 +39,29 @@ def export(settings: ExportSettings, target: Target, console: Console) -> Export
     prompts = None
     if settings.prompts:
         prompts = read_prompt_set(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
-    out = settings.out
-    exported = export_checkpoint(settings.checkpoint, settings.engine, target, out, settings.push)
-    evaluation = report = schedule = None
-    draft_length = settings.draft_length[0] if settings.draft_length else DRAFT_LENGTH
-    if prompts:
-        evaluation = measure_exported(exported, target, prompts, settings, console)
-        draft_length = served_result(evaluation).setting.draft_length
-        schedule = schedule_of(exported.kind, evaluation)
-    commands = write_scripts(exported, settings.push or str(out), draft_length, schedule)
+    out, evaluation, report, schedule = settings.out, None, None, None
+    with export_folder(settings.checkpoint, target, out) as folder:
+        names = served_names(out, settings.push)
+        exported = write_drafter(settings.checkpoint, settings.engine, target, names, folder)
+        draft_length = settings.draft_length[0] if settings.draft_length else DRAFT_LENGTH
+        if prompts:
+            evaluation = measure_exported(exported, target, prompts, settings, console)
+            draft_length = served_result(evaluation).setting.draft_length
+            schedule = schedule_of(exported.kind, evaluation)
+        commands = write_scripts(exported, settings.push or out, draft_length, schedule)
+        if settings.check and prompts:
+            report = check_exported(exported, settings.check, target, prompts, draft_length, settings.max_new_tokens)
+            print_reports([report], console)
+        write_card(exported, Path(settings.checkpoint), commands, evaluation, report)
     console.print(f"wrote {out}")
     for name, command in commands.items():
         console.print(f"{name}: {command}")
-    if settings.check and prompts:
-        report = check_exported(exported, settings.check, target, prompts, draft_length, settings.max_new_tokens)
-        print_reports([report], console)
-    write_card(exported, Path(settings.checkpoint), commands, evaluation, report)
     if report and not report.agrees:
         raise UserError(f"the engine and draftsmith disagree: see {out / 'engine_check.json'}")
     if settings.push:
         push(out, settings.push)
         console.print(f"pushed to {settings.push}")
-    return exported
+    return replace(exported, directory=out)
 
 
 def measure_exported(
@@ -73,9 +75,12 @@ def measure_exported(
         for size in settings.batch_size
         for length in lengths
     ]
-    evaluations = evaluate_side_by_side(target, [str(exported.directory)], [prompts], grid, exported.directory)
-    print_evaluations(evaluations, console)
-    return evaluations[0]
+    folder = exported.directory
+    (measured,) = evaluate_side_by_side(target, [str(folder)], [prompts], grid, folder)
+    evaluation = replace(measured, drafter=str(settings.out))  # the name that the folder will have
+    write_evaluations([evaluation], {}, folder)
+    print_evaluations([evaluation], console)
+    return evaluation
 
 
 def check_exported(
@@ -99,4 +104,7 @@ def push(directory: Path, name: str) -> None:
         api.create_repo(name, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=str(directory), commit_message="A drafter, exported by draftsmith")
     except (OSError, ValueError) as error:  # HfHubHTTPError is an OSError
-        raise UserError(f"--push {name}: {first_line(error)}") from None
+        raise UserError(
+            f"--push {name}: {first_line(error)}; {directory} is whole: mend that, and upload it with "
+            f"`hf upload {name} {directory}`"
+        ) from None

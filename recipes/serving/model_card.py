@@ -11,7 +11,7 @@ from draftsmith.data.progress import notice
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.results import Evaluation, Result
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import file_hash
+from draftsmith.models.files import file_hash, write_whole
 from draftsmith.models.reading import read_typed, read_yaml
 from draftsmith.models.typed_json import from_json, optional, to_json
 from draftsmith.recipes.reports.markdown import code, fenced, finalized
@@ -80,7 +80,7 @@ def write_card(
         training=training_facts(source),
         digests={path.name: file_hash(path) for path in files},
     )
-    (exported.directory / "README.md").write_text(text)
+    write_whole(exported.directory / "README.md", text)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from draftsmith.data.console import shell_path
 from draftsmith.inference.decoding.schedule import Schedule, for_sglang, for_vllm
-from draftsmith.models.files import write_json
+from draftsmith.models.files import write_json, write_whole
 from draftsmith.recipes.serving.engine_key_names import VLLM, rules_for
 from draftsmith.recipes.serving.export import PLUGIN, Exported
 from draftsmith.recipes.serving.vllm_medusa import MedusaProposer
@@ -31,9 +31,9 @@ def plugin_config(draft_length: int) -> dict[str, Any]:
 
 
 def serve_command(
-    exported: Exported, engine: str, where: str, draft_length: int, schedule: Schedule | None = None
+    exported: Exported, engine: str, where: Path | str, draft_length: int, schedule: Schedule | None = None
 ) -> str:
-    """Return the shell command that serves the target with the drafter at `where`: a directory, or a name on the Hub.
+    """Return the shell command that serves the target with the drafter at `where`: a directory, or its name on the Hub.
 
     A schedule that speculates at all sets the draft length for vLLM by the number of running requests, and its longest
     one in place of `draft_length`. SGLang reads a schedule from a file, which a command for a name on the Hub lacks.
@@ -43,30 +43,30 @@ def serve_command(
     draft_length = at_most_drafted(exported, draft_length)
     if engine == "sglang":
         return shlex.join(sglang_words(exported, where, draft_length, schedule))
-    settings = speculative_config(exported.kind, where, schedule.longest if schedule else draft_length)
+    settings = speculative_config(exported.kind, str(where), schedule.longest if schedule else draft_length)
     if schedule:
         settings["num_speculative_tokens_per_batch_size"] = for_vllm(schedule)
     return shlex.join(["vllm", "serve", shell_path(exported.target), "--speculative-config", json.dumps(settings)])
 
 
-def sglang_words(exported: Exported, where: str, draft_length: int, schedule: Schedule | None) -> list[str]:
+def sglang_words(exported: Exported, where: Path | str, draft_length: int, schedule: Schedule | None) -> list[str]:
     """Return the words of SGLang's command."""
     method = rules_for("sglang", exported.kind).method
     words = ["python", "-m", "sglang.launch_server", "--model-path", shell_path(exported.target)]
     words += ["--speculative-algorithm", method, "--speculative-draft-model-path", shell_path(where)]
-    if schedule and method in SGLANG_ADAPTIVE and Path(where).is_dir():
+    if schedule and method in SGLANG_ADAPTIVE and isinstance(where, Path):
         draft_length = schedule.longest
-        words += ["--speculative-adaptive", "--speculative-adaptive-config", shell_path(Path(where) / SGLANG_SCHEDULE)]
+        words += ["--speculative-adaptive", "--speculative-adaptive-config", shell_path(where / SGLANG_SCHEDULE)]
     words += ["--speculative-num-steps", str(draft_length), "--speculative-eagle-topk", "1"]
     return [*words, "--speculative-num-draft-tokens", str(draft_length + 1)]
 
 
-def plugin_command(exported: Exported, where: str, draft_length: int) -> str:
+def plugin_command(exported: Exported, where: Path | str, draft_length: int) -> str:
     """Return the command of the plug-in, which vLLM imports from a folder.
 
     Where `where` is a name on the Hub, it must be run in a copy of the directory.
     """
-    folder = where if Path(where).is_dir() else "."
+    folder = where if isinstance(where, Path) else "."
     settings = json.dumps(plugin_config(at_most_drafted(exported, draft_length)))
     words = ["env", f"PYTHONPATH={folder}", "vllm", "serve", shell_path(exported.target)]
     return shlex.join([*words, "--speculative-config", settings])
@@ -78,14 +78,15 @@ def at_most_drafted(exported: Exported, draft_length: int) -> int:
 
 
 def write_scripts(
-    exported: Exported, where: str, draft_length: int, schedule: Schedule | None = None
+    exported: Exported, where: Path | str, draft_length: int, schedule: Schedule | None = None
 ) -> dict[str, str]:
     """Write serve_vllm.sh, serve_sglang.sh for the engines that serve the directory; return engine -> command.
 
-    serve_vllm_plugin.sh serves Medusa heads with a vLLM newer than 0.32. Paths in commands are as they were given, so a
-    script goes to where they hold, unless it is made for a name on the Hub.
+    `where` is the directory in which it will be served, or its name on the Hub. serve_vllm_plugin.sh serves Medusa
+    heads with a vLLM newer than 0.32. Paths in commands are as they were given, so a script goes to where they hold,
+    unless it is made for a name on the Hub.
     """
-    here = f"cd {shlex.quote(str(Path.cwd()))} || exit\n" if Path(where).is_dir() else ""
+    here = f"cd {shlex.quote(str(Path.cwd()))} || exit\n" if isinstance(where, Path) else ""
     commands = {engine: serve_command(exported, engine, where, draft_length, schedule) for engine in exported.served_by}
     if (exported.directory / PLUGIN.name).is_file():
         commands["vllm_plugin"] = plugin_command(exported, where, draft_length)
@@ -95,6 +96,6 @@ def write_scripts(
         script = exported.directory / f"serve_{engine}.sh"
         version = VLLM if engine == "vllm_plugin" else rules_for(engine, exported.kind).engine
         lines = ("#!/bin/sh", f"# checked against the loader rules of {version}", f"{here}exec {command}\n")
-        script.write_bytes(os.fsencode("\n".join(lines)))  # a path may hold bytes that are no text
+        write_whole(script, os.fsencode("\n".join(lines)))  # a path may hold bytes that are no text
         script.chmod(0o755)
     return commands

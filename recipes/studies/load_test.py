@@ -27,10 +27,9 @@ from draftsmith.inference.traffic.requests import Lengths, Load, check_output_le
 from draftsmith.inference.traffic.stages import Sla, operating_points, verdict
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import require_at_least
-from draftsmith.models.files import require_writable, write_json
+from draftsmith.models.files import write_json
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import LoadTestSettings
-from draftsmith.recipes.evaluation.inputs import notice_overwriting
 from draftsmith.recipes.reports.figures import save_plot
 from draftsmith.recipes.reports.serving import draw_load, stage_table
 from draftsmith.recipes.reports.tables import for_terminal
@@ -45,7 +44,6 @@ def run(settings: LoadTestSettings, console: Console) -> None:
     Raises `UserError`, before anything is measured or written, for settings that do not go together.
     """
     traffic = load_settings(settings)
-    notice_overwriting(settings.out / "load.json")
     target = Target.from_pretrained(settings.target, settings.device)
     prompts = read_prompt_set(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
     if traffic.prompt_lengths:
@@ -61,7 +59,6 @@ def run(settings: LoadTestSettings, console: Console) -> None:
         return Contender(name, SpeculativeDecoder(target, drafter), decoding)
 
     off, on = contender("off", plain, 0), contender("on", drafter, settings.draft_length)
-    require_writable(settings.out)
     with progress_bar() as progress, cpu_threads(settings.num_threads):
         task = progress.add_task("load test", total=len(traffic.loads) * traffic.repeats * 3, detail="")
         if settings.schedule:

@@ -25,7 +25,7 @@ from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.drafter_configs import ReducedVocabulary
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import require_writable, write_json
+from draftsmith.models.files import write_json
 from draftsmith.models.sampling.trees import StaticTree
 from draftsmith.models.typed_json import flat, optional, to_json, with_flat_parts
 from draftsmith.recipes.configs.command_settings import PlanSettings
@@ -150,7 +150,6 @@ def run(settings: PlanSettings, console: Console) -> None:
     names = [candidate.name for candidate in candidates]
     if settings.tree_nodes and not any(candidate.trees for candidate in candidates):
         raise UserError(f"--tree-nodes: {listed(names)} drafts chains only: leave it out")
-    require_writable(settings.out)
     plans = []
     with progress_bar() as progress, cpu_threads(settings.num_threads):
         for candidate, path in zip(candidates, evaluation_paths(settings.out, names), strict=True):

@@ -13,13 +13,13 @@ import yaml
 from rich.console import Console
 
 from draftsmith.data.answers.prepare import prepare
+from draftsmith.data.processes import locked
 from draftsmith.data.prompts.prompts import encode_prompts, read_prompts
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.inference.measuring.results import read_evaluation
 from draftsmith.models import Target
-from draftsmith.models.errors import UserError
-from draftsmith.models.files import require_writable, write_whole
+from draftsmith.models.files import write_whole
 from draftsmith.recipes.configs.command_settings import ExportSettings, QuickstartSettings
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
@@ -43,24 +43,25 @@ EMBEDDED_TARGET = Path(__file__).parents[1] / "tiny_python"
 
 
 def run(settings: QuickstartSettings, console: Console) -> None:
-    """Do everything, or what an interrupted call left to do. Writes only below `settings.out`."""
+    """Do everything, or what an earlier call left to do, and print the result. Writes only below `settings.out`."""
+    with locked(settings.out):
+        quickstart(settings, console)
+
+
+def quickstart(settings: QuickstartSettings, console: Console) -> None:
+    """Do what is left to do in the folder of a quickstart."""
     kinds = settings.kinds
     out, minutes = settings.out, settings.minutes
     name = settings.target or str(EMBEDDED_TARGET)
+    budget = load_budget(out / "plan.yaml", name, minutes, kinds)
     target = Target.from_pretrained(name, settings.device)
-    require_writable(out)
-
     train_prompts, held_out = (prompts_for(target, is_held_out) for is_held_out in (False, True))
-    budget = load_budget(out / "plan.yaml", name, minutes)
     if budget is None:
         console.print(f"measuring what {minutes:g} minutes allow on this machine ...")
         budget = measure_budget(target, train_prompts, kinds, minutes)
         write_whole(out / "plan.yaml", yaml.safe_dump(asdict(budget), sort_keys=False))
-    if missing := [kind for kind in kinds if kind not in budget.steps]:
-        raise UserError(f"{out} was begun without {', '.join(missing)}: give another --out")
 
     prompts = out / "prompts"
-    prompts.mkdir(exist_ok=True)
     write_jsonl(prompts / "training.jsonl", train_prompts[: budget.num_prompts])
     write_jsonl(prompts / "comparison.jsonl", held_out[: budget.num_comparison_prompts])
     write_jsonl(prompts / "checkpoints.jsonl", held_out[NUM_HELD_OUT : 2 * NUM_HELD_OUT])
@@ -79,6 +80,9 @@ def run(settings: QuickstartSettings, console: Console) -> None:
         return
     if served != best:
         console.print(f"vLLM does not serve {fastest[best]}: the fastest that it serves is {fastest[served]}")
+    if (out / "export").is_dir():
+        console.print(f"exported: {out / 'export'}", soft_wrap=True)
+        return
     exported = ExportSettings(target=target.name, checkpoint=str(served), engine="vllm", out=out / "export")
     export(exported, target, console)
 
@@ -135,4 +139,4 @@ def shuffled_prompts(held_out: bool) -> list[str]:
 
 
 def write_jsonl(path: Path, prompts: list[str]) -> None:
-    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    write_whole(path, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))

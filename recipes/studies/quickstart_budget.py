@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import yaml
 
 from draftsmith.data.answers.prepare import PrepareSettings, decode_answers
 from draftsmith.data.answers.turns import Dialogue, Markers
@@ -20,6 +19,7 @@ from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.measure import MeasureSettings
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
+from draftsmith.models.reading import read_yaml
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.typed_json import from_json
 from draftsmith.recipes.configs.recipes import RECIPES
@@ -48,13 +48,16 @@ class Budget:
     steps: dict[str, int]  # by drafter
 
 
-def load_budget(path: Path, target: str, minutes: float) -> Budget | None:
-    """Return the budget of an interrupted quickstart; `UserError` where that had other settings."""
+def load_budget(path: Path, target: str, minutes: float, kinds: list[str]) -> Budget | None:
+    """Return the budget of an earlier call of a quickstart; `UserError` where that had other settings."""
     if not path.is_file():
         return None
-    budget = from_json(Budget, yaml.safe_load(path.read_text()))
-    if (budget.target, budget.minutes) != (target, minutes):
-        raise UserError(f"{path.parent} holds a quickstart with other settings: give another --out, or remove it")
+    budget = from_json(Budget, read_yaml(path))
+    if (budget.target, budget.minutes, list(budget.steps)) != (target, minutes, kinds):
+        raise UserError(
+            f"{path.parent} holds a quickstart with --target {budget.target} --minutes {budget.minutes:g} --drafters "
+            f"{','.join(budget.steps)}: give these to go on, another --out, or remove it"
+        )
     return budget
 
 

@@ -30,12 +30,12 @@ from draftsmith.inference.replay.replay import (
 )
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.models.files import require_writable, write_json
+from draftsmith.models.files import write_json
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, StaticTree
 from draftsmith.models.typed_json import flat, optional, to_json
 from draftsmith.recipes.configs.command_settings import ReplaySettings
-from draftsmith.recipes.evaluation.inputs import notice_overwriting, parse_tree, read_prompt_sets
+from draftsmith.recipes.evaluation.inputs import parse_tree, read_prompt_sets
 from draftsmith.recipes.reports.report_data import checkpoint_names
 
 Draft = tuple[Chain | StaticTree, VerificationMode]  # what is replayed: a shape and how it is verified
@@ -86,7 +86,6 @@ def run(settings: ReplaySettings, console: Console) -> None:
 
     Raises `UserError`, before anything is decoded, for what cannot be replayed.
     """
-    notice_overwriting(settings.out / "replay.json")
     temperatures = dict.fromkeys(settings.temperature)
     samplings = [check_sampling(temperature, settings.top_p, 0) for temperature in temperatures]
     trees = [check_replayed_as(parse_tree(text), "one_hot") for text in dict.fromkeys(settings.tree)]
@@ -97,7 +96,6 @@ def run(settings: ReplaySettings, console: Console) -> None:
         check_replayed(drafter)
         for tree in trees if drafter.can_branch else ():
             check_shape(tree, drafter)
-    require_writable(settings.out)
     longest = max([settings.draft_length, *(tree.depth for tree in trees)])
     results: list[ReplayResult] = []
     with cpu_threads(settings.num_threads):

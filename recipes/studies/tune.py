@@ -13,12 +13,17 @@ from draftsmith.inference.planning.costs import GOAL
 from draftsmith.inference.planning.tuning import Tuning, tune
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import require_writable, write_json
+from draftsmith.models.files import write_json
 from draftsmith.models.sampling.trees import StaticTree
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import TuneSettings
-from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
-from draftsmith.recipes.evaluation.inputs import DRAFT_LENGTH, notice_overwriting, read_prompt_sets
+from draftsmith.recipes.evaluation.comparison import (
+    EvaluationOptions,
+    evaluate_side_by_side,
+    evaluation_paths,
+    refuse_other_evaluations,
+)
+from draftsmith.recipes.evaluation.inputs import DRAFT_LENGTH, read_prompt_sets
 from draftsmith.recipes.reports.tables import draft_text
 from draftsmith.recipes.reports.terminal import print_evaluations
 from draftsmith.train.evaluation.pooling import subset
@@ -30,11 +35,9 @@ def run(settings: TuneSettings, console: Console) -> None:
     Writes choice.json, costs.json and evaluation.json of each drafter. Raises `UserError` where both sets of prompts
     share some, and for a drafter that drafts nothing.
     """
-    notice_overwriting(settings.out / "evaluation.md")
     target = Target.from_pretrained(settings.target, settings.device)
     prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
     fit_prompts, prompt_sets = prompts_to_fit(settings, prompt_sets, target)
-    require_writable(settings.out)
     at = MeasureSettings(
         settings.temperature,
         settings.top_p,
@@ -43,8 +46,9 @@ def run(settings: TuneSettings, console: Console) -> None:
         seed=settings.seed,
         verification_mode=settings.verification_mode,
     )
-    batches = sorted(set(settings.batch_size))
-    for name, path in zip(settings.drafter, evaluation_paths(settings.out, list(settings.drafter)), strict=True):
+    batches, names = sorted(set(settings.batch_size)), list(settings.drafter)
+    refuse_other_evaluations(settings.out, names)
+    for name, path in zip(names, evaluation_paths(settings.out, names), strict=True):
         drafter = load_drafter(name, target)
         if drafter.max_draft_length == 0:
             raise UserError(f"--drafter {name} drafts nothing, so there is nothing to tune")

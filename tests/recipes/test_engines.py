@@ -350,7 +350,7 @@ def test_vllm_reads_the_schedule(venv: Path, target: Target, tmp_path: Path) -> 
         drafter = drafter_class.from_target(drafter_class.config_class(kind=kind), target)
         save_drafter(drafter, tmp_path / f"checkpoint-{name}")
         exported = export_checkpoint(tmp_path / f"checkpoint-{name}", "vllm", target, tmp_path / f"out-{name}")
-        commands.append(serve_command(exported, "vllm", str(exported.directory), 3, schedule))
+        commands.append(serve_command(exported, "vllm", exported.directory, 3, schedule))
     (tmp_path / "commands.json").write_text(json.dumps(commands))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     script = Path(__file__).parents[1] / "helpers" / "vllm_reads.py"

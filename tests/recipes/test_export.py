@@ -125,7 +125,7 @@ def test_reduced_vocabulary_has_offsets(tiny_target: Target, tmp_path: Path) -> 
 def export_and_serve(checkpoint: Path, engine: str, target: Target, out: Path, draft_length: int = 4) -> list[str]:
     """The words of serve_ENGINE.sh, which must be a script that a shell can read and the user can start."""
     exported = export_checkpoint(checkpoint, engine, target, out)
-    command = write_scripts(exported, str(out), draft_length)[engine]
+    command = write_scripts(exported, out, draft_length)[engine]
     script = out / f"serve_{engine}.sh"
     assert os.access(script, os.X_OK)
     subprocess.run(["sh", "-n", script], check=True)
@@ -139,7 +139,7 @@ def test_engines_are_told_the_schedule(tiny_target: Target, tmp_path: Path) -> N
     """With its longest length beside it: vLLM cuts at that, SGLang wants it among the candidates."""
     out, schedule = tmp_path / "out", Schedule(((1, 3), (8, 5), (24, 0)))
     exported = export_checkpoint(save_checkpoint("eagle3", tiny_target, tmp_path / "in"), "vllm", tiny_target, out)
-    commands = write_scripts(exported, str(out), 3, schedule)
+    commands = write_scripts(exported, out, 3, schedule)
     settings = json.loads(shlex.split(commands["vllm"])[-1])
     assert settings["num_speculative_tokens"] == 5
     assert settings["num_speculative_tokens_per_batch_size"] == for_vllm(schedule)
@@ -148,7 +148,7 @@ def test_engines_are_told_the_schedule(tiny_target: Target, tmp_path: Path) -> N
     written = Path(words[words.index("--speculative-adaptive-config") + 1])
     assert json.loads(written.read_text()) == for_sglang(schedule)
     assert "adaptive" not in write_scripts(exported, "name/on-the-hub", 3, schedule)["sglang"]  # no file to read there
-    assert write_scripts(exported, str(out), 3, Schedule(((1, 0),))) == write_scripts(exported, str(out), 3)
+    assert write_scripts(exported, out, 3, Schedule(((1, 0),))) == write_scripts(exported, out, 3)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "p_eagle", "medusa", "draft_model"])

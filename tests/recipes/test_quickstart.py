@@ -32,11 +32,11 @@ def test_what_vllm_does_not_serve_is_not_exported() -> None:
 
 def test_an_interrupted_run_goes_on_with_its_budget(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
-    assert load_budget(path, "target", 1.0) is None
+    assert load_budget(path, "target", 1.0, ["hydra"]) is None
     path.write_text("target: target\nminutes: 1.0\nnum_prompts: 64\nnum_checkpoint_prompts: 4\n")
     with pytest.raises(ValueError, match="num_comparison_prompts"):
-        load_budget(path, "target", 1.0)
+        load_budget(path, "target", 1.0, ["hydra"])
     path.write_text(path.read_text() + "num_comparison_prompts: 4\nnum_threads: null\nsteps: {hydra: 8}\n")
-    assert load_budget(path, "target", 1.0) == BUDGET
-    with pytest.raises(UserError, match="other settings"):
-        load_budget(path, "target", 2.0)
+    assert load_budget(path, "target", 1.0, ["hydra"]) == BUDGET
+    with pytest.raises(UserError, match="holds a quickstart with --target target --minutes 1 --drafters hydra"):
+        load_budget(path, "target", 2.0, ["hydra"])

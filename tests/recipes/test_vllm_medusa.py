@@ -91,7 +91,7 @@ def test_more_drafts_than_heads(exported: Any) -> None:
 
 def test_command(exported: Any) -> None:
     directory = exported[1].directory
-    command = shlex.split(write_scripts(exported[1], str(directory), 9)["vllm_plugin"])
+    command = shlex.split(write_scripts(exported[1], directory, 9)["vllm_plugin"])
     assert command[:4] == ["env", f"PYTHONPATH={directory}", "vllm", "serve"]
     assert f'"num_speculative_tokens": {exported[0].config.num_heads}' in command[-1]
     assert (directory / "serve_vllm_plugin.sh").read_text().endswith(f"\nexec {shlex.join(command)}\n")

@@ -28,7 +28,7 @@ from draftsmith.inference.measuring.teacher_forcing import gap_warning
 from draftsmith.inference.planning.costs_after_evaluation import costs_beside
 from draftsmith.models import CHANGED_TARGET, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.files import write_json
+from draftsmith.models.files import write_json, write_whole
 from draftsmith.models.typed_json import to_json
 from draftsmith.train.config import EvaluationConfig, TrainConfig
 from draftsmith.train.evaluation.budget import Amount, affordable, checkpoints_without_gain, seconds_left
@@ -145,7 +145,7 @@ class Evaluator:
             except Exception as error:
                 failures = failure_text(0, error)
         if failures:
-            (checkpoint / ERROR).write_text(failures)
+            write_whole(checkpoint / ERROR, failures)
             self.tracker.log(checkpoint_step(checkpoint), {"evaluation_failed": 1, "evaluation_seconds": seconds})
             notice(
                 f"the evaluation of {checkpoint.name} failed after {seconds:.0f} s, training goes on; "

@@ -1,9 +1,6 @@
 """Faults during training, each of which ends in one line that names the cause and the mend."""
 
 import contextlib
-import errno
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +10,12 @@ from torch.distributed import DistError
 
 from draftsmith.data.progress import notice
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.files import DISK_FAULTS, write_json
 from draftsmith.train.process.stages import Stages
 
 NONFINITE = "nonfinite.json"
 RESUMES = "the same command goes on from the newest checkpoint"
-# Texts by which errors of the system and of safetensors tell of a full disk, and those of torch of a lost process.
-DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+# Texts by which errors of torch tell of a lost process.
 PROCESS_LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -40,7 +37,7 @@ class NonFiniteSteps:
                 notice(f"step {step} is skipped: its loss or gradient is not finite")
             return
         if self._is_main:
-            (self._run / NONFINITE).write_text(json.dumps(self._steps, indent=1) + "\n")
+            write_json(self._run / NONFINITE, self._steps, indent=1)
         where = f"{self._max_steps} steps in a row, up to step {step}" if self._max_steps > 1 else f"step {step}"
         raise UserError(
             f"loss or gradient were not finite in {where}; the samples are listed in {self._run / NONFINITE}: lower "
@@ -65,14 +62,16 @@ def failing_together(error_class: type[Exception] = UserError) -> Iterator[None]
 
 @contextlib.contextmanager
 def in_one_line(stages: Stages, rank: int, num_ranks: int) -> Iterator[None]:
-    """Turn errors inside the block that come from a full disk or from another process into a `UserError`."""
+    """Turn errors inside the block that come from the disk or from another process into a `UserError`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if not any(text in str(error) for text in DISK_FULL):
+        if not (faults := [text for text in DISK_FAULTS if text in str(error)]):
             raise
         where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
-        raise UserError(f"the disk is full{where}: make room, and give the same command again; {RESUMES}") from error
+        raise UserError(
+            f"the disk takes no more{where}: {faults[0]}: make room, and give the same command again; {RESUMES}"
+        ) from error
     except RuntimeError as error:
         if num_ranks == 1 or not (isinstance(error, DistError) or any(text in str(error) for text in PROCESS_LOST)):
             raise

@@ -8,7 +8,6 @@ number of processes.
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from safetensors.torch import save_file
 from draftsmith.data.progress import notice, size_text
 from draftsmith.models import CHANGED_TARGET, Drafter, save_drafter
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.files import file_hash
+from draftsmith.models.files import file_hash, sync
 from draftsmith.models.reading import read_json
 from draftsmith.train.hardware.layouts import whole_weights
 from draftsmith.train.process.faults import failing_together
@@ -42,7 +41,7 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 def checkpoints(run: Path) -> list[Path]:
     """Return all complete checkpoints of a run, oldest first; old ones may hold only what was measured on them."""
-    return sorted((run / "checkpoints").glob("step-*"), key=checkpoint_step)
+    return sorted((run / "checkpoints").glob("step-[0-9]*[0-9]"), key=checkpoint_step)
 
 
 # --- writing
@@ -92,14 +91,6 @@ def manifest(checkpoint: Path) -> dict[str, str]:
     """Return the checksum of each file of a checkpoint by its path."""
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST)
     return {str(path.relative_to(checkpoint)): file_hash(path) for path in files}
-
-
-def sync(checkpoint: Path) -> None:
-    """Wait until the files are on the disk: a renamed folder with empty files would pass for a checkpoint."""
-    for path in checkpoint.rglob("*"):
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
 
 
 def rotate(run: Path, keep: int | None) -> None:

@@ -15,7 +15,7 @@ from draftsmith.inference.measuring.results import Result, read_evaluation
 from draftsmith.models import Target
 from draftsmith.models.drafter_parts.layouts import checkpoint_hash
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import require_writable, write_json, write_whole
+from draftsmith.models.files import write_json, write_whole, writing
 from draftsmith.models.reading import read_json, read_yaml
 from draftsmith.models.target.identity import identity
 from draftsmith.models.typed_json import to_json
@@ -37,15 +37,15 @@ HASHES = {"target": "target_fingerprint", "data.samples": "data_hash", "init_fro
 def open_run(config: TrainConfig, target: Target, accelerator: Accelerator) -> Path:
     """Make or check the run's folder, and write config.yaml and environment.json into it.
 
-    Raises `UserError`, on every rank, where it cannot be written to or holds checkpoints of another config.
+    Raises `UserError`, on every rank, where it holds checkpoints of another config.
     """
     run = Path(config.run.dir)
-    require_writable(run)
     with failing_together():
         if accelerator.is_main_process:
             environment = environment_of(config, target)
             check_same_run(run, config, environment)
-            (run / "checkpoints").mkdir(exist_ok=True)
+            with writing(run):
+                (run / "checkpoints").mkdir(parents=True, exist_ok=True)
             write_whole(run / "config.yaml", dump(config))
             write_json(run / "environment.json", environment)
     return run
@@ -119,7 +119,9 @@ def measured_checkpoints(run: Path) -> list[Path]:
 
 
 def best_checkpoint(run: Path) -> Path:
-    """Return the checkpoint that `best` points at, by its own path."""
+    """Return the checkpoint that `best` points at, by its own path. Raises `UserError` where none was measured."""
+    if not (run / "best").is_symlink():
+        raise UserError(f"no checkpoint of {run} was measured: see evaluation.error.txt in its checkpoints")
     return run / (run / "best").readlink()
 
 

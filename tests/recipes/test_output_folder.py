@@ -1,0 +1,245 @@
+"""What commands write: one launch a folder, all or nothing, and the same command again succeeds.
+
+A fault is set at every change on the disk in turn, as a full disk and as a kill (`disk_faults`).
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from disk_faults import Killed, failing_disk
+from reports import evaluation as evaluation_content
+from reports import result
+from rich.console import Console
+
+from draftsmith.data.answers.journal import merge_journals
+from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.data.processes import locked
+from draftsmith.data.samples.samples import CHECKSUM, SAMPLES, Sample, Span, read_samples, sample_line
+from draftsmith.inference.measuring.results import Evaluation, upgraded
+from draftsmith.models import DRAFTERS, Target, save_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.models.typed_json import from_json
+from draftsmith.recipes.cli.main import main
+from draftsmith.recipes.configs.command_settings import ExportSettings
+from draftsmith.recipes.evaluation.comparison import refuse_other_evaluations, write_evaluations
+from draftsmith.recipes.reports.report import build_report
+from draftsmith.recipes.serving.export_command import export
+from draftsmith.train.run_folder.checkpoint import checkpoints, damage, save_checkpoint
+
+MOST_CHANGES = 200
+
+
+def after_every_fault(folder: Path, kills: bool, act: Callable[[], Any], check: Callable[[], Any]) -> int:
+    """Let the change of each number fail in turn while `act` works in the folder, and `check` what is left.
+
+    Returns how many changes `act` makes. An error is one of the user's, in one line.
+    """
+    for number in range(1, MOST_CHANGES):
+        with failing_disk(folder, number, kills) as disk:
+            try:
+                act()
+            except Killed:
+                assert kills
+            except UserError as error:
+                assert "No space left" in str(error), error  # noqa: PT017
+                assert "\n" not in str(error), error  # noqa: PT017
+        check()
+        if not disk.has_failed:
+            return number
+    raise AssertionError("it changes the disk without end")
+
+
+def names(folder: Path) -> set[str] | None:
+    """The files in a folder, hidden ones left out; None where there is no folder."""
+    return {path.name for path in folder.iterdir() if path.name[0] != "."} if folder.is_dir() else None
+
+
+@pytest.fixture
+def checkpoint(tiny_target: Target, tmp_path: Path) -> Path:
+    drafter_class = DRAFTERS["medusa"]
+    save_drafter(drafter_class.from_target(drafter_class.config_class(kind="medusa"), tiny_target), tmp_path / "medusa")
+    return tmp_path / "medusa"
+
+
+# --- one process a folder
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "evaluate --target {target} --drafter ngram --prompts {prompts} --out {out}",
+        "tune --target {target} --drafter ngram --prompts {prompts} --out {out}",
+        "replay --target {target} --drafter ngram --prompts {prompts} --out {out}",
+        "load-test --target {target} --drafter ngram --prompts {prompts} --concurrency 1 --out {out}",
+        "plan --target {target} --drafter ngram --out {out}",
+        "quickstart --target {target} --out {out}",
+        "prepare --target {target} --prompts {prompts} --out {out}",
+        "export {checkpoint} --target {target} --engine vllm --out {out}",
+        "train medusa target={target} data.samples={samples} run.dir={out}",
+    ],
+)
+def test_a_folder_in_use_is_refused(
+    command: str, checkpoint: Path, tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is decoded or trained, with the process that holds it."""
+    (tmp_path / "prompts.txt").write_text("heat the iron\nstrike it\n")
+    (tmp_path / "samples").mkdir()
+    for name in (SAMPLES, "prepared.json"):
+        (tmp_path / "samples" / name).touch()
+    where = {"target": tiny_target.name, "prompts": tmp_path / "prompts.txt", "checkpoint": checkpoint}
+    where["samples"], out = tmp_path / "samples", tmp_path / "out"
+    with locked(out):
+        assert main([word.format(**where, out=out) for word in command.split()]) == 2
+    assert f"{out} is being written by process " in capsys.readouterr().err
+    assert not out.exists()
+
+
+# --- what was measured before
+
+
+def test_a_checkpoint_keeps_its_own_measurement(
+    checkpoint: Path, tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`best` rests on it."""
+    (checkpoint / "evaluation.json").write_text("of training")
+    (tmp_path / "prompts.txt").write_text("heat the iron\n")
+    for command in ("evaluate", "tune"):
+        words = f"{command} --target {tiny_target.name} --drafter ngram --prompts {tmp_path / 'prompts.txt'} --out"
+        assert main([*words.split(), str(checkpoint)]) == 2
+        assert "holds a model, " in (told := capsys.readouterr().err)
+        assert f"--out {tmp_path / 'evaluation'}" in told
+    assert (checkpoint / "evaluation.json").read_text() == "of training"
+
+
+def typed_evaluation(drafter: str, keep: float) -> Evaluation:
+    return from_json(Evaluation, upgraded(evaluation_content([result(keep, 1.0)], drafter, drafter)))
+
+
+def test_drafters_of_two_evaluations_never_stand_side_by_side(tmp_path: Path) -> None:
+    """A report would show them as if they had been measured together."""
+    write_evaluations([typed_evaluation("a", 0.5), typed_evaluation("b", 0.6)], {}, tmp_path)
+    refuse_other_evaluations(tmp_path, ["a", "b"])
+    for drafters in (["a"], ["a", "c"], ["b", "a"]):
+        with pytest.raises(UserError, match="an evaluation of other drafters lies in"):
+            refuse_other_evaluations(tmp_path, drafters)
+
+
+# --- all or nothing
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_an_export_is_absent_or_whole(kills: bool, checkpoint: Path, tiny_target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    settings = ExportSettings(target=tiny_target.name, checkpoint=str(checkpoint), engine="vllm", out=out)
+    whole = {"README.md", "config.json", "model.safetensors", "serve_vllm.sh", "serve_vllm_plugin.sh", "vllm_medusa.py"}
+
+    def check() -> None:
+        assert names(out) in (None, whole)
+        if out.exists():
+            assert (out / "serve_vllm.sh").read_text().endswith("\n")
+            for path in out.iterdir():
+                path.unlink()
+            out.rmdir()
+
+    assert after_every_fault(tmp_path, kills, lambda: export(settings, tiny_target, Console(quiet=True)), check) > 20
+    assert names(tmp_path) == {"medusa"}
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_an_evaluation_of_several_drafters_is_absent_or_whole(kills: bool, tmp_path: Path) -> None:
+    evaluations = [typed_evaluation("a", 0.5), typed_evaluation("b", 0.6)]
+    out = tmp_path / "out"
+
+    def check() -> None:
+        assert names(out) in (None, {"1-a", "2-b", "evaluation.md"})
+
+    assert after_every_fault(tmp_path, kills, lambda: write_evaluations(evaluations, {}, out), check) > 10
+    refuse_other_evaluations(out, ["a", "b"])
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_answers_are_merged_whole(kills: bool, tmp_path: Path) -> None:
+    """The journals stay until samples.jsonl is whole, and its checksum stands beside it as soon as it is there."""
+    samples = [Sample([1, 2, 3, index], [Span(1, 4)], prompt_index=index) for index in range(6)]
+    (tmp_path / "prepared.json").write_text("{}")
+    whole = "".join(map(sample_line, samples))
+
+    def write_journals() -> None:
+        for rank in (0, 1):
+            lines = [f"{index}\t{sample_line(samples[index])}" for index in range(rank, 6, 2)]
+            (tmp_path / f"answers-{rank}.partial").write_text("".join(lines))
+
+    def check() -> None:
+        if (tmp_path / SAMPLES).is_file():
+            assert (tmp_path / SAMPLES).read_text() == whole
+            assert read_samples(tmp_path) == samples
+            (tmp_path / SAMPLES).unlink()
+            (tmp_path / CHECKSUM).unlink()
+            write_journals()
+        assert len(list(tmp_path.glob("answers-*"))) == 2
+
+    write_journals()
+    assert after_every_fault(tmp_path, kills, lambda: merge_journals(tmp_path), check) > 6
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_checkpoint_is_absent_or_whole(kills: bool, tiny_target: Target, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    drafter = DRAFTERS["medusa"].from_target(DRAFTERS["medusa"].config_class(kind="medusa"), tiny_target)
+    optimizer = torch.optim.AdamW(drafter.parameters())
+    steps = iter(range(1, MOST_CHANGES))
+
+    def check() -> None:
+        assert all(damage(checkpoint) is None for checkpoint in checkpoints(tmp_path))
+
+    (tmp_path / "checkpoints").mkdir()
+    number = after_every_fault(
+        tmp_path, kills, lambda: save_checkpoint(accelerator, drafter, optimizer, tmp_path, next(steps), 1.0), check
+    )
+    assert len(checkpoints(tmp_path)) >= 1
+    assert number > 5
+
+
+@pytest.mark.parametrize("number", [1, 4, 13])
+def test_a_report_is_of_whole_files(number: int, tmp_path: Path) -> None:
+    write_evaluations([typed_evaluation("a", 0.5), typed_evaluation("b", 0.6)], {}, tmp_path / "out")
+    with failing_disk(tmp_path, number, kills=True), pytest.raises(Killed):
+        build_report(tmp_path / "out")
+    for path in (tmp_path / "out").rglob("[!.]*"):
+        beginning = path.read_bytes()[:8] if path.is_file() else b""
+        assert path.suffix != ".png" or (beginning == b"\x89PNG\r\n\x1a\n" and path.read_bytes()[-8:-4] == b"IEND")
+        assert path.name != "report.json" or json.loads(path.read_text())
+    assert build_report(tmp_path / "out").is_file()
+
+
+# --- the same command again
+
+
+def test_a_wrong_seed_costs_nothing(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as no answer is written, a folder takes other settings; after that it says which it has."""
+    source, out = tmp_path / "prompts.txt", tmp_path / "out"
+    source.write_text("".join(f"strike {number}\n" for number in range(40)))
+    wrong = PrepareSettings(max_new_tokens=4, seed=1, held_out_share=0.2)
+    right = PrepareSettings(max_new_tokens=4, seed=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("draftsmith.data.answers.prepare.Journal", lambda *_: pytest.fail("stopped here"))
+        with pytest.raises(pytest.fail.Exception):
+            prepare(tiny_target, str(source), out, wrong)
+    assert (out / "held_out.jsonl").is_file()
+    prepare(tiny_target, str(source), out, right)
+    assert names(out) == {"prepared.json", SAMPLES, CHECKSUM}  # nothing of the wrong ones
+    with pytest.raises(UserError, match=r"settings.seed 2 -> 1.*: give the same again"):
+        prepare(tiny_target, str(source), out, wrong)
+
+
+def test_a_run_whose_checkpoints_were_not_measured_says_so(tmp_path: Path) -> None:
+    from draftsmith.train.run_folder.run_folder import best_checkpoint
+
+    with pytest.raises(UserError, match="no checkpoint of .* was measured: see evaluation.error.txt"):
+        best_checkpoint(tmp_path)
