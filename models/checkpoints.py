@@ -22,7 +22,7 @@ from draftsmith.models.drafters.hydra import Hydra
 from draftsmith.models.drafters.medusa import Medusa
 from draftsmith.models.drafters.mlp_speculator import MLPSpeculator
 from draftsmith.models.drafters.p_eagle import PEagle
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, library_errors
 from draftsmith.models.target.identity import check_identity, identity
 from draftsmith.models.target.target import Target
 from draftsmith.models.training_free.cascade import Cascade
@@ -119,9 +119,15 @@ def build_drafter(checkpoint: Checkpoint, target: Target) -> Drafter:
     own = dict(checkpoint.config.get("draftsmith", {}))
     trained_for, recorded_hash = own.pop("trained_for", {}), own.pop("draft_vocab_hash", None)
     config = {**checkpoint.config, **({"draftsmith": own} if own else {})}
-    drafter = DRAFTERS[checkpoint.kind].from_engine(config, checkpoint.tensors, target)
+    with library_errors(f"this drafter of kind {checkpoint.kind}", "its config.json is not right, take another copy"):
+        drafter = DRAFTERS[checkpoint.kind].from_engine(config, checkpoint.tensors, target)
     drafter.trained_for = trained_for
     token_ids = drafter.draft_to_target()
+    if token_ids is not None and len(set(token_ids.tolist()) & set(range(target.vocab_size))) != len(token_ids):
+        raise UserError(
+            "this drafter's draft vocabulary is not of distinct token ids of the target: its d2t or token_map is "
+            "damaged, take another copy"
+        )
     if recorded_hash and (token_ids is None or vocabulary_hash(token_ids) != recorded_hash):
         raise UserError(
             f"this checkpoint holds another draft vocabulary than the one it was trained with ({recorded_hash}): its "

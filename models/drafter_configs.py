@@ -3,8 +3,8 @@
 Nothing slow is imported here, so that a mistake in a setting is told at once.
 """
 
-from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
@@ -17,20 +17,42 @@ from draftsmith.models.ranges import (
     Name,
     Natural,
     NonNegative,
-    Number,
     Positive,
     Share,
+    check_values,
 )
 
 Divergence = Literal["cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "lk_hybrid"]
 
+C = TypeVar("C", bound="DrafterConfig")
+
 
 @dataclass
 class DrafterConfig:
-    """Settings that all families have; a family adds its own fields in a subclass."""
+    """Settings that all families have; a family adds its own fields in a subclass.
+
+    The limits in the types of the fields hold wherever a config is made. Raises `UserError` beyond them.
+    """
 
     kind: str
     fixed_fields: ClassVar[tuple[str, ...]] = ()  # decided by a checkpoint's tensors; the others by training
+
+    def __post_init__(self) -> None:
+        check_values(type(self), vars(self), "drafter.")
+
+    @classmethod
+    def of_checkpoint(cls: type[C], config: dict[str, Any], **sizes: Any) -> C:
+        """Return the config of a drafter from its config.json, with the sizes that the layout names by other keys.
+
+        Raises `UserError` for a field that there is not: a newer version has written it.
+        """
+        own = config.get("draftsmith", {})
+        if unknown := sorted(own.keys() - {entry.name for entry in fields(cls)}):
+            raise UserError(
+                f"this checkpoint's config.json has the field {unknown[0]!r}, which this version of draftsmith does "
+                "not know: update draftsmith to the version that wrote it"
+            )
+        return cls(**{**own, **sizes})
 
     @property
     def changes_target(self) -> bool:
@@ -53,7 +75,7 @@ class ReducedVocabulary(DrafterConfig):
 
     fixed_fields: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "draft_vocab_coverage")
     draft_vocab_size: Count | None = None  # so many of the tokens that the target writes most often
-    draft_vocab_coverage: Number | None = None  # or: as many as make up this share of what it writes
+    draft_vocab_coverage: Annotated[Positive, Field(lt=1)] | None = None  # or: as many as make up this share
 
 
 @dataclass
@@ -121,7 +143,7 @@ class MedusaConfig(ReducedVocabulary):
     divergence: Divergence = "forward_kl"
     adapt_target: Literal["no", "low_rank", "full"] = "no"  # Medusa-2: train the target along, which changes it
     adapter_rank: Count = 32  # of low_rank
-    adapter_alpha: Number = 16.0  # of low_rank
+    adapter_alpha: NonNegative = 16.0  # of low_rank
     distillation_weight: NonNegative = 5.0  # of what keeps a changed target near the original one
 
     @property
@@ -161,6 +183,7 @@ class DraftModelConfig(DrafterConfig):
     divergence: Divergence = "forward_kl"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.model is not None and (self.num_layers, self.hidden_size) != (None, None):
             raise UserError(
                 "drafter.model brings its own num_layers and hidden_size: leave them out, or leave out model"
@@ -189,10 +212,6 @@ class SuffixConfig(DrafterConfig):
     copies: Count = 32  # latest ones of the longest match that vote on what follows
     least_share: Share = 0.1  # of these copies that a draft has to follow
 
-    def __post_init__(self) -> None:
-        for name, least in (("longest", 1), ("shortest", 1), ("history", 0), ("copies", 1)):
-            require_at_least(f"drafter.{name}", getattr(self, name), least)
-
 
 @dataclass
 class LookaheadConfig(DrafterConfig):
@@ -202,8 +221,7 @@ class LookaheadConfig(DrafterConfig):
     pool: Count = 512  # n-grams that a text keeps, the oldest leave first
 
     def __post_init__(self) -> None:
-        for name in ("window", "candidates"):
-            require_at_least(f"drafter.{name}", getattr(self, name))
+        super().__post_init__()
         require_at_least("drafter.pool", self.pool, max(self.window, self.candidates))
 
 

@@ -60,18 +60,48 @@ def out_of_memory(mend: str) -> Iterator[None]:
         raise
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error of Python's, the system's, PyTorch's or CUDA's says that memory was short."""
     texts = ("out of memory", "not enough memory", "can't allocate memory", "Cannot allocate memory")
     return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's text that says anything, for a message of one line."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def own_place(frames: Iterable[tuple[FrameType, int]]) -> str | None:
     """Return module and line of the first of some frames that is of draftsmith; give the innermost frame first."""
     modules = ((frame.f_globals.get("__name__", ""), line) for frame, line in frames)
     return next((f"{name}:{line}" for name, line in modules if name.startswith("draftsmith.")), None)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text that says anything, for a message of one line.
+
+    Where that line only announces the next one, by a colon at its end, it is both.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
+
+
+@contextmanager
+def library_errors(what: str, mend: str) -> Iterator[None]:
+    """Turn whatever a library raises inside, over files that anybody may have written, into one `UserError`.
+
+    Its line says what does not load, the library's reason, and the mend. Advice to switch safety off is left out.
+    """
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # panics of the Rust libraries are no `Exception`
+        raise UserError(f"{what} does not load: {_reason(error)[:400]}: {mend}") from None
+
+
+def _reason(error: BaseException) -> str:
+    if "trust_remote_code" in str(error):
+        return "it needs code that comes with it, and draftsmith runs none"
+    if "weights_only" in str(error):
+        return "its weights are a pickle that holds more than tensors, and no code of it is run"
+    if is_out_of_memory(error):
+        return "memory does not suffice for it"
+    if isinstance(error, OSError | ValueError):
+        return first_line(error).rstrip(".")
+    return f"{type(error).__name__}, {first_line(error).rstrip('.')}"

@@ -4,10 +4,13 @@
 """
 
 import os
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from draftsmith.models.errors import UserError, shown
@@ -97,6 +100,25 @@ def checked(kind: Any, value: Any, prefix: str = "") -> Any:
             raise own from None
         key = prefix + ".".join(map(str, first["loc"]))
         raise UserError(f"{key}={shown(first['input'])}: {_reason(first)}" if key else _reason(first)) from None
+
+
+def check_values(kind: Any, values: Mapping[str, Any], prefix: str) -> None:
+    """Refuse values that are not of the types of a dataclass's fields; nothing is converted, and 1 is no text.
+
+    Raises `UserError` as `checked` does. Names that the dataclass does not have are passed over.
+    """
+    for name, adapter in _strict_types(kind).items():
+        if name in values:
+            try:
+                adapter.validate_python(values[name])
+            except ValidationError as error:
+                raise UserError(f"{prefix}{name}={shown(values[name])}: {_reason(error.errors()[0])}") from None
+
+
+@cache
+def _strict_types(kind: Any) -> dict[str, TypeAdapter[Any]]:
+    hints, config = get_type_hints(kind, include_extras=True), ConfigDict(strict=True, allow_inf_nan=False)
+    return {entry.name: TypeAdapter(hints[entry.name], config=config) for entry in fields(kind)}
 
 
 def _reason(error: ErrorDetails) -> str:

@@ -25,7 +25,11 @@ MOST_YAML_VALUES = 1_000_000  # values of a YAML file, each counted as often as 
 DEEPEST = 100  # levels of lists and objects in each other, which whoever walks through them recursively can follow
 SURROGATE_ESCAPE = re.compile(r"\\(u|U0000)[dD][89a-fA-F]")
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which no encoding has
-LFS_POINTER = b"version https://git-lfs"  # beginning of the note that stands for a file that Git LFS did not fetch
+STAND_INS = {  # how files begin that stand for another one: what they are, and what to do
+    rb"version https://git-lfs": "is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository",
+    rb"(\.\.[/\\])+blobs[/\\]": "is the text of a link into the Hub's cache: copy the folder by `cp -rL`",
+    rb"\s*<(!doctype|html)": "is a web page, not the file itself: download it anew",
+}
 PICKLE, ZIP = b"\x80", b"PK"  # beginnings of the two forms of PyTorch's own files
 
 T = TypeVar("T")
@@ -48,7 +52,16 @@ def read_text(path: Path, limit: int = LARGEST_FILE) -> str:
 
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file. Raises `UserError` where it cannot be read or is not JSON."""
+    refuse_stand_in(path)
     return parse_json(read_text(path), str(path))
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file. Raises `UserError` where it cannot be read, is not JSON or no object."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object, as such a file must: get it anew")
+    return content
 
 
 def read_typed(kind: type[T], path: Path) -> T:
@@ -206,18 +219,28 @@ def open_tensors(path: Path) -> safe_open:
 
     Raises `UserError` where it cannot be read, is cut or damaged, or is another kind of file than its name says.
     """
+    beginning = refuse_stand_in(path)
     try:
-        with path.open("rb") as file:
-            beginning = file.read(len(LFS_POINTER))
-        if beginning != LFS_POINTER and not beginning.startswith((PICKLE, ZIP)):
-            return safe_open(path, "pt", backend="pread")
+        return safe_open(path, "pt", backend="pread")
     except SafetensorError as error:
+        if beginning.startswith((PICKLE, ZIP)):  # as the length at the beginning of a good file may happen to
+            raise UserError(f"{path} is a pickle, which may run code when it is read: get it as safetensors") from None
         raise UserError(f"{path} is damaged ({first_line(error)}): get it or write it anew") from None
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from None
-    if beginning == LFS_POINTER:
-        raise UserError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository")
-    raise UserError(f"{path} is a pickle, which may run code when it is read: convert it to safetensors")
+
+
+def refuse_stand_in(path: Path) -> bytes:
+    """Return the beginning of a file. Raises `UserError` for one that only stands for another, and says for which."""
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(64)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+    for pattern, message in STAND_INS.items():
+        if re.match(pattern, beginning, re.IGNORECASE):
+            raise UserError(f"{path} {message}")
+    return beginning
 
 
 def _decoded(content: bytes, place: str) -> str:

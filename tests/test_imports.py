@@ -23,7 +23,18 @@ WINGS = {  # the floors from the ground up, and the wings of each from the groun
 FLOORS = tuple(WINGS)
 # What all wings of a floor stand on. Other files beside the wings stand on top of them.
 GROUND = {
-    "models": ("batch", "drafter_configs", "errors", "files", "kernels", "layers", "ranges", "reading", "typed_json"),
+    "models": (
+        "batch",
+        "drafter_configs",
+        "errors",
+        "files",
+        "kernels",
+        "layers",
+        "ranges",
+        "reading",
+        "typed_json",
+        "weights",
+    ),
     "data": ("console", "http", "processes", "progress"),
     "train": ("config",),
 }
@@ -203,7 +214,8 @@ MAY_READ = {
     "models/reading.py",
     "recipes/serving/vllm_medusa.py",  # the last two run in an engine's environment, and import nothing of ours
     "recipes/serving/vllm_script.py",
-    *("models/drafter_parts/layouts.py", "models/target/loading.py", "recipes/studies/quickstart_budget.py"),
+    "models/weights.py",  # the pickles of torch.save
+    *("models/target/loading.py", "recipes/studies/quickstart_budget.py"),
 }
 
 

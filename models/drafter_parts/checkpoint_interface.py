@@ -1,14 +1,17 @@
 """The part of a drafter that checkpoints use: config.json and tensors, laid out as serving engines load them."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import checkpoint_tensors
 from draftsmith.models.target.target import Target
 
+M = TypeVar("M", bound=nn.Module)
 OWN_EMBEDDING = "embed_tokens.weight"  # of a checkpoint; without it the embedding is the target's
 
 
@@ -34,7 +37,7 @@ class StoredDrafter:
 
         Raises `UserError` where the checkpoint does not fit the target or lacks something.
         """
-        raise TypeError(f"{cls.kind} has no checkpoint")
+        raise UserError(f"this checkpoint is of kind {cls.kind}, which is never stored: give {cls.kind} itself")
 
     def write_changed_target(self, directory: Path) -> None:
         """Write the target that was trained along, as an ordinary Hugging Face directory."""
@@ -54,13 +57,26 @@ def check_same_shape(what: str, config: dict[str, Any], target: Target) -> None:
             )
 
 
-def load_tensors(module: nn.Module, tensors: dict[str, Tensor], what: str) -> None:
-    """Load all tensors or refuse, naming what is missing, unknown or of another shape."""
-    own = checkpoint_tensors(module)
+def loaded(build: Callable[[], M], tensors: dict[str, Tensor], what: str) -> M:
+    """Return the module that `build` makes, with all of the tensors in it.
+
+    It is first made without memory, so that nothing is allocated for sizes that config.json claims and no tensor has.
+    Raises `UserError` naming what is missing, unknown, of another shape, or no floating-point numbers where these are
+    due.
+    """
+    with torch.device("meta"):
+        own = checkpoint_tensors(build())
     wrong = sorted(own.keys() ^ tensors.keys()) + sorted(
-        name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape
+        f"{name} {list(tensors[name].shape)} instead of {list(own[name].shape)}"
+        for name in own.keys() & tensors.keys()
+        if own[name].shape != tensors[name].shape
     )
     if wrong:
         raise UserError(f"{what}: tensors missing, unknown or of another shape: {', '.join(wrong[:6])}")
     for name, tensor in own.items():
+        if tensor.is_floating_point() != tensors[name].is_floating_point():
+            raise UserError(f"{what}: {name} is of type {tensors[name].dtype}, which is not that of such a weight")
+    module = build()
+    for name, tensor in checkpoint_tensors(module).items():
         tensor.copy_(tensors[name])
+    return module

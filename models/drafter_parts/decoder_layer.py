@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from draftsmith.models.drafter_parts.config_fields import LAYER_FIELDS
+from draftsmith.models.errors import UserError
 from draftsmith.models.layers import GatedMLP, MergedLinear, RMSNorm, rotate
 from draftsmith.models.target.target import Target
 
@@ -73,8 +75,17 @@ def layer_config_for(intermediate_size: int | None, target: Target) -> LlamaConf
 
 
 def layer_config_of(engine_config: dict[str, Any]) -> LlamaConfig:
-    """Return the inverse of `engine_layer_config`, from a whole config.json."""
-    return LlamaConfig(**{k: v for k, v in engine_config.items() if k not in ("architectures", "draftsmith")})
+    """Return the inverse of `engine_layer_config`, from a whole config.json. Raises `UserError` for other layers."""
+    config = LlamaConfig(**{name: engine_config[name] for name in LAYER_FIELDS if name in engine_config})
+    rope, heads, key_heads = config.rope_parameters or {}, config.num_attention_heads, config.num_key_value_heads
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        raise UserError("this drafter rotates a part of each head, by partial_rotary_factor: draftsmith's rotate all")
+    if heads % (key_heads or heads) or (config.head_dim or 0) % 2:
+        raise UserError(
+            f"num_attention_heads {heads}, num_key_value_heads {key_heads}, head_dim {config.head_dim}: give key-value "
+            "heads that divide the others, and an even head_dim"
+        )
+    return config
 
 
 def engine_layer_config(config: LlamaConfig, target: Target) -> dict[str, Any]:

@@ -12,8 +12,7 @@ What a layout cannot say, and engines would fill in silently, is filled in here 
 """
 
 import hashlib
-import json
-import pickle
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +21,15 @@ from typing import Any, cast
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
-from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.drafter_parts.config_fields import EngineFields, LayoutFields, OwnFields
+from draftsmith.models.errors import UserError
+from draftsmith.models.ranges import check_values
+from draftsmith.models.reading import read_json_object
 from draftsmith.models.target.target import Target
+from draftsmith.models.weights import check_counts, check_finite, read_weights
 
 # How checkpoints that draftsmith did not write tell their family; any other causal language model is a draft model.
 ARCHITECTURES = {
@@ -61,17 +62,21 @@ def read_checkpoint(name: str | Path, target: Target) -> Checkpoint:
     config = _read_config(directory)
     if "hydra_num_heads" in config:
         raise UserError(f"{name} has Hydra heads in their authors' layout, which is not read: train new ones (hydra)")
-    return in_engine_layout(config, _read_tensors(directory), target)
+    tensors = _read_tensors(directory)
+    check_finite(tensors.items(), f"drafter {name}")
+    return in_engine_layout(config, tensors, target)
 
 
 def find_directory(name: str | Path) -> Path:
     directory = Path(name)
-    if not directory.is_dir():
+    if not os.path.isdir(name):
+        if os.path.isfile(name):
+            raise UserError(f"{name} is a file: give the folder of a checkpoint, such as {directory.parent}")
         if directory.name == "best" and (newest := checkpoint_of_run(directory.parent)):
             raise UserError(f"{directory} is not there, for it is a measured checkpoint, and none was: give {newest}")
         try:
             directory = Path(snapshot_download(str(name), allow_patterns=PATTERNS))
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError):
             raise UserError(
                 f"no drafter at {str(name)!r}: give a checkpoint directory, a Hub name, or a drafter without training "
                 "such as ngram, suffix or none"
@@ -87,11 +92,16 @@ def checkpoint_of_run(run: Path) -> Path | None:
 
 def in_engine_layout(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> Checkpoint:
     """Return the same drafter in the engines' layout, with its kind."""
+    config = checked(LayoutFields, config)
     if "speculators_model_type" in config:
         config, tensors = from_speculators(config, tensors)
     if "medusa_num_heads" in config:
         config = medusa_config(config, tensors, target)
     kind = _kind(config, tensors)
+    if kind != "draft_model":
+        config = checked(EngineFields, config)
+    read = {*EngineFields.__annotations__, "draftsmith"} if kind != "draft_model" else config.keys()
+    check_counts({key: config[key] for key in read & config.keys()}, len(tensors), "this drafter's config.json")
     if kind in ("eagle3", "p_eagle"):
         config, tensors = complete_eagle3(config, tensors, target)
     elif kind == "medusa":
@@ -101,9 +111,19 @@ def in_engine_layout(config: dict[str, Any], tensors: dict[str, Tensor], target:
     return Checkpoint(kind, config, tensors)
 
 
+def checked(fields: type, config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config without those of the fields that are null: they are left out. Raises `UserError` by types."""
+    config = {key: value for key, value in config.items() if value is not None or key not in fields.__annotations__}
+    check_values(fields, config, "this drafter's config.json has ")
+    return config
+
+
 def _kind(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     if "draftsmith" in config:
-        return config["draftsmith"]["kind"]
+        own = checked(OwnFields, config["draftsmith"])
+        if "kind" not in own:
+            raise UserError("this drafter's config.json has an entry draftsmith without a kind: take another copy")
+        return own["kind"]
     if "mask_hidden" in tensors:  # the rest of P-EAGLE looks like EAGLE-3
         return "p_eagle"
     architecture = (config.get("architectures") or ["none named"])[0]
@@ -123,7 +143,7 @@ def complete_eagle3(
     """Give EAGLE-3 one name for the layer, layer ids after N layers, a head, no tables for a whole vocabulary."""
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     config = {**config, "vocab_size": config.get("vocab_size", target.vocab_size)}
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    nested = checked(EngineFields, config.get("eagle_config", {})).get("eagle_aux_hidden_state_layer_ids")
     if not config.get("eagle_aux_hidden_state_layer_ids") and nested:
         config["eagle_aux_hidden_state_layer_ids"] = [layer_id + 1 for layer_id in nested]
     draft_vocab_size = config.get("draft_vocab_size") or target.vocab_size
@@ -209,21 +229,19 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         example = checkpoint_of_run(directory) or "runs/NAME/best"
         raise UserError(f"{directory} holds no config.json: give a checkpoint directory, such as {example}")
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
+    return read_json_object(path)
 
 
 def _read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Read the .safetensors files, or else PyTorch's pickled ones without running code."""
+    """Return the tensors of the .safetensors files, or else of PyTorch's pickled ones."""
     tensors: dict[str, Tensor] = {}
     for file in _tensor_files(directory):
-        try:
-            safe = file.suffix == ".safetensors"
-            tensors.update(load_file(file) if safe else torch.load(file, map_location="cpu", weights_only=True))
-        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise UserError(f"{file} is damaged: {first_line(error)}") from None
+        more = read_weights(file)
+        if repeated := sorted(tensors.keys() & more.keys()):
+            raise UserError(
+                f"{repeated[0]} is in {file} and in another file beside it: remove the one that is not meant"
+            )
+        tensors |= more
     return tensors
 
 
@@ -231,7 +249,7 @@ def _tensor_files(directory: Path) -> list[Path]:
     files = sorted(directory.glob("*.safetensors"))
     files = files or [directory / name for name in PATTERNS[2:] if (directory / name).is_file()]
     if not files:
-        raise UserError(f"{directory} holds no .safetensors file: convert its weights first")
+        raise UserError(f"{directory} holds no .safetensors file: get it whole, or convert its weights first")
     return files
 
 

@@ -29,8 +29,6 @@ def with_size(config: ReducedVocabulary, counts: Tensor, eos_token_ids: list[int
             f"drafter.draft_vocab_size={config.draft_vocab_size} and drafter.draft_vocab_coverage={coverage}: one "
             "decides, set the other to null"
         )
-    if not 0 < coverage < 1:
-        raise UserError(f"drafter.draft_vocab_coverage={coverage}: give a share between 0 and 1, such as 0.99")
     ranked = torch.sort(ranking(counts, eos_token_ids), descending=True, stable=True).indices
     covered = counts[ranked].cumsum(0) / counts.sum()
     size = int((covered < coverage).sum()) + 1

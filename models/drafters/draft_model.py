@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Pr
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_configs import DraftModelConfig
 from draftsmith.models.drafter_parts.base import Drafter
-from draftsmith.models.drafter_parts.checkpoint_interface import load_tensors
+from draftsmith.models.drafter_parts.checkpoint_interface import loaded
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, LevelWindows, grow
 from draftsmith.models.errors import UserError, first_line
@@ -144,16 +144,17 @@ class DraftModel(Drafter):
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "DraftModel":
-        own = config.pop("draftsmith", {})
+        own = DraftModelConfig.of_checkpoint(config)
         if config.get("model_type") not in CONFIG_MAPPING:
             raise UserError(f"config.json names model_type {config.get('model_type')!r}: give a causal language model")
-        model_config = CONFIG_MAPPING[config["model_type"]].from_dict(config)
-        model = new_model(model_config)
-        drafter = cls(DraftModelConfig(**own), model, target)
-        tied = {name: tensor for name, tensor in model.state_dict().items() if name not in untied(model)}
-        load_tensors(model, {**tied, **tensors}, "this draft model")
+        plain = {key: value for key, value in config.items() if key != "draftsmith"}
+        model_config = CONFIG_MAPPING[config["model_type"]].from_dict(plain)
+        with torch.device("meta"):
+            tied = new_model(model_config).all_tied_weights_keys
+        shared = {name: tensors[source] for name, source in tied.items() if source in tensors}
+        model = loaded(lambda: new_model(model_config), {**shared, **tensors}, "this draft model")
         model.tie_weights()
-        return drafter
+        return cls(own, model, target)
 
 
 class DraftModelCache(DrafterCache):

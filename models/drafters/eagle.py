@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_configs import EagleConfig
 from draftsmith.models.drafter_parts.base import Drafter
-from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, load_tensors
+from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, loaded
 from draftsmith.models.drafter_parts.decoder_layer import (
     DecoderLayer,
     engine_layer_config,
@@ -136,12 +136,11 @@ class Eagle(Drafter):
         what = "this EAGLE-1 drafter"
         check_same_shape(what, config, target)
         biased = "fc.bias" in tensors and bool(tensors["fc.bias"].any())
-        own = EagleConfig(**{"bias": biased, **config.get("draftsmith", {})})
+        own = EagleConfig.of_checkpoint(config, bias=config.get("draftsmith", {}).get("bias", biased))
         if not own.bias and not biased:
             tensors = {name: tensor for name, tensor in tensors.items() if name != "fc.bias"}
-        drafter = cls(own, layer_config_of(config), target)
-        load_tensors(drafter, tensors, what)
-        return drafter
+        layer_config = layer_config_of(config)
+        return loaded(lambda: cls(own, layer_config, target), tensors, what)
 
 
 class UnrolledEagleLayer(UnrolledLayer):

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_configs import Eagle3Config
 from draftsmith.models.drafter_parts.base import Drafter
-from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING, check_same_shape, load_tensors
+from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING, check_same_shape, loaded
 from draftsmith.models.drafter_parts.decoder_layer import (
     DecoderLayer,
     engine_layer_config,
@@ -72,7 +72,8 @@ class Eagle3(Drafter):
     d2t: Tensor  # [Vd] int64, target id - draft id; only with a reduced vocabulary, for engines reject it otherwise
     t2d: Tensor  # [V] bool, in the draft vocabulary?
 
-    def __init__(self, config: Eagle3Config, layer_config: LlamaConfig, target: Target) -> None:
+    def __init__(self, config: Eagle3Config, layer_config: LlamaConfig, target: Target, embeds: bool = False) -> None:
+        """`embeds`: it has an embedding of its own, in place of the target's."""
         super().__init__(config)
         self.layer_config, self.target, self.training_depth = layer_config, target, config.unroll_steps
         self.layer_ids = check_layer_ids(config.layer_ids or spread_layer_ids(target.num_layers), target)
@@ -86,6 +87,8 @@ class Eagle3(Drafter):
         if vocab > target.vocab_size:
             raise UserError(too_large(vocab, target.vocab_size))
         self.embed_tokens: nn.Embedding | None = None  # frozen, of checkpoints that bring their own
+        if embeds:
+            self.embed_tokens = nn.Embedding(target.vocab_size, width).requires_grad_(False)
         self.fc = nn.Linear(len(self.layer_ids) * target.hidden_size, width, bias=False)
         self.layers = nn.ModuleList([Layer(layer_config)])
         self.norm = RMSNorm(width, layer_config.rms_norm_eps)
@@ -203,18 +206,14 @@ class Eagle3(Drafter):
         for flag in ("norm_before_fc", "fc_norm", "norm_output"):
             if config.get(flag):
                 raise UserError(f"this EAGLE-3 drafter was trained with {flag}, which draftsmith does not know")
-        own = config.get("draftsmith", {})
-        layer_ids = config.get("eagle_aux_hidden_state_layer_ids") or spread_layer_ids(target.num_layers)
-        sizes = {
-            "layer_ids": list(layer_ids),
-            "draft_vocab_size": config.get("draft_vocab_size"),
-            "norm_before_residual": bool(config.get("norm_before_residual")),
-        }
-        drafter = cls(Eagle3Config(**{**own, **sizes}), layer_config_of(config), target)
-        if OWN_EMBEDDING in tensors:
-            drafter.embed_tokens = nn.Embedding(target.vocab_size, drafter.fc.out_features).requires_grad_(False)
-        load_tensors(drafter, tensors, "this EAGLE-3 drafter")
-        return drafter
+        own = Eagle3Config.of_checkpoint(
+            config,
+            layer_ids=config.get("eagle_aux_hidden_state_layer_ids") or spread_layer_ids(target.num_layers),
+            draft_vocab_size=config.get("draft_vocab_size"),
+            norm_before_residual=bool(config.get("norm_before_residual")),
+        )
+        layer_config, embeds = layer_config_of(config), OWN_EMBEDDING in tensors
+        return loaded(lambda: cls(own, layer_config, target, embeds), tensors, "this EAGLE-3 drafter")
 
 
 class UnrolledEagle3Layer(UnrolledLayer):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_configs import HydraConfig
 from draftsmith.models.drafter_parts.base import Drafter
-from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, load_tensors
+from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, loaded
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.drafter_parts.tree_drafting import grow
 from draftsmith.models.drafters.medusa import ResidualBlocks
@@ -103,6 +103,5 @@ class Hydra(Drafter):
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Hydra":
         check_same_shape("these Hydra heads", config, target)
-        drafter = cls(HydraConfig(**config["draftsmith"]), target)
-        load_tensors(drafter, tensors, "these Hydra heads")
-        return drafter
+        own = HydraConfig.of_checkpoint(config)
+        return loaded(lambda: cls(own, target), tensors, "these Hydra heads")

@@ -17,7 +17,7 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_configs import MedusaConfig
 from draftsmith.models.drafter_parts.adapters import Corrections
 from draftsmith.models.drafter_parts.base import Drafter
-from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, load_tensors
+from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, loaded
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafter_parts.tree_drafting import grow
 from draftsmith.models.drafter_parts.vocabulary import too_large
@@ -178,13 +178,13 @@ class Medusa(Drafter):
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Medusa":
         check_same_shape("these Medusa heads", config, target)
-        own = {"output": "shared" if config.get("original_lm_head") else "own", **config.get("draftsmith", {})}
-        sizes = {
-            "num_heads": config["num_heads"],
-            "num_layers": config["num_hidden_layers"],
-            "draft_vocab_size": config.get("truncated_vocab_size"),
-            "adapt_target": "no",  # it is already changed
-        }
-        drafter = cls(MedusaConfig(**{**own, **sizes}), target)
-        load_tensors(drafter, tensors, "these Medusa heads")
-        return drafter
+        output = "shared" if config.get("original_lm_head") else "own"
+        own = MedusaConfig.of_checkpoint(
+            config,
+            output=config.get("draftsmith", {}).get("output", output),
+            num_heads=config["num_heads"],
+            num_layers=config["num_hidden_layers"],
+            draft_vocab_size=config.get("truncated_vocab_size"),
+            adapt_target="no",  # it is already changed
+        )
+        return loaded(lambda: cls(own, target), tensors, "these Medusa heads")

@@ -10,13 +10,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_configs import MLPSpeculatorConfig
 from draftsmith.models.drafter_parts.base import Drafter
-from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, load_tensors
+from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, loaded
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.drafter_parts.tree_drafting import grow
 from draftsmith.models.errors import UserError
@@ -33,7 +34,7 @@ class ShiftedNorm(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(Tensor(width)), nn.Parameter(Tensor(width))
+        self.weight, self.bias = nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weight, EPS) + self.bias
@@ -138,12 +139,12 @@ class MLPSpeculator(Drafter):
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "MLPSpeculator":
         what = "this MLP speculator"
         check_same_shape(what, {**config, "hidden_size": config.get("emb_dim")}, target)
-        own = {
-            "num_heads": config.get("n_predict", 3),  # defaults are those of IBM's MLPSpeculatorConfig
-            "inner_size": config.get("inner_dim") or None,
-            "tie_weights": config.get("tie_weights", False),
-            "scale_input": config.get("scale_input", False),
-        }
-        drafter = cls(MLPSpeculatorConfig(**{**config.get("draftsmith", {}), **own}), target)
-        load_tensors(drafter, {name.removeprefix("speculator."): t for name, t in tensors.items()}, what)
-        return drafter
+        own = MLPSpeculatorConfig.of_checkpoint(
+            config,
+            num_heads=config.get("n_predict", 3),  # defaults are those of IBM's MLPSpeculatorConfig
+            inner_size=config.get("inner_dim") or None,
+            tie_weights=config.get("tie_weights", False),
+            scale_input=config.get("scale_input", False),
+        )
+        tensors = {name.removeprefix("speculator."): tensor for name, tensor in tensors.items()}
+        return loaded(lambda: cls(own, target), tensors, what)

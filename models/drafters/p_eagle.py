@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_configs import PEagleConfig
 from draftsmith.models.drafter_parts.base import Drafter
-from draftsmith.models.drafter_parts.checkpoint_interface import load_tensors
+from draftsmith.models.drafter_parts.checkpoint_interface import loaded
 from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
@@ -238,7 +238,6 @@ class PEagle(Drafter):
             raise UserError(
                 "this P-EAGLE drafter was trained with norm_before_residual, which draftsmith's does not know"
             )
-        own = config.get("draftsmith", {})
         named = [config[key] for key in ("mask_token_id", "pard_token") if config.get(key) is not None]  # vLLM's order
         if not named or "num_hidden_layers" not in config:
             raise UserError(
@@ -248,11 +247,9 @@ class PEagle(Drafter):
         rest = {name: t for name, t in tensors.items() if name == "mask_hidden" or name.startswith("deeper.")}
         first = {name: t for name, t in tensors.items() if name not in rest}
         eagle3 = Eagle3.from_engine({**config, "draftsmith": {}}, first, target)
-        sizes = {"num_layers": config["num_hidden_layers"], "mask_token_id": named[0]}
-        drafter = cls(PEagleConfig(**{**own, **sizes}), eagle3, target)
+        own = PEagleConfig.of_checkpoint(config, num_layers=config["num_hidden_layers"], mask_token_id=named[0])
         eagle3_tensors = {f"eagle3.{name}": t for name, t in checkpoint_tensors(eagle3).items()}
-        load_tensors(drafter, {**eagle3_tensors, **rest}, "this P-EAGLE drafter")
-        return drafter
+        return loaded(lambda: cls(own, eagle3, target), {**eagle3_tensors, **rest}, "this P-EAGLE drafter")
 
 
 class PEagleCache(DrafterCache):

@@ -1,0 +1,99 @@
+"""Weights on disk, which anybody may have written: read without running code, and held against config.json.
+
+Nothing is allocated for sizes that a config claims and no tensor has, and no loop runs for parts that no tensor is of.
+"""
+
+import pickle
+import re
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.reading import open_tensors, refuse_stand_in
+
+PARTS = re.compile(r"(n|num)_(\w+_)?(layers?|experts)|num_heads|n_predict")  # fields that count parts with own tensors
+REPEATED = 2  # at most so many times may a pickle's tensors hold its bytes: an embedding may be the head, too
+
+
+def read_weights(path: Path, device: str = "cpu") -> dict[str, Tensor]:
+    """Return the tensors of a .safetensors file, or else of a file of `torch.save`; on `meta` their sizes alone.
+
+    Raises `UserError` for a file that is damaged, is not what its name says, or holds more than tensors.
+    """
+    if path.suffix != ".safetensors":
+        return _read_pickle(path, device)
+    with open_tensors(path) as file:
+        names = file.keys()
+        if device == "meta":
+            return {name: torch.empty(file.get_slice(name).get_shape(), device="meta") for name in names}
+        return {name: file.get_tensor(name) for name in names}
+
+
+def _read_pickle(path: Path, device: str) -> dict[str, Tensor]:
+    refuse_stand_in(path)
+    mend = "get the weights as .safetensors"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist())
+        content = None if packed else torch.load(path, map_location=device, weights_only=True)
+    except pickle.UnpicklingError:
+        raise UserError(f"{path} is a pickle that holds more than tensors, and no code of it is run: {mend}") from None
+    except Exception as error:  # of torch and zipfile, which have many for damaged files
+        raise UserError(f"{path} is no file of torch.save, or is damaged ({first_line(error)}): {mend}") from None
+    if not isinstance(content, dict) or not all(map(_is_named_tensor, content.items())):
+        raise UserError(f"{path} holds other things than plain tensors by their names: {mend}")
+    if sum(tensor.nbytes for tensor in content.values()) > REPEATED * path.stat().st_size:
+        raise UserError(f"{path} claims larger tensors than its bytes hold: {mend}")
+    return content
+
+
+def _is_named_tensor(entry: tuple[Any, Any]) -> bool:
+    name, tensor = entry
+    is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_quantized
+    return isinstance(name, str) and is_plain
+
+
+def check_finite(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
+    """Raise `UserError`, naming the tensor, where one holds NaN or infinity: every output would be NaN."""
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel() and not is_finite(tensor):
+            raise UserError(
+                f"{what}: {name} holds NaN or infinity; its training failed, or its file is damaged: take another one"
+            )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all values are numbers; ten times as fast as `isfinite` on a CPU."""
+    low, high = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)  # NaN makes both NaN
+    return bool(low.isfinite() & high.isfinite())
+
+
+def check_counts(config: dict[str, Any], most: int, place: str) -> None:
+    """Refuse a config.json with more layers, heads or experts than there are tensors: to build them might not end."""
+    parts = [config]
+    while parts:
+        for key, value in parts.pop().items():
+            if isinstance(value, dict):
+                parts.append(value)
+            elif isinstance(value, int | float) and value > most and PARTS.fullmatch(key):
+                raise UserError(
+                    f"{place} has {key} {value}, and there are {most} tensors: these files are not of one model, take "
+                    "another copy"
+                )
+
+
+def file_of_index(folder: Path, name: Any, index: str) -> Path:
+    """Return the file that an index of weights names. Raises `UserError` where it lies outside of the folder.
+
+    Links may lead to the blobs beside the snapshots of the Hub's cache, whose folders consist of them.
+    """
+    home, path = folder.resolve(), folder / str(name)
+    places = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
+    if PurePath(str(name)).name != name or path.resolve().parent not in places:
+        raise UserError(f"{folder / index} names {str(name)!r}, which is no file of its folder: take another copy")
+    return path
