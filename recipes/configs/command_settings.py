@@ -36,7 +36,8 @@ VerificationMode = Literal["greedy", "one_hot", "probabilistic", "block", "witho
 Engine = Literal["vllm", "sglang", "speculators", "safeailab", "fasterdecoding"]
 Baseline = Literal["generate", "assisted", "prompt_lookup"]
 Minutes = Annotated[Number, Field(ge=0.001)]
-Requests = Annotated[Count, Field(ge=10)]
+Requests = Annotated[Count, Field(ge=10, le=1_000_000)]
+Rate = Annotated[Number, Field(ge=0.001)]
 Lognormal = tuple[NonNegative, NonNegative]  # median and sigma
 
 # Groups of flags, in the order of `--help`.
@@ -163,7 +164,7 @@ class LoadTestSettings(OfDrafters):
     draft_length: Depth = option(DECODING, "drafted tokens of a round", 4, "K")
     schedule: FilePath | None = option(DECODING, "of draft lengths (from measured costs)", None, "FILE")
     verification_mode: VerificationMode | None = option(DECODING, "(the usual one of the drafter)", None, "MODE")
-    rate: tuple[Positive, ...] = option(TRAFFIC, "stages of an open test: requests a second", (), "R")
+    rate: tuple[Rate, ...] = option(TRAFFIC, "stages of an open test: requests a second", (), "R")
     concurrency: tuple[Count, ...] = option(TRAFFIC, "stages of a closed test: requests at once", (), "N")
     requests: Requests | None = option(TRAFFIC, "of each run (50, but 8 for each client)", None, "N")
     max_batch: Count | None = option(TRAFFIC, "requests that an open test runs at once (16)", None, "N")

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -202,6 +203,15 @@ def test_tls_where_none_is_spoken(make_server: Callable[..., RecordingServer]) -
     url = make_server().url.replace("http://", "https://")
     with pytest.raises(UserError, match="no model server answers there .ConnectError"):
         Server(url, "--endpoint", "start one", 5.0).json("/v1/models")
+
+
+def test_a_server_that_never_shakes_hands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TLS, too, is within the deadline."""
+    monkeypatch.setattr(http, "PAGE_TIMEOUT", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"https://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(UserError, match="no whole answer within 0.3 s"):
+            Server(url, "--endpoint", "start one", 5.0).json("/v1/models")
 
 
 @pytest.mark.parametrize(
