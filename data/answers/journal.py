@@ -1,32 +1,35 @@
 """Answers on disk while they are being written: whatever kills the process, what was finished is still there.
 
-Every process appends to a journal of its own, one line a prompt: its index, then its samples, separated by tabs. A
-line that a kill cut short is dropped. When all prompts are answered, the journals become samples.jsonl, in the order
-of the prompts, in one rename.
+Every process appends to a journal of its own, one line a prompt: its index, its samples, and a checksum of them and of
+the run, separated by tabs. A line that a kill cut short is dropped; one that is damaged, or of another run, is passed
+over. When all prompts are answered, the journals become samples.jsonl, in the order of the prompts, in one rename.
 """
 
 import contextlib
+import hashlib
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftsmith.data.samples.samples import Sample, sample_line, write_samples
+from draftsmith.models.errors import UserError
 from draftsmith.models.files import writing
 
 
 class Journal:
-    """The answers that one process has written, `append` after `append`."""
+    """The answers that one process has written, `append` after `append`. `run`: the name of what they depend on."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.path = folder / f"answers-{rank}.partial"
+    def __init__(self, folder: Path, rank: int, run: str) -> None:
+        self.path, self.run = folder / f"answers-{rank}.partial", run
         with writing(self.path):
             self._file = open(self.path, "a+b")  # noqa: SIM115  # open as long as the process writes
             self._file.seek(0)
-            self.num_bytes = self._file.read().rfind(b"\n") + 1
+            self.num_bytes = sum(len(line) for line in self._file if line.endswith(b"\n"))
             self._file.truncate(self.num_bytes)
 
     def append(self, index: int, samples: list[Sample]) -> None:
         """Write the samples of a prompt. Raises `UserError` where the disk is full; what is written is kept."""
-        parts = [str(index), *(sample_line(sample).rstrip("\n") for sample in samples)]
-        line = ("\t".join(parts) + "\n").encode()
+        answer = "\t".join([str(index), *(sample_line(sample).rstrip("\n") for sample in samples)]).encode()
+        line = b"%b\t%b\n" % (answer, checksum(answer, self.run))
         with writing(self.path, "what is written is kept: make room, and the same command goes on"):
             self._file.write(line)
             self._file.flush()
@@ -37,29 +40,53 @@ class Journal:
         self._file.close()
 
 
-def written_lines(folder: Path) -> dict[int, tuple[Path, int]]:
-    """Return the place of each answered prompt's line: journal and offset in bytes."""
-    places: dict[int, tuple[Path, int]] = {}
-    for path in sorted(folder.glob("answers-*.partial")):
-        offset = 0
-        with open(path, "rb") as file:
-            for line in file:
-                if line.endswith(b"\n"):
-                    places.setdefault(int(line.partition(b"\t")[0]), (path, offset))
-                offset += len(line)
-    return places
+@dataclass
+class Answered:
+    """The answers that the journals of a folder hold."""
+
+    places: dict[int, tuple[Path, int]] = field(default_factory=dict)  # of each prompt's line: journal, offset in bytes
+    num_damaged: int = 0  # lines that are damaged or of another run
 
 
-def merge_journals(folder: Path) -> None:
+def journals_in(folder: Path) -> list[Path]:
+    """Return the journals of all processes."""
+    return sorted(folder.glob("answers-*.partial"))
+
+
+def read_journals(folder: Path, run: str) -> Answered:
+    """Return which prompts are answered, and where. Raises `UserError` where a journal cannot be read."""
+    answered = Answered()
+    for path in journals_in(folder):
+        try:
+            with open(path, "rb") as file:
+                offset = 0
+                for line in file:
+                    answer, _, told = line[:-1].rpartition(b"\t")
+                    if told == checksum(answer, run):
+                        answered.places.setdefault(int(answer.partition(b"\t")[0]), (path, offset))
+                    elif line.endswith(b"\n"):  # others were cut by a kill
+                        answered.num_damaged += 1
+                    offset += len(line)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    return answered
+
+
+def checksum(answer: bytes, run: str) -> bytes:
+    """Return the end of a journal's line, which tells an answer of this run from a damaged one."""
+    return hashlib.sha256(run.encode() + answer).hexdigest()[:16].encode()
+
+
+def merge_journals(folder: Path, run: str) -> None:
     """Write all answers into samples.jsonl, in the order of their prompts, and remove the journals."""
-    places = written_lines(folder)
+    places = read_journals(folder, run).places
     with contextlib.ExitStack() as opened:
         files = {path: opened.enter_context(open(path, "rb")) for path in {path for path, _ in places.values()}}
 
         def answers(index: int) -> list[bytes]:
             path, offset = places[index]
             files[path].seek(offset)
-            return [sample + b"\n" for sample in files[path].readline().rstrip(b"\n").split(b"\t")[1:]]
+            return [sample + b"\n" for sample in files[path].readline().split(b"\t")[1:-1]]
 
         write_samples(folder, (sample for index in sorted(places) for sample in answers(index)))
     remove_journals(folder)
@@ -68,5 +95,5 @@ def merge_journals(folder: Path) -> None:
 def remove_journals(folder: Path) -> None:
     """Remove the journals of all processes."""
     with writing(folder):
-        for path in folder.glob("answers-*.partial"):
+        for path in journals_in(folder):
             path.unlink()

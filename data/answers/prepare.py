@@ -7,16 +7,17 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.filesize import decimal
 
 from draftsmith.data.answers.changed_settings import changes_text, flatten, setting_changes
 from draftsmith.data.answers.endpoint import MOST_REQUESTS, Endpoint
-from draftsmith.data.answers.journal import Journal, merge_journals, remove_journals, written_lines
+from draftsmith.data.answers.journal import Journal, journals_in, merge_journals, read_journals, remove_journals
 from draftsmith.data.answers.turns import Dialogue, Markers
 from draftsmith.data.console import say
 from draftsmith.data.processes import locked, rank_and_num_ranks
-from draftsmith.data.progress import progress_bar
+from draftsmith.data.progress import notice, progress_bar
 from draftsmith.data.prompts.checks import (
     check_bos,
     check_not_rendered,
@@ -83,16 +84,25 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
 def write_answers(job: "AnswerJob", out: Path) -> None:
     """Write the answers that are missing in the folder `out`."""
     rank, num_ranks = rank_and_num_ranks()
-    open_folder(out, job.prepared())
+    prepared = job.prepared()
+    open_folder(out, prepared)
+    run = run_name(prepared)
     if rank == 0 and job.held_out:
         write_prompts(out / HELD_OUT, job.held_out)
     if (out / SAMPLES).is_file():
         if rank == 0:
+            show_written(out, job.target)
             remove_journals(out)  # of a kill between the file's last rename and this
             say(f"{out} holds all answers already")
         return
-    journal = Journal(out, rank)
-    done = set(written_lines(out))
+    journal = Journal(out, rank, run)
+    answered = read_journals(out, run)
+    if rank == 0 and answered.num_damaged:
+        notice(
+            f"{answered.num_damaged} lines of {out}/answers-*.partial are damaged, or of another run or version: their "
+            "prompts are answered again"
+        )
+    done = set(answered.places)
     shares = [share for share in job.shares()[rank::num_ranks] if not done.issuperset(share)]
     total = len(done.union(*shares))
 
@@ -113,8 +123,8 @@ def write_answers(job: "AnswerJob", out: Path) -> None:
             progress.update(task, advance=1, detail=detail)
     journal.close()
     if rank == 0:
-        wait_for_answers(out, len(job.kept))
-        merge_journals(out)
+        wait_for_answers(out, run, job.kept)
+        merge_journals(out, run)
         show_written(out, job.target)
 
 
@@ -254,25 +264,35 @@ def decode_answers(
 def open_folder(out: Path, prepared: dict) -> None:
     """Make the folder, where one without an answer may have been of other settings. `UserError` for other answers."""
     begun = (out / PREPARED).is_file()
-    if not begun or not ((out / SAMPLES).is_file() or written_lines(out)):
+    if not begun or not ((out / SAMPLES).is_file() or any(path.stat().st_size for path in journals_in(out))):
         if begun and read_prepared(out).get("num_held_out"):
             (out / HELD_OUT).unlink(missing_ok=True)
         write_json(out / PREPARED, prepared)
     defaults = {f"settings.{name}": value for name, value in asdict(PrepareSettings()).items()}
     stored = {**defaults, **flatten(read_prepared(out))}  # an older version did not write all settings
     changed = setting_changes(stored, {**defaults, **flatten(to_json(prepared))})
-    implied = IMPLIED if prepared["target_fingerprint"] else IMPLIED[1:]  # an endpoint's weights have only a name
-    if decisive := {key: text for key, text in changed.items() if key not in implied}:
+    if decisive := {key: text for key, text in changed.items() if key not in implied_keys(prepared)}:
         raise UserError(
             f"{out} holds samples of another target, prompts or settings ({changes_text(decisive)}): give the same "
             "again, another folder, or remove it"
         )
 
 
-def wait_for_answers(out: Path, count: int) -> None:
+def run_name(prepared: dict[str, Any]) -> str:
+    """Return a name for all that answers depend on, in 16 hex digits."""
+    decisive = {key: value for key, value in prepared.items() if key not in implied_keys(prepared)}
+    return hashlib.sha256(json.dumps(to_json(decisive), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def implied_keys(prepared: dict[str, Any]) -> tuple[str, ...]:
+    """Return the keys of prepared.json that other keys tell better. An endpoint's weights have only a name."""
+    return IMPLIED if prepared["target_fingerprint"] else IMPLIED[1:]
+
+
+def wait_for_answers(out: Path, run: str, prompts: list[int]) -> None:
     """Return when all processes have written theirs. There is no process group to time out; a crash ends them all."""
     while True:
         start = time.perf_counter()
-        if len(written_lines(out)) == count:
+        if read_journals(out, run).places.keys() >= set(prompts):
             return
         time.sleep(0.2 + 10 * (time.perf_counter() - start))

@@ -163,6 +163,20 @@ def test_a_server_that_goes_away_ends_the_run_and_another_goes_on(
     assert len(other.asked) == NUM_PROMPTS - kept
 
 
+def test_a_server_of_less_context_goes_on(
+    make_server: Callable[..., FakeServer], served: Target, source: str, tmp_path: Path
+) -> None:
+    """The first has answered a prompt that the second has no room for; nobody waits for as many as are left."""
+    server, other = make_server(), make_server()
+    server.trouble = lambda number, answer: 502 if number >= NUM_PROMPTS else None
+    settings = replace(asking(server), batch_size=1, skip_long=True)
+    with pytest.raises(UserError, match="what is written is kept"):
+        prepare(served, source, tmp_path, settings)
+    other.models = [{"id": "served", "max_model_len": 20}]
+    prepare(served, source, tmp_path, replace(settings, endpoint=other.url))
+    assert len(read_samples(tmp_path)) == NUM_PROMPTS - 1
+
+
 def test_a_refusal_is_not_repeated(
     make_server: Callable[..., FakeServer], served: Target, source: str, tmp_path: Path
 ) -> None:

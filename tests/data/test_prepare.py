@@ -16,8 +16,8 @@ import pytest
 
 from draftsmith.data.answers import prepare as prepare_module
 from draftsmith.data.answers.estimate import Spread, estimate
-from draftsmith.data.answers.journal import Journal
-from draftsmith.data.answers.prepare import AnswerJob, PrepareSettings, open_folder, prepare
+from draftsmith.data.answers.journal import Journal, checksum
+from draftsmith.data.answers.prepare import AnswerJob, PrepareSettings, open_folder, prepare, run_name
 from draftsmith.data.answers.turns import Dialogue
 from draftsmith.data.prompts.checks import check_samples, notice_without_checksum, num_known_tokens
 from draftsmith.data.prompts.prompt_formats import Prompt
@@ -134,7 +134,7 @@ def test_interrupted_anywhere_the_file_is_the_same(
     """A kill leaves part of a line and part of a share, with any number of processes; then another number goes on."""
     open_folder(tmp_path, read_prepared(folder))
     for rank, share in enumerate(AnswerJob(tiny_target, source, SETTINGS).shares()):
-        journal = Journal(tmp_path, rank)
+        journal = Journal(tmp_path, rank, run_name(read_prepared(folder)))
         for index in reversed(share):
             journal.append(index, [read_samples(folder)[index]])
         journal.close()
@@ -151,7 +151,7 @@ def test_whole_shares_are_not_decoded_again(
     job = AnswerJob(tiny_target, source, SETTINGS)
     first, second, third = job.shares()
     open_folder(tmp_path, read_prepared(folder))
-    journal = Journal(tmp_path, 0)
+    journal = Journal(tmp_path, 0, run_name(read_prepared(folder)))
     for index in [*first, *third, second[1]]:
         journal.append(index, [read_samples(folder)[index]])
     journal.close()
@@ -160,6 +160,67 @@ def test_whole_shares_are_not_decoded_again(
     monkeypatch.setattr(Dialogue, "take", lambda self, *args: (decoded.append(self.index), take(self, *args)))
     prepare(tiny_target, source, tmp_path, SETTINGS)
     assert sorted(decoded) == sorted(second)
+
+
+def flipped(content: bytes) -> bytes:
+    """One digit of one token id is another one."""
+    place = content.index(b"token_ids") + len(b'token_ids":[')
+    return content[:place] + (b"1" if content[place : place + 1] != b"1" else b"2") + content[place + 1 :]
+
+
+def of_another_run(content: bytes) -> bytes:
+    """A good line of the same prompts, answered at another seed."""
+    answer = content.splitlines()[0].rpartition(b"\t")[0]
+    return answer + b"\t" + checksum(answer, "another run") + b"\n"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flipped,
+        of_another_run,
+        lambda content: b"x" + content,
+        lambda content: content.replace(b"\n", b"", 1),
+        lambda content: b"\n" + content,
+        lambda content: b"99999999\t{}\n" + content,
+        lambda content: bytes(1000) + b"\n" + content,
+    ],
+)
+def test_a_damaged_journal_loses_nothing_but_its_damaged_lines(
+    damage: Callable[[bytes], bytes],
+    folder: Path,
+    source: str,
+    tiny_target: Target,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What was damaged is answered again, and said so; it is neither trained on nor waited for."""
+    job = AnswerJob(tiny_target, source, SETTINGS)
+    open_folder(tmp_path, read_prepared(folder))
+    journal = Journal(tmp_path, 0, run_name(read_prepared(folder)))
+    for index in job.shares()[0]:
+        journal.append(index, [read_samples(folder)[index]])
+    journal.close()
+    journal.path.write_bytes(damage(journal.path.read_bytes()))
+    prepare(tiny_target, source, tmp_path, SETTINGS)
+    assert (tmp_path / SAMPLES).read_bytes() == (folder / SAMPLES).read_bytes()
+    assert "1 lines of" in capsys.readouterr().err
+
+
+def test_a_finished_folder_is_checked_before_it_is_called_finished(
+    folder: Path, source: str, tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `train` would refuse holds no answers, whatever its name; its journals are still there."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    prepare(tiny_target, source, tmp_path, SETTINGS)
+    assert "holds all answers already" in capsys.readouterr().out
+    (tmp_path / "answers-0.partial").touch()
+    (tmp_path / SAMPLES).write_bytes(flipped((folder / SAMPLES).read_bytes()))
+    with pytest.raises(UserError, match="was changed since"):
+        prepare(tiny_target, source, tmp_path, SETTINGS)
+    assert "holds all answers already" not in capsys.readouterr().out
+    assert (tmp_path / "answers-0.partial").exists()
 
 
 def test_processes_share_the_prompts(

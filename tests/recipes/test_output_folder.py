@@ -16,7 +16,7 @@ from reports import evaluation as evaluation_content
 from reports import result
 from rich.console import Console
 
-from draftsmith.data.answers.journal import merge_journals
+from draftsmith.data.answers.journal import Journal, merge_journals
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.processes import locked
 from draftsmith.data.samples.samples import CHECKSUM, SAMPLES, Sample, Span, read_samples, sample_line
@@ -172,8 +172,10 @@ def test_answers_are_merged_whole(kills: bool, tmp_path: Path) -> None:
 
     def write_journals() -> None:
         for rank in (0, 1):
-            lines = [f"{index}\t{sample_line(samples[index])}" for index in range(rank, 6, 2)]
-            (tmp_path / f"answers-{rank}.partial").write_text("".join(lines))
+            journal = Journal(tmp_path, rank, "run")
+            for index in range(rank, 6, 2):
+                journal.append(index, [samples[index]])
+            journal.close()
 
     def check() -> None:
         if (tmp_path / SAMPLES).is_file():
@@ -185,7 +187,7 @@ def test_answers_are_merged_whole(kills: bool, tmp_path: Path) -> None:
         assert len(list(tmp_path.glob("answers-*"))) == 2
 
     write_journals()
-    assert after_every_fault(tmp_path, kills, lambda: merge_journals(tmp_path), check) > 6
+    assert after_every_fault(tmp_path, kills, lambda: merge_journals(tmp_path, "run"), check) > 6
 
 
 @pytest.mark.parametrize("kills", [False, True])
