@@ -121,6 +121,17 @@ def _strict_types(kind: Any) -> dict[str, TypeAdapter[Any]]:
     return {entry.name: TypeAdapter(hints[entry.name], config=config) for entry in fields(kind)}
 
 
+def named(what: str, name: Any) -> str:
+    """Return a Hub name or a path as text. Raises `UserError`, which says what it names, for anything else."""
+    return checked(Name, str(name) if isinstance(name, Path) else name, what)
+
+
+def check_fields(value: Any, prefix: str) -> None:
+    """Read each field of a dataclass as its type; for `__post_init__`, as Python checks no types."""
+    for name, kind in get_type_hints(type(value), include_extras=True).items():
+        object.__setattr__(value, name, checked(kind, getattr(value, name), f"{prefix}: {name}"))
+
+
 def _reason(error: ErrorDetails) -> str:
     if error["type"] == "list_type":
         return f"give a list, such as [{shown(error['input'])}]"

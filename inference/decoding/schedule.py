@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.models.errors import UserError, first_line, real_number, whole_number
+from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.ranges import AboveZero, BelowOne, Count, Natural, Positive, check_fields
 from draftsmith.models.reading import read_json
 from draftsmith.models.typed_json import from_json
 
@@ -24,12 +25,11 @@ from draftsmith.models.typed_json import from_json
 class Schedule:
     """Draft lengths by the number of running requests. Raises `UserError` unless these numbers rise from 1."""
 
-    draft_lengths: tuple[tuple[int, int], ...]  # (from so many requests on, draft length); 0: speculation is off
+    draft_lengths: tuple[tuple[Count, Natural], ...]  # (from so many requests on, draft length); 0: speculation is off
 
     def __post_init__(self) -> None:
+        check_fields(self, "schedule")
         check_starts([start for start, _ in self.draft_lengths])
-        for _, length in self.draft_lengths:  # 0: speculation is off
-            whole_number("schedule: draft length", length, 0)
 
     def draft_length(self, num_running: int) -> int:
         """Return the draft length for a number of running requests, at least 1."""
@@ -57,28 +57,23 @@ class Adaptive:
     Raises `UserError` for numbers that make no such rule.
     """
 
-    candidates: tuple[int, ...]  # draft lengths to choose from, rising; 0: speculation is off
-    costs: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    candidates: tuple[Natural, ...]  # draft lengths to choose from, rising; 0: speculation is off
+    costs: tuple[tuple[Count, tuple[Positive, ...]], ...] = ()
     """(from so many running requests on, milliseconds of a round at each candidate). Where it is empty, a drafted token
     costs a tenth of a plain step at any number of requests: a guess that fits one request on a large target."""
-    decay: float = 0.9  # of the means, per round
-    probe_every: int = 32  # rounds
+    decay: BelowOne = 0.9  # of the means, per round
+    probe_every: Count = 32  # rounds
 
     def __post_init__(self) -> None:
-        for length in self.candidates:
-            whole_number("adaptive schedule: candidate", length, 0)
-        if list(self.candidates) != sorted(set(self.candidates)) or not min(self.candidates, default=-1) >= 0:
+        check_fields(self, "adaptive schedule")
+        if list(self.candidates) != sorted(set(self.candidates)):
             raise UserError("adaptive schedule: give candidates that rise, from 0 (speculation off) or more")
-        if self.candidates[-1] < 1:
+        if not any(self.candidates):
             raise UserError("adaptive schedule: give at least one candidate above 0")
         if self.costs:
             check_starts([start for start, _ in self.costs])
-        milliseconds = [[real_number("adaptive schedule: milliseconds", cost) for cost in row] for _, row in self.costs]
-        if any(len(row) != len(self.candidates) or min(row) <= 0 for row in milliseconds):
-            raise UserError("adaptive schedule: give each row of costs one time above 0 for each candidate")
-        whole_number("adaptive schedule: probe_every", self.probe_every, 1)
-        if not 0 <= real_number("adaptive schedule: decay", self.decay) < 1:
-            raise UserError("adaptive schedule: give a decay from 0 to below 1")
+        if any(len(row) != len(self.candidates) for _, row in self.costs):
+            raise UserError("adaptive schedule: give each row of costs one time for each candidate")
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -114,13 +109,11 @@ class Confident:
     Raises `UserError` for numbers that make no such rule.
     """
 
-    longest: int
-    least: float
+    longest: Count
+    least: AboveZero
 
     def __post_init__(self) -> None:
-        whole_number("confident schedule: longest", self.longest, 1)
-        if not 0 < real_number("confident schedule: least", self.least) <= 1:
-            raise UserError(f"confident schedule: least {self.least}: give more than 0 and at most 1")
+        check_fields(self, "confident schedule")
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -135,8 +128,6 @@ AnySchedule = Schedule | Adaptive | Confident
 
 def check_starts(starts: list[int]) -> None:
     """Raise `UserError` unless numbers of running requests rise from 1."""
-    for start in starts:
-        whole_number("schedule: number of running requests", start, 1)
     if starts[:1] != [1] or starts != sorted(set(starts)):
         raise UserError(f"schedule: the numbers of running requests are {starts}: let them rise from 1")
 

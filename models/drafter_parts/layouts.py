@@ -26,7 +26,7 @@ from torch import Tensor
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
 from draftsmith.models.drafter_parts.config_fields import EngineFields, LayoutFields, OwnFields
 from draftsmith.models.errors import UserError
-from draftsmith.models.ranges import check_values
+from draftsmith.models.ranges import check_values, named
 from draftsmith.models.reading import read_json_object
 from draftsmith.models.target.target import Target
 from draftsmith.models.weights import check_counts, check_finite, read_weights
@@ -68,6 +68,7 @@ def read_checkpoint(name: str | Path, target: Target) -> Checkpoint:
 
 
 def find_directory(name: str | Path) -> Path:
+    name = named("drafter", name)
     directory = Path(name)
     if not os.path.isdir(name):
         if os.path.isfile(name):

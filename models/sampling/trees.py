@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.models.errors import UserError, whole_number
+from draftsmith.models.errors import UserError
+from draftsmith.models.ranges import Count, Depth, Natural, TwoOrMore, check_fields
 
 WORD = 32  # columns in a word of the ancestor mask
 
@@ -42,10 +43,11 @@ class StaticTree:
     what the first has left.
     """
 
-    choices: tuple[tuple[int, ...], ...]
+    choices: tuple[tuple[Natural, ...], ...]
 
     def __post_init__(self) -> None:
-        nodes = {tuple(whole_number("tree: choice", choice, 0) for choice in path) for path in self.choices} - {()}
+        check_fields(self, "tree")
+        nodes = {*self.choices} - {()}
         if not nodes:
             raise UserError("tree: give at least one node, such as [0] for the likeliest first token")
         for path in nodes:
@@ -76,15 +78,12 @@ class StaticTree:
 class DynamicTree:
     """The likeliest `num_nodes` of what grows when `width` nodes of each level get `width` children (EAGLE-2)."""
 
-    num_nodes: int
-    depth: int
-    width: int
+    num_nodes: Count
+    depth: Depth
+    width: TwoOrMore
 
     def __post_init__(self) -> None:
-        for name in ("num_nodes", "depth", "width"):
-            whole_number(f"tree: {name}", getattr(self, name), 1)
-        if self.width < 2 or self.depth < 1:
-            raise UserError(f"tree of width {self.width} and depth {self.depth}: give a width of 2 or more, or a chain")
+        check_fields(self, "tree")
         most = self.width + (self.depth - 1) * self.width**2
         if not self.depth < self.num_nodes <= most:
             raise UserError(

@@ -30,6 +30,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.ranges import named
 from draftsmith.models.target.slots import ATTENTION
 
 OF_LAYERS = "per_layer"  # in names of Gemma 4's second embedding, for its layers alone and larger than the first
@@ -38,6 +39,7 @@ DeviceMap = dict[str, torch.device]  # of modules by their names
 
 
 def read_config(name: str | Path) -> PretrainedConfig:
+    name = named("target", name)
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.errors import UserError, first_line, shown
 from draftsmith.models.layers import gather_columns
 from draftsmith.models.target.fused_layers import fuse
 from draftsmith.models.target.loading import (
@@ -408,8 +408,8 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         picked = torch.device(device)
-    except RuntimeError:
-        raise UserError(f"device {str(device)!r} is not a device: give cpu, cuda or cuda:N") from None
+    except (RuntimeError, TypeError):
+        raise UserError(f"device {shown(device)} is not a device: give cpu, cuda or cuda:N") from None
     if picked.type not in ("cpu", "cuda"):
         raise UserError(f"device {str(device)!r}: draftsmith runs on cpu and cuda")
     if picked.type == "cuda" and not torch.cuda.is_available():

@@ -1,8 +1,11 @@
 """The device that a user names, on GPUs that are not there."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from draftsmith.models import Target, load_drafter
 from draftsmith.models.drafter_parts.unrolled_attention import has_flash
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.target import default_dtype, pick_device
@@ -29,6 +32,20 @@ def test_the_gpu_that_is_named_becomes_the_current_one(chosen: list[torch.device
     assert len(chosen) == 1
     with pytest.raises(UserError, match="the last GPU of this machine is cuda:1"):
         pick_device("cuda:2")
+
+
+@pytest.mark.parametrize("device", ["gpu", int, ["cpu"], 1.5])
+def test_what_is_no_device_is_refused(device: Any) -> None:
+    with pytest.raises(UserError, match="is not a device: give cpu, cuda or cuda:N"):
+        pick_device(device)
+
+
+@pytest.mark.parametrize("name", [None, int, 7, "", "a" * 300, ["x"]])
+def test_what_is_no_name_is_refused(name: Any, tiny_target: Target) -> None:
+    with pytest.raises(UserError, match="target"):
+        Target.from_pretrained(name, "cpu")
+    with pytest.raises(UserError, match="drafter"):
+        load_drafter(name, tiny_target)
 
 
 def test_old_gpus_do_without_bf16_and_flash_attention(chosen: list[torch.device]) -> None:
