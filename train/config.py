@@ -17,7 +17,7 @@ from pydantic import Field
 
 from draftsmith.data.answers.changed_settings import flatten
 from draftsmith.models.drafter_configs import DRAFTER_CONFIGS, DrafterConfig
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, shown
 from draftsmith.models.ranges import (
     BelowOne,
     Count,
@@ -149,11 +149,11 @@ def resolve(recipe: TrainConfig, file: Path | None = None, overrides: Iterable[s
     changes = [*_file_values(file), *map(_parse_override, overrides)]
     kind = dict(changes).get("drafter.kind", recipe.drafter.kind)
     if kind != recipe.drafter.kind:
-        raise UserError(f"drafter.kind {kind!r} needs its own recipe, this is one for {recipe.drafter.kind}")
+        raise UserError(f"drafter.kind {shown(kind)} needs its own recipe, this is one for {recipe.drafter.kind}")
     for key, value in changes:
         if key not in known_keys:
             near = ", ".join(nearest(key, known_keys)) or "none, the config.yaml of any run holds all keys"
-            raise UserError(f"unknown key {key!r}; nearest: {near}")
+            raise UserError(f"unknown key {shown(key)}; nearest: {near}")
         *parents, last = key.split(".")
         reduce(getitem, parents, content)[last] = value
     config = from_dict(content)
@@ -249,8 +249,5 @@ def _file_values(file: Path | None) -> list[tuple[str, Any]]:
 def _parse_override(argument: str) -> tuple[str, Any]:
     key, equals, value = argument.partition("=")
     if not equals:
-        raise UserError(f"{argument!r} is not key=value")
-    try:
-        return key, parse_yaml(value, key)
-    except UserError:
-        raise UserError(f"{key}: cannot read the value {value!r}; quote it as in YAML") from None
+        raise UserError(f"{shown(argument)} is not key=value")
+    return key, parse_yaml(value, f"{key}: the value {shown(value)}")

@@ -2,10 +2,9 @@
 
 from rich.console import Console
 
-from draftsmith.data.processes import device_of_process, rank_and_num_ranks
+from draftsmith.data.processes import device_of_process
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.models import Target
-from draftsmith.models.errors import UserError
 from draftsmith.recipes.configs.command_settings import EvaluateSettings
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side
 from draftsmith.recipes.evaluation.inputs import DEFAULT_MINUTES, read_prompt_sets, settings_grid
@@ -19,9 +18,6 @@ def run(settings: EvaluateSettings, console: Console) -> None:
     Several processes share the prompts, and the first one writes and prints. Raises `UserError` for what cannot be
     measured.
     """
-    _, num_processes = rank_and_num_ranks()
-    if settings.certify and num_processes > 1:
-        raise UserError(f"--certify cannot be shared by {num_processes} processes: start it as `draftsmith evaluate`")
     grid = settings_grid(settings)
     target = Target.from_pretrained(settings.target, settings.device or device_of_process())
     prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)

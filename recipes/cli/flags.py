@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from draftsmith.models.errors import UserError, shown
 from draftsmith.models.ranges import checked
-from draftsmith.recipes.configs.command_settings import GROUPS
+from draftsmith.recipes.configs.command_settings import GROUPS, OUTPUT
 
 Settings = TypeVar("Settings")
 
@@ -23,7 +23,7 @@ def add_flags(parser: argparse.ArgumentParser, settings_class: type) -> None:
     usage = [parser.prog]
     for name in GROUPS:
         members = [setting for setting in settings if setting.metadata["group"] == name]
-        group = parser.add_argument_group(name) if members else parser
+        group = parser.add_argument_group(name) if members or name == OUTPUT else parser
         for setting in members:
             positional, metavar = setting.metadata["positional"], setting.metadata["metavar"]
             flag = setting.name if positional else f"--{setting.name.replace('_', '-')}"
@@ -32,6 +32,8 @@ def add_flags(parser: argparse.ArgumentParser, settings_class: type) -> None:
             )
             if setting.default is MISSING:
                 usage.append(metavar if positional else f"{flag} {metavar}")
+    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    group.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     parser.usage = " ".join([*usage, "[options]"])
 
 
@@ -66,13 +68,13 @@ def reader(kind: Any) -> Callable[[str], Any]:
 
 
 def help_of(setting: "Field[Any]") -> str:
-    """Return the help of a field, with its default where there is one to name."""
-    default = setting.default
+    """Return the help of a field as argparse takes it, with its default where there is one to name."""
+    default, help = setting.default, setting.metadata["help"].replace("%", "%%")
     if default is MISSING or default is None or default is False or default == ():
-        return setting.metadata["help"]
+        return help
     values = default if isinstance(default, tuple) else (default,)
     text = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
-    return f"{setting.metadata['help']} ({text})"
+    return f"{help} ({text})"
 
 
 def settings_from(settings_class: type[Settings], parsed: argparse.Namespace) -> Settings:

@@ -95,12 +95,18 @@ def fail(message: str, exit_code: int = EXIT_USER_ERROR) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser("draftsmith", description="Train drafters for speculative decoding, and measure them.")
+    parser = OneLineParser(
+        "draftsmith",
+        description="Train drafters for speculative decoding, and measure them.",
+        epilog="example:\n  draftsmith quickstart\n  draftsmith train --help",
+        formatter_class=OneLineHelp,
+    )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, settings_class) in COMMANDS.items():
         text, _, epilog = str(getdoc(settings_class)).partition("\n\n")
-        subparser = subparsers.add_parser(name, help=text, description=text, epilog=epilog, formatter_class=OneLineHelp)
-        subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        subparser = subparsers.add_parser(
+            name, help=text, description=text, epilog=epilog, formatter_class=OneLineHelp, add_help=False
+        )
         add_flags(subparser, settings_class)
     return parser
 

@@ -40,6 +40,11 @@ Requests = Annotated[Count, Field(ge=10, le=1_000_000)]
 Rate = Annotated[Number, Field(ge=0.001)]
 Lognormal = tuple[NonNegative, NonNegative]  # median and sigma
 
+# Help of several commands.
+SAMPLED = "0 takes the likeliest token, 1 samples"
+ACCEPTED = "how drafts are accepted, docs/lossless.md (the usual one)"
+DRAWN = "sample from the likeliest tokens with this probability"
+
 # Groups of flags, in the order of `--help`.
 INPUT, DECODING, TRAFFIC, MEASURING, OUTPUT = "input", "decoding", "traffic", "measuring", "output and machine"
 GROUPS = (INPUT, DECODING, TRAFFIC, MEASURING, OUTPUT)
@@ -95,11 +100,11 @@ class OfDrafters(OfTarget):
     drafter: tuple[Name, ...] = option(
         INPUT, "checkpoint, ngram, suffix, lookahead, none", metavar="D", repeatable=True
     )
-    num_prompts: Count | None = option(INPUT, "take so many of each (all)", None, "N")
-    top_p: AboveZero = option(DECODING, "probability that is sampled from", 1.0, "P")
-    max_new_tokens: Count = option(DECODING, "tokens of an answer", 32, "N")
-    seed: Seed = option(DECODING, "seed of the noise", 0, "N")
-    num_threads: Count | None = option(OUTPUT, "CPU threads (torch's default)", None, "N")
+    num_prompts: Count | None = option(INPUT, "take so many prompts of each set (all)", None, "N")
+    top_p: AboveZero = option(DECODING, DRAWN, 1.0, "P")
+    max_new_tokens: Count = option(DECODING, "longest answer, in tokens", 32, "N")
+    seed: Seed = option(DECODING, "another seed samples other texts", 0, "N")
+    num_threads: Count | None = option(OUTPUT, "CPU threads (PyTorch's default)", None, "N")
     out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
 
 
@@ -114,15 +119,15 @@ class EvaluateSettings(OfDrafters):
 
     prompts: tuple[Name, ...] = option(INPUT, "files, folders, Hub NAME:COLUMN, .yaml", metavar="P")
     baseline: tuple[Baseline, ...] = option(INPUT, "generate, assisted, prompt_lookup", (), metavar="NAME")
-    temperature: tuple[Temperature, ...] = option(DECODING, "temperatures to sample at", (0.0,), "X")
-    batch_size: tuple[Count, ...] = option(DECODING, "prompts decoded at a time", (1,), "N")
-    draft_length: tuple[Depth, ...] = option(DECODING, "of chains (4, none beside a --tree)", (), "K")
+    temperature: tuple[Temperature, ...] = option(DECODING, SAMPLED, (0.0,), "X")
+    batch_size: tuple[Count, ...] = option(DECODING, "prompts decoded at a time; measure at each", (1,), "N")
+    draft_length: tuple[Depth, ...] = option(DECODING, "tokens drafted a round (4, none beside --tree)", (), "K")
     tree: tuple[Name, ...] = option(DECODING, "NODES,DEPTH,WIDTH or a .json of choices", (), "TREE")
     schedule: FilePath | None = option(DECODING, "draft lengths by load (docs/load.md)", None, "FILE")
-    verification_mode: VerificationMode | None = option(DECODING, "(the usual one of the drafter)", None, "MODE")
-    synthetic_acceptance: tuple[Share, ...] = option(DECODING, "accept at these chances", (), "RATE")
-    repeats: Count | None = option(MEASURING, "of every setting (5 that fit in 4 minutes)", None, "N")
-    minutes: Minutes | None = option(MEASURING, "time of all, instead of --repeats", None, "X")
+    verification_mode: VerificationMode | None = option(DECODING, ACCEPTED, None, "MODE")
+    synthetic_acceptance: tuple[Share, ...] = option(DECODING, "accept by these chances, one a depth", (), "X")
+    repeats: Count | None = option(MEASURING, "decode so often; more narrow the intervals (5 in 4 minutes)", None, "N")
+    minutes: Minutes | None = option(MEASURING, "repeat as often as fits, instead of --repeats", None, "X")
     certify: bool = option(MEASURING, "test that the output is the target's", False)
 
     def refuse_mistakes(self) -> None:
@@ -130,6 +135,11 @@ class EvaluateSettings(OfDrafters):
             raise UserError("--synthetic-acceptance is a verification mode of its own: leave out --verification-mode")
         if self.repeats is not None and self.minutes is not None:
             raise UserError("--minutes chooses the repeats: leave out --repeats")
+        from draftsmith.data.processes import rank_and_num_ranks  # here, as `--help` needs no rich
+
+        num_processes = rank_and_num_ranks()[1]
+        if self.certify and num_processes > 1:
+            raise UserError(f"--certify cannot be shared by {num_processes} processes: start `draftsmith evaluate`")
         super().refuse_mistakes()
 
 
@@ -144,10 +154,10 @@ class TuneSettings(OfDrafters):
 
     prompts: tuple[Name, ...] = option(INPUT, "prompts to measure on", metavar="P")
     fit_prompts: Name | None = option(INPUT, "other prompts to fit on (half of --prompts)", None, "P")
-    temperature: Temperature = option(DECODING, "temperature to sample at", 0.0, "X")
-    batch_size: tuple[Count, ...] = option(DECODING, "prompts decoded at a time", (1,), "N")
-    verification_mode: VerificationMode | None = option(DECODING, "(the usual one of the drafter)", None, "MODE")
-    repeats: Count = option(MEASURING, "of every setting", 5, "N")
+    temperature: Temperature = option(DECODING, SAMPLED, 0.0, "X")
+    batch_size: tuple[Count, ...] = option(DECODING, "prompts decoded at a time; fit for each", (1,), "N")
+    verification_mode: VerificationMode | None = option(DECODING, ACCEPTED, None, "MODE")
+    repeats: Count = option(MEASURING, "decode so often; more narrow the intervals", 5, "N")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,24 +165,27 @@ class LoadTestSettings(OfDrafters):
     """Put a drafter under traffic, with speculation on, off and scheduled.
 
     example:
-      draftsmith load-test --target MODEL --drafter runs/my/best --prompts held_out.jsonl \\
-        --concurrency 1 2 4 8 --out runs/my-load
+      draftsmith load-test --target MODEL --drafter runs/my/best --prompts P --concurrency 1 4 --out DIR
     """
 
     prompts: Name = option(INPUT, "file, folder, Hub NAME:COLUMN or .yaml", metavar="P")
-    temperature: Temperature = option(DECODING, "temperature to sample at", 0.0, "X")
-    draft_length: Depth = option(DECODING, "drafted tokens of a round", 4, "K")
-    schedule: FilePath | None = option(DECODING, "of draft lengths (from measured costs)", None, "FILE")
-    verification_mode: VerificationMode | None = option(DECODING, "(the usual one of the drafter)", None, "MODE")
-    rate: tuple[Rate, ...] = option(TRAFFIC, "stages of an open test: requests a second", (), "R")
-    concurrency: tuple[Count, ...] = option(TRAFFIC, "stages of a closed test: requests at once", (), "N")
-    requests: Requests | None = option(TRAFFIC, "of each run (50, but 8 for each client)", None, "N")
+    temperature: Temperature = option(DECODING, SAMPLED, 0.0, "X")
+    draft_length: Depth = option(DECODING, "tokens drafted a round", 4, "K")
+    schedule: FilePath | None = option(DECODING, "draft lengths by load (from measured costs)", None, "FILE")
+    verification_mode: VerificationMode | None = option(DECODING, ACCEPTED, None, "MODE")
+    rate: tuple[Rate, ...] = option(TRAFFIC, "requests a second, a stage each: an open test", (), "R")
+    concurrency: tuple[Count, ...] = option(TRAFFIC, "clients that ask at once, a stage each: a closed test", (), "N")
+    requests: Requests | None = option(TRAFFIC, "of each run: more narrows intervals (50, but 8 a client)", None, "N")
     max_batch: Count | None = option(TRAFFIC, "requests that an open test runs at once (16)", None, "N")
-    prompt_lengths: Lognormal | None = option(TRAFFIC, "lognormal, by the nearest prompts", None, ("MEDIAN", "SIGMA"))
-    output_lengths: Lognormal | None = option(TRAFFIC, "lognormal, answers are cut there", None, ("MEDIAN", "SIGMA"))
+    prompt_lengths: Lognormal | None = option(
+        TRAFFIC, "drawn lengths: the nearest are taken", None, ("MEDIAN", "SIGMA")
+    )
+    output_lengths: Lognormal | None = option(
+        TRAFFIC, "drawn lengths: answers are cut there", None, ("MEDIAN", "SIGMA")
+    )
     repeats: Count = option(MEASURING, "runs of each stage", 3, "N")
-    sla_ttft_ms: Positive | None = option(MEASURING, "limit for p95 of the time to first token", None, "MS")
-    sla_tpot_ms: Positive | None = option(MEASURING, "limit for p95 of the time per later token", None, "MS")
+    sla_ttft_ms: Positive | None = option(MEASURING, "latest first token of 95 % of requests", None, "MS")
+    sla_tpot_ms: Positive | None = option(MEASURING, "longest later token of 95 % of requests", None, "MS")
 
     def refuse_mistakes(self) -> None:
         if len(self.drafter) > 1 or self.drafter == ("none",):
@@ -199,8 +212,8 @@ class ReplaySettings(OfDrafters):
     """
 
     prompts: tuple[Name, ...] = option(INPUT, "files, folders, Hub NAME:COLUMN, .yaml", metavar="P")
-    temperature: tuple[Temperature, ...] = option(DECODING, "temperatures to sample at", (0.0,), "X")
-    draft_length: Depth = option(DECODING, "the longest chain to replay", 8, "K")
+    temperature: tuple[Temperature, ...] = option(DECODING, SAMPLED, (0.0,), "X")
+    draft_length: Depth = option(DECODING, "replay chains of 1 to so many tokens", 8, "K")
     tree: tuple[Name, ...] = option(DECODING, "a static tree: .json of choices", (), "FILE")
 
 
@@ -215,12 +228,12 @@ class PlanSettings(OfTarget):
     drafter: tuple[Name, ...] = option(
         INPUT, "kind or recipe, untrained, or a checkpoint", metavar="D", repeatable=True
     )
-    acceptance: tuple[Name, ...] = option(INPUT, "measured acceptance, or a rate for all depths", (), "FILE_OR_RATE")
+    acceptance: tuple[Name, ...] = option(INPUT, "measured acceptance (a file), or a rate for all depths", (), "A")
     batch_size: tuple[Count, ...] = option(DECODING, "requests decoded at a time", (1, 2, 4, 8, 16, 32), "N")
-    context: Count | None = option(DECODING, "tokens of a request (256, at most half)", None, "N")
-    draft_length: tuple[Depth, ...] = option(DECODING, "(1 to 8, or as far as the drafter goes)", (), "K")
-    tree_nodes: tuple[TwoOrMore, ...] = option(DECODING, "plan trees of so many nodes, too", (), "N")
-    num_threads: Count | None = option(OUTPUT, "CPU threads (torch's default)", None, "N")
+    context: Count | None = option(DECODING, "tokens of a request so far (256, at most half)", None, "N")
+    draft_length: tuple[Depth, ...] = option(DECODING, "tokens drafted a round (1 to 8, or as it can)", (), "K")
+    tree_nodes: tuple[TwoOrMore, ...] = option(DECODING, "plan trees of so many drafted tokens, too", (), "N")
+    num_threads: Count | None = option(OUTPUT, "CPU threads (PyTorch's default)", None, "N")
     out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
 
 
@@ -233,8 +246,8 @@ class QuickstartSettings(OnDevice):
     """
 
     target: Name | None = option(INPUT, "Hub name or directory (one is shipped)", None, "T")
-    drafters: Name = option(INPUT, "comma-separated", "eagle3,hydra,medusa,draft_model", "KINDS")
-    minutes: Minutes = option(MEASURING, "time for everything", 10.0, "X")
+    drafters: Name = option(INPUT, "kinds, separated by commas", "eagle3,hydra,medusa,draft_model", "KINDS")
+    minutes: Minutes = option(MEASURING, "time for everything: more trains longer", 10.0, "X")
     out: FilePath = option(OUTPUT, "folder to write", Path("runs/quickstart"), "DIR")
 
     @property
@@ -260,18 +273,18 @@ class PrepareCommandSettings(OfTarget):
     """
 
     prompts: Name = option(INPUT, "file, folder, Hub NAME:COLUMN or .yaml", metavar="P")
-    held_out_share: BelowOne = option(INPUT, "of the prompts, kept in OUT/held_out.jsonl", 0.0, "X")
+    held_out_share: BelowOne = option(INPUT, "share kept out of training, in OUT/held_out.jsonl", 0.0, "X")
     skip_long: bool = option(INPUT, "leave out prompts beyond the context", False)
     refuse_surrogates: bool = option(INPUT, "stop at half characters, which are replaced else", False)
     as_given: bool = option(INPUT, "store conversations as they are", False)
-    max_new_tokens: Count = option(DECODING, "tokens of an answer", 256, "N")
-    temperature: tuple[Temperature, ...] = option(DECODING, "taken in turn", (0.0, 1.0), "X")
-    top_p: tuple[AboveZero, ...] = option(DECODING, "one a temperature, or one for all", (1.0,), "P")
-    top_k: tuple[Natural, ...] = option(DECODING, "likewise; 0 is off", (0,), "K")
-    batch_size: Count = option(DECODING, "prompts answered at a time", 32, "N")
-    seed: Seed = option(DECODING, "seed of the noise", 0, "N")
+    max_new_tokens: Count = option(DECODING, "longest answer, in tokens", 256, "N")
+    temperature: tuple[Temperature, ...] = option(DECODING, SAMPLED, (0.0, 1.0), "X")
+    top_p: tuple[AboveZero, ...] = option(DECODING, DRAWN, (1.0,), "P")
+    top_k: tuple[Natural, ...] = option(DECODING, "sample from so many likeliest tokens; 0: from all", (0,), "K")
+    batch_size: Count = option(DECODING, "prompts answered at a time: more is faster and takes memory", 32, "N")
+    seed: Seed = option(DECODING, "another seed samples other answers", 0, "N")
     drafter: Name | None = option(DECODING, "speeds the target up, such as ngram (none)", None, "D")
-    draft_length: Depth | None = option(DECODING, "drafted tokens of a round (4)", None, "K")
+    draft_length: Depth | None = option(DECODING, "tokens that it drafts a round (4)", None, "K")
     endpoint: Name | None = option(DECODING, "vLLM or SGLang server that answers", None, "URL")
     dry_run: bool = option(OUTPUT, "measure what all will take; write nothing", False)
     out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
@@ -297,28 +310,28 @@ class TrainSettings(Settings):
       quickstart_ before any of them but medusa_2: for the target that draftsmith ships;
       those for public targets: docs/recipes.md
 
-    example:
-      draftsmith train eagle3 target=MODEL data.samples=data/my run.dir=runs/my \\
-        evaluation.prompts=data/my/held_out.jsonl
-
     the keys that are set most often; all, with their values, are in the config.yaml of any run:
       target=MODEL                     Hub name or directory
       data.samples=DIR                 what draftsmith prepare wrote
       run.dir=DIR                      folder to write, such as runs/my
       evaluation.prompts=FILE          measure every checkpoint on these
-      run.steps=N                      of the optimiser
-      run.checkpoint_every=N           steps
-      optimizer.learning_rate=RATE     at its peak
+      run.steps=N                      batches to train on: more takes longer and accepts more
+      run.checkpoint_every=N           steps from one checkpoint to the next
+      optimizer.learning_rate=RATE     at its peak: too high, and the loss is not finite
       data.batch_size=N                samples a step, over all processes
-      data.max_length=N                tokens of a row
+      data.max_length=N                tokens of a row: longer samples are cut
       data.tokens_per_micro_batch=N    of a forward pass: less takes less memory
       init_from=CHECKPOINT             train on from it
+
+    example:
+      draftsmith train eagle3 target=MODEL data.samples=data/my run.dir=runs/my \\
+        evaluation.prompts=data/my/held_out.jsonl
     """
 
     recipe: Name = option(INPUT, "see below", metavar="RECIPE", positional=True)
-    config: FilePath | None = option(INPUT, "YAML over the recipe, as of a run", None, "FILE")
-    overfit: Count | None = option(INPUT, "only learn N sequences, as a check", None, "N")
-    overrides: tuple[str, ...] = option(INPUT, "over both, by dotted name", (), "key=value", positional=True)
+    config: FilePath | None = option(INPUT, "YAML over the recipe, such as the config.yaml of a run", None, "FILE")
+    overfit: Count | None = option(INPUT, "only learn N sequences by heart, as a check", None, "N")
+    overrides: tuple[str, ...] = option(INPUT, "settings over both, by dotted name", (), "key=value", positional=True)
 
     def resolved(self) -> "TrainConfig":
         """Return the whole config of the run. Raises `UserError` for an unknown recipe and for settings of no run."""
@@ -345,12 +358,12 @@ class ExportSettings(OfTarget):
 
     checkpoint: Name = option(INPUT, "such as runs/NAME/best, or a Hub name", metavar="CHECKPOINT", positional=True)
     engine: Engine = option(INPUT, "vllm, sglang, or another project's layout", metavar="ENGINE")
-    prompts: Name | None = option(MEASURING, "held-out prompts to measure it on", None, "P")
+    prompts: Name | None = option(MEASURING, "held-out prompts: measure it on them, for its draft length", None, "P")
     num_prompts: Count | None = option(MEASURING, "take so many of them (all)", None, "N")
-    draft_length: tuple[Depth, ...] = option(MEASURING, "to serve with, or to choose from (1 to 5)", (), "K")
-    batch_size: tuple[Count, ...] = option(MEASURING, "several give a schedule", (1,), "N")
-    max_new_tokens: TwoOrMore = option(MEASURING, "tokens of an answer", 64, "N")
-    repeats: Count = option(MEASURING, "of every setting", 3, "N")
+    draft_length: tuple[Depth, ...] = option(MEASURING, "tokens drafted a round, to choose from (1 to 5)", (), "K")
+    batch_size: tuple[Count, ...] = option(MEASURING, "requests at a time; several give a schedule", (1,), "N")
+    max_new_tokens: TwoOrMore = option(MEASURING, "longest answer while measuring, in tokens", 64, "N")
+    repeats: Count = option(MEASURING, "decode so often; more narrow the intervals", 3, "N")
     check: Name | None = option(MEASURING, "compare with a vLLM: its venv or URL", None, "VENV_OR_URL")
     push: Name | None = option(OUTPUT, "upload it to the Hub", None, "NAME")
     out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
@@ -380,12 +393,12 @@ class GenerateSettings(OfTarget):
 
     prompt: str = option(INPUT, "text to go on with", metavar="PROMPT", positional=True)
     drafter: Name = option(INPUT, "checkpoint, ngram, suffix, lookahead, none", metavar="D")
-    max_new_tokens: Count = option(DECODING, "tokens of the answer", 128, "N")
-    temperature: Temperature = option(DECODING, "temperature to sample at", 0.0, "X")
-    top_p: AboveZero = option(DECODING, "probability that is sampled from", 1.0, "P")
-    draft_length: Depth | None = option(DECODING, "drafted tokens of a round (4)", None, "K")
+    max_new_tokens: Count = option(DECODING, "longest answer, in tokens", 128, "N")
+    temperature: Temperature = option(DECODING, SAMPLED, 0.0, "X")
+    top_p: AboveZero = option(DECODING, DRAWN, 1.0, "P")
+    draft_length: Depth | None = option(DECODING, "tokens drafted a round (4)", None, "K")
     schedule: FilePath | None = option(DECODING, "draft lengths by load (docs/load.md)", None, "FILE")
-    seed: Seed = option(DECODING, "seed of the noise", 0, "N")
+    seed: Seed = option(DECODING, "another seed samples another text", 0, "N")
 
     def refuse_mistakes(self) -> None:
         if self.schedule and self.draft_length is not None:

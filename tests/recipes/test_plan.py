@@ -105,7 +105,9 @@ def test_mistakes(
 def test_too_small_numbers(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--target", "t", "--drafter", "d", "--out", "o", *words.split()])
-    assert capsys.readouterr().err.startswith(f"error: argument {words.split()[0]}: {words.split()[1]}: give at least")
+    assert capsys.readouterr().err.startswith(
+        f"error: argument {words.split()[0]}: {words.split()[1]!r}: give at least"
+    )
 
 
 def test_the_choice_is_fitted_on_other_prompts(

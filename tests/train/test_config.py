@@ -127,7 +127,7 @@ def test_a_drafter_says_itself_what_does_not_fit_together() -> None:
     ("argument", "message"),
     [
         ("run.steps", "is not key=value"),
-        ("run.steps=[1", "run.steps: cannot read the value"),
+        ("run.steps=[1", r"^run.steps: the value '\[1' is not YAML"),
         ("evaluation.temperatures=0.5", r"evaluation.temperatures=0.5: give a list, such as \[0.5\]"),
     ],
 )
