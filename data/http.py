@@ -27,7 +27,7 @@ ATTEMPTS = 8
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds before an attempt, doubling, times a random factor of 0.5 to 1
 LONGEST_ASKED_WAIT = 120.0  # seconds that are waited where a server asks for that many or more
 PAGE_TIMEOUT = 30.0  # seconds for a page to arrive, which a server does not compute
-LARGEST_ANSWER = 1 << 24  # bytes
+LARGEST_PAGE = 1 << 22  # bytes; of the metrics of a vLLM with 32 engines, for example
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # HTTP states that may be gone at the next attempt
 SHOWN = 300  # characters of what a server said that a message holds
 API_KEY = "OPENAI_API_KEY"  # environment variable whose value is sent as the bearer token
@@ -62,12 +62,16 @@ class Server:
     """The model server at `url`; any number of threads may ask it at once.
 
     `setting` is where the user gave the URL, and `mend` what to do where the server is silent; messages name both.
-    `timeout`: seconds for a whole answer. Once `stopped` is set, no request is sent again.
+    `timeout`: seconds for a whole answer. `largest`: bytes that it may have. Once `stopped` is set, no request is sent
+    again.
     """
 
-    def __init__(self, url: str, setting: str, mend: str, timeout: float = PAGE_TIMEOUT) -> None:
+    def __init__(
+        self, url: str, setting: str, mend: str, timeout: float = PAGE_TIMEOUT, largest: int = LARGEST_PAGE
+    ) -> None:
         self.url = checked_url(url, setting)
-        self.name, self.mend, self.timeout = f"{setting} {self.url}".strip(), mend, timeout
+        self.name, self.mend = f"{setting} {self.url}".strip(), mend
+        self.timeout, self.largest = timeout, largest
         self.stopped = threading.Event()
         self._reasons: set[str] = set()  # for another attempt, of which the user knows
         self._key = os.environ.get(API_KEY, "")
@@ -85,10 +89,10 @@ class Server:
                 follow_redirects=False,
                 verify=ssl.create_default_context(),  # trusts what the system trusts
             )
-        except (httpx.InvalidURL, ValueError, ImportError):  # their texts may hold a proxy's password
+        except (httpx.InvalidURL, ValueError, ImportError, OSError):  # their texts may hold a proxy's password
             raise UserError(
-                f"{self.name} cannot be asked through the proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY names: "
-                "mend or unset it"
+                f"{self.name} cannot be asked: HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY or SSLKEYLOGFILE names "
+                "what cannot be used: mend or unset it"
             ) from None
 
     def text(self, path: str) -> str:
@@ -162,8 +166,8 @@ class Server:
         async with self._client.stream("GET" if body is None else "POST", path, content=content) as response:
             async for part in response.aiter_raw():  # never unpacked, which no request allows: a kilobyte may be a bomb
                 received += part
-                if len(received) > LARGEST_ANSWER:
-                    raise UserError(f"{self.name}{path} answers with more than {LARGEST_ANSWER:,} bytes; {self.mend}")
+                if len(received) > self.largest:
+                    raise UserError(f"{self.name}{path} answers with more than {self.largest:,} bytes; {self.mend}")
             return Reply(response.status_code, response.headers, received.decode("utf-8", "replace"))
 
     def _shown(self, text: str) -> str:

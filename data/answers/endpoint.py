@@ -15,8 +15,8 @@ from pydantic import Field, StrictInt
 
 from draftsmith.data.answers.turns import Dialogue
 from draftsmith.data.console import shell_path
-from draftsmith.data.http import SHOWN, PassingError, Server
-from draftsmith.models.errors import UserError
+from draftsmith.data.http import LARGEST_PAGE, PassingError, Server
+from draftsmith.models.errors import UserError, shown
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.target.target import Target
 from draftsmith.models.typed_json import from_json
@@ -26,9 +26,11 @@ TOKENIZER_CHECK = (
     'def f(x):\n\treturn {"\u00e9": 3.14, "\u6f22\u5b57": [1234567]}  # \U0001f642 \u00dcml\u00e4ut\n\n   end'
 )
 
+BYTES_PER_TOKEN = 64  # of an answer: ids of prompt and answer, and its text
 MOST_REQUESTS = 1024  # that are open at once; each has a thread
 
 T = TypeVar("T")
+Name = Annotated[str, Field(max_length=1000)]
 
 
 # --- what a server answers
@@ -38,7 +40,7 @@ T = TypeVar("T")
 class ServedModel:
     """A model that a server has."""
 
-    id: str
+    id: Name
     max_model_len: Annotated[StrictInt, Field(gt=0)] | None = None  # most tokens of prompt and answer
 
 
@@ -53,7 +55,7 @@ class ServedModels:
 class Choice:
     """A text of a completion. A server without vLLM's `return_token_ids` gives no ids."""
 
-    finish_reason: str | None = None
+    finish_reason: Name | None = None
     token_ids: list[StrictInt] | None = None
     prompt_token_ids: list[StrictInt] | None = None
 
@@ -69,7 +71,7 @@ class Completion:
 class FinishReason:
     """The reason that SGLang ended a text for. `matched`: the token that did, which `output_ids` may lack, or text."""
 
-    type: str
+    type: Name
     matched: Any = None
 
 
@@ -108,7 +110,8 @@ class Endpoint:
         command: str | None = None,
     ) -> None:
         mend = f"start one, such as `{command or shlex.join(['vllm', 'serve', shell_path(target.name)])}`"
-        self.server = Server(url, setting, mend, TIMEOUT + TIMEOUT_PER_TOKEN * max_new_tokens)
+        timeout = TIMEOUT + TIMEOUT_PER_TOKEN * max_new_tokens
+        self.server = Server(url, setting, mend, timeout, LARGEST_PAGE + BYTES_PER_TOKEN * target.context)
         self.target, self.max_new_tokens, self.seed = target, max_new_tokens, seed
         self.model, served_context = self._served_model()
         self.context = min(target.context, served_context or target.context)
@@ -221,8 +224,7 @@ class Endpoint:
             return self.target.name, models[self.target.name]
         if len(models) != 1:
             raise UserError(
-                f"{self.server.name} serves {', '.join(models)[:SHOWN] or 'nothing'}: serve {self.target.name} alone, "
-                "or under that name"
+                f"{self.server.name} serves {shown(list(models))}: serve {self.target.name} alone, or under that name"
             )
         return next(iter(models.items()))
 

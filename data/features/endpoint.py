@@ -22,7 +22,7 @@ from pydantic import Field, FiniteFloat, StrictInt
 from safetensors import SafetensorError
 from torch import Tensor
 
-from draftsmith.data.answers.endpoint import Endpoint
+from draftsmith.data.answers.endpoint import Endpoint, Name
 from draftsmith.data.console import shell_path
 from draftsmith.data.http import PassingError
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
@@ -63,7 +63,7 @@ class TokenChoice:
 class Transfer:
     """The file that the server wrote the hidden states to."""
 
-    hidden_states_path: Path
+    hidden_states_path: Name
 
 
 @dataclass
@@ -134,7 +134,7 @@ class EndpointFeatures:
                 f"{self._where} writes token {token}, which {self.target.name} has not: serve this target, as "
                 f"`{self.command}`"
             )
-        path = written.kv_transfer_params.hidden_states_path
+        path = Path(written.kv_transfer_params.hidden_states_path)
         wait_until_written(path, self.endpoint.server.timeout)
         return TextStates(self._take_states(path, token_ids), token, logprob)
 

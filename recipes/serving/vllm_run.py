@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.answers.endpoint import Endpoint
+from draftsmith.data.answers.endpoint import Endpoint, Name
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.reading import read_typed
@@ -35,7 +35,7 @@ PYDANTIC = re.compile(r"\d+ validation errors? for ")
 class Version:
     """The answer at /version."""
 
-    version: str
+    version: Name
 
 
 @dataclass

@@ -132,7 +132,8 @@ def test_a_password_in_an_address_is_not_repeated(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(UserError) as refused:
             Server(url, "--endpoint", "start one", 5.0)
         messages.append(str(refused.value))
-    for name, value in {"ALL_PROXY": "gopher://me:secret@localhost:70", API_KEY: "secret\n"}.items():
+    wrong = {"ALL_PROXY": "gopher://me:secret@localhost:70", "HTTP_PROXY": "http://me:sec/ret@x:y", API_KEY: "secret\n"}
+    for name, value in {**wrong, "NO_PROXY": "http://me:sec@[::1", "SSLKEYLOGFILE": "/nowhere/secret"}.items():
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             with pytest.raises(UserError, match=name) as refused:
