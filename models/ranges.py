@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,8 @@ LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes that file systems take
 LEAST_TEMPERATURE = 1e-5  # logits are divided by it
 
 T = TypeVar("T")
+
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # making one takes longer than using it
 
 
 def _no_bool(value: T) -> T:
@@ -81,6 +83,7 @@ REASONS = {
     "literal_error": "give {expected}",
     "string_type": "give a text, in quotes where it would be read as something else",
     "value_error": "{error}",
+    "dataclass_type": "give settings by their names",
     **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "give a whole number"),
     **dict.fromkeys(("float_type", "float_parsing"), "give a number"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "give true or false"),
@@ -93,13 +96,14 @@ def checked(kind: Any, value: Any, prefix: str = "") -> Any:
     Raises `UserError` for the first part that its type refuses, with its dotted name behind `prefix`, and the reason.
     """
     try:
-        return TypeAdapter(kind).validate_python(value)
+        return _adapter(kind).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
         if isinstance(own := first.get("ctx", {}).get("error"), UserError):  # of the dataclass itself, which says all
             raise own from None
         key = prefix + ".".join(map(str, first["loc"]))
-        raise UserError(f"{key}={shown(first['input'])}: {_reason(first)}" if key else _reason(first)) from None
+        value = "" if first["type"] == "missing" else f"={shown(first['input'])}"  # else that of what lacks it
+        raise UserError(f"{key}{value}: {_reason(first)}" if key else _reason(first)) from None
 
 
 def check_values(kind: Any, values: Mapping[str, Any], prefix: str) -> None:

@@ -19,7 +19,8 @@ from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.typed_json import from_json
 
 LARGEST_FILE = 1 << 30  # bytes of a file of text that is read as a whole
-LARGEST_LINE = 1 << 26  # bytes of a line of a file that is read line by line
+LARGEST_JSON = 1 << 25  # bytes of a JSON file; a hostile one takes fifty times as much memory
+LARGEST_LINE = 1 << 25  # bytes of a line of a file that is read line by line
 LARGEST_YAML = 1 << 20  # bytes of a YAML file, of which PyYAML reads so many in seconds
 MOST_YAML_VALUES = 1_000_000  # values of a YAML file, each counted as often as its aliases repeat it
 DEEPEST = 100  # levels of lists and objects in each other, which whoever walks through them recursively can follow
@@ -53,7 +54,7 @@ def read_text(path: Path, limit: int = LARGEST_FILE) -> str:
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file. Raises `UserError` where it cannot be read or is not JSON."""
     refuse_stand_in(path)
-    return parse_json(read_text(path), str(path))
+    return parse_json(read_text(path, LARGEST_JSON), str(path))
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -4,18 +4,14 @@
 and with `flat()` where its own fields stand in the file beside those of its owner.
 """
 
-from collections.abc import Callable
 from dataclasses import field, fields, is_dataclass
-from functools import cache
 from typing import Any, TypeVar
 
-from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from pydantic import BeforeValidator
 
-from draftsmith.models.errors import UserError
+from draftsmith.models.ranges import checked
 
 T = TypeVar("T")
-
-_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # making one takes longer than using it
 
 
 def optional(beside: str | None = None, compare: bool = True) -> Any:
@@ -61,12 +57,7 @@ def from_json(kind: type[T], content: Any) -> T:
 
     Raises `UserError` for content that is no such value, naming the first wrong field.
     """
-    try:
-        return _adapter(kind).validate_python(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the content"
-        raise UserError(f"{place}: {first['msg']}") from None
+    return checked(kind, content)
 
 
 def with_flat_parts(kind: type) -> BeforeValidator:

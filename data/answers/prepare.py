@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from rich.filesize import decimal
 
 from draftsmith.data.answers.changed_settings import changes_text, flatten, setting_changes
@@ -33,8 +34,9 @@ from draftsmith.data.samples.samples import PREPARED, SAMPLES, read_prepared, re
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.models import Target, load_drafter
-from draftsmith.models.errors import UserError, require_at_least
+from draftsmith.models.errors import UserError
 from draftsmith.models.files import write_json
+from draftsmith.models.ranges import BelowOne, Count, Depth, Name, Seed, check_fields
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.target.identity import template_hash, tokenizer_fingerprint
 from draftsmith.models.typed_json import to_json
@@ -48,16 +50,20 @@ BATCHES_A_SHARE = 8  # more keep the batch full for longer, fewer lose less to a
 class PrepareSettings:
     """The settings by which the target answers prompts."""
 
-    max_new_tokens: int = 256  # of a turn
-    samplings: tuple[Sampling, ...] = (Sampling(0.0), Sampling(1.0))  # prompt i is answered by samplings[i % len]
-    batch_size: int = 32  # prompts answered at a time
-    seed: int = 0
-    drafter: str = "none"  # a kind or a checkpoint, which speeds the decoder up
-    draft_length: int = 4
-    endpoint: str | None = None  # URL of a server that answers instead of the decoder
+    max_new_tokens: Count = 256  # of a turn
+    # prompt i is answered by samplings[i % len]
+    samplings: Annotated[tuple[Sampling, ...], Field(min_length=1)] = (Sampling(0.0), Sampling(1.0))
+    batch_size: Count = 32  # prompts answered at a time
+    seed: Seed = 0
+    drafter: Name = "none"  # a kind or a checkpoint, which speeds the decoder up
+    draft_length: Depth = 4
+    endpoint: Name | None = None  # URL of a server that answers instead of the decoder
     skip_long: bool = False  # leave out prompts that the context has no room for, rather than refuse them
     refuse_surrogates: bool = False  # raise `UserError` for prompts with lone surrogates, rather than replace them
-    held_out_share: float = 0.0  # of the prompts, never answered and kept in held_out.jsonl to evaluate on
+    held_out_share: BelowOne = 0.0  # of the prompts, never answered and kept in held_out.jsonl to evaluate on
+
+    def __post_init__(self) -> None:
+        check_fields(self, "prepare")
 
     @property
     def share(self) -> int:
@@ -146,8 +152,6 @@ class AnswerJob:
     """The prompts at a source, checked, and the settings by which the target answers them."""
 
     def __init__(self, target: Target, source: str, settings: PrepareSettings) -> None:
-        for name in ("batch_size", "max_new_tokens", "draft_length"):
-            require_at_least(name, getattr(settings, name))
         self.target, self.source, self.settings = target, source, settings
         self.endpoint, self.context = None, target.context
         if settings.endpoint:

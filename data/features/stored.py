@@ -152,7 +152,7 @@ class StoredFeatures:
                 self._open[shard.number] = open_tensors(path)
             except UserError as error:
                 raise UserError(
-                    f"{error}; or remove what is left of it, and give the same command again, which stores it anew"
+                    f"{error}; put it back, or remove what is left of it: the same command stores it anew"
                 ) from None
         return self._open[shard.number]
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.sources import read_source
 from draftsmith.data.prompts.splits import deduplicate, prompt_hash
 from draftsmith.models.errors import UserError
+from draftsmith.models.ranges import Count, Name, Positive, checked
 from draftsmith.models.reading import read_yaml
 
 
@@ -29,8 +30,8 @@ class MixtureSource:
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
-    source: str
-    weight: float | None = None
+    source: Name
+    weight: Positive | None = None
     domain: str | None = None  # of all its prompts; None: by their column "domain", else the source's name
     domain_column: str = "domain"
     chat: bool = False  # texts become the user's turn of a chat
@@ -43,7 +44,7 @@ class Mixture:
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     sources: list[MixtureSource]
-    num_prompts: int | None = None
+    num_prompts: Count | None = None
 
 
 def read_mixture(path: Path) -> list[Prompt]:
@@ -65,18 +66,16 @@ def read_mixture(path: Path) -> list[Prompt]:
 
 def load_mixture(path: Path) -> Mixture:
     """Return the checked content of a mixture's file."""
-    content = read_yaml(path)
     try:
-        mixture = TypeAdapter(Mixture).validate_python(content)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        raise UserError(f"mixture {path}: {'.'.join(map(str, wrong['loc'])) or 'the file'}: {wrong['msg']}") from None
+        mixture = checked(Mixture, read_yaml(path))
+    except UserError as error:
+        raise UserError(f"mixture {path}: {error}") from None
     names = [part.source for part in mixture.sources]
     if not names or len(set(names)) < len(names):
         raise UserError(f"mixture {path}: give `sources`, each once")
     weights = [part.weight for part in mixture.sources if part.weight is not None]
-    if len(weights) not in (0, len(names)) or not all(weight > 0 for weight in weights):
-        raise UserError(f"mixture {path}: give every source a weight above 0, or none of them")
+    if len(weights) not in (0, len(names)):
+        raise UserError(f"mixture {path}: give every source a weight, or none of them")
     if mixture.num_prompts is not None and mixture.num_prompts < len(names):
         raise UserError(f"mixture {path}: num_prompts {mixture.num_prompts}: give at least one for each source")
     return mixture

@@ -32,7 +32,7 @@ LONGEST_LINE = 1000  # characters; files with longer lines were not written by h
 
 def read_source(source: str, domain_column: str = "domain") -> list[Prompt]:
     """Return all prompts of a source. Raises `UserError` naming the file and line that is wrong."""
-    name, _, rest = source.partition(":")
+    name, _, rest = (source, "", "") if os.path.exists(source) else source.partition(":")
     path = Path(name)
     if not name:
         raise UserError(f"prompts {source!r}: give a file, a folder, or a Hub dataset as NAME:COLUMN[:SPLIT]")
@@ -161,10 +161,12 @@ def hub_rows(name: str, column: str, split: str) -> RawRows:
         known = ", ".join(READERS)
         raise UserError(f"prompts {name!r}: give a {known} file, a folder, or a Hub dataset as NAME:COLUMN[:SPLIT]")
     from datasets import load_dataset
+    from huggingface_hub.utils import validate_repo_id
 
     path, config = "/".join(name.split("/")[:2]), "/".join(name.split("/")[2:]) or None
     first = re.fullmatch(r"(.+)\[:(\d+)\]", split)
     try:
+        validate_repo_id(path)  # of a path, all that lies below it would be looked through
         if first:
             rows = load_dataset(path, config, split=first[1], streaming=True).take(int(first[2]))
         else:

@@ -20,9 +20,9 @@ from torch import Tensor
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import file_hash, whole_folder, write_whole
+from draftsmith.models.ranges import AboveZero, Natural, NonNegative, checked
 from draftsmith.models.reading import read_json, read_json_lines, read_text
 from draftsmith.models.target.target import Target
-from draftsmith.models.typed_json import from_json
 
 SAMPLES, PREPARED = "samples.jsonl", "prepared.json"
 CHECKSUM = f"{SAMPLES}.sha256"  # in the form of `sha256sum`
@@ -32,14 +32,14 @@ CHECKED_SAMPLES = 8
 REPAIR = "remove the file, and the same `draftsmith prepare` writes it anew"
 
 FinishReason = Literal["length", "eos", "given"]
-Number = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
+Index = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
 
 
 class Span(NamedTuple):
     """A stretch of tokens, from start to end - 1, which the target generated."""
 
-    start: Number
-    end: Number
+    start: Index
+    end: Index
     label: str = "answer"  # or "thinking", "tool_call"
 
 
@@ -49,13 +49,13 @@ class Sample:
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
-    token_ids: Annotated[list[Number], Field(min_length=1)]
+    token_ids: Annotated[list[Index], Field(min_length=1)]
     spans: list[Span]  # ascending, without overlap
     finish_reason: FinishReason = "length"  # the last answer was cut; or "eos"; or "given": the target did not write it
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Number = 0
-    prompt_index: Number = 0  # place among the prompts
+    temperature: NonNegative = 0.0
+    top_p: AboveZero = 1.0
+    top_k: Natural = 0
+    prompt_index: Natural = 0  # place among the prompts
     domain: str = ""  # kind of traffic, as the prompt has it
     line: int = field(default=0, init=False, compare=False)  # number of its line in samples.jsonl, for messages
 
@@ -124,7 +124,7 @@ def has_checksum(folder: Path) -> bool:
 def _sample(content: Any, place: str) -> Sample:
     """Return the sample that a line holds. Raises `UserError` for wrong types and for spans outside of the text."""
     try:
-        sample = from_json(Sample, content)
+        sample = checked(Sample, content)
     except UserError as error:
         raise UserError(f"{place} is damaged ({error})") from None
     bounds = [0, *(bound for start, end, _ in sample.spans for bound in (start, end)), len(sample.token_ids)]

@@ -89,14 +89,14 @@ def test_texts_become_chats(sources: dict[str, str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("- x", "the file: Input should be a dictionary"),
+        ("- x", "mix.yaml: give settings by their names"),
         ("sources: []", "give `sources`"),
         ("sources: [{source: a.txt, wieght: 1}]", "wieght"),
         ("sources: [{source: a.txt, weight: heavy}]", "weight"),
-        ("sources: [{source: a.txt, weight: 1}, {source: b.txt}]", "every source a weight above 0"),
-        ("sources: [{source: a.txt, weight: 0}]", "every source a weight above 0"),
+        ("sources: [{source: a.txt, weight: 1}, {source: b.txt}]", "every source a weight"),
+        ("sources: [{source: a.txt, weight: 0}]", "sources.0.weight=0: give more than 0"),
         ("sources: [{source: a.txt}, {source: a.txt}]", "each once"),
-        ("sources: [{source: a.txt}]\nnum_prompts: 0", "at least one"),
+        ("sources: [{source: a.txt}]\nnum_prompts: 0", "num_prompts=0: give at least 1"),
         ("sources: [{source: a.txt, domain: x, domain_column: y}]", "give one"),
         ("sources: [{source: gone.txt}]", "no prompts file gone.txt"),
         ("sources: [", "not YAML"),

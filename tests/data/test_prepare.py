@@ -418,6 +418,25 @@ def test_lone_surrogates_are_replaced_or_refused(
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        *(
+            {name: value}
+            for name in ("max_new_tokens", "batch_size", "draft_length")
+            for value in (0, "many", 1.5, True)
+        ),
+        *({"held_out_share": value} for value in (1.0, float("nan"), "half")),
+        *({"samplings": value} for value in ((), 5, (0.5,))),
+        *({"seed": value} for value in (-1, 2**64)),
+        {"endpoint": ""},
+    ],
+)
+def test_settings_beyond_their_limits_are_one_line(change: dict[str, Any], source: str, tiny_target: Target) -> None:
+    with pytest.raises(UserError, match=next(iter(change))):
+        AnswerJob(tiny_target, source, replace(SETTINGS, **change))
+
+
+@pytest.mark.parametrize(
     "prompts",
     [["text"], [5], "text", [None], [{"prompt": "text"}]],
 )

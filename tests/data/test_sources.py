@@ -107,6 +107,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_column_by_its_name(suffix: str, tmp_path: Path) -> None:
     rows = [{"question": "a", "prompt": "b", "turns": MESSAGES}]
     path = write_rows(tmp_path / f"p{suffix}", rows)
+    assert read_prompts(write_rows(tmp_path / f"p:question{suffix}", [{"prompt": "c"}])) == [Prompt("c")]
     assert read_prompts(f"{path}:question") == [Prompt("a")]
     assert read_prompts(f"{path}:turns") == [Prompt(messages=MESSAGES)]
     with pytest.raises(UserError, match="1 has nothing in a column 'answer'; its columns are question, prompt, turns"):
@@ -122,9 +123,21 @@ def test_files_that_are_not_what_they_are_called(tmp_path: Path) -> None:
 
 
 def test_a_hub_name_a_path_or_nothing(tmp_path: Path) -> None:
-    """An empty name was the current folder; names beyond 255 characters and null bytes were tracebacks."""
-    for source in ("", ":prompt", "x" * 300, "x" * 300 + ".jsonl", "null\0byte.jsonl", "null\0byte"):
-        with pytest.raises(UserError, match="prompts"):
+    """An empty name was the current folder; names beyond 255 characters and null bytes were tracebacks.
+
+    Of a path with a column, all that lies below it was looked through for a data set.
+    """
+    for source in (
+        "",
+        ":prompt",
+        "/no/such:prompt",
+        "../../no:prompt",
+        "x" * 300,
+        "x" * 300 + ".jsonl",
+        "null\0byte.jsonl",
+        "null\0byte",
+    ):
+        with pytest.raises(UserError, match="prompts|Hub|source files"):
             read_prompts(source)
     for wrong in (5, None, ["p.jsonl"]):
         with pytest.raises(UserError, match="give a file, a folder"):

@@ -158,7 +158,7 @@ def test_ranks_by_soundness_then_speedup(evaluation: Evaluation) -> None:
     [
         ("{", "Expecting property name"),
         ("[]", "not a mapping"),
-        (json.dumps({"target": "t", "drafter": "d", "environment": ENVIRONMENT, "results": []}), "drafter_kind: Field"),
+        (json.dumps({"target": "t", "drafter": "d", "environment": ENVIRONMENT, "results": []}), "drafter_kind: field"),
     ],
     ids=["no JSON", "no object", "a field is missing"],
 )
