@@ -3,7 +3,6 @@
 `DRAFTERS` is the whole list of families: a new one adds its file and one line here.
 """
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from draftsmith.models.drafters.medusa import Medusa
 from draftsmith.models.drafters.mlp_speculator import MLPSpeculator
 from draftsmith.models.drafters.p_eagle import PEagle
 from draftsmith.models.errors import UserError, library_errors
+from draftsmith.models.files import whole_folder, write_json
 from draftsmith.models.target.identity import check_identity, identity
 from draftsmith.models.target.target import Target
 from draftsmith.models.training_free.cascade import Cascade
@@ -49,13 +49,13 @@ CHANGED_TARGET = "target"  # folder of a checkpoint with the target that its dra
 
 
 def save_drafter(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write config.json and model.safetensors, laid out as the serving engines load them."""
+    """Write config.json and model.safetensors, laid out as the serving engines load them, all or nothing."""
     checkpoint = checkpoint_of(drafter, dtype)
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(checkpoint.tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(checkpoint.config, indent=2) + "\n")
-    if drafter.config.changes_target:
-        drafter.write_changed_target(directory / CHANGED_TARGET)
+    with whole_folder(directory) as folder:
+        save_file(checkpoint.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        write_json(folder / "config.json", checkpoint.config)
+        if drafter.config.changes_target:
+            drafter.write_changed_target(folder / CHANGED_TARGET)
 
 
 def checkpoint_of(drafter: Drafter, dtype: torch.dtype) -> Checkpoint:

@@ -27,7 +27,7 @@ from draftsmith.train.process.profiling import profiled
 from draftsmith.train.process.signals import Stopped, StopRequest
 from draftsmith.train.process.stages import Stages, watched
 from draftsmith.train.run_folder.checkpoint import checkpoint_name, checkpoints, resume, rotate, save_checkpoint
-from draftsmith.train.run_folder.run_folder import open_run
+from draftsmith.train.run_folder.run_folder import best_measured, open_run
 from draftsmith.train.run_folder.tracking import Tracker
 from draftsmith.train.run_folder.vocabulary import VOCABULARY, vocabulary_content
 from draftsmith.train.setup import Setup, set_up, show_data
@@ -198,7 +198,7 @@ class TrainingRun:
         save_checkpoint(self.accelerator, self.drafter, self.optimizer, self.folder, step, seconds)
         reason_to_stop = self.evaluator.newest(seconds) if self.evaluator and stopped_by is None else None
         if self.accelerator.is_main_process:
-            rotate(self.folder, self.config.run.keep_checkpoints)
+            rotate(self.folder, self.config.run.keep_checkpoints, best_measured(self.folder))
         if stopped_by is not None:
             raise Stopped(stopped_by, checkpoint_name(step))
         return reason_to_stop

@@ -24,10 +24,11 @@ from draftsmith.data.features.stored import (
     read_header,
     stamp,
 )
+from draftsmith.data.processes import locked
 from draftsmith.data.progress import progress_bar, size_text
 from draftsmith.data.samples.batches import MicroBatch, group_rows
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import write_whole
+from draftsmith.models.files import write_whole, writing
 
 ANNOUNCED_AFTER = 2.0  # seconds, in which the first batches show how long the pass will take
 
@@ -58,14 +59,15 @@ def write_shards(
 ) -> None:
     """Write this rank's part of the missing shards, each whole or not at all, with the features that `source` gives.
 
-    All ranks get the same missing shards. `in_step`: they ask the source equally often, as a target in pieces needs,
-    which computes when all do; a rank with less to write asks for what nobody keeps.
+    All ranks get the same missing shards, and no other run writes into the folder meanwhile. `in_step`: they ask the
+    source equally often, as a target in pieces needs, which computes when all do; a rank with less to write asks for
+    what nobody keeps.
     """
     own, announced = missing[rank::num_ranks], rank > 0
     if rank == 0:
         say(f"storing features in {store.folder}: {check_disk(store)}")
-    store.folder.mkdir(parents=True, exist_ok=True)
-    with progress_bar(rank == 0) as progress:
+    with locked(store.folder), writing(store.folder), progress_bar(rank == 0) as progress:
+        store.folder.mkdir(parents=True, exist_ok=True)
         task = progress.add_task(
             "storing the target's features", total=sum(shard.num_tokens for shard in own), detail="tokens"
         )
@@ -117,10 +119,14 @@ def save_shard(store: StoredFeatures, shard: Shard, tensors: dict[str, Tensor]) 
     """Write a shard under a hidden name, and rename it when all of it is on disk."""
     header = {**store.header(shard), "checksum": checksum(tensors)}
     partial, final = store.folder / f".{shard.file}", store.folder / shard.file
-    save_file(tensors, partial, metadata={HEADER: json.dumps(header)})
-    with open(partial, "rb") as file:
-        os.fsync(file.fileno())
-    partial.rename(final)
+    with writing(final):
+        try:
+            save_file(tensors, partial, metadata={HEADER: json.dumps(header)})
+            with open(partial, "rb") as file:
+                os.fsync(file.fileno())
+            partial.rename(final)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def write_index(store: StoredFeatures) -> None:

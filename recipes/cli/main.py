@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from draftsmith.models.errors import UserError, first_line, is_out_of_memory, own_place
+from draftsmith.models.files import DISK_FAULTS
 from draftsmith.recipes.cli.flags import add_flags, settings_from
 from draftsmith.recipes.cli.output_folder import output_folder
 from draftsmith.recipes.configs import command_settings
@@ -170,6 +171,9 @@ def told(error: Exception, call: Call | None) -> tuple[str, int]:
     name = call.name if call else ""
     if is_out_of_memory(error):
         return f"out of memory ({first_line(error)}): {LESS_MEMORY.get(name, LESS_WORK)}", EXIT_USER_ERROR
+    if fault := next((text for text in DISK_FAULTS if text in str(error)), None):
+        where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+        return f"a file cannot be written{where}: {fault}: mend that; {after_interruption(call)}", EXIT_USER_ERROR
     frames = list(traceback.walk_tb(error.__traceback__))[::-1]
     place = own_place(frames) or f"{frames[0][0].f_code.co_filename}:{frames[0][1]}"
     return (

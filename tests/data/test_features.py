@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from disk_faults import largest_file
 from feature_stores import make_store, source_of
 from safetensors.torch import save_file
 
@@ -21,6 +22,7 @@ from draftsmith.data.features import stored as features
 from draftsmith.data.features import writer as feature_writer
 from draftsmith.data.features.stored import HEADER, StoredFeatures, checksum, decode, encode, read_header
 from draftsmith.data.features.writer import check_disk, write_shards
+from draftsmith.data.processes import locked
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
 from draftsmith.data.samples.samples import Sample, read_samples
 from draftsmith.models import Target
@@ -301,6 +303,18 @@ def test_ranks_write_what_one_would(num_ranks: int, samples: Path, tiny_target: 
     for shard in whole.shards:
         assert (tmp_path / "shared" / shard.file).read_bytes() == (tmp_path / "whole" / shard.file).read_bytes()
     assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == [shard.file for shard in whole.shards]
+
+
+def test_one_run_writes_and_a_full_disk_leaves_no_part(samples: Path, tiny_target: Target, tmp_path: Path) -> None:
+    """Two runs may share a folder of features, one after the other; a shard that cannot be written is not there."""
+    store = make_store(tmp_path / "features", tiny_target, make_plan(read_samples(samples)))
+    with locked(store.folder), pytest.raises(UserError, match="features is being written by process"):
+        write_shards(store, store.missing(), source_of(store, tiny_target))
+    with largest_file(1000), pytest.raises(UserError, match="cannot write to .*shard-.*: File too large"):
+        write_shards(store, store.missing(), source_of(store, tiny_target))
+    assert not list(store.folder.iterdir())
+    write_shards(store, store.missing(), source_of(store, tiny_target))
+    assert not store.missing()
 
 
 def test_index_says_where_each_sample_is(samples: Path, tiny_target_dir: Path, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from draftsmith.inference.measuring.results import (
     write_evaluation,
 )
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import write_whole
 from draftsmith.models.typed_json import to_json
 
 ROOT = Path(__file__).parents[2]
@@ -191,20 +190,6 @@ def test_mypy_rejects_a_misspelt_field(tmp_path: Path) -> None:
     errors = [line for line in found.stdout.splitlines() if "error:" in line]
     assert len(errors) == 1, found.stdout + found.stderr
     assert 'misspelt.py:7: error: "Stats" has no attribute "mean_acceptance_lenght"' in errors[0]
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "new/file.txt"
-    write_whole(path, "old")
-
-    def full_disk(self: Path, *_: object, **__: object) -> int:
-        self.touch()
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full_disk)
-    with pytest.raises(OSError, match="no space"):
-        write_whole(path, "new")
-    assert path.read_text() == "old"
 
 
 def test_rows_may_not_be_changed(evaluation: Evaluation) -> None:

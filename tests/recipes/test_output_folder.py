@@ -238,10 +238,3 @@ def test_a_wrong_seed_costs_nothing(tiny_target: Target, tmp_path: Path, monkeyp
     assert names(out) == {"prepared.json", SAMPLES, CHECKSUM}  # nothing of the wrong ones
     with pytest.raises(UserError, match=r"settings.seed 2 -> 1.*: give the same again"):
         prepare(tiny_target, str(source), out, wrong)
-
-
-def test_a_run_whose_checkpoints_were_not_measured_says_so(tmp_path: Path) -> None:
-    from draftsmith.train.run_folder.run_folder import best_checkpoint
-
-    with pytest.raises(UserError, match="no checkpoint of .* was measured: see evaluation.error.txt"):
-        best_checkpoint(tmp_path)

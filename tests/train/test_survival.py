@@ -331,10 +331,10 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
         (checkpoint / "trainer").mkdir(parents=True)
         (checkpoint / WEIGHTS).touch()
         (checkpoint / "evaluation.json").touch()
-    (tmp_path / "best").symlink_to("checkpoints/step-000002")
-    rotate(tmp_path, None)
+    best = tmp_path / "checkpoints" / checkpoint_name(2)
+    rotate(tmp_path, None, best)
     assert len(resumable(tmp_path)) == 6
-    rotate(tmp_path, 3)
+    rotate(tmp_path, 3, best)
     found = checkpoints(tmp_path)
     assert [path.name for path in resumable(tmp_path)] == ["step-000005", "step-000006"]
     assert [int(path.name[-1]) for path in found if (path / WEIGHTS).exists()] == [2, 4, 5, 6]

@@ -25,7 +25,7 @@ from draftsmith.train.config import resolve
 from draftsmith.train.evaluation.evaluate import log_evaluation
 from draftsmith.train.process.stages import STAGES
 from draftsmith.train.run_folder.checkpoint import checkpoint_name, checkpoints
-from draftsmith.train.run_folder.run_folder import link_best
+from draftsmith.train.run_folder.run_folder import best_checkpoint, link_best
 from draftsmith.train.run_folder.tracking import Tracker, read_metrics
 from draftsmith.train.setup import check_compiles
 
@@ -288,9 +288,21 @@ def test_best_is_the_fastest(speedups: list[float], divergences: list[int], best
     assert os.readlink(tmp_path / "best") == f"checkpoints/{checkpoint_name(best)}"
 
 
+def test_a_run_that_was_copied_without_links_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its `best` is a folder then, and stays; which checkpoint is the best is computed, and said."""
+    checkpoint = tmp_path / "checkpoints" / checkpoint_name(1)
+    checkpoint.mkdir(parents=True)
+    write_results(checkpoint / "evaluation.json", [result(0.5, 1.0)])
+    (tmp_path / "best").mkdir()
+    assert link_best(tmp_path) == best_checkpoint(tmp_path) == checkpoint
+    assert f"best is no link to the best checkpoint, which is {checkpoint}" in capsys.readouterr().err
+
+
 def test_no_best_without_measurements(tmp_path: Path) -> None:
     assert link_best(tmp_path) is None
     assert not (tmp_path / "best").is_symlink()
+    with pytest.raises(UserError, match="no checkpoint of .* was measured: see evaluation.error.txt"):
+        best_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("state", ["measured", "baselines missing", "not logged", "not linked"])

@@ -93,7 +93,7 @@ def manifest(checkpoint: Path) -> dict[str, str]:
     return {str(path.relative_to(checkpoint)): file_hash(path) for path in files}
 
 
-def rotate(run: Path, keep: int | None) -> None:
+def rotate(run: Path, keep: int | None, best: Path | None) -> None:
     """Keep the weights of the newest `keep` checkpoints and of the best, the training state of the newest two of them.
 
     What was measured stays in every checkpoint, for the report and for `evaluation.patience`. None keeps all.
@@ -101,11 +101,10 @@ def rotate(run: Path, keep: int | None) -> None:
     if keep is None:
         return
     existing = checkpoints(run)
-    best = (run / "best").resolve()
     for checkpoint in existing[: -min(keep, RESUMABLE)]:
         remove(checkpoint / TRAINER)
     for checkpoint in existing[:-keep]:
-        if checkpoint.resolve() != best:
+        if checkpoint != best:
             remove(checkpoint / CHANGED_TARGET)
             (checkpoint / WEIGHTS).unlink(missing_ok=True)
 

@@ -101,16 +101,24 @@ def link_best(run: Path) -> Path | None:
 
     A checkpoint whose output differed from plain decoding comes after all others.
     """
-    measured = measured_checkpoints(run)
-    if not measured:
-        (run / "best").unlink(missing_ok=True)
-        return None
-    best = max(measured, key=lambda checkpoint: first_result(checkpoint).rank_key)
-    temporary = run / ".best"
-    temporary.unlink(missing_ok=True)
-    os.symlink(best.relative_to(run), temporary)
-    temporary.replace(run / "best")
+    best = best_measured(run)
+    try:
+        if best is None:
+            (run / "best").unlink(missing_ok=True)
+            return None
+        temporary = run / ".best"
+        temporary.unlink(missing_ok=True)
+        os.symlink(best.relative_to(run), temporary)
+        temporary.replace(run / "best")
+    except OSError as error:  # a file system without links, or a run that was copied without them
+        notice(f"{run / 'best'} is no link to the best checkpoint, which is {best} ({error.strerror})")
     return best
+
+
+def best_measured(run: Path) -> Path | None:
+    """Return the checkpoint with the highest measured speedup; None where none was measured."""
+    measured = measured_checkpoints(run)
+    return max(measured, key=lambda checkpoint: first_result(checkpoint).rank_key) if measured else None
 
 
 def measured_checkpoints(run: Path) -> list[Path]:
@@ -120,9 +128,10 @@ def measured_checkpoints(run: Path) -> list[Path]:
 
 def best_checkpoint(run: Path) -> Path:
     """Return the checkpoint that `best` points at, by its own path. Raises `UserError` where none was measured."""
-    if not (run / "best").is_symlink():
+    best = best_measured(run)
+    if best is None:
         raise UserError(f"no checkpoint of {run} was measured: see evaluation.error.txt in its checkpoints")
-    return run / (run / "best").readlink()
+    return best
 
 
 def first_result(checkpoint: Path) -> Result:
