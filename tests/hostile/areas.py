@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from commands import command_attempt, commanded
+from commands import command_attempt, commanded, cut_short, named, two_at_once
 from damage import (
     CANARY,
     NUMBERS,
@@ -412,20 +412,23 @@ def both_alike(decoder: SpeculativeDecoder, seed: int) -> None:
 
 Area = Callable[[Place], Attempt]
 AREAS: dict[str, tuple[Area, int]] = {  # with the share of the cases, in percent
-    "config_fields": (config_fields, 14),
-    "config_text": (config_text, 8),
-    "prompts": (prompts, 12),
+    "config_fields": (config_fields, 12),
+    "config_text": (config_text, 7),
+    "prompts": (prompts, 11),
     "samples": (samples, 8),
     "drafter": (drafter, 12),
     "foreign_drafter": (foreign_drafter, 6),
     "target": (target, 10),
     "results": (results, 6),
     "report": (report, 1),
-    "schedules": (schedules, 5),
+    "schedules": (schedules, 4),
     "metrics_page": (metrics_page, 3),
     "run_folder": (run_folder, 2),
     "server": (server, 2),
     "python": (python, 7),
-    "commands": (commanded, 4),
+    "commands": (commanded, 6),
+    "names": (named, 1),
+    "cut_short": (cut_short, 1),
+    "two_at_once": (two_at_once, 1),
 }
 assert sum(share for _, share in AREAS.values()) == 100

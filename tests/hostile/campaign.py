@@ -15,13 +15,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is no folder would be looked up on the Hub
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # some cases fork
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
 import huggingface_hub.constants
@@ -63,80 +66,86 @@ def prepare_folder(folder: Path) -> None:
 
 
 def work(folder: Path, numbers: range) -> None:
-    """Try cases, and print a line for each that begins and for each fault."""
+    """Try cases, and print lines: each that begins, each fault, and the processor's seconds of each."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     for number in numbers:
-        print(f"case {case_name(number)}", file=out)
+        print(f"case {number}", file=out)
         faulthandler.dump_traceback_later(HUNG_SECONDS, exit=True)
+        start = time.process_time()
         if fault := try_case(case_name(number), folder):
             print("fault " + json.dumps(asdict(fault) | {"key": fault.key}), file=out)
+        print(f"done {time.process_time() - start}", file=out)
     faulthandler.cancel_dump_traceback_later()
 
 
-def watched_worker(folder: Path, numbers: range) -> Iterator[dict[str, str]]:
-    """Yield the faults of a worker; one that dies is a fault of its last case, and another goes on behind it."""
+def watched_worker(folder: Path, numbers: range) -> Iterator[tuple[str, str, str]]:
+    """Yield the lines of a worker, with the case; one that dies is a fault, and another goes on behind that case."""
     while numbers:
         command = [sys.executable, __file__, "--folder", str(folder), "--worker"]
         command += map(str, (numbers.start, numbers.stop, numbers.step))
-        log = folder / f"worker-{numbers.start}.log"
+        log, last = folder / f"worker-{numbers.start}.log", numbers.start
         with (
             log.open("w") as errors,
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as worker,
         ):
             assert worker.stdout is not None
-            last = numbers.start
             for line in worker.stdout:
                 kind, _, rest = line.strip().partition(" ")
-                if kind == "case":
-                    last = int(rest.partition(":")[2])
-                    yield {}
-                elif kind == "fault":
-                    yield json.loads(rest)
+                last = int(rest) if kind == "case" else last
+                yield kind, case_name(last), rest
         if worker.returncode == 0:
             return
-        detail = log.read_text(errors="replace")[-3000:]
-        rule = f"the process died: {worker.returncode}"
-        yield {
-            "case": case_name(last),
-            "key": f"{rule} {last}",
-            "rule": rule,
-            "told": "",
-            "where": "",
-            "detail": detail,
-        }
+        rule, detail = f"the process died: {worker.returncode}", log.read_text(errors="replace")[-3000:]
+        name = case_name(last)
+        fault = {"case": name, "key": f"{rule} {name}", "rule": rule, "told": "", "where": "", "detail": detail}
+        yield "fault", name, json.dumps(fault)
         numbers = range(last + numbers.step, numbers.stop, numbers.step)
 
 
-def campaign(folder: Path, first: int, count: int, processes: int) -> list[dict[str, str]]:
-    """Try many cases on several processes; print and return the distinct faults."""
-    import threading
+class Tally:
+    """The distinct faults of a campaign, how often each was met, and the processor's seconds by area."""
 
-    found: dict[str, dict[str, str]] = {}
-    counts: dict[str, int] = {}
-    done, start, lock = [0], time.monotonic(), threading.Lock()
+    def __init__(self) -> None:
+        self.faults: dict[str, dict[str, str]] = {}
+        self.counts: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+        self.done, self.start, self.lock = 0, time.monotonic(), threading.Lock()
 
-    def follow(number: int) -> None:
-        for fault in watched_worker(folder, range(first + number, first + count, processes)):
-            with lock:
-                if not fault:
-                    done[0] += 1
-                    if done[0] % 1000 == 0:
-                        print(f"{done[0]} cases, {time.monotonic() - start:.0f} s, {len(found)} faults", flush=True)
-                    continue
-                counts[fault["key"]] = counts.get(fault["key"], 0) + 1
-                if fault["key"] not in found:
-                    found[fault["key"]] = fault
-                    print(text_of(fault), flush=True)
+    def follow(self, lines: Iterator[tuple[str, str, str]]) -> None:
+        """Take in what a worker tells; faults that are new are printed."""
+        for kind, name, rest in lines:
+            with self.lock:
+                if kind == "done":
+                    self.done += 1
+                    self.seconds[name.partition(":")[0]] += float(rest)
+                    if self.done % 1000 == 0:
+                        seconds = time.monotonic() - self.start
+                        print(f"{self.done} cases, {seconds:.0f} s, {len(self.faults)} faults", flush=True)
+                elif kind == "fault":
+                    fault = json.loads(rest)
+                    self.counts[fault["key"]] += 1
+                    if self.faults.setdefault(fault["key"], fault) is fault:
+                        print(text_of(fault), flush=True)
 
-    followers = [threading.Thread(target=follow, args=(number,)) for number in range(processes)]
+    def summary(self) -> str:
+        lines = [f"{number:6}  {self.faults[key]['case']:28} {key}" for key, number in self.counts.most_common()]
+        spent = ", ".join(f"{area} {seconds:.0f}" for area, seconds in self.seconds.most_common())
+        lines += [f"seconds of the processor: {spent}", f"{self.done} cases in {time.monotonic() - self.start:.0f} s"]
+        return "\n".join([*lines, f"{self.counts.total()} fail, by {len(self.faults)} faults"])
+
+
+def campaign(folder: Path, numbers: range, processes: int) -> Tally:
+    """Try many cases on several processes."""
+    tally = Tally()
+    followers = [
+        threading.Thread(target=tally.follow, args=(watched_worker(folder, numbers[number::processes]),))
+        for number in range(processes)
+    ]
     for follower in followers:
         follower.start()
     for follower in followers:
         follower.join()
-    print(f"{done[0]} cases in {time.monotonic() - start:.0f} s: {sum(counts.values())} fail, by {len(found)} faults")
-    for key, number in sorted(counts.items(), key=lambda item: -item[1]):
-        print(f"{number:6}  {found[key]['case']:28} {key}")
-    return list(found.values())
+    return tally
 
 
 def text_of(fault: dict[str, str]) -> str:
@@ -162,9 +171,11 @@ def main() -> int:
         fault = try_case(options.replay, options.folder)
         print(f"{text_of(asdict(fault))}\n\n{fault.detail}" if fault else f"{options.replay}: as it should be")
         return int(fault is not None)
-    faults = campaign(options.folder, options.seed, options.cases, options.processes)
-    (options.folder / "faults.json").write_text(json.dumps(faults, indent=1))
-    return int(bool(faults))
+    numbers = range(options.seed, options.seed + options.cases)
+    tally = campaign(options.folder, numbers, options.processes)
+    print(tally.summary())
+    (options.folder / "faults.json").write_text(json.dumps(list(tally.faults.values()), indent=1))
+    return int(bool(tally.faults))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,32 @@
-"""Attempts by command: the flags of every command, with hostile values and hostile names."""
+"""Attempts by command: hostile values for every flag, hostile names, commands that are cut short or given twice."""
 
+import contextlib
+import faulthandler
+import os
+import resource
+import signal
+import subprocess
+import traceback
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from damage import NUMBERS, hostile_text
+from damage import NUMBERS, TEXTS, hostile_text
 from judge import Attempt, Place
 
 from draftsmith.recipes.cli.main import COMMANDS, main
 
-LASTING = ("repeats", "requests", "minutes", "readings", "interval")  # a large number rightly takes as long
+# Settings whose large values rightly take as long as they say.
+OTHER_SECONDS = 30  # of a second process
+LASTING = ("repeats", "requests", "minutes", "readings", "interval", "num_threads")
+
+
+FILES = """target drafters drafters/eagle3 foreign/5 export samples run grid prompts prompts/p.txt prompts/chats.jsonl
+tree.json schedule.json adaptive.json metrics.txt"""
+WORDS = """cpu cuda cuda:9 meta mps 0,0,0 2,2,2 4,2,1 1,2,3,4 -1,2,2 9999999999,2,2 ngram suffix lookahead none eagle3
+medusa,hydra ngram+ngram generate"""
 
 
 def command_attempt(place: Place, argv: list[str], *may_write: Path) -> Attempt:
@@ -21,108 +38,264 @@ def command_attempt(place: Place, argv: list[str], *may_write: Path) -> Attempt:
 def healthy_flags(place: Place) -> dict[str, dict[str, list[str]]]:
     """Return arguments with which each command works in a moment, by flag; those of no flag are positional."""
     made, out = place.material, ["--out", str(place.out)]
-    target = ["--target", str(made / "target")]
-    own = ["--drafter", str(made / "drafters" / "medusa")]
-    few = [
-        *target,
-        *own,
-        "--prompts",
-        str(made / "prompts" / "p.txt"),
-        "--num-prompts",
-        "2",
-        "--max-new-tokens",
-        "3",
-        *out,
-    ]
+    target, prompts = ["--target", str(made / "target")], ["--prompts", str(made / "prompts" / "p.txt")]
+    few = [*target, "--drafter", str(made / "drafters" / "medusa"), *prompts, "--num-prompts", "2", *out]
+    short = ["--max-new-tokens", "3"]
     words = {
-        "prepare": [*target, "--prompts", str(made / "prompts" / "p.txt"), "--max-new-tokens", "3", *out],
+        "prepare": [*target, *prompts, *short, *out],
         "train": ["medusa", f"target={made / 'target'}", f"data.samples={made / 'samples'}", f"run.dir={place.out}",
                   "run.steps=1", "run.device=cpu", "data.batch_size=2"],
-        "evaluate": [*few, "--repeats", "1"],
-        "tune": [*few[:-4], "--max-new-tokens", "2", *out, "--repeats", "1"],
-        "load-test": [*few, "--repeats", "1", "--concurrency", "1", "--requests", "10"],
-        "replay": [*few, "--draft-length", "2"],
+        "evaluate": [*few, *short, "--repeats", "1"],
+        "tune": [*few, *short, "--repeats", "1"],
+        "load-test": [*few, *short, "--repeats", "1", "--concurrency", "1", "--requests", "10"],
+        "replay": [*few, *short, "--draft-length", "2"],
         "plan": [*target, "--drafter", "medusa", "--batch-size", "1", "--draft-length", "1", *out],
         "export": [str(made / "drafters" / "medusa"), "--engine", "vllm", *target, *out],
-        "generate": ["heat", *target, "--drafter", "ngram", "--max-new-tokens", "3"],
+        "generate": ["heat", *target, "--drafter", "ngram", *short],
         "report": [str(made / "nowhere")],
         "watch": ["http://127.0.0.1:9", "--readings", "1"],
         "quickstart": ["--target", str(made / "nowhere"), *out],
     }  # fmt: skip
     found: dict[str, dict[str, list[str]]] = {}
     for name, values in words.items():
-        flags: dict[str, list[str]] = {"": []}
         flag = ""
+        found[name] = {"": []}
         for word in values:
             if word.startswith("--"):
                 flag = word
-                flags[flag] = []
+                found[name][flag] = []
             else:
-                flags[flag].append(word)
-        found[name] = flags
+                found[name][flag].append(word)
     return found
+
+
+def argv_of(name: str, flags: dict[str, list[str]]) -> list[str]:
+    return [name, *flags[""], *(word for flag, values in flags.items() if flag for word in (flag, *values))]
 
 
 def commanded(place: Place) -> Attempt:
     """A command that works, with some of its arguments replaced, left out, or given twice."""
     random = place.random
-    flags = healthy_flags(place)
-    name = random.choice(list(flags))
-    chosen = flags[name]
+    healthy = healthy_flags(place)
+    name = random.choice([*healthy, "evaluate", "prepare", "generate"])
+    flags, hints = healthy[name], get_type_hints(COMMANDS[name][1])
     settings = {setting.name: setting for setting in fields(COMMANDS[name][1])}
-    for _ in range(random.choice((1, 1, 1, 2, 3))):
+    for _ in range(random.choice((1, 1, 1, 1, 2))):
         setting = settings[random.choice(list(settings))]
         flag = "" if setting.metadata["positional"] else f"--{setting.name.replace('_', '-')}"
-        values = [value_for(place, setting) for _ in range(random.choice((1, 1, 1, 2)))]
-        if not flag and chosen[""]:
-            chosen[""][random.randrange(len(chosen[""]))] = values[0]
-        elif random.random() < 0.06:
-            chosen.pop(flag, None)
+        values = values_for(place, setting.name, hints[setting.name])
+        if not flag and flags[""]:
+            flags[""][random.randrange(len(flags[""]))] = values[0] if values else ""
+        elif random.random() < 0.04:
+            flags.pop(flag, None)
         else:
-            chosen[flag] = [] if setting.type is bool and random.random() < 0.9 else values
-    argv = [name, *chosen.pop("")]
-    for flag, values in chosen.items():
-        argv += [flag, *values]
-    attempt = command_attempt(place, argv)
-    attempt.may_write += tuple(place.folder / "cwd" / word for word in written_by(argv))
+            flags[flag] = values
+    argv = argv_of(name, flags)
+    written = [word for flag, word in zip(argv, argv[1:], strict=False) if flag == "--out"]
+    written += [word.removeprefix("run.dir=") for word in argv if word.startswith("run.dir=")]
+    written += ["runs"] if name == "quickstart" else []
+    return command_attempt(place, argv, *(place.folder / "cwd" / word.partition("/")[0] for word in written if word))
+
+
+def values_for(place: Place, name: str, hint: Any) -> list[str]:
+    """Return hostile values of a setting of this type, mostly such as argparse lets pass."""
+    random = place.random
+    kind = next(kind for kind in get_args(hint) if kind is not NoneType) if NoneType in get_args(hint) else hint
+    if kind is bool:
+        return []
+    if get_origin(kind) is tuple:
+        types = get_args(kind)
+        number = random.choice((1, 1, 2, 3)) if ... in types else len(types)
+        return [value_for(place, name, types[0]) for _ in range(number)]
+    return [value_for(place, name, kind)]
+
+
+def value_for(place: Place, name: str, kind: Any) -> str:
+    random, made = place.random, place.material
+    text = hostile_text(random).replace("\0", "\x01")  # no argument of a process can hold NUL
+    if get_origin(kind) is Literal:
+        return str(random.choice((*get_args(kind), text)))
+    if name in LASTING:
+        return str(random.choice((-1, 0, 1, 2, "nan", "inf", "x", "", "1e999", "0.1", "9" * 5000, -0.0, 5e-324)))
+    if kind in (int, float) and random.random() < 0.85:
+        numbers = [number for number in NUMBERS if kind is float or isinstance(number, int)]
+        return str(random.choice(numbers))
+    if random.random() < 0.3:
+        return str(made / random.choice(FILES.split()))
+    return random.choice(WORDS.split()) if random.random() < 0.3 else text
+
+
+# --- names
+
+
+def named(place: Place) -> Attempt:
+    """A command that works, on files and folders with hostile names; what is written and printed stays harmless."""
+    random = place.random
+    name = random.choice([text for text in TEXTS if "\0" not in text and "/" not in text and text.strip(" .")])
+    flags = healthy_flags(place)
+    command = random.choice(("prepare", "evaluate", "export", "generate", "replay", "report", "train"))
+    chosen, folder = flags[command], place.given
+    if random.random() < 0.5:
+        chosen["--out"] = [str(place.out / name)]
+    replaced = {"--target": "target", "--prompts": "prompts/p.txt", "--drafter": "drafters/medusa"}
+    try:
+        for flag in replaced.keys() & chosen.keys():
+            if random.random() < 0.5:
+                suffix = ".txt" if flag == "--prompts" else ""
+                (folder / f"{name}{suffix}").symlink_to(place.material / replaced[flag])
+                chosen[flag] = [str(folder / f"{name}{suffix}")]
+                folder = folder / "more"
+                folder.mkdir()
+        if command == "report":
+            place.copy("grid").rename(folder / name)
+            chosen[""] = [str(folder / name)]
+    except (OSError, ValueError):  # no file can have this name
+        chosen[random.choice(["--out", "--target"])] = [name]
+    if command == "generate":
+        chosen[""] = [name]
+        chosen.pop("--out", None)
+    if command == "report":
+        chosen = {"": chosen[""]}
+    if command == "train":
+        chosen[""] = [f"run.dir={place.out / name}" if word.startswith("run.dir") else word for word in chosen[""]]
+        chosen.pop("--out", None)
+        chosen.pop("--target", None)
+    argv = argv_of(command, chosen)
+    attempt = command_attempt(place, argv, place.given, place.folder / "cwd" / name)
+    run = attempt.call
+
+    def call() -> object:
+        code = run()
+        for script in sorted(place.out.rglob("*.sh")):
+            serve(script, place)
+        return code
+
+    attempt.call = call
     return attempt
 
 
-def written_by(argv: list[str]) -> list[str]:
-    """Return the folders that a command was told to write, below the working directory."""
-    told = [following for word, following in zip(argv, argv[1:], strict=False) if word == "--out"]
-    told += [word.removeprefix("run.dir=") for word in argv if word.startswith("run.dir=")]
-    return [*told, "runs"] if argv[0] == "quickstart" else told
+def serve(script: Path, place: Place) -> None:
+    """Run a script with an engine that only looks at its arguments."""
+    engine = place.folder / "vllm"
+    engine.write_text("#!/bin/sh\ntest $# -gt 2\n")
+    engine.chmod(0o755)
+    try:
+        environment = {**os.environ, "PATH": f"{place.folder}:{os.environ['PATH']}"}
+        subprocess.run(["sh", str(script)], env=environment, timeout=20, check=True, capture_output=True)
+    finally:
+        engine.unlink()
 
 
-def value_for(place: Place, setting: Any) -> str:
-    """Return a hostile value of a setting, as it would be typed."""
+# --- cut short, and given again
+
+
+def cut_short(place: Place) -> Attempt:
+    """A command that is interrupted, or whose disk is full; given again, it ends as if nothing had been."""
     random = place.random
-    draw = random.random()
-    if setting.name in LASTING:
-        return str(random.choice((-1, 0, 1, 2, "nan", "inf", "x", "", "1e999", "0.1", "9" * 5000, -0.0)))
-    if draw < 0.4:
-        return str(random.choice(NUMBERS))
-    if draw < 0.5:
-        return str(
-            place.material
-            / random.choice(
-                (
-                    "target",
-                    "prompts/p.txt",
-                    "prompts/chats.jsonl",
-                    "drafters/eagle3",
-                    "run",
-                    "tree.json",
-                    "schedule.json",
-                    "samples",
-                    "grid",
-                    "metrics.txt",
-                )
-            )
-        )
-    if draw < 0.6:
-        return random.choice(
-            ("cpu", "cuda", "cuda:9", "meta", "0,0,0", "2,2,2", "4,2,1", "greedy", "typical", "vllm", "sglang")
-        )
-    return hostile_text(random).replace("\0", "\x01")  # no argument of a process can hold NUL
+    command = random.choice(("prepare", "train", "export", "evaluate", "replay", "plan"))
+    flags = healthy_flags(place)[command]
+    if command == "prepare":
+        flags["--max-new-tokens"] = ["8"]
+        flags["--device"] = ["cpu"]
+    argv = argv_of(command, flags)
+    seconds, size = random.uniform(0.001, 0.15), random.choice((0, 10, 300, 2000, 20_000))
+    full = random.random() < 0.5
+
+    def call() -> object:
+        with disk_full(size) if full else interrupted(seconds):
+            code = run_quietly(argv)
+        assert code in (0, 2, 130), f"exit code {code} of the first time"
+        again = run_quietly(argv)
+        if command == "export" and code == 0:
+            assert again == 2, "an export was written over without a word"
+            return 0
+        assert again == 0, f"the same command again, after exit code {code}: exit code {again}"
+        if command == "prepare":
+            expected, found = place.material / "samples", place.out
+            assert (found / "samples.jsonl").read_bytes() == (expected / "samples.jsonl").read_bytes(), "other samples"
+        if command == "export":
+            names = {path.name for path in place.out.iterdir()}
+            assert names == {path.name for path in (place.material / "export").iterdir()}, f"other files: {names}"
+        return again
+
+    told = f"a file may have {size} bytes" if full else f"interrupted after {seconds:.3f} s"
+    return Attempt(f"{' '.join(argv)}  # twice; first {told}", call, (place.out,))
+
+
+def run_quietly(argv: list[str]) -> object:
+    try:
+        return main(argv)
+    except SystemExit as exit:
+        return exit.code
+
+
+class disk_full:
+    """A limit to the size of files: writing more fails, as on a full disk."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __enter__(self) -> None:
+        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.limits[1]))
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
+        signal.signal(signal.SIGXFSZ, self.handler)
+
+
+class interrupted:
+    """Ctrl-C after some seconds of the processor."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __enter__(self) -> None:
+        self.handler: Any = signal.signal(signal.SIGPROF, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
+        signal.setitimer(signal.ITIMER_PROF, self.seconds)
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, self.handler)
+
+
+# --- two at once
+
+
+def two_at_once(place: Place) -> Attempt:
+    """The same command from two processes: each ends as one alone would, or says that the other is at work."""
+    command = place.random.choice(("prepare", "train", "export"))
+    argv = argv_of(command, healthy_flags(place)[command])
+
+    def call() -> object:
+        log = place.folder / "cwd" / "other.log"
+        child = forked(lambda: run_quietly(argv), log)
+        try:
+            code = run_quietly(argv)
+        finally:
+            other = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert other in (0, 2), f"exit code {other} of the other process: {log.read_text()[-1500:]}"
+        assert 0 in (code, other), f"both processes were refused: {code}, {other}"
+        return 0 if code in (0, 2) else code
+
+    return Attempt(
+        f"{' '.join(argv)}  # from two processes at once", call, (place.out, place.folder / "cwd" / "other.log")
+    )
+
+
+def forked(work: Callable[[], object], log: Path) -> int:
+    """Start work in a copy of this process, whose exit code it gives; return the process."""
+    child = os.fork()
+    if child:
+        return child
+    code: object = 1
+    try:
+        with log.open("w", 1) as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            faulthandler.dump_traceback_later(OTHER_SECONDS, file=out, exit=True)
+            try:
+                code = work()
+            except BaseException:
+                traceback.print_exc()
+    finally:
+        os._exit(code if isinstance(code, int) else 1)

@@ -10,10 +10,12 @@ import json
 import math
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
+
+from schemas import FIELDS_OF_FILES, FIELDS_OF_MODELS
 
 CANARY = "CANARY"  # name of the file that must never come to be
 
@@ -131,8 +133,8 @@ def places(content: Any) -> list[tuple[Any, Any]]:
     return found + [place for key in keys for place in places(content[key])]
 
 
-def damaged_json(random: Random, content: Any) -> Any:
-    """Return the content with one to three of its values replaced."""
+def damaged_json(random: Random, content: Any, names: Sequence[str] = ()) -> Any:
+    """Return the content with one to three of its values replaced, or with values for other fields of its schema."""
     content = json.loads(json.dumps(content))
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         found = places(content)
@@ -142,6 +144,8 @@ def damaged_json(random: Random, content: Any) -> Any:
         draw = random.random()
         if draw < 0.15 and isinstance(owner, dict):
             del owner[key]
+        elif draw < 0.3 and isinstance(owner, dict) and names:
+            owner[random.choice(names)] = hostile_value(random)
         else:
             owner[key] = near(random, owner[key]) if draw < 0.5 else hostile_value(random)
     return content
@@ -289,6 +293,7 @@ def damaged_safetensors(random: Random, content: bytes) -> bytes:
 
 def damage_file(random: Random, path: Path) -> None:
     """Damage a file: what it holds, or now and then what it is."""
+    names = FIELDS_OF_MODELS if "config" in path.name else FIELDS_OF_FILES
     content = path.read_bytes()
     draw = random.random()
     if draw < 0.03:
@@ -299,11 +304,11 @@ def damage_file(random: Random, path: Path) -> None:
     elif path.suffix == ".safetensors" and draw < 0.7:
         path.write_bytes(damaged_safetensors(random, content))
     elif path.suffix == ".json" and draw < 0.8:
-        path.write_text(json_text(damaged_json(random, json.loads(content))))
+        path.write_text(json_text(damaged_json(random, json.loads(content), names)))
     elif path.suffix == ".jsonl" and draw < 0.8:
         lines = content.splitlines()
         number = random.randrange(len(lines))
-        lines[number] = json_text(damaged_json(random, json.loads(lines[number]))).encode()
+        lines[number] = json_text(damaged_json(random, json.loads(lines[number]), names)).encode()
         path.write_bytes(b"\n".join(lines) + b"\n")
     elif path.suffix == ".yaml" and draw < 0.2:
         path.write_text(random.choice(yaml_bombs()))

@@ -6,6 +6,7 @@ were named, nothing that runs from data, no control characters on the terminal, 
 
 import contextlib
 import io
+import json
 import os
 import re
 import resource
@@ -21,14 +22,17 @@ from random import Random
 from types import FrameType
 
 import torch
+import yaml
+from safetensors import SafetensorError, safe_open
 
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, first_line
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CPU_SECONDS, SECONDS = 20, 60  # of a case
+CPU_SECONDS, SECONDS = 10, 45  # of a case
 MEMORY = 1 << 30  # bytes that a case may add to those of the process
 ADDRESS_SPACE = 6 << 30  # that it may add: what asks for more is refused by the system
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\ud800-\udfff]")
+LONGEST_LINE = 4000  # characters of a message
 MARKUP = ("<script>hostile", "<img src=x onerror")  # what damage.TEXTS would put into a page
 
 
@@ -130,6 +134,8 @@ def broken_rule(code: object, told: str, out: str, attempt: Attempt) -> str | No
         lines = told.strip().split("\n")
         if not told.strip() or sum("error:" in line for line in lines) > 1 or len(lines) > 3:
             return f"lines: {len(lines)}"
+        if max(map(len, lines)) > LONGEST_LINE:
+            return f"lines: one of {max(map(len, lines))} characters"
     if CONTROL.search(told + out):
         return "control characters"
     if attempt.must_refuse and code != 2:
@@ -163,11 +169,27 @@ def changes(before: tuple[State, State], place: Place, attempt: Attempt) -> str 
     allowed = tuple(map(str, attempt.may_write))
     if outside := [path for path in changed if not any(path == own or path.startswith(f"{own}/") for own in allowed)]:
         return f"written outside: {', '.join(sorted(outside)[:3])}"
-    for path in changed:
-        if path.endswith((".md", ".html")) and os.path.isfile(path):
-            text = Path(path).read_text("utf-8", "replace")
-            if any(markup in text for markup in MARKUP):
-                return f"markup: in {Path(path).name}"
+    written = [path for path in map(Path, changed) if path.is_file()]
+    return next(filter(None, map(wrong_with, written)), None)
+
+
+def wrong_with(path: Path) -> str | None:
+    """Return what is wrong with a file that was written: cut in half, or with foreign markup in it."""
+    text = path.read_text("utf-8", "replace") if path.suffix in (".md", ".html", ".json", ".yaml", ".jsonl") else ""
+    if path.suffix in (".md", ".html") and any(markup in text for markup in MARKUP):
+        return f"markup: in {path.name}"
+    try:
+        if path.suffix == ".json":
+            json.loads(text)
+        elif path.suffix == ".jsonl":
+            [json.loads(line) for line in text.splitlines()]
+        elif path.suffix == ".yaml":
+            yaml.safe_load(text)
+        elif path.suffix == ".safetensors":
+            with safe_open(path, "pt"):
+                pass
+    except (ValueError, yaml.YAMLError, SafetensorError) as error:
+        return f"half: {path.name} was written, and cannot be read: {first_line(error)}"
     return None
 
 

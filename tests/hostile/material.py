@@ -101,7 +101,7 @@ def write_measurements(folder: Path) -> None:
     write_comparison(runs, 1)
     write_grid(grid)
     write_json(grid / "choice.json", choice_content("ngram", 2))
-    stages = [stage(1, "off", 100, 10), stage(1, "on", 150, 7)]
+    stages = [stage(1, "off", 100, 10), stage(1, "on", 150, 7), stage(1, "scheduled", 150, 7)]
     write_json(grid / "load.json", to_json(load_test("ngram", stages, "pays")))
 
 
