@@ -1,7 +1,6 @@
 """Attempts by command: hostile values for every flag, hostile names, commands that are cut short or given twice."""
 
 import contextlib
-import faulthandler
 import os
 import resource
 import signal
@@ -292,7 +291,8 @@ def forked(work: Callable[[], object], log: Path) -> int:
     code: object = 1
     try:
         with log.open("w", 1) as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            faulthandler.dump_traceback_later(OTHER_SECONDS, file=out, exit=True)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(OTHER_SECONDS)  # ends it
             try:
                 code = work()
             except BaseException:

@@ -3,17 +3,20 @@
 import contextlib
 import gzip
 import json
+import os
 import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
+from unittest import mock
 
 from damage import damaged_bytes, damaged_json, hostile_text, hostile_value, json_text
 from judge import Place
 
 from draftsmith.data import http
+from draftsmith.data.answers import endpoint
 
 MODELS = {"data": [{"id": "served", "max_model_len": 100}]}
 ANSWER = {"choices": [{"text": "", "finish_reason": "length", "token_ids": [5, 6, 7, 8], "prompt_token_ids": [0, 1]}]}
@@ -97,17 +100,17 @@ class HostileServer:
     @contextlib.contextmanager
     def quick_client(self) -> Iterator[None]:
         """Give the client a key to leak, and no patience."""
-        import os
-
-        kept = {name: getattr(http, name) for name in ("FIRST_WAIT", "LONGEST_WAIT")}
         os.environ[http.API_KEY] = "secret"
-        try:
-            for name in kept:
-                setattr(http, name, 0.001)
+        with contextlib.ExitStack() as stack:
+            for module, name, seconds in PATIENCE:
+                stack.enter_context(mock.patch.object(module, name, seconds))
             yield
-        finally:
-            for name, value in kept.items():
-                setattr(http, name, value)
+
+
+PATIENCE = (
+    *((http, "FIRST_WAIT", 0.001), (http, "LONGEST_WAIT", 0.001), (http, "LONGEST_ASKED_WAIT", 0.001)),
+    *((http, "PAGE_TIMEOUT", 0.5), (endpoint, "TIMEOUT", 0.5)),
+)
 
 
 def damaged_metrics(random: Random, text: str) -> bytes:

@@ -169,7 +169,9 @@ def changes(before: tuple[State, State], place: Place, attempt: Attempt) -> str 
     allowed = tuple(map(str, attempt.may_write))
     if outside := [path for path in changed if not any(path == own or path.startswith(f"{own}/") for own in allowed)]:
         return f"written outside: {', '.join(sorted(outside)[:3])}"
-    written = [path for path in map(Path, changed) if path.is_file()]
+    moved = {value for state in before for value in state.values()}  # what keeps size and time was not written
+    states = {path: value for state in after for path, value in state.items()}
+    written = [Path(path) for path in changed if os.path.isfile(path) and states.get(path) not in moved]
     return next(filter(None, map(wrong_with, written)), None)
 
 
