@@ -414,7 +414,7 @@ Area = Callable[[Place], Attempt]
 AREAS: dict[str, tuple[Area, int]] = {  # with the share of the cases, in percent
     "config_fields": (config_fields, 12),
     "config_text": (config_text, 7),
-    "prompts": (prompts, 11),
+    "prompts": (prompts, 12),
     "samples": (samples, 8),
     "drafter": (drafter, 12),
     "foreign_drafter": (foreign_drafter, 6),
@@ -423,7 +423,7 @@ AREAS: dict[str, tuple[Area, int]] = {  # with the share of the cases, in percen
     "report": (report, 1),
     "schedules": (schedules, 4),
     "metrics_page": (metrics_page, 3),
-    "run_folder": (run_folder, 2),
+    "run_folder": (run_folder, 1),
     "server": (server, 2),
     "python": (python, 7),
     "commands": (commanded, 6),

@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from types import FrameType
+from typing import ClassVar
 
 import torch
 import yaml
 from safetensors import SafetensorError, safe_open
 
+from draftsmith.data.console import printable
 from draftsmith.models.errors import UserError, first_line
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -85,8 +87,10 @@ class Fault:
         return f"{self.rule.partition(':')[0]} at {self.where}"
 
 
-class TimeUp(BaseException):
-    """The time of a case is over."""
+class TimeUp(KeyboardInterrupt):
+    """The time of a case is over. Where it was is kept, because a command turns interruptions into an exit code."""
+
+    places: ClassVar[list[str]] = []
 
 
 def judged(case: str, place: Place, make: Callable[[Place], Attempt]) -> Fault | None:
@@ -106,14 +110,15 @@ def judged(case: str, place: Place, make: Callable[[Place], Attempt]) -> Fault |
         except SystemExit as exit:
             code = exit.code
         except UserError as error:
-            told, code = str(error), 2
-        except TimeUp as error:
-            problem, told = "time", trace(error)
+            told, code = printable(f"error: {error}", kept=""), 2  # as the command line prints it
         except MemoryError as error:
             problem, told = "memory", trace(error)
         except BaseException as error:
             problem, told = f"{type(error).__name__}: {error}"[:200], trace(error)
     told = told or text_of(err)
+    if TimeUp.places:
+        problem, told = "time", TimeUp.places.pop()
+        TimeUp.places.clear()
 
     def fault(rule: str) -> Fault:
         return Fault(case, rule, where(told), attempt.told[:600], (told + text_of(out))[-3000:])
@@ -206,6 +211,7 @@ def limited() -> Iterator[None]:
     """Raise `TimeUp` after a time, have the system refuse too much memory, and note the peak."""
 
     def end(number: int, frame: FrameType | None) -> None:
+        TimeUp.places.append("".join(traceback.format_stack(frame)))
         raise TimeUp(f"{CPU_SECONDS} s of the processor or {SECONDS} s are over")
 
     with contextlib.suppress(OSError):
