@@ -13,7 +13,6 @@ import random
 import ssl
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -42,20 +41,6 @@ class PassingError(Exception):
     def __init__(self, reason: str, wait: float = 0.0) -> None:
         super().__init__(reason)
         self.wait = wait
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A server's answer to one request."""
-
-    status: int
-    headers: httpx.Headers
-    text: str
-
-    @property
-    def is_success(self) -> bool:
-        """Whether the server did what it was asked to."""
-        return 200 <= self.status < 300
 
 
 class Server:
@@ -97,7 +82,7 @@ class Server:
 
     def text(self, path: str) -> str:
         """Return the page at a path. Raises `UserError` where the server is silent or refuses."""
-        return self._once(lambda: self._send(path).text)
+        return self._once(lambda: self._send(path))
 
     def json(self, path: str) -> Any:
         """Return the page of JSON at a path, in one attempt. Raises `UserError`, as `text` does."""
@@ -134,33 +119,33 @@ class Server:
             raise UserError(f"{self.name}: no model server answers there ({first_line(error)}); {self.mend}") from None
 
     def _send_json(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        text = self._send(path, body).text
+        text = self._send(path, body)
         try:
             return parse_json(text, "the answer")
         except UserError as error:
             raise PassingError(f"an answer that is no JSON: {self._shown(text) or error}") from None
 
-    def _send(self, path: str, body: dict[str, Any] | None = None) -> Reply:
+    def _send(self, path: str, body: dict[str, Any] | None = None) -> str:
         """Return the answer to a GET, or to a POST of `body`. Raises `PassingError` or `UserError` for no success."""
         seconds = PAGE_TIMEOUT if body is None else self.timeout
         receiving = asyncio.wait_for(self._receive(path, body), seconds)
         try:
-            reply = asyncio.run_coroutine_threadsafe(receiving, _event_loop()).result()
+            response, text = asyncio.run_coroutine_threadsafe(receiving, _event_loop()).result()
         except asyncio.TimeoutError:
             raise PassingError(f"no whole answer within {seconds:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             raise PassingError(f"{type(error).__name__}: {self._shown(first_line(error))}") from None
-        if reply.is_success:
-            return reply
-        if reply.status in PASSING:
-            raise _asked_later(reply)
-        if "Location" in reply.headers:
-            location = self._shown(reply.headers["Location"])
+        if response.is_success:
+            return text
+        if response.status_code in PASSING:
+            raise _asked_later(response)
+        if response.has_redirect_location:
+            location = self._shown(response.headers["Location"])
             raise UserError(f"{self.name}{path} redirects to {location}, which is not followed: give the final URL")
-        raise UserError(f"{self.name}{path} refuses: HTTP {reply.status}: {self._shown(reply.text)}")
+        raise UserError(f"{self.name}{path} refuses: HTTP {response.status_code}: {self._shown(text)}")
 
-    async def _receive(self, path: str, body: dict[str, Any] | None) -> Reply:
-        """Return what the server sends. Raises `UserError` where that is too large, and what httpx raises."""
+    async def _receive(self, path: str, body: dict[str, Any] | None) -> tuple[httpx.Response, str]:
+        """Return the head and the text of what the server sends. Raises `UserError` where that is too large."""
         content = None if body is None else json.dumps(body).encode()
         received = bytearray()
         async with self._client.stream("GET" if body is None else "POST", path, content=content) as response:
@@ -168,7 +153,7 @@ class Server:
                 received += part
                 if len(received) > self.largest:
                     raise UserError(f"{self.name}{path} answers with more than {self.largest:,} bytes; {self.mend}")
-            return Reply(response.status_code, response.headers, received.decode("utf-8", "replace"))
+            return response, received.decode("utf-8", "replace")
 
     def _shown(self, text: str) -> str:
         """Return the beginning of what a server said, in one line and without the key."""
@@ -184,14 +169,14 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _asked_later(reply: Reply) -> PassingError:
+def _asked_later(response: httpx.Response) -> PassingError:
     """Return the failure of a server that asks for another attempt, after the wait that it asks for."""
-    after = reply.headers.get("Retry-After", "")
+    after = response.headers.get("Retry-After", "")
     asked = float(after) if after.isascii() and after.isdigit() else 0.0
     if asked <= LONGEST_ASKED_WAIT:
-        return PassingError(f"HTTP {reply.status}", asked)
+        return PassingError(f"HTTP {response.status_code}", asked)
     kept = f"asks to wait {asked:g} s, of which {LONGEST_ASKED_WAIT:g} are waited"
-    return PassingError(f"HTTP {reply.status}, and it {kept}", LONGEST_ASKED_WAIT)
+    return PassingError(f"HTTP {response.status_code}, and it {kept}", LONGEST_ASKED_WAIT)
 
 
 def checked_url(url: str, setting: str) -> str:

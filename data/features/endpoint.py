@@ -41,21 +41,21 @@ LOGPROB_ERROR = 0.2  # on the mean, between the server's and the head's; bf16 lo
 STATE_ERROR = 0.1  # of a state's norm, on the mean; a layer changes far more
 
 
-# --- what the server answers
+One = Field(min_length=1, max_length=1)
 
 
 @dataclass
 class Logprobs:
-    """The log-probabilities of the tokens of a text."""
+    """The log-probability of the token that follows a text."""
 
-    token_logprobs: Annotated[list[FiniteFloat], Field(min_length=1, max_length=1)]
+    token_logprobs: Annotated[list[FiniteFloat], One]
 
 
 @dataclass
 class TokenChoice:
     """The one token that follows a text."""
 
-    token_ids: Annotated[list[StrictInt], Field(min_length=1, max_length=1)]
+    token_ids: Annotated[list[StrictInt], One]
     logprobs: Logprobs
 
 
@@ -70,7 +70,7 @@ class Transfer:
 class TextAnswer:
     """The answer at /v1/completions to a text whose hidden states are wanted."""
 
-    choices: Annotated[list[TokenChoice], Field(min_length=1, max_length=1)]
+    choices: Annotated[list[TokenChoice], One]
     kv_transfer_params: Transfer
 
 
@@ -129,12 +129,12 @@ class EndpointFeatures:
             raise UserError(f"{self._where} gives no hidden states: start it as `{self.command}`") from None
         (choice,) = written.choices
         (token,), (logprob,) = choice.token_ids, choice.logprobs.token_logprobs
+        path = Path(written.kv_transfer_params.hidden_states_path)
         if not 0 <= token < self.target.vocab_size:
             raise UserError(
                 f"{self._where} writes token {token}, which {self.target.name} has not: serve this target, as "
                 f"`{self.command}`"
             )
-        path = Path(written.kv_transfer_params.hidden_states_path)
         wait_until_written(path, self.endpoint.server.timeout)
         return TextStates(self._take_states(path, token_ids), token, logprob)
 
@@ -251,7 +251,7 @@ def wait_until_written(path: Path, seconds: float) -> None:
     try:
         check_regular(lock)
         with open(lock) as file:
-            while not locked(file):
+            while not is_free(file):
                 if time.monotonic() > end:
                     raise PassingError(f"{path} is still being written after {seconds:g} s")
                 time.sleep(0.005)
@@ -261,22 +261,20 @@ def wait_until_written(path: Path, seconds: float) -> None:
             f"the server writes hidden states to {path}, but {error.filename} is not there: give it a "
             "shared_storage_path that this process sees, too, and leave its use_synchronization_lock on"
         ) from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"the server writes hidden states to {path}, which cannot be read: {error}") from None
+    except (OSError, ValueError) as error:  # `ValueError`: a path that holds a null byte
+        raise UserError(f"the server writes hidden states to {path}: {first_line(error)}") from None
 
 
 def check_regular(path: Path) -> None:
     """Refuse a path that a server names where it is a link, a folder or a pipe, which may lead anywhere."""
     if not stat.S_ISREG(path.lstat().st_mode):
-        raise UserError(f"the server writes hidden states to {path}, which is no regular file: see to the server")
+        raise OSError(f"{path} is no regular file")
 
 
-def locked(file: IO[str]) -> bool:
-    """Return whether the lock was free; it is then held until the file is closed."""
+def is_free(lock: IO[str]) -> bool:
+    """Return whether the server holds a lock no more."""
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
