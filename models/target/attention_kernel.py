@@ -129,7 +129,7 @@ def last_ancestors(packed_mask: Tensor, count: int) -> Tensor:
     return torch.cat([packed_mask[..., : PACKED.value], words], 3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])  # with a length of 1 as a constant, registers would not hold all
 def attend_kernel(
     query,
     key,

@@ -7,6 +7,7 @@ dtype and shape exist, and every launch ends after compilation. So the call wait
 `python tests/models/test_compiled_kernels.py` prints what each kernel takes. To have more kernels compiled, add a call.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -57,19 +58,22 @@ def attention() -> dict[str, Callable[[], object]]:
     for width in (64, 128, 256, WIDEST):  # all lengths take the same tile
         calls[f"float32 {width}"] = 8, width, torch.float32, 2, True, 8
     calls["odd width"] = 8, 80, torch.bfloat16, 2, False, 8
+    calls["one token"] = 1, 128, torch.bfloat16, 0, False, 8
+    for length in (5, 32):  # a draft and its root in one word of the mask
+        calls[f"one word {length}"] = length, 128, torch.bfloat16, 1, False, 8
     calls["everything tree"] = 8, 128, torch.bfloat16, 2, True, 8
     calls["prompt"] = 512, 128, torch.bfloat16, 0, False, 1
     return {f"attention {name}": lambda args=args: call(*args) for name, args in calls.items()}
 
 
 def steps() -> dict[str, Callable[[], object]]:
-    """Of a fused layer, for a prompt's chunk of 512 tokens in each of 256 rows."""
+    """Of a fused layer, for a prompt's chunk of 512 tokens in each of 256 rows, and for one token."""
     from draftsmith.models.layers import DecodingNorm
     from draftsmith.models.target import layer_kernels as llama_kernels
 
-    num_tokens, queries, kv_heads, half = 256 * 512, 32, 8, 64
+    many, queries, kv_heads, half = 256 * 512, 32, 8, 64
 
-    def rotate(dtype: torch.dtype, normed: bool) -> None:
+    def rotate(dtype: torch.dtype, normed: bool, num_tokens: int) -> None:
         qkv = meta(num_tokens, (queries + 2 * kv_heads) * 2 * half, dtype=dtype)
         heads = qkv[:, : (queries + kv_heads) * 2 * half].view(num_tokens, -1, 2, half)
         stored, angles = qkv[:, queries * 2 * half :], meta(num_tokens, 1, 2, half, dtype=torch.float32)
@@ -79,19 +83,20 @@ def steps() -> dict[str, Callable[[], object]]:
             heads, stored, angles[:, :, :1].contiguous(), angles, norm, meta(num_tokens, dtype=torch.int64), flat
         )
 
-    def silu(dtype: torch.dtype) -> None:
+    def silu(dtype: torch.dtype, num_tokens: int) -> None:
         llama_kernels.silu_mul_(*meta(num_tokens, 2 * 14336, dtype=dtype).chunk(2, 1))
 
-    def norm(dtype: torch.dtype) -> None:
+    def norm(dtype: torch.dtype, num_tokens: int) -> None:
         x = meta(num_tokens, 4096, dtype=dtype)
         llama_kernels.rms_norm(x, DecodingNorm(meta(4096, dtype=dtype), 1e-6), x)
 
     calls: dict[str, Callable[[], object]] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        calls[f"silu {dtype}"] = lambda dtype=dtype: silu(dtype)
-        calls[f"norm {dtype}"] = lambda dtype=dtype: norm(dtype)
-        calls[f"rotate {dtype}"] = lambda dtype=dtype: rotate(dtype, True)
-    calls["rotate without norm"] = lambda: rotate(torch.bfloat16, False)
+    for args in itertools.product((torch.float32, torch.bfloat16), (many, 1)):
+        calls["silu {} {}".format(*args)] = lambda args=args: silu(*args)
+        calls["norm {} {}".format(*args)] = lambda args=args: norm(*args)
+        calls["rotate {} {}".format(*args)] = lambda dtype=args[0], count=args[1]: rotate(dtype, True, count)
+    for count in (many, 1):
+        calls[f"rotate without norm {count}"] = lambda count=count: rotate(torch.bfloat16, False, count)
     return calls
 
 
@@ -160,8 +165,10 @@ def verification() -> dict[str, Callable[[], object]]:
         calls[f"{rule} chain"] = rule, 1, 4, 4, 128256
     for rule in ("greedy", "one_hot", "typical", "without_replacement"):
         calls[f"{rule} tree"] = rule, 8, 63, 6, 151936
-    for rule in ("one_hot", "typical"):
+    for rule in ("greedy", "one_hot", "typical"):
         calls[f"{rule} no drafts"] = rule, 4, 0, 0, 128256
+        dtype = torch.bfloat16 if rule == "greedy" else torch.float32  # the others read what `cut` returns
+        calls[f"{rule} no drafts, one row"] = rule, 1, 0, 0, 128256, dtype
     calls["block long chain"] = "block", 8, 15, 15, 151936
     calls["probabilistic odd vocabulary"] = "probabilistic", 8, 4, 4, 50257
     noise = meta(8, dtype=torch.int64), meta(8, 1, dtype=torch.int64), Stream.DRAFT, meta(5, dtype=torch.int64)
@@ -220,6 +227,7 @@ def memory_order(ptx: str) -> str:
     return "".join(letters[step] for step, _ in itertools.groupby(steps))
 
 
+@functools.cache
 def resource_usage(cubin: bytes) -> dict[str, int]:
     """REG: registers a thread; STACK: bytes a thread that did not fit into them; ..."""
     import triton
