@@ -60,6 +60,12 @@ def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def as_computed(weight: Tensor) -> Tensor:
+    """Return a weight in the dtype that autocast computes in, for parts of it: autocast casts views at each use."""
+    device = weight.device.type
+    return weight.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else weight
+
+
 def store_by_columns(linear: nn.Linear) -> None:
     """Lay out the matrix, whose values stay, as a CPU multiplies a single row by it fastest."""
     linear.weight.data = linear.weight.data.t().contiguous().t()

@@ -165,7 +165,7 @@ class BatchEngine:
             first = sample(cut(logits, self.settings.sampling).softmax(-1), uniforms)
         token_ids.scatter_(1, lengths[:, None], first)
         most = torch.tensor(limits or [self.settings.max_new_tokens] * len(rows), device=device)
-        finished = torch.isin(first[:, 0], self.eos) | (most == 1)
+        finished = self._ends_text(first[:, 0]) | (most == 1)
 
         state = self.state
         state.token_ids[index, : token_ids.shape[1]] = token_ids
@@ -325,7 +325,7 @@ class BatchEngine:
         # tokens past the new length are written over later
         state.token_ids.scatter_(1, state.lengths[:, None] + columns, tokens)
 
-        ends_text = torch.isin(tokens, self.eos) & (columns <= num_accepted[:, None])
+        ends_text = self._ends_text(tokens) & (columns <= num_accepted[:, None])
         until_end = torch.where(ends_text, columns + 1, tokens.shape[1] + 1).amin(1)  # [B] tokens up to an EOS
         num_emitted = torch.minimum(num_accepted + 1, until_end)
         num_emitted = torch.minimum(num_emitted, limits - state.lengths) * ~finished
@@ -338,6 +338,10 @@ class BatchEngine:
         state.num_new.copy_(num_accepted + 1)
         head = [num_emitted, num_drafted, torch.minimum(num_accepted, until_end), finished.long()]
         return torch.cat([torch.stack(head, 1), tokens], 1)
+
+    def _ends_text(self, tokens: Tensor) -> Tensor:
+        """Return which tokens end a text; `isin` would sort many ids and wait for the device."""
+        return (tokens[..., None] == self.eos).any(-1)
 
 
 def rules_on(device: torch.device) -> ModuleType:

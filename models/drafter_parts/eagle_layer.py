@@ -99,7 +99,7 @@ class UnrolledLayer(ABC):
         self, residual: Tensor, query: Tensor, text: KeyValue, own: list[KeyValue], slots: DraftingSlots
     ) -> Tensor:
         """Return the layer's output [R, H] from the residual [R, H] and the query [R, Nq, D]."""
-        attended = unrolled_attention(query, text, own, slots.spans)
+        attended = unrolled_attention(query, text, own, slots)
         return self.layer.finish(self.residual(residual)[None], attended[None])[0]
 
 

@@ -66,7 +66,12 @@ class TrainedDrafter(nn.Module):
     def new_chain_loss(self, batch: Batch) -> ChainLoss:
         """Return an empty loss of the chains in a text that this drafter's vocabulary allows."""
         ids = self.draft_to_target()
-        return ChainLoss(batch.loss_mask, None if ids is None else torch.isin(batch.token_ids, ids))
+        if ids is None:
+            return ChainLoss(batch.loss_mask)
+        in_vocabulary = torch.zeros(self.target.vocab_size, dtype=torch.bool, device=ids.device).index_fill(
+            0, ids, True
+        )
+        return ChainLoss(batch.loss_mask, in_vocabulary[batch.token_ids])
 
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
         """Yield what `depth` predictions in a row from each slot are made from, on the text as it is.

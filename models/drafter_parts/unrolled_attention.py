@@ -7,7 +7,9 @@ Shapes: S slots, all rows of a batch one after another; R of them draft; N query
 width.
 """
 
+import itertools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +26,24 @@ class Span:
     text: int
     first: int
     last: int
+
+
+@dataclass
+class SpanTable:
+    """The spans as flash attention on a GPU reads them, which takes each with the text from where its document begins.
+
+    Its causal mask ends queries and keys of a span at the same slot.
+    """
+
+    text: Tensor  # [P] slots of the spans' texts, one span after another
+    query_starts: Tensor  # [spans + 1] int32 where the queries of each begin, then the end
+    key_starts: Tensor  # [spans + 1] int32
+    longest_query: int
+    longest_key: int
+
+    @property
+    def lengths(self) -> tuple[Tensor, Tensor, int, int]:
+        return self.query_starts, self.key_starts, self.longest_query, self.longest_key
 
 
 @dataclass
@@ -46,15 +66,23 @@ class DraftingSlots:
         index = torch.cat([places[span.first : span.last] for span in spans] or [places[:0]])
         return cls(spans, index)
 
+    @cached_property
+    def table(self) -> SpanTable:
+        text = torch.cat([torch.arange(span.text, span.last) for span in self.spans])
+        sizes = [[span.last - span.first for span in self.spans], [span.last - span.text for span in self.spans]]
+        starts = [[0, *itertools.accumulate(of_one)] for of_one in sizes]
+        query_starts, key_starts = torch.tensor(starts, dtype=torch.int32, device=self.index.device)
+        return SpanTable(text.to(self.index.device), query_starts, key_starts, max(sizes[0]), max(sizes[1]))
 
-def unrolled_attention(query: Tensor, text: KeyValue, own: list[KeyValue], spans: list[Span]) -> Tensor:
+
+def unrolled_attention(query: Tensor, text: KeyValue, own: list[KeyValue], slots: DraftingSlots) -> Tensor:
     """Return attention of query [R, N, D] over keys and values of the text [S, Nkv, D] and of each step [R, Nkv, D].
 
     On a CPU, and on a GPU that has it (compute capability 8) in half precision, by flash attention, else plainly.
     """
-    if query.is_cuda and (query.dtype not in HALVES or not spans or not has_flash(query.device)):
-        return plain_unrolled_attention(query, text, own, spans)
-    return _UnrolledAttention.apply(spans, query, *text, *[tensor for pair in own for tensor in pair])
+    if query.is_cuda and (query.dtype not in HALVES or not slots.spans or not has_flash(query.device)):
+        return plain_unrolled_attention(query, text, own, slots.spans)
+    return _UnrolledAttention.apply(slots, query, *text, *[tensor for pair in own for tensor in pair])
 
 
 def has_flash(device: torch.device) -> bool:
@@ -92,8 +120,8 @@ class _UnrolledAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, spans: list[Span], query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
-        output, log_sum = _flash(query, key, value, spans)
+    def forward(ctx: Any, slots: DraftingSlots, query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
+        output, log_sum = _flash(query, key, value, slots)
         if own:
             scores = torch.stack([_dot(query, own_key) for own_key in own[::2]])  # [k, R, N]
             whole = torch.logaddexp(log_sum, scores.logsumexp(0))
@@ -101,7 +129,7 @@ class _UnrolledAttention(torch.autograd.Function):
             for weight, own_value in zip((scores - whole).exp().to(output.dtype), own[1::2], strict=True):
                 _grouped(output, own_value).addcmul_(_grouped(weight[..., None], own_value), own_value[:, :, None])
             log_sum = whole
-        ctx.spans = spans
+        ctx.slots = slots
         ctx.save_for_backward(query, key, value, output, log_sum, *own)
         return output
 
@@ -109,7 +137,7 @@ class _UnrolledAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sum, *own = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_query, grad_key, grad_value = _flash_backward(grad, query, key, value, output, log_sum, ctx.spans)
+        grad_query, grad_key, grad_value = _flash_backward(grad, query, key, value, output, log_sum, ctx.slots)
         if not own:
             return None, grad_query, grad_key, grad_value
         scale = query.shape[-1] ** -0.5
@@ -136,21 +164,27 @@ def _dot(query: Tensor, key: Tensor) -> Tensor:
     return dots.flatten(1) * query.shape[-1] ** -0.5
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, spans: list[Span]) -> tuple[Tensor, Tensor]:
+def _flash(query: Tensor, key: Tensor, value: Tensor, slots: DraftingSlots) -> tuple[Tensor, Tensor]:
     """Return the attention over the text alone: output [R, N, D], log-sum-exp [R, N] fp32."""
     if query.is_cuda:
-        key, value, *lengths = _by_span(key, value, spans)
+        table = slots.table
         output, log_sum, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *lengths, dropout_p=0.0, is_causal=True, return_debug_mask=False
+            query,
+            key.index_select(0, table.text),
+            value.index_select(0, table.text),
+            *table.lengths,
+            dropout_p=0.0,
+            is_causal=True,
+            return_debug_mask=False,
         )
         return output, log_sum.t()
     output, log_sum = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
-    for rows, pieces in _pieces(spans):
+    for rows, pieces in _pieces(slots.spans):
         parts = [
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *_heads_first(query[rows], key[slots], value[slots]), is_causal=causal
+                *_heads_first(query[rows], key[seen], value[seen]), is_causal=causal
             )
-            for slots, causal in pieces
+            for seen, causal in pieces
         ]
         outputs = [part[0][0].transpose(0, 1) for part in parts]
         log_sums = [part[1][0].t() for part in parts]
@@ -164,30 +198,39 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, spans: list[Span]) -> tupl
 
 
 def _flash_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor, spans: list[Span]
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor, slots: DraftingSlots
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of query, key and value of the text's part in an attention with this output and log-sum-exp."""
     grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
     if query.is_cuda:
-        span_key, span_value, *lengths = _by_span(key, value, spans)
+        table = slots.table
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the state of dropout
         grad_query, key_grads, value_grads = torch.ops.aten._flash_attention_backward(
-            grad, query, span_key, span_value, output, log_sum.t().contiguous(), *lengths, 0.0, True, unused, unused
+            grad,
+            query,
+            key.index_select(0, table.text),
+            value.index_select(0, table.text),
+            output,
+            log_sum.t().contiguous(),
+            *table.lengths,
+            0.0,
+            True,
+            unused,
+            unused,
         )
-        sizes = [span.last - span.text for span in spans]
-        for span, key_grad, value_grad in zip(spans, key_grads.split(sizes), value_grads.split(sizes), strict=True):
-            grad_key[span.text : span.last], grad_value[span.text : span.last] = key_grad, value_grad
+        grad_key.index_copy_(0, table.text, key_grads)
+        grad_value.index_copy_(0, table.text, value_grads)
         return grad_query, grad_key, grad_value
     grad_query = torch.zeros_like(query)
-    for rows, pieces in _pieces(spans):
-        for slots, causal in pieces:
+    for rows, pieces in _pieces(slots.spans):
+        for seen, causal in pieces:
             grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *_heads_first(grad[rows], query[rows], key[slots], value[slots], output[rows]),
+                *_heads_first(grad[rows], query[rows], key[seen], value[seen], output[rows]),
                 log_sum[rows].t()[None],
                 0.0,
                 causal,
             )
-            places = (grad_query[rows], grad_key[slots], grad_value[slots])
+            places = (grad_query[rows], grad_key[seen], grad_value[seen])
             for total, part in zip(places, grads, strict=True):
                 total += part[0].transpose(0, 1)
     return grad_query, grad_key, grad_value
@@ -207,15 +250,3 @@ def _pieces(spans: list[Span]) -> list[tuple[slice, list[tuple[slice, bool]]]]:
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
     """Return tensors [R, N, D] as [1, N, R, D]."""
     return [tensor.transpose(0, 1)[None] for tensor in tensors]
-
-
-def _by_span(key: Tensor, value: Tensor, spans: list[Span]) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
-    """Keys and values of the spans' texts side by side; where queries and keys of each begin, and the longest of both.
-
-    The kernel's causal mask ends queries and keys of a span at the same slot.
-    """
-    key, value = (torch.cat([x[span.text : span.last] for span in spans]) for x in (key, value))
-    sizes = torch.tensor([[span.last - span.first, span.last - span.text] for span in spans])
-    starts = torch.nn.functional.pad(sizes.cumsum(0), (0, 0, 1, 0)).to(key.device, torch.int32)
-    longest = sizes.max(0).values.tolist()
-    return key, value, starts[:, 0].contiguous(), starts[:, 1].contiguous(), longest[0], longest[1]

@@ -38,7 +38,7 @@ from draftsmith.models.drafter_parts.eagle_layer import (
 from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots
 from draftsmith.models.drafter_parts.vocabulary import too_large
 from draftsmith.models.errors import UserError
-from draftsmith.models.layers import RMSNorm
+from draftsmith.models.layers import RMSNorm, as_computed
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth
 from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
@@ -221,7 +221,8 @@ class UnrolledEagle3Layer(UnrolledLayer):
 
     def __init__(self, drafter: Eagle3, batch: Batch, num_steps: int) -> None:
         embedded = drafter.embedding(batch.token_ids.flatten())
-        token_weight, self.feature_weight = drafter.layer.self_attn.qkv_proj.weight.split(embedded.shape[1], 1)
+        weight = as_computed(drafter.layer.self_attn.qkv_proj.weight)
+        token_weight, self.feature_weight = weight.split(embedded.shape[1], 1)
         fed = F.linear(drafter.layer.input_layernorm(embedded), token_weight)  # [S, (Nq + 2 Nkv) D]
         super().__init__(drafter.layer, drafter.rotary, fed, batch, num_steps)
         self.hidden_norm, self.norm_before_residual = drafter.layer.hidden_norm, drafter.config.norm_before_residual

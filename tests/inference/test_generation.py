@@ -206,7 +206,15 @@ def test_a_queue_through_few_rows_gives_what_each_prompt_gives(
 class WithTheHost(TorchDispatchMode):
     """Keeps what passes between host and device: values read there, tensors made here, sizes that hang on values."""
 
-    KINDS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "lift_fresh", "repeat_interleave.Tensor")
+    KINDS = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "unique",
+        "isin",
+        "lift_fresh",
+        "repeat_interleave.Tensor",
+    )
 
     def __init__(self) -> None:
         super().__init__()

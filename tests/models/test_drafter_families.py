@@ -9,6 +9,7 @@ import torch
 from drafters import build, loss_of, random_batch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
@@ -125,3 +126,28 @@ def test_eagle_reads_noisy_features_in_training_only(tiny_target: Target) -> Non
     assert torch.equal(drafter.with_noise(features), features)
     noise = drafter.train().with_noise(features) - features
     assert 0.05 < noise.abs().max() <= 0.1 + 1e-6
+
+
+class Casts(TorchDispatchMode):
+    """Keeps the shapes of what is cast to another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is torch.ops.aten._to_copy.default:
+            self.shapes.append(args[0].shape)
+        return op(*args, **(kwargs or {}))
+
+
+def test_autocast_casts_the_weights_of_an_unrolled_layer_once(tiny_target: Target) -> None:
+    """Those of EAGLE-3's attention enter in two parts, and autocast does not remember the casts of views."""
+    drafter = build("eagle3", tiny_target, unroll_steps=4)
+    whole = drafter.layer.self_attn.qkv_proj.weight.shape
+    batch = random_batch(tiny_target)
+    features = tiny_target.features(batch, drafter.layer_ids)
+    with torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+        total, _ = drafter.loss(batch, features)["loss"]
+    assert total.isfinite()
+    assert [shape for shape in casts.shapes if shape[0] == whole[0]] == [whole]

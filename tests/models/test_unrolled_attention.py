@@ -3,11 +3,14 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_parts.unrolled_attention import (
     DraftingSlots,
     KeyValue,
+    _flash,
+    _flash_backward,
     plain_unrolled_attention,
     unrolled_attention,
 )
@@ -41,7 +44,7 @@ def check_forms(num_steps: int, dtype: torch.dtype, device: str, tolerance: floa
     results = []
     for attention in (plain_unrolled_attention, unrolled_attention):
         tensors = inputs(batch.token_ids.numel(), len(slots.index), num_steps, dtype, device)
-        output = attention(*pairs(tensors), slots.spans)
+        output = attention(*pairs(tensors), slots.spans if attention is plain_unrolled_attention else slots)
         output.backward(torch.arange(output.numel(), device=device).view_as(output).to(dtype).sin())
         results.append([output.detach(), *(tensor.grad for tensor in tensors)])
     for plain, fast in zip(*results, strict=True):
@@ -68,6 +71,33 @@ def test_a_document_drafts_from_its_first_counted_slot_to_its_last() -> None:
     assert slots.index.tolist() == [*range(2, 5), *range(7, 10), *range(12, 16), *range(24, 35)]
 
 
+def test_spans_as_flash_attention_reads_them() -> None:
+    """Each span takes the text from where its document begins: built once for all steps, forward and backward."""
+    _, slots = drafting()
+    table = slots.table
+    assert slots.table is table
+    assert table.text.tolist() == [*range(5), *range(7, 10), *range(12, 16), *range(20, 35)]
+    assert table.query_starts.tolist() == [0, 3, 6, 10, 21]
+    assert table.key_starts.tolist() == [0, 5, 8, 12, 27]
+    assert (table.longest_query, table.longest_key) == (11, 15)
+    assert {table.query_starts.dtype, table.key_starts.dtype} == {torch.int32}
+    assert table.query_starts.is_contiguous()
+    assert table.key_starts.is_contiguous()
+
+
+def test_flash_attention_on_a_gpu_waits_for_nothing() -> None:
+    """On fake tensors, which have shapes, dtypes and a device, but no values to wait for."""
+    _, slots = drafting()
+    with FakeTensorMode():
+        on_gpu = DraftingSlots(slots.spans, torch.empty(len(slots.index), dtype=torch.int64, device="cuda"))
+        shapes = (len(slots.index), 4, 64), (40, 2, 64), (40, 2, 64)
+        query, key, value = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+        output, log_sum = _flash(query, key, value, on_gpu)
+        gradients = _flash_backward(torch.empty_like(output), query, key, value, output, log_sum, on_gpu)
+    assert log_sum.shape == query.shape[:2]
+    assert [gradient.shape for gradient in gradients] == [torch.Size(shape) for shape in shapes]
+
+
 def test_what_a_slot_sees() -> None:
     """Attention with the mask written out over the slots of all steps, [steps x sequence]^2."""
     batch, slots = drafting()
@@ -89,7 +119,7 @@ def test_nothing_to_draft() -> None:
     counted = torch.zeros(2, 5, dtype=torch.bool)
     slots = DraftingSlots.from_counted(counted, torch.arange(5)[None])
     tensors = inputs(10, len(slots.index), 1, torch.float32, "cpu")
-    output = unrolled_attention(*pairs(tensors), slots.spans)
+    output = unrolled_attention(*pairs(tensors), slots)
     assert output.shape == (0, 4, 8)
     output.sum().backward()
     assert all(tensor.grad is not None and not tensor.grad.any() for tensor in tensors)
