@@ -92,6 +92,7 @@ class UnrolledLayer(ABC):
         turning, value = x.unflatten(1, (-1, attention.head_dim)).split([num_turning, attention.num_kv_heads], 1)
         cos, sin = self.rotary[positions][:, :, None].unbind(1)
         turned = torch.addcmul(turning * cos, turning.roll(attention.head_dim // 2, -1), sin)
+        turned = turned.to(value.dtype)  # autocast leaves the table, and what is multiplied by it, in fp32
         query, key = turned.split([attention.num_heads, attention.num_kv_heads], 1)
         return residual, query, key, value
 
