@@ -119,7 +119,7 @@ def build_drafter(checkpoint: Checkpoint, target: Target) -> Drafter:
     own = dict(checkpoint.config.get("draftsmith", {}))
     trained_for, recorded_hash = own.pop("trained_for", {}), own.pop("draft_vocab_hash", None)
     config = {**checkpoint.config, **({"draftsmith": own} if own else {})}
-    with library_errors(f"this drafter of kind {checkpoint.kind}", "its config.json is not right, take another copy"):
+    with library_errors(f"this drafter of kind {checkpoint.kind} does not load", "take another copy of it"):
         drafter = DRAFTERS[checkpoint.kind].from_engine(config, checkpoint.tensors, target)
     drafter.trained_for = trained_for
     token_ids = drafter.draft_to_target()

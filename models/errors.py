@@ -85,14 +85,15 @@ def first_line(error: BaseException) -> str:
 def library_errors(what: str, mend: str) -> Iterator[None]:
     """Turn whatever a library raises inside, over files that anybody may have written, into one `UserError`.
 
-    Its line says what does not load, the library's reason, and the mend. Advice to switch safety off is left out.
+    `what` says what went wrong, as in "target 'x' does not load". The library's reason and the mend follow; its advice
+    to switch safety off is left out.
     """
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # panics of the Rust libraries are no `Exception`
-        raise UserError(f"{what} does not load: {_reason(error)[:400]}: {mend}") from None
+        raise UserError(f"{what} ({_reason(error)[:400]}): {mend}") from None
 
 
 def _reason(error: BaseException) -> str:

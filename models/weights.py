@@ -6,7 +6,7 @@ Nothing is allocated for sizes that a config claims and no tensor has, and no lo
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -20,15 +20,18 @@ PARTS = re.compile(r"(n|num)_(\w+_)?(layers?|experts)|num_heads|n_predict")  # f
 REPEATED = 2  # at most so many times may a pickle's tensors hold its bytes: an embedding may be the head, too
 
 
-def read_weights(path: Path, device: str = "cpu") -> dict[str, Tensor]:
-    """Return the tensors of a .safetensors file, or else of a file of `torch.save`; on `meta` their sizes alone.
+def read_weights(
+    path: Path, device: str = "cpu", wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, Tensor]:
+    """Return the wanted tensors of a .safetensors file, or else of a file of `torch.save`.
 
-    Raises `UserError` for a file that is damaged, is not what its name says, or holds more than tensors.
+    On `meta` they are their sizes alone. Raises `UserError` for a file that is damaged, is not what its name says, or
+    holds more than tensors.
     """
     if path.suffix != ".safetensors":
-        return _read_pickle(path, device)
+        return {name: tensor for name, tensor in _read_pickle(path, device).items() if wanted(name)}
     with open_tensors(path) as file:
-        names = file.keys()
+        names = filter(wanted, file.keys())
         if device == "meta":
             return {name: torch.empty(file.get_slice(name).get_shape(), device="meta") for name in names}
         return {name: file.get_tensor(name) for name in names}
@@ -87,13 +90,13 @@ def check_counts(config: dict[str, Any], most: int, place: str) -> None:
                 )
 
 
-def file_of_index(folder: Path, name: Any, index: str) -> Path:
-    """Return the file that an index of weights names. Raises `UserError` where it lies outside of the folder.
+def file_of_index(name: Any, index: Path) -> str:
+    """Return the name of a file that an index of weights gives. Raises `UserError` where it lies in another folder.
 
     Links may lead to the blobs beside the snapshots of the Hub's cache, whose folders consist of them.
     """
-    home, path = folder.resolve(), folder / str(name)
-    places = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
-    if PurePath(str(name)).name != name or path.resolve().parent not in places:
-        raise UserError(f"{folder / index} names {str(name)!r}, which is no file of its folder: take another copy")
-    return path
+    folder = index.parent.resolve()
+    places = [folder, *([folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [])]
+    if PurePath(str(name)).name != name or (folder / name).resolve().parent not in places:
+        raise UserError(f"{index} names {str(name)!r}, which is no file of its folder: take another copy of the model")
+    return name

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_configs import DraftModelConfig
@@ -27,9 +26,10 @@ from draftsmith.models.layers import gather_columns, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, divergence_over_rows, teacher_rows
 from draftsmith.models.sampling.trees import Chain, Shape
 from draftsmith.models.target.fused_layers import FusedDecoder, fuse
-from draftsmith.models.target.loading import drop_layers
+from draftsmith.models.target.loading import drop_layers, load_model
 from draftsmith.models.target.slots import ATTENTION, Window, chain_window, run_causal, run_on_slots
 from draftsmith.models.target.target import Features, Target, find_decoder_layers
+from draftsmith.models.target.target_files import read_config
 
 
 class DraftModel(Drafter):
@@ -183,11 +183,11 @@ def existing_model(name: str, target: Target) -> PreTrainedModel:
     filled up to the target's.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=ATTENTION, dtype=torch.float32)
-        vocabulary = AutoTokenizer.from_pretrained(name).get_vocab()
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"drafter.model {name!r} does not load: {first_line(error)}") from None
-    if target.tokenizer is not None and vocabulary != target.tokenizer.get_vocab():
+        model, tokenizer = load_model(name, read_config(name), torch.device("cpu"), torch.float32)
+    except UserError as error:
+        raise UserError(f"drafter.model={name}: {error}") from None
+    model.requires_grad_(True)
+    if target.tokenizer is not None and tokenizer.get_vocab() != target.tokenizer.get_vocab():
         raise UserError(
             f"drafter.model {name!r} has another tokenizer than {target.name}: give a model of the target's own family"
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.errors import UserError, library_errors
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
 from draftsmith.models.target.fused_layers import FusedDecoder
 from draftsmith.models.target.slots import ATTENTION, SlotCache, Window, chain_window
@@ -29,7 +29,8 @@ RECURRENT_LAYERS = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_slidi
 
 def check_served_family(config: PretrainedConfig, name: str) -> None:
     """Refuse, before its weights are loaded, a target that cannot be served. Raises `UserError` with the reason."""
-    reason = why_not_served(config)
+    with library_errors(f"target {name!r} has a config.json of no model", "take another copy"):
+        reason = why_not_served(config)
     if reason is not None:
         raise UserError(f"target {name!r} cannot be served: {reason} (docs/targets.md lists what can)")
 
@@ -120,12 +121,14 @@ def check_decodes_exactly(
         )
     token_ids = torch.arange(1, NUM_READ + len(PARENTS) + 2, device=model.device) % text_config.vocab_size
     text, drafts = token_ids[:NUM_READ], token_ids[NUM_READ:]
+    mend = "give another target (docs/targets.md lists what can be served)"
     with short_windows(model, fused):
-        try:
+        with library_errors(f"{family} cannot be served: it does not decode on slots", mend):
             text_logits, tree_logits = logits(hidden_on_slots(run, text, drafts)).split([NUM_READ, len(drafts)])
-        except (TypeError, AttributeError, RuntimeError, ValueError, LookupError) as error:
-            raise UserError(f"{family} cannot be served: it does not decode on slots ({first_line(error)})") from None
-        with eager_attention(model):
+        with (
+            library_errors(f"{family} cannot be served: transformers does not compute it", mend),
+            eager_attention(model),
+        ):
             branches = [torch.cat([text, drafts[columns]])[None] for columns in BRANCHES]
             expected = torch.cat([model(input_ids=branch, use_cache=False).logits[0] for branch in branches]).float()
     on_slots = torch.cat([part for columns in BRANCHES for part in (text_logits, tree_logits[columns])]).float()

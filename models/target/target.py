@@ -19,26 +19,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.errors import UserError, first_line, shown
+from draftsmith.models.errors import UserError, library_errors, shown
 from draftsmith.models.layers import gather_columns
 from draftsmith.models.target.fused_layers import fuse
 from draftsmith.models.target.loading import (
     device_map,
     load_first_layers,
     load_model,
-    read_config,
-    read_generation_config,
+    model_without_memory,
 )
 from draftsmith.models.target.slots import SlotCache, Window, context_of, run_causal, run_on_slots
 from draftsmith.models.target.support import check_decodes_exactly, check_served_family
+from draftsmith.models.target.target_files import read_config, read_generation_config, read_tokenizer
 
 
 @dataclass
@@ -112,6 +110,12 @@ class Target:
         self._lock = threading.RLock()
         self._full = full
         self._fingerprint = full.fingerprint if full else None
+        for token_id in self.eos_token_ids:
+            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
+                raise UserError(
+                    f"target {name!r} names {shown(token_id)} as the token that ends a text, which is no id below "
+                    f"{self.vocab_size}: mend eos_token_id in its generation_config.json or config.json"
+                )
         if full is None:
             self.decoder_layers = find_decoder_layers(model)
             self.fused_decoder = fuse(model) if fuse_layers else None  # what `run` takes instead of stock modelling
@@ -171,8 +175,7 @@ class Target:
         """
         config = read_config(name)
         check_served_family(config, str(name))
-        with torch.device("meta"):
-            shape = AutoModelForCausalLM.from_config(config)
+        shape = model_without_memory(config, f"target {str(name)!r}")
         places = device_map(shape, find_decoder_layers(shape), of_layers, of_ends=device)
         model, tokenizer = load_model(name, config, places, dtype or default_dtype(device))
         return cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
@@ -213,14 +216,9 @@ class Target:
     def without_weights(cls, name: str | Path) -> "Target":
         """Load config and tokenizer only, with the model on the `meta` device: for a target that a server runs."""
         config = read_config(name)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        read_generation_config(model, name)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise UserError(f"the tokenizer of {str(name)!r} does not load: {first_line(error)}") from None
-        return cls(model, tokenizer, str(name), fuse_layers=False)
+        model = model_without_memory(config, f"target {str(name)!r}")
+        model.generation_config = read_generation_config(name) or model.generation_config
+        return cls(model, read_tokenizer(name), str(name), fuse_layers=False)
 
     @property
     def fused(self) -> bool:
@@ -324,7 +322,8 @@ class Target:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a raw text prompt, with the special tokens that the tokenizer puts before it."""
         assert self.tokenizer is not None
-        return self.tokenizer(text)["input_ids"]
+        with library_errors(f"the tokenizer of {self.name} does not encode a text", "give a model with a whole one"):
+            return self.tokenizer(text)["input_ids"]
 
     def fingerprint(self) -> str | None:
         """Return 16 hex digits over the config and a sample of every weight: the same target gives the same digits.

@@ -19,7 +19,7 @@ from tiny_target import save_target, tiny_tokenizer
 from draftsmith.data.samples.samples import PREPARED, SAMPLES, Sample, Span, sample_line
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
-from draftsmith.models.target import loading
+from draftsmith.models.target import target_files
 from draftsmith.train import train
 from draftsmith.train.run_folder.tracking import read_metrics
 
@@ -113,8 +113,8 @@ def test_only_files_with_ends_are_downloaded(target_in_shards: Path, monkeypatch
         asked.add(target_in_shards / file)
         return str(target_in_shards / file)
 
-    monkeypatch.setattr(loading, "hf_hub_download", download)
-    tensors = loading.read_tensors("org/model", lambda name: ".layers." not in name)
+    monkeypatch.setattr(target_files, "hf_hub_download", download)
+    tensors = target_files.read_tensors("org/model", lambda name: ".layers." not in name)
     assert tensors is not None
     assert set(tensors) == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     assert asked == {*target_in_shards.iterdir()} - of_layers(target_in_shards) - {*target_in_shards.glob("[!m]*")}

@@ -1,0 +1,118 @@
+"""The files of a target, in a directory or on the Hub: config.json, tokenizer, generation config, weights by name.
+
+Anybody may have written them: they are checked before transformers reads them, and no code that comes with them runs.
+A file of the Hub is fetched only where something in it is wanted.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
+
+from draftsmith.models.errors import UserError, first_line, library_errors
+from draftsmith.models.ranges import named
+from draftsmith.models.reading import read_json_object
+from draftsmith.models.weights import check_counts, file_of_index, read_weights
+
+MOST_PARTS = 2000  # layers or experts of one model; the largest have some hundreds
+OTHER_FILES = ("transformers_weights", "fusion_config")  # fields of config.json that change what transformers loads
+
+
+def library_errors_of(name: str | Path) -> Any:
+    """Return the context in which errors of transformers become those of a target's files."""
+    return library_errors(f"target {str(name)!r} does not load", "give a whole copy of a model that transformers has")
+
+
+def read_config(name: str | Path) -> PretrainedConfig:
+    """Return the config of a target. Raises `UserError` where there is none that transformers knows."""
+    name = named("target", name)
+    if os.path.isfile(name):
+        raise UserError(f"{name} is a file: give a Hub name or a model directory, such as {Path(name).parent}")
+    path = find_file(name, CONFIG_NAME)
+    if path is None:
+        raise UserError(
+            f"no target at {str(name)!r}, for there is no config.json: give a Hub name or a model directory"
+        )
+    content = read_json_object(path)
+    check_counts(content, MOST_PARTS, str(path))
+    if other := [field for field in OTHER_FILES if field in content]:
+        raise UserError(f"{path} has {other[0]}, which is not read: take it out, and check that it is not needed")
+    with library_errors_of(name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if config.is_encoder_decoder:
+        raise UserError(f"target {str(name)!r} is an encoder-decoder; draftsmith drafts for decoder-only models")
+    return config
+
+
+def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    with library_errors(
+        f"the tokenizer of {str(name)!r} does not load", "give a model whose tokenizer files are whole"
+    ):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
+def read_generation_config(name: str | Path) -> GenerationConfig | None:
+    """Return what a target says of its generation, such as the tokens that end a text; None where it says nothing."""
+    path = find_file(name, GENERATION_CONFIG_NAME)
+    if path is None:
+        return None
+    with library_errors_of(name):
+        return GenerationConfig.from_dict(read_json_object(path))
+
+
+def read_tensors(name: str | Path, wanted: Callable[[str], bool], device: str = "cpu") -> dict[str, Tensor]:
+    """Return the tensors whose names are wanted, as the files have them; on `meta` their sizes alone.
+
+    `name`: a directory or a Hub name. Raises `UserError` naming a file that is not there or damaged.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in _weight_files(name, wanted):
+        tensors |= read_weights(path, device, wanted)
+    return tensors
+
+
+def _weight_files(name: str | Path, wanted: Callable[[str], bool]) -> Iterator[Path]:
+    """Yield the files that hold wanted tensors, by the index where there is one, in transformers' order of choice."""
+    for whole, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if path := find_file(name, whole):
+            yield path
+            return
+        if path := find_file(name, index):
+            places = read_json_object(path).get("weight_map")
+            if not isinstance(places, dict):
+                raise UserError(f"{path} has no weight_map, as an index of weights must: get it anew")
+            for file in dict.fromkeys(file for key, file in places.items() if wanted(key)):
+                part = find_file(name, file_of_index(file, path))
+                if part is None:
+                    raise UserError(f"target {str(name)!r} lacks {file}, which its index names: get it whole")
+                yield part
+            return
+    raise UserError(f"target {str(name)!r} has neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}: get it whole")
+
+
+def find_file(name: str | Path, file: str) -> Path | None:
+    """Return a file of the target, downloaded where need be; None where there is none."""
+    if os.path.isdir(name):
+        path = Path(name) / file
+        return path if path.is_file() else None
+    try:
+        return Path(hf_hub_download(str(name), file))
+    except EntryNotFoundError:
+        return None
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise UserError(
+            f"{file} of target {str(name)!r} cannot be had ({first_line(error)}): give a Hub name or a model directory"
+        ) from None
