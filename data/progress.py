@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from rich.progress import (
     BarColumn,
@@ -16,9 +17,18 @@ from rich.text import Text
 from draftsmith.data.console import SafeConsole, shared_console
 
 
-def progress_bar(visible: bool = True) -> Progress:
+class Bar(Progress):
+    """A progress bar that ends at its end: a task that took fewer rounds than were planned is done all the same."""
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        for task in self.tasks if kind is None else ():
+            self.update(task.id, completed=task.total)
+        super().__exit__(kind, *error)
+
+
+def progress_bar(visible: bool = True) -> Bar:
     """Return a rich progress bar with the time left; tasks may show a `detail`."""
-    return Progress(
+    return Bar(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
@@ -32,15 +42,21 @@ def progress_bar(visible: bool = True) -> Progress:
 
 
 @contextlib.contextmanager
-def waiting(text: str) -> Iterator[None]:
+def waiting(text: str, visible: bool = True) -> Iterator[None]:
     """Say during the block what takes its time. Only a terminal shows it, and nothing stays of it."""
-    with SafeConsole(stderr=True).status(Text(text)):
+    console = SafeConsole(stderr=True)
+    with console.status(Text(text)) if visible and console.is_terminal else contextlib.nullcontext():
         yield
 
 
 def notice(text: str) -> None:
-    """Print a line that a user should know of, and that stops nothing, to the error output."""
-    SafeConsole(stderr=True).print(text, style="yellow")
+    """Print a line that a user may want to know, and that asks for nothing, to the error output."""
+    SafeConsole(stderr=True).print(text)
+
+
+def warn(text: str) -> None:
+    """Print a line on what puts a result or the rest of the work in doubt, and stops nothing, to the error output."""
+    SafeConsole(stderr=True).print(f"warning: {text}", style="yellow")
 
 
 def size_text(num_bytes: float) -> str:

@@ -19,6 +19,7 @@ from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.typed_json import from_json
 
 LARGEST_FILE = 1 << 30  # bytes of a file of text that is read as a whole
+PIECE = 1 << 20  # bytes that are read at a time
 LARGEST_JSON = 1 << 25  # bytes of a JSON file; a hostile one takes fifty times as much memory
 LARGEST_LINE = 1 << 25  # bytes of a line of a file that is read line by line
 LARGEST_YAML = 1 << 20  # bytes of a YAML file, of which PyYAML reads so many in seconds
@@ -42,8 +43,10 @@ def read_text(path: Path, limit: int = LARGEST_FILE) -> str:
     Raises `UserError` where it cannot be read, has more than `limit` bytes, or is no UTF-8 text.
     """
     try:
+        content = bytearray()
         with path.open("rb") as file:
-            content = file.read(limit + 1)
+            while len(content) <= limit and (piece := file.read(PIECE)):  # reading all at once takes `limit` of memory
+                content += piece
     except (OSError, ValueError) as error:  # `ValueError`: a path that holds a null byte
         raise _unreadable(path, error) from None
     if len(content) > limit:
@@ -244,7 +247,7 @@ def refuse_stand_in(path: Path) -> bytes:
     return beginning
 
 
-def _decoded(content: bytes, place: str) -> str:
+def _decoded(content: bytes | bytearray, place: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -188,7 +188,7 @@ def from_dict(content: dict[str, Any]) -> TrainConfig:
     if config.run.stuck_after >= config.run.timeout:
         raise UserError(
             f"run.stuck_after={config.run.stuck_after:g} s: a process would give up, after run.timeout="
-            f"{config.run.timeout:g} s, before it says where it is stuck; give less"
+            f"{config.run.timeout:g} s, before it says where it hangs; give run.timeout={2 * config.run.stuck_after:g}"
         )
     return config
 
@@ -198,7 +198,7 @@ def _check_data(config: TrainConfig) -> None:
     if data.tokens_per_micro_batch < data.max_length:
         raise UserError(
             f"data.tokens_per_micro_batch={data.tokens_per_micro_batch} holds no row of "
-            f"data.max_length={data.max_length}: raise it or lower data.max_length"
+            f"data.max_length={data.max_length}: give data.tokens_per_micro_batch={data.max_length}, or lower both"
         )
     for key in ("features_dtype", "features_dir", "features_endpoint"):
         value = getattr(data, key)

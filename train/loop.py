@@ -124,6 +124,7 @@ class TrainingRun:
                 if done % run.checkpoint_every == 0 or last or outcome.stopped_by:
                     reason_to_stop = self.save_and_measure(done, outcome.stopped_by)
                 if reason_to_stop:
+                    progress.update(task, total=done)
                     break
                 self.stages.enter("data")
         if self.tracker:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
 
 from draftsmith.data.console import say
 from draftsmith.data.features.stored import StoredFeatures
 from draftsmith.data.features.vocabulary import token_counts
+from draftsmith.data.progress import notice, waiting
 from draftsmith.data.prompts.checks import (
     check_capture,
     check_prepared,
@@ -64,7 +65,8 @@ def set_up(config: TrainConfig) -> Setup:
     samples = read_samples(folder, config.data.drop_cut)
     if accelerator.is_main_process:
         notice_without_checksum(folder)
-    target = load_target(config, accelerator.device)
+    with waiting(f"loading {config.target} ...", accelerator.is_main_process):
+        target = load_target(config, accelerator.device)
     check_prepared(folder, target)
     check_samples(samples, target, min(config.data.max_length, target.context), str(folder))
     plan = plan_batches(config, samples, target, accelerator.num_processes)
@@ -95,15 +97,39 @@ def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num
     """Return the plan of the run's batches. Raises `UserError` where they cannot be made."""
     data = config.data
     if data.batch_size % num_ranks:
-        raise UserError(f"data.batch_size={data.batch_size}: give a multiple of {num_ranks} processes")
-    length = min(data.max_length, target.context)
-    plan = BatchPlan(samples, data.batch_size, length, data.tokens_per_micro_batch, config.run.seed, data.packing)
-    if len(plan.trained) < data.batch_size:
+        near = max(1, data.batch_size // num_ranks) * num_ranks
         raise UserError(
-            f"data.batch_size={data.batch_size} exceeds the {len(plan.trained)} samples in {data.samples} that have "
-            f"something to train on within data.max_length={length}"
+            f"data.batch_size={data.batch_size}: {num_ranks} processes share it; give data.batch_size={near}"
         )
+    length = min(data.max_length, target.context)
+
+    def planned() -> BatchPlan:
+        return BatchPlan(samples, data.batch_size, length, data.tokens_per_micro_batch, config.run.seed, data.packing)
+
+    plan = planned()
+    if len(plan.trained) < data.batch_size:
+        fit_batch_size(config, len(plan.trained), num_ranks)
+        plan = planned()
     return plan
+
+
+def fit_batch_size(config: TrainConfig, num_samples: int, num_ranks: int) -> None:
+    """Make batches of less samples than the recipe's where there are not as many, so that an epoch has a few steps.
+
+    Raises `UserError` where the user asked for the size, and where there is not a sample for each process.
+    """
+    data = config.data
+    fitting = num_ranks << max(0, (num_samples // (3 * num_ranks)).bit_length() - 1)
+    few = f"{num_samples} samples in {data.samples} that have something to train on within data.max_length"
+    if fitting > num_samples:
+        raise UserError(f"{num_ranks} processes share the {few}={data.max_length}: prepare more")
+    if "data.batch_size" in config.explicit_keys:
+        raise UserError(
+            f"data.batch_size={data.batch_size} exceeds the {few}={data.max_length}: give data.batch_size={fitting}"
+        )
+    if PartialState().is_main_process:
+        notice(f"there are {num_samples} samples, and the recipe's batches hold {data.batch_size}: they hold {fitting}")
+    data.batch_size = fitting
 
 
 def show_data(setup: Setup, vocabulary: dict[str, Any] | None) -> None:

@@ -188,10 +188,12 @@ class AnswerJob:
         if 0 in self.lengths:
             raise UserError(f"{self.dialogue(self.lengths.index(0)).where} is empty after tokenisation")
         if long and (not self.settings.skip_long or len(long) == len(self.lengths)):
+            room = self.context - max(self.lengths)
+            lower = f"give --max-new-tokens {room}" if room > 0 else "lower --max-new-tokens"
             raise UserError(
                 f"{self.dialogue(long[0]).where} has {self.lengths[long[0]]} tokens, which with "
                 f"{self.settings.max_new_tokens} new ones exceeds the target's context of {self.context}, as "
-                f"{len(long)} of {len(self.lengths)} do: shorten it, lower max_new_tokens, or leave long prompts out "
+                f"{len(long)} of {len(self.lengths)} do: shorten it, {lower}, or leave long prompts out "
                 "with --skip-long"
             )
         return [index for index, length in enumerate(self.lengths) if length <= limit]

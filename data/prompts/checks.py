@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from rich.text import Text
 
-from draftsmith.data.progress import notice
+from draftsmith.data.progress import notice, warn
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.samples.samples import Sample, has_checksum, read_prepared
 from draftsmith.models.batch import Batch
@@ -123,7 +123,7 @@ def notice_seen_prompts(evaluated: list[list[int]], samples: list[Sample]) -> No
     seen = {tuple(sample.token_ids[: sample.spans[0].start]) for sample in samples}
     count = sum(tuple(token_ids) in seen for token_ids in evaluated)
     if count:
-        notice(
+        warn(
             f"{count} of {len(evaluated)} prompts of the evaluation are also trained on, which flatters the drafter: "
             "hold prompts out with `draftsmith prepare --held-out-share`"
         )
@@ -204,7 +204,7 @@ def notice_other_target(drafter: Drafter, target: Target) -> None:
     """Say so where a drafter was trained for other weights: it is measured right, and drafts worse than it could."""
     trained_for = (drafter.trained_for or {}).get("target_fingerprint")
     if trained_for not in (None, target.fingerprint()):
-        notice(
+        warn(
             f"this {drafter.kind} drafter was trained for a target with other weights, config or dtype "
             f"({trained_for}) than {target.name} ({target.fingerprint()})"
         )

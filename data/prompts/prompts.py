@@ -114,7 +114,9 @@ def check_lengths(prompts: list[Prompt], encoded: list[list[int]], max_new_token
         if not ids:
             raise UserError(f"{where} is empty after tokenisation")
         if len(ids) + max_new_tokens > target.context:
+            room = target.context - len(ids)
+            mend = f"give max_new_tokens {room}, or shorten it" if room > 0 else "shorten it"
             raise UserError(
                 f"{where} has {len(ids)} tokens, which with {max_new_tokens} new ones exceeds the "
-                f"target's context of {target.context}: shorten it or lower max_new_tokens"
+                f"target's context of {target.context}: {mend}"
             )

@@ -68,18 +68,22 @@ class Split:
 def split_prompts(prompts: list[Prompt], held_out_share: float) -> Split:
     """Hold out about `held_out_share` of the prompts; a larger share holds out all that a smaller one does.
 
-    Raises `UserError` for a share outside 0..1 and where one side is left empty.
+    Of few prompts, the one that a larger share would hold out first is held out at least, and the last one is not.
+    Raises `UserError` for a share outside 0..1 and where one side is left empty, as all begin alike.
     """
     if not 0 <= held_out_share < 1:
         raise UserError(f"held_out_share {held_out_share}: give a number from 0 up to, but not including, 1")
+    hashes = [int(opening_hash(prompt), 16) for prompt in prompts]
     limit = held_out_share * 16**HASH_DIGITS
+    if held_out_share and prompts:
+        limit = min(max(limit, min(hashes) + 1), max(hashes))
     split = Split([], [])
-    for prompt in prompts:
-        (split.held_out if int(opening_hash(prompt), 16) < limit else split.train).append(prompt)
+    for prompt, hash in zip(prompts, hashes, strict=True):
+        (split.held_out if hash < limit else split.train).append(prompt)
     if not split.train or (held_out_share and not split.held_out):
         raise UserError(
             f"held_out_share {held_out_share} of {len(prompts)} prompts leaves {len(split.train)} to train on and "
-            f"{len(split.held_out)} held out: give more prompts or another share"
+            f"{len(split.held_out)} held out: give prompts that begin differently"
         )
     return split
 

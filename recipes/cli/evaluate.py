@@ -4,11 +4,11 @@ from rich.console import Console
 
 from draftsmith.data.processes import device_of_process
 from draftsmith.inference.measuring.results import Evaluation
-from draftsmith.models import Target
 from draftsmith.recipes.configs.command_settings import EvaluateSettings
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side
-from draftsmith.recipes.evaluation.inputs import DEFAULT_MINUTES, read_prompt_sets, settings_grid
+from draftsmith.recipes.evaluation.inputs import DEFAULT_MINUTES, load_target, read_prompt_sets, settings_grid
 from draftsmith.recipes.reports.lossless import certificate_text
+from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.terminal import print_evaluations
 
 
@@ -19,7 +19,7 @@ def run(settings: EvaluateSettings, console: Console) -> None:
     measured.
     """
     grid = settings_grid(settings)
-    target = Target.from_pretrained(settings.target, settings.device or device_of_process())
+    target = load_target(settings.target, settings.device or device_of_process())
     prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
     minutes = settings.minutes or (DEFAULT_MINUTES if settings.repeats is None else None)
     options = EvaluationOptions(
@@ -31,6 +31,9 @@ def run(settings: EvaluateSettings, console: Console) -> None:
     print_evaluations(evaluations, console)
     console.print(f"{repeats_text(evaluations, minutes)}; all took {(evaluations[0].seconds or 0.0) / 60:.1f} minutes")
     console.print(f"evaluation: {settings.out / 'evaluation.md'}")
+    folders = settings.out.absolute().parents
+    if run := next((folder for folder in folders if (folder / "report.json").is_file()), None):
+        console.print(f"report: {build_report(run)}")  # it shows this evaluation, too
     for evaluation in evaluations if settings.certify else []:
         console.print(certificate_text(evaluation.drafter, evaluation.certificate))
 

@@ -4,13 +4,14 @@ from rich.console import Console
 
 from draftsmith.models import Target
 from draftsmith.recipes.configs.command_settings import ExportSettings
+from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.serving.export_command import export
 
 
 def run(settings: ExportSettings, console: Console) -> None:
     """Write a checkpoint as an engine loads it. Raises `UserError` for one that the engine would not serve."""
     if settings.prompts:
-        target = Target.from_pretrained(settings.target, settings.device)
+        target = load_target(settings.target, settings.device)
     else:  # nothing is decoded
         target = Target.head_from_pretrained(settings.target, None, settings.device or "cpu")
     export(settings, target, console)

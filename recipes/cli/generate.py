@@ -8,8 +8,9 @@ from draftsmith.data.console import printable
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import check_sampling
 from draftsmith.inference.decoding.schedule import read_schedule
-from draftsmith.models import Target, load_drafter
+from draftsmith.models import load_drafter
 from draftsmith.recipes.configs.command_settings import GenerateSettings
+from draftsmith.recipes.evaluation.inputs import load_target
 
 DRAFT_LENGTH = 4  # where neither a length nor a schedule is asked for
 DIM, GREEN, RESET = "\x1b[2m", "\x1b[32m", "\x1b[0m"
@@ -20,7 +21,7 @@ def run(settings: GenerateSettings, console: Console) -> None:
     sampling = check_sampling(settings.temperature, settings.top_p, 0)
     length = DRAFT_LENGTH if settings.draft_length is None else settings.draft_length
     draft = read_schedule(settings.schedule) if settings.schedule else length
-    target = Target.from_pretrained(settings.target, settings.device)
+    target = load_target(settings.target, settings.device)
     decoder = SpeculativeDecoder(target, load_drafter(settings.drafter, target))
     rounds = decoder.stream(settings.prompt, settings.max_new_tokens, sampling, draft, settings.seed)
     first = next(rounds)  # a mistake in the settings shows before anything is printed

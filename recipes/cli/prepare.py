@@ -16,15 +16,21 @@ from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.recipes.configs.command_settings import PrepareCommandSettings
+from draftsmith.recipes.evaluation.inputs import load_target
 
 T = TypeVar("T", int, float)
 
 
 def run(settings: PrepareCommandSettings, console: Console) -> None:
     """Let the target answer prompts. Raises `UserError` for settings that would have no effect."""
+    samplings = samplings_in_turn(settings.temperature, settings.top_p, settings.top_k)
+    if settings.endpoint:
+        target = Target.without_weights(settings.target)
+    else:
+        target = load_target(settings.target, settings.device or device_of_process())
     answers = PrepareSettings(
-        max_new_tokens=settings.max_new_tokens,
-        samplings=samplings_in_turn(settings.temperature, settings.top_p, settings.top_k),
+        max_new_tokens=settings.max_new_tokens or min(PrepareSettings.max_new_tokens, target.context // 2),
+        samplings=samplings,
         batch_size=settings.batch_size,
         seed=settings.seed,
         drafter=settings.drafter or "none",
@@ -34,10 +40,6 @@ def run(settings: PrepareCommandSettings, console: Console) -> None:
         refuse_surrogates=settings.refuse_surrogates,
         held_out_share=settings.held_out_share,
     )
-    if settings.endpoint:
-        target = Target.without_weights(settings.target)
-    else:
-        target = Target.from_pretrained(settings.target, settings.device or device_of_process())
     if settings.dry_run:
         console.print(estimate(AnswerJob(target, settings.prompts, answers)).table())
         return

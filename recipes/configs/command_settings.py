@@ -277,7 +277,7 @@ class PrepareCommandSettings(OfTarget):
     skip_long: bool = option(INPUT, "leave out prompts beyond the context", False)
     refuse_surrogates: bool = option(INPUT, "stop at half characters, which are replaced else", False)
     as_given: bool = option(INPUT, "store conversations as they are", False)
-    max_new_tokens: Count = option(DECODING, "longest answer, in tokens", 256, "N")
+    max_new_tokens: Count | None = option(DECODING, "longest answer, in tokens (256, at most half)", None, "N")
     temperature: tuple[Temperature, ...] = option(DECODING, SAMPLED, (0.0, 1.0), "X")
     top_p: tuple[AboveZero, ...] = option(DECODING, DRAWN, (1.0,), "P")
     top_k: tuple[Natural, ...] = option(DECODING, "sample from so many likeliest tokens; 0: from all", (0,), "K")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from draftsmith.data.progress import waiting
 from draftsmith.data.prompts.prompts import read_prompt_set
 from draftsmith.inference.decoding.schedule import read_schedule
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
@@ -15,6 +16,12 @@ from draftsmith.recipes.configs.command_settings import EvaluateSettings
 DRAFT_LENGTH = 4  # where neither a draft length, nor a tree, nor a schedule is asked for
 DEFAULT_REPEATS, DEFAULT_MINUTES = 5, 4.0  # so many repeats of each setting, or as many as fit
 MOST_REPEATS = 25  # where a time is given
+
+
+def load_target(name: str, device: str | None) -> Target:
+    """Return a target on its device, and say so while it is loaded."""
+    with waiting(f"loading {name} ..."):
+        return Target.from_pretrained(name, device)
 
 
 def read_prompt_sets(

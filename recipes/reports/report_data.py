@@ -308,12 +308,13 @@ def as_yaml(content: object) -> str:
 def drafters_of_runs(folder: Path, runs: list[EvaluatedRun]) -> list[MeasuredDrafter]:
     """Return what stands side by side, trained drafters first, the fastest of them on top.
 
-    These are the drafters that were compared in one process, where the folder holds such a `comparison/`; else the best
-    checkpoint of each run and the baselines that were measured beside the fastest.
+    These are the drafters of the newest folder in this one that `evaluate` wrote, which compared them in one process;
+    else the best checkpoint of each run and the baselines that were measured beside the fastest.
     """
-    evaluations = _evaluations(folder / "comparison")
-    if evaluations:
-        return fastest_first(compared(evaluations))
+    written = [path for path in folder.glob("*/evaluation.md") if not path.parent.name.startswith(".")]
+    if written:
+        newest = max(written, key=lambda path: path.stat().st_mtime)
+        return fastest_first(compared(_evaluations(newest.parent)))
     best = runs[0].best
     trained = [MeasuredDrafter(run.name, f"step {run.best.step}", run.best.evaluation) for run in runs]
     note = f"measured beside {runs[0].name}, step {best.step}"

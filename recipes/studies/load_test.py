@@ -25,11 +25,12 @@ from draftsmith.inference.traffic.load_test import (
 )
 from draftsmith.inference.traffic.requests import Lengths, Load, check_output_lengths, check_prompt_lengths
 from draftsmith.inference.traffic.stages import Sla, operating_points, verdict
-from draftsmith.models import Drafter, Target, load_drafter
+from draftsmith.models import Drafter, load_drafter
 from draftsmith.models.errors import require_at_least
 from draftsmith.models.files import write_json
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import LoadTestSettings
+from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.reports.figures import save_plot
 from draftsmith.recipes.reports.serving import draw_load, stage_table
 from draftsmith.recipes.reports.tables import for_terminal
@@ -44,7 +45,7 @@ def run(settings: LoadTestSettings, console: Console) -> None:
     Raises `UserError`, before anything is measured or written, for settings that do not go together.
     """
     traffic = load_settings(settings)
-    target = Target.from_pretrained(settings.target, settings.device)
+    target = load_target(settings.target, settings.device)
     prompts = read_prompt_set(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
     if traffic.prompt_lengths:
         check_prompt_lengths(traffic.prompt_lengths, prompts.token_ids)

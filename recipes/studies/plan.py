@@ -33,6 +33,7 @@ from draftsmith.recipes.configs.public_targets import TOKENS_PER_SAMPLE
 from draftsmith.recipes.configs.published import PUBLISHED
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.comparison import evaluation_paths
+from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.train import TrainConfig
 from draftsmith.train.hardware.estimates import H100, estimate
 
@@ -142,7 +143,7 @@ def run(settings: PlanSettings, console: Console) -> None:
 
     The drafters are kinds or recipes, untrained, or checkpoints. Raises `UserError` before anything is measured.
     """
-    target = Target.from_pretrained(settings.target, settings.device)
+    target = load_target(settings.target, settings.device)
     own = [read_acceptance(text) for text in settings.acceptance]
     batches = sorted(set(settings.batch_size))
     context = settings.context or min(CONTEXT, target.context // 2)

@@ -23,6 +23,7 @@ from draftsmith.models.files import write_whole
 from draftsmith.recipes.configs.command_settings import ExportSettings, QuickstartSettings
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
+from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.terminal import print_summary
 from draftsmith.recipes.serving.engine_key_names import LOADER_RULES
@@ -54,7 +55,7 @@ def quickstart(settings: QuickstartSettings, console: Console) -> None:
     out, minutes = settings.out, settings.minutes
     name = settings.target or str(EMBEDDED_TARGET)
     budget = load_budget(out / "plan.yaml", name, minutes, kinds)
-    target = Target.from_pretrained(name, settings.device)
+    target = load_target(name, settings.device)
     train_prompts, held_out = (prompts_for(target, is_held_out) for is_held_out in (False, True))
     if budget is None:
         console.print(f"measuring what {minutes:g} minutes allow on this machine ...")

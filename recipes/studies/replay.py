@@ -29,13 +29,13 @@ from draftsmith.inference.replay.replay import (
     replay,
 )
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
-from draftsmith.models import Drafter, Target, load_drafter
+from draftsmith.models import Drafter, load_drafter
 from draftsmith.models.files import write_json
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, StaticTree
 from draftsmith.models.typed_json import flat, optional, to_json
 from draftsmith.recipes.configs.command_settings import ReplaySettings
-from draftsmith.recipes.evaluation.inputs import parse_tree, read_prompt_sets
+from draftsmith.recipes.evaluation.inputs import load_target, parse_tree, read_prompt_sets
 from draftsmith.recipes.reports.report_data import checkpoint_names
 
 Draft = tuple[Chain | StaticTree, VerificationMode]  # what is replayed: a shape and how it is verified
@@ -89,7 +89,7 @@ def run(settings: ReplaySettings, console: Console) -> None:
     temperatures = dict.fromkeys(settings.temperature)
     samplings = [check_sampling(temperature, settings.top_p, 0) for temperature in temperatures]
     trees = [check_replayed_as(parse_tree(text), "one_hot") for text in dict.fromkeys(settings.tree)]
-    target = Target.from_pretrained(settings.target, settings.device)
+    target = load_target(settings.target, settings.device)
     prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
     drafters = {name: load_drafter(name, target) for name in settings.drafter}
     for drafter in drafters.values():

@@ -23,7 +23,7 @@ from draftsmith.recipes.evaluation.comparison import (
     evaluation_paths,
     refuse_other_evaluations,
 )
-from draftsmith.recipes.evaluation.inputs import DRAFT_LENGTH, read_prompt_sets
+from draftsmith.recipes.evaluation.inputs import DRAFT_LENGTH, load_target, read_prompt_sets
 from draftsmith.recipes.reports.tables import draft_text
 from draftsmith.recipes.reports.terminal import print_evaluations
 from draftsmith.train.evaluation.pooling import subset
@@ -35,7 +35,7 @@ def run(settings: TuneSettings, console: Console) -> None:
     Writes choice.json, costs.json and evaluation.json of each drafter. Raises `UserError` where both sets of prompts
     share some, and for a drafter that drafts nothing.
     """
-    target = Target.from_pretrained(settings.target, settings.device)
+    target = load_target(settings.target, settings.device)
     prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
     fit_prompts, prompt_sets = prompts_to_fit(settings, prompt_sets, target)
     at = MeasureSettings(

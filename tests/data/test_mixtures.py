@@ -170,11 +170,26 @@ def test_duplicates_are_exact_after_normalisation() -> None:
     assert deduplicate([first, *same, *others, tools]) == [first, *others, tools]
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.0, 0.0001])
-def test_shares_that_leave_a_side_empty_are_refused(share: float) -> None:
+@pytest.mark.parametrize("share", [-0.1, 1.0])
+def test_shares_that_are_none_are_refused(share: float) -> None:
     with pytest.raises(UserError, match="held_out_share"):
         split_prompts(PROMPTS[:5], share)
     assert split_prompts(PROMPTS[:5], 0.0).train == PROMPTS[:5]
+
+
+@pytest.mark.parametrize("num_prompts", [2, 5, 30])
+@pytest.mark.parametrize("share", [0.0001, 0.05, 0.9999])
+def test_of_few_prompts_one_is_held_out_and_one_is_not(num_prompts: int, share: float) -> None:
+    """A larger share still holds out all that a smaller one does."""
+    small, large = (split_prompts(PROMPTS[:num_prompts], each) for each in (share, min(0.9999, 2 * share)))
+    assert small.train
+    assert small.held_out
+    assert {prompt.text for prompt in small.held_out} <= {prompt.text for prompt in large.held_out}
+
+
+def test_prompts_that_all_begin_alike_cannot_be_held_out() -> None:
+    with pytest.raises(UserError, match="held_out_share"):
+        split_prompts([Prompt("heat the iron")] * 3, 0.5)
 
 
 def test_written_prompts_are_read_back(tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ def test_training_with_less_memory_than_the_target_takes(tmp_path: Path) -> None
     done = subprocess.run(command, capture_output=True, text=True, timeout=140, cwd=tmp_path, env=one_thread)
     outcomes = json.loads((tmp_path / "outcomes.json").read_text())
     assert outcomes["stored"] == "exit code 0", done.stderr[-3000:]
-    assert "allocate memory" in outcomes["beside"]
+    assert outcomes["beside"] == "exit code 2"
+    assert "error: out of memory" in done.stderr
     loss = read_metrics(whole)[-1]["loss"]
     assert read_metrics(tmp_path / "limited")[-1]["loss"] == pytest.approx(loss, rel=1e-5)
 

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from draftsmith.data.answers.changed_settings import flatten
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.data.progress import progress_bar
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
@@ -311,6 +312,16 @@ def test_whatever_is_raised_costs_one_line(
     assert line is None or re.match(line, lines[0]), lines
 
 
+def test_a_bar_ends_at_its_end() -> None:
+    """Also where less was to do than planned; not where the work failed."""
+    with progress_bar(visible=False) as bar:
+        bar.update(bar.add_task("measuring", total=5.0, detail=""), completed=2)
+    assert bar.finished
+    bar.add_task("failing", total=5.0, detail="")
+    bar.__exit__(KeyError, KeyError(), None)
+    assert not bar.finished
+
+
 NOWHERE = "evaluate --target {target} --drafter ngram --prompts nöwhere.txt --out o"
 
 
@@ -477,10 +488,15 @@ def test_evaluate_reproduces_what_training_measured(
     assert run_cli("train", "medusa", *(f"{key}={value}" for key, value in settings.items())) == 0
     assert (tmp_path / "run/report.html").is_file()
     assert f"best checkpoint: {tmp_path}/run/best, which is step-000003" in capsys.readouterr().out
+    report = (tmp_path / "run/report.json").read_text()
     command = ["evaluate", "--target", files["target"], "--drafter", tmp_path / "run/best", "--prompts", files["good"]]
     same = ["--num-prompts", 2, "--max-new-tokens", 12, "--temperature", 0, 1, "--repeats", 1, "--device", "cpu"]
     assert run_cli(*command, *same, "--out", tmp_path / "again") == 0
     assert f"evaluation: {tmp_path}/again/evaluation.md" in capsys.readouterr().out
+    assert (tmp_path / "run/report.json").read_text() == report
+    assert run_cli(*command, *same, "--baseline", "generate", "--out", tmp_path / "run/final") == 0
+    assert f"report: {tmp_path}/run/report.html" in capsys.readouterr().out
+    assert (tmp_path / "run/report.json").read_text() != report
     texts = json.loads((tmp_path / "again/samples.json").read_text())
     assert {text["drafter"] for text in texts} == {str(tmp_path / "run/best")}
     found = acceptance(tmp_path / "again/evaluation.json")

@@ -19,6 +19,7 @@ from runs import arguments, base_of, final_weights, make_config, of_the_run, wri
 from draftsmith.data.samples.samples import loss_mask, read_samples
 from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.errors import UserError
+from draftsmith.models.reading import read_yaml
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.config import resolve
@@ -167,7 +168,7 @@ def test_changed_config_in_the_same_folder_is_refused(base: dict[str, Any], tmp_
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"data": {"batch_size": 49}}, "exceeds the 48 samples"),
+        ({"data": {"batch_size": 49}}, "exceeds the 48 samples.*: give data.batch_size=16$"),
         ({"data": {"samples": "nowhere"}}, "holds no prepared samples"),
         ({"evaluation": {"prompts": "nowhere.txt"}}, "no prompts file"),
         ({"evaluation": {"baselines": ["eagle3"]}}, "eagle3"),  # needs a checkpoint
@@ -189,6 +190,18 @@ def test_what_does_not_fit_is_refused_before_training(
     with pytest.raises(UserError, match=message):
         train(make_config("medusa", base, tmp_path / "run", **parts))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_recipes_batches_shrink_to_few_samples(
+    base: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user who gave no batch size is told, and the run keeps and resumes with the one that fits."""
+    for _ in range(2):
+        config = make_config("medusa", base, tmp_path, run={"steps": 1}, data={"batch_size": 49})
+        config.explicit_keys = frozenset()
+        run = train(config)
+        assert "48 samples, and the recipe's batches hold 49: they hold 16" in capsys.readouterr().err
+    assert read_yaml(run / "config.yaml")["data"]["batch_size"] == 16
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from draftsmith.data.console import say
-from draftsmith.data.progress import notice, progress_bar
+from draftsmith.data.progress import progress_bar, warn
 from draftsmith.data.prompts.prompts import read_prompt_set
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.environment import environment
@@ -147,7 +147,7 @@ class Evaluator:
         if failures:
             write_whole(checkpoint / ERROR, failures)
             self.tracker.log(checkpoint_step(checkpoint), {"evaluation_failed": 1, "evaluation_seconds": seconds})
-            notice(
+            warn(
                 f"the evaluation of {checkpoint.name} failed after {seconds:.0f} s, training goes on; "
                 f"{failures.splitlines()[0]} (all of it in {checkpoint / ERROR})"
             )
@@ -236,7 +236,7 @@ class Evaluator:
         except Stopped:
             pass
         except Exception as error:
-            notice(f"the costs of a round were not measured: {type(error).__name__}: {first_line(error)}")
+            warn(f"the costs of a round were not measured: {type(error).__name__}: {first_line(error)}")
 
     def _reason_to_stop(self, step: int) -> str | None:
         patience = self.config.evaluation.patience

@@ -8,7 +8,7 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch.distributed import DistError
 
-from draftsmith.data.progress import notice
+from draftsmith.data.progress import warn
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import DISK_FAULTS, write_json
 from draftsmith.train.process.stages import Stages
@@ -34,7 +34,7 @@ class NonFiniteSteps:
         self._steps.append({"step": step, "samples": samples})
         if len(self._steps) < self._max_steps:
             if self._is_main:
-                notice(f"step {step} is skipped: its loss or gradient is not finite")
+                warn(f"step {step} is skipped: its loss or gradient is not finite")
             return
         if self._is_main:
             write_json(self._run / NONFINITE, self._steps, indent=1)

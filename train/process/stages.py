@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from draftsmith.data.progress import notice
+from draftsmith.data.progress import warn
 from draftsmith.inference.decoding.clock import PhaseClock
 from draftsmith.models.errors import own_place
 
@@ -70,7 +70,7 @@ def watched(stages: Stages, rank: int, num_ranks: int, stuck_after: float) -> It
             if now != last_seen:
                 last_seen, limit = now, stuck_after
             if time.perf_counter() - since >= limit:
-                notice(
+                warn(
                     f"process {rank} of {num_ranks} has been at step {stages.step}, {stage}, for "
                     f"{time.perf_counter() - since:.0f} s: {place_of(watched_thread)}"
                 )

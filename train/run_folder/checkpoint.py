@@ -15,7 +15,7 @@ from typing import Any
 from accelerate import Accelerator
 from safetensors.torch import save_file
 
-from draftsmith.data.progress import notice, size_text
+from draftsmith.data.progress import size_text, warn
 from draftsmith.models import CHANGED_TARGET, Drafter, save_drafter
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import file_hash, sync
@@ -150,7 +150,7 @@ def set_damaged_aside(run: Path) -> None:
         aside = damaged.with_name(f"damaged-{damaged.name}")
         remove(aside)
         damaged.rename(aside)
-        notice(
+        warn(
             f"{damaged.name} is damaged ({file}); it is now {aside.name}, and the run goes on from {existing[-1].name}"
         )
 
