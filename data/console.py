@@ -1,6 +1,5 @@
 """The one console: whatever others have written, in names, prompts or files, it is shown and does nothing else."""
 
-import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -10,13 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-# Control characters of 7 and 8 bits, marks and overrides of the direction of writing, breaks, and lone surrogates.
-UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def printable(text: str, kept: str = "\n\t") -> str:
-    """Return a text with escapes such as `\\x1b` in place of characters that steer a terminal or turn text around."""
-    return UNPRINTABLE.sub(lambda found: found[0] if found[0] in kept else ascii(found[0])[1:-1], text)
+from draftsmith.models.errors import printable
 
 
 def shell_path(path: str | Path) -> str:

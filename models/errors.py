@@ -1,6 +1,7 @@
 """The one exception for mistakes of the user's, checks of single values that raise it, and words on other errors."""
 
 import math
+import re
 import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -8,12 +9,30 @@ from numbers import Integral, Real
 from types import FrameType
 from typing import Any
 
+LONGEST_LINE = 2000  # characters of a message
+# Control characters of 7 and 8 bits, marks and overrides of the direction of writing, breaks, and lone surrogates.
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str, kept: str = "\n\t") -> str:
+    """Return a text with escapes such as `\\x1b` in place of characters that steer a terminal or turn text around."""
+    return UNPRINTABLE.sub(lambda found: found[0] if found[0] in kept else ascii(found[0])[1:-1], text)
+
+
+def one_line(text: str) -> str:
+    """Return a text as one printable line; a long one is cut in its middle."""
+    line, half = printable(text, kept=""), LONGEST_LINE // 2
+    return line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
+
 
 class UserError(ValueError):
     """A mistake of the user's: in one line, what is wrong and what to do.
 
-    The command line prints it and exits with 2.
+    The line is printable and not long, whatever foreign text it quotes. The command line prints it and exits with 2.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 def require_at_least(name: str, value: float, least: float = 1) -> None:

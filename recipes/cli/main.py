@@ -14,7 +14,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from draftsmith.models.errors import UserError, first_line, is_out_of_memory, own_place
+from draftsmith.models.errors import UserError, first_line, is_out_of_memory, one_line, own_place
 from draftsmith.models.files import DISK_FAULTS
 from draftsmith.recipes.cli.flags import add_flags, settings_from
 from draftsmith.recipes.cli.output_folder import output_folder
@@ -86,9 +86,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 def fail(message: str, exit_code: int = EXIT_USER_ERROR) -> int:
     """Say what is wrong and return the exit code. torch's launcher ends with a summary that repeats its file's line."""
-    from draftsmith.data.console import printable  # `--help` does not wait for rich
-
-    line = printable(f"error: {message}", kept="")
+    line = one_line(f"error: {message}")
     print(line, file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         Path(file).write_text(json.dumps({"message": line, "timestamp": int(time.time())}))

@@ -24,6 +24,7 @@ from draftsmith.data.console import SafeConsole, printable, shell_path
 from draftsmith.data.progress import progress_bar
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.results import Evaluation, upgraded
+from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.reports import report
@@ -53,6 +54,14 @@ def test_what_steers_a_terminal_is_shown_as_an_escape() -> None:
     plain = "def f(x):\n\treturn '漢字 🙂 é – × ½'"
     assert printable(plain) == plain
     assert printable("\ud800 \u2028 \x7f \x00") == "\\ud800 \\u2028 \\x7f \\x00"
+
+
+def test_a_message_is_one_printable_line() -> None:
+    """Also in Python, and however long the name that it quotes is."""
+    assert str(UserError(NAME)) == SHOWN.replace("\n", "\\n")
+    long = str(UserError("x" * 10**6 + "the mend"))
+    assert len(long) < 2100
+    assert long.endswith("the mend")
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
