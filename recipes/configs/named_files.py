@@ -3,13 +3,13 @@
 What they hold is checked where they are read.
 """
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from draftsmith.models.errors import UserError
+from draftsmith.models.files import require_writable
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a model or a data set; whether the Hub has it shows later
 
@@ -51,12 +51,7 @@ def _file(path: str) -> None:
 
 
 def _out(folder: str) -> None:
-    path = Path(folder).absolute()
-    there = next(parent for parent in (path, *path.parents) if parent.exists() or parent.is_symlink())
-    if not there.is_dir():
-        raise UserError(f"cannot write to {folder}: {there} is no folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"cannot write to {folder}: {there} may not be written to")
+    require_writable(Path(folder))
 
 
 CHECKS: dict[str, Callable[[str], None]] = {

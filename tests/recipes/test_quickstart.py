@@ -1,13 +1,19 @@
 """The decisions of `draftsmith quickstart`; .ci/run runs the whole of it."""
 
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 from reports import result, write_results
+from rich.console import Console
 
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
+from draftsmith.recipes.configs.command_settings import QuickstartSettings
 from draftsmith.recipes.evaluation.comparison import evaluation_paths
+from draftsmith.recipes.studies import quickstart
 from draftsmith.recipes.studies.quickstart import fastest_served, ranked
 from draftsmith.recipes.studies.quickstart_budget import Budget, load_budget
 
@@ -40,3 +46,28 @@ def test_an_interrupted_run_goes_on_with_its_budget(tmp_path: Path) -> None:
     assert load_budget(path, "target", 1.0, ["hydra"]) == BUDGET
     with pytest.raises(UserError, match="holds a quickstart with --target target --minutes 1 --drafters hydra"):
         load_budget(path, "target", 2.0, ["hydra"])
+
+
+def test_a_finished_quickstart_prints_its_table_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It exports once: what is exported stays, and the same command says where it is."""
+    calls: list[str] = []
+    replaced = {
+        "prompts_for": lambda *_: ["a"] * 200,
+        "prepare": lambda *_: calls.append("prepare"),
+        "train": lambda *_: calls.append("train"),
+        "best_checkpoint": lambda run: run / "checkpoints/step-000008",
+        "ranked": lambda checkpoints, *_: checkpoints,
+        "build_report": lambda out: out / "report.html",
+        "print_summary": lambda *_: calls.append("table"),
+        "export": lambda settings, *_: (calls.append("export"), settings.out.mkdir()),
+    }
+    for name, function in replaced.items():
+        monkeypatch.setattr(quickstart, name, function)
+    monkeypatch.setattr(quickstart.Target, "from_pretrained", lambda *_: SimpleNamespace(name="t"))
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(asdict(replace(BUDGET, target="t", steps={"medusa": 8}))))
+    settings = QuickstartSettings(target="t", drafters="medusa,medusa", minutes=1.0, out=tmp_path)
+    for _ in range(2):
+        quickstart.run(settings, Console(quiet=True))
+    assert calls == ["prepare", "train", "table", "export", "prepare", "train", "table"]
+    with pytest.raises(UserError, match="--drafters medusa: give these to go on"):
+        quickstart.run(replace(settings, drafters="hydra"), Console(quiet=True))
