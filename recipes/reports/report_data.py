@@ -312,9 +312,10 @@ def drafters_of_runs(folder: Path, runs: list[EvaluatedRun]) -> list[MeasuredDra
     else the best checkpoint of each run and the baselines that were measured beside the fastest.
     """
     written = [path for path in folder.glob("*/evaluation.md") if not path.parent.name.startswith(".")]
-    if written:
-        newest = max(written, key=lambda path: path.stat().st_mtime)
-        return fastest_first(compared(_evaluations(newest.parent)))
+    newest = max(written, key=lambda path: path.stat().st_mtime, default=folder / "comparison" / "evaluation.md")
+    evaluations = _evaluations(newest.parent)
+    if evaluations:
+        return fastest_first(compared(evaluations))
     best = runs[0].best
     trained = [MeasuredDrafter(run.name, f"step {run.best.step}", run.best.evaluation) for run in runs]
     note = f"measured beside {runs[0].name}, step {best.step}"
