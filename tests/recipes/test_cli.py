@@ -504,6 +504,25 @@ def test_evaluate_reproduces_what_training_measured(
     assert all(row["num_drafts"] > 0 for row in found)
 
 
+def test_the_readmes_walk_works_as_written(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For thirty prompts and a tiny target, with less time for training and measuring."""
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"prompt": f"heat the iron {number} times"}) for number in range(30)]
+    Path("prompts.jsonl").write_text("\n".join(rows))
+    page = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    section = page.partition("## Your own model")[2].partition("MODEL is a Hub name")[0]
+    commands = re.findall(r"^    draftsmith (.*?)(?:   #.*)?$", section, re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["prepare", "train", "evaluate", "export"]
+    less = {"run.steps=300": "run.steps=2 evaluation.repeats=1", "--temperature 0 1": "--repeats 1"}
+    for command in commands:
+        for words, others in {**less, "MODEL": files["target"]}.items():
+            command = command.replace(words, others)
+        assert run_cli(*command.split()) == 0, capsys.readouterr().err
+    assert Path("export/my/serve_vllm.sh").is_file()
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_generated_text_does_not_depend_on_the_drafter(
     temperature: int, files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
