@@ -278,7 +278,8 @@ class Target:
 
         The thread that has its turn may ask for it again.
         """
-        with self._lock, torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        on_gpu = self.device.type == "cuda" and torch.cuda.is_initialized()  # there are fake tensors, too
+        with self._lock, torch.cuda.device(self.device) if on_gpu else nullcontext():
             yield
 
     @torch.no_grad()
