@@ -21,8 +21,9 @@ from draftsmith.models.typed_json import from_json
 LARGEST_FILE = 1 << 30  # bytes of a file of text that is read as a whole
 PIECE = 1 << 20  # bytes that are read at a time
 LARGEST_JSON = 1 << 25  # bytes of a JSON file; a hostile one takes fifty times as much memory
+MOST_BRACKETS = 10_000_000  # lists and objects of a JSON text, each of which takes a hundred bytes of memory or more
 LARGEST_LINE = 1 << 25  # bytes of a line of a file that is read line by line
-LARGEST_YAML = 1 << 20  # bytes of a YAML file, of which PyYAML reads so many in seconds
+LARGEST_YAML = 1 << 18  # bytes of a YAML file, of which PyYAML reads so many in seconds
 MOST_YAML_VALUES = 1_000_000  # values of a YAML file, each counted as often as its aliases repeat it
 DEEPEST = 100  # levels of lists and objects in each other, which whoever walks through them recursively can follow
 SURROGATE_ESCAPE = re.compile(r"\\(u|U0000)[dD][89a-fA-F]")
@@ -119,13 +120,15 @@ def parse_json(text: str | bytes, place: str, with_lone_surrogates: bool = False
     """
     if isinstance(text, bytes):
         text = _decoded(text, place)
+    if (brackets := text.count("[") + text.count("{")) > MOST_BRACKETS:
+        raise UserError(f"{place} has more than {MOST_BRACKETS:,} lists and objects: divide it")
     try:
         content = json.loads(text, parse_float=_finite, parse_constant=_refuse_constant, object_pairs_hook=_object)
     except RecursionError:
         raise _too_deep(place) from None
     except ValueError as error:  # also UTF-8 that is none, numbers with thousands of digits, and repeated keys
         raise UserError(f"{place} is not JSON: {first_line(error)}") from None
-    if text.count("[") + text.count("{") > DEEPEST:
+    if brackets > DEEPEST:
         _check_nesting(content, place)
     is_suspect = SURROGATE_ESCAPE.search(text) and not with_lone_surrogates  # two in a row are a whole character
     if is_suspect and LONE_SURROGATE.search(json.dumps(content, ensure_ascii=False)):
@@ -199,16 +202,17 @@ class _Loader(yaml.SafeLoader):
 
 def _check_nesting(content: Any, place: str, most_values: float = math.inf) -> None:
     """Raise `UserError` for lists and objects in each other beyond `DEEPEST`, or, by aliases, without an end."""
-    waiting, number = [(content, 1)], 0
-    while waiting:
-        value, depth = waiting.pop()
-        if depth > DEEPEST:
-            raise _too_deep(place)
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        number += len(parts)
+    level: list[Any] = [[content]]
+    number = 0
+    for _ in range(DEEPEST + 1):
+        number += sum(map(len, level))
         if number > most_values:
             raise UserError(f"{place} stands for more than {most_values:,} values: write it without such aliases")
-        waiting += [(part, depth + 1) for part in parts if isinstance(part, dict | list)]
+        parts = (part for value in level for part in (value.values() if isinstance(value, dict) else value))
+        level = [part for part in parts if isinstance(part, dict | list)]
+        if not level:
+            return
+    raise _too_deep(place)
 
 
 def _too_deep(place: str) -> UserError:

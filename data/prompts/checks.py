@@ -120,7 +120,7 @@ def check_mask(samples: list[Sample], max_length: int, where: str) -> None:
 
 def notice_seen_prompts(evaluated: list[list[int]], samples: list[Sample]) -> None:
     """Say so where prompts of an evaluation are among those trained on: what is measured there is not held out."""
-    seen = {tuple(sample.token_ids[: sample.spans[0].start]) for sample in samples}
+    seen = {tuple(sample.token_ids[: sample.spans[0].start]) for sample in samples if sample.spans}
     count = sum(tuple(token_ids) in seen for token_ids in evaluated)
     if count:
         warn(

@@ -12,8 +12,9 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from draftsmith.models import reading
 from draftsmith.models.errors import UserError, one_line
-from draftsmith.models.reading import open_tensors, read_json, read_json_lines, read_text, read_yaml
+from draftsmith.models.reading import open_tensors, parse_json, read_json, read_json_lines, read_text, read_yaml
 
 DEEP = 100_000
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
@@ -88,6 +89,13 @@ def test_a_file_larger_than_its_limit_is_refused_unread(tmp_path):
     with (path := tmp_path / "x.json").open("wb") as file:
         file.truncate(1 << 40)  # a file of zeros that takes no space
     assert "1,000 bytes" in refusal(lambda path: read_text(path, limit=1000), path)
+
+
+def test_more_lists_than_memory_holds_are_refused_unread(monkeypatch):
+    monkeypatch.setattr(reading, "MOST_BRACKETS", 10)
+    assert parse_json("[" + "[]," * 8 + "[]]", "here") == [[]] * 9
+    with pytest.raises(UserError, match="here has more than 10 lists and objects"):
+        parse_json("[" + "{}," * 9 + "[]]", "here")
 
 
 def test_what_is_written_is_read_back(tmp_path):

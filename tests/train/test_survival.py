@@ -209,6 +209,13 @@ def test_an_unfinished_line_of_metrics_is_not_read(base: dict[str, Any], whole: 
     assert_same_end(train(config), whole)
 
 
+@pytest.mark.parametrize("line", ["[]", '{"loss": 1}', '{"step": 2, "loss": {}}', '{"step": "2"}', "{"])
+def test_a_line_that_is_no_metrics_is_named(line: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 0.5, "stopped_early": "all is learnt"}}\n{line}\n')
+    with pytest.raises(UserError, match="metrics.jsonl line 2"):
+        read_metrics(tmp_path)
+
+
 def test_truncated_samples_end_in_one_line(base: dict[str, Any], tmp_path: Path) -> None:
     samples = tmp_path / "samples"
     shutil.copytree(base["data.samples"], samples)

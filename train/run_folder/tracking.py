@@ -80,6 +80,13 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     path = run / METRICS
     lines = read_text(path).split("\n") if path.is_file() else [""]
     metrics = [parse_json(line, f"{path} line {number}") for number, line in enumerate(lines[:-1], 1)]
-    if not all(isinstance(line, dict) and isinstance(line.get("step"), int) for line in metrics):
-        raise UserError(f"{path} has a line that is not of a step: put it back as it was, or remove it")
+    for number, line in enumerate(metrics, 1):
+        if not (isinstance(line, dict) and isinstance(line.get("step"), int) and all(map(is_measured, line.items()))):
+            raise UserError(f"{path} line {number} holds no metrics of a step: put it back, or remove the file")
     return metrics
+
+
+def is_measured(metric: tuple[str, Any]) -> bool:
+    """Return whether a name and its value may stand in a line: a number, none, or why training stopped early."""
+    name, value = metric
+    return value is None or isinstance(value, str if name == "stopped_early" else int | float)
