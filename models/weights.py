@@ -3,6 +3,7 @@
 Nothing is allocated for sizes that a config claims and no tensor has, and no loop runs for parts that no tensor is of.
 """
 
+import os
 import pickle
 import re
 import zipfile
@@ -95,8 +96,8 @@ def file_of_index(name: Any, index: Path) -> str:
 
     Links may lead to the blobs beside the snapshots of the Hub's cache, whose folders consist of them.
     """
-    folder = index.parent.resolve()
+    folder = Path(os.path.realpath(index.parent))
     places = [folder, *([folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [])]
-    if PurePath(str(name)).name != name or (folder / name).resolve().parent not in places:
+    if PurePath(str(name)).name != name or Path(os.path.realpath(folder / name)).parent not in places:
         raise UserError(f"{index} names {str(name)!r}, which is no file of its folder: take another copy of the model")
     return name

@@ -94,8 +94,8 @@ def _weight_files(name: str | Path, wanted: Callable[[str], bool]) -> Iterator[P
             places = read_json_object(path).get("weight_map")
             if not isinstance(places, dict):
                 raise UserError(f"{path} has no weight_map, as an index of weights must: get it anew")
-            for file in dict.fromkeys(file for key, file in places.items() if wanted(key)):
-                part = find_file(name, file_of_index(file, path))
+            for file in dict.fromkeys(file_of_index(file, path) for key, file in places.items() if wanted(key)):
+                part = find_file(name, file)
                 if part is None:
                     raise UserError(f"target {str(name)!r} lacks {file}, which its index names: get it whole")
                 yield part
