@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.errors import UserError, library_errors, shown
+from draftsmith.models.errors import UserError, library_errors, shown, whole_number
 from draftsmith.models.layers import gather_columns
 from draftsmith.models.target.fused_layers import fuse
 from draftsmith.models.target.loading import (
@@ -137,7 +137,7 @@ class Target:
         device = pick_device(device)
         config = read_config(name)
         check_served_family(config, str(name))
-        model, tokenizer = load_model(name, config, device, dtype or default_dtype(device))
+        model, tokenizer = load_model(name, config, device, pick_dtype(dtype, device))
         return cls(model, tokenizer, str(name), fuse_layers)
 
     @classmethod
@@ -155,7 +155,7 @@ class Target:
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
             if turn == int(os.environ.get("LOCAL_RANK", "0")):
-                model, tokenizer = load_model(name, config, torch.device("cpu"), dtype or default_dtype(device))
+                model, tokenizer = load_model(name, config, torch.device("cpu"), pick_dtype(dtype, device))
                 target = cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
                 target._fingerprint = target.fingerprint()
                 for layer in target.decoder_layers:
@@ -177,7 +177,7 @@ class Target:
         check_served_family(config, str(name))
         shape = model_without_memory(config, f"target {str(name)!r}")
         places = device_map(shape, find_decoder_layers(shape), of_layers, of_ends=device)
-        model, tokenizer = load_model(name, config, places, dtype or default_dtype(device))
+        model, tokenizer = load_model(name, config, places, pick_dtype(dtype, device))
         return cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
 
     @classmethod
@@ -197,7 +197,7 @@ class Target:
         device = pick_device(device)
         config = read_config(name)
         check_served_family(config, str(name))
-        model, tokenizer = load_first_layers(name, config, 0, device, dtype or default_dtype(device))
+        model, tokenizer = load_first_layers(name, config, 0, device, pick_dtype(dtype, device))
         return cls(model, tokenizer, str(name), full=FullTarget(config, fingerprint))
 
     @classmethod
@@ -257,7 +257,8 @@ class Target:
         tokenizer_eos = self.tokenizer.eos_token_id if self.tokenizer else None
         for ids in (self.model.generation_config.eos_token_id, self.text_config.eos_token_id, tokenizer_eos):
             if ids is not None:
-                return list(ids) if isinstance(ids, list | tuple) else [ids]
+                ids = ids if isinstance(ids, list | tuple) else [ids]
+                return [whole_number(f"{self.name}: eos_token_id", token_id) for token_id in ids]
         return []
 
     def logits(self, last_hidden: Tensor) -> Tensor:
@@ -408,7 +409,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         picked = torch.device(device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         raise UserError(f"device {shown(device)} is not a device: give cpu, cuda or cuda:N") from None
     if picked.type not in ("cpu", "cuda"):
         raise UserError(f"device {str(device)!r}: draftsmith runs on cpu and cuda")
@@ -420,6 +421,15 @@ def pick_device(device: str | torch.device | None) -> torch.device:
             raise UserError(f"device {str(device)!r}: the last GPU of this machine is cuda:{last}")
         torch.cuda.set_device(picked)
     return picked
+
+
+def pick_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """Return the dtype that is asked for, else that of the device. Raises `UserError` where it is none."""
+    if dtype is None:
+        return default_dtype(device)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UserError(f"dtype {shown(dtype)}: give torch.float32, torch.bfloat16 or torch.float16")
+    return dtype
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

@@ -1,10 +1,13 @@
 """The device that a user names, on GPUs that are not there."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.drafter_parts.unrolled_attention import has_flash
 from draftsmith.models.errors import UserError
@@ -34,7 +37,13 @@ def test_the_gpu_that_is_named_becomes_the_current_one(chosen: list[torch.device
         pick_device("cuda:2")
 
 
-@pytest.mark.parametrize("device", ["gpu", int, ["cpu"], 1.5])
+@pytest.mark.parametrize("dtype", ["float32", torch.int8, torch.tensor([1, 2]), 32])
+def test_what_is_no_dtype_of_weights_is_refused(dtype: Any, tiny_target_dir: Path) -> None:
+    with pytest.raises(UserError, match="dtype .*: give torch.float32"):
+        Target.from_pretrained(tiny_target_dir, "cpu", dtype)
+
+
+@pytest.mark.parametrize("device", ["gpu", int, ["cpu"], 1.5, "\ud800", "cpu\0", torch.ones(2)])
 def test_what_is_no_device_is_refused(device: Any) -> None:
     with pytest.raises(UserError, match="is not a device: give cpu, cuda or cuda:N"):
         pick_device(device)
@@ -46,6 +55,14 @@ def test_what_is_no_name_is_refused(name: Any, tiny_target: Target) -> None:
         Target.from_pretrained(name, "cpu")
     with pytest.raises(UserError, match="drafter"):
         load_drafter(name, tiny_target)
+
+
+@pytest.mark.parametrize("eos", ["<end>", [0, "<end>"], 2.5, [[0]], True])
+def test_ids_that_end_a_text_are_whole_numbers(eos: Any, make_target_dir: Callable[..., Path]) -> None:
+    target = Target.from_pretrained(make_target_dir(num_hidden_layers=1), "cpu")
+    target.model.generation_config.eos_token_id = eos
+    with pytest.raises(UserError, match="eos_token_id .*: give a whole number"):
+        SpeculativeDecoder(target, load_drafter("none", target)).generate(["x"], 2)
 
 
 def test_old_gpus_do_without_bf16_and_flash_attention(chosen: list[torch.device]) -> None:
