@@ -1,7 +1,9 @@
 """Recipe, file and command line become one config, or one line that says which key is wrong."""
 
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -109,6 +111,21 @@ def test_keys_of_another_family_are_unknown() -> None:
         "run.seed=-1",
         "run.stuck_after=1800",
         "run.timeout=300",
+        "run.steps=true",
+        "run.steps=[3]",
+        "run.steps={3: 4}",
+        f"run.steps={10**30}",
+        "optimizer.learning_rate=.nan",
+        "optimizer.weight_decay=.inf",
+        "optimizer.learning_rate=false",
+        "optimizer.max_gradient_norm=.nan",
+        "evaluation.temperatures=[.nan]",
+        "drafter.step_decay=-.inf",
+        "drafter.layer_ids=[true]",
+        "data.samples=[a]",
+        "data.packing=2",
+        f"run.wandb_project={'x' * 256}",
+        "init_from=''",
     ],
 )
 def test_wrong_value_names_the_key(argument: str) -> None:
@@ -180,6 +197,21 @@ def test_missing_file(tmp_path: Path) -> None:
 
 def test_keys_are_dotted_names() -> None:
     assert flatten({"a": 1, "b": {"c": [1, 2], "d": {"e": None}}}) == {"a": 1, "b.c": [1, 2], "b.d.e": None}
+
+
+PARTS = [hint for hint in get_type_hints(TrainConfig).values() if is_dataclass(hint)]
+
+
+@pytest.mark.parametrize("settings", [TrainConfig, *PARTS, *DRAFTER_CONFIGS.values()])
+def test_every_number_and_name_has_its_range(settings: type) -> None:
+    """A bare int or float would take what no run can use; kinds are checked by their own table."""
+    hints = get_type_hints(settings, include_extras=True)
+    bare = {
+        name: hint
+        for name, hint in hints.items()
+        if {int, float, str} & ({hint} if get_origin(hint) is Annotated else {hint, *get_args(hint)})
+    }
+    assert bare.keys() <= {"kind", "explicit_keys"}
 
 
 def test_every_family_has_its_settings() -> None:
