@@ -58,6 +58,7 @@ def _not_empty(value: T) -> T:
 Whole = Annotated[int, BeforeValidator(_no_bool), Field(le=MOST)]
 Count = Annotated[Whole, Field(ge=1)]
 Depth = Annotated[Whole, Field(ge=1, le=1000)]  # tokens, layers or heads, one behind the other
+BatchSize = Annotated[Whole, Field(ge=1, le=4096)]  # texts that are decoded at a time
 TwoOrMore = Annotated[Whole, Field(ge=2)]
 Natural = Annotated[Whole, Field(ge=0)]
 Seed = Annotated[int, BeforeValidator(_no_bool), Field(ge=0, lt=2**32)]

@@ -13,6 +13,7 @@ from pydantic import Field
 from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import (
     AboveZero,
+    BatchSize,
     BelowOne,
     Count,
     Depth,
@@ -120,7 +121,7 @@ class EvaluateSettings(OfDrafters):
     prompts: tuple[Name, ...] = option(INPUT, "files, folders, Hub NAME:COLUMN, .yaml", metavar="P")
     baseline: tuple[Baseline, ...] = option(INPUT, "generate, assisted, prompt_lookup", (), metavar="NAME")
     temperature: tuple[Temperature, ...] = option(DECODING, SAMPLED, (0.0,), "X")
-    batch_size: tuple[Count, ...] = option(DECODING, "prompts decoded at a time; measure at each", (1,), "N")
+    batch_size: tuple[BatchSize, ...] = option(DECODING, "prompts decoded at a time; measure at each", (1,), "N")
     draft_length: tuple[Depth, ...] = option(DECODING, "tokens drafted a round (4, none beside --tree)", (), "K")
     tree: tuple[Name, ...] = option(DECODING, "NODES,DEPTH,WIDTH or a .json of choices", (), "TREE")
     schedule: FilePath | None = option(DECODING, "draft lengths by load (docs/load.md)", None, "FILE")
@@ -155,7 +156,7 @@ class TuneSettings(OfDrafters):
     prompts: tuple[Name, ...] = option(INPUT, "prompts to measure on", metavar="P")
     fit_prompts: Name | None = option(INPUT, "other prompts to fit on (half of --prompts)", None, "P")
     temperature: Temperature = option(DECODING, SAMPLED, 0.0, "X")
-    batch_size: tuple[Count, ...] = option(DECODING, "prompts decoded at a time; fit for each", (1,), "N")
+    batch_size: tuple[BatchSize, ...] = option(DECODING, "prompts decoded at a time; fit for each", (1,), "N")
     verification_mode: VerificationMode | None = option(DECODING, ACCEPTED, None, "MODE")
     repeats: Count = option(MEASURING, "decode so often; more narrow the intervals", 5, "N")
 
@@ -174,9 +175,11 @@ class LoadTestSettings(OfDrafters):
     schedule: FilePath | None = option(DECODING, "draft lengths by load (from measured costs)", None, "FILE")
     verification_mode: VerificationMode | None = option(DECODING, ACCEPTED, None, "MODE")
     rate: tuple[Rate, ...] = option(TRAFFIC, "requests a second, a stage each: an open test", (), "R")
-    concurrency: tuple[Count, ...] = option(TRAFFIC, "clients that ask at once, a stage each: a closed test", (), "N")
+    concurrency: tuple[BatchSize, ...] = option(
+        TRAFFIC, "clients that ask at once, a stage each: a closed test", (), "N"
+    )
     requests: Requests | None = option(TRAFFIC, "of each run: more narrows intervals (50, but 8 a client)", None, "N")
-    max_batch: Count | None = option(TRAFFIC, "requests that an open test runs at once (16)", None, "N")
+    max_batch: BatchSize | None = option(TRAFFIC, "requests that an open test runs at once (16)", None, "N")
     prompt_lengths: Lognormal | None = option(
         TRAFFIC, "drawn lengths: the nearest are taken", None, ("MEDIAN", "SIGMA")
     )
@@ -229,7 +232,7 @@ class PlanSettings(OfTarget):
         INPUT, "kind or recipe, untrained, or a checkpoint", metavar="D", repeatable=True
     )
     acceptance: tuple[Name, ...] = option(INPUT, "measured acceptance (a file), or a rate for all depths", (), "A")
-    batch_size: tuple[Count, ...] = option(DECODING, "requests decoded at a time", (1, 2, 4, 8, 16, 32), "N")
+    batch_size: tuple[BatchSize, ...] = option(DECODING, "requests decoded at a time", (1, 2, 4, 8, 16, 32), "N")
     context: Count | None = option(DECODING, "tokens of a request so far (256, at most half)", None, "N")
     draft_length: tuple[Depth, ...] = option(DECODING, "tokens drafted a round (1 to 8, or as it can)", (), "K")
     tree_nodes: tuple[TwoOrMore, ...] = option(DECODING, "plan trees of so many drafted tokens, too", (), "N")
@@ -281,7 +284,7 @@ class PrepareCommandSettings(OfTarget):
     temperature: tuple[Temperature, ...] = option(DECODING, SAMPLED, (0.0, 1.0), "X")
     top_p: tuple[AboveZero, ...] = option(DECODING, DRAWN, (1.0,), "P")
     top_k: tuple[Natural, ...] = option(DECODING, "sample from so many likeliest tokens; 0: from all", (0,), "K")
-    batch_size: Count = option(DECODING, "prompts answered at a time: more is faster and takes memory", 32, "N")
+    batch_size: BatchSize = option(DECODING, "prompts answered at a time: more is faster and takes memory", 32, "N")
     seed: Seed = option(DECODING, "another seed samples other answers", 0, "N")
     drafter: Name | None = option(DECODING, "speeds the target up, such as ngram (none)", None, "D")
     draft_length: Depth | None = option(DECODING, "tokens that it drafts a round (4)", None, "K")
@@ -361,7 +364,7 @@ class ExportSettings(OfTarget):
     prompts: Name | None = option(MEASURING, "held-out prompts: measure it on them, for its draft length", None, "P")
     num_prompts: Count | None = option(MEASURING, "take so many of them (all)", None, "N")
     draft_length: tuple[Depth, ...] = option(MEASURING, "tokens drafted a round, to choose from (1 to 5)", (), "K")
-    batch_size: tuple[Count, ...] = option(MEASURING, "requests at a time; several give a schedule", (1,), "N")
+    batch_size: tuple[BatchSize, ...] = option(MEASURING, "requests at a time; several give a schedule", (1,), "N")
     max_new_tokens: TwoOrMore = option(MEASURING, "longest answer while measuring, in tokens", 64, "N")
     repeats: Count = option(MEASURING, "decode so often; more narrow the intervals", 3, "N")
     check: Name | None = option(MEASURING, "compare with a vLLM: its venv or URL", None, "VENV_OR_URL")
