@@ -109,6 +109,13 @@ def test_chat_is_opened_for_the_answer() -> None:
     assert target.tokenizer.decode(ids) == opened
 
 
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages.missing.name }}", "{{ messages + 1 }}", "{% if %}"])
+def test_a_template_that_fails_is_named(template: str) -> None:
+    """It comes with the target, and what it does with messages raises errors of its own."""
+    with pytest.raises(UserError, match="prompt 1: the chat template refuses it"):
+        encode_prompts([Prompt(messages=MESSAGES)], chat_target(replace(FAMILIES["chatml"], template=template)))
+
+
 def test_chat_that_the_template_refuses_is_named() -> None:
     """Templates raise on roles that do not alternate, for one; that is no traceback out of jinja."""
     refusing = replace(FAMILIES["chatml"], template="{{ raise_exception('roles must alternate') }}")
