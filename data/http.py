@@ -55,7 +55,7 @@ class Server:
         self, url: str, setting: str, mend: str, timeout: float = PAGE_TIMEOUT, largest: int = LARGEST_PAGE
     ) -> None:
         self.url = checked_url(url, setting)
-        self.name, self.mend = f"{setting} {self.url}".strip(), mend
+        self.name, self.mend = f"{setting} {self.url}", mend
         self.timeout, self.largest = timeout, largest
         self.stopped = threading.Event()
         self._reasons: set[str] = set()  # for another attempt, of which the user knows

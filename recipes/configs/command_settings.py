@@ -80,6 +80,13 @@ class Settings:
         check_names(vars(self))
 
 
+def check_address(url: str, setting: str) -> None:
+    """Refuse what is no address of a server. httpx is imported here: `--help` does not wait for it."""
+    from draftsmith.data.http import checked_url
+
+    checked_url(url, setting)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OnDevice(Settings):
     """The machine that a command computes on."""
@@ -301,6 +308,8 @@ class PrepareCommandSettings(OfTarget):
             raise UserError("--drafter, --draft-length and --device do nothing behind an --endpoint: leave them out")
         if self.draft_length is not None and self.drafter in (None, "none"):
             raise UserError("--draft-length has no effect without a --drafter: leave it out, or give --drafter ngram")
+        if self.endpoint:
+            check_address(self.endpoint, "--endpoint")
         super().refuse_mistakes()
 
 
@@ -384,6 +393,10 @@ class WatchSettings(Settings):
     against: FilePath | None = option(INPUT, "exported folder with its evaluation.json", None, "DIR")
     interval: Annotated[Number, Field(ge=0.1)] = option(INPUT, "seconds between readings", 30.0, "X")
     readings: Count | None = option(INPUT, "stop after so many (never)", None, "N")
+
+    def refuse_mistakes(self) -> None:
+        check_address(self.url, "watch")
+        super().refuse_mistakes()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,7 @@ def position_of(label: str) -> int:
 
 def vllm_at(url: str) -> Server:
     """Return the vLLM that runs at `url` (http://HOST:PORT, with or without /metrics or /v1)."""
-    return Server(url, "", MEND)
+    return Server(url, "watch", MEND)
 
 
 def read_counters(server: Server) -> Counters:

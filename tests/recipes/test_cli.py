@@ -166,6 +166,8 @@ MISTAKES = {
     "settings of answers that are given": (PREPARE + "{good} --as-given --max-new-tokens 8", "--as-given"),
     "all held out": (PREPARE + "{good} --held-out-share 1", "give less than 1"),
     "no new tokens, preparing": (PREPARE + "{good} --max-new-tokens 0", "max.new.tokens"),
+    "no port of a server": (PREPARE + "{good} --endpoint http://h:70000", "h:70000: there is no port"),
+    "a password in an address": ("watch http://me:secret@h", "watch: the URL holds a name or password"),
     "negative draft length": (EVALUATE + "{good} --draft-length -1", "--draft-length: '-1': give at least 1"),
     "negative draft length, preparing": (PREPARE + "{good} --drafter ngram --draft-length -3", "give at least 1"),
     "no draft length, preparing": (PREPARE + "{good} --drafter ngram --draft-length 0", "give at least 1"),
