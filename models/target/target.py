@@ -111,7 +111,7 @@ class Target:
         self._full = full
         self._fingerprint = full.fingerprint if full else None
         for token_id in self.eos_token_ids:
-            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
+            if not 0 <= token_id < self.vocab_size:
                 raise UserError(
                     f"target {name!r} names {shown(token_id)} as the token that ends a text, which is no id below "
                     f"{self.vocab_size}: mend eos_token_id in its generation_config.json or config.json"
