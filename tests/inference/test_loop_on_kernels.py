@@ -1,7 +1,7 @@
-"""The whole decoder on its kernels, in Triton's interpreter: it gives the tokens and the counts of the plain path.
+"""The whole decoder on its kernels, in Triton's interpreter or on a GPU, gives the plain path's tokens and counts.
 
-By default every verification mode meets every shape, with drafters, batch sizes and lags taking turns.
-`pytest -m long tests/inference/test_loop_on_kernels.py` tries every combination.
+On a GPU rounds are recorded in one run and launched anew in another. By default every verification mode meets every
+shape, with drafters, batch sizes and lags taking turns. `pytest -m long` on this file tries every combination.
 """
 
 import functools
@@ -16,6 +16,7 @@ from drafters import build, loss_of, random_batch
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.decoding.generation import Generation
+from draftsmith.inference.decoding.graphs import SWITCH as GRAPHS
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.errors import UserError
@@ -25,14 +26,14 @@ from draftsmith.models.losses.divergences import Teacher
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import DynamicTree, Shape, StaticTree
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU kernels are compiled")
-
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NEW_TOKENS, NUM_SLOTS = (24, 64) if DEVICE.type == "cuda" else (4, 24)  # on a GPU enough for rounds to be recorded
 SHAPES = {"chain": 3, "static": StaticTree(((0,), (1,), (0, 0), (0, 1))), "dynamic": DynamicTree(5, 3, 2)}
 MODES = get_args(VerificationMode)
 PROMPTS = [[5, 6, 7, 5, 6], [8, 9], [11]]
-NUM_SLOTS = 24
 SMALL = {"draft_model": {"num_layers": 1}, "lookahead": {"window": 2, "candidates": 2, "pool": 16}}
 Case = tuple[str, VerificationMode, str]
+interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU kernels are compiled")
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +41,17 @@ def target_dir(make_target_dir) -> str:
     return str(make_target_dir(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1))
 
 
-def load(directory: str) -> Target:
+@functools.lru_cache
+def plain_target(directory: str) -> Target:
     return Target.from_pretrained(directory, "cpu", torch.float32)
 
 
-@functools.lru_cache
-def plain_target(directory: str) -> Target:
-    return load(directory)
-
-
-def drafter_of(kind: str, target: Target) -> Drafter:
-    return build(kind, target, **SMALL.get(kind, {}))
+def drafter_of(kind: str, target: Target, weights: Drafter | None = None) -> Drafter:
+    """Return a drafter with noise in its weights, or with the weights of another."""
+    drafter = build(kind, target, **SMALL.get(kind, {})).to(target.device)
+    if weights is not None:
+        drafter.load_state_dict(weights.state_dict())
+    return drafter
 
 
 def settings_of(case: Case, target: Target) -> GenerationSettings | None:
@@ -60,14 +61,14 @@ def settings_of(case: Case, target: Target) -> GenerationSettings | None:
     shape: int | Shape = 0 if kind == "none" else SHAPES[shape_name]
     try:
         rates = (0.5, 0.3) if mode == "synthetic" else ()
-        return resolve_settings(drafter_of(kind, target), sampling, 4, shape, mode, synthetic_rates=rates)
+        return resolve_settings(drafter_of(kind, target), sampling, NEW_TOKENS, shape, mode, synthetic_rates=rates)
     except UserError:
         return None
 
 
-def decode(target: Target, kind: str, settings: GenerationSettings, num_rows: int, lag: int) -> list[tuple]:
+def decode(target: Target, drafter: Drafter, settings: GenerationSettings, num_rows: int, lag: int) -> list[tuple]:
     """Return the tokens and the counters of so many prompts and one more, in a queue through so many rows."""
-    engine = BatchEngine(target, drafter_of(kind, target), settings, num_rows, NUM_SLOTS)
+    engine = BatchEngine(target, drafter, settings, num_rows, NUM_SLOTS)
     generation = Generation(engine, PROMPTS[: num_rows + 1], lag=lag)
     while generation.running():
         generation.step()
@@ -78,11 +79,16 @@ def assert_kernels_agree(case: Case, num_rows: int, lag: int, directory: str, mo
     plain = plain_target(directory)
     settings = settings_of(case, plain)
     assert settings is not None
-    expected = decode(plain, case[0], settings, num_rows, lag)
-    monkeypatch.setenv(SWITCH, "interpreter")
-    on_kernels = load(directory)
+    drafter = drafter_of(case[0], plain)
+    expected = decode(plain, drafter, settings, num_rows, lag)
+    if DEVICE.type == "cpu":
+        monkeypatch.setenv(SWITCH, "interpreter")
+    on_kernels = Target.from_pretrained(directory, DEVICE, torch.float32)
     assert runs_kernels(on_kernels.device)
-    assert decode(on_kernels, case[0], settings, num_rows, lag) == expected
+    for graphs in ("off", "on")[: 1 + (DEVICE.type == "cuda")]:
+        monkeypatch.setenv(GRAPHS, graphs)
+        found = decode(on_kernels, drafter_of(case[0], on_kernels, drafter), settings, num_rows, lag)
+        assert found == expected, (case, graphs)
 
 
 def followed_cases(directory: str) -> list[Case]:
@@ -134,6 +140,7 @@ def loss_and_gradients(target: Target) -> list[torch.Tensor]:
     return [tensor.detach() for pair in sums.values() for tensor in pair] + gradients
 
 
+@interpreted
 def test_a_training_loss_on_kernels_is_the_plain_loss(target_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = plain_target(target_dir)
     expected = loss_and_gradients(target)
@@ -142,6 +149,7 @@ def test_a_training_loss_on_kernels_is_the_plain_loss(target_dir: str, monkeypat
     torch.testing.assert_close(loss_and_gradients(target), expected, atol=1e-5, rtol=1e-4)
 
 
+@interpreted
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not runs_kernels(torch.device("cpu"))
     monkeypatch.setenv(SWITCH, "interpreter")
