@@ -16,6 +16,7 @@ from draftsmith.data.samples.batches import MicroBatch
 from draftsmith.models.batch import Batch
 from draftsmith.models.files import write_json
 from draftsmith.models.target.target import pick_device
+from draftsmith.models.typed_json import to_json
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.evaluation.evaluate import Evaluator, what_training_brought
 from draftsmith.train.hardware.layouts import gather_as_one, steps_in_backward
@@ -29,7 +30,7 @@ from draftsmith.train.process.stages import Stages, watched
 from draftsmith.train.run_folder.checkpoint import checkpoint_name, checkpoints, resume, rotate, save_checkpoint
 from draftsmith.train.run_folder.run_folder import best_measured, open_run
 from draftsmith.train.run_folder.tracking import Tracker
-from draftsmith.train.run_folder.vocabulary import VOCABULARY, vocabulary_content
+from draftsmith.train.run_folder.vocabulary import VOCABULARY, vocabulary_of
 from draftsmith.train.setup import Setup, set_up, show_data
 from draftsmith.train.step import (
     accumulate_gradients,
@@ -81,11 +82,11 @@ class TrainingRun:
         self.accelerator, self.drafter, self.plan = setup.accelerator, setup.drafter, setup.plan
         self.source = feature_source(config, setup.store, self.drafter, setup.target, self.accelerator, stages)
         on_main = self.accelerator.is_main_process
-        vocabulary = vocabulary_content(self.drafter, self.plan, self.source, setup.target)
+        vocabulary = vocabulary_of(self.drafter, self.plan, self.source, setup.target)
         if on_main:
             show_data(setup, vocabulary)
             if vocabulary:
-                write_json(folder / VOCABULARY, vocabulary)
+                write_json(folder / VOCABULARY, to_json(vocabulary))
         self.model, self.optimizer = self.accelerator.prepare(self.drafter, adamw(self.drafter, config.optimizer))
         gather_as_one(self.accelerator, self.drafter)
         self.first_step, self.earlier_seconds = resume(self.accelerator, self.drafter, self.optimizer, folder)

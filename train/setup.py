@@ -3,7 +3,6 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -33,7 +32,7 @@ from draftsmith.train.hardware.layouts import make_accelerator
 from draftsmith.train.hardware.placement import check_placement, place
 from draftsmith.train.inputs.features import load_target, open_store
 from draftsmith.train.inputs.on_policy import OnPolicy
-from draftsmith.train.run_folder.vocabulary import vocabulary_text
+from draftsmith.train.run_folder.vocabulary import DraftVocabulary, vocabulary_text
 from draftsmith.train.starting_drafter import fit_vocabulary_size, starting_drafter
 
 
@@ -132,7 +131,7 @@ def fit_batch_size(config: TrainConfig, num_samples: int, num_ranks: int) -> Non
     data.batch_size = fitting
 
 
-def show_data(setup: Setup, vocabulary: dict[str, Any] | None) -> None:
+def show_data(setup: Setup, vocabulary: DraftVocabulary | None) -> None:
     """Show the user a sample with what is trained on, and what is odd about the data."""
     plan = setup.plan
     if cut := plan.describe_cut():

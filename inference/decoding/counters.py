@@ -7,12 +7,17 @@ token.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 from scipy.special import stdtrit
 
+from draftsmith.models.ranges import Natural, NonNegative
+
 BOOTSTRAP_SAMPLES = 2000
+Counted = Natural | NonNegative  # the decoder counts whole numbers; expected counters are fractions
+DraftLength = Annotated[int, Field(ge=0, le=10_000)]
 LEAST_SAMPLES = 3  # with two, Student's t asks for 13 standard errors
 
 
@@ -23,16 +28,18 @@ class Stats:
     The decoder counts whole numbers; the expected counters of a replay are fractions.
     """
 
-    draft_length: int  # longest path of a draft
-    num_drafts: int | float = 0  # rounds with at least one drafted token
-    num_draft_tokens: int | float = 0
-    num_accepted_tokens: int | float = 0  # bonus tokens not among them
-    num_emitted_tokens: int = 0
-    num_rounds: int | float = 0  # target passes after the prompt's
-    acceptance_histogram: list[int | float] = field(default_factory=list)  # drafts by accepted tokens
+    draft_length: DraftLength  # longest path of a draft
+    num_drafts: Counted = 0  # rounds with at least one drafted token
+    num_draft_tokens: Counted = 0
+    num_accepted_tokens: Counted = 0  # bonus tokens not among them
+    num_emitted_tokens: Natural = 0
+    num_rounds: Counted = 0  # target passes after the prompt's
+    acceptance_histogram: list[Counted] = field(default_factory=list)  # drafts by accepted tokens
 
     def __post_init__(self) -> None:
         self.acceptance_histogram = self.acceptance_histogram or [0] * (self.draft_length + 1)
+        if len(self.acceptance_histogram) != self.draft_length + 1:
+            raise ValueError(f"acceptance_histogram has {len(self.acceptance_histogram)} numbers at this draft_length")
 
     def count_round(self, num_drafted: int, num_accepted: int) -> None:
         """Count one round of one request."""

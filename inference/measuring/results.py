@@ -3,17 +3,19 @@
 The fields have the names and the order of the file; docs/measurement.md explains them.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import PlainValidator
+from pydantic import Field, PlainValidator
 
-from draftsmith.inference.decoding.counters import Interval, PairedDifference, Stats
+from draftsmith.inference.decoding.counters import DraftLength, Interval, PairedDifference, Stats
 from draftsmith.inference.decoding.schedule import AnySchedule, schedule_from_json
 from draftsmith.inference.verification.acceptance_rules import LOSSY, VerificationMode
-from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.errors import UserError
 from draftsmith.models.files import write_json
+from draftsmith.models.ranges import Natural, NonNegative, Positive, Share
 from draftsmith.models.reading import read_json
 from draftsmith.models.typed_json import flat, from_json, optional, to_json, with_flat_parts
 
@@ -25,15 +27,15 @@ class Setting:
     """The setting that a row was measured at. Rows may stand side by side where their settings are equal."""
 
     prompt_set: str
-    num_prompts: int
-    temperature: float
-    top_p: float
+    num_prompts: Natural
+    temperature: NonNegative
+    top_p: Share
     verification_mode: VerificationMode = field(compare=False)  # follows from the drafter where nobody chose it
-    batch_size: int
-    draft_length: int  # tokens on the longest path of a draft
-    tree_nodes: int | None  # None: a chain
+    batch_size: Annotated[Natural, Field(ge=1)]
+    draft_length: DraftLength  # tokens on the longest path of a draft
+    tree_nodes: Natural | None  # None: a chain
     schedule: Annotated[AnySchedule, PlainValidator(schedule_from_json)] | None = optional(compare=False)
-    max_new_tokens: int
+    max_new_tokens: Natural
 
     def differs_only_in(self, other: "Setting", *names: str) -> bool:
         """Return whether two settings are equal once these fields of them are."""
@@ -44,18 +46,18 @@ class Setting:
 class Percentiles:
     """Percentiles of a latency in milliseconds."""
 
-    p50: float
-    p95: float
-    p99: float
+    p50: NonNegative
+    p95: NonNegative
+    p99: NonNegative
 
 
 @dataclass(frozen=True)
 class Phases:
     """Mean milliseconds of a round in drafting, in the target's pass with its verification, and on the host."""
 
-    draft: float
-    verify: float
-    host: float
+    draft: NonNegative
+    verify: NonNegative
+    host: NonNegative
 
     @property
     def total(self) -> float:
@@ -67,40 +69,40 @@ class Phases:
 class FirstTokenParts:
     """Medians in milliseconds of what passes until the second round; None where it was not measured."""
 
-    tokenise: float | None = None
-    prefill: float | None = None
-    first_decode: float | None = None
+    tokenise: NonNegative | None = None
+    prefill: NonNegative | None = None
+    first_decode: NonNegative | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
     """Times of a drafter beside plain decoding, in one process. Speeds are in tokens per second."""
 
-    baseline_tokens_per_second: float
-    tokens_per_second: float
-    speedup: float  # from prompt to last token
+    baseline_tokens_per_second: Positive
+    tokens_per_second: Positive
+    speedup: Positive  # from prompt to last token
     speedup_ci95: Interval
-    repeats: int
-    decode_tokens_per_second: float | None  # without reading the prompts; None where nothing came after that
-    baseline_decode_tokens_per_second: float | None
-    decode_speedup: float | None
-    throughput_tokens_per_second: float | None  # over everything that was timed; None in older files
+    repeats: Natural
+    decode_tokens_per_second: NonNegative | None  # without reading the prompts; None where nothing came after that
+    baseline_decode_tokens_per_second: NonNegative | None
+    decode_speedup: NonNegative | None
+    throughput_tokens_per_second: NonNegative | None  # over everything that was timed; None in older files
     ttft_ms: Percentiles  # time to the first token
     ttft_parts_ms: FirstTokenParts
     tpot_ms: Percentiles  # time per later token
     baseline_tpot_ms: Percentiles
     milliseconds_per_round: Phases
     baseline_milliseconds_per_round: Phases  # its total is a plain step
-    bandwidth_floor_share: float | None  # share of the memory's bandwidth that is used; None where unknown
-    step_cost_ratio: float  # acceptance length / speedup
+    bandwidth_floor_share: NonNegative | None  # share of the memory's bandwidth that is used; None where unknown
+    step_cost_ratio: NonNegative  # acceptance length / speedup
 
 
 @dataclass(frozen=True)
 class Difference:
     """The first difference of an output from plain decoding, and what the target holds of the two tokens."""
 
-    request: int  # place among the prompts
-    position: int  # in the answer, from 0
+    request: Natural  # place among the prompts
+    position: Natural  # in the answer, from 0
     plain_token: int | None  # None: the answer had ended
     speculative_token: int | None
     top_two_gap: float  # between the target's two highest logits there, in the dtype of the run
@@ -115,10 +117,10 @@ class Difference:
 class LosslessCheck:
     """Counts of requests whose output was compared with plain decoding."""
 
-    checked: int = 0
-    identical: int = 0
-    near_tie_divergences: int = 0  # first difference between two tokens that the target holds equally likely
-    divergences: int = 0  # any other first difference: a bug
+    checked: Natural = 0
+    identical: Natural = 0
+    near_tie_divergences: Natural = 0  # first difference between two tokens that the target holds equally likely
+    divergences: Natural = 0  # any other first difference: a bug
     first_differences: list[Difference] = field(default_factory=list)  # of all outputs that are not identical
 
     def __add__(self, other: "LosslessCheck") -> "LosslessCheck":
@@ -135,17 +137,17 @@ class LosslessCheck:
 class DomainResult:
     """Acceptance on the prompts of one domain; the speedup where every batch is a single prompt."""
 
-    num_prompts: int
+    num_prompts: Natural
     num_drafts: int | float
     num_draft_tokens: int | float
     num_accepted_tokens: int | float
     num_emitted_tokens: int
-    mean_acceptance_length: float
+    mean_acceptance_length: NonNegative
     mean_acceptance_length_ci95: Interval
     draft_acceptance_rate: float
-    speedup: float | None = optional()
+    speedup: NonNegative | None = optional()
     speedup_ci95: Interval = optional(beside="speedup")
-    timed_prompts: int | None = optional()
+    timed_prompts: Natural | None = optional()
 
     @classmethod
     def of(cls, num_prompts: int, total: Stats, length_ci95: Interval) -> "DomainResult":
@@ -166,20 +168,20 @@ class DomainResult:
 class BaselineResult:
     """The speed of one way in which transformers decodes, beside ours."""
 
-    num_emitted_tokens: int
-    tokens_per_second: float
-    speedup_over_plain: float
+    num_emitted_tokens: Natural
+    tokens_per_second: NonNegative
+    speedup_over_plain: NonNegative
     speedup_over_plain_ci95: Interval
-    identical: int | None  # outputs equal to plain decoding's; None where they were sampled
+    identical: Natural | None  # outputs equal to plain decoding's; None where they were sampled
 
 
 @dataclass(frozen=True)
 class TeacherForced:
     """The acceptance that a training pass over the texts that the decoder wrote predicts."""
 
-    mean_acceptance_length: float
-    conditional_acceptance_rates: list[float | None]
-    per_position_acceptance_rates: list[float]
+    mean_acceptance_length: NonNegative
+    conditional_acceptance_rates: list[Share | None]
+    per_position_acceptance_rates: list[Share]
 
 
 @dataclass(frozen=True)
@@ -193,9 +195,9 @@ class TeacherForcedGap(PairedDifference):
 class CalibrationBin:
     """Drafted tokens of like confidence."""
 
-    confidence: float  # mean
-    accepted: float  # share
-    count: float  # expected number
+    confidence: Share  # mean
+    accepted: Share
+    count: NonNegative  # expected number
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,17 @@ class Result:
     timed_prompts: int | None = optional()  # where several processes may have counted: the prompts that were timed
     diagnosis: list[Finding] | None = optional()  # None: acceptance is not low
 
+    def __post_init__(self) -> None:
+        """Refuse figures that cannot be of one measurement, for what is made of them would fail or mislead."""
+        counts, speed, forced = self.acceptance, self.speed, self.teacher_forced
+        phases = (speed.milliseconds_per_round, speed.baseline_milliseconds_per_round)
+        if counts.num_drafts and not (counts.num_drafts <= counts.num_rounds and min(part.total for part in phases)):
+            raise ValueError("drafts are counted or timed without rounds")
+        if counts.num_accepted_tokens > counts.num_draft_tokens or (counts.num_drafts and not counts.draft_length):
+            raise ValueError("more tokens are accepted than drafted")
+        if forced and len(forced.conditional_acceptance_rates) != self.setting.draft_length:
+            raise ValueError("teacher_forced has another number of rates than draft_length")
+
     @property
     def is_sound(self) -> bool:
         """Whether the output is the target's own, as far as was looked: else its speed does not count."""
@@ -243,7 +256,7 @@ class Result:
     @property
     def tokens_a_round(self) -> float:
         """Tokens that a round emits, rounds without a draft counted, which the acceptance length leaves out."""
-        return 1 + self.acceptance.num_accepted_tokens / self.acceptance.num_rounds
+        return 1 + self.acceptance.num_accepted_tokens / max(1, self.acceptance.num_rounds)
 
     @property
     def steps_a_round(self) -> float:
@@ -282,7 +295,7 @@ class Environment:
 
     versions: dict[str, str | None]  # of Python and of packages
     device: str
-    num_threads: int
+    num_threads: Natural
     dtype: str
     target_fingerprint: str | None
     git_commit: str | None
@@ -308,18 +321,21 @@ class Evaluation:
     drafter: str  # as it was given: a checkpoint, a name on the Hub, or a training-free drafter
     drafter_kind: str
     environment: Environment
-    results: list[Annotated[Result, with_flat_parts(Result)]]
+    results: Annotated[list[Annotated[Result, with_flat_parts(Result)]], Field(min_length=1)]
     certificate: Certificate | None = optional()
-    seconds: float | None = optional()  # that the whole comparison took, all its drafters
+    seconds: NonNegative | None = optional()  # that the whole comparison took, all its drafters
     cost: EvaluationCost | None = optional()
 
 
 def read_evaluation(path: Path) -> Evaluation:
     """Read an evaluation.json, also of an older version. Raises `UserError` for a file that is none."""
+    content = read_json(path)
+    with suppress(TypeError, KeyError, AttributeError):  # of a content that is none, whose fault `from_json` names
+        content = upgraded(content)
     try:
-        return from_json(Evaluation, upgraded(read_json(path)))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} holds no evaluation: {first_line(error)}") from None
+        return from_json(Evaluation, content)
+    except UserError as error:
+        raise UserError(f"{path} holds no evaluation: {error}") from None
 
 
 def write_evaluation(path: Path, evaluation: Evaluation) -> None:

@@ -13,29 +13,34 @@ docs/cost_model.md explains them.
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 from scipy.optimize import nnls
+
+from draftsmith.inference.decoding.counters import DraftLength
+from draftsmith.models.ranges import Natural, NonNegative, Share
 
 SLOW_STARTS = (2, 4, 8, 16)  # tokens of a pass up to which each may cost more
 KINKS = (4, 8, 16, 32, 64, 128, 256)  # tokens of a pass from which on each may cost more
 GOAL = 0.05  # error of a predicted speedup that is as good as measuring
 
-Terms = dict[str, float]  # by the name of a term: how often it is paid, or its milliseconds
+Terms = dict[str, NonNegative]  # by the name of a term: how often it is paid, or its milliseconds
 
 
 @dataclass(frozen=True)
 class RoundTimes:
     """Median milliseconds of the rounds at one setting. Draft length 0 is a plain step."""
 
-    draft_length: int
-    batch: int  # running requests
-    context: int  # tokens of each request
-    nodes: int  # drafted tokens of each request
+    draft_length: DraftLength
+    batch: Annotated[Natural, Field(ge=1)]  # running requests
+    context: Natural  # tokens of each request
+    nodes: Natural  # drafted tokens of each request
     tree: bool
-    draft_ms: float
-    verify_ms: float
-    round_ms: float
+    draft_ms: NonNegative
+    verify_ms: NonNegative
+    round_ms: NonNegative
 
     @property
     def tree_nodes(self) -> int | None:
@@ -55,10 +60,10 @@ class HeldOutRound(RoundTimes):
 class HeldOutErrors:
     """Sizes of the relative errors of predicted speedups at settings that were left out of the fit."""
 
-    settings: int = 0
-    median_error: float = 0.0
-    p90_error: float = 0.0
-    share_within_5_percent: float = 0.0
+    settings: Natural = 0
+    median_error: NonNegative = 0.0
+    p90_error: NonNegative = 0.0
+    share_within_5_percent: Share = 0.0
     rows: list[HeldOutRound] = field(default_factory=list)
 
 
@@ -72,11 +77,11 @@ class Costs:
     drafter_kind: str
     draft_ms: Terms
     verify_ms: Terms  # the target's pass, also that of a plain step
-    host: float  # of a round, beside its draft and its verification
+    host: NonNegative  # of a round, beside its draft and its verification
     held_out: HeldOutErrors = HeldOutErrors()
     fitted_on: list[RoundTimes] = field(default_factory=list)
     drops_columns: bool = False  # where no request has a draft, a CPU verifies a plain step; a GPU the usual shape
-    drafted: float = 1.0  # share of a request's rounds that have a draft, which looked-up ones may not
+    drafted: Share = 1.0  # share of a request's rounds that have a draft, which looked-up ones may not
 
     def drafting_in(self, share: float) -> "Costs":
         """Return the costs of a drafter that has a draft in this share of a request's rounds."""

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator
 
+from draftsmith.inference.decoding.counters import DraftLength
 from draftsmith.inference.decoding.decoder import Output, SpeculativeDecoder
 from draftsmith.inference.decoding.schedule import AnySchedule, Schedule, for_sglang, for_vllm, schedule_from_json
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
@@ -25,6 +26,7 @@ from draftsmith.inference.planning.costs_after_evaluation import typical_context
 from draftsmith.inference.planning.fixed_batches import DecodedRequest, fixed_batch_speedup
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError
+from draftsmith.models.ranges import Natural, NonNegative
 from draftsmith.models.sampling.trees import StaticTree
 from draftsmith.models.typed_json import optional, to_json
 
@@ -37,13 +39,13 @@ ANSWERS = 24  # that rank accuracies are counted on, at most
 class PredictedDraft:
     """The best draft at a batch size, as choice.json has it."""
 
-    batch_size: int
-    draft_length: int  # 0: speculation off
-    tree_nodes: int | None
+    batch_size: Natural
+    draft_length: DraftLength  # 0: speculation off
+    tree_nodes: Natural | None
     schedule: Annotated[AnySchedule, PlainValidator(schedule_from_json)] | None = optional()
-    acceptance_length: float
-    speedup: float  # where the batch stays full, as a server's does
-    fixed_batch_speedup: float | None  # None where rounds of single requests are not known: they are of chains only
+    acceptance_length: NonNegative
+    speedup: NonNegative  # where the batch stays full, as a server's does
+    fixed_batch_speedup: NonNegative | None  # None where rounds of single requests are not known, as of trees
 
     def is_of(self, setting: Setting) -> bool:
         """Return whether a setting decodes with this draft at this batch size."""

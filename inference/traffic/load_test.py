@@ -81,6 +81,14 @@ class LoadTest:
     identical: dict[str, IdenticalAnswers] | None  # None: answers are sampled in another way with speculation on
     verdict: str
 
+    def __post_init__(self) -> None:
+        """Refuse stages that cannot be compared: each contender is held against speculation off at the same loads."""
+        stages = {(stage.contender, stage.load): len(stage.repeats) for stage in self.stages}
+        if not stages or {("off", load): count for (_, load), count in stages.items()}.items() - stages.items():
+            raise ValueError("stages are missing with speculation off")
+        if len(stages) != len({name for name, _ in stages}) * len({load for _, load in stages}):
+            raise ValueError("stages are missing at some loads")
+
 
 @dataclass(frozen=True)
 class Contender:

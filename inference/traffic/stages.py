@@ -10,6 +10,7 @@ from draftsmith.inference.measuring.results import Percentiles
 from draftsmith.inference.measuring.speed import percentiles
 from draftsmith.inference.traffic.requests import Load
 from draftsmith.inference.traffic.serving import Answer, ServedRun, Step
+from draftsmith.models.ranges import Natural, NonNegative, Positive
 
 WARM_UP_SHARE = 0.2  # of a run's requests, from the first on, that only bring it to a steady state
 
@@ -18,8 +19,8 @@ WARM_UP_SHARE = 0.2  # of a run's requests, from the first on, that only bring i
 class Sla:
     """Milliseconds that 95 of 100 requests must keep; None asks for nothing."""
 
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
+    ttft_ms: NonNegative | None = None
+    tpot_ms: NonNegative | None = None
 
     def kept_by(self, answer: Answer) -> bool:
         slow_start = self.ttft_ms is not None and answer.ttft * 1000 > self.ttft_ms
@@ -36,8 +37,8 @@ class Sla:
 class RepeatResult:
     """A repeat of a stage."""
 
-    throughput_tokens_per_second: float
-    tpot_ms: float | None  # median; None where every answer is a single token
+    throughput_tokens_per_second: Positive
+    tpot_ms: Positive | None  # median; None where every answer is a single token
 
 
 @dataclass(frozen=True)
@@ -45,23 +46,23 @@ class StageResult:
     """An entry of `stages` in load.json, pooled over the repeats."""
 
     mode: Literal["rate", "concurrency"]
-    load: float  # requests a second, or at once
+    load: NonNegative  # requests a second, or at once
     contender: str  # off, on or scheduled
-    num_counted: int
-    seconds: float
-    throughput_tokens_per_second: float
-    requests_per_second: float
-    mean_running: float
+    num_counted: Natural
+    seconds: NonNegative
+    throughput_tokens_per_second: Positive
+    requests_per_second: NonNegative
+    mean_running: NonNegative
     prompt_tokens: Percentiles
     output_tokens: Percentiles
     ttft_ms: Percentiles
     queue_ms: Percentiles
     prefill_ms: Percentiles
     tpot_ms: Percentiles
-    sla_share: float
-    goodput_requests_per_second: float
-    mean_acceptance_length: float
-    mean_draft_length: float
+    sla_share: NonNegative
+    goodput_requests_per_second: NonNegative
+    mean_acceptance_length: NonNegative
+    mean_draft_length: NonNegative
     repeats: list[RepeatResult]
     within_sla: bool
 

@@ -114,7 +114,7 @@ def draw_training(data: ReportData, figure: Figure) -> None:
 
 def series(run: EvaluatedRun, metric: str) -> tuple[list[int], list[float]]:
     """Return the steps at which a metric was logged, and its values."""
-    points = [(line["step"], line[metric]) for line in run.metrics if metric in line]
+    points = [(line.step, value) for line in run.metrics if (value := getattr(line, metric)) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 

@@ -8,6 +8,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from draftsmith.data.console import printable
+from draftsmith.data.progress import notice
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models.files import require_writable, write_json, write_whole
@@ -47,6 +48,7 @@ WORDS = {
     "Break-even": "The batch size at which the speedup falls to 1, on the line between the two measured sizes around "
     "it, over the logarithm of the batch size.",
 }
+UNREADABLE = "These files could not be read, and nothing in this report is of them:"
 
 
 def build_report(folder: Path) -> Path:
@@ -55,6 +57,8 @@ def build_report(folder: Path) -> Path:
     Raises `UserError` where the folder holds nothing that was evaluated.
     """
     data = read_report_data(folder)
+    for line in data.unreadable:
+        notice(f"left out of the report: {line}")
     require_writable(folder)
     verdict, profiles, name = verdict_of(data), profiles_of(data), folder.resolve().name
     sections = sections_of(data, profiles)
@@ -114,6 +118,8 @@ def as_page(
     return environment.get_template("report.html.j2").render(
         name=name,
         verdict=verdict,
+        left_out=UNREADABLE,
+        unreadable=data.unreadable,
         sections=sections,
         figures=figures,
         profiles=to_json(profiles),
@@ -146,6 +152,8 @@ def as_markdown(
         parts.append("Output differs from plain decoding: speculation is broken there, and its speed does not count.")
         parts.append("\n".join(f"* {escaped(line)}" for line in verdict.broken))
     parts += [f"> {escaped(line)}" for line in verdict.caveats]
+    if data.unreadable:
+        parts += [UNREADABLE, "\n".join(f"* {escaped(line)}" for line in data.unreadable)]
     for section in sections:
         parts += [f"## {section.title}", section.lead, *map(escaped, section.notes)]
         parts += [markdown(table) for table in [*section.tables, *section.folded]]
@@ -179,5 +187,6 @@ def as_json(data: ReportData, verdict: Verdict, profiles: list[Profile]) -> dict
         ],
         "profiles": to_json(profiles),
         **({"costs": to_json(data.costs)} if data.costs else {}),
-        **data.extras,
+        **data.contents,
+        **({"unreadable": data.unreadable} if data.unreadable else {}),
     }

@@ -1,7 +1,9 @@
 """Everything that a report is made of, read from the folder of a run, of several runs, or of an evaluation."""
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,15 +16,16 @@ from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.tuning import PredictedDraft
 from draftsmith.inference.traffic.load_test import LoadTest
 from draftsmith.models.errors import UserError
-from draftsmith.models.reading import parse_yaml, read_json, read_text, read_typed
+from draftsmith.models.ranges import Natural, NonNegative
+from draftsmith.models.reading import read_json, read_text, read_typed, read_yaml
 from draftsmith.models.typed_json import from_json
 from draftsmith.train.run_folder.checkpoint import checkpoint_step
 from draftsmith.train.run_folder.run_folder import measured_checkpoints
-from draftsmith.train.run_folder.tracking import read_metrics
+from draftsmith.train.run_folder.tracking import METRICS, read_metrics
 from draftsmith.train.run_folder.vocabulary import read_vocabulary, vocabulary_text
 
 FREE = ("batch_size", "draft_length", "tree_nodes")  # in which the settings differ that a report compares
-EXTRAS = ("choice", "load", "plan")  # NAME.json that other commands write
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,48 @@ class Choice:
     fitted_on: str
     predicted: list[PredictedDraft]
     schedule: Schedule
+
+
+@dataclass(frozen=True)
+class PlannedDrafter:
+    """The part of a drafter in plan.json that the report shows."""
+
+    verdicts: list[str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The part of plan.json that the report shows."""
+
+    drafters: list[PlannedDrafter]
+
+
+EXTRAS: dict[str, type] = {"choice": Choice, "load": LoadTest, "plan": Plan}  # NAME.json that other commands write
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """The part of a run's drafter settings that the report reads."""
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The part of config.yaml that the report reads."""
+
+    target: str
+    drafter: DrafterConfig
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """The part of a line of metrics.jsonl that the report draws."""
+
+    step: Natural
+    loss: NonNegative | None = None
+    simulated_acceptance_length: NonNegative | None = None
+    acceptance_length: NonNegative | None = None
 
 
 @dataclass
@@ -61,7 +106,7 @@ class EvaluatedRun:
     config: str  # text of config.yaml
     environment: str  # content of environment.json, as YAML
     vocabulary: str  # what its draft vocabulary is and costs; empty where it is the target's
-    metrics: list[dict[str, Any]]  # lines of metrics.jsonl
+    metrics: list[LoggedStep]
     checkpoints: list[EvaluatedCheckpoint]  # oldest first
 
     @property
@@ -117,8 +162,10 @@ class ReportData:
     drafters: list[MeasuredDrafter]  # trained ones first, the fastest of them on top
     elsewhere: list[MeasuredDrafter]  # measured under other conditions: in no figure and no ratio with them
     costs: list[Costs] = field(default_factory=list)
-    extras: dict[str, list[Any]] = field(default_factory=dict)  # contents of the files of EXTRAS by name
+    extras: dict[str, list[Any]] = field(default_factory=dict)  # values of the files of EXTRAS by name
+    contents: dict[str, list[Any]] = field(default_factory=dict)  # and what stands in these files
     samples: list[SampleText] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)  # why files of the folder are left out
 
     @property
     def all_drafters(self) -> list[MeasuredDrafter]:
@@ -166,14 +213,8 @@ class ReportData:
         rows = [(drafter, [row for row in drafter.results if row.setting == setting]) for drafter in self.drafters]
         return [(drafter, same[0]) for drafter, same in rows if same]
 
-    def choices(self) -> list[Choice]:
-        return [from_json(Choice, content) for content in self.extras.get("choice", [])]
-
-    def load_tests(self) -> list[LoadTest]:
-        return [from_json(LoadTest, content) for content in self.extras.get("load", [])]
-
     def choice_for(self, drafter: MeasuredDrafter) -> Choice | None:
-        return self._written_for(drafter, self.choices())
+        return self._written_for(drafter, self.extras.get("choice", []))
 
     def costs_for(self, drafter: MeasuredDrafter) -> Costs | None:
         """Return the costs of its own costs.json, else those of another drafter of its kind in the folder."""
@@ -199,20 +240,61 @@ class ReportData:
 # --- reading
 
 
+class Reader:
+    """Reads the files of a report one by one. What cannot be read is left out, and `unreadable` says why."""
+
+    def __init__(self) -> None:
+        self.unreadable: list[str] = []
+
+    def read(self, read: Callable[[Path], T], path: Path) -> T | None:
+        """Return what `read` makes of a file; None where there is none, or where it raises `UserError`."""
+        try:
+            return read(path) if path.exists() else None
+        except UserError as error:
+            self.unreadable.append(str(error))
+            return None
+
+    def read_all(self, read: Callable[[Path], T], paths: Iterable[Path]) -> list[T]:
+        values = [self.read(read, path) for path in paths]
+        return [value for value in values if value is not None]
+
+
 def read_report_data(folder: Path) -> ReportData:
     """Read what lies in the folder of a run, of several runs, or of an evaluation.
 
-    Raises `UserError` where nothing there was evaluated.
+    Files that cannot be read are left out and named in `unreadable`. Raises `UserError` where no evaluation is left.
     """
-    evaluations = [] if _in_folder_or_below(folder, "config.yaml") else _evaluations(folder)
-    runs = [] if evaluations else read_runs(folder)
-    extras = {name: [read_json(path) for path in _files(folder, name)] for name in EXTRAS}
-    samples = [_read_samples(path) for path in _files(folder, "samples")]
-    data = report_data_of(evaluations) if evaluations else _by_conditions(runs, drafters_of_runs(folder, runs))
-    data.costs = [read_typed(Costs, path) for path in _files(folder, "costs")]
-    data.extras = {name: contents for name, contents in extras.items() if contents}
-    data.samples = next(iter(samples), []) or (runs[0].best.samples if runs else [])
+    if not folder.is_dir():
+        raise UserError(f"no folder {folder}: give the folder of a run, such as runs/NAME")
+    reader, configs = Reader(), _in_folder_or_below(folder, "config.yaml")
+    if configs:
+        runs = [run for config in configs if (run := _read_run(config.parent, reader)) and run.checkpoints]
+        runs.sort(key=lambda run: run.best.first_result.rank_key, reverse=True)
+        comparison = _comparison(folder, reader)
+        drafters = drafters_of_runs(runs, comparison) if runs else []
+    else:
+        runs, drafters = [], fastest_first(compared(_evaluations(folder, reader)))
+    if not drafters:
+        raise UserError(_nothing_text(folder, bool(configs), reader.unreadable))
+    data = _by_conditions(runs, drafters)
+    for name, kind in EXTRAS.items():
+        pairs = reader.read_all(partial(_read_extra, kind), _files(folder, name))
+        if pairs:
+            data.extras[name], data.contents[name] = map(list, zip(*pairs, strict=True))
+    data.costs = reader.read_all(partial(read_typed, Costs), _files(folder, "costs"))
+    samples = reader.read_all(_read_samples, _files(folder, "samples"))
+    data.samples = next(iter(samples), []) or (data.runs[0].best.samples if data.runs else [])
+    data.unreadable = list(dict.fromkeys(reader.unreadable))
     return data
+
+
+def _nothing_text(folder: Path, has_runs: bool, unreadable: list[str]) -> str:
+    if unreadable:
+        others = f" (and {len(unreadable) - 1} other files)" if len(unreadable) > 1 else ""
+        return f"{folder} holds no evaluation that can be read: {unreadable[0]}{others}"
+    if has_runs:
+        return f"no checkpoint in {folder} has been evaluated yet: train with evaluation.prompts set"
+    return f"{folder} holds no run and no evaluation: give the folder of a run, of runs, or of an evaluation"
 
 
 def report_data_of(evaluations: list[Evaluation]) -> ReportData:
@@ -236,9 +318,16 @@ def _files(folder: Path, name: str) -> list[Path]:
     return list(dict.fromkeys(path for pattern in patterns for path in sorted(folder.glob(pattern))))
 
 
-def _evaluations(folder: Path) -> list[Evaluation]:
+def _evaluations(folder: Path, reader: Reader) -> list[Evaluation]:
     """Read what `evaluate` has written into a folder, one evaluation a drafter."""
-    return list(map(read_evaluation, _in_folder_or_below(folder, "evaluation.json")))
+    return reader.read_all(read_evaluation, _in_folder_or_below(folder, "evaluation.json"))
+
+
+def _comparison(folder: Path, reader: Reader) -> list[Evaluation]:
+    """Read the newest folder in this one that `evaluate` wrote, which compared its drafters in one process."""
+    written = [path for path in folder.glob("*/evaluation.md") if not path.parent.name.startswith(".")]
+    newest = max(written, key=lambda path: path.stat().st_mtime, default=folder / "comparison/evaluation.md")
+    return _evaluations(newest.parent, reader)
 
 
 def _in_folder_or_below(folder: Path, name: str) -> list[Path]:
@@ -247,55 +336,66 @@ def _in_folder_or_below(folder: Path, name: str) -> list[Path]:
     return [own] if own.is_file() else sorted(folder.glob(f"*/{name}"))
 
 
-def read_runs(folder: Path) -> list[EvaluatedRun]:
-    """Read the evaluated runs in a folder that is one run or holds several, the fastest first.
-
-    Raises `UserError` where there is none.
-    """
-    if not folder.is_dir():
-        raise UserError(f"no folder {folder}: give the folder of a run, such as runs/NAME")
-    configs = _in_folder_or_below(folder, "config.yaml")
-    if not configs:
-        raise UserError(
-            f"{folder} holds no run and no evaluation: give the folder of a run, of runs, or of an evaluation"
-        )
-    runs = [run for run in (_read_run(config.parent) for config in configs) if run.checkpoints]
-    if not runs:
-        raise UserError(f"no checkpoint in {folder} has been evaluated yet: train with evaluation.prompts set")
-    return sorted(runs, key=lambda run: run.best.first_result.rank_key, reverse=True)
-
-
-def _read_run(folder: Path) -> EvaluatedRun:
-    config = read_text(folder / "config.yaml")
-    content = parse_yaml(config, str(folder / "config.yaml"))
-    vocabulary = read_vocabulary(folder)
+def _read_run(folder: Path, reader: Reader) -> EvaluatedRun | None:
+    """Return a run; None where its config cannot be read."""
+    config = reader.read(_read_config, folder / "config.yaml")
+    if config is None:
+        return None
+    checkpoints = [_read_checkpoint(path, reader) for path in measured_checkpoints(folder)]
+    vocabulary = reader.read(read_vocabulary, folder)
+    environment = reader.read(partial(read_typed, dict[str, Any]), folder / "environment.json")
     text = vocabulary_text(vocabulary) if vocabulary else ""
     return EvaluatedRun(
         name=folder.resolve().name,
-        kind=content["drafter"]["kind"],
-        target=content["target"],
-        config=config,
-        environment=as_yaml(read_json(folder / "environment.json")),
+        kind=config.drafter.kind,
+        target=config.target,
+        config=read_text(folder / "config.yaml"),
+        environment="" if environment is None else as_yaml(environment),
         vocabulary=f"{text[0].upper()}{text[1:]}." if text else "",
-        metrics=read_metrics(folder),
-        checkpoints=[_read_checkpoint(path) for path in measured_checkpoints(folder)],
+        metrics=reader.read(_read_metrics, folder) or [],
+        checkpoints=[checkpoint for checkpoint in checkpoints if checkpoint is not None],
     )
 
 
-def _read_checkpoint(folder: Path) -> EvaluatedCheckpoint:
+def _read_config(path: Path) -> RunConfig:
+    return _typed(RunConfig, read_yaml(path), path)
+
+
+def _read_metrics(run: Path) -> list[LoggedStep]:
+    return _typed(list[LoggedStep], read_metrics(run), run / METRICS)
+
+
+def _typed(kind: type[T], content: Any, path: Path) -> T:
+    try:
+        return from_json(kind, content)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _read_checkpoint(folder: Path, reader: Reader) -> EvaluatedCheckpoint | None:
+    evaluation = reader.read(read_evaluation, folder / "evaluation.json")
+    if evaluation is None:
+        return None
+    beside = {path: reader.read(read_evaluation, path) for path in sorted(folder.glob("evaluation.*.json"))}
     return EvaluatedCheckpoint(
         step=checkpoint_step(folder),
-        evaluation=read_evaluation(folder / "evaluation.json"),
+        evaluation=evaluation,
         baselines={
-            path.name.removeprefix("evaluation.").removesuffix(".json"): read_evaluation(path)
-            for path in sorted(folder.glob("evaluation.*.json"))
+            path.name.removeprefix("evaluation.").removesuffix(".json"): baseline
+            for path, baseline in beside.items()
+            if baseline
         },
-        samples=_read_samples(folder / "samples.json"),
+        samples=reader.read(_read_samples, folder / "samples.json") or [],
     )
 
 
 def _read_samples(path: Path) -> list[SampleText]:
-    return read_typed(list[SampleText], path) if path.is_file() else []
+    return read_typed(list[SampleText], path)
+
+
+def _read_extra(kind: type, path: Path) -> tuple[Any, Any]:
+    """Return the value that a file holds, and its content."""
+    return read_typed(kind, path), read_json(path)
 
 
 def as_yaml(content: object) -> str:
@@ -305,17 +405,14 @@ def as_yaml(content: object) -> str:
 # --- drafters side by side
 
 
-def drafters_of_runs(folder: Path, runs: list[EvaluatedRun]) -> list[MeasuredDrafter]:
+def drafters_of_runs(runs: list[EvaluatedRun], comparison: list[Evaluation]) -> list[MeasuredDrafter]:
     """Return what stands side by side, trained drafters first, the fastest of them on top.
 
-    These are the drafters of the newest folder in this one that `evaluate` wrote, which compared them in one process;
-    else the best checkpoint of each run and the baselines that were measured beside the fastest.
+    These are the drafters that were compared in one process, where there is such a comparison; else the best checkpoint
+    of each run and the baselines that were measured beside the fastest.
     """
-    written = [path for path in folder.glob("*/evaluation.md") if not path.parent.name.startswith(".")]
-    newest = max(written, key=lambda path: path.stat().st_mtime, default=folder / "comparison" / "evaluation.md")
-    evaluations = _evaluations(newest.parent)
-    if evaluations:
-        return fastest_first(compared(evaluations))
+    if comparison:
+        return fastest_first(compared(comparison))
     best = runs[0].best
     trained = [MeasuredDrafter(run.name, f"step {run.best.step}", run.best.evaluation) for run in runs]
     note = f"measured beside {runs[0].name}, step {best.step}"

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from draftsmith.inference.decoding.schedule import for_vllm
 from draftsmith.inference.planning.tuning import PredictedDraft
 from draftsmith.inference.traffic.load_test import LoadTest
-from draftsmith.inference.traffic.stages import Gain, StageResult, gains, latency_text
-from draftsmith.recipes.reports.figures import BASELINE_COLOUR, COLOURS, INK, Plot, label, legend
+from draftsmith.inference.traffic.stages import Gain, StageResult, gains, latency_text, operating_points
+from draftsmith.recipes.reports.figures import BASELINE_COLOUR, COLOURS, INK, Plot, label, label_text, legend
 from draftsmith.recipes.reports.report_data import Choice, ReportData
 from draftsmith.recipes.reports.tables import (
     Cell,
@@ -45,7 +45,7 @@ def choices(data: ReportData) -> Section:
             "in fixed batches": f"{draft.fixed_batch_speedup:.2f}×" if draft.fixed_batch_speedup else "–",
             "measured": measured_text(data, choice, draft),
         }
-        for choice in data.choices()
+        for choice in data.extras.get("choice", [])
         for draft in choice.predicted
     ]
     note = (
@@ -58,7 +58,7 @@ def choices(data: ReportData) -> Section:
         "Choice",
         "The draft to serve with, chosen on prompts that this report does not measure.",
         [table_of("", rows, note, words=("drafter", "best draft"))],
-        notes=[choice_text(data.name_of(choice.drafter), choice) for choice in data.choices()],
+        notes=[choice_text(data.name_of(choice.drafter), choice) for choice in data.extras.get("choice", [])],
     )
 
 
@@ -81,12 +81,7 @@ def choice_text(name: str, choice: Choice) -> str:
 
 
 def planned(data: ReportData) -> Section:
-    lines = [
-        line
-        for content in data.extras.get("plan", [])
-        for row in content.get("drafters", [])
-        for line in row.get("verdicts", [])
-    ]
+    lines = [line for plan in data.extras.get("plan", []) for row in plan.drafters for line in row.verdicts]
     return Section("plan", "Plan", "What measured costs said before any training.", notes=lines)
 
 
@@ -95,7 +90,7 @@ def planned(data: ReportData) -> Section:
 
 def load_tests(data: ReportData) -> Section:
     """Show what each load test found, and its stages."""
-    tests = data.load_tests()
+    tests: list[LoadTest] = data.extras.get("load", [])
     return Section(
         "load-test",
         "Load test",
@@ -164,16 +159,15 @@ def draw_load(test: LoadTest, figure: Figure) -> None:
 
 
 def draw_panel(axes: Axes, test: LoadTest, latency: Callable[[StageResult], float], limit: float | None) -> None:
-    for name, colour in COLOUR_OF.items():
-        stages = [stage for stage in test.stages if stage.contender == name]
+    for name, best in operating_points(test.stages).items():
+        stages, colour = [stage for stage in test.stages if stage.contender == name], COLOUR_OF.get(name, INK)
         places = [(latency(stage), stage.throughput_tokens_per_second) for stage in stages]
         style = "--" if name == "off" else "-"
-        axes.plot(*zip(*places, strict=True), style, marker="o", color=colour, label=f"speculation {name}")
+        axes.plot(*zip(*places, strict=True), style, marker="o", color=colour, label=label_text(f"speculation {name}"))
         for stage, place in zip(stages, places, strict=True):
             axes.annotate(f"{stage.load:g}", place, (5, 4), textcoords="offset points", fontsize=8, color=colour)
-        point = test.operating_points[name]
-        if point is not None:
-            place = latency(point), point.throughput_tokens_per_second
+        if best is not None:
+            place = latency(best), best.throughput_tokens_per_second
             axes.plot(*place, marker="o", markersize=11, markerfacecolor="none", color=colour)
     if limit is not None:
         axes.axvline(limit, color=INK, linestyle="--", linewidth=1)

@@ -9,7 +9,7 @@ from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.measuring.teacher_forcing import gap_warning
 from draftsmith.recipes.reports.acceptance import diagnosis_lines
 from draftsmith.recipes.reports.comparison_table import by_setting, comparison_table, domain_table
-from draftsmith.recipes.reports.report_data import MeasuredDrafter, compared, drafters_of_runs, read_runs
+from draftsmith.recipes.reports.report_data import MeasuredDrafter, compared, read_report_data
 from draftsmith.recipes.reports.tables import Cell, for_terminal
 
 COLUMNS = ("drafter", "acceptance length", "speedup", "tokens/s", "ms a round", "identical outputs")  # that fit
@@ -17,7 +17,7 @@ COLUMNS = ("drafter", "acceptance length", "speedup", "tokens/s", "ms a round", 
 
 def print_summary(folder: Path, console: Console) -> None:
     """Print the comparison of a run, or of several runs, as tables, one a setting."""
-    print_drafters(drafters_of_runs(folder, read_runs(folder)), console)
+    print_drafters(read_report_data(folder).all_drafters, console)
 
 
 def print_evaluations(evaluations: list[Evaluation], console: Console) -> None:

@@ -114,7 +114,7 @@ def profile_of(data: ReportData, drafter: MeasuredDrafter) -> Profile:
     rates = rates_of_rounds(counts.conditional_acceptance_rates, counts.num_drafts, counts.num_rounds)
     sizes = {row.setting.batch_size for row in rows}
     if fitted := data.costs_for(drafter):
-        known = max(times.draft_length for times in fitted.fitted_on)
+        known = max((times.draft_length for times in fitted.fitted_on), default=length)
         sizes |= {times.batch for times in fitted.fitted_on}
         costs = [fitted_costs(fitted, size, longest, max(known, length)) for size in sorted(sizes)]
         basis = fitted_text(fitted, context_of(fitted, longest))
@@ -152,7 +152,7 @@ def costs_in_rounds_of(fitted: Costs, row: Result) -> Costs:
 
 def context_of(fitted: Costs, row: Result) -> int:
     """Return as many tokens as the result's answers may have, within the contexts that costs were measured at."""
-    contexts = [times.context for times in fitted.fitted_on]
+    contexts = [times.context for times in fitted.fitted_on] or [row.setting.max_new_tokens]
     return min(max(row.setting.max_new_tokens, min(contexts)), max(contexts))
 
 

@@ -24,6 +24,7 @@ from typing import ClassVar
 
 import torch
 import yaml
+from markdown_it import MarkdownIt
 from safetensors import SafetensorError, safe_open
 
 from draftsmith.data.console import printable
@@ -183,7 +184,8 @@ def changes(before: tuple[State, State], place: Place, attempt: Attempt) -> str 
 def wrong_with(path: Path) -> str | None:
     """Return what is wrong with a file that was written: cut in half, or with foreign markup in it."""
     text = path.read_text("utf-8", "replace") if path.suffix in (".md", ".html", ".json", ".yaml", ".jsonl") else ""
-    if path.suffix in (".md", ".html") and any(markup in text for markup in MARKUP):
+    page = MarkdownIt("gfm-like").render(text) if path.suffix == ".md" else text
+    if path.suffix in (".md", ".html") and any(markup in page for markup in MARKUP):
         return f"markup: in {path.name}"
     try:
         if path.suffix == ".json":

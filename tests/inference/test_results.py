@@ -155,15 +155,18 @@ def test_ranks_by_soundness_then_speedup(evaluation: Evaluation) -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("{", "Expecting property name"),
-        ("[]", "not a mapping"),
-        (json.dumps({"target": "t", "drafter": "d", "environment": ENVIRONMENT, "results": []}), "drafter_kind: field"),
+        ("{", "is not JSON: Expecting property name"),
+        ("[]", "holds no evaluation: "),
+        (
+            json.dumps({"target": "t", "drafter": "d", "environment": ENVIRONMENT, "results": []}),
+            "holds no evaluation: drafter_kind: field",
+        ),
     ],
     ids=["no JSON", "no object", "a field is missing"],
 )
 def test_says_which_file_holds_no_evaluation(content: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "e.json").write_text(content)
-    with pytest.raises(UserError, match=rf"e\.json holds no evaluation: .*{told}"):
+    with pytest.raises(UserError, match=rf"e\.json {told}"):
         read_evaluation(tmp_path / "e.json")
 
 

@@ -79,7 +79,7 @@ def test_published_rates_give_the_published_length(published: Any) -> None:
         ("--drafter nowhere", "nowhere"),
         ("--drafter medusa --draft-length 5", "up to 4 tokens"),
         ("--drafter medusa --acceptance 1.5", "from 0 to 1"),
-        ("--drafter medusa --acceptance nowhere.json", "holds no evaluation"),
+        ("--drafter medusa --acceptance nowhere.json", "cannot be read"),
         ("--drafter medusa --context 100000", "context"),
         ("--drafter ngram --tree-nodes 8", "drafts chains only"),
         ("--drafter medusa --draft-length 1 --tree-nodes 9", "8 at most"),

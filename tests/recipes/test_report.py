@@ -1,8 +1,10 @@
 """The report of a synthetic tree of runs: what it must say, and that it stands alone."""
 
+import html
 import io
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.recipes.reports import report
 from draftsmith.recipes.reports.comparison_table import by_setting, comparison_table
 from draftsmith.recipes.reports.report import build_report
-from draftsmith.recipes.reports.report_data import drafters_of_runs, read_report_data, read_runs
+from draftsmith.recipes.reports.report_data import read_report_data
 from draftsmith.recipes.reports.tables import ratio_text
 from draftsmith.recipes.reports.terminal import print_evaluations, print_summary
 from draftsmith.recipes.reports.verdict import verdict_of
@@ -214,11 +216,11 @@ def test_best_checkpoint_is_the_fastest_that_is_sound(divergences: int, best: st
     link = link_best(run)
     assert link is not None
     assert checkpoint_step(link) == int(best.split()[1])
-    assert drafters_of_runs(run, read_runs(run))[0].note == best
+    assert read_report_data(run).all_drafters[0].note == best
 
 
 def test_comparison_tables(runs: Path) -> None:
-    blocks = by_setting(drafters_of_runs(runs, read_runs(runs)))
+    blocks = by_setting(read_report_data(runs).all_drafters)
     assert len(blocks) == len(TEMPERATURES)
     for setting, block in blocks.items():
         table = comparison_table(setting, block)
@@ -237,7 +239,7 @@ def test_a_comparison_takes_the_place_of_single_evaluations(tmp_path: Path) -> N
         folder = tmp_path / f"comparison/{number}-{Path(name).name}"
         folder.mkdir(parents=True)
         write_results(folder / "evaluation.json", [row], name, kind)
-    drafters = drafters_of_runs(tmp_path, read_runs(tmp_path))
+    drafters = read_report_data(tmp_path).all_drafters
     assert [(drafter.name, drafter.note) for drafter in drafters] == [
         ("medusa", "step 200"),
         ("eagle3", "step 200"),
@@ -251,12 +253,12 @@ def test_what_was_measured_elsewhere_stands_apart(tmp_path: Path) -> None:
     """No table, and no figure, holds speeds of two machines: each has blocks with a plain row of its own."""
     write_run(tmp_path / "eagle3", keep=0.75, draft_ms=4.0)
     run = write_run(tmp_path / "medusa", keep=0.4, draft_ms=1.0)
-    assert len(by_setting(drafters_of_runs(tmp_path, read_runs(tmp_path)))) == len(TEMPERATURES)
+    assert len(by_setting(read_report_data(tmp_path).all_drafters)) == len(TEMPERATURES)
     for path in run.glob("checkpoints/*/evaluation.json"):
         content = json.loads(path.read_text())
         content["environment"]["device"] = "Slide rule"
         path.write_text(json.dumps(content))
-    blocks = by_setting(drafters_of_runs(tmp_path, read_runs(tmp_path)))
+    blocks = by_setting(read_report_data(tmp_path).all_drafters)
     tables = [comparison_table(setting, block) for setting, block in blocks.items()]
     names = [["eagle3", "ngram", "none"]] * 2 + [["medusa", "none"]] * 2
     assert [table.column("drafter") for table in tables] == names
@@ -393,3 +395,78 @@ def test_a_report_without_costs_says_what_measures_them(tmp_path: Path) -> None:
     page = build_report(run).read_text()
     assert "draftsmith plan" not in page
     assert "the median error is" in page[page.index('id="cost-model"') :]
+
+
+# --- damaged files
+
+
+DAMAGES = {
+    "cut": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "of another type": lambda content: b"[[1]]",
+    "not UTF-8": lambda content: b"\xff\xfe" + content,
+    "with NaN": lambda content: b'{"a": NaN}',
+    "nested without end": lambda content: b"[" * 100_000,
+    "of a newer format": lambda content: b'{"format": 9, "results": {"held_out": 1}, "drafter": {"name": "x"}}',
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a file of each kind."""
+    run = write_run(tmp_path_factory.mktemp("whole") / "eagle3", keep=0.75, draft_ms=4.0)
+    write_samples(run)
+    checkpoint = run / "checkpoints/step-000400"
+    draft = {"batch_size": 1, "draft_length": 4, "tree_nodes": None, "acceptance_length": 2.0, "speedup": 1.5}
+    choice = choice_content(str(checkpoint), 4, {**draft, "fixed_batch_speedup": None})
+    stages = [stage(1, contender, 10.0, 5.0) for contender in ("off", "on", "scheduled")]
+    contents = {
+        "choice.json": choice,
+        "load.json": to_json(load_test(str(checkpoint), stages, "it pays")),
+        "plan.json": {"target": "t", "drafters": [{"verdicts": ["it will pay"]}]},
+        "costs.json": to_json(Costs("cpu", "t", str(checkpoint), "eagle3", {"step: pass": 1.0}, {"pass": 9.0}, 1.0)),
+        "vocabulary.json": {"size": 9, "target_size": 99, "hash": "h", "domains": {"": {"greedy": 0.5}}},
+    }
+    for name, content in contents.items():
+        (run / name).write_text(json.dumps(content))
+    return run
+
+
+def test_a_whole_folder_is_read_whole(whole: Path) -> None:
+    data = read_report_data(whole)
+    assert not data.unreadable
+    assert set(data.extras) == {"choice", "load", "plan"}
+    assert data.costs
+    assert data.samples
+    assert data.runs[0].vocabulary
+
+
+@pytest.mark.usefixtures("_no_figures")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_and_the_rest_reported(
+    damage: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the page, in report.md, in report.json and in the terminal; whichever file it is."""
+    names = [
+        path.relative_to(whole) for path in sorted(whole.rglob("*.*")) if path.suffix in (".json", ".jsonl", ".yaml")
+    ]
+    assert len(names) == 13
+    for number, name in enumerate(names):
+        run = tmp_path / str(number) / "eagle3"
+        shutil.copytree(whole, run)
+        end = b"\n" if name.suffix == ".jsonl" else b""  # without it a line is one that is still being written
+        (run / name).write_bytes(DAMAGES[damage]((run / name).read_bytes()) + end)
+        if name.name == "config.yaml":
+            with pytest.raises(UserError, match="config.yaml"):
+                build_report(run)
+            continue
+        page = build_report(run).read_text()
+        unreadable = json.loads((run / "report.json").read_text()).get("unreadable", [])
+        if damage == "of a newer format" and name.name == "environment.json":  # shown as it is, whatever it holds
+            continue
+        (line,) = unreadable
+        assert str(run / name) in line
+        assert line in html.unescape(page)
+        assert "eagle3" in page[page.index("<main>") :]
+        assert str(run / name) in (run / "report.md").read_text().replace("\\", "")
+        assert str(run / name) in capsys.readouterr().err

@@ -288,8 +288,8 @@ def test_a_target_in_pieces_measures_a_draft_vocabulary(base: dict[str, Any], tm
     assert code == 0, errors[-3000:]
     found = read_vocabulary(tmp_path / "run")
     assert found is not None
-    (inside,) = found["domains"].values()
-    assert 0 < inside["greedy"] < 1
+    (inside,) = found.domains.values()
+    assert 0 < inside.greedy < 1
 
 
 def test_means_of_means_are_found(base: dict[str, Any], tmp_path: Path) -> None:

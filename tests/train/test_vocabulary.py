@@ -154,15 +154,15 @@ def test_a_run_tells_what_its_vocabulary_costs(
     run = train(resolve(RECIPES["eagle3"](), None, [f"{key}={value}" for key, value in arguments.items()]))
     content = read_vocabulary(run)
     assert content is not None
-    assert content["size"] == SIZE_UNIT
-    assert set(content["domains"]) == {"forge"}
+    assert content.size == SIZE_UNIT
+    assert set(content.domains) == {"forge"}
     assert "64 of 300 tokens" in " ".join(capsys.readouterr().out.split())
 
     drafter = load_drafter(checkpoints(run)[-1], tiny_target)
     own = json.loads((checkpoints(run)[-1] / "config.json").read_text())["draftsmith"]
-    assert own["draft_vocab_hash"] == content["hash"]
+    assert own["draft_vocab_hash"] == content.hash
     held_out = [read_samples(tmp_path / "samples")[i] for i in choosing_and_held_out(list(range(40)))[1]]
     output = SpeculativeDecoder(tiny_target, drafter).generate(
         [sample.token_ids[: sample.spans[0].start] for sample in held_out], max_new_tokens=16
     )
-    assert output.stats.total.draft_acceptance_rate <= content["domains"]["forge"]["greedy"] + 1e-6
+    assert output.stats.total.draft_acceptance_rate <= content.domains["forge"].greedy + 1e-6
