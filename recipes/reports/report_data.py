@@ -1,7 +1,6 @@
 """Everything that a report is made of, read from the folder of a run, of several runs, or of an evaluation."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +15,10 @@ from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.tuning import PredictedDraft
 from draftsmith.inference.traffic.load_test import LoadTest
 from draftsmith.models.errors import UserError
-from draftsmith.models.ranges import Natural, NonNegative
-from draftsmith.models.reading import read_json, read_text, read_typed, read_yaml
-from draftsmith.models.typed_json import from_json
+from draftsmith.models.reading import read_json, read_text, read_typed
 from draftsmith.train.run_folder.checkpoint import checkpoint_step
 from draftsmith.train.run_folder.run_folder import measured_checkpoints
-from draftsmith.train.run_folder.tracking import METRICS, read_metrics
+from draftsmith.train.run_folder.stored_run import LoggedStep, Reader, read_config, read_logged_steps
 from draftsmith.train.run_folder.vocabulary import read_vocabulary, vocabulary_text
 
 FREE = ("batch_size", "draft_length", "tree_nodes")  # in which the settings differ that a report compares
@@ -55,31 +52,6 @@ class Plan:
 
 
 EXTRAS: dict[str, type] = {"choice": Choice, "load": LoadTest, "plan": Plan}  # NAME.json that other commands write
-
-
-@dataclass(frozen=True)
-class DrafterConfig:
-    """The part of a run's drafter settings that the report reads."""
-
-    kind: str
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """The part of config.yaml that the report reads."""
-
-    target: str
-    drafter: DrafterConfig
-
-
-@dataclass(frozen=True)
-class LoggedStep:
-    """The part of a line of metrics.jsonl that the report draws."""
-
-    step: Natural
-    loss: NonNegative | None = None
-    simulated_acceptance_length: NonNegative | None = None
-    acceptance_length: NonNegative | None = None
 
 
 @dataclass
@@ -240,25 +212,6 @@ class ReportData:
 # --- reading
 
 
-class Reader:
-    """Reads the files of a report one by one. What cannot be read is left out, and `unreadable` says why."""
-
-    def __init__(self) -> None:
-        self.unreadable: list[str] = []
-
-    def read(self, read: Callable[[Path], T], path: Path) -> T | None:
-        """Return what `read` makes of a file; None where there is none, or where it raises `UserError`."""
-        try:
-            return read(path) if path.exists() else None
-        except UserError as error:
-            self.unreadable.append(str(error))
-            return None
-
-    def read_all(self, read: Callable[[Path], T], paths: Iterable[Path]) -> list[T]:
-        values = [self.read(read, path) for path in paths]
-        return [value for value in values if value is not None]
-
-
 def read_report_data(folder: Path) -> ReportData:
     """Read what lies in the folder of a run, of several runs, or of an evaluation.
 
@@ -338,7 +291,7 @@ def _in_folder_or_below(folder: Path, name: str) -> list[Path]:
 
 def _read_run(folder: Path, reader: Reader) -> EvaluatedRun | None:
     """Return a run; None where its config cannot be read."""
-    config = reader.read(_read_config, folder / "config.yaml")
+    config = reader.read(read_config, folder / "config.yaml")
     if config is None:
         return None
     checkpoints = [_read_checkpoint(path, reader) for path in measured_checkpoints(folder)]
@@ -352,24 +305,9 @@ def _read_run(folder: Path, reader: Reader) -> EvaluatedRun | None:
         config=read_text(folder / "config.yaml"),
         environment="" if environment is None else as_yaml(environment),
         vocabulary=f"{text[0].upper()}{text[1:]}." if text else "",
-        metrics=reader.read(_read_metrics, folder) or [],
+        metrics=reader.read(read_logged_steps, folder) or [],
         checkpoints=[checkpoint for checkpoint in checkpoints if checkpoint is not None],
     )
-
-
-def _read_config(path: Path) -> RunConfig:
-    return _typed(RunConfig, read_yaml(path), path)
-
-
-def _read_metrics(run: Path) -> list[LoggedStep]:
-    return _typed(list[LoggedStep], read_metrics(run), run / METRICS)
-
-
-def _typed(kind: type[T], content: Any, path: Path) -> T:
-    try:
-        return from_json(kind, content)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 def _read_checkpoint(folder: Path, reader: Reader) -> EvaluatedCheckpoint | None:
