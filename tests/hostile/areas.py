@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from damage import (
 )
 from hostile_server import HostileServer
 from judge import Attempt, Place
-from material import KINDS
+from material import KINDS, run_arguments, stored_arguments
 
 from draftsmith.data.answers.changed_settings import flatten
 from draftsmith.data.prompts.checks import check_samples
@@ -309,17 +310,56 @@ def metrics_page(place: Place) -> Attempt:
 
 
 def run_folder(place: Place) -> Attempt:
-    """A damaged run, gone on with."""
-    random = place.random
-    stored = random.random() < 0.5
-    path = damaged_copy(place, "stored_run" if stored else "run")
-    features = damaged_copy(place, "features") if stored and random.random() < 0.7 else place.material / "features"
-    base = f"target={place.material}/target data.samples={place.material}/samples run.device=cpu data.batch_size=2"
-    steps = random.choice((1, 2, 3))
-    argv = ["train", "medusa", *base.split(), f"run.dir={path}", f"run.steps={steps}"]
+    """A damaged run, or damaged features of it, gone on with: it ends with the weights that it would have had."""
+    stored, made = place.random.random() < 0.8, place.material
+    name = "stored_run" if stored else "run"
+    path = damaged_copy(place, name) if not stored or place.random.random() < 0.5 else place.copy(name)
+    last = path / "checkpoints" / "step-000002"
+    if place.random.random() < 0.5 and last.is_dir():
+        shutil.rmtree(last)
+    arguments = run_arguments(made)
+    features = made / "features"
     if stored:
-        argv += ["data.features=stored", f"data.features_dir={features}"]
-    return command_attempt(place, argv, path, features)
+        features = damaged_copy(place, "features") if place.random.random() < 0.7 else place.copy("features")
+        arguments = [*stored_arguments(made), f"data.features_dir={features}"]
+    attempt = command_attempt(place, ["train", "medusa", *arguments, f"run.dir={path}"], path, features)
+    run = attempt.call
+
+    def call() -> object:
+        code = run()
+        weights = [folder / "checkpoints/step-000002/model.safetensors" for folder in (path, made / name)]
+        if code == 0 and all(file.is_file() for file in weights):
+            assert weights[0].read_bytes() == weights[1].read_bytes(), "other weights than without the damage"
+        return code
+
+    attempt.call = call
+    return attempt
+
+
+def journal(place: Place) -> Attempt:
+    """Damaged answers of an interrupted `prepare`, gone on with: the samples are those that they would have been."""
+    path, made = damaged_copy(place, "half_prepared"), place.material
+    argv = [
+        "prepare",
+        "--target",
+        str(made / "target"),
+        "--prompts",
+        str(made / "prompts" / "p.txt"),
+        "--out",
+        str(path),
+    ]
+    attempt = command_attempt(place, [*argv, "--max-new-tokens", "8", "--device", "cpu"], path)
+    run = attempt.call
+
+    def call() -> object:
+        code = run()
+        if code == 0:
+            found, expected = path / "samples.jsonl", made / "samples" / "samples.jsonl"
+            assert found.read_bytes() == expected.read_bytes(), "other samples than without the damage"
+        return code
+
+    attempt.call = call
+    return attempt
 
 
 def server(place: Place) -> Attempt:
@@ -414,7 +454,7 @@ Area = Callable[[Place], Attempt]
 AREAS: dict[str, tuple[Area, int]] = {  # with the share of the cases, in percent
     "config_fields": (config_fields, 12),
     "config_text": (config_text, 7),
-    "prompts": (prompts, 12),
+    "prompts": (prompts, 11),
     "samples": (samples, 8),
     "drafter": (drafter, 12),
     "foreign_drafter": (foreign_drafter, 6),
@@ -422,6 +462,7 @@ AREAS: dict[str, tuple[Area, int]] = {  # with the share of the cases, in percen
     "results": (results, 6),
     "report": (report, 1),
     "schedules": (schedules, 4),
+    "journal": (journal, 1),
     "metrics_page": (metrics_page, 3),
     "run_folder": (run_folder, 1),
     "server": (server, 2),

@@ -34,6 +34,7 @@ from judge import Fault, Place, judged
 from material import make_material
 
 ROTATION = [name for turn in range(100) for name, (_, share) in AREAS.items() if turn < share]
+WORKER_CASES = 10_000  # of all workers, before fresh ones go on: memory that libraries keep adds up
 HUNG_SECONDS = 180  # after which a case that cannot be interrupted ends its process
 
 
@@ -137,10 +138,13 @@ class Tally:
 def campaign(folder: Path, numbers: range, processes: int) -> Tally:
     """Try many cases on several processes."""
     tally = Tally()
-    followers = [
-        threading.Thread(target=tally.follow, args=(watched_worker(folder, numbers[number::processes]),))
-        for number in range(processes)
-    ]
+    blocks = [numbers[start : start + WORKER_CASES] for start in range(0, len(numbers), WORKER_CASES)]
+
+    def follow(number: int) -> None:
+        for block in blocks:
+            tally.follow(watched_worker(folder, block[number::processes]))
+
+    followers = [threading.Thread(target=follow, args=(number,)) for number in range(processes)]
     for follower in followers:
         follower.start()
     for follower in followers:

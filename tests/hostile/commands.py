@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import signal
 import subprocess
 import traceback
@@ -13,6 +12,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from damage import NUMBERS, TEXTS, hostile_text
+from disturbances import disk_full, interrupted
 from judge import Attempt, Place
 
 from draftsmith.recipes.cli.main import COMMANDS, main
@@ -93,7 +93,8 @@ def commanded(place: Place) -> Attempt:
     written = [word for flag, word in zip(argv, argv[1:], strict=False) if flag == "--out"]
     written += [word.removeprefix("run.dir=") for word in argv if word.startswith("run.dir=")]
     written += ["runs"] if name == "quickstart" else []
-    return command_attempt(place, argv, *(place.folder / "cwd" / word.partition("/")[0] for word in written if word))
+    written_to = [place.folder / "cwd" / word.partition("/")[0] for word in written if word]
+    return command_attempt(place, argv, place.given, *written_to)
 
 
 def values_for(place: Place, name: str, hint: Any) -> list[str]:
@@ -120,7 +121,8 @@ def value_for(place: Place, name: str, kind: Any) -> str:
         numbers = [number for number in NUMBERS if kind is float or isinstance(number, int)]
         return str(random.choice(numbers))
     if random.random() < 0.3:
-        return str(made / random.choice(FILES.split()))
+        file = random.choice(FILES.split())
+        return str(place.copy(file) if name in ("out", "run") else made / file)  # these are written to
     return random.choice(WORDS.split()) if random.random() < 0.3 else text
 
 
@@ -226,37 +228,6 @@ def run_quietly(argv: list[str]) -> object:
         return main(argv)
     except SystemExit as exit:
         return exit.code
-
-
-class disk_full:
-    """A limit to the size of files: writing more fails, as on a full disk."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __enter__(self) -> None:
-        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        self.handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.limits[1]))
-
-    def __exit__(self, *_: object) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
-        signal.signal(signal.SIGXFSZ, self.handler)
-
-
-class interrupted:
-    """Ctrl-C after some seconds of the processor."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def __enter__(self) -> None:
-        self.handler: Any = signal.signal(signal.SIGPROF, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
-        signal.setitimer(signal.ITIMER_PROF, self.seconds)
-
-    def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, self.handler)
 
 
 # --- two at once

@@ -289,7 +289,8 @@ def where(text: str) -> str:
         for path, line, name in frames
         if (file := own_file(path)) and not file.startswith("tests")
     ]
-    return ours[-1] if ours else "no frame of ours"
+    named = re.findall(r"unexpected \S+ at \S+", text)  # by the last resort of the command line
+    return (ours or named or ["no frame of ours"])[-1]
 
 
 def own_file(path: str) -> str:

@@ -1,10 +1,13 @@
 """Healthy files of every kind, which the cases damage copies of: made once, on the tiny target."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
 import torch
 from chats import CHATML_TOKENS, FAMILIES
+from disturbances import disk_full
 from load_tests import load_test, stage
 from public_checkpoints import PUBLIC
 from reports import choice_content, write_comparison, write_grid, write_run, write_samples
@@ -108,19 +111,35 @@ def write_measurements(folder: Path) -> None:
 def train(folder: Path) -> None:
     """Prepare samples, train on them, online and with stored features, and measure: by the commands themselves."""
     target, prompts = folder / "target", folder / "prompts" / "p.txt"
-    base = [f"target={target}", f"data.samples={folder / 'samples'}", "run.device=cpu", "data.batch_size=2"]
-    run = [*base, f"run.dir={folder / 'run'}", f"evaluation.prompts={prompts}", "evaluation.num_prompts=1"]
+    run = [*run_arguments(folder), f"run.dir={folder / 'run'}"]
     measured = ["--target", str(target), "--prompts", str(prompts), "--num-prompts", "2", "--max-new-tokens", "4"]
     drafter = ["--drafter", str(folder / "drafters" / "medusa"), "--device", "cpu"]
     commands = [
         ["prepare", *measured[:4], "--out", str(folder / "samples"), "--max-new-tokens", "8", "--device", "cpu"],
-        ["train", "medusa", *run, "run.steps=2", "run.checkpoint_every=1", "evaluation.repeats=1",
-         "evaluation.max_new_tokens=4"],
-        ["train", "medusa", *base, f"run.dir={folder / 'stored_run'}", "run.steps=1", "data.features=stored",
+        ["train", "medusa", *run],
+        ["train", "medusa", *stored_arguments(folder), f"run.dir={folder / 'stored_run'}",
          f"data.features_dir={folder / 'features'}"],
         ["evaluate", *measured, *drafter, "--repeats", "1", "--out", str(folder / "evaluation")],
         ["export", drafter[1], "--engine", "vllm", "--target", str(target), "--out", str(folder / "export")],
     ]  # fmt: skip
-    for argv in commands:
-        if main(argv) != 0:
-            raise AssertionError(f"the healthy command fails: {' '.join(argv)}")
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+        for argv in commands:
+            if main(argv) != 0:
+                raise AssertionError(f"the healthy command fails: {' '.join(argv)}: {errors.getvalue()}")
+        with disk_full(1500):
+            main([*commands[0][:5], "--out", str(folder / "half_prepared"), *commands[0][7:]])
+
+
+def run_arguments(folder: Path) -> list[str]:
+    """Return the arguments of the healthy run, but for its folder."""
+    prompts = folder / "prompts" / "p.txt"
+    base = [f"target={folder / 'target'}", f"data.samples={folder / 'samples'}", "run.device=cpu", "data.batch_size=2"]
+    evaluation = (
+        f"evaluation.prompts={prompts} evaluation.num_prompts=1 evaluation.repeats=1 evaluation.max_new_tokens=4"
+    )
+    return [*base, *evaluation.split(), "run.steps=2", "run.checkpoint_every=1"]
+
+
+def stored_arguments(folder: Path) -> list[str]:
+    """Return the arguments of the healthy run on stored features, but for its folder and theirs."""
+    return [*run_arguments(folder)[:4], "run.steps=2", "run.checkpoint_every=1", "data.features=stored"]
