@@ -78,7 +78,8 @@ def commanded(place: Place) -> Attempt:
     healthy = healthy_flags(place)
     name = random.choice([*healthy, "evaluate", "prepare", "generate"])
     flags, hints = healthy[name], get_type_hints(COMMANDS[name][1])
-    settings = {setting.name: setting for setting in fields(COMMANDS[name][1]) if setting.name != "certify"}  # it lasts
+    left_out = ("target",) if name == "quickstart" else ("certify",)  # with which they last
+    settings = {setting.name: setting for setting in fields(COMMANDS[name][1]) if setting.name not in left_out}
     for _ in range(random.choice((1, 1, 1, 1, 2))):
         setting = settings[random.choice(list(settings))]
         flag = "" if setting.metadata["positional"] else f"--{setting.name.replace('_', '-')}"
