@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from draftsmith.models.errors import require_at_least
+
 
 class RMSNorm(nn.RMSNorm):
     """torch's fused RMSNorm over the last dimension; `weight` [H] as in every Llama-like checkpoint."""
@@ -27,6 +29,7 @@ class DecodingNorm:
     @torch.no_grad()
     def __init__(self, weight: Tensor, eps: float) -> None:
         """weight [H], or one for each of several things side by side, [..., H]."""
+        require_at_least("rms_norm_eps", eps, 0)
         width = weight.shape[-1]
         self.weight, self.eps = weight, eps
         self.scaled_weight = weight * math.sqrt(width)

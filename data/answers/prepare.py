@@ -139,10 +139,11 @@ def show_written(out: Path, target: Target) -> None:
     samples = read_samples(out)
     check_samples(samples, target, max(len(sample.token_ids) for sample in samples), str(out))
     say(shown_sample(samples[0], target))
-    prepared, num_tokens = read_prepared(out), sum(len(sample.generated()) for sample in samples)
-    text = f"{out}: {len(samples)} samples of {prepared['num_prompts']} prompts, {num_tokens} tokens to train on"
-    if prepared["num_held_out"]:
-        text += f"; {prepared['num_held_out']} prompts are held out in {out / HELD_OUT}"
+    num_prompts = len({sample.prompt_index for sample in samples})
+    num_tokens = sum(len(sample.generated()) for sample in samples)
+    text = f"{out}: {len(samples)} samples of {num_prompts} prompts, {num_tokens} tokens to train on"
+    if num_held_out := read_prepared(out).get("num_held_out"):
+        text += f"; {num_held_out} prompts are held out in {out / HELD_OUT}"
     if number := num_with_padding(samples, target):
         text += f"; {number} samples hold tokens that {target.name} has and its tokenizer does not: they are kept"
     say(text)

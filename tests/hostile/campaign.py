@@ -33,6 +33,8 @@ from areas import AREAS
 from judge import Fault, Place, judged
 from material import make_material
 
+from draftsmith.recipes.cli.main import quiet_libraries
+
 ROTATION = [name for turn in range(100) for name, (_, share) in AREAS.items() if turn < share]
 WORKER_CASES = 10_000  # of all workers, before fresh ones go on: memory that libraries keep adds up
 HUNG_SECONDS = 180  # after which a case that cannot be interrupted ends its process
@@ -57,6 +59,7 @@ def prepare_folder(folder: Path) -> None:
     """Make the healthy files where there are none."""
     huggingface_hub.constants.HF_HUB_OFFLINE = True  # read at import
     torch.set_num_threads(1)
+    quiet_libraries()  # as commands do
     if not (folder / "material" / "export").is_dir():
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "material").mkdir(parents=True)
