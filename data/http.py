@@ -28,7 +28,7 @@ LONGEST_ASKED_WAIT = 120.0  # seconds that are waited where a server asks for th
 PAGE_TIMEOUT = 30.0  # seconds for a page to arrive, which a server does not compute
 LARGEST_PAGE = 1 << 22  # bytes; of the metrics of a vLLM with 32 engines, for example
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # HTTP states that may be gone at the next attempt
-SHOWN = 300  # characters of what a server said that a message holds
+SHOWN = 200  # characters of what a server said that a message holds
 API_KEY = "OPENAI_API_KEY"  # environment variable whose value is sent as the bearer token
 FORM = "give http://HOST:PORT, such as http://localhost:8000"
 

@@ -105,13 +105,15 @@ def library_errors(what: str, mend: str) -> Iterator[None]:
     """Turn whatever a library raises inside, over files that anybody may have written, into one `UserError`.
 
     `what` says what went wrong, as in "target 'x' does not load". The library's reason and the mend follow; its advice
-    to switch safety off is left out.
+    to switch safety off is left out. Memory that runs out stays what it is.
     """
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # panics of the Rust libraries are no `Exception`
+        if is_out_of_memory(error):
+            raise  # the command line knows which setting helps
         raise UserError(f"{what} ({_reason(error)[:400]}): {mend}") from None
 
 
@@ -120,8 +122,6 @@ def _reason(error: BaseException) -> str:
         return "it needs code that comes with it, and draftsmith runs none"
     if "weights_only" in str(error):
         return "its weights are a pickle that holds more than tensors, and no code of it is run"
-    if is_out_of_memory(error):
-        return "memory does not suffice for it"
     if isinstance(error, OSError | ValueError):
         return first_line(error).rstrip(".")
     return f"{type(error).__name__}, {first_line(error).rstrip('.')}"

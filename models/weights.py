@@ -63,9 +63,12 @@ def _is_named_tensor(entry: tuple[Any, Any]) -> bool:
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
-    """Raise `UserError`, naming the tensor, where one holds NaN or infinity: every output would be NaN."""
+    """Raise `UserError`, naming the tensor, where one holds NaN or infinity: every output would be NaN.
+
+    Tensors on the meta device, whose values stay on disk until they are needed, are passed over.
+    """
     for name, tensor in tensors:
-        if tensor.is_floating_point() and tensor.numel() and not is_finite(tensor):
+        if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta and not is_finite(tensor):
             raise UserError(
                 f"{what}: {name} holds NaN or infinity; its training failed, or its file is damaged: take another one"
             )

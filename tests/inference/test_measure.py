@@ -1,7 +1,7 @@
 """What an evaluation says: its fields, its ratio and interval, its check of the output."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings, RoundKind
+from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.interleaving import decode_in_turns
@@ -275,10 +275,10 @@ def test_each_repeat_starts_without_memories(tiny_target: Target) -> None:
 def test_nothing_is_built_or_recorded_in_what_is_timed(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the batches differ in length and size: before the first of them all rows stand, with all their rounds."""
     built: list[BatchEngine] = []
-    kinds_before: list[tuple[set[RoundKind], set[RoundKind]]] = []
+    kinds_before: list[set[Hashable]] = []
 
-    def kinds() -> list[tuple[set[RoundKind], set[RoundKind]]]:
-        return [(set(engine._drafting), set(engine._verification)) for engine in built]
+    def kinds() -> list[set[Hashable]]:
+        return [set(engine.recorded._num_calls) for engine in built]
 
     def build(self: BatchEngine, *args: Any, original: Callable[..., None] = BatchEngine.__init__) -> None:
         original(self, *args)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import ALTERNATES, LOCAL_EXPERTS, SERVED, SIZES, SLIDES, VOCABULARY, family_config, plain_model
+from tiny_target import tiny_tokenizer
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -186,6 +187,7 @@ def test_what_no_config_tells_is_found_when_loaded(model_type: str, changes: dic
 def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
     """transformers fills them with random numbers and goes on."""
     plain_model(family_config("llama", {})).base_model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"lacks 1 of its weights, lm_head\.weight"):
         Target.from_pretrained(tmp_path, "cpu")
 
