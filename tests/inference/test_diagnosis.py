@@ -227,11 +227,11 @@ def test_temperature(target: Target, sound: Drafter, recording: Recording) -> No
     """A sampled row is told where temperature 0, measured in the same run, is better."""
     row = typed_result(0.5, 1.0, length=DRAFT_LENGTH)
     setting = replace(row.setting, prompt_set="p", max_new_tokens=NUM_TOKENS)
-    well = replace(row, setting=setting, acceptance=Stats(DRAFT_LENGTH, 40, acceptance_histogram=[0, 0, 0, 40]))
+    well = replace(row, setting=setting, acceptance=Stats(DRAFT_LENGTH, 40, 120, 120, 160, 40, [0, 0, 0, 40]))
     badly = replace(
         row,
         setting=replace(setting, temperature=5.0, verification_mode="one_hot"),
-        acceptance=Stats(DRAFT_LENGTH, 40, acceptance_histogram=[40, 0, 0, 0]),
+        acceptance=Stats(DRAFT_LENGTH, 40, 120, 0, 40, 40, [40, 0, 0, 0]),
     )
     prompts = PromptSet("p", recording.prompts)
 

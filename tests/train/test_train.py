@@ -293,8 +293,8 @@ def test_best_is_the_fastest(speedups: list[float], divergences: list[int], best
     for number, (speedup, differing) in enumerate(zip(speedups, divergences, strict=True), 1):
         checkpoint = tmp_path / "checkpoints" / checkpoint_name(number)
         checkpoint.mkdir(parents=True)
-        row = {**result(0.5, 1.0, divergences=differing), "speedup": speedup, "mean_acceptance_length": 9 - speedup}
-        write_results(checkpoint / "evaluation.json", [row, {**row, "speedup": 9 - speedup}])
+        row = {**result(0.5, 1.0, divergences=differing), "speedup": speedup, "mean_acceptance_length": 10 - speedup}
+        write_results(checkpoint / "evaluation.json", [row, {**row, "speedup": 10 - speedup}])
         link_best(tmp_path)
     (tmp_path / "checkpoints" / checkpoint_name(9)).mkdir()  # not measured
     assert link_best(tmp_path) == tmp_path / "checkpoints" / checkpoint_name(best)
