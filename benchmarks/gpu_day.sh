@@ -45,7 +45,7 @@ case $part in
 1)
   kernels=(tests/models/test_{attention_kernel,cache_kernels,llama_kernels,divergence_kernels,fused}.py)
   section 150 python3 -m pytest -q tests/inference/test_loop_on_kernels.py
-  section 120 python3 -m pytest -q "${kernels[@]}" -m "not engine and not long" $(pick "-k float16" "")
+  section 120 python3 -m pytest -q "${kernels[@]}" -m "not engine and not long" $(pick "-k half_precision" "")
   section 60 python3 -m pytest -q tests/inference/test_verify_kernels.py -m "not engine and not long" $(pick "-k greedy" "")
   section 60 python3 -m pytest -q tests/models/test_autocast.py
   section 120 $(draftsmith) evaluate --target $target --drafter ngram --drafter lookahead --prompts $prompts \
