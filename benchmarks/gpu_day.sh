@@ -34,7 +34,7 @@ section() { # section SECONDS COMMAND...: one tool under its own limit, with its
 }
 
 pick() { if [ "$rehearsal" ]; then echo "$1"; else echo "$2"; fi; } # what a CPU can run, or the real size
-draftsmith() { echo python3 -m draftsmith.recipes.cli.main; }
+draftsmith="python3 -m draftsmith.recipes.cli.main"
 target=recipes/tiny_python prompts=benchmarks/results/held_out_40.jsonl
 
 git log --oneline -1 2>/dev/null
@@ -44,11 +44,11 @@ python3 -c "import torch, triton, transformers; print(torch.__version__, triton.
 case $part in
 1)
   kernels=(tests/models/test_{attention_kernel,cache_kernels,llama_kernels,divergence_kernels,fused}.py)
-  section 150 python3 -m pytest -q tests/inference/test_loop_on_kernels.py
-  section 120 python3 -m pytest -q "${kernels[@]}" -m "not engine and not long" $(pick "-k half_precision" "")
-  section 60 python3 -m pytest -q tests/inference/test_verify_kernels.py -m "not engine and not long" $(pick "-k greedy" "")
-  section 60 python3 -m pytest -q tests/models/test_autocast.py
-  section 120 $(draftsmith) evaluate --target $target --drafter ngram --drafter lookahead --prompts $prompts \
+  section 130 python3 -m pytest -q tests/inference/test_loop_on_kernels.py
+  section 100 python3 -m pytest -q "${kernels[@]}" -m "not engine and not long" $(pick "-k half_precision" "")
+  section 50 python3 -m pytest -q tests/inference/test_verify_kernels.py -m "not engine and not long" $(pick "-k greedy" "")
+  section 40 python3 -m pytest -q tests/models/test_autocast.py
+  section 100 $draftsmith evaluate --target $target --drafter ngram --drafter lookahead --prompts $prompts \
     --certify --repeats 1 --temperature 0 1 --batch-size $(pick 1 "1 8") --num-prompts $(pick 2 40) --out "$out/certify"
   [ "$rehearsal" ] || section 140 python3 -m pytest -q -m long tests/inference/test_loop_on_kernels.py
   ;;
@@ -58,12 +58,12 @@ case $part in
   else
     for settings in "512 1 0" "512 1 1" "4096 1 0" "32768 1 0" "512 8 0" "512 64 0"; do
       read -r context batch temperature <<<"$settings"
-      section 75 python3 benchmarks/decoding_gpu.py --context "$context" --batch-size "$batch" --temperature "$temperature"
+      section 60 python3 benchmarks/decoding_gpu.py --context "$context" --batch-size "$batch" --temperature "$temperature"
     done
   fi
-  section 60 python3 benchmarks/attention_kernel.py
-  section 60 python3 benchmarks/acceptance_kernels.py
-  section 120 python3 benchmarks/training.py --lengths $(pick 64 "512 2048") --unrolls $(pick 1 "1 4") \
+  section 50 python3 benchmarks/attention_kernel.py
+  section 50 python3 benchmarks/acceptance_kernels.py
+  section 100 python3 benchmarks/training.py --lengths $(pick 64 "512 2048") --unrolls $(pick 1 "1 4") \
     --rows $(pick 1 "1 8") --steps 3
   ;;
 3)
@@ -72,7 +72,7 @@ case $part in
     section 100 compute-sanitizer --tool memcheck --error-exitcode 9 "${checked[@]}"
     section 120 compute-sanitizer --tool racecheck --error-exitcode 9 "${checked[@]}"
   fi
-  section 300 $(draftsmith) quickstart --minutes $(pick 1 4) --out "$out/quickstart"
+  section 300 $draftsmith quickstart --minutes $(pick 1 4) --out "$out/quickstart"
   ;;
 *) echo "give a part: 1, 2 or 3" && exit 2 ;;
 esac

@@ -127,7 +127,7 @@ class HostError(Exception):
 
 
 class Gpu:
-    """What Triton asks a driver for before it compiles."""
+    """A driver that answers what Triton asks before it compiles."""
 
     def get_current_device(self) -> int:
         return 0

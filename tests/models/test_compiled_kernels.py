@@ -67,7 +67,7 @@ def attention() -> dict[str, Callable[[], object]]:
 
 
 def steps() -> dict[str, Callable[[], object]]:
-    """Of a fused layer, for a prompt's chunk of 512 tokens in each of 256 rows, and for one token."""
+    """Return calls of the steps of a fused layer, for chunks of 512 tokens in 256 rows, and for one token."""
     from draftsmith.models.layers import DecodingNorm
     from draftsmith.models.target import layer_kernels as llama_kernels
 
@@ -178,7 +178,7 @@ def verification() -> dict[str, Callable[[], object]]:
 
 
 class Gpu:
-    """What Triton asks a driver for before it compiles."""
+    """A driver that answers what Triton asks before it compiles."""
 
     def __init__(self, sm: int) -> None:
         self.sm = sm
@@ -196,7 +196,7 @@ class Gpu:
 
 
 def compile_all() -> Iterator[dict[str, Any]]:
-    """What each launch of each call takes, by COLUMNS, on sm_90; the widest attention on sm_89, too."""
+    """Yield what each launch of each call takes, by COLUMNS, on sm_90; the widest attention on sm_89, too."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -221,7 +221,7 @@ def compile_all() -> Iterator[dict[str, Any]]:
 
 
 def memory_order(ptx: str) -> str:
-    """What the program does one after the other: L loads from global memory, S stores there, B waits at a barrier."""
+    """Return the order of what the program does: L loads from global memory, S stores there, B waits at a barrier."""
     letters = {"ld.global": "L", "st.global": "S", "bar.sync": "B"}
     steps = re.findall("|".join(map(re.escape, letters)), ptx)
     return "".join(letters[step] for step, _ in itertools.groupby(steps))
@@ -268,7 +268,7 @@ def test_grids_can_be_launched(kernels: list[dict[str, Any]]) -> None:
 
 
 def test_a_move_reads_everything_before_it_writes(kernels: list[dict[str, Any]]) -> None:
-    """One thread's source is another's destination; the interpreter, which has one thread, cannot show that race."""
+    """A thread's source is another's destination; the interpreter, which has one thread, cannot show that race."""
     moves = {kernel["launch"]: kernel["memory"] for kernel in kernels if kernel["kernel"] == "move_kernel"}
     assert set(moves.values()) == {"LBS"}
 

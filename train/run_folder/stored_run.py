@@ -15,18 +15,18 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class DrafterConfig:
+class StoredDrafter:
     """The part of a run's drafter settings that the report reads."""
 
     kind: str
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class StoredRun:
     """The part of config.yaml that the report reads."""
 
     target: str
-    drafter: DrafterConfig
+    drafter: StoredDrafter
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,14 @@ class Reader:
             return None
 
     def read_all(self, read: Callable[[Path], T], paths: Iterable[Path]) -> list[T]:
+        """Return what `read` makes of those of the files that it can read."""
         values = [self.read(read, path) for path in paths]
         return [value for value in values if value is not None]
 
 
-def read_config(path: Path) -> RunConfig:
+def read_config(path: Path) -> StoredRun:
     """Read a run's config.yaml. Raises `UserError` naming the file where it is none."""
-    return _typed(RunConfig, read_yaml(path), path)
+    return _typed(StoredRun, read_yaml(path), path)
 
 
 def read_logged_steps(run: Path) -> list[LoggedStep]:
