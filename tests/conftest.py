@@ -5,18 +5,27 @@ the variable is set before transformers imports triton.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    with suppress(ImportError):  # triton exists for Linux only
+        from fast_interpreter import patch_language_once
+
+        patch_language_once()
 
 from tiny_target import save_target
 
 from draftsmith.models import Target
+
+if TYPE_CHECKING:
+    from shadow_memory import ShadowMemory
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +49,12 @@ def tiny_target_dir(make_target_dir: Callable[..., Path]) -> Path:
 def tiny_target(tiny_target_dir: Path) -> Target:
     """On the CPU in fp32. Frozen, so that all tests may share it."""
     return Target.from_pretrained(tiny_target_dir, "cpu", torch.float32)
+
+
+@pytest.fixture
+def watched_memory() -> "Iterator[ShadowMemory]":
+    """Fail for kernels that race, read what was never written, or leave their tensors; on a GPU nothing is watched."""
+    from shadow_memory import watched
+
+    with watched() as memory:
+        yield memory

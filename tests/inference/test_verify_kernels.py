@@ -27,6 +27,7 @@ pytest.importorskip("triton", reason="kernels need triton, which exists for Linu
 from draftsmith.inference.verification import acceptance_kernels
 from draftsmith.models.sampling import sampling_kernels
 
+pytestmark = pytest.mark.usefixtures("watched_memory")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MARGIN = 5e-4
 LIKELY = 6  # tokens that drafts are made of

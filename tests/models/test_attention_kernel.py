@@ -87,12 +87,14 @@ def assert_same(
     assert found.isfinite().all()
 
 
+@pytest.mark.usefixtures("watched_memory")
 @pytest.mark.parametrize("sliding_window", [None, 4, 30, 200])
 @pytest.mark.parametrize("name", WINDOWS)
 def test_whatever_a_token_sees(name: str, sliding_window: int | None) -> None:
     assert_same(make_window(name), splits=1, sliding_window=sliding_window)
 
 
+@pytest.mark.usefixtures("watched_memory")
 @pytest.mark.parametrize("splits", [2, 3, 4])
 @pytest.mark.parametrize("name", ["one token", "chain", "tree"])
 def test_splits_add_up(name: str, splits: int) -> None:
@@ -101,6 +103,7 @@ def test_splits_add_up(name: str, splits: int) -> None:
     assert_same(make_window(name), splits=splits, sliding_window=4, sinks=True)
 
 
+@pytest.mark.usefixtures("watched_memory")
 @pytest.mark.parametrize(("kv_heads", "groups"), [(3, 1), (1, 4), (2, 8), (1, 7)])
 def test_heads_that_share_keys_and_values(kv_heads: int, groups: int) -> None:
     assert_same(make_window("tree"), kv_heads, groups, splits=1)
@@ -120,6 +123,7 @@ def test_softcap_and_sinks(settings: dict) -> None:
         assert_same(make_window("chain"), splits=splits, **settings)
 
 
+@pytest.mark.usefixtures("watched_memory")
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", WINDOWS)
 def test_half_precision(name: str, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="kernels need triton, which exists for Linu
 from draftsmith.models.losses import divergence_kernels
 from draftsmith.models.losses.divergence_kernels import FusedTeacher
 
+pytestmark = pytest.mark.usefixtures("watched_memory")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK = 16
 SIZES = [(5, 5), (37, 37), (32, 40)]  # draft and target vocabulary, which are a part of a block or several

@@ -11,6 +11,7 @@ from draftsmith.models.target import layer_kernels as llama_kernels
 from draftsmith.models.target import layer_steps as llama_steps
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+pytestmark = pytest.mark.usefixtures("watched_memory")
 HALF_PRECISION = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, *HALF_PRECISION]
 

@@ -1,0 +1,215 @@
+"""Every kernel in Triton's interpreter on watched memory: no races, no gaps, no stray accesses.
+
+`watched` in helpers/shadow_memory.py says what is found. Tests of single kernels run on it, too; here stand one launch
+of each kernel at least, and the faults that must be found.
+"""
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from kernel_names import launched_kernels
+
+from draftsmith.models.layers import DecodingNorm
+from draftsmith.models.sampling.sampling import Stream
+from draftsmith.models.sampling.trees import ancestor_words
+from draftsmith.models.target.slots import Window, chain_window
+
+pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
+from faulty_kernel import FAULTS, add_blocks
+from shadow_memory import ShadowMemory, watched
+
+from draftsmith.inference.verification import acceptance_kernels
+from draftsmith.models.losses import divergence_kernels
+from draftsmith.models.sampling import sampling_kernels
+from draftsmith.models.target import attention_kernel, cache_kernels, layer_kernels
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run in the interpreter on a CPU only"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log2"),  # splits that see nothing
+]
+NUM_SLOTS = 40
+PARENTS = torch.tensor([[-1, -1, 0, 0, 2]]).expand(3, -1)
+SEEDS = range(3)  # orders of programs
+Call = Callable[..., None]  # of a `ShadowMemory` and, where one stands for another, a module
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks a row, the last of them not full."""
+    monkeypatch.setattr(sampling_kernels, "CHUNK", 16)
+    monkeypatch.setattr(divergence_kernels, "BLOCK", 16)
+
+
+def attend(window: Window, splits: int, memory: ShadowMemory, kernel: ModuleType = attention_kernel) -> None:
+    """Rows of different lengths, in a cache in which nothing stands behind them."""
+    batch, length = window.slots.shape
+    stored = torch.empty(2, batch, NUM_SLOTS + 1, 2, 20)
+    for row, last in enumerate(window.slots[:, -1].tolist()):
+        stored[:, row, : last + 1] = torch.randn(2, last + 1, 2, 20)
+    key, value = stored[:, :, :NUM_SLOTS].transpose(2, 3)
+    query = torch.randn(batch, length, 6, 20).transpose(1, 2)
+    kernel.attend(query, key, value, window.packed_mask(), 0.2, splits=splits)
+
+
+def tree_window() -> Window:
+    window = chain_window(torch.tensor([33, 0, 7]), 6)
+    return Window(window.slots, window.positions, window.prefix, ancestor_words(PARENTS, 5))
+
+
+def norm_in_place(memory: ShadowMemory, kernel: ModuleType = layer_kernels) -> None:
+    x = torch.randn(5, 100)
+    kernel.rms_norm(x, DecodingNorm(torch.randn(100), 1e-6), x)
+
+
+def rotate(memory: ShadowMemory) -> None:
+    """Three query heads and two of keys: the last program of a token is not full."""
+    qkv, norm, flat = torch.randn(3, 7 * 20), DecodingNorm(torch.randn(5, 20), 1e-6), torch.zeros(12, 80)
+    angles = torch.randn(3, 1, 2, 10)
+    cos, heads = angles[:, :, :1].contiguous(), qkv[:, :100].view(3, 5, 2, 10)
+    layer_kernels.rotate_and_store(heads, qkv[:, 60:], cos, angles, norm, torch.tensor([3, 11, 0]), flat)
+
+
+def silu(memory: ShadowMemory, kernel: ModuleType = layer_kernels) -> None:
+    gate_up = torch.randn(3, 2 * 1100)
+    kernel.silu_mul_(*gate_up.chunk(2, 1))
+
+
+def write(memory: ShadowMemory) -> None:
+    """Two tokens go to the slot past the end."""
+    key, flat = torch.randn(2, 3, 3, 20), torch.empty(2 * 10, 120)
+    memory.allow_races(flat[19])
+    cache_kernels.write_slots(key, key, torch.tensor([3, 4, 5, 18, 19, 19]), flat)
+
+
+def move(memory: ShadowMemory, kernel: ModuleType = cache_kernels) -> None:
+    """What one node reads another overwrites; the last row reaches past the end."""
+    stored = [torch.randn(3, 13, 2, 2, 16) for _ in range(2)]
+    for tensor in stored:
+        memory.allow_races(tensor[:, 12])
+    (table,) = kernel.move_tables(stored)
+    kernel.move_slots(table, torch.tensor([0, 4, 9]), torch.tensor([[2, 3, 4, 6], [3, 1, 2, 2], [1, 3, 5, 6]]))
+
+
+def compare(memory: ShadowMemory, kernel: ModuleType = divergence_kernels) -> None:
+    teacher = kernel.FusedTeacher.from_logits(torch.randn(4, 40), torch.arange(0, 40, 3))
+    teacher[torch.tensor([3, 0, 0, 1, 2])].compare(torch.randn(5, 14), "jensen_shannon", True)
+
+
+def verify(rule: str, memory: ShadowMemory) -> None:
+    """Verify a chain or a tree of five nodes in three rows, of which one has no draft."""
+    logits, draft_logits, tokens = torch.randn(3, 6, 37), torch.randn(3, 5, 37), torch.randint(0, 37, (3, 5))
+    tokens[1] = -1
+    coins, draws = torch.rand(3, 5, dtype=torch.float64), torch.rand(3, 6, dtype=torch.float64)
+    tree = tokens, PARENTS, 3
+    arguments: dict[str, tuple[Any, ...]] = {
+        "greedy": (logits, *tree),
+        "typical": (logits, *tree),
+        "one_hot": (logits, *tree, draws[:, :4]),
+        "probabilistic": (logits, draft_logits, tokens, coins, draws),
+        "block": (logits, draft_logits, tokens, coins, draws),
+        "without_replacement": (logits, draft_logits[:, :4].contiguous(), *tree, coins, draws[:, :4]),
+    }
+    getattr(acceptance_kernels, rule)(*arguments[rule])
+
+
+def uniforms(memory: ShadowMemory) -> None:
+    keys, positions, branch = torch.arange(3), torch.arange(3)[:, None], torch.arange(150)
+    sampling_kernels.uniforms(keys, positions, Stream.DRAFT, branch)
+
+
+RULES = ("greedy", "one_hot", "typical", "probabilistic", "block", "without_replacement")
+CALLS: list[Call] = [
+    lambda memory: attend(chain_window(torch.tensor([30, 0]), 9), 1, memory),
+    lambda memory: attend(chain_window(torch.tensor([39, 0, 16]), 1), 3, memory),
+    lambda memory: attend(tree_window(), 2, memory),
+    *(norm_in_place, rotate, silu, write, move, compare, uniforms),
+    *(partial(verify, rule) for rule in RULES),
+]
+
+
+def test_every_kernel_on_watched_memory() -> None:
+    launched = set()
+    for call in CALLS:
+        with watched() as memory:
+            call(memory)
+        launched |= memory.launched
+    assert launched == launched_kernels(), "whoever adds a kernel adds a call of it to CALLS"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_programs_that_an_atomic_orders(seed: int) -> None:
+    assert add_up("", seed) == []
+
+
+@pytest.mark.parametrize(("fault", "finding"), FAULTS.items())
+def test_a_fault_is_found(fault: str, finding: str) -> None:
+    """In any order of the programs."""
+    for seed in SEEDS:
+        assert any(finding in found for found in add_up(fault, seed)), seed
+
+
+def add_up(fault: str, seed: int) -> list[str]:
+    """Return what is found in `add_blocks`; where nothing is wrong, its sums are right."""
+    x = torch.randn(61)
+    memory = ShadowMemory(seed)
+    try:
+        with watched(seed) as memory:
+            doubled, counter, total = torch.empty(64), torch.zeros(1, dtype=torch.int32), torch.empty(16)
+            add_blocks[(4,)](x, doubled, counter, total, 61, fault, 16)
+    except AssertionError:
+        return list(memory.findings)
+    torch.testing.assert_close(total, 2 * torch.nn.functional.pad(x, (0, 3)).view(4, 16).sum(0))
+    return []
+
+
+CHANGES: dict[str, tuple[Call, str, str, str]] = {
+    "a move without its barrier": (move, "tl.debug_barrier()", "", "overwrites what another thread loads"),
+    "splits that saw nothing": (
+        lambda memory, kernel=attention_kernel: attend(chain_window(torch.tensor([39, 0]), 1), 3, memory, kernel),
+        "held = (weights > 0)[:, None]",
+        "held = (s < splits)[:, None]",
+        "reads memory that nothing was written to",
+    ),
+    "slots behind a row": (
+        lambda memory, kernel=attention_kernel: attend(chain_window(torch.tensor([5, 0]), 3), 1, memory, kernel),
+        "(d < D)[None, :] & (n < high)[:, None]",
+        "(d < D)[None, :]",
+        "reads memory that nothing was written to",
+    ),
+    "a row that is not full": (
+        silu,
+        "tl.load(up + place, mask=i < width",
+        "tl.load(up + place, mask=i < 2048",
+        "leaves",
+    ),
+    "two programs on one row": (
+        compare,
+        "logits, teacher = logits + row * V",
+        "logits, teacher = logits + row // 2 * V",
+        "what another program writes",
+    ),
+    "the next row": (norm_in_place, "x + n * x_n + i", "x + (n + 1) * x_n + i", "what another program"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_line_of_a_kernel_is_found(change: str, tmp_path: Path) -> None:
+    call, old, new, finding = CHANGES[change]
+    kernel = inspect.signature(call).parameters["kernel"].default
+    source = Path(kernel.__file__).read_text()
+    assert source.count(old) == 1
+    path = tmp_path / "changed_kernel.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("changed_kernel", path)
+    changed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed)
+    changed.BLOCK = getattr(kernel, "BLOCK", None)
+    with pytest.raises(AssertionError, match=finding), watched() as memory:
+        call(memory, changed)
