@@ -4,11 +4,11 @@ import itertools
 
 from rich.console import Console
 
-from draftsmith.data.console import printable
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import check_sampling
 from draftsmith.inference.decoding.schedule import read_schedule
 from draftsmith.models import load_drafter
+from draftsmith.models.errors import printable
 from draftsmith.recipes.configs.command_settings import GenerateSettings
 from draftsmith.recipes.evaluation.inputs import load_target
 

@@ -14,8 +14,8 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from draftsmith.data.console import printable
 from draftsmith.inference.measuring.results import Interval
+from draftsmith.models.errors import printable
 from draftsmith.models.files import write_whole
 from draftsmith.recipes.reports.report_data import ReportData
 

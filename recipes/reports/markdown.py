@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from draftsmith.data.console import printable
+from draftsmith.models.errors import printable
 
 PUNCTUATION = r"!-/:-@\[-`{-~"
 SPECIAL = re.compile(

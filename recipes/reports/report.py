@@ -7,10 +7,10 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from draftsmith.data.console import printable
 from draftsmith.data.progress import notice
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.planning.costs import Costs
+from draftsmith.models.errors import printable
 from draftsmith.models.files import require_writable, write_json, write_whole
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.reports.acceptance import acceptance, calibration, diagnosis

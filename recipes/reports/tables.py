@@ -8,10 +8,10 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from draftsmith.data.console import printable
 from draftsmith.inference.decoding.schedule import Confident
 from draftsmith.inference.measuring.results import Interval, Result, Setting
 from draftsmith.inference.planning.tuning import PredictedDraft
+from draftsmith.models.errors import printable
 from draftsmith.recipes.reports.figures import Plot
 from draftsmith.recipes.reports.markdown import escaped
 

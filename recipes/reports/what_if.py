@@ -13,10 +13,11 @@ from statistics import linear_regression, mean, median
 
 from matplotlib.figure import Figure
 
-from draftsmith.data.console import printable, shell_path
+from draftsmith.data.console import shell_path
 from draftsmith.inference.measuring.results import Interval, Result
 from draftsmith.inference.planning.best_draft import acceptance_length, rates_of_rounds
 from draftsmith.inference.planning.costs import GOAL, Costs
+from draftsmith.models.errors import printable
 from draftsmith.recipes.reports.figures import INK, LineStyle, Plot, label, legend, line_styles
 from draftsmith.recipes.reports.report_data import MeasuredDrafter, ReportData
 from draftsmith.recipes.reports.tables import Section, Table, count, draft_text, speedup_text, table_of

@@ -14,7 +14,6 @@ from typing import Annotated
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.data.console import printable
 from draftsmith.data.progress import progress_bar
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.environment import device_name, environment
@@ -24,7 +23,7 @@ from draftsmith.inference.planning.cost_measurement import CostRange, measure_co
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.drafter_configs import ReducedVocabulary
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, printable
 from draftsmith.models.files import write_json
 from draftsmith.models.sampling.trees import StaticTree
 from draftsmith.models.typed_json import flat, optional, to_json, with_flat_parts

@@ -27,8 +27,7 @@ import yaml
 from markdown_it import MarkdownIt
 from safetensors import SafetensorError, safe_open
 
-from draftsmith.data.console import printable
-from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.errors import UserError, first_line, printable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU_SECONDS, SECONDS = 10, 45  # of a case

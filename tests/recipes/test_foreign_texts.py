@@ -20,11 +20,11 @@ from reports import choice_content, write_run, write_samples
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith.data.console import SafeConsole, printable, shell_path
+from draftsmith.data.console import SafeConsole, shell_path
 from draftsmith.data.progress import progress_bar
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.results import Evaluation, upgraded
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, printable
 from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.reports import report
