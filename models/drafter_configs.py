@@ -19,7 +19,7 @@ from draftsmith.models.ranges import (
     NonNegative,
     Positive,
     Share,
-    check_values,
+    checked_fields,
 )
 
 Divergence = Literal["cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "lk_hybrid"]
@@ -38,7 +38,7 @@ class DrafterConfig:
     fixed_fields: ClassVar[tuple[str, ...]] = ()  # decided by a checkpoint's tensors; the others by training
 
     def __post_init__(self) -> None:
-        check_values(type(self), vars(self), "drafter.")
+        checked_fields(type(self), vars(self), "drafter.", strict=True)
 
     @classmethod
     def of_checkpoint(cls: type[C], config: dict[str, Any], **sizes: Any) -> C:

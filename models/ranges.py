@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -20,8 +20,6 @@ LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes that file systems take
 LEAST_TEMPERATURE = 1e-5  # logits are divided by it
 
 T = TypeVar("T")
-
-_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # making one takes longer than using it
 
 
 def _no_bool(value: T) -> T:
@@ -91,50 +89,48 @@ REASONS = {
 }
 
 
-def checked(kind: Any, value: Any, prefix: str = "") -> Any:
-    """Return a value as its type takes it, a nested dict as a dataclass.
+def checked(kind: Any, value: Any, name: str = "", strict: bool = False) -> Any:
+    """Return a value as its type takes it, a nested dict as a dataclass; no number may be infinite or NaN.
 
-    Raises `UserError` for the first part that its type refuses, with its dotted name behind `prefix`, and the reason.
+    `strict`: nothing is converted, and 1 is no text. Raises `UserError` for the first part that its type refuses, with
+    its dotted name, which begins with `name`, and the reason.
     """
     try:
-        return _adapter(kind).validate_python(value)
+        return _adapter(kind).validate_python([value], strict=strict)[0]
     except ValidationError as error:
         first = error.errors()[0]
         if isinstance(own := first.get("ctx", {}).get("error"), UserError):  # of the dataclass itself, which says all
             raise own from None
-        key = prefix + ".".join(map(str, first["loc"]))
+        key = ".".join(map(str, (*([name] if name else []), *first["loc"][1:])))
         value = "" if first["type"] == "missing" else f"={shown(first['input'])}"  # else that of what lacks it
         raise UserError(f"{key}{value}: {_reason(first)}" if key else _reason(first)) from None
 
 
-def check_values(kind: Any, values: Mapping[str, Any], prefix: str) -> None:
-    """Refuse values that are not of the types of a dataclass's fields; nothing is converted, and 1 is no text.
+def checked_fields(kind: Any, values: Mapping[str, Any], prefix: str, strict: bool = False) -> dict[str, Any]:
+    """Return those of the values that are fields of a dataclass by their names, each as its type takes it.
 
-    Raises `UserError` as `checked` does. Names that the dataclass does not have are passed over.
+    A dataclass may give its own, as Python checks no types. Raises `UserError` as `checked` does, also for `strict`.
     """
-    for name, adapter in _strict_types(kind).items():
-        if name in values:
-            try:
-                adapter.validate_python(values[name])
-            except ValidationError as error:
-                raise UserError(f"{prefix}{name}={shown(values[name])}: {_reason(error.errors()[0])}") from None
+    hints = _types(kind)
+    return {name: checked(hints[name], values[name], prefix + name, strict) for name in hints if name in values}
+
+
+@cache  # making an adapter takes longer than using it
+def _adapter(kind: Any) -> TypeAdapter[list[Any]]:
+    """Return what checks a list of one value: the config of a list holds for the dataclasses in it, too."""
+    return TypeAdapter(list[kind], config=ConfigDict(allow_inf_nan=False))
 
 
 @cache
-def _strict_types(kind: Any) -> dict[str, TypeAdapter[Any]]:
-    hints, config = get_type_hints(kind, include_extras=True), ConfigDict(strict=True, allow_inf_nan=False)
-    return {entry.name: TypeAdapter(hints[entry.name], config=config) for entry in fields(kind)}
+def _types(kind: Any) -> dict[str, Any]:
+    """Return the types of a dataclass's fields by their names."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {entry.name: hints[entry.name] for entry in fields(kind)}
 
 
 def named(what: str, name: Any) -> str:
     """Return a Hub name or a path as text. Raises `UserError`, which says what it names, for anything else."""
     return checked(Name, str(name) if isinstance(name, Path) else name, what)
-
-
-def check_fields(value: Any, prefix: str) -> None:
-    """Read each field of a dataclass as its type; for `__post_init__`, as Python checks no types."""
-    for name, kind in get_type_hints(type(value), include_extras=True).items():
-        object.__setattr__(value, name, checked(kind, getattr(value, name), f"{prefix}: {name}"))
 
 
 def _reason(error: ErrorDetails) -> str:

@@ -74,11 +74,7 @@ def read_typed(kind: type[T], path: Path) -> T:
 
     Raises `UserError` naming the file where it holds no such value.
     """
-    content = read_json(path)
-    try:
-        return from_json(kind, content)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    return from_json(kind, read_json(path), str(path))
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:

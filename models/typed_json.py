@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BeforeValidator
 
+from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import checked
 
 T = TypeVar("T")
@@ -52,12 +53,15 @@ def _fields_to_json(value: Any) -> dict[str, Any]:
     return content
 
 
-def from_json(kind: type[T], content: Any) -> T:
+def from_json(kind: type[T], content: Any, place: str = "") -> T:
     """Return the value of a type from what a JSON file holds of it; fields that the type does not have are left out.
 
-    Raises `UserError` for content that is no such value, naming the first wrong field.
+    Raises `UserError` for content that is no such value, naming `place`, such as the file, and the first wrong field.
     """
-    return checked(kind, content)
+    try:
+        return checked(kind, content)
+    except UserError as error:
+        raise UserError(f"{place}: {error}" if place else str(error)) from None
 
 
 def with_flat_parts(kind: type) -> BeforeValidator:

@@ -179,7 +179,7 @@ def from_dict(content: dict[str, Any]) -> TrainConfig:
         if value == "" and key in ("target", "data.samples", "run.dir"):
             raise UserError(f"{key} is not set: give {key}=...")
     drafter_class = DRAFTER_CONFIGS[content["drafter"]["kind"]]
-    drafter = checked(drafter_class, content["drafter"], "drafter.")
+    drafter = checked(drafter_class, content["drafter"], "drafter")
     config = checked(TrainConfig, {**content, "drafter": {"kind": drafter.kind}})
     config.drafter = drafter
     _check_data(config)

@@ -36,7 +36,7 @@ from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import write_json
-from draftsmith.models.ranges import BelowOne, Count, Depth, Name, Seed, check_fields
+from draftsmith.models.ranges import BelowOne, Count, Depth, Name, Seed, checked_fields
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.target.identity import template_hash, tokenizer_fingerprint
 from draftsmith.models.typed_json import to_json
@@ -63,7 +63,7 @@ class PrepareSettings:
     held_out_share: BelowOne = 0.0  # of the prompts, never answered and kept in held_out.jsonl to evaluate on
 
     def __post_init__(self) -> None:
-        check_fields(self, "prepare")
+        vars(self).update(checked_fields(type(self), vars(self), "prepare: "))
 
     @property
     def share(self) -> int:

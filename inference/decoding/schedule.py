@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.ranges import AboveZero, BelowOne, Count, Natural, Positive, check_fields
+from draftsmith.models.ranges import AboveZero, BelowOne, Count, Natural, Positive, checked_fields
 from draftsmith.models.reading import read_json
 from draftsmith.models.typed_json import from_json
 
@@ -28,7 +28,7 @@ class Schedule:
     draft_lengths: tuple[tuple[Count, Natural], ...]  # (from so many requests on, draft length); 0: speculation is off
 
     def __post_init__(self) -> None:
-        check_fields(self, "schedule")
+        vars(self).update(checked_fields(type(self), vars(self), "schedule: "))
         check_starts([start for start, _ in self.draft_lengths])
 
     def draft_length(self, num_running: int) -> int:
@@ -65,7 +65,7 @@ class Adaptive:
     probe_every: Count = 32  # rounds
 
     def __post_init__(self) -> None:
-        check_fields(self, "adaptive schedule")
+        vars(self).update(checked_fields(type(self), vars(self), "adaptive schedule: "))
         if list(self.candidates) != sorted(set(self.candidates)):
             raise UserError("adaptive schedule: give candidates that rise, from 0 (speculation off) or more")
         if not any(self.candidates):
@@ -113,7 +113,7 @@ class Confident:
     least: AboveZero
 
     def __post_init__(self) -> None:
-        check_fields(self, "confident schedule")
+        vars(self).update(checked_fields(type(self), vars(self), "confident schedule: "))
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from pydantic import Field, PlainValidator
 from draftsmith.inference.decoding.counters import DraftLength, Interval, PairedDifference, Stats
 from draftsmith.inference.decoding.schedule import AnySchedule, schedule_from_json
 from draftsmith.inference.verification.acceptance_rules import LOSSY, VerificationMode
-from draftsmith.models.errors import UserError
 from draftsmith.models.files import write_json
 from draftsmith.models.ranges import Natural, NonNegative, Positive, Share
 from draftsmith.models.reading import read_json
@@ -332,10 +331,7 @@ def read_evaluation(path: Path) -> Evaluation:
     content = read_json(path)
     with suppress(TypeError, KeyError, AttributeError):  # of a content that is none, whose fault `from_json` names
         content = upgraded(content)
-    try:
-        return from_json(Evaluation, content)
-    except UserError as error:
-        raise UserError(f"{path} holds no evaluation: {error}") from None
+    return from_json(Evaluation, content, f"{path} holds no evaluation")
 
 
 def write_evaluation(path: Path, evaluation: Evaluation) -> None:

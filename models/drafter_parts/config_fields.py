@@ -1,6 +1,6 @@
 """The fields of a drafter's config.json that are read, with their types and limits, whoever wrote it.
 
-The dataclasses are never built: `check_values` holds a config against them. Fields that are not named are not read.
+The dataclasses are never built: `checked_fields` holds a config against them. Fields that are not named are not read.
 """
 
 from dataclasses import dataclass

@@ -26,7 +26,7 @@ from torch import Tensor
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
 from draftsmith.models.drafter_parts.config_fields import EngineFields, LayoutFields, OwnFields
 from draftsmith.models.errors import UserError
-from draftsmith.models.ranges import check_values, named
+from draftsmith.models.ranges import checked_fields, named
 from draftsmith.models.reading import read_json_object
 from draftsmith.models.target.target import Target
 from draftsmith.models.weights import check_counts, check_finite, read_weights
@@ -115,7 +115,7 @@ def in_engine_layout(config: dict[str, Any], tensors: dict[str, Tensor], target:
 def checked(fields: type, config: dict[str, Any]) -> dict[str, Any]:
     """Return a config without those of the fields that are null: they are left out. Raises `UserError` by types."""
     config = {key: value for key, value in config.items() if value is not None or key not in fields.__annotations__}
-    check_values(fields, config, "this drafter's config.json has ")
+    checked_fields(fields, config, "this drafter's config.json has ", strict=True)
     return config
 
 

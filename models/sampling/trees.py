@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.errors import UserError
-from draftsmith.models.ranges import Count, Depth, Natural, TwoOrMore, check_fields
+from draftsmith.models.ranges import Count, Depth, Natural, TwoOrMore, checked_fields
 
 WORD = 32  # columns in a word of the ancestor mask
 
@@ -46,7 +46,7 @@ class StaticTree:
     choices: tuple[tuple[Natural, ...], ...]
 
     def __post_init__(self) -> None:
-        check_fields(self, "tree")
+        vars(self).update(checked_fields(type(self), vars(self), "tree: "))
         nodes = {*self.choices} - {()}
         if not nodes:
             raise UserError("tree: give at least one node, such as [0] for the likeliest first token")
@@ -83,7 +83,7 @@ class DynamicTree:
     width: TwoOrMore
 
     def __post_init__(self) -> None:
-        check_fields(self, "tree")
+        vars(self).update(checked_fields(type(self), vars(self), "tree: "))
         most = self.width + (self.depth - 1) * self.width**2
         if not self.depth < self.num_nodes <= most:
             raise UserError(

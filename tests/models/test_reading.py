@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,15 @@ from safetensors.torch import save_file
 
 from draftsmith.models import reading
 from draftsmith.models.errors import UserError, one_line
-from draftsmith.models.reading import open_tensors, parse_json, read_json, read_json_lines, read_text, read_yaml
+from draftsmith.models.reading import (
+    open_tensors,
+    parse_json,
+    read_json,
+    read_json_lines,
+    read_text,
+    read_typed,
+    read_yaml,
+)
 
 DEEP = 100_000
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
@@ -125,6 +134,24 @@ def test_any_bytes_are_read_or_refused(tmp_path, read):
             refusals.append(str(error))
     assert 0 < len(refusals) < 300
     assert all("\n" not in refusal and str(path) in refusal for refusal in refusals)
+
+
+@dataclass
+class Point:
+    """A type without limits of its own."""
+
+    x: float
+    y: tuple[float, ...]
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-Infinity", "1e999"])
+def test_a_text_is_no_way_to_write_nan(tmp_path, number):
+    """Types take texts of numbers, and JSON has no NaN: its name in quotes would come in by that door."""
+    (path := tmp_path / "x").write_text(json.dumps([{"x": 1, "y": [2.5]}, {"x": "3", "y": []}]))
+    assert read_typed(list[Point], path) == [Point(1.0, (2.5,)), Point(3.0, ())]
+    for content in ([{"x": number, "y": []}], [{"x": 1, "y": [0, number]}]):
+        path.write_text(json.dumps(content))
+        assert "give a finite number" in refusal(lambda path: read_typed(list[Point], path), path)
 
 
 def test_tensors_are_read_and_other_kinds_of_file_are_named(tmp_path):
