@@ -18,7 +18,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.reading import read_json, read_text, read_typed
 from draftsmith.train.run_folder.checkpoint import checkpoint_step
 from draftsmith.train.run_folder.run_folder import measured_checkpoints
-from draftsmith.train.run_folder.stored_run import LoggedStep, Reader, read_config, read_logged_steps
+from draftsmith.train.run_folder.stored_run import LoggedStep, Reader, read_config
 from draftsmith.train.run_folder.vocabulary import read_vocabulary, vocabulary_text
 
 FREE = ("batch_size", "draft_length", "tree_nodes")  # in which the settings differ that a report compares
@@ -305,7 +305,7 @@ def _read_run(folder: Path, reader: Reader) -> EvaluatedRun | None:
         config=read_text(folder / "config.yaml"),
         environment="" if environment is None else as_yaml(environment),
         vocabulary=f"{text[0].upper()}{text[1:]}." if text else "",
-        metrics=reader.read(read_logged_steps, folder) or [],
+        metrics=reader.logged_steps(folder),
         checkpoints=[checkpoint for checkpoint in checkpoints if checkpoint is not None],
     )
 

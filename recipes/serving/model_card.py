@@ -12,11 +12,12 @@ from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.results import Evaluation, Result
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import file_hash, write_whole
-from draftsmith.models.reading import read_typed, read_yaml
-from draftsmith.models.typed_json import from_json, optional, to_json
+from draftsmith.models.reading import read_typed
+from draftsmith.models.typed_json import optional, to_json
 from draftsmith.recipes.reports.markdown import code, fenced, finalized
 from draftsmith.recipes.serving.engine_check import EngineReport
 from draftsmith.recipes.serving.export import WEIGHT_FILES, Exported
+from draftsmith.train.run_folder.stored_run import read_config
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -120,29 +121,6 @@ def metadata(exported: Exported, evaluation: Evaluation | None) -> CardMetadata:
 
 
 @dataclass(frozen=True)
-class StoredData:
-    """The training text that a run's config.yaml names."""
-
-    samples: str
-
-
-@dataclass(frozen=True)
-class StoredSteps:
-    """The steps of a run, from its config.yaml."""
-
-    steps: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class StoredConfig:
-    """The part of a run's config.yaml that a card tells."""
-
-    data: StoredData
-    run: StoredSteps
-
-
-@dataclass(frozen=True)
 class StoredEnvironment:
     """The part of a run's environment.json that a card tells."""
 
@@ -162,7 +140,7 @@ def training_facts(source: Path) -> dict[str, str]:
     if not (config.is_file() and environment.is_file()):
         return {}
     try:
-        settings, facts = from_json(StoredConfig, read_yaml(config)), read_typed(StoredEnvironment, environment)
+        settings, facts = read_config(config), read_typed(StoredEnvironment, environment)
     except UserError as error:
         notice(f"the card says nothing of the training: {run}: {error}")
         return {}

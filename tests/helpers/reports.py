@@ -82,7 +82,12 @@ def write_results(path: Path, results: list[dict[str, Any]], drafter: str = "d",
 def write_run(folder: Path, keep: float, draft_ms: float, divergences: int = 0) -> Path:
     """A run of 400 steps and two checkpoints, the second one the better."""
     folder.mkdir(parents=True)
-    config = {"target": "models/tiny_target", "drafter": {"kind": folder.name}, "run": {"steps": 400}}
+    config = {
+        "target": "models/tiny_target",
+        "drafter": {"kind": folder.name},
+        "data": {"samples": "data/tiny"},
+        "run": {"steps": 400, "seed": 0},
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "environment.json").write_text(json.dumps(ENVIRONMENT))
     lines: list[dict[str, Any]] = []

@@ -461,5 +461,7 @@ def test_the_card_says_who_wrote_the_text(written_by: str | None, told: str, tmp
     if written_by is not None:
         environment["data_written_by"] = written_by
     (run / "environment.json").write_text(json.dumps(environment))
-    (run / "config.yaml").write_text("data: {samples: data/my}\nrun: {steps: 2, seed: 0}\n")
+    (run / "config.yaml").write_text(
+        "{target: t, drafter: {kind: medusa}, data: {samples: data/my}, run: {steps: 2, seed: 0}}"
+    )
     assert told in training_facts(run / "checkpoints" / "step-000002")["text"]

@@ -441,6 +441,20 @@ def test_a_whole_folder_is_read_whole(whole: Path) -> None:
     assert data.runs[0].vocabulary
 
 
+def test_damaged_lines_of_metrics_leave_the_others(whole: Path, tmp_path: Path) -> None:
+    """One line is no reason to lose the history of a training, and how many are left out is said."""
+    shutil.copytree(whole, run := tmp_path / "eagle3")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines[3], lines[7] = '{"step": 40, "loss": NaN}', '{"step": 80, "loss": -1}'
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    data = read_report_data(run)
+    kept = [step.step for step in data.runs[0].metrics]
+    assert kept == [step.step for step in read_report_data(whole).runs[0].metrics if step.step not in (40, 80)]
+    (told,) = data.unreadable
+    assert "metrics.jsonl line 4 " in told
+    assert f"2 of {len(lines)} lines are left out" in told
+
+
 @pytest.mark.usefixtures("_no_figures")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_named_and_the_rest_reported(

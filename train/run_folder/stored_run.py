@@ -3,30 +3,47 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import Natural, NonNegative
 from draftsmith.models.reading import read_yaml
 from draftsmith.models.typed_json import from_json
-from draftsmith.train.run_folder.tracking import METRICS, read_metrics
+from draftsmith.train.run_folder.tracking import complete_lines, parse_metrics
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class StoredDrafter:
-    """The part of a run's drafter settings that the report reads."""
+    """The drafter that config.yaml names."""
 
     kind: str
 
 
 @dataclass(frozen=True)
+class StoredData:
+    """The training text that config.yaml names."""
+
+    samples: str
+
+
+@dataclass(frozen=True)
+class StoredSteps:
+    """The steps of a run."""
+
+    steps: int
+    seed: int
+
+
+@dataclass(frozen=True)
 class StoredRun:
-    """The part of config.yaml that the report reads."""
+    """The part of config.yaml that reports and model cards tell."""
 
     target: str
     drafter: StoredDrafter
+    data: StoredData
+    run: StoredSteps
 
 
 @dataclass(frozen=True)
@@ -58,19 +75,19 @@ class Reader:
         values = [self.read(read, path) for path in paths]
         return [value for value in values if value is not None]
 
+    def logged_steps(self, run: Path) -> list[LoggedStep]:
+        """Return what the lines of a run's metrics.jsonl hold, those that can be read."""
+        steps, faults = [], []
+        for place, line in self.read(complete_lines, run) or []:
+            try:
+                steps.append(from_json(LoggedStep, parse_metrics(line, place), place))
+            except UserError as error:
+                faults.append(str(error))
+        if faults:
+            self.unreadable.append(f"{faults[0]}; {len(faults)} of {len(faults) + len(steps)} lines are left out")
+        return steps
+
 
 def read_config(path: Path) -> StoredRun:
     """Read a run's config.yaml. Raises `UserError` naming the file where it is none."""
-    return _typed(StoredRun, read_yaml(path), path)
-
-
-def read_logged_steps(run: Path) -> list[LoggedStep]:
-    """Read the metrics.jsonl of a run. Raises `UserError` naming the file where it is none."""
-    return _typed(list[LoggedStep], read_metrics(run), run / METRICS)
-
-
-def _typed(kind: type[T], content: Any, path: Path) -> T:
-    try:
-        return from_json(kind, content)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    return from_json(StoredRun, read_yaml(path), str(path))

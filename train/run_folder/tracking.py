@@ -76,13 +76,27 @@ def as_line(metrics: dict[str, Any]) -> str:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Return what was logged, without a line that a kill has left unfinished, or that is being written."""
+    """Return what was logged, as `parse_metrics` reads each line."""
+    return [parse_metrics(line, place) for place, line in complete_lines(run)]
+
+
+def complete_lines(run: Path) -> list[tuple[str, str]]:
+    """Return the place, "FILE line N", and the text of each line of metrics.jsonl.
+
+    One that a kill has left unfinished, or that is being written, is left out.
+    """
     path = run / METRICS
     lines = read_text(path).split("\n") if path.is_file() else [""]
-    metrics = [parse_json(line, f"{path} line {number}") for number, line in enumerate(lines[:-1], 1)]
-    for number, line in enumerate(metrics, 1):
-        if not (isinstance(line, dict) and isinstance(line.get("step"), int) and all(map(is_measured, line.items()))):
-            raise UserError(f"{path} line {number} holds no metrics of a step: put it back, or remove the file")
+    return [(f"{path} line {number}", line) for number, line in enumerate(lines[:-1], 1)]
+
+
+def parse_metrics(line: str, place: str) -> dict[str, Any]:
+    """Return the metrics of a step that a line holds. Raises `UserError` that names `place` where it holds none."""
+    metrics = parse_json(line, place)
+    if not (
+        isinstance(metrics, dict) and isinstance(metrics.get("step"), int) and all(map(is_measured, metrics.items()))
+    ):
+        raise UserError(f"{place} holds no metrics of a step: put it back, or remove the file")
     return metrics
 
 
