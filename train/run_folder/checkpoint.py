@@ -9,6 +9,7 @@ number of processes.
 
 import json
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 from draftsmith.data.progress import size_text, warn
 from draftsmith.models import CHANGED_TARGET, Drafter, save_drafter
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.files import file_hash, sync
+from draftsmith.models.files import file_hash, whole_folder
 from draftsmith.models.reading import read_json
 from draftsmith.train.hardware.layouts import whole_weights
 from draftsmith.train.process.faults import failing_together
@@ -50,34 +51,32 @@ def checkpoints(run: Path) -> list[Path]:
 def save_checkpoint(
     accelerator: Accelerator, drafter: Drafter, optimizer: Any, run: Path, step: int, seconds: float
 ) -> Path:
-    """Write a checkpoint under a hidden name and rename it when all of it is on disk. All processes call this together.
+    """Write a checkpoint, which appears when all of it is on disk. All processes call this together.
 
     `seconds` of training have led to it. Raises `UserError` on every rank where one of them cannot write; what is there
     of the new checkpoint is removed, and earlier ones are as they were.
     """
     on_main, final = accelerator.is_main_process, run / "checkpoints" / checkpoint_name(step)
-    partial = final.with_name("." + final.name)
+    partial = final
     try:
-        with whole_weights(accelerator, drafter), failing_together(Exception):
-            if on_main:
-                shutil.rmtree(partial, ignore_errors=True)
-                save_drafter(drafter, partial)
-                (partial / TRAINER).mkdir()
-                progress = {"step": step, "training_seconds": seconds}
-                (partial / TRAINER / PROGRESS).write_text(json.dumps(progress) + "\n")
-        for part in PARTS:  # one at a time, so that the main process's memory holds no more than one of them
-            tensors = whole_part(accelerator, drafter, optimizer, part)
+        with ExitStack() as writing:
+            with whole_weights(accelerator, drafter), failing_together(Exception):
+                if on_main:
+                    partial = writing.enter_context(whole_folder(final))
+                    save_drafter(drafter, partial)
+                    (partial / TRAINER).mkdir()
+                    progress = {"step": step, "training_seconds": seconds}
+                    (partial / TRAINER / PROGRESS).write_text(json.dumps(progress) + "\n")
+            for part in PARTS:  # one at a time, so that the main process's memory holds no more than one of them
+                tensors = whole_part(accelerator, drafter, optimizer, part)
+                with failing_together(Exception):
+                    if on_main:
+                        save_file(tensors, part_file(partial / TRAINER, part))
             with failing_together(Exception):
                 if on_main:
-                    save_file(tensors, part_file(partial / TRAINER, part))
-        with failing_together(Exception):
-            if on_main:
-                (partial / TRAINER / MANIFEST).write_text(json.dumps(manifest(partial), indent=1) + "\n")
-                sync(partial)
-                partial.rename(final)
+                    (partial / TRAINER / MANIFEST).write_text(json.dumps(manifest(partial), indent=1) + "\n")
+                writing.close()  # the checkpoint takes its name
     except UserError as error:
-        if on_main:
-            shutil.rmtree(partial, ignore_errors=True)
         # torch, safetensors and the system each have their own error for a full disk: the free room tells it
         free, existing = size_text(shutil.disk_usage(run).free), resumable(run)
         raise UserError(
