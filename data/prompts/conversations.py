@@ -6,17 +6,21 @@ when later turns follow. Both are verified; a template that rewrites history is 
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from os.path import commonprefix
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from draftsmith.data.prompts.checks import check_not_rendered
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.errors import UserError
+from draftsmith.models.target.chat_template import apply_template, rendered, rendered_ids
 from draftsmith.models.target.target import Target
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SHOWN_TOKENS = 8  # of a difference, in messages
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -28,32 +32,31 @@ class Chat:
 
     def token_ids(self, num_messages: int, opened: bool = False) -> list[int]:
         """Return the token ids of the first messages; `opened` adds the beginning of the answer that follows them."""
-        return self._render(num_messages, add_generation_prompt=opened, return_dict=True)["input_ids"]
+        return self._rendered_by(rendered_ids, num_messages, opened)
 
     def text(self, num_messages: int, opened: bool = False) -> str:
         """Return the text of the first messages; `opened` adds the beginning of the answer that follows them."""
-        return self._render(num_messages, add_generation_prompt=opened, tokenize=False)
+        return self._rendered_by(rendered, num_messages, opened)
 
     def marked(self, num_messages: int) -> list[tuple[int, int]]:
         """Return the spans [start, end) of tokens between the template's generation marks."""
-        output = self._render(num_messages, return_dict=True, return_assistant_tokens_mask=True)
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        output = self._rendered_by(lambda *chat: apply_template(*chat, **options), num_messages)
         mask = [0, *output["assistant_masks"], 0]
         edges = [i for i in range(len(mask) - 1) if mask[i] != mask[i + 1]]
         return list(zip(edges[::2], edges[1::2], strict=True))
 
-    def _render(self, num_messages: int, **options: Any) -> Any:
-        tokenizer, where = self.target.tokenizer, self.prompt.where or "the prompt"
-        assert tokenizer is not None
-        assert self.prompt.messages is not None
-        if not tokenizer.chat_template:
+    def _rendered_by(self, render: Callable[..., T], num_messages: int, *options: bool) -> T:
+        assert self.target.tokenizer is not None
+        where = self.prompt.where or "the prompt"
+        if not self.target.tokenizer.chat_template:
             reason = f"{self.target.name} has no chat template"
             raise UserError(f'{where} has "messages", but {reason}: give "prompt" texts')
-        try:  # cast: its result is typed for every form of its output
-            return cast(Any, tokenizer).apply_chat_template(
-                self.prompt.messages[:num_messages], tools=self.prompt.tools, **options
-            )
-        except Exception as error:  # templates come with the target, and fail in their own ways
-            raise UserError(f"{where}: the chat template refuses it: {first_line(error)}") from None
+        assert self.prompt.messages is not None
+        try:
+            return render(self.target, self.prompt.messages[:num_messages], self.prompt.tools, *options)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
 
 
 def opened_chat(prompt: Prompt, target: Target) -> list[int]:

@@ -19,6 +19,7 @@ from draftsmith.inference.replay.replay import AcceptanceTrace, acceptance_trace
 from draftsmith.inference.replay.token_scores import score_drafter, score_target
 from draftsmith.models import Target
 from draftsmith.models.layers import shift_left
+from draftsmith.models.target.chat_template import rendered_ids
 from draftsmith.models.target.identity import PARTS
 from draftsmith.models.target.target import Features, spread_layer_ids
 
@@ -51,12 +52,12 @@ def other_template(replayed: ReplayedDrafter) -> Iterator[Finding]:
     tokenizer = target.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         return
-    tail = rendered(target, "x")[-TAIL:]
+    tail = opened_question(target, "x")[-TAIL:]
     outside = [index for index, prompt in enumerate(recording.prompts) if prompt[-TAIL:] != tail]
     if not outside:
         return
     contents = [str(tokenizer.decode(recording.prompts[index], skip_special_tokens=True)) for index in outside]
-    prompts = [rendered(target, content) for content in contents]
+    prompts = [opened_question(target, content) for content in contents]
     if max(map(len, prompts)) + recording.max_new_tokens > target.context:
         return
     inside = record(
@@ -75,12 +76,9 @@ def other_template(replayed: ReplayedDrafter) -> Iterator[Finding]:
         )
 
 
-def rendered(target: Target, content: str) -> list[int]:
+def opened_question(target: Target, content: str) -> list[int]:
     """Return the token ids of a question in the chat template, opened for the answer."""
-    assert target.tokenizer is not None
-    messages = [{"role": "user", "content": content}]
-    text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return rendered_ids(target, [{"role": "user", "content": content}], opened=True)
 
 
 # --- the wiring

@@ -1,7 +1,10 @@
 """Prompts from files: what is read, and what is refused with the line that is wrong."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import check_lengths, encode_prompts, read_prompt_set, read_prompts
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
+from draftsmith.models.target import chat_template
 
 CHATS = {name: chat_target(family) for name, family in FAMILIES.items()}
 MESSAGES = [{"role": "user", "content": "heat the iron"}]
@@ -112,8 +116,53 @@ def test_chat_is_opened_for_the_answer() -> None:
 @pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages.missing.name }}", "{{ messages + 1 }}", "{% if %}"])
 def test_a_template_that_fails_is_named(template: str) -> None:
     """It comes with the target, and what it does with messages raises errors of its own."""
-    with pytest.raises(UserError, match="prompt 1: the chat template refuses it"):
+    with pytest.raises(UserError, match="prompt 1: the chat template of .* refuses it"):
         encode_prompts([Prompt(messages=MESSAGES)], chat_target(replace(FAMILIES["chatml"], template=template)))
+
+
+def target_with(template: str) -> Target:
+    return chat_target(replace(FAMILIES["chatml"], template=template))
+
+
+@pytest.mark.parametrize("body", ["", "x", "{% set y = i * j %}"])
+def test_a_template_without_end_is_stopped(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whichever thread it is rendered; jinja's sandbox bounds a range, and not how often it is gone through."""
+    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}" + body + "{% endfor %}{% endfor %}"
+    target = target_with(loop)
+    with ThreadPoolExecutor(1) as pool:
+        for encode in (encode_prompts, lambda *chat: pool.submit(encode_prompts, *chat).result()):
+            with pytest.raises(UserError, match=r"prompt 1: the chat template of .* takes more than 0.2 s"):
+                encode([Prompt(messages=MESSAGES)], target)
+
+
+def test_a_template_in_time_is_left_alone() -> None:
+    """Its timer raises nothing in what comes later."""
+    with chat_template.time_limit(0.05):
+        pass
+    time.sleep(0.1)
+    with pytest.raises(chat_template.TimeUp), chat_template.time_limit(0.05):
+        sum(1 for _ in repeat(0))
+
+
+def test_a_template_that_makes_too_much_is_refused() -> None:
+    with pytest.raises(UserError, match="the chat template of .* makes 20,000,000 characters of one chat"):
+        encode_prompts([Prompt(messages=MESSAGES)], target_with("{{ 'x' * 20000000 }}"))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1] }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ lipsum.__globals__['os'].getcwd() }}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_a_template_reaches_nothing_but_the_chat(template: str) -> None:
+    """It is rendered in jinja's sandbox, and its values cannot be changed."""
+    with pytest.raises(UserError, match=r"refuses it: (access to|.*is undefined|.*is not safely callable)"):
+        encode_prompts([Prompt(messages=MESSAGES)], target_with(template))
 
 
 def test_chat_that_the_template_refuses_is_named() -> None:
