@@ -11,11 +11,16 @@ from filelock import FileLock, Timeout
 from draftsmith.data.progress import notice
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import made_folder, require_writable
+from draftsmith.models.ranges import Count, Natural, checked
 
 
 def rank_and_num_ranks() -> tuple[int, int]:
-    """Return this process's rank, from 0, and the number of processes, as launchers tell them; (0, 1) without one."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    """Return this process's rank, from 0, and the number of processes, as launchers tell them; (0, 1) without one.
+
+    Raises `UserError` where these variables hold something else.
+    """
+    rank, num_ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    return checked(Natural, rank, "RANK"), checked(Count, num_ranks, "WORLD_SIZE")
 
 
 def device_of_process() -> str | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import filelock
 import pytest
 
-from draftsmith.data.processes import locked
+from draftsmith.data.processes import locked, rank_and_num_ranks
 from draftsmith.models.errors import UserError
 
 HOLDS = """
@@ -70,3 +70,10 @@ def test_a_file_system_without_locks_is_told_of(
     monkeypatch.setattr(filelock.FileLock, "acquire", none)
     with locked(tmp_path / "out"):
         assert "out cannot be locked (No locks available)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "abc"), ("RANK", "-1"), ("WORLD_SIZE", ""), ("WORLD_SIZE", "0")])
+def test_variables_of_no_launcher_are_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"{name}='{value}': give "):
+        rank_and_num_ranks()
