@@ -123,7 +123,7 @@ class Endpoint:
         `most_at_a_time`: number of requests that are open at once.
         """
         lock = threading.Lock()  # tokenizers are not made for threads
-        results: queue.Queue[Dialogue | Exception | None] = queue.Queue()
+        results: queue.Queue[Dialogue | BaseException | None] = queue.Queue()
 
         def answer_dialogues() -> None:
             try:
@@ -138,7 +138,7 @@ class Endpoint:
                             dialogue.take(new_ids, self.context - self.max_new_tokens)
                     results.put(dialogue)
                 results.put(None)
-            except Exception as error:
+            except BaseException as error:  # panics of the Rust tokenizers are no `Exception`
                 results.put(error)
 
         for _ in range(most_at_a_time):
@@ -147,7 +147,7 @@ class Endpoint:
         try:
             while running:
                 result = results.get()
-                if isinstance(result, Exception):
+                if isinstance(result, BaseException):
                     raise result
                 if result is None:
                     running -= 1

@@ -108,8 +108,12 @@ class EndpointFeatures:
         texts = [batch.token_ids[number, : self.plan.lengths[index]].tolist() for number, (index,) in enumerate(rows)]
         states = torch.zeros(*batch.token_ids.shape, len(self.layer_ids) + 1, self.target.hidden_size)
         with ThreadPoolExecutor(REQUESTS) as pool:
-            for row, reading in zip(states, pool.map(self.read, texts), strict=True):
-                row[: len(reading.states)] = reading.states
+            try:
+                for row, reading in zip(states, pool.map(self.read, texts), strict=True):
+                    row[: len(reading.states)] = reading.states
+            except BaseException:
+                self.endpoint.server.stopped.set()  # the pool waits for its threads, which ask no more
+                raise
         states = states.to(self.target.device, self.target.dtype)
         layers = states[:, :, :-1].flatten(2) if self.layer_ids else None
         return Features(self._last_hidden(states), layers)

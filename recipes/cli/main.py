@@ -1,17 +1,21 @@
 """The command line: it parses, runs one command, and turns a user's mistake into one line and exit code 2."""
 
 import argparse
+import contextlib
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from inspect import getdoc
 from io import TextIOWrapper
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 from draftsmith.models.errors import UserError, first_line, is_out_of_memory, one_line, own_place
@@ -87,9 +91,10 @@ class OneLineParser(argparse.ArgumentParser):
 def fail(message: str, exit_code: int = EXIT_USER_ERROR) -> int:
     """Say what is wrong and return the exit code. torch's launcher ends with a summary that repeats its file's line."""
     line = one_line(f"error: {message}")
-    print(line, file=sys.stderr)
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(file).write_text(json.dumps({"message": line, "timestamp": int(time.time())}))
+    with contextlib.suppress(OSError):  # whose place is full or gone: the exit code still tells
+        print(line, file=sys.stderr)
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            Path(file).write_text(json.dumps({"message": line, "timestamp": int(time.time())}))
     return exit_code
 
 
@@ -149,20 +154,50 @@ def answer(argv: Sequence[str]) -> int:
     call = None
     try:
         call = parse(argv)
-        run(call)
+        with faults_of_threads():
+            run(call)
     except KeyboardInterrupt as interrupt:
         print(str(interrupt) or f"interrupted: {after_interruption(call)}", file=sys.stderr)
         return getattr(interrupt, "exit_code", EXIT_INTERRUPTED)  # a run that has stopped in order says more
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit):
         raise
-    except Exception as error:
+    except BaseException as error:  # panics of the Rust libraries are no `Exception`
         if call and call.debug:
             raise
         return fail(*told(error, call))
     return 0
 
 
-def told(error: Exception, call: Call | None) -> tuple[str, int]:
+@contextlib.contextmanager
+def faults_of_threads() -> Iterator[None]:
+    """Raise in the main thread what another thread of draftsmith's raises during the block, and nobody waits for."""
+    faults: list[BaseException] = []
+    default = threading.excepthook
+
+    def note(thread: threading.ExceptHookArgs) -> None:
+        frames = list(traceback.walk_tb(thread.exc_traceback))
+        if thread.exc_value is None or own_place(frames) is None:  # of a library, which may go on without it
+            default(thread)
+            return
+        faults.append(thread.exc_value)
+        signal.pthread_kill(main_thread, signal.SIGURG)  # wakes it, wherever it waits
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if faults:
+            raise faults[0]
+
+    main_thread, handler = threading.get_ident(), signal.signal(signal.SIGURG, stop)
+    threading.excepthook = note
+    try:
+        yield
+    finally:
+        threading.excepthook = default
+        signal.signal(signal.SIGURG, handler)
+    if faults:  # the block may have taken it for a fault of its own, and gone on
+        raise faults[0]
+
+
+def told(error: BaseException, call: Call | None) -> tuple[str, int]:
     """Return what is said of an error, and the exit code."""
     if isinstance(error, UserError):
         return str(error), EXIT_USER_ERROR
@@ -193,6 +228,10 @@ def after_interruption(call: Call | None) -> str:
 
 def run(call: Call) -> None:
     """Run one command. Its mistakes are told before torch is imported, which takes seconds."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the folder in which this was started was removed: change to another one") from None
     call.settings.refuse_mistakes()
     from draftsmith.data.console import shared_console
     from draftsmith.data.progress import waiting

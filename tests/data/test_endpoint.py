@@ -11,6 +11,7 @@ from fake_server import FakeServer
 from draftsmith.data import http
 from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.data.answers.turns import Dialogue
 from draftsmith.data.samples.samples import SAMPLES, read_samples
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
@@ -244,6 +245,20 @@ def test_more_requests_than_threads_are_refused(
 ) -> None:
     with pytest.raises(UserError, match="batch_size 100000: a server is sent up to 1024"):
         prepare(served, source, tmp_path, replace(asking(make_server()), batch_size=100_000))
+
+
+def test_a_panic_in_a_thread_is_raised(make_server: Callable[..., FakeServer], served: Target) -> None:
+    """The Rust tokenizers panic with what is no `Exception`; whoever waits for the answers learns of it."""
+
+    class PanicException(BaseException):
+        """A stand-in for what pyo3 raises where Rust panics."""
+
+    def dialogues() -> Iterator[Dialogue]:
+        raise PanicException("index out of bounds")
+        yield
+
+    with pytest.raises(PanicException):
+        list(Endpoint(make_server().url, served, 6).answers(dialogues(), 1))
 
 
 def test_other_ends_of_text_are_refused(
