@@ -30,6 +30,7 @@ GROUND = {
         "files",
         "kernels",
         "layers",
+        "model_files",
         "ranges",
         "reading",
         "typed_json",

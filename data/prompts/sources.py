@@ -9,6 +9,7 @@ NAME[/CONFIG]:COLUMN[:SPLIT]                     a Hub data set; train[:1000] as
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ PART_LINES = 32  # a source file is cut at the first blank line after so many li
 LONGEST_PART = 64  # lines after which it is cut where there is no blank line
 LARGEST_SOURCE = 1 << 22  # bytes; larger files were not written by hand
 PARQUET_ROWS = 256  # that are in memory at once
+CHECKED_ROWS = 1000  # that are read before anything else is done
 LONGEST_LINE = 1000  # characters; files with longer lines were not written by hand
 
 
@@ -48,6 +50,15 @@ def read_source(source: str, domain_column: str = "domain") -> list[Prompt]:
     if not prompts:
         raise UserError(f"{source} holds no prompts")
     return prompts
+
+
+def check_beginning(source: str) -> None:
+    """Read the first rows of a file of prompts. Raises `UserError` as `read_source` does; others are not looked at."""
+    name, _, column = (source, "", "") if os.path.exists(source) else source.partition(":")
+    if (path := Path(name)).suffix in READERS and path.is_file():
+        for where, row in islice(READERS[path.suffix](path), CHECKED_ROWS):
+            if not isinstance(row, Prompt):
+                to_prompt(row, where, column, "domain")
 
 
 def _from_rows(rows: RawRows, source: str, column: str, domain_column: str) -> list[Prompt]:
@@ -117,7 +128,7 @@ def read_folder(folder: Path, suffixes: tuple[str, ...]) -> list[Prompt]:
     characters, are left out.
     """
     prompts, left_out = [], []
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(Path(root, name) for root, _, names in os.walk(folder) for name in names):
         name = path.relative_to(folder)
         if path.suffix[1:] not in suffixes or any(part.startswith(".") for part in name.parts) or not path.is_file():
             continue

@@ -20,13 +20,13 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
 
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
 from draftsmith.models.drafter_parts.config_fields import EngineFields, LayoutFields, OwnFields
-from draftsmith.models.errors import UserError
-from draftsmith.models.ranges import checked_fields, named
+from draftsmith.models.errors import UserError, library_errors
+from draftsmith.models.model_files import CONFIG, drafter_config_file
+from draftsmith.models.ranges import checked_fields
 from draftsmith.models.reading import read_json_object
 from draftsmith.models.target.target import Target
 from draftsmith.models.weights import check_counts, check_finite, read_weights
@@ -59,7 +59,7 @@ class Checkpoint:
 def read_checkpoint(name: str | Path, target: Target) -> Checkpoint:
     """Return the checkpoint in a directory or under a Hub name. Raises `UserError` where it cannot be read."""
     directory = find_directory(name)
-    config = _read_config(directory)
+    config = read_json_object(directory / CONFIG)
     if "hydra_num_heads" in config:
         raise UserError(f"{name} has Hydra heads in their authors' layout, which is not read: train new ones (hydra)")
     tensors = _read_tensors(directory)
@@ -68,27 +68,12 @@ def read_checkpoint(name: str | Path, target: Target) -> Checkpoint:
 
 
 def find_directory(name: str | Path) -> Path:
-    name = named("drafter", name)
-    directory = Path(name)
-    if not os.path.isdir(name):
-        if os.path.isfile(name):
-            raise UserError(f"{name} is a file: give the folder of a checkpoint, such as {directory.parent}")
-        if directory.name == "best" and (newest := checkpoint_of_run(directory.parent)):
-            raise UserError(f"{directory} is not there, for it is a measured checkpoint, and none was: give {newest}")
-        try:
-            directory = Path(snapshot_download(str(name), allow_patterns=PATTERNS))
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError):
-            raise UserError(
-                f"no drafter at {str(name)!r}: give a checkpoint directory, a Hub name, or a drafter without training "
-                "such as ngram, suffix or none"
-            ) from None
-    return directory
-
-
-def checkpoint_of_run(run: Path) -> Path | None:
-    """Return the checkpoint to give instead of a run's folder: the best, or the newest where none was measured."""
-    newest = max((run / "checkpoints").glob("step-*"), default=None)
-    return run / "best" if (run / "best").is_dir() else newest
+    """Return the directory of a checkpoint, downloaded where need be. Raises `UserError` where there is none."""
+    config = drafter_config_file(name)
+    if os.path.isdir(name):
+        return config.parent
+    with library_errors(f"drafter {str(name)!r} cannot be downloaded", "give the same command again"):
+        return Path(snapshot_download(str(name), allow_patterns=PATTERNS))
 
 
 def in_engine_layout(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> Checkpoint:
@@ -223,14 +208,6 @@ def medusa_name(name: str) -> str:
 
 
 # --- files
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    if not path.is_file():
-        example = checkpoint_of_run(directory) or "runs/NAME/best"
-        raise UserError(f"{directory} holds no config.json: give a checkpoint directory, such as {example}")
-    return read_json_object(path)
 
 
 def _read_tensors(directory: Path) -> dict[str, Tensor]:

@@ -1,20 +1,15 @@
 """The files of a target, in a directory or on the Hub: config.json, tokenizer, generation config, weights by name.
 
 Anybody may have written them: they are checked before transformers reads them, and no code that comes with them runs.
-A file of the Hub is fetched only where something in it is wanted.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import (
-    CONFIG_NAME,
     GENERATION_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -22,8 +17,8 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from draftsmith.models.errors import UserError, first_line, library_errors
-from draftsmith.models.ranges import named
+from draftsmith.models.errors import UserError, library_errors
+from draftsmith.models.model_files import find_file, target_config_file
 from draftsmith.models.reading import read_json_object
 from draftsmith.models.weights import check_counts, file_of_index, read_weights
 
@@ -38,14 +33,7 @@ def library_errors_of(name: str | Path) -> Any:
 
 def read_config(name: str | Path) -> PretrainedConfig:
     """Return the config of a target. Raises `UserError` where there is none that transformers knows."""
-    name = named("target", name)
-    if os.path.isfile(name):
-        raise UserError(f"{name} is a file: give a Hub name or a model directory, such as {Path(name).parent}")
-    path = find_file(name, CONFIG_NAME)
-    if path is None:
-        raise UserError(
-            f"no target at {str(name)!r}, for there is no config.json: give a Hub name or a model directory"
-        )
+    path = target_config_file(name)
     content = read_json_object(path)
     check_counts(content, MOST_PARTS, str(path))
     if other := [field for field in OTHER_FILES if field in content]:
@@ -101,18 +89,3 @@ def _weight_files(name: str | Path, wanted: Callable[[str], bool]) -> Iterator[P
                 yield part
             return
     raise UserError(f"target {str(name)!r} has neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}: get it whole")
-
-
-def find_file(name: str | Path, file: str) -> Path | None:
-    """Return a file of the target, downloaded where need be; None where there is none."""
-    if os.path.isdir(name):
-        path = Path(name) / file
-        return path if path.is_file() else None
-    try:
-        return Path(hf_hub_download(str(name), file))
-    except EntryNotFoundError:
-        return None
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise UserError(
-            f"{file} of target {str(name)!r} cannot be had ({first_line(error)}): give a Hub name or a model directory"
-        ) from None

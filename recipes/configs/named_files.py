@@ -1,6 +1,7 @@
-"""Checks that the files and folders which settings name are there, before anything slow is imported.
+"""Checks of the files and folders that settings name, before anything slow is imported: whether they are there, and
+whether the small ones among them, and the beginnings of the others, can be read.
 
-What they hold is checked where they are read.
+All that they hold is checked where it is used. What is imported inside functions is not needed for `--help`.
 """
 
 import re
@@ -10,6 +11,8 @@ from typing import Any
 
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable
+from draftsmith.models.ranges import Natural, checked
+from draftsmith.models.reading import read_json, read_json_object
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a model or a data set; whether the Hub has it shows later
 
@@ -24,20 +27,35 @@ def check_names(settings: Mapping[str, Any]) -> None:
 
 
 def _target(name: str) -> None:
-    if not Path(name).is_dir() and not HUB_NAME.fullmatch(name):
+    if not Path(name).exists() and not HUB_NAME.fullmatch(name):
         raise UserError(f"no target at {name!r}: give a Hub name or a model directory")
+    from draftsmith.models.model_files import target_config_file
+
+    read_json_object(target_config_file(name))
 
 
 def _drafter(name: str) -> None:
-    path = Path(name.partition("+")[2] or name)
-    if not path.parent.is_dir() and not HUB_NAME.fullmatch(str(path)):  # below a run's folder, the nearest is named
-        raise UserError(f"no drafter at {name!r}: give a checkpoint's directory, a Hub name, or ngram")
+    from draftsmith.models.drafter_configs import DRAFTER_CONFIGS
+    from draftsmith.models.model_files import drafter_config_file
+    from draftsmith.recipes.configs.recipes import RECIPES
+
+    name = name.partition("+")[2] or name
+    if Path(name).exists() or name not in {*DRAFTER_CONFIGS, *RECIPES}:
+        read_json_object(drafter_config_file(name))
 
 
 def _prompts(source: str) -> None:
     name, colon, _ = source.partition(":")
     if not Path(name).exists() and (Path(name).suffix or not colon):
         raise UserError(f"no prompts file {name}: give a file, a folder, or a Hub data set as NAME:COLUMN")
+    from draftsmith.data.prompts.mixtures import load_mixture
+    from draftsmith.data.prompts.sources import check_beginning
+
+    if Path(name).suffix in (".yaml", ".yml"):
+        for part in load_mixture(Path(name)).sources:
+            _prompts(part.source)
+    else:
+        check_beginning(source)
 
 
 def _samples(folder: str) -> None:
@@ -48,6 +66,23 @@ def _samples(folder: str) -> None:
 def _file(path: str) -> None:
     if not Path(path).is_file():
         raise UserError(f"{path}: there is no such file")
+
+
+def _schedule(path: str) -> None:
+    _file(path)
+    from draftsmith.inference.decoding.schedule import read_schedule
+
+    read_schedule(Path(path))
+
+
+def _tree(text: str) -> None:
+    if text.endswith(".json"):
+        checked(list[list[Natural]], read_json(Path(text)), f"--tree {text}")
+
+
+def _report(folder: str) -> None:
+    if not Path(folder).is_dir():
+        raise UserError(f"no folder {folder}: give the folder of a run, such as runs/NAME")
 
 
 def _out(folder: str) -> None:
@@ -62,7 +97,9 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "prompts": _prompts,
     "fit_prompts": _prompts,
     "samples": _samples,
-    "schedule": _file,
+    "schedule": _schedule,
+    "tree": _tree,
+    "run": _report,
     "config": _file,
     "out": _out,
     "dir": _out,

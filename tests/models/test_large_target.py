@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tiny_target import save_target, tiny_tokenizer
 
 from draftsmith.data.samples.samples import PREPARED, SAMPLES, Sample, Span, sample_line
-from draftsmith.models import Target
+from draftsmith.models import Target, model_files
 from draftsmith.models.errors import UserError
 from draftsmith.models.target import target_files
 from draftsmith.train import train
@@ -114,7 +114,7 @@ def test_only_files_with_ends_are_downloaded(target_in_shards: Path, monkeypatch
         asked.add(target_in_shards / file)
         return str(target_in_shards / file)
 
-    monkeypatch.setattr(target_files, "hf_hub_download", download)
+    monkeypatch.setattr(model_files, "hf_hub_download", download)
     tensors = target_files.read_tensors("org/model", lambda name: ".layers." not in name)
     assert tensors is not None
     assert set(tensors) == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}

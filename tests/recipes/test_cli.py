@@ -2,8 +2,10 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import fields
 from importlib import import_module
@@ -235,9 +237,9 @@ class Interrupts:
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("train medusa target=t data.samples={samples} run.dir=r", "give the same command again to go on"),
-        ("train medusa target=t data.samples={samples} run.dir=r --overfit 4", "starts anew"),
-        ("evaluate --target t --drafter ngram --prompts {good} --out o", "starts anew"),
+        ("train medusa target={target} data.samples={samples} run.dir=r", "give the same command again to go on"),
+        ("train medusa target={target} data.samples={samples} run.dir=r --overfit 4", "starts anew"),
+        ("evaluate --target {target} --drafter ngram --prompts {good} --out o", "starts anew"),
     ],
 )
 @pytest.mark.parametrize("importing", [True, False])
@@ -275,7 +277,7 @@ def test_a_run_that_was_not_measured_ends_with_its_checkpoint(
 ) -> None:
     """The path that `evaluate` and `export` ask for next."""
     monkeypatch.setattr("draftsmith.recipes.cli.train.train", lambda config: Path(files["run"]))
-    assert run_cli("train", "medusa", "target=t", f"data.samples={files['samples']}", "run.dir=r") == 0
+    assert run_cli("train", "medusa", f"target={files['target']}", f"data.samples={files['samples']}", "run.dir=r") == 0
     assert f"checkpoint: {files['run']}/checkpoints/step-000002" in capsys.readouterr().out
 
 
@@ -312,6 +314,43 @@ def test_whatever_is_raised_costs_one_line(
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == (line is not None)
     assert line is None or re.match(line, lines[0]), lines
+
+
+@pytest.mark.parametrize(
+    "block",
+    ["time.sleep(60)", "queue.Queue().get()", "threading.Thread(target=time.sleep, args=(0,)).start()", "retry()"],
+)
+def test_a_fault_of_a_thread_ends_the_command(
+    block: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A thread that fails never leaves the command waiting for it, nor behind exit code 0."""
+    module = ModuleType("draftsmith.faulty")
+    code = f"""
+import queue, threading, time
+
+def fail():
+    time.sleep(0.05)
+    [][3]
+
+def retry():
+    try:
+        time.sleep(60)
+    except Exception:  # as of work that may be tried again
+        pass
+
+def run(*call):
+    thread = threading.Thread(target=fail)
+    thread.start()
+    {block}
+    thread.join()
+"""
+    exec(code, vars(module))
+    monkeypatch.setitem(sys.modules, "draftsmith.recipes.cli.generate", module)
+    before = signal.getsignal(signal.SIGURG), threading.excepthook
+    assert run_cli("generate", "x", "--target", files["target"], "--drafter", "none") == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: unexpected IndexError at draftsmith.faulty:6: list index out of range; ")
+    assert (signal.getsignal(signal.SIGURG), threading.excepthook) == before
 
 
 def test_a_bar_ends_at_its_end() -> None:
@@ -381,22 +420,54 @@ def test_options_may_stand_before_overrides(tmp_path: Path, capsys: pytest.Captu
 SLOW = ("torch", "transformers", "accelerate", "datasets", "matplotlib")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "--help",
-        "evaluate --target t --drafter ngram --prompts nowhere.txt --out o",
-        "train eagle4",
-        "train eagle3 target=t data.samples=. run.dir=r run.stepz=3",
-        "prepare --target /no/target --prompts . --out o",
-    ],
-)
-def test_help_and_mistakes_do_not_wait_for_torch(command: str, tmp_path: Path) -> None:
-    """Importing the command line, parsing, and checking what was given takes no library that takes seconds."""
-    run = f"from draftsmith.recipes.cli.main import main\ntry: main({command.split()})\nfinally: "
-    code = f"import sys; {run} print([name for name in {SLOW} if name in sys.modules])"
+# Each with the exit code, and a part of what is said.
+QUICK = """
+--help | 0 | usage
+train eagle4 | 2 | eagle4
+train eagle3 target={target} data.samples={samples} run.dir=r run.stepz=3 | 2 | run.steps
+train medusa target={target} data.samples={samples} run.dir=r evaluation.prompts={malformed} | 2 | jsonl line 2
+prepare --target no/target --prompts {good} --out o | 2 | no target at 'no/target'
+prepare --target {target} --prompts {malformed} --out o | 2 | malformed.jsonl line 2
+prepare --target {target} --prompts {mixture} --out o | 2 | malformed.jsonl line 2
+evaluate --target {target} --drafter no/drafter --prompts {good} --out o | 2 | no drafter at 'no/drafter'
+evaluate --target {target} --drafter ngram --prompts {malformed} --out o | 2 | malformed.jsonl line 2
+evaluate --target {target} --drafter ngram --prompts {good} --tree {cut} --out o | 2 | cut.json is not JSON
+tune --target {target} --drafter ngram+no/drafter --prompts {good} --out o | 2 | no drafter at 'no/drafter'
+load-test --target {target} --drafter ngram --prompts {good} --rate 1 --schedule {cut} --out o | 2 | cut.json holds no
+replay --target {target} --drafter ngram --prompts {good} --tree {cut} --out o | 2 | cut.json is not JSON
+plan --target {good} --drafter eagle3 --out o | 2 | good.txt is a file
+export {run} --engine vllm --target {target} --out o | 2 | holds no config.json
+generate x --target {run} --drafter ngram | 2 | no target at
+generate x --target {target} --drafter ngram --schedule {cut} | 2 | cut.json holds no schedule
+quickstart --target no/target | 2 | no target at 'no/target'
+watch localhost | 2 | is no URL
+report nowhere | 2 | no folder nowhere
+"""
+
+
+def test_help_and_mistakes_do_not_wait_for_torch(files: dict[str, str], tmp_path: Path) -> None:
+    """Parsing, and checking names and what small files hold, takes no library that takes seconds."""
+    (tmp_path / "cut.json").write_text('{"draft_lengths": [[1, ')
+    (tmp_path / "mixture.yaml").write_text(f"sources: [{{source: {files['malformed']}}}]")
+    found = {**files, "cut": str(tmp_path / "cut.json"), "mixture": str(tmp_path / "mixture.yaml")}
+    cases = [line.format(**found).split(" | ") for line in QUICK.strip().splitlines()]
+    assert {command.split()[0] for command, *_ in cases} == {"--help", *COMMANDS}
+    code = f"""
+import contextlib, io, json, sys
+from draftsmith.recipes.cli.main import main
+for command in {[command for command, *_ in cases]}:
+    with contextlib.redirect_stderr(io.StringIO()) as told, contextlib.redirect_stdout(told):
+        try:
+            code = main(command.split())
+        except SystemExit as exit:
+            code = exit.code or 0
+    print(json.dumps([code, told.getvalue(), [name for name in {SLOW} if name in sys.modules]]))
+"""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert result.stdout.splitlines()[-1] == "[]", result.stderr
+    for (command, exit_code, told), line in zip(cases, result.stdout.splitlines(), strict=True):
+        code, text, slow = json.loads(line)
+        assert not slow, command
+        assert (code, told in text) == (int(exit_code), True), (command, text)
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
