@@ -4,13 +4,16 @@ Whatever stands in a file, reading it ends with its content or with a `UserError
 the line of it where it has lines. No code runs, and what is read stays bounded in size and depth.
 """
 
+import errno
 import json
 import math
+import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import yaml
 from safetensors import SafetensorError, safe_open
@@ -45,7 +48,7 @@ def read_text(path: Path, limit: int = LARGEST_FILE) -> str:
     """
     try:
         content = bytearray()
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while len(content) <= limit and (piece := file.read(PIECE)):  # reading all at once takes `limit` of memory
                 content += piece
     except (OSError, ValueError) as error:  # `ValueError`: a path that holds a null byte
@@ -93,7 +96,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     UTF-8 text, or has a line of more than `LARGEST_LINE` bytes.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             number = 0
             while line := file.readline(LARGEST_LINE + 1):
                 number += 1
@@ -234,10 +237,19 @@ def open_tensors(path: Path) -> safe_open:
         raise _unreadable(path, error) from None
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Return an opened file. Raises `OSError` where it cannot be opened, and for pipes and devices, which never end."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 (returned)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return file
+
+
 def refuse_stand_in(path: Path) -> bytes:
     """Return the beginning of a file. Raises `UserError` for one that only stands for another, and says for which."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             beginning = file.read(64)
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from None

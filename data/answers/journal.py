@@ -13,6 +13,7 @@ from pathlib import Path
 from draftsmith.data.samples.samples import Sample, sample_line, write_samples
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import writing
+from draftsmith.models.reading import open_regular
 
 
 class Journal:
@@ -58,7 +59,7 @@ def read_journals(folder: Path, run: str) -> Answered:
     answered = Answered()
     for path in journals_in(folder):
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 offset = 0
                 for line in file:
                     answer, _, told = line[:-1].rpartition(b"\t")

@@ -8,6 +8,7 @@ a list of them. `damage_file` damages a file as its suffix says.
 import io
 import json
 import math
+import os
 import pickle
 import struct
 from collections.abc import Callable, Sequence
@@ -298,9 +299,14 @@ def damage_file(random: Random, path: Path) -> None:
     draw = random.random()
     if draw < 0.03:
         path.unlink()
-        random.choice(
-            (lambda: None, path.mkdir, lambda: path.symlink_to(path), lambda: path.symlink_to("nowhere/at/all"))
-        )()
+        links = (path, "nowhere/at/all", "/dev/zero")
+        replacements = (
+            lambda: None,
+            path.mkdir,
+            lambda: os.mkfifo(path),
+            lambda: path.symlink_to(random.choice(links)),
+        )
+        random.choice(replacements)()
     elif path.suffix == ".safetensors" and draw < 0.7:
         path.write_bytes(damaged_safetensors(random, content))
     elif path.suffix == ".json" and draw < 0.8:

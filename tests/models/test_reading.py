@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pickle
 import random
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from draftsmith.models.reading import (
     parse_json,
     read_json,
     read_json_lines,
+    read_lines,
     read_text,
     read_typed,
     read_yaml,
@@ -91,6 +93,15 @@ def test_what_cannot_be_opened_is_one_line(tmp_path):
     for path in (tmp_path / "nothing", tmp_path / "folder", tmp_path / ("x" * 300), Path("null\0byte")):
         for read in (read_json, read_yaml, open_tensors, lambda path: list(read_json_lines(path))):
             assert refusal(read, path)
+
+
+@pytest.mark.parametrize("read", [read_json, read_yaml, read_text, open_tensors, lambda path: list(read_lines(path))])
+def test_what_never_ends_is_not_read(tmp_path, read):
+    """Opening a pipe would wait for somebody who writes into it, and a device gives zeros for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name in ("pipe", "device"):
+        assert "is no regular file" in refusal(read, tmp_path / name)
 
 
 def test_a_file_larger_than_its_limit_is_refused_unread(tmp_path):

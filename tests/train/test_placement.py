@@ -38,6 +38,7 @@ from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.hardware import meter, placement
+from draftsmith.train.hardware.layouts import make_accelerator
 from draftsmith.train.hardware.placement import check_placement, devices_of_layers, memory_needed
 from draftsmith.train.inputs.features import free_memory
 from draftsmith.train.process.signals import Stopped
@@ -360,3 +361,19 @@ def test_asking_a_cpu_for_fsdp_is_refused(
     code, _, errors = launch("fsdp2", base, tmp_path / "run", "--num_processes", "1", script=False)
     assert code != 0
     assert "start with recipes/launch/cpu.yaml" in errors
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "7", "data.tokens_per_micro_batch divides a batch"),
+        ("ACCELERATE_DYNAMO_BACKEND", "x", "accelerate does not start .*ACCELERATE_"),
+    ],
+)
+def test_what_a_launcher_must_not_set_is_refused(
+    name: str, value: str, told: str, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate reads it from the environment: the first would silently divide each gradient by seven."""
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=told):
+        make_accelerator(make_config("medusa", base, tmp_path, run=RUN))

@@ -18,7 +18,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.models import Drafter
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.target.target import default_dtype, pick_device
 from draftsmith.train.config import TrainConfig
 
@@ -27,12 +27,24 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     """Return the processes and their devices, as the launcher started them. `UserError` for a layout not served."""
     device, num_ranks = pick_device(config.run.device), rank_and_num_ranks()[1]
     sharded = next((name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}") == "true"), None)
-    accelerator = Accelerator(
-        mixed_precision="bf16" if default_dtype(device) == torch.bfloat16 else "no",
-        cpu=device.type == "cpu" and not sharded,  # with it accelerate would forget that it was asked to shard
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout))],
-    )
-    if sharded and (accelerator.distributed_type.name != sharded or accelerator.num_processes != num_ranks):
+    try:
+        accelerator = Accelerator(
+            mixed_precision="bf16" if default_dtype(device) == torch.bfloat16 else "no",
+            cpu=device.type == "cpu" and not sharded,  # with it accelerate would forget that it was asked to shard
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout))],
+        )
+    except (ValueError, ImportError) as error:  # of variables that it reads
+        raise UserError(
+            f"accelerate does not start ({first_line(error)}): mend or unset LOCAL_RANK and the variables that begin "
+            "with ACCELERATE_, which launchers set"
+        ) from None
+    if accelerator.gradient_accumulation_steps != 1:  # by which it would divide each loss once more
+        raise UserError(
+            "the launcher sets gradient_accumulation_steps, which has no effect here but a wrong one: leave it out; "
+            "data.tokens_per_micro_batch divides a batch"
+        )
+    made = accelerator.distributed_type.name, accelerator.num_processes
+    if sharded and (made != (sharded, num_ranks) or not torch.distributed.is_initialized()):
         raise UserError(
             f"accelerate does not run {sharded} in {num_ranks} processes on {device.type}: on a CPU start with "
             "recipes/launch/cpu.yaml"
