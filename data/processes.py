@@ -17,10 +17,13 @@ from draftsmith.models.ranges import Count, Natural, checked
 def rank_and_num_ranks() -> tuple[int, int]:
     """Return this process's rank, from 0, and the number of processes, as launchers tell them; (0, 1) without one.
 
-    Raises `UserError` where these variables hold something else.
+    Raises `UserError` where these variables hold what no launcher sets.
     """
-    rank, num_ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    return checked(Natural, rank, "RANK"), checked(Count, num_ranks, "WORLD_SIZE")
+    rank = checked(Natural, os.environ.get("RANK", "0"), "RANK")
+    num_ranks = checked(Count, os.environ.get("WORLD_SIZE", "1"), "WORLD_SIZE")
+    if rank >= num_ranks:
+        raise UserError(f"RANK={rank} is not below WORLD_SIZE={num_ranks}: unset both, or start by a launcher")
+    return rank, num_ranks
 
 
 def device_of_process() -> str | None:

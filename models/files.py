@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.models.errors import UserError
+from draftsmith.models.reading import open_regular
 
 PARTIAL = ".partial"
 ROOM_IN_NAMES = 20  # bytes by which a hidden name, under which something is written, is longer
@@ -47,9 +48,9 @@ def write_json(path: Path, content: Any, indent: int = 2) -> None:
 
 
 def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file in hex."""
+    """Return the SHA-256 of a file in hex. Raises `OSError` where it cannot be read."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while part := file.read(1 << 24):
             digest.update(part)
     return digest.hexdigest()

@@ -101,8 +101,8 @@ def write_answers(job: "AnswerJob", out: Path) -> None:
             remove_journals(out)  # of a kill between the file's last rename and this
             say(f"{out} holds all answers already")
         return
-    journal = Journal(out, rank, run)
     answered = read_journals(out, run)
+    journal = Journal(out, rank, run)
     if rank == 0 and answered.num_damaged:
         notice(
             f"{answered.num_damaged} lines of {out}/answers-*.partial are damaged, or of another run or version: their "

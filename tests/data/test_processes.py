@@ -53,6 +53,7 @@ def test_each_rank_of_a_launch_has_its_own_lock(tmp_path: Path, monkeypatch: pyt
     """So that every rank of a second launch is refused, also before its first one has ended it."""
     with locked(tmp_path / "out"):
         monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
         with (
             locked(tmp_path / "out"),
             pytest.raises(UserError, match=f"process {os.getpid()}"),
@@ -72,8 +73,17 @@ def test_a_file_system_without_locks_is_told_of(
         assert "out cannot be locked (No locks available)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "value"), [("RANK", "abc"), ("RANK", "-1"), ("WORLD_SIZE", ""), ("WORLD_SIZE", "0")])
-def test_variables_of_no_launcher_are_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("RANK", "abc", "RANK='abc': give a whole number"),
+        ("RANK", "-1", "RANK='-1': give at least 0"),
+        ("RANK", "1", "RANK=1 is not below WORLD_SIZE=1"),
+        ("WORLD_SIZE", "", "WORLD_SIZE='': give a whole number"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE='0': give at least 1"),
+    ],
+)
+def test_variables_of_no_launcher_are_named(name: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"{name}='{value}': give "):
+    with pytest.raises(UserError, match=told):
         rank_and_num_ranks()

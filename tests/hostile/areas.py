@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from commands import command_attempt, commanded, cut_short, named, two_at_once
+from commands import command_attempt, commanded, cut_short, killed, named, started_badly, two_at_once
 from damage import (
     CANARY,
     NUMBERS,
@@ -454,7 +454,7 @@ Area = Callable[[Place], Attempt]
 AREAS: dict[str, tuple[Area, int]] = {  # with the share of the cases, in percent
     "config_fields": (config_fields, 12),
     "config_text": (config_text, 7),
-    "prompts": (prompts, 11),
+    "prompts": (prompts, 10),
     "samples": (samples, 8),
     "drafter": (drafter, 12),
     "foreign_drafter": (foreign_drafter, 6),
@@ -467,9 +467,11 @@ AREAS: dict[str, tuple[Area, int]] = {  # with the share of the cases, in percen
     "run_folder": (run_folder, 1),
     "server": (server, 2),
     "python": (python, 7),
-    "commands": (commanded, 6),
+    "commands": (commanded, 5),
     "names": (named, 1),
     "cut_short": (cut_short, 1),
     "two_at_once": (two_at_once, 1),
+    "started_badly": (started_badly, 1),
+    "killed": (killed, 1),
 }
 assert sum(share for _, share in AREAS.values()) == 100

@@ -4,15 +4,17 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from random import Random
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from damage import NUMBERS, TEXTS, hostile_text
-from disturbances import disk_full, interrupted
+from disturbances import STARTS, disk_full, interrupted
 from judge import Attempt, Place
 
 from draftsmith.recipes.cli.main import COMMANDS, main
@@ -255,6 +257,50 @@ def two_at_once(place: Place) -> Attempt:
     return Attempt(
         f"{' '.join(argv)}  # from two processes at once", call, (place.out, place.folder / "cwd" / "other.log")
     )
+
+
+# --- started badly, or killed
+
+
+def started_badly(place: Place) -> Attempt:
+    """A command of a process whose streams, clocks, limits, folder or variables are hostile."""
+    command = place.random.choice(("prepare", "train", "export", "evaluate", "generate", "plan"))
+    start = place.random.choice(STARTS)
+    argv, log = argv_of(command, healthy_flags(place)[command]), place.folder / "cwd" / "log"
+
+    def call() -> object:
+        def work() -> object:
+            start(Random(place.folder.name))
+            return run_quietly(argv)
+
+        code = os.waitstatus_to_exitcode(os.waitpid(forked(work, log), 0)[1])
+        told = log.read_text(errors="replace")
+        assert code in (0, 2), f"exit code {code}: {told[-1500:]}"
+        assert "Traceback" not in told, told[-1500:]
+        return 0
+
+    return Attempt(f"{' '.join(argv)}  # {start.__name__}", call, (place.out, log))
+
+
+def killed(place: Place) -> Attempt:
+    """A command that is killed at some moment; given again, it ends as if nothing had been."""
+    command = place.random.choice(("prepare", "train", "export", "evaluate"))
+    argv, log = argv_of(command, healthy_flags(place)[command]), place.folder / "cwd" / "log"
+    seconds = place.random.uniform(0.01, 1.0)
+
+    def call() -> object:
+        child = forked(lambda: run_quietly(argv), log)
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, -signal.SIGKILL), f"exit code {code}: {log.read_text()[-1500:]}"
+        if command == "export" and code == 0:
+            return 0  # given again, it is refused
+        again = run_quietly(argv)
+        assert again == 0, f"the same command again: exit code {again}"
+        return again
+
+    return Attempt(f"{' '.join(argv)}  # killed after {seconds:.3f} s, and again", call, (place.out, log))
 
 
 def forked(work: Callable[[], object], log: Path) -> int:
