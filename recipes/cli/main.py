@@ -133,6 +133,7 @@ def parse(argv: Sequence[str]) -> Call:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Whatever goes wrong is told in one line."""
+    open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a text may hold characters that the locale's encoding lacks
             stream.reconfigure(errors="backslashreplace")
@@ -147,6 +148,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at the end
         return EXIT_BROKEN_PIPE
+
+
+def open_closed_streams() -> None:
+    """Give closed standard streams to no file: what libraries print by their numbers would be written into it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
 
 
 def answer(argv: Sequence[str]) -> int:

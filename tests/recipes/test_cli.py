@@ -353,6 +353,21 @@ def run(*call):
     assert (signal.getsignal(signal.SIGURG), threading.excepthook) == before
 
 
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", "2>&-"])
+def test_no_file_takes_the_place_of_a_closed_stream(closed: str, tmp_path: Path) -> None:
+    """What C libraries print to stdout or stderr would be written into it."""
+    code = """
+import os
+from draftsmith.recipes.cli.main import main
+code = main(["report", "nowhere"])
+number = os.open("file", os.O_CREAT | os.O_WRONLY)
+os.write(number, f"{code} {number}".encode())
+"""
+    subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], cwd=tmp_path, check=True)
+    exit_code, number = map(int, (tmp_path / "file").read_text().split())
+    assert (exit_code, number > 2) == (2, True)
+
+
 def test_a_bar_ends_at_its_end() -> None:
     """Also where less was to do than planned; not where the work failed."""
     with progress_bar(visible=False) as bar:
