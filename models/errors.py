@@ -81,8 +81,10 @@ def out_of_memory(mend: str) -> Iterator[None]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error of Python's, the system's, PyTorch's or CUDA's says that memory was short."""
-    texts = ("out of memory", "not enough memory", "can't allocate memory", "Cannot allocate memory")
-    texts += ("can't start new thread",)  # whose stack has no room, or whose number is at its limit
+    texts = (
+        *("out of memory", "not enough memory", "can't allocate memory", "Cannot allocate memory"),
+        "can't start new thread",  # whose stack has no room
+    )
     return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 

@@ -8,6 +8,7 @@ when later turns follow. Both are verified; a template that rewrites history is 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from os.path import commonprefix
 from typing import Any, TypeVar, cast
 
@@ -40,8 +41,8 @@ class Chat:
 
     def marked(self, num_messages: int) -> list[tuple[int, int]]:
         """Return the spans [start, end) of tokens between the template's generation marks."""
-        options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        output = self._rendered_by(lambda *chat: apply_template(*chat, **options), num_messages)
+        mark = partial(apply_template, return_dict=True, return_assistant_tokens_mask=True)
+        output = self._rendered_by(mark, num_messages)
         mask = [0, *output["assistant_masks"], 0]
         edges = [i for i in range(len(mask) - 1) if mask[i] != mask[i + 1]]
         return list(zip(edges[::2], edges[1::2], strict=True))
