@@ -101,6 +101,7 @@ def file_of_index(name: Any, index: Path) -> str:
     """
     folder = Path(os.path.realpath(index.parent))
     places = [folder, *([folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [])]
-    if PurePath(str(name)).name != name or Path(os.path.realpath(folder / name)).parent not in places:
+    plain = PurePath(str(name)).name == name and "\0" not in name
+    if not plain or Path(os.path.realpath(folder / name)).parent not in places:
         raise UserError(f"{index} names {str(name)!r}, which is no file of its folder: take another copy of the model")
     return name

@@ -67,6 +67,8 @@ class Place:
     def copy(self, name: str) -> Path:
         """Return a copy of a healthy file or folder, to be damaged."""
         source, path = self.material / name, self.given / Path(name).name
+        while path.exists():  # a command may be given the same thing twice
+            path = path.with_name(f"other-{path.name}")
         shutil.copytree(source, path, symlinks=True) if source.is_dir() else shutil.copy(source, path)
         return path
 

@@ -136,6 +136,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another shape": (with_norm(lambda norm: norm[:2].clone()), r"model.norm.weight has the shape \[2\], and \[32\]"),
     "an index out of its folder": (with_index("../outside.safetensors"), "names '../outside.safetensors', which"),
     "an index to a link": (with_index("link.safetensors"), "names 'link.safetensors', which is no file of its folder"),
+    "an index with a zero byte": (with_index("a\0b"), r"names 'a\\x00b', which is no file of its folder"),
     "an index of lists": (with_index(["x"]), r"names .* which is no file of its folder"),
     "an index to nowhere": (with_index("gone.safetensors"), "lacks gone.safetensors"),
     "a damaged tokenizer": (text("tokenizer.json", '{"model": 1}'), "the tokenizer of .* does not load"),
