@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftsmith.models.target.splitting import num_multiprocessors
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 PACKED = tl.constexpr(3)  # slot, position and prefix, then the ancestor words
 WORD = tl.constexpr(32)
@@ -112,11 +114,6 @@ def num_splits(programs: int, num_slots: int, block: int, part_bytes: int, devic
     wanted = 2 * num_multiprocessors(device) // programs
     wanted = max(num_slots // 4096, min(wanted, triton.cdiv(num_slots, block)))
     return max(1, min(wanted, MOST_SCRATCH // part_bytes))
-
-
-def num_multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; of a CPU, on which programs run one by one, 1."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def last_ancestors(packed_mask: Tensor, count: int) -> Tensor:

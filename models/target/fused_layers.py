@@ -1,10 +1,10 @@
 """Llama-shaped decoders in few operations: what `slots.run_on_slots` computes, without a module for every step.
 
 A small target is bound by the number of its operations, not by their size, and stock modelling takes about seventy a
-layer. Here q, k and v are one product, gate and up another, and the product that ends a block adds the residual; the
-steps in between are those of `layer_steps` or, on a GPU, of `layer_kernels`. Masks, rotary angles and the buffers
-between steps are made once a pass and serve every layer. The model's own parameters become views of the merged
-matrices: names, values and memory stay as they were.
+layer. Here q, k and v are one product, gate and up another, each with the norm before it, and the product that ends a
+block adds the residual. The steps are those of `layer_steps` or, on a GPU, of `layer_kernels`. Masks, rotary angles and
+the buffers between steps are made once a pass and serve every layer. The model's own parameters become views of the
+merged matrices: names, values and memory stay as they were.
 
 Shapes: B rows, T new tokens a row, N = B * T, V vocabulary, H hidden width, Hq query heads, Hkv key-value heads,
 D head width, I width inside the MLP, A number of layers asked for.
@@ -104,13 +104,11 @@ class PassBuffers:
         self.sin = torch.cat((-sin, sin), 2)  # [N, 1, 2, D / 2]
 
         query, keys, values = layer.widths
-        self.normed = like.new_empty(num_tokens, like.shape[1])
         self.qkv = like.new_empty(num_tokens, query + keys + values)
         self.heads = self.qkv[:, : query + keys].view(num_tokens, -1, 2, half)  # of q and k, in halves
         self.query = self.qkv[:, :query].view(batch, length, -1, layer.head_dim).transpose(1, 2)  # [B, Hq, T, D]
         self.stored = self.qkv[:, query:]  # [N, 2 * Hkv * D]
-        self.gate_up = like.new_empty(num_tokens, layer.gate_up.shape[1])
-        self.gate, self.up = self.gate_up.chunk(2, 1)
+        self.inner = like.new_empty(num_tokens, layer.gate_up.shape[1] // 2)  # [N, I]
 
 
 class FusedLayer:
@@ -138,8 +136,7 @@ class FusedLayer:
 
     def run(self, x: Tensor, steps: ModuleType, buffers: PassBuffers, cache: SlotCache) -> None:
         """Add the layer's output to the residual stream x [N, H] in place."""
-        steps.rms_norm(x, self.attention_norm, out=buffers.normed)
-        product(buffers.normed, self.qkv, self.qkv_bias, out=buffers.qkv)
+        steps.product(x, self.qkv, buffers.qkv, self.attention_norm, self.qkv_bias)
         steps.rotate_and_store(
             buffers.heads,
             buffers.stored,
@@ -151,11 +148,9 @@ class FusedLayer:
         )
         keys, values = cache.keys_and_values(self.number)
         mixed = steps.attend(buffers.query, keys, values, buffers.mask, self.scaling, self.sliding_window)
-        x.addmm_(mixed.reshape(len(x), -1), self.attention_out)
-
-        steps.rms_norm(x, self.mlp_norm, out=buffers.normed)
-        product(buffers.normed, self.gate_up, self.gate_up_bias, out=buffers.gate_up)
-        x.addmm_(steps.silu_mul_(buffers.gate, buffers.up), self.mlp_out)
+        steps.product(mixed.reshape(len(x), -1), self.attention_out, x, ending="add")
+        steps.product(x, self.gate_up, buffers.inner, self.mlp_norm, self.gate_up_bias, "gate")
+        steps.product(buffers.inner, self.mlp_out, x, ending="add")
 
 
 def _head_norm(attention: Any, query: int, keys: int) -> DecodingNorm:
@@ -194,10 +189,3 @@ def merged_parameter(parts: list[Tensor], by_columns: bool) -> Tensor:
     for part, view in zip(parts, merged.split(list(map(len, parts))), strict=True):
         part.data = view
     return merged
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight, out=out)
-    else:
-        torch.addmm(bias, x, weight, out=out)

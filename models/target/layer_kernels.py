@@ -1,18 +1,30 @@
-"""The steps of a fused layer in Triton, one launch each; the twins of the same names stand in `layer_steps`.
+"""The steps of a fused layer in Triton; the twins of the same names stand in `layer_steps`.
 
-All arithmetic is in fp32; tensors are fp32, fp16 or bf16. Shapes: N new tokens, Hq query heads, Hkv key-value heads,
-D head width, I width inside the MLP, M slots, R rows of a layer of the cache.
+Each is one launch, but a product of many rows, or of few where cuBLAS is faster (see `is_fused`). All arithmetic is in
+fp32; tensors are fp32, fp16 or bf16. Shapes: N new tokens, H inputs and O outputs of a product, I width inside the MLP,
+Hq query heads, Hkv key-value heads, D head width, M slots, R rows of a layer of the cache.
 """
 
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftsmith.models.errors import UserError
 from draftsmith.models.layers import DecodingNorm
+from draftsmith.models.target import product_kernel
 from draftsmith.models.target.attention_kernel import attend as attend_slots
+from draftsmith.models.target.layer_steps import Ending, multiply
 from draftsmith.models.target.slots import Window
 
 HEADS = tl.constexpr(4)  # heads that a program rotates
+SWITCH = "DRAFTSMITH_PRODUCTS"  # this environment variable set to `fused` or `separate` chooses without measuring
+CALLS = 32  # that a measurement times
 
 
 def rms_norm(x: Tensor, norm: DecodingNorm, out: Tensor) -> None:
@@ -124,20 +136,114 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packed_mask: Tensor, scali
     return attend_slots(query, key, value, packed_mask, scaling, reach)
 
 
-def silu_mul_(gate: Tensor, up: Tensor) -> Tensor:
-    num_tokens, width = gate.shape
-    assert gate.stride() == up.stride()
-    assert gate.stride(1) == 1
+@dataclass(frozen=True)
+class ProductKind:
+    """All that the time of a product depends on."""
+
+    num_rows: int
+    width: int  # H
+    outputs: int  # O of the weight
+    dtype: torch.dtype
+    device: torch.device
+    normed: bool
+    biased: bool
+    ending: Ending
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    norm: DecodingNorm | None = None,
+    bias: Tensor | None = None,
+    ending: Ending = "write",
+) -> None:
+    (num_rows, width), outputs = x.shape, weight.shape[1]
+    kind = ProductKind(num_rows, width, outputs, x.dtype, x.device, norm is not None, bias is not None, ending)
+    form = product_kernel.product if is_fused(kind) else separate_product
+    form(x, weight, out, norm, bias, ending)
+
+
+def is_fused(kind: ProductKind) -> bool:
+    """Return whether a product is done by one kernel: if it has few rows, and on a GPU if that was measured as faster.
+
+    Raises `UserError` where the environment variable has another value than its two.
+    """
+    if kind.num_rows > product_kernel.MOST_ROWS:
+        return False
+    if SWITCH not in os.environ:
+        return kind.device.type == "cpu" or is_faster_fused(kind)
+    if os.environ[SWITCH] not in ("fused", "separate"):
+        raise UserError(f"{SWITCH}={os.environ[SWITCH]}: give fused or separate, or leave it out")
+    return os.environ[SWITCH] == "fused"
+
+
+@functools.cache
+def is_faster_fused(kind: ProductKind) -> bool:
+    """Return whether one kernel is faster than separate launches, by a measurement on the GPU that waits for it.
+
+    A round is first measured, then recorded in a graph: what is recorded has run before.
+    """
+    return milliseconds(product_kernel.product, kind) <= milliseconds(separate_product, kind)
+
+
+def milliseconds(form: Callable[..., None], kind: ProductKind) -> float:
+    """Return the GPU's time for calls of one form of a product, on weights that its cache does not hold."""
+    like = torch.empty(0, dtype=kind.dtype, device=kind.device)
+    nbytes = kind.width * kind.outputs * kind.dtype.itemsize
+    cache = torch.cuda.get_device_properties(kind.device).L2_cache_size
+    weights = like.new_ones(min(CALLS, 1 + 2 * cache // nbytes), kind.outputs, kind.width)
+    x = like.new_ones(kind.num_rows, kind.width)
+    out = like.new_zeros(kind.num_rows, kind.outputs // 2 if kind.ending == "gate" else kind.outputs)
+    norm = DecodingNorm(like.new_ones(kind.width), 1e-6) if kind.normed else None
+    bias = like.new_zeros(kind.outputs) if kind.biased else None
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    form(x, weights[0].t(), out, norm, bias, kind.ending)  # compiles
+    torch.cuda._sleep(2**25)  # cycles, some 20 ms, in which the host gets ahead of the GPU
+    start.record()
+    for i in range(CALLS):
+        form(x, weights[i % len(weights)].t(), out, norm, bias, kind.ending)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def separate_product(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    norm: DecodingNorm | None = None,
+    bias: Tensor | None = None,
+    ending: Ending = "write",
+) -> None:
+    """Do what `product` does by cuBLAS, with launches of their own for a norm and a gate."""
+    if norm is not None:
+        normed = torch.empty_like(x)
+        rms_norm(x, norm, out=normed)
+        x = normed
+    if ending == "add":
+        assert bias is None
+        out.addmm_(x, weight)
+    elif ending == "write":
+        multiply(x, weight, bias, out)
+    else:
+        silu_mul(multiply(x, weight, bias), out)
+
+
+def silu_mul(gate_up: Tensor, out: Tensor) -> None:
+    """Write silu(gate) * up to `out` [N, I]; gates stand before ups in gate_up [N, 2 * I]."""
+    num_tokens, width = out.shape
+    assert gate_up.is_contiguous()
+    assert out.is_contiguous()
     block = min(1024, triton.next_power_of_2(width))
-    silu_kernel[(num_tokens, triton.cdiv(width, block))](gate, up, width, gate.stride(0), BLOCK=block)
-    return gate
+    silu_kernel[(num_tokens, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block)
 
 
 @triton.jit
-def silu_kernel(gate, up, width, row, BLOCK: tl.constexpr):
+def silu_kernel(gate_up, out, width, BLOCK: tl.constexpr):
     """Compute BLOCK elements of one token."""
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.program_id(0).to(tl.int64) * row + i
-    x = tl.load(gate + place, mask=i < width, other=0.0).to(tl.float32)
-    y = tl.load(up + place, mask=i < width, other=0.0).to(tl.float32)
-    tl.store(gate + place, (x * tl.sigmoid(x) * y).to(gate.dtype.element_ty), mask=i < width)
+    n = tl.program_id(0).to(tl.int64)
+    x = tl.load(gate_up + n * 2 * width + i, mask=i < width, other=0.0).to(tl.float32)
+    y = tl.load(gate_up + (2 * n + 1) * width + i, mask=i < width, other=0.0).to(tl.float32)
+    tl.store(out + n * width + i, (x * tl.sigmoid(x) * y).to(out.dtype.element_ty), mask=i < width)

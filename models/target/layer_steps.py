@@ -1,10 +1,11 @@
 """The steps of a fused layer, in plain PyTorch: what `layer_kernels` does in one launch each, and the path of a CPU.
 
-Shapes: B rows, T new tokens a row, N = B * T, H hidden width, Hq query heads, Hkv key-value heads, D head width,
-I width inside the MLP, M slots, R = B * (M + 1).
+Shapes: B rows, T new tokens a row, N = B * T, H inputs and O outputs of a product, Hq query heads, Hkv key-value heads,
+D head width, M slots, R = B * (M + 1).
 """
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,43 @@ from torch import Tensor, nn
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.target.slots import Window, last_seen
 
+Ending = Literal[
+    "write", "add", "gate"
+]  # what becomes of a product: it is written, added to what is there, or a gated MLP's
+
 
 def rms_norm(x: Tensor, norm: DecodingNorm, out: Tensor) -> None:
     """Norm x [N, H] into `out`, of the same shape."""
     norm(x, out=out)
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    norm: DecodingNorm | None = None,
+    bias: Tensor | None = None,
+    ending: Ending = "write",
+) -> None:
+    """Multiply x [N, H], after the norm if there is one, by weight [H, O], and give the product to `out`, no part of x.
+
+    It is written to `out` [N, O], or added to what is there; `bias` [O] is for the others. With the ending "gate" the
+    outputs are gates, then ups, and silu(gate) * up is written to `out` [N, O / 2].
+    """
+    x = x if norm is None else norm(x)
+    if ending == "add":
+        assert bias is None
+        out.addmm_(x, weight)
+    elif ending == "write":
+        multiply(x, weight, bias, out)
+    else:
+        gate, up = multiply(x, weight, bias).chunk(2, 1)
+        torch.mul(nn.functional.silu(gate, inplace=True), up, out=out)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Return the product of x [N, H] and weight [H, O], plus the bias [O] if there is one, in `out` if it is given."""
+    return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
 
 
 def rotate_and_store(
@@ -51,8 +85,3 @@ def attend(
         query, key, value, attn_mask=masks[reach], scale=scaling, enable_gqa=True
     )
     return output.transpose(1, 2)
-
-
-def silu_mul_(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute silu(gate) * up in gate and return it; both are halves of one tensor [N, 2 * I]."""
-    return nn.functional.silu(gate, inplace=True).mul_(up)

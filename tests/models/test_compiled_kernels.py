@@ -1,6 +1,6 @@
 """Every kernel compiles for sm_90 (H100, H200), GPU or no GPU: what Triton's interpreter does not check.
 
-The widest attention does for sm_89 (L4, RTX 40), too, which has the least shared memory.
+The widest attention and products do for sm_89 (L4, RTX 40), too, which has the least shared memory.
 
 Kernels are compiled as they are launched: an entry of `launches` is a call on tensors of the meta device, of which only
 dtype and shape exist, and every launch ends after compilation. So the call waits for no result either: it could not.
@@ -36,7 +36,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def launches() -> dict[str, Callable[[], object]]:
     """By a name with the shape bucket and, where there are several, the dtype."""
-    return verification() | attention() | cache() | losses() | steps()
+    return verification() | attention() | cache() | losses() | steps() | products()
 
 
 def attention() -> dict[str, Callable[[], object]]:
@@ -67,7 +67,7 @@ def attention() -> dict[str, Callable[[], object]]:
 
 
 def steps() -> dict[str, Callable[[], object]]:
-    """Return calls of the steps of a fused layer, for chunks of 512 tokens in 256 rows, and for one token."""
+    """Return calls of a fused layer's steps but products, for chunks of 512 tokens in 256 rows, and for one token."""
     from draftsmith.models.layers import DecodingNorm
     from draftsmith.models.target import layer_kernels as llama_kernels
 
@@ -84,7 +84,7 @@ def steps() -> dict[str, Callable[[], object]]:
         )
 
     def silu(dtype: torch.dtype, num_tokens: int) -> None:
-        llama_kernels.silu_mul_(*meta(num_tokens, 2 * 14336, dtype=dtype).chunk(2, 1))
+        llama_kernels.silu_mul(meta(num_tokens, 2 * 14336, dtype=dtype), meta(num_tokens, 14336, dtype=dtype))
 
     def norm(dtype: torch.dtype, num_tokens: int) -> None:
         x = meta(num_tokens, 4096, dtype=dtype)
@@ -98,6 +98,26 @@ def steps() -> dict[str, Callable[[], object]]:
     for count in (many, 1):
         calls[f"rotate without norm {count}"] = lambda count=count: rotate(torch.bfloat16, False, count)
     return calls
+
+
+def products() -> dict[str, Callable[[], object]]:
+    """Return calls of the products of a layer, with the splits that they have on 132 multiprocessors."""
+    from draftsmith.models.layers import DecodingNorm
+    from draftsmith.models.target import product_kernel
+
+    def call(dtype: torch.dtype, width: int, outputs: int, ending: Any, splits: int) -> None:
+        x, weight = meta(5, width, dtype=dtype), meta(outputs, width, dtype=dtype).t()
+        out = meta(5, outputs // 2 if ending == "gate" else outputs, dtype=dtype)
+        norm = None if ending == "add" else DecodingNorm(meta(width, dtype=dtype), 1e-6)
+        bias = meta(outputs, dtype=dtype) if ending == "write" else None
+        product_kernel.product(x, weight, out, norm, bias, ending, splits)
+
+    llama = [(4096, 6144, "write", 5), (4096, 4096, "add", 8), (4096, 28672, "gate", 1), (14336, 4096, "add", 8)]
+    qwen = [(4096, 24576, "gate", 1), (12288, 4096, "add", 8)]  # Qwen3-8B, whose attention is Llama's
+    embedded = [(128, 256, "write", 1), (128, 128, "add", 1), (128, 704, "gate", 1), (352, 128, "add", 1)]
+    halves = itertools.product((torch.bfloat16, torch.float16), llama + qwen + embedded)
+    calls = [*halves, *((torch.float32, shape) for shape in llama), (torch.bfloat16, (100, 90, "write", 2))]
+    return {f"product {dtype} {shape}": lambda dtype=dtype, shape=shape: call(dtype, *shape) for dtype, shape in calls}
 
 
 def cache() -> dict[str, Callable[[], object]]:
@@ -208,7 +228,7 @@ def compile_all() -> Iterator[dict[str, Any]]:
 
     JITFunction.run = compile_only
     wide = {name: call for name, call in attention().items() if name.endswith(str(WIDEST))}
-    for sm, calls in ((90, launches()), (89, wide)):
+    for sm, calls in ((90, launches()), (89, wide | products())):
         driver.set_active(Gpu(sm))
         for name, call in calls.items():
             compiled.clear()

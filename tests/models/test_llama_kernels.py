@@ -3,12 +3,20 @@
 The twins are written for fp32, so that a kernel in half precision is held to its twin on the same values in fp32.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import get_args
+
 import pytest
 import torch
 
+from draftsmith.models.errors import UserError
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.target import layer_kernels as llama_kernels
 from draftsmith.models.target import layer_steps as llama_steps
+from draftsmith.models.target import product_kernel
+from draftsmith.models.target.layer_steps import Ending
+from draftsmith.models.target.splitting import counters
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 pytestmark = pytest.mark.usefixtures("watched_memory")
@@ -75,14 +83,111 @@ def test_rotate_and_store(
     assert (flat[[1, 2, 5]] == -7).all()
 
 
+@dataclass
+class Given:
+    """What a product takes, in fp32, of values that `dtype` holds."""
+
+    x: torch.Tensor
+    weight: torch.Tensor  # [O, H]
+    norm: DecodingNorm | None
+    bias: torch.Tensor | None
+    before: torch.Tensor  # what stands in the output
+    ending: Ending
+
+    def result(self, form: Callable[..., None], dtype: torch.dtype = torch.float32, **settings: int) -> torch.Tensor:
+        """Return what a form of the product gives in a dtype, as fp32."""
+        norm = self.norm and DecodingNorm(self.norm.weight.to(dtype), self.norm.eps)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        out = self.before.to(dtype, copy=True)
+        form(self.x.to(dtype), self.weight.to(dtype).t(), out, norm, bias, self.ending, **settings)
+        return out.float()
+
+
+def random_product(num_rows: int, width: int, outputs: int, ending: Ending, dtype: torch.dtype, device: str) -> Given:
+    """Norm and bias come with every ending but "add", as in a layer. Rows and output lie in wider tensors."""
+    plain = ending == "add"
+    x = rounded(num_rows, 2 * width, dtype=dtype, device=device)[:, :width]
+    weight = (rounded(outputs, width, dtype=dtype, device=device) * width**-0.5).to(dtype).float()
+    norm = None if plain else DecodingNorm(1 + 0.3 * rounded(width, dtype=dtype, device=device), 1e-5)
+    bias = None if plain else rounded(outputs, dtype=dtype, device=device)
+    before = rounded(num_rows, outputs // 2 if ending == "gate" else outputs, dtype=dtype, device=device)
+    return Given(x, weight, norm, bias, before if plain else torch.full_like(before, float("nan")), ending)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ending", get_args(Ending))
+@pytest.mark.parametrize(
+    ("num_rows", "width", "outputs", "splits"), [(1, 128, 96, 1), (5, 1100, 150, 3), (8, 512, 64, 4)]
+)
+def test_product(
+    num_rows: int, width: int, outputs: int, splits: int, ending: Ending, dtype: torch.dtype, device: str
+) -> None:
+    """In one launch and in several, of whole tiles and of pieces of one, with all that stands around a product."""
+    given = random_product(num_rows, width, outputs, ending, dtype, device)
+    expected = given.result(llama_steps.product)
+    for found in (
+        given.result(product_kernel.product, dtype, splits=splits),
+        given.result(llama_kernels.separate_product, dtype),
+    ):
+        torch.testing.assert_close(found, expected, atol=3 * TOLERANCE[dtype], rtol=3 * TOLERANCE[dtype])
+    assert not counters(given.x.device).any()  # of a split product, too: the next finds them at zero
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_among_any_others(dtype: torch.dtype, device: str) -> None:
+    """Bit for bit, so that a plain step and a round of a few drafts round alike."""
+    given = random_product(8, 300, 64, "gate", dtype, device)
+    together = given.result(product_kernel.product, dtype, splits=2)
+    for row in (0, 5):
+        alone = replace(given, x=given.x[row : row + 1], before=given.before[:1])
+        assert torch.equal(alone.result(product_kernel.product, dtype, splits=2)[0], together[row])
+
+
+def test_a_product_rounds_where_separate_launches_round(device: str) -> None:
+    """One row, whose sums are exact in fp16 and in fp32, so that only the rounding in between can differ."""
+    x = torch.tensor([[3.0, -1.0]] * 16, device=device).view(1, 32)
+    weight = torch.randint(-8, 9, (64, 32), device=device) / 8
+    norm = DecodingNorm(torch.linspace(0.5, 1.5, 32, device=device).half().float(), 1e-5)
+    given = Given(x, weight, norm, None, torch.zeros(1, 32, device=device), "gate")
+    fused, separate = (given.result(f, torch.float16) for f in (product_kernel.product, llama_kernels.separate_product))
+    assert torch.equal(fused, separate)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "times", "expected"), [(8, (1.0, 2.0), True), (1, (2.0, 1.0), False), (9, (), False)]
+)
+def test_the_faster_form_is_taken(
+    num_rows: int, times: tuple[float, ...], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU by one measurement of each form; many rows are never measured. The switch says otherwise."""
+    measured = iter(times)
+    monkeypatch.setattr(llama_kernels, "milliseconds", lambda form, kind: next(measured))
+    monkeypatch.delenv(llama_kernels.SWITCH, raising=False)
+    device = torch.device("cuda", num_rows)  # nothing is kept of another test
+    kind = llama_kernels.ProductKind(num_rows, 64, 64, torch.float16, device, True, False, "write")
+    assert [llama_kernels.is_fused(kind) for _ in range(2)] == [expected] * 2
+    for value in ("fused", "separate"):
+        monkeypatch.setenv(llama_kernels.SWITCH, value)
+        assert llama_kernels.is_fused(kind) == (value == "fused" and num_rows <= 8)
+    monkeypatch.setenv(llama_kernels.SWITCH, "slow")
+    with pytest.raises(UserError, match="give fused or separate"):
+        llama_kernels.is_fused(replace(kind, num_rows=1))
+
+
+@pytest.mark.gpu
+def test_products_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(llama_kernels.SWITCH, raising=False)
+    for ending in get_args(Ending):
+        kind = llama_kernels.ProductKind(2, 256, 512, torch.bfloat16, torch.device("cuda"), True, False, ending)
+        assert llama_kernels.milliseconds(product_kernel.product, kind) > 0
+        llama_kernels.is_faster_fused(kind)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [48, 1100])
 def test_silu_mul(width: int, dtype: torch.dtype, device: str) -> None:
     gate_up = 4 * rounded(4, 2 * width, dtype=dtype, device=device)
     expected = torch.nn.functional.silu(gate_up[:, :width]) * gate_up[:, width:]
-    for steps, kind in ((llama_steps, torch.float32), (llama_kernels, dtype)):
-        gate, up = gate_up.to(kind, copy=True).chunk(2, 1)
-        found = steps.silu_mul_(gate, up).float()
-        tolerance = TOLERANCE[kind]
-        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-        assert torch.equal(up.float(), gate_up[:, width:])
+    found = torch.full((4, width), float("nan"), dtype=dtype, device=device)
+    llama_kernels.silu_mul(gate_up.to(dtype), found)
+    torch.testing.assert_close(found.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

@@ -1,0 +1,41 @@
+"""Tools for kernels in which several programs work on one output: the last of them adds the parts up.
+
+Each program leaves its part in scratch memory and then counts itself in. The one that finds all others counted adds the
+parts up in their own order, so that a result does not depend on which program was last.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NUM_COUNTERS = 2**16  # outputs of one launch that can be split
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU; of a CPU, on which programs run one by one, 1."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def counters(device: torch.device) -> Tensor:
+    """Return the counters of a device, int32 [NUM_COUNTERS], which are zero between launches.
+
+    All launches share them, one after another: kernels that split their work run on one stream at a time. CUDA graphs
+    hold their address, so they live as long as the process.
+    """
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def is_last(counter, count):
+    """Count this program in and return whether it is the last of `count`, which may read what the others stored.
+
+    The last sets the counter back to zero for the next launch.
+    """
+    tl.debug_barrier()  # one thread counts for all, after all have stored
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
+    tl.store(counter, 0, mask=last)
+    return last
