@@ -96,7 +96,7 @@ def checked(kind: Any, value: Any, name: str = "", strict: bool = False) -> Any:
     its dotted name, which begins with `name`, and the reason.
     """
     try:
-        return _adapter(kind).validate_python([value], strict=strict)[0]
+        return _adapter(kind).validate_python([value], strict=strict or None)[0]  # None: as strict as the types are
     except ValidationError as error:
         first = error.errors()[0]
         if isinstance(own := first.get("ctx", {}).get("error"), UserError):  # of the dataclass itself, which says all
