@@ -12,6 +12,7 @@ import os
 import random
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.reading import parse_json
 
 ATTEMPTS = 8
+TIMEOUTS = 2  # times the time-out: the seconds for the answers of all attempts together
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds before an attempt, doubling, times a random factor of 0.5 to 1
 LONGEST_ASKED_WAIT = 120.0  # seconds that are waited where a server asks for that many or more
 PAGE_TIMEOUT = 30.0  # seconds for a page to arrive, which a server does not compute
@@ -91,16 +93,18 @@ class Server:
     def ask(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
         """Return what `read` makes of the answer to a POST; it raises `PassingError` to have the request sent again.
 
-        Raises `UserError` where the server refuses, or where every attempt fails.
+        Raises `UserError` where the server refuses, where every attempt fails, and where they take too long together.
         """
-        reason = ""
+        reason, seconds_left = "", TIMEOUTS * self.timeout
         for attempt in range(ATTEMPTS):
+            start = time.monotonic()
             try:
-                return read(self._send_json(path, body))
+                return read(self._send_json(path, body, min(self.timeout, seconds_left)))
             except PassingError as error:
                 reason = first_line(error)
+                seconds_left -= time.monotonic() - start
                 wait = max(error.wait, min(LONGEST_WAIT, FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1))
-                if attempt + 1 == ATTEMPTS or self.stopped.is_set():
+                if attempt + 1 == ATTEMPTS or seconds_left <= 0 or self.stopped.is_set():
                     break
                 if reason not in self._reasons:
                     self._reasons.add(reason)
@@ -108,7 +112,7 @@ class Server:
                 if self.stopped.wait(wait):
                     break
         raise UserError(
-            f"{self.name} failed {ATTEMPTS} times in a row, at last with: {reason}; what is written is kept: "
+            f"{self.name} failed {attempt + 1} times in a row, at last with: {reason}; what is written is kept: "
             "see to the server and give the same command again"
         )
 
@@ -118,16 +122,19 @@ class Server:
         except PassingError as error:
             raise UserError(f"{self.name}: no model server answers there ({first_line(error)}); {self.mend}") from None
 
-    def _send_json(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        text = self._send(path, body)
+    def _send_json(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
+        text = self._send(path, body, seconds)
         try:
             return parse_json(text, "the answer")
         except UserError as error:
             raise PassingError(f"an answer that is no JSON: {self._shown(text) or error}") from None
 
-    def _send(self, path: str, body: dict[str, Any] | None = None) -> str:
-        """Return the answer to a GET, or to a POST of `body`. Raises `PassingError` or `UserError` for no success."""
-        seconds = PAGE_TIMEOUT if body is None else self.timeout
+    def _send(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> str:
+        """Return the answer to a GET, or to a POST of `body`, that is whole within some seconds (`PAGE_TIMEOUT`).
+
+        Raises `PassingError` or `UserError` for no success.
+        """
+        seconds = PAGE_TIMEOUT if seconds is None else seconds
         receiving = asyncio.wait_for(self._receive(path, body), seconds)
         try:
             response, text = asyncio.run_coroutine_threadsafe(receiving, _event_loop()).result()

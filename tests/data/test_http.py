@@ -200,6 +200,16 @@ def test_an_answer_without_end_or_sense_is_one_line(
     server.close()
 
 
+def test_answers_that_take_too_long_are_not_waited_for_at_every_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that drips without an end costs twice the time-out, and not eight times."""
+    server = RawServer(lambda: itertools.chain([HEAD, b"\r\n"], dripping(b" ")))
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.0)
+    with pytest.raises(UserError, match="failed 2 times in a row, at last with: no whole answer within 0.[0-3]"):
+        Server(server.url, "--endpoint", "start one", 0.3).ask("/v1/completions", {}, lambda answer: answer)
+    assert server.num_asked == 2
+    server.close()
+
+
 def test_tls_where_none_is_spoken(make_server: Callable[..., RecordingServer]) -> None:
     url = make_server().url.replace("http://", "https://")
     with pytest.raises(UserError, match="no model server answers there .ConnectError"):
