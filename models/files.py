@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, printable
 from draftsmith.models.reading import open_regular
 
-PARTIAL = ".partial"
+PARTIAL = ".partial"  # hidden folder that is being written
+COMPLETE = ".complete"  # hidden folder whose files, all written, move into the folder around it
 ROOM_IN_NAMES = 20  # bytes by which a hidden name, under which something is written, is longer
 # Texts by which libraries, which have errors of their own, tell of a disk that takes no more.
 DISK_FAULTS = tuple(
@@ -60,32 +61,42 @@ def file_hash(path: Path) -> str:
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield a hidden folder to write into, whose files lie in the folder `path` when the block has ended without error.
 
-    A new folder appears at once. Into one that exists the files move one by one; config.json, without which nothing
-    loads the others, is the last. The caller sees to it that no other process writes there (`locked`).
+    A new folder appears at once. Files for one that exists are all written before the first of them moves there, and a
+    process that is killed between two of them leaves the others to `finish_moving`. Errors name `path` in place of the
+    hidden folder. The caller sees to it that no other process writes there (`locked`).
     """
     exists = path.is_dir()
     partial = path / PARTIAL if exists else path.with_name(f".{path.name}{PARTIAL}")
     with writing(path):
+        finish_moving(path)
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
         try:
             partial.mkdir(parents=True)
             yield partial
             sync(partial)
-            if exists:
-                move_files(partial, path)
-            else:
-                partial.replace(path)
+            partial.replace(path / COMPLETE if exists else path)
+            finish_moving(path)
+        except UserError as error:
+            raise UserError(str(error).replace(printable(str(partial)), printable(str(path)))) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def move_files(source: Path, folder: Path) -> None:
-    """Move all files of a folder into another, over those of the same names there; a checksum before its file."""
-    files = [path for path in source.rglob("*") if path.is_file()]
+def finish_moving(folder: Path) -> None:
+    """Move the files into a folder that were written for it as a whole, as far as they are not there yet.
+
+    They take the places of files of the same names, a checksum before its file, and config.json, without which nothing
+    loads the others, as the last.
+    """
+    complete = folder / COMPLETE
+    if not complete.is_dir():
+        return
+    files = [path for path in complete.rglob("*") if path.is_file()]
     for path in sorted(files, key=lambda path: (path.name != "config.json", path), reverse=True):
-        place = folder / path.relative_to(source)
+        place = folder / path.relative_to(complete)
         place.parent.mkdir(parents=True, exist_ok=True)
         path.replace(place)
+    shutil.rmtree(complete)
 
 
 def sync(folder: Path) -> None:

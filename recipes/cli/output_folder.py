@@ -7,6 +7,7 @@ from typing import Any
 from draftsmith.data.processes import locked, rank_and_num_ranks
 from draftsmith.data.progress import notice
 from draftsmith.models.errors import UserError
+from draftsmith.models.files import finish_moving
 
 MEASURED = {  # by command: the file of its --out that an earlier one may have written
     "evaluate": "evaluation.md",
@@ -36,4 +37,5 @@ def output_folder(command: str, settings: Any) -> Iterator[None]:
     if (out / MEASURED[command]).is_file():
         notice(f"{out / MEASURED[command]} is of an earlier evaluation and will be overwritten")
     with locked(out):
+        finish_moving(out)
         yield

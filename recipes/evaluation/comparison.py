@@ -24,7 +24,7 @@ from draftsmith.inference.measuring.certify import CertifySettings, certify, num
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, check_settings, measure
 from draftsmith.inference.measuring.results import Evaluation, Result, write_evaluation
-from draftsmith.inference.measuring.sample_texts import sample_texts
+from draftsmith.inference.measuring.sample_texts import SampleText, sample_texts
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.costs_after_evaluation import costs_beside
 from draftsmith.models import Drafter, Target, load_drafter
@@ -64,9 +64,9 @@ def evaluate_side_by_side(
 ) -> list[Evaluation]:
     """Measure drafters (checkpoints, Hub names, `ngram`, `none`) at each setting on each set of prompts.
 
-    Writes and returns what was measured, one evaluation a drafter; of several processes the first does, and the others
-    return nothing. Raises `UserError`, before anything is measured or written, for drafters and settings that do not
-    go together.
+    Writes, when all is measured, and returns one evaluation a drafter; of several processes the first does, and the
+    others return nothing. Raises `UserError`, before anything is measured, for drafters and settings that do not go
+    together.
     """
     start = time.perf_counter()
     rank, num_ranks = rank_and_num_ranks()
@@ -99,17 +99,15 @@ def evaluate_side_by_side(
         evaluations = with_diagnoses(evaluations, list(drafters.values()), target, prompt_sets)
         if options.certify:
             evaluations = with_certificates(evaluations, drafters, target, prompt_sets[0], progress)
-    evaluations = timed(evaluations, start)
-    write_evaluations(evaluations, {}, out)
+    texts, costs = None, {}
     if options.sample_texts:
         leader = report_data_of(evaluations).leader[0].evaluation.drafter
         texts = sample_texts(target, drafters[leader], leader, prompt_sets[0], grid[0])
-        write_json(out / "samples.json", to_json(texts), indent=1)
     if options.costs:
         with cpu_threads(options.num_threads):
             costs = affordable_costs(target, drafters, evaluations, prompt_sets[0], COSTS_SHARE * measuring_seconds)
-        evaluations = timed(evaluations, start)
-        write_evaluations(evaluations, costs, out)
+    evaluations = [replace(evaluation, seconds=time.perf_counter() - start) for evaluation in evaluations]
+    write_evaluations(evaluations, costs, texts, out)
     return evaluations
 
 
@@ -131,13 +129,13 @@ def checked_drafters(target: Target, names: list[str], grid: list[MeasureSetting
     return drafters
 
 
-def timed(evaluations: list[Evaluation], start: float) -> list[Evaluation]:
-    """Return evaluations with the seconds that have passed since `start`."""
-    return [replace(evaluation, seconds=time.perf_counter() - start) for evaluation in evaluations]
+def write_evaluations(
+    evaluations: list[Evaluation], costs: dict[str, Costs], texts: list[SampleText] | None, out: Path
+) -> None:
+    """Write the files of each drafter, costs.json where they were measured, evaluation.md and samples.json of all.
 
-
-def write_evaluations(evaluations: list[Evaluation], costs: dict[str, Costs], out: Path) -> None:
-    """Write the files of each drafter, costs.json where they were measured, and evaluation.md of all: all or none."""
+    They are written all or none.
+    """
     with whole_folder(out) as folder:
         paths = evaluation_paths(folder, [evaluation.drafter for evaluation in evaluations])
         for path, evaluation in zip(paths, evaluations, strict=True):
@@ -147,6 +145,8 @@ def write_evaluations(evaluations: list[Evaluation], costs: dict[str, Costs], ou
             write_evaluation(path, evaluation)
             write_whole(path.with_suffix(".md"), evaluation_markdown([evaluation], own))
         write_whole(folder / "evaluation.md", evaluation_markdown(evaluations, list(costs.values())))
+        if texts is not None:
+            write_json(folder / "samples.json", to_json(texts), indent=1)
 
 
 def affordable_costs(

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from draftsmith.data.processes import locked
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.results import Environment, Evaluation, Result, Setting, read_evaluation
 from draftsmith.inference.measuring.sample_texts import SampleText
@@ -15,6 +16,7 @@ from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.tuning import PredictedDraft
 from draftsmith.inference.traffic.load_test import LoadTest
 from draftsmith.models.errors import UserError
+from draftsmith.models.files import COMPLETE, finish_moving
 from draftsmith.models.reading import read_json, read_text, read_typed
 from draftsmith.train.run_folder.checkpoint import checkpoint_step
 from draftsmith.train.run_folder.run_folder import measured_checkpoints
@@ -215,10 +217,12 @@ class ReportData:
 def read_report_data(folder: Path) -> ReportData:
     """Read what lies in the folder of a run, of several runs, or of an evaluation.
 
-    Files that cannot be read are left out and named in `unreadable`. Raises `UserError` where no evaluation is left.
+    Files that cannot be read are left out and named in `unreadable`. Raises `UserError` where no evaluation is left,
+    and where another process is writing one.
     """
     if not folder.is_dir():
         raise UserError(f"no folder {folder}: give the folder of a run, such as runs/NAME")
+    _finish_moving(folder)
     reader, configs = Reader(), _in_folder_or_below(folder, "config.yaml")
     if configs:
         runs = [run for config in configs if (run := _read_run(config.parent, reader)) and run.checkpoints]
@@ -239,6 +243,14 @@ def read_report_data(folder: Path) -> ReportData:
     data.samples = next(iter(samples), []) or (data.runs[0].best.samples if data.runs else [])
     data.unreadable = list(dict.fromkeys(reader.unreadable))
     return data
+
+
+def _finish_moving(folder: Path) -> None:
+    """Move evaluations into their folders that a kill left beside: there are files of two measurements until then."""
+    for complete in (folder / COMPLETE, *folder.glob(f"*/{COMPLETE}")):
+        if complete.is_dir():
+            with locked(complete.parent):
+                finish_moving(complete.parent)
 
 
 def _nothing_text(folder: Path, has_runs: bool, unreadable: list[str]) -> str:

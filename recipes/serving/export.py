@@ -18,7 +18,7 @@ from torch import Tensor
 from draftsmith.data.processes import locked
 from draftsmith.models import CHANGED_TARGET, Checkpoint, Target, build_drafter, checkpoint_of, read_checkpoint
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import PARTIAL, whole_folder, write_json, write_whole
+from draftsmith.models.files import PARTIAL, finish_moving, whole_folder, write_json, write_whole
 from draftsmith.recipes.serving import vllm_medusa
 from draftsmith.recipes.serving.engine_key_names import DTYPES, LOADER_RULES, check_name, rules_for
 from draftsmith.recipes.serving.layout_check import check_files, engines_that_serve
@@ -60,6 +60,7 @@ def export_checkpoint(
 def export_folder(checkpoint: str | Path, target: Target, out: Path) -> Iterator[Path]:
     """Yield a hidden folder that becomes `out` when all is written into it; `UserError` where `out` is not free."""
     with locked(out):
+        finish_moving(out)
         check_places(checkpoint, target, out)
         with whole_folder(out) as folder:
             yield folder

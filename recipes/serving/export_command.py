@@ -78,7 +78,7 @@ def measure_exported(
     folder = exported.directory
     (measured,) = evaluate_side_by_side(target, [str(folder)], [prompts], grid, folder)
     evaluation = replace(measured, drafter=str(settings.out))  # the name that the folder will have
-    write_evaluations([evaluation], {}, folder)
+    write_evaluations([evaluation], {}, None, folder)
     print_evaluations([evaluation], console)
     return evaluation
 

@@ -27,7 +27,7 @@ from draftsmith.inference.traffic.requests import Lengths, Load, check_output_le
 from draftsmith.inference.traffic.stages import Sla, operating_points, verdict
 from draftsmith.models import Drafter, load_drafter
 from draftsmith.models.errors import require_at_least
-from draftsmith.models.files import write_json
+from draftsmith.models.files import whole_folder, write_json
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import LoadTestSettings
 from draftsmith.recipes.evaluation.inputs import load_target
@@ -85,8 +85,9 @@ def run(settings: LoadTestSettings, console: Console) -> None:
             identical=identical_answers(answers) if on.settings.verification_mode in ("greedy", "one_hot") else None,
             verdict=verdict(stages),
         )
-    write_json(settings.out / "load.json", to_json(test))
-    draw(test, settings.out / "load.png")
+    with whole_folder(settings.out) as folder:
+        write_json(folder / "load.json", to_json(test))
+        draw(test, folder / "load.png")
     print_load_test(test, console)
     console.print(f"wrote {settings.out / 'load.json'} and load.png")
 

@@ -24,7 +24,7 @@ from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.drafter_configs import ReducedVocabulary
 from draftsmith.models.errors import UserError, printable
-from draftsmith.models.files import write_json
+from draftsmith.models.files import whole_folder, write_json
 from draftsmith.models.sampling.trees import StaticTree
 from draftsmith.models.typed_json import flat, optional, to_json, with_flat_parts
 from draftsmith.recipes.configs.command_settings import PlanSettings
@@ -151,8 +151,8 @@ def run(settings: PlanSettings, console: Console) -> None:
     if settings.tree_nodes and not any(candidate.trees for candidate in candidates):
         raise UserError(f"--tree-nodes: {listed(names)} drafts chains only: leave it out")
     plans = []
-    with progress_bar() as progress, cpu_threads(settings.num_threads):
-        for candidate, path in zip(candidates, evaluation_paths(settings.out, names), strict=True):
+    with whole_folder(settings.out) as out, progress_bar() as progress, cpu_threads(settings.num_threads):
+        for candidate, path in zip(candidates, evaluation_paths(out, names), strict=True):
             task = progress.add_task(printable(f"measuring {candidate.name}"), total=1.0, detail="")
             show: Callable[[float], None] = partial(lambda task, share: progress.update(task, completed=share), task)
             reach = candidate.cost_range(batches, context)
@@ -163,7 +163,7 @@ def run(settings: PlanSettings, console: Console) -> None:
             plan = drafter_plan(costs, batches, context, candidate.draft_lengths, acceptances, candidate.trees)
             plans.append(replace(plan, training=training_needs(candidate, target)))
         content = Plan(target.name, context, environment(target), plans)
-    write_json(settings.out / "plan.json", to_json(content))
+        write_json(out / "plan.json", to_json(content))
     print_plan(content, device_name(target), target.device.type == "cuda", console)
 
 

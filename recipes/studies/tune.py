@@ -13,7 +13,7 @@ from draftsmith.inference.planning.costs import GOAL
 from draftsmith.inference.planning.tuning import Tuning, tune
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import write_json
+from draftsmith.models.files import whole_folder, write_json
 from draftsmith.models.sampling.trees import StaticTree
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import TuneSettings
@@ -32,8 +32,8 @@ from draftsmith.train.evaluation.pooling import subset
 def run(settings: TuneSettings, console: Console) -> None:
     """Fit on some prompts, and measure what was chosen beside chains of 4 on others.
 
-    Writes choice.json, costs.json and evaluation.json of each drafter. Raises `UserError` where both sets of prompts
-    share some, and for a drafter that drafts nothing.
+    Writes choice.json, costs.json and evaluation.json of each drafter, all of them at the end. Raises `UserError` where
+    both sets of prompts share some, and for a drafter that drafts nothing.
     """
     target = load_target(settings.target, settings.device)
     prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
@@ -48,21 +48,22 @@ def run(settings: TuneSettings, console: Console) -> None:
     )
     batches, names = sorted(set(settings.batch_size)), list(settings.drafter)
     refuse_other_evaluations(settings.out, names)
-    for name, path in zip(names, evaluation_paths(settings.out, names), strict=True):
-        drafter = load_drafter(name, target)
-        if drafter.max_draft_length == 0:
-            raise UserError(f"--drafter {name} drafts nothing, so there is nothing to tune")
-        with cpu_threads(settings.num_threads):
-            tuning, costs = tune(target, drafter, name, fit_prompts, at, batches)
-        write_json(path.parent / "costs.json", to_json(costs))
-        drafts = drafts_to_measure(tuning, drafter)
-        grid = [replace(at, batch_size=batch, draft=draft) for batch in batches for draft in drafts]
-        options = EvaluationOptions(settings.num_threads, sample_texts=True)
-        evaluation = evaluate_side_by_side(target, [name], prompt_sets, grid, path.parent, options)[0]
-        sources = {"fitted_on": fit_prompts.name, "reported_on": [prompts.name for prompts in prompt_sets]}
-        write_json(path.parent / "choice.json", {"drafter": name, **tuning.to_json(), **sources})
-        print_evaluations([evaluation], console)
-        print_tuning(name, tuning, evaluation.results, console)
+    with whole_folder(settings.out) as out:
+        for name, path in zip(names, evaluation_paths(out, names), strict=True):
+            drafter, folder = load_drafter(name, target), path.parent
+            if drafter.max_draft_length == 0:
+                raise UserError(f"--drafter {name} drafts nothing, so there is nothing to tune")
+            with cpu_threads(settings.num_threads):
+                tuning, costs = tune(target, drafter, name, fit_prompts, at, batches)
+            drafts = drafts_to_measure(tuning, drafter)
+            grid = [replace(at, batch_size=batch, draft=draft) for batch in batches for draft in drafts]
+            options = EvaluationOptions(settings.num_threads, sample_texts=True)
+            evaluation = evaluate_side_by_side(target, [name], prompt_sets, grid, folder, options)[0]
+            sources = {"fitted_on": fit_prompts.name, "reported_on": [prompts.name for prompts in prompt_sets]}
+            write_json(folder / "choice.json", {"drafter": name, **tuning.to_json(), **sources})
+            write_json(folder / "costs.json", to_json(costs))
+            print_evaluations([evaluation], console)
+            print_tuning(name, tuning, evaluation.results, console)
 
 
 def prompts_to_fit(

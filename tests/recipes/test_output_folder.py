@@ -3,8 +3,10 @@
 A fault is set at every change on the disk in turn, as a full disk and as a kill (`disk_faults`).
 """
 
+import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.evaluation.comparison import refuse_other_evaluations, write_evaluations
 from draftsmith.recipes.reports.report import build_report
+from draftsmith.recipes.reports.report_data import read_report_data
 from draftsmith.recipes.serving.export_command import export
 from draftsmith.train.run_folder.checkpoint import checkpoints, damage, save_checkpoint
 
@@ -122,7 +125,7 @@ def typed_evaluation(drafter: str, keep: float) -> Evaluation:
 
 def test_drafters_of_two_evaluations_never_stand_side_by_side(tmp_path: Path) -> None:
     """A report would show them as if they had been measured together."""
-    write_evaluations([typed_evaluation("a", 0.5), typed_evaluation("b", 0.6)], {}, tmp_path)
+    write_evaluations([typed_evaluation("a", 0.5), typed_evaluation("b", 0.6)], {}, None, tmp_path)
     refuse_other_evaluations(tmp_path, ["a", "b"])
     for drafters in (["a"], ["a", "c"], ["b", "a"]):
         with pytest.raises(UserError, match="an evaluation of other drafters lies in"):
@@ -159,8 +162,31 @@ def test_an_evaluation_of_several_drafters_is_absent_or_whole(kills: bool, tmp_p
     def check() -> None:
         assert names(out) in (None, {"1-a", "2-b", "evaluation.md"})
 
-    assert after_every_fault(tmp_path, kills, lambda: write_evaluations(evaluations, {}, out), check) > 10
+    assert after_every_fault(tmp_path, kills, lambda: write_evaluations(evaluations, {}, None, out), check) > 10
     refuse_other_evaluations(out, ["a", "b"])
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_report_is_of_one_evaluation(kills: bool, tmp_path: Path) -> None:
+    """Never of some files of an earlier one and some of the newer, whatever ended the writing of the newer."""
+    evaluations = [typed_evaluation("a", 0.5), typed_evaluation("b", 0.6)]
+    out, numbers = tmp_path / "out", itertools.count()
+    found: list[float | None] = []
+
+    def write_newer() -> None:
+        number = float(next(numbers))
+        write_evaluations([replace(evaluation, seconds=number) for evaluation in evaluations], {}, None, out)
+
+    def check() -> None:
+        seconds = [drafter.evaluation.seconds for drafter in read_report_data(out).drafters]
+        assert len(seconds) == 2
+        assert len(set(seconds)) == 1
+        found.append(seconds[0])
+
+    write_newer()
+    assert after_every_fault(tmp_path, kills, write_newer, check) > 20
+    assert found == sorted(found)
+    assert 0.0 in found
 
 
 @pytest.mark.parametrize("kills", [False, True])
@@ -210,7 +236,7 @@ def test_a_checkpoint_is_absent_or_whole(kills: bool, tiny_target: Target, tmp_p
 
 @pytest.mark.parametrize("number", [1, 4, 13])
 def test_a_report_is_of_whole_files(number: int, tmp_path: Path) -> None:
-    write_evaluations([typed_evaluation("a", 0.5), typed_evaluation("b", 0.6)], {}, tmp_path / "out")
+    write_evaluations([typed_evaluation("a", 0.5), typed_evaluation("b", 0.6)], {}, None, tmp_path / "out")
     with failing_disk(tmp_path, number, kills=True), pytest.raises(Killed):
         build_report(tmp_path / "out")
     for path in (tmp_path / "out").rglob("[!.]*"):
