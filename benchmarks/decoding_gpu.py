@@ -1,10 +1,16 @@
-"""Decoding of an 8B target on a GPU beside the time that reading its weights takes, in one process.
+"""Decoding on a GPU beside the time that reading what each step must read takes, in one process.
 
-    python benchmarks/decoding_gpu.py [--context 512] [--batch-size 1] [--temperature 0] [--max-new-tokens 256]
+    python benchmarks/decoding_gpu.py [--target llama_3_1_8b|qwen3_30b_a3b] [--settings 512:1:0 4096:1:0 512:8:1 ...]
+    python benchmarks/decoding_gpu.py --profile 20      # each kernel's time and the gap before it, over 20 rounds
+    python benchmarks/decoding_gpu.py --tiny            # a small target on a CPU, to see that the script runs
 
-Llama-3.1-8B's shape with random weights in bf16; an untrained EAGLE-3 drafter of the published shape (draft
-vocabulary 32000) whose drafts are accepted at given chances. The floor of a step is the time that this machine takes to
-read what the step must read, at the speed of a copy of four gigabytes measured here. Goals:
+A setting is CONTEXT:BATCH:TEMPERATURE. Targets have a public shape and random weights in bf16, the drafter is an
+untrained EAGLE-3 of the published shape (draft vocabulary 32000). Greedy drafts are accepted at given chances; at a
+temperature drafts are sampled and verified as they are, so that hardly any is accepted, and the speedup is the one that
+the same chances would give.
+
+The floor of a step is the time that this machine takes to read the weights and the cache, at the speed of a large copy
+measured here. Of a mixture of experts those count that the newest tokens of the texts chose. Goals:
 
 1. plain decoding: at least 75 % of the floor's speed
 2. a drafted token: at most twice its own floor
@@ -12,17 +18,24 @@ read what the step must read, at the speed of a copy of four gigabytes measured 
 """
 
 import argparse
-import statistics
-import time
+import itertools
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
 
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.decoding.decoder import Output, resolve_settings
+from draftsmith.inference.decoding.decoder import GenerationSettings, Output, resolve_settings
+from draftsmith.inference.measuring.bandwidth import cache_bytes_per_token, memory_bandwidth, weight_bytes
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
+from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.target.slots import ATTENTION
@@ -30,95 +43,170 @@ from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 
 K = 4
 RATES = (0.8, 0.7, 0.6, 0.5)  # chance of each drafted token, given those before it
+LENGTH = 1 + sum(itertools.accumulate(RATES, lambda x, y: x * y))  # acceptance length at these chances
+CPU_BANDWIDTH = 1e10  # bytes a second, an assumption that lets the script run on a CPU
+SETTINGS = ["512:1:0", "512:1:1", "4096:1:0", "32768:1:0", "512:8:0", "512:64:0", "4096:8:0"]
+TINY: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32}
 
 
-def random_target(num_layers: int, device: str) -> Target:
-    config = PUBLIC_TARGETS["llama_3_1_8b"].config
-    assert isinstance(config, LlamaConfig)
-    config.num_hidden_layers, config._attn_implementation = num_layers, ATTENTION
+@dataclass(frozen=True)
+class Setting:
+    context: int
+    batch_size: int
+    temperature: float
+
+    @classmethod
+    def of(cls, text: str) -> "Setting":
+        context, batch_size, temperature = text.split(":")
+        return cls(int(context), int(batch_size), float(temperature))
+
+
+def random_target(args: argparse.Namespace) -> Target:
+    """Return a target with random weights in bf16."""
+    config = PUBLIC_TARGETS[args.target].config
+    if args.tiny:
+        config.update({name: value for name, value in TINY.items() if hasattr(config, name)})
+    config._attn_implementation = ATTENTION
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        model = LlamaForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    return Target(model.eval().requires_grad_(False), None, "a random Llama-3.1-8B")
+    with torch.device(args.device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.bfloat16)
+    return Target(model.eval().requires_grad_(False), None, f"a random {args.target}")
 
 
-def copy_speed(device: str, num_bytes: int = 2 << 30) -> float:
-    """Bytes a second, read and written, of copying a tensor to another."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    sink, times = torch.empty_like(source), []
-    for _ in range(8):
-        synchronise(device)
-        start = time.perf_counter()
-        sink.copy_(source)
-        synchronise(device)
-        times.append(time.perf_counter() - start)
-    return 2 * num_bytes / statistics.median(times[2:])
+def random_drafter(target: Target) -> Drafter:
+    """Return an untrained EAGLE-3, as wide as the recipes make it for a mixture."""
+    sparse = hasattr(target.text_config, "num_experts_per_tok")
+    config = Eagle3Config(
+        draft_vocab_size=min(32000, target.vocab_size // 2),
+        intermediate_size=4 * target.hidden_size if sparse else None,
+    )
+    drafter = Eagle3.from_target(config, target).to(target.device, torch.bfloat16).eval()
+    drafter.rotary.float()
+    return drafter
 
 
-def synchronise(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def settings_of(drafter: Drafter, setting: Setting, num_tokens: int) -> GenerationSettings:
+    """Return settings by which greedy drafts are accepted at `RATES`, and others as they are."""
+    mode: VerificationMode | None = None
+    if drafter.kind != "none":
+        mode = "probabilistic" if setting.temperature else "synthetic"
+    rates = RATES if mode == "synthetic" else ()
+    return resolve_settings(drafter, Sampling(setting.temperature), num_tokens, K, mode, 0, False, rates)
 
 
-def decode(target: Target, drafter: Drafter, args: argparse.Namespace) -> Output:
-    """The fastest of a few runs after one that compiles and records."""
-    rates = () if drafter.kind == "none" else RATES
-    mode: VerificationMode | None = "synthetic" if rates else None
-    sampling = Sampling(args.temperature)
-    settings = resolve_settings(drafter, sampling, args.max_new_tokens, K, mode, 0, False, rates)
+def prompts_of(target: Target, setting: Setting) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(target.vocab_size, (args.batch_size, args.context), generator=generator).tolist()
+    return torch.randint(target.vocab_size, (setting.batch_size, setting.context), generator=generator).tolist()
+
+
+def decode(target: Target, drafter: Drafter, setting: Setting, args: argparse.Namespace) -> Output:
+    """Return the fastest of a few runs after one that compiles and records."""
+    settings, prompts = settings_of(drafter, setting, args.max_new_tokens), prompts_of(target, setting)
     decoder = SpeculativeDecoder(target, drafter)
-    decoder.decode(prompts, settings, batch_size=args.batch_size)
-    runs = (decoder.decode(prompts, settings, batch_size=args.batch_size) for _ in range(args.repeats))
+    decoder.decode(prompts, settings, batch_size=setting.batch_size)
+    runs = (decoder.decode(prompts, settings, batch_size=setting.batch_size) for _ in range(args.repeats))
     return min(runs, key=lambda output: output.timing.total)
 
 
-def bytes_of(module: torch.nn.Module) -> int:
+def bytes_of(module: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def experts_of(target: Target) -> list[nn.Module]:
+    """Return the modules that hold all experts of a layer; none of a dense target."""
+    return [module for name, module in target.model.named_modules() if name.endswith("mlp.experts")]
+
+
+def bytes_read(target: Target, texts: list[list[int]], num_columns: int) -> float:
+    """Return the bytes of weights that a pass over the newest tokens of some texts reads, `num_columns` of each."""
+    experts = experts_of(target)
+    if not experts:
+        return weight_bytes(target)
+    chosen: list[Tensor] = []
+    hooks = [module.register_forward_pre_hook(lambda _, given: chosen.append(given[1])) for module in experts]
+    newest = torch.tensor([text[-64:] for text in texts], device=target.device)
+    target.features(Batch(newest, torch.ones_like(newest, dtype=torch.bool)))
+    for hook in hooks:
+        hook.remove()
+    read = 0.0
+    for module, ids in zip(experts, chosen, strict=True):
+        distinct = len(ids.view(*newest.shape, -1)[:, -num_columns:].unique())
+        read += bytes_of(module) * distinct / target.text_config.num_experts
+    return weight_bytes(target) - sum(map(bytes_of, experts)) + read
+
+
+def measure(target: Target, drafter: Drafter, setting: Setting, args: argparse.Namespace) -> None:
+    """Print speeds of plain decoding and of rounds at one setting, beside their floors."""
+    bandwidth = memory_bandwidth(target.device) or CPU_BANDWIDTH
+    cached = setting.batch_size * (setting.context + args.max_new_tokens // 2) * cache_bytes_per_token(target)
+    print(f"\ncontext {setting.context}, batch {setting.batch_size}, temperature {setting.temperature:g}")
+    plain = decode(target, load_drafter("none", target), setting, args)
+    step = 1000 * (plain.timing.total - plain.timing.to_first_token) / (args.max_new_tokens - 1)
+    texts = [a + b for a, b in zip(prompts_of(target, setting), plain.token_ids, strict=True)]
+    floor = 1000 * (bytes_read(target, texts, 1) + cached) / bandwidth
+    print(
+        f"plain step      {step:7.3f} ms, floor {floor:7.3f}: {floor / step:.0%} of its speed (goal 75 %)", flush=True
+    )
+
+    output = decode(target, drafter, setting, args)
+    rounds = output.stats.total.num_rounds / setting.batch_size
+    drafted = output.timing.phases["draft"] / rounds / K
+    own = 1000 * (bytes_of(drafter) - bytes_of(drafter.get_submodule("fc"))) / bandwidth  # `fc` is read once a round
+    print(f"drafted token   {drafted:7.3f} ms, floor {own:7.3f}: {drafted / own:.2f} times it (goal 2)")
+    whole = 1000 * (output.timing.total - output.timing.to_first_token) / rounds
+    fusion = bytes_of(drafter.get_submodule("fc"))
+    least = K * own + 1000 * (bytes_read(target, texts, K + 1) + cached + fusion) / bandwidth
+    print(f"round, K = {K}    {whole:7.3f} ms, floor {least:7.3f}: {least / whole:.0%} of its speed (goal 65 %)")
+    print(f"at acceptance length {LENGTH:.2f} a speedup of {LENGTH * step / whole:.2f}", flush=True)
+
+
+def print_profile(target: Target, drafter: Drafter, setting: Setting, num_rounds: int) -> None:
+    """Print how long each kernel ran, and how long the device did nothing before it, over some rounds of decoding."""
+    on_gpu, prompts = target.device.type == "cuda", prompts_of(target, setting)
+    decoder = SpeculativeDecoder(target, drafter)
+    settings = settings_of(drafter, setting, num_rounds * (1 if drafter.kind == "none" else math.ceil(LENGTH)))
+    decoder.decode(prompts, settings, batch_size=setting.batch_size)
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        decoder.decode(prompts, settings, batch_size=setting.batch_size)
+    events = profiler.events() or []
+    events = [event for event in events if on_gpu or event.cpu_parent is None]
+    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
+    times, gaps, end = defaultdict[str, list[float]](list), defaultdict[str, float](float), 0.0
+    for start, stop, name in spans:
+        times[name].append(stop - start)
+        gaps[name] += max(0.0, start - end) if end else 0.0
+        end = max(end, stop)
+    total = sum(map(sum, times.values())) + sum(gaps.values())
+    print(f"\nprofile of {drafter.kind}, prompt and {settings.max_new_tokens} tokens: {total / 1000:.2f} ms")
+    print("  calls  us each  gap us  share  kernel")
+    for name in sorted(times, key=lambda name: -sum(times[name]) - gaps[name])[:40]:
+        count, spent = len(times[name]), sum(times[name])
+        share = (spent + gaps[name]) / total
+        print(f"{count:7} {spent / count:8.2f} {gaps[name] / count:7.2f} {share:6.1%}  {name[:80]}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--target", default="llama_3_1_8b", choices=["llama_3_1_8b", "qwen3_30b_a3b"])
+    parser.add_argument("--settings", nargs="+", default=SETTINGS, metavar="CONTEXT:BATCH:TEMPERATURE")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device", default="cuda", help="cpu only to see that the script runs")
+    parser.add_argument("--profile", type=int, metavar="ROUNDS")
+    parser.add_argument("--tiny", action="store_true", help="a small target on a CPU")
     args = parser.parse_args()
-    target = random_target(args.layers, args.device)
-    drafter = Eagle3.from_target(Eagle3Config(draft_vocab_size=32000), target).to(args.device, torch.bfloat16).eval()
-    drafter.rotary.float()
-    speed = copy_speed(args.device)
-    text = target.text_config
-    cached = 2 * 2 * args.layers * text.num_key_value_heads * text.head_dim * (args.context + args.max_new_tokens // 2)
-    cached *= args.batch_size
-    target_bytes = bytes_of(target.model) - bytes_of(target.embedding) + cached
-    drafted_bytes = bytes_of(drafter) - bytes_of(drafter.fc)  # `fc` is read once a round
-
-    env = environment(target)
+    args.device = "cpu" if args.tiny else "cuda"
+    target = random_target(args)
+    drafter = random_drafter(target)
+    env, bandwidth = environment(target), memory_bandwidth(target.device) or CPU_BANDWIDTH
     print(f"{env.device}, torch {env.versions['torch']}, triton {env.versions['triton']}, {env.git_commit}")
-    print(f"copies run at {speed / 1e9:.0f} GB/s; {args.layers} layers, {args.context} tokens read before, ", end="")
-    print(f"batch {args.batch_size}, temperature {args.temperature:g}\n")
-    plain = decode(target, load_drafter("none", target), args)
-    step = 1000 * (plain.timing.total - plain.timing.to_first_token) / (args.max_new_tokens - 1)
-    floor = 1000 * target_bytes / speed
-    print(f"plain step      {step:7.3f} ms, floor {floor:7.3f}: {floor / step:.0%} of its speed (goal 75 %)")
-
-    round_ = decode(target, drafter, args)
-    rounds = round_.stats.total.num_rounds / args.batch_size
-    drafted = round_.timing.phases["draft"] / rounds / K
-    own = 1000 * drafted_bytes / speed
-    print(f"drafted token   {drafted:7.3f} ms, floor {own:7.3f}: {drafted / own:.2f} times it (goal 2)")
-    whole = 1000 * (round_.timing.total - round_.timing.to_first_token) / rounds
-    least = floor + K * own + 1000 * bytes_of(drafter.fc) / speed
-    print(f"round, K = {K}    {whole:7.3f} ms, floor {least:7.3f}: {least / whole:.0%} of its speed (goal 65 %)")
-    length = round_.stats.total.mean_acceptance_length
-    print(f"\nat acceptance length {length:.2f} a speedup of {length * step / whole:.2f}")
+    print(f"{target.name}, {target.num_layers} layers; copies run at {bandwidth / 1e9:.0f} GB/s", flush=True)
+    for setting in map(Setting.of, args.settings):
+        if args.profile:
+            for profiled in (load_drafter("none", target), drafter):
+                print_profile(target, profiled, setting, args.profile)
+        else:
+            measure(target, drafter, setting, args)
 
 
 if __name__ == "__main__":
