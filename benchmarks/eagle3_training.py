@@ -24,8 +24,6 @@ import tempfile
 import time
 from collections.abc import Callable
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
-
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -78,7 +76,11 @@ def our_step(hidden: int, vocab: int, draft_vocab: int, length: int, unroll: int
     return step
 
 
-def their_step(hidden: int, vocab: int, draft_vocab: int, length: int, unroll: int, head: int) -> Callable[[], None]:
+def their_step(
+    hidden: int, vocab: int, draft_vocab: int, length: int, unroll: int, head: int, device: str = "cpu"
+) -> Callable[[], None]:
+    """Return a training step of speculators: on a GPU with flex attention and fused losses, under autocast to bf16."""
+    on_gpu = device == "cuda"
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3DraftModel
     from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
@@ -99,26 +101,24 @@ def their_step(hidden: int, vocab: int, draft_vocab: int, length: int, unroll: i
             ttt_steps=unroll,
             verifier_name_or_path=folder,
             target_layer_ids=LAYER_IDS,
-            draft_attn_impl="sdpa",
-        ).float()
+            draft_attn_impl="simple_flex_attention" if on_gpu else "sdpa",
+        ).to(device, torch.float32)
     drafter.lm_head.requires_grad_(bool(head))
-    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad])
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], fused=on_gpu)
     inputs = {
-        "hidden_states": torch.randn(1, length - 1, 3 * hidden),
-        "input_ids": torch.randint(0, vocab, (1, length - 1)),
-        "document_ids": torch.zeros(1, length - 1, dtype=torch.int64),
-        "verifier_last_hidden_states": torch.randn(1, length - 1, hidden),
+        "hidden_states": torch.randn(1, length - 1, 3 * hidden, device=device),
+        "input_ids": torch.randint(0, vocab, (1, length - 1), device=device),
+        "document_ids": torch.zeros(1, length - 1, dtype=torch.int64, device=device),
+        "verifier_last_hidden_states": torch.randn(1, length - 1, hidden, device=device),
     }
+    losses = resolve_loss_config("kl_div", "fused" if on_gpu else "eager")
 
     def step() -> None:
-        loss_mask = torch.ones(1, length - 1, dtype=torch.bool)  # it writes into it
-        _, loss, _ = drafter(
-            **inputs,
-            loss_mask=loss_mask,
-            ttt_steps=unroll,
-            ttt_step_loss_decay=0.8,
-            loss_config=resolve_loss_config("kl_div", "eager"),
-        )
+        loss_mask = torch.ones(1, length - 1, dtype=torch.bool, device=device)  # it writes into it
+        with torch.autocast(device, torch.bfloat16, enabled=on_gpu):
+            _, loss, _ = drafter(
+                **inputs, loss_mask=loss_mask, ttt_steps=unroll, ttt_step_loss_decay=0.8, loss_config=losses
+            )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -147,7 +147,7 @@ def measure(side: str, shape: tuple[int, ...]) -> dict[str, float]:
 
 def in_a_process(python: str, side: str, shape: tuple[int, ...]) -> dict[str, float]:
     command = [python, __file__, "--measure", side, *map(str, shape)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 

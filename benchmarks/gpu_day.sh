@@ -1,39 +1,59 @@
 #!/usr/bin/env bash
 # What a machine with a GPU is asked first, in three commands of under ten minutes each:
 #
-#   benchmarks/gpu_day.sh 1    correctness: kernels on the device, the whole loop, certificates, autocast
-#   benchmarks/gpu_day.sh 2    speed: matrix products, kernels, decoding, training, a profile
-#   benchmarks/gpu_day.sh 3    memory and race checkers, training with shapes that vary, the quickstart
+#   benchmarks/gpu_day.sh 1    correctness: kernels on the device, the whole loop, training, certificates
+#   benchmarks/gpu_day.sh 2    speed: matrix products, decoding beside its floor, each kernel's time, training
+#   benchmarks/gpu_day.sh 3    memory and race checkers, training on texts of many lengths, the quickstart
 #
-# It needs no network. Packages that the machine lacks (pydantic and what it needs, datasets for the quickstart) may lie
-# as wheels in wheels/. Logs go to gpu_day/ or to $OUT as they come, most valuable first, and every tool has its own time
-# limit, so that a crash costs one section. REHEARSAL=1 runs what a CPU can run, on tiny shapes.
+# It needs no network and no installation, but PyTorch, Triton, transformers and accelerate with Python 3.12. Packages
+# that the machine lacks lie as wheels in wheels/, which git ignores. Fetch them where there is a network, by
+#
+#   pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp -d wheels \
+#     --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+#     pydantic==2.14.3 pydantic-core==2.50.4 annotated-types typing-inspection
+#
+# Logs go to gpu_day/, or to $OUT, as they come. Sections come in the order of their value, each in a process of its own
+# under its own time limit, so that a crash costs one section; the last lines say how each ended. REHEARSAL=N runs on a
+# CPU what a CPU can run, on tiny shapes, with N times the time.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 part=${1:?give a part: 1, 2 or 3}
 out=${OUT:-gpu_day}
-mkdir -p "$out"
-log=$out/part_$part.txt
-exec > >(tee "$log") 2>&1
-
-if compgen -G "wheels/*.whl" >/dev/null; then
-  python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target /tmp/draftsmith_packages wheels/*.whl
-  export PYTHONPATH=/tmp/draftsmith_packages${PYTHONPATH:+:$PYTHONPATH}
-fi
-python3 -c "import draftsmith.models" 2>/dev/null ||
-  python3 -m pip install -q --no-build-isolation --no-deps --no-index -e .
-export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 rehearsal=${REHEARSAL:-}
+mkdir -p "$out"
+exec > >(tee "$out/part_$part.txt") 2>&1
+
+packages=$out/packages
+if compgen -G "wheels/*.whl" >/dev/null && ! python3 -c "import pydantic" 2>/dev/null; then
+  packages=$(mktemp -d)
+  python3 -m pip install -q --no-index --no-deps --no-compile --target "$packages" wheels/*.whl
+fi
+export PYTHONPATH=$PWD/.typing:$packages${PYTHONPATH:+:$PYTHONPATH} PATH=$PATH:/usr/local/cuda/bin
+export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+ended=()
 
 section() { # section SECONDS COMMAND...: one tool under its own limit, with its time and its exit status
-  local limit=$1 start=$SECONDS
+  local limit=$(($1 * ${rehearsal:-1})) start=$SECONDS status
   shift
   printf '\n=== %s\n' "$*"
   timeout -k 5 "$limit" "$@"
-  printf '=== exit %d after %d s\n' $? $((SECONDS - start))
+  status=$?
+  ended+=("exit $status after $((SECONDS - start)) of $limit s: $*")
+  printf '=== %s\n' "${ended[-1]}"
 }
 
 pick() { if [ "$rehearsal" ]; then echo "$1"; else echo "$2"; fi; } # what a CPU can run, or the real size
+
+tests() { # tests SECONDS REHEARSED ARGUMENTS...: with what needs a GPU; in a rehearsal those that REHEARSED names
+  local limit=$1 rehearsed=$2
+  shift 2
+  if [ "$rehearsal" ]; then
+    section "$limit" python3 -m pytest -q "$@" -k "$rehearsed"
+  else
+    section "$limit" python3 -m pytest -q "$@" -m "not engine and not long"
+  fi
+}
+
 draftsmith="python3 -m draftsmith.recipes.cli.main"
 target=recipes/tiny_python prompts=benchmarks/results/held_out_40.jsonl
 
@@ -43,36 +63,45 @@ python3 -c "import torch, triton, transformers; print(torch.__version__, triton.
 
 case $part in
 1)
-  kernels=(tests/models/test_{attention_kernel,cache_kernels,llama_kernels,divergence_kernels,fused}.py)
-  section 130 python3 -m pytest -q tests/inference/test_loop_on_kernels.py
-  section 100 python3 -m pytest -q "${kernels[@]}" -m "not engine and not long" $(pick "-k half_precision" "")
-  section 50 python3 -m pytest -q tests/inference/test_verify_kernels.py -m "not engine and not long" $(pick "-k greedy" "")
-  section 40 python3 -m pytest -q tests/models/test_autocast.py
-  section 100 $draftsmith evaluate --target $target --drafter ngram --drafter lookahead --prompts $prompts \
-    --certify --repeats 1 --temperature 0 1 --batch-size $(pick 1 "1 8") --num-prompts $(pick 2 40) --out "$out/certify"
-  [ "$rehearsal" ] || section 140 python3 -m pytest -q -m long tests/inference/test_loop_on_kernels.py
+  tests 120 "plain_loop and 0 or training_loss" tests/inference/test_loop_on_kernels.py
+  tests 100 "half_precision or documents or forms" \
+    tests/models/test_{attention_kernel,cache_kernels,llama_kernels,divergence_kernels,fused,slots,unrolled_attention}.py
+  tests 50 "greedy" tests/inference/test_verify_kernels.py
+  tests 70 "medusa and True" tests/models/test_autocast.py tests/train/test_host_waits.py
+  section 100 $draftsmith evaluate --target $target --drafter ngram --drafter lookahead --prompts $prompts --certify \
+    --repeats 1 --temperature 0 1 --batch-size $(pick 1 "1 8") --num-prompts $(pick 2 40) --out "$out/certify"
+  [ "$rehearsal" ] || section 120 python3 -m pytest -q -m long tests/inference/test_loop_on_kernels.py
   ;;
 2)
+  tiny=$(pick --tiny "") few=$(pick "--max-new-tokens 8 --repeats 1" "")
+  decoding="python3 benchmarks/decoding_gpu.py $tiny $few"
+  section 130 $decoding --settings $(pick 16:1:0 "512:1:0 512:1:1 4096:1:0 32768:1:0")
+  section 50 $decoding --settings $(pick 16:1:0 512:1:0) --profile $(pick 2 20)
+  section 70 python3 benchmarks/training_gpu.py $tiny
+  section 90 $decoding --settings $(pick 16:2:0 "512:8:0 512:64:0 4096:8:1")
+  section 110 $decoding --target qwen3_30b_a3b --settings $(pick 16:2:0 "512:1:0 512:8:0")
   if [ "$rehearsal" ]; then
-    section 100 python3 benchmarks/decoding_gpu.py --device cpu --layers 4 --context 16 --max-new-tokens 16 --repeats 1
+    printf '\nTables of single kernels are measured on a GPU only.\n'
   else
-    for settings in "512 1 0" "512 1 1" "4096 1 0" "32768 1 0" "512 8 0" "512 64 0"; do
-      read -r context batch temperature <<<"$settings"
-      section 60 python3 benchmarks/decoding_gpu.py --context "$context" --batch-size "$batch" --temperature "$temperature"
-    done
+    section 40 python3 benchmarks/acceptance_kernels.py
+    section 50 python3 benchmarks/attention_kernel.py
   fi
-  section 50 python3 benchmarks/attention_kernel.py
-  section 50 python3 benchmarks/acceptance_kernels.py
-  section 100 python3 benchmarks/training.py --lengths $(pick 64 "512 2048") --unrolls $(pick 1 "1 4") \
-    --rows $(pick 1 "1 8") --steps 3
   ;;
 3)
   checked=(python3 -m pytest -q -x tests/models/test_llama_kernels.py tests/models/test_cache_kernels.py)
   if command -v compute-sanitizer >/dev/null; then
-    section 100 compute-sanitizer --tool memcheck --error-exitcode 9 "${checked[@]}"
-    section 120 compute-sanitizer --tool racecheck --error-exitcode 9 "${checked[@]}"
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # each tensor's memory is then its own, so that its ends are seen
+    section 110 compute-sanitizer --tool memcheck --error-exitcode 9 "${checked[@]}"
+    section 110 compute-sanitizer --tool racecheck --error-exitcode 9 "${checked[@]}"
+    unset PYTORCH_NO_CUDA_MEMORY_CACHING
+  else
+    printf '\nThere is no compute-sanitizer here.\n'
   fi
-  section 300 $draftsmith quickstart --minutes $(pick 1 4) --out "$out/quickstart"
+  section 70 python3 benchmarks/training_gpu.py $(pick --tiny "--length 4096 --rows 2") --vary
+  section 280 $draftsmith quickstart --minutes $(pick 1 3) --out "$out/quickstart"
   ;;
 *) echo "give a part: 1, 2 or 3" && exit 2 ;;
 esac
+
+printf '\n'
+printf '%s\n' "${ended[@]}"

@@ -219,8 +219,8 @@ MUTATIONS = (
     Mutation(
         "weights of depths left out of the gradient",
         CHAIN_LOSS,
-        "torch.mul(gradients[0], depth.weight,",
-        "torch.mul(gradients[0], 1.0,",
+        "hidden.new_full((size,), depth.weight,",
+        "hidden.new_full((size,), 1.0,",
     ),
     Mutation(
         "kernel, sums of blocks on different bases",

@@ -4,23 +4,41 @@ Shapes: B rows, T tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; the host does not wait for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()  # from other memory the copy would wait for all that the GPU has still to do
+    return tensor.to(device, non_blocking=True)
+
+
 @dataclass
 class Batch:
-    """Right-padded rows of training text."""
+    """Right-padded rows of training text.
+
+    A batch on a device keeps itself `on_host`, too: what hangs on its values is made there, where nobody has to wait.
+    """
 
     token_ids: Tensor  # [B, T] int64
     loss_mask: Tensor  # [B, T] bool, True on the tokens that the target wrote; never on a document's first
     documents: Tensor | None = None  # [B, T] int64: the document of its row that a token is of, padding -1; None: one
+    source: "Batch | None" = None  # the batch of the host's memory that this one is a copy of
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch on the device; from pinned memory it does not wait for the copy."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        """Return the batch on the device; the host does not wait for the copy."""
+        return replace(self._map(lambda tensor: send(tensor, device)), source=self.on_host)
+
+    @property
+    def on_host(self) -> "Batch":
+        """The same batch in the host's memory; one that was made on a GPU is copied from there, which waits."""
+        if self.source is not None:
+            return self.source
+        return self._map(Tensor.cpu)
 
     def pin_memory(self) -> "Batch":
         return self._map(Tensor.pin_memory)
@@ -35,13 +53,34 @@ class Batch:
         columns = torch.arange(self.token_ids.shape[1], device=self.token_ids.device)[None]
         if self.documents is None:
             return columns
-        starts = torch.ones_like(self.documents, dtype=torch.bool)
-        starts[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
-        return columns - torch.where(starts, columns, 0).cummax(1).values
+        return columns - torch.where(document_starts(self.documents), columns, 0).cummax(1).values
 
     def attention_mask(self) -> Tensor | None:
-        """Return which tokens each token sees, bool [B, 1, T, T]: those up to it in its document. None: all before."""
-        if self.documents is None:
+        """Return which tokens each token sees, those up to it in its document, as `slot_attention` reads it.
+
+        None: all before. On a GPU int64 [1, 1, 1, D + 1]: where each of D documents begins among all B * T slots, and
+        the end; the padding of a row counts as a document. On a CPU bool [B, 1, T, T].
+        """
+        documents = self.on_host.documents
+        if documents is None:
             return None
-        same = self.documents[:, :, None] == self.documents[:, None, :]
-        return same.tril()[:, None]
+        if self.token_ids.device.type != "cuda":
+            return pairs_mask(documents)
+        return send(document_edges(documents), self.token_ids.device)[None, None, None]
+
+
+def document_starts(documents: Tensor) -> Tensor:
+    """Return which tokens begin a document, or the padding of a row, bool [B, T] of documents [B, T]."""
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return starts
+
+
+def document_edges(documents: Tensor) -> Tensor:
+    """Return where each document begins among all B * T slots, and the end, int64 [D + 1], from documents [B, T]."""
+    return torch.cat([document_starts(documents).flatten().nonzero()[:, 0], torch.tensor([documents.numel()])])
+
+
+def pairs_mask(documents: Tensor) -> Tensor:
+    """Return bool [B, 1, T, T]: each token sees those up to it of its own document, by documents [B, T]."""
+    return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]

@@ -6,8 +6,10 @@ through the same kernel on CPU tensors, slowly, in fp32 or fp16; rounds have the
 
 import os
 import sys
+import warnings
 
 import torch
+from torch import Tensor
 
 from draftsmith.models.errors import UserError
 
@@ -18,6 +20,24 @@ IN_TRITON = "TRITON_INTERPRET"  # Triton's own variable, which it reads when a k
 def runs_kernels(device: torch.device) -> bool:
     """Return whether kernels serve the tensors of a device, in rounds of fixed shapes."""
     return device.type == "cuda" or (device.type == "cpu" and SWITCH in os.environ and _interpreted())
+
+
+def has_flash_attention(query: Tensor) -> bool:
+    """Return whether a GPU computes attention of such queries [..., D] without all pairs of tokens in memory.
+
+    PyTorch's flash attention asks for compute capability 8, half precision and heads of up to 256 values. Where there
+    is none, a warning says so once.
+    """
+    width = query.shape[-1]
+    in_half = query.dtype in (torch.bfloat16, torch.float16)
+    if in_half and width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0):
+        return True
+    warnings.warn(
+        f"this GPU has no flash attention for {query.dtype} and heads of {width} values: attention takes memory with "
+        "the square of a row's length. Lower data.max_length, and do not pack rows (data.packing=false)",
+        stacklevel=2,
+    )
+    return False
 
 
 def _interpreted() -> bool:

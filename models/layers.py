@@ -63,10 +63,13 @@ def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def as_computed(weight: Tensor) -> Tensor:
-    """Return a weight in the dtype that autocast computes in, for parts of it: autocast casts views at each use."""
-    device = weight.device.type
-    return weight.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else weight
+def as_computed(x: Tensor) -> Tensor:
+    """Return a tensor in the dtype that autocast computes in.
+
+    It is for parts of a weight, since autocast casts views at each use, and for operators that autocast does not know.
+    """
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def store_by_columns(linear: nn.Linear) -> None:

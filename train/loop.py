@@ -155,9 +155,9 @@ class TrainingRun:
         rate = learning_rate(step, config.run.steps, config.optimizer)
         set_learning_rate(self.optimizer, rate)
         self.drafter.progress = step / config.run.steps
-        batches = [(micro_batch, batch.to(accelerator.device)) for micro_batch, batch in batches]
         if self.setup.on_policy and self.setup.on_policy.is_due(step):
             batches = [(micro_batch, self.setup.on_policy.rewrite(batch, step)) for micro_batch, batch in batches]
+        batches = [(micro_batch, batch.to(accelerator.device)) for micro_batch, batch in batches]
 
         batch_sums = accumulate_gradients(accelerator, self.model, batches, self.source, stages)
         stages.enter("communication")

@@ -21,7 +21,7 @@ from draftsmith.data.prompts.checks import (
     notice_without_checksum,
     shown_sample,
 )
-from draftsmith.data.samples.batches import BatchPlan
+from draftsmith.data.samples.batches import GPU_WIDTH, BatchPlan
 from draftsmith.data.samples.samples import Sample, read_samples
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.models import CHANGED_TARGET, Drafter, Target
@@ -101,9 +101,11 @@ def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num
             f"data.batch_size={data.batch_size}: {num_ranks} processes share it; give data.batch_size={near}"
         )
     length = min(data.max_length, target.context)
+    multiple = GPU_WIDTH if target.device.type == "cuda" else 1
 
     def planned() -> BatchPlan:
-        return BatchPlan(samples, data.batch_size, length, data.tokens_per_micro_batch, config.run.seed, data.packing)
+        tokens, seed = data.tokens_per_micro_batch, config.run.seed
+        return BatchPlan(samples, data.batch_size, length, tokens, seed, data.packing, multiple)
 
     plan = planned()
     if len(plan.trained) < data.batch_size:

@@ -12,6 +12,7 @@ from torch import Tensor
 from draftsmith.data.samples.samples import Sample, loss_mask
 from draftsmith.models.batch import Batch
 
+GPU_WIDTH = 128  # rows are padded to a multiple of it on a GPU, where attention plans anew for each new shape
 LENGTH_GROUPS = 8  # so many batches at a time are made from samples sorted by length, to pad less
 
 MicroBatch = list[list[int]]  # the samples of each row, by their place in the list of samples
@@ -30,6 +31,7 @@ class BatchPlan:
     tokens_per_micro_batch: int  # rows x longest row, padding included; at least `max_length`
     seed: int
     packing: bool = False  # several samples a row, as many as fit `max_length`
+    width_multiple: int = 1  # of which the width of a micro-batch is one, or else `max_length`
 
     def __post_init__(self) -> None:
         assert self.max_length <= self.tokens_per_micro_batch
@@ -65,12 +67,13 @@ class BatchPlan:
         """
         chosen = self.indices(step)
         rows = pack(chosen, self.lengths, self.max_length) if self.packing else [[index] for index in chosen]
-        groups = group_rows(rows, self.lengths, self.tokens_per_micro_batch)
+        groups = group_rows(rows, self.lengths, self.tokens_per_micro_batch, self.width_multiple)
         return share_equally(groups, self.lengths, num_ranks)[rank::num_ranks]
 
     def collate(self, micro_batch: MicroBatch) -> Batch:
-        """Return the token ids and loss masks of a micro-batch, [rows, longest row]."""
-        length = max(width(row, self.lengths) for row in micro_batch)
+        """Return the token ids and loss masks of a micro-batch, [rows, longest row or more]."""
+        longest = max(width(row, self.lengths) for row in micro_batch)
+        length = min(rounded_up(longest, self.width_multiple), max(longest, self.max_length))
         token_ids = torch.zeros(len(micro_batch), length, dtype=torch.int64)
         loss_mask = torch.zeros_like(token_ids, dtype=torch.bool)
         documents = torch.full_like(token_ids, -1)
@@ -143,11 +146,18 @@ def pack(chosen: list[int], lengths: list[int], capacity: int) -> list[list[int]
     return rows
 
 
-def group_rows(rows: list[list[int]], lengths: list[int], budget: int) -> list[MicroBatch]:
-    """Return the rows in micro-batches of similar length, each of at most `budget` tokens with its padding."""
+def rounded_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def group_rows(rows: list[list[int]], lengths: list[int], budget: int, multiple: int = 1) -> list[MicroBatch]:
+    """Return the rows in micro-batches of similar length, each of at most `budget` tokens with its padding.
+
+    Widths are padded to a multiple of `multiple`.
+    """
     groups: list[MicroBatch] = []
     for row in sorted(rows, key=lambda row: -width(row, lengths)):
-        if groups and (len(groups[-1]) + 1) * width(groups[-1][0], lengths) <= budget:
+        if groups and (len(groups[-1]) + 1) * rounded_up(width(groups[-1][0], lengths), multiple) <= budget:
             groups[-1].append(row)
         else:
             groups.append([row])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.models.batch import Batch
+from draftsmith.models.batch import Batch, send
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.losses.chain_loss import ChainLoss, chunk_rows
 from draftsmith.models.sampling.sampling import Sampling, cut
@@ -74,11 +74,12 @@ def score_drafter(drafter: Drafter, batch: Batch, features: Features, depth: int
     scores.num_drafted.fill_(depth)
     ids = drafter.draft_to_target()
     places = tokens if ids is None else draft_ids(ids, tokens)
-    predictions = drafter.depths(ChainLoss(batch.loss_mask), batch, features, depth)
+    predictions = drafter.depths(ChainLoss(batch), batch, features, depth)
     for k, prediction in enumerate(predictions):
-        chunks = torch.arange(len(prediction.teachers), device=device).split(chunk_rows(drafter.target.vocab_size))
+        all_teachers = send(prediction.teachers, device)
+        chunks = torch.arange(len(all_teachers), device=device).split(chunk_rows(drafter.target.vocab_size))
         for rows in chunks:
-            teachers = prediction.teachers[rows]
+            teachers = all_teachers[rows]
             logits = prediction.head(prediction.hidden[rows]).float()  # [R, Vd]
             place = places[teachers + 1]
             log_q, known = log_probabilities(logits, sampling), place >= 0

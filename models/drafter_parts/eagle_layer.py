@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from draftsmith.models.batch import Batch
+from draftsmith.models.batch import Batch, send
 from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, LevelWindows, grow
@@ -66,7 +66,8 @@ class UnrolledLayer(ABC):
         """
         residual, query, *text = self.project(features, self.fed.roll(-1, 0), self.positions)
         text_pair, own = (text[0], text[1]), list[KeyValue]()
-        hidden = self.finish(residual[slots.index], query[slots.index], text_pair, own, slots)
+        residual, query = residual.index_select(0, slots.index), query.index_select(0, slots.index)
+        hidden = self.finish(residual, query, text_pair, own, slots)
         yield hidden
         for k in range(1, num_steps):
             if detach:
@@ -80,7 +81,7 @@ class UnrolledLayer(ABC):
         self, hidden: Tensor, k: int, text: KeyValue, own: list[KeyValue], slots: DraftingSlots
     ) -> tuple[Tensor, KeyValue]:
         """Return the output [R, H] of step k >= 1 from that of the step before, and the step's own key and value."""
-        fed = self.fed[(slots.index + 1 + k).clamp(max=len(self.fed) - 1)]
+        fed = self.fed.index_select(0, (slots.index + 1 + k).clamp(max=len(self.fed) - 1))
         residual, query, key, value = self.project(hidden, fed, self.positions[slots.index] + k)
         return self.finish(residual, query, text, [*own, (key, value)], slots), (key, value)
 
@@ -107,11 +108,16 @@ class UnrolledLayer(ABC):
 def drafting_slots(
     chain_loss: ChainLoss, batch: Batch, depth: int
 ) -> tuple[DraftingSlots, list[tuple[Tensor, Tensor]]]:
-    """Return the slots that draft, and of each depth the rows among them that count and the target's rows [R] there."""
-    counted = [chain_loss.next_depth().flatten() for _ in range(depth)]
-    drafting = DraftingSlots.from_counted(counted[0].view_as(batch.token_ids), batch.positions)
-    rows = [marks[drafting.index].nonzero()[:, 0] for marks in counted]
-    return drafting, [(row, drafting.index[row] + 1 + k) for k, row in enumerate(rows)]
+    """Return the slots that draft, and of each depth the rows among them that count and the target's rows there.
+
+    Both are int64 [R], the first on the device and the second in the host's memory.
+    """
+    device, counted = batch.token_ids.device, [chain_loss.next_depth() for _ in range(depth)]
+    drafting = DraftingSlots.from_counted(counted[0], batch.on_host.positions)
+    rows = [marks.flatten()[drafting.index].nonzero()[:, 0] for marks in counted]
+    on_device = send(torch.cat(rows), device).split(list(map(len, rows)))
+    teachers = [drafting.index[row] + 1 + k for k, row in enumerate(rows)]
+    return drafting.to(device), list(zip(on_device, teachers, strict=True))
 
 
 # --- drafting

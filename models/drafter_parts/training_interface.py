@@ -4,6 +4,7 @@ Shapes: V vocabulary of the target, Vd draft vocabulary.
 """
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -46,6 +47,17 @@ class TrainedDrafter(nn.Module):
         """Return the target ids of a reduced draft vocabulary [Vd]; None where it can propose every token."""
         return None
 
+    @cached_property
+    def draftable(self) -> Tensor | None:
+        """Which of the target's tokens it can propose, bool [V] in the host's memory; None: all.
+
+        The device is asked once; `fit_vocabulary` removes what it answered.
+        """
+        ids = self.draft_to_target()
+        if ids is None:
+            return None
+        return torch.zeros(self.target.vocab_size, dtype=torch.bool).index_fill(0, ids.cpu(), True)
+
     # --- the loss
 
     def forward(self, batch: Batch, features: Features) -> LossSums:
@@ -65,13 +77,7 @@ class TrainedDrafter(nn.Module):
 
     def new_chain_loss(self, batch: Batch) -> ChainLoss:
         """Return an empty loss of the chains in a text that this drafter's vocabulary allows."""
-        ids = self.draft_to_target()
-        if ids is None:
-            return ChainLoss(batch.loss_mask)
-        in_vocabulary = torch.zeros(self.target.vocab_size, dtype=torch.bool, device=ids.device).index_fill(
-            0, ids, True
-        )
-        return ChainLoss(batch.loss_mask, in_vocabulary[batch.token_ids])
+        return ChainLoss(batch, self.draftable)
 
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
         """Yield what `depth` predictions in a row from each slot are made from, on the text as it is.

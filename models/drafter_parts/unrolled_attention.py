@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.models.batch import send
+from draftsmith.models.kernels import has_flash_attention
+
 KeyValue = tuple[Tensor, Tensor]
-HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -55,7 +57,10 @@ class DraftingSlots:
 
     @classmethod
     def from_counted(cls, counted: Tensor, positions: Tensor) -> "DraftingSlots":
-        """Return the spans of the slots counted [B, T] bool, given positions in the document [B or 1, T]."""
+        """Return the spans of the slots counted [B, T] bool, given positions in the document [B or 1, T].
+
+        Both are in the host's memory, and so is the index.
+        """
         places = torch.arange(counted.numel(), device=counted.device)
         begins = (places.view_as(counted) - positions)[counted]  # where the document of each counted slot begins
         counted_places = places[counted.flatten()]
@@ -66,27 +71,26 @@ class DraftingSlots:
         index = torch.cat([places[span.first : span.last] for span in spans] or [places[:0]])
         return cls(spans, index)
 
+    def to(self, device: torch.device) -> "DraftingSlots":
+        return DraftingSlots(self.spans, send(self.index, device))
+
     @cached_property
     def table(self) -> SpanTable:
         text = torch.cat([torch.arange(span.text, span.last) for span in self.spans])
         sizes = [[span.last - span.first for span in self.spans], [span.last - span.text for span in self.spans]]
         starts = [[0, *itertools.accumulate(of_one)] for of_one in sizes]
-        query_starts, key_starts = torch.tensor(starts, dtype=torch.int32, device=self.index.device)
-        return SpanTable(text.to(self.index.device), query_starts, key_starts, max(sizes[0]), max(sizes[1]))
+        query_starts, key_starts = send(torch.tensor(starts, dtype=torch.int32), self.index.device)
+        return SpanTable(send(text, self.index.device), query_starts, key_starts, max(sizes[0]), max(sizes[1]))
 
 
 def unrolled_attention(query: Tensor, text: KeyValue, own: list[KeyValue], slots: DraftingSlots) -> Tensor:
     """Return attention of query [R, N, D] over keys and values of the text [S, Nkv, D] and of each step [R, Nkv, D].
 
-    On a CPU, and on a GPU that has it (compute capability 8) in half precision, by flash attention, else plainly.
+    On a CPU, and on a GPU that has it, by flash attention, else plainly.
     """
-    if query.is_cuda and (query.dtype not in HALVES or not slots.spans or not has_flash(query.device)):
+    if query.is_cuda and (not slots.spans or not has_flash_attention(query)):
         return plain_unrolled_attention(query, text, own, slots.spans)
     return _UnrolledAttention.apply(slots, query, *text, *[tensor for pair in own for tensor in pair])
-
-
-def has_flash(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def plain_unrolled_attention(query: Tensor, text: KeyValue, own: list[KeyValue], spans: list[Span]) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from draftsmith.models.batch import Batch
+from draftsmith.models.batch import Batch, send
 from draftsmith.models.drafter_configs import DraftModelConfig
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import loaded
@@ -23,7 +23,14 @@ from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, LevelWindows, grow
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.layers import gather_columns, shift_left
-from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, divergence_over_rows, teacher_rows
+from draftsmith.models.losses.chain_loss import (
+    ChainLoss,
+    Depth,
+    LossSums,
+    divergence_over_rows,
+    marked_rows,
+    teacher_rows,
+)
 from draftsmith.models.sampling.trees import Chain, Shape
 from draftsmith.models.target.fused_layers import FusedDecoder, fuse
 from draftsmith.models.target.loading import drop_layers, load_model
@@ -70,20 +77,21 @@ class DraftModel(Drafter):
 
     def loss(self, batch: Batch, features: Features) -> LossSums:
         """Return the divergence from the target at every token that the target wrote."""
-        counted = shift_left(batch.loss_mask, 1)
+        counted = shift_left(batch.on_host.loss_mask, 1)
         hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask())
         rows = divergence_over_rows(
-            hidden[counted],
+            marked_rows(hidden, counted),
             self.model.get_output_embeddings(),
-            features.last_hidden[counted],
+            marked_rows(features.last_hidden, counted),
             self.target.logits,
             self.config.divergence,
             compiled=self.compile_loss,
         )
+        num_counted = torch.full((), int(counted.sum()), device=hidden.device)
         return {
             "loss": (rows.loss, batch.loss_mask.sum()),
-            "accuracy_0": (rows.correct.sum(), counted.sum()),
-            "sampled_acceptance_0": (rows.acceptance, counted.sum()),
+            "accuracy_0": (rows.correct.sum(), num_counted),
+            "sampled_acceptance_0": (rows.acceptance, num_counted),
         }
 
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
@@ -91,7 +99,7 @@ class DraftModel(Drafter):
         hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask()).flatten(0, 1)
         for i in range(depth):
             places = teacher_rows(chain_loss.next_depth(), i)
-            yield Depth(hidden[places], self.model.get_output_embeddings(), places)
+            yield Depth(hidden.index_select(0, send(places, hidden.device)), self.model.get_output_embeddings(), places)
 
     def as_target(self) -> Target:
         return Target(self.model, self.target.tokenizer, "the draft model", fuse_layers=False)

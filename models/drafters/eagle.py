@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from draftsmith.models.batch import Batch
+from draftsmith.models.batch import Batch, send
 from draftsmith.models.drafter_configs import EagleConfig
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, loaded
@@ -84,7 +84,11 @@ class Eagle(Drafter):
         self.add_divergences(chain_loss, depths, features)
         distance = sum(
             depth.weight
-            * F.smooth_l1_loss(depth.hidden.float(), wanted[depth.teachers], reduction="none").mean(-1).sum()
+            * F.smooth_l1_loss(
+                depth.hidden.float(), wanted.index_select(0, send(depth.teachers, wanted.device)), reduction="none"
+            )
+            .mean(-1)
+            .sum()
             for depth in depths
         )
         chain_loss.total = self.config.regression_weight * distance + self.config.divergence_weight * chain_loss.total

@@ -132,6 +132,7 @@ class Eagle3(Drafter):
         frequent = torch.sort(counts, descending=True, stable=True).indices[:size].sort().values.cpu()
         self.d2t.copy_(frequent - torch.arange(size))
         self.t2d.zero_()[frequent.to(self.t2d.device)] = True
+        vars(self).pop("draftable", None)
         self._copy_head(frequent)
 
     def _copy_head(self, token_ids: Tensor) -> None:

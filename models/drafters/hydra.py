@@ -20,7 +20,7 @@ from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.drafter_parts.tree_drafting import grow
 from draftsmith.models.drafters.medusa import ResidualBlocks
 from draftsmith.models.layers import gather_columns, shift_left
-from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.target import Features, Target
 
@@ -71,7 +71,7 @@ class Hydra(Drafter):
         for i, (block, head) in enumerate(zip(self.blocks[:depth], self.lm_heads[:depth], strict=True)):
             counted = chain_loss.next_depth()
             read = torch.cat([read, shift_left(embedded, 1 + i)], -1)  # [B, T, (i + 2) H]
-            yield Depth(block(read[counted]), head, teacher_rows(counted, i), self.config.head_decay**i)
+            yield Depth(block(marked_rows(read, counted)), head, teacher_rows(counted, i), self.config.head_decay**i)
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Draft head after head from the last position that the target read, each on what was drafted before."""

@@ -23,7 +23,14 @@ from draftsmith.models.drafter_parts.tree_drafting import grow
 from draftsmith.models.drafter_parts.vocabulary import too_large
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import gather_columns, shift_left
-from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, divergence_over_rows, teacher_rows
+from draftsmith.models.losses.chain_loss import (
+    ChainLoss,
+    Depth,
+    LossSums,
+    divergence_over_rows,
+    marked_rows,
+    teacher_rows,
+)
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import run_causal
 from draftsmith.models.target.target import Features, Target
@@ -78,6 +85,7 @@ class Medusa(Drafter):
         """Choose the draft vocabulary: the tokens that the target wrote most often; ties go to the lower id."""
         if (ids := self.draft_to_target()) is not None:
             ids.copy_(torch.sort(counts, descending=True, stable=True).indices[: len(ids)].sort().values)
+            vars(self).pop("draftable", None)
             self._copy_head()
 
     def draft_to_target(self) -> Tensor | None:
@@ -106,14 +114,14 @@ class Medusa(Drafter):
         self.add_divergences(chain_loss, list(self.heads_on(chain_loss, read, self.training_depth)), features)
         sums = chain_loss.sums()
         if self.config.changes_target:
-            counted = shift_left(batch.loss_mask, 1)
-            now, before = read[counted], features.last_hidden[counted]
+            counted = shift_left(batch.on_host.loss_mask, 1)
+            now, before = marked_rows(read, counted), marked_rows(features.last_hidden, counted)
             kept = divergence_over_rows(
                 now, self.target.logits, before, self.target.logits, "forward_kl", compiled=self.compile_loss
             )
             total, count = sums["loss"]
             sums["loss"] = (total + self.config.distillation_weight * kept.loss, count)
-            sums["target_change"] = (kept.loss.detach(), counted.sum())
+            sums["target_change"] = (kept.loss.detach(), torch.full_like(count, int(counted.sum())))
         return sums
 
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
@@ -124,7 +132,7 @@ class Medusa(Drafter):
         """Yield the first `depth` heads, which read hidden states [B, T, H]."""
         for i, (block, head) in enumerate(self.heads()[:depth]):
             counted = chain_loss.next_depth()
-            yield Depth(block(read[counted]), head, teacher_rows(counted, i), self.config.head_decay**i)
+            yield Depth(block(marked_rows(read, counted)), head, teacher_rows(counted, i), self.config.head_decay**i)
 
     def _changed_hidden(self, batch: Batch) -> Tensor:
         """Return the last hidden state [B, T, H] of the target as it is now, with gradient."""

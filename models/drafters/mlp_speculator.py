@@ -22,7 +22,7 @@ from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.drafter_parts.tree_drafting import grow
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import gather_columns, shift_left
-from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.target import Features, Target
 
@@ -97,7 +97,7 @@ class MLPSpeculator(Drafter):
         for i, head in enumerate(self.head[:depth]):
             counted = chain_loss.next_depth()
             state = self.next_state(i, state, shift_left(batch.token_ids, 1 + i))  # [B, T, I]
-            yield Depth(state[counted], head, teacher_rows(counted, i), self.config.head_decay**i)
+            yield Depth(marked_rows(state, counted), head, teacher_rows(counted, i), self.config.head_decay**i)
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Draft stage after stage from the last position that the target read."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from draftsmith.models.batch import Batch
+from draftsmith.models.batch import Batch, pairs_mask, send
 from draftsmith.models.drafter_configs import PEagleConfig
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import loaded
@@ -27,7 +27,7 @@ from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import RMSNorm, checkpoint_tensors, gather_columns, rotary_table, shift_left
-from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import Window, slot_attention
 from draftsmith.models.target.target import Features, Target
@@ -46,11 +46,17 @@ class DeeperLayer(DecoderLayer):
 
 @dataclass
 class MaskSlots:
-    """Mask slots of some anchors, padded to as many in each row; those of one depth in the order of their anchors."""
+    """Mask slots of some anchors, padded to as many in each row; those of one depth in the order of their anchors.
+
+    All in the host's memory, or all on the device.
+    """
 
     anchors: Tensor  # [B, S] int64
     depths: Tensor  # [B, S] int64, from 1 on
     real: Tensor  # [B, S] bool, False for padding
+
+    def to(self, device: torch.device) -> "MaskSlots":
+        return MaskSlots(*(send(tensor, device) for tensor in (self.anchors, self.depths, self.real)))
 
 
 class PEagle(Drafter):
@@ -83,6 +89,7 @@ class PEagle(Drafter):
 
     def fit_vocabulary(self, counts: Tensor) -> None:
         self.eagle3.fit_vocabulary(counts)
+        vars(self).pop("draftable", None)
 
     def draft_to_target(self) -> Tensor | None:
         return self.eagle3.draft_to_target()
@@ -124,14 +131,19 @@ class PEagle(Drafter):
         assert features.layers is not None
         kept_slots, shares = self.keep(chain_loss)
         behind = mask_slots(kept_slots[1:])
-        text, masked = self.run(batch, features.layers, behind)
+        text, masked = self.run(batch, features.layers, behind.to(features.layers.device))
         for d, (kept, share) in enumerate(zip(kept_slots[:depth], shares[:depth], strict=True)):
-            hidden = self.eagle3.norm(masked[behind.real & (behind.depths == d)] if d else text[kept])
-            yield Depth(hidden, self.eagle3.lm_head, teacher_rows(kept, d), self.config.depth_decay**d / share)
+            rows = marked_rows(masked, behind.real & (behind.depths == d)) if d else marked_rows(text, kept)
+            yield Depth(
+                self.eagle3.norm(rows), self.eagle3.lm_head, teacher_rows(kept, d), self.config.depth_decay**d / share
+            )
 
     def keep(self, chain_loss: ChainLoss) -> tuple[list[Tensor], list[float]]:
-        """Return the slots [B, T] to train at each depth, drawn from those of the depth before, and the share kept."""
-        chance = torch.rand(chain_loss.loss_mask.shape, device=chain_loss.loss_mask.device)
+        """Return the slots to train at each depth, drawn from those of the depth before, and the share kept.
+
+        Slots are bool [B, T] in the host's memory.
+        """
+        chance = torch.rand(chain_loss.loss_mask.shape)
         shares = [self.share_kept(depth) if self.training else 1.0 for depth in range(self.config.num_depths)]
         return [chain_loss.next_depth(chance < share, share) for share in shares], shares
 
@@ -147,10 +159,7 @@ class PEagle(Drafter):
         for number, layer in enumerate(self.layers()):
             query, key, value = self.project(number, text, embedded, rotary, positions)
             own = self.project(number, masked, mask_embedded, rotary, mask_positions)
-            attended = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=text_sees, is_causal=text_sees is None, enable_gqa=True
-            )
-            text = layer.finish(text, attended.transpose(1, 2))
+            text = layer.finish(text, slot_attention(layer, query, key, value, text_sees)[0])
             attended = F.scaled_dot_product_attention(
                 own[0],
                 torch.cat([key, own[1]], 2),
@@ -289,11 +298,10 @@ def mask_slots(anchors: list[Tensor]) -> MaskSlots:
 def seen_by(slots: MaskSlots, batch: Batch) -> Tensor:
     """Return what mask slots see of the text and of each other: bool [B, 1, S, T + S]."""
     length = batch.token_ids.shape[1]
-    text_mask = batch.attention_mask()
-    if text_mask is None:
+    if batch.documents is None:
         text = torch.arange(length, device=slots.anchors.device) <= slots.anchors[..., None]
     else:
-        text = text_mask[:, 0].gather(1, slots.anchors[..., None].expand(-1, -1, length))
+        text = pairs_mask(batch.documents)[:, 0].gather(1, slots.anchors[..., None].expand(-1, -1, length))
     same_anchor = slots.anchors[:, :, None] == slots.anchors[:, None, :]
     not_deeper = slots.depths[:, None, :] <= slots.depths[:, :, None]
     return torch.cat([text, same_anchor & not_deeper & slots.real[:, None, :]], 2)[:, None]

@@ -1,7 +1,10 @@
 """The loss of a chain of predictions: divergences summed over many rows and depths, at little memory.
 
 Shapes: B rows of a batch, T tokens, S rows of the target's hidden states, R rows of the drafter's, H hidden width,
-V vocabulary of the target, Vd draft vocabulary.
+V vocabulary of the target, Vd draft vocabulary, K depths.
+
+Which slots count and which rows teach them is worked out in the host's memory, and the indices are sent to the device
+without a wait: no step reads a value back from there.
 """
 
 from collections.abc import Callable
@@ -11,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from draftsmith.models.batch import Batch, send
 from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.layers import shift_left
-from draftsmith.models.losses.divergences import Divergence, Teacher, compiled_compare
+from draftsmith.models.losses.divergences import Comparison, Divergence, Teacher, compiled_compare
 
 if TYPE_CHECKING:
     from draftsmith.models.losses.divergence_kernels import FusedTeacher
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 LossSums = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), reduced over all ranks before dividing
 
 CHUNK_ELEMENTS, CHUNK_ROWS = 1 << 21, 256  # logits that exist at once, 8 MiB a tensor in fp32, or so many rows of them
+GPU_ROWS = 4096  # of the drafter's logits that exist at once on a GPU, whose products are fast from about 2,000 rows on
 
 
 @dataclass
@@ -38,7 +43,7 @@ class Depth:
 
     hidden: Tensor  # [R, H]
     head: Callable[[Tensor], Tensor]  # a module, or a function without parameters; its backward keeps no logits
-    teachers: Tensor  # [R] int64, ascending
+    teachers: Tensor  # [R] int64 in the host's memory, ascending
     weight: float = 1.0  # of its loss in the total
 
 
@@ -52,7 +57,7 @@ def divergence_over_rows(
     compiled: bool = False,
 ) -> RowLosses:
     """Sum a divergence over rows of hidden states [R, H], each with its own teacher; the loss has a gradient."""
-    teachers = torch.arange(len(target_hidden), device=target_hidden.device)
+    teachers = torch.arange(len(target_hidden))
     depth = Depth(drafter_hidden, drafter_head, teachers)
     total, (rows,) = divergence_over_depths([depth], target_hidden, target_head, divergence, draft_to_target, compiled)
     return replace(rows, loss=total)
@@ -69,7 +74,8 @@ def divergence_over_depths(
     """Return the weighted sum of a divergence over all depths, with its gradient, and the sums of each depth without.
 
     Logits exist for a chunk of the target's rows [S, H] at a time. The chunk's teachers are made once for all depths,
-    and its part of the gradient at once, so nothing is kept or made again for the backward pass.
+    and its part of the gradient at once, so nothing is kept or made again for the backward pass. On a GPU the depths of
+    one head go through it side by side; a CPU is faster with the few rows of one depth, which its caches hold.
     `draft_to_target` [Vd] gives the target ids of a reduced draft vocabulary: the divergence then compares within it
     (the target renormalised), while `correct` and `acceptance` count the mass outside it as lost. `compiled`: compare
     by code that torch has compiled, on a CPU.
@@ -88,8 +94,34 @@ def divergence_over_depths(
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """Return the number of the target's rows whose logits are made at once."""
+    """Return the number of the target's rows whose logits are made at once on a CPU."""
     return max(CHUNK_ROWS, CHUNK_ELEMENTS // vocabulary)
+
+
+@dataclass
+class Teachers:
+    """The target's rows [U] that teach any depth, and where among them those of each depth are, [R] int64."""
+
+    rows: Tensor  # [U] int64 on the device
+    places: list[Tensor]  # in the host's memory, ascending
+    on_device: list[Tensor]  # the same places
+
+    @classmethod
+    def of(cls, depths: list[Depth], num_rows: int, device: torch.device) -> "Teachers":
+        """Return which of the target's `num_rows` rows teach the depths."""
+        teaches = torch.zeros(num_rows, dtype=torch.bool)
+        teaches[torch.cat([depth.teachers for depth in depths])] = True
+        rows, place = teaches.nonzero()[:, 0], teaches.cumsum(0) - 1
+        places = [place[depth.teachers] for depth in depths]
+        sent = send(torch.cat([rows, *places]), device).split([len(rows), *map(len, places)])
+        return cls(sent[0], places, list(sent[1:]))
+
+    def among(self, number: int, rows: slice, start: int) -> slice | Tensor:
+        """Return which of the teachers from `start` on teach some rows of a depth: a slice, a view, where it can be."""
+        first, last = (int(place) for place in self.places[number][rows][[0, -1]])
+        if last - first == rows.stop - rows.start - 1:
+            return slice(first - start, last - start + 1)
+        return self.on_device[number][rows] - start
 
 
 def teacher_from(logits: Tensor, draft_to_target: Tensor | None) -> "Teacher | FusedTeacher":
@@ -116,60 +148,89 @@ class _DepthSums:
         """`parameters`: those of the drafter's heads that have gradients."""
         self.depths, self.parameters, self.draft_to_target = depths, parameters, draft_to_target
         self.divergence, self.with_gradient, self.compiled = divergence, with_gradient, compiled
-        zero = torch.zeros((), device=depths[0].teachers.device)
+        zero = torch.zeros((), device=depths[0].hidden.device)
         self.losses = [
-            RowLosses(zero.clone(), torch.empty_like(d.teachers, dtype=torch.bool), zero.clone()) for d in depths
+            RowLosses(zero.clone(), zero.new_empty(len(d.hidden), dtype=torch.bool), zero.clone()) for d in depths
         ]
         self.hidden_gradients = [torch.zeros_like(depth.hidden) for depth in depths] if with_gradient else []
         self.parameter_gradients = [torch.zeros_like(p) for p in parameters] if with_gradient else []
 
     def add_all(self, target_hidden: Tensor, target_head: Callable[[Tensor], Tensor]) -> None:
         """Add the rows of all depths, chunk after chunk of those of the target's rows [S, H] that teach any."""
-        used, places = torch.cat([depth.teachers for depth in self.depths]).unique(return_inverse=True)
-        if not len(used):
+        teachers = Teachers.of(self.depths, len(target_hidden), target_hidden.device)
+        num_used = len(teachers.rows)
+        if not num_used:
             return
-        places_of_depth = places.split([len(depth.teachers) for depth in self.depths])
-        step = chunk_rows(target_head(target_hidden[:1]).shape[-1])
-        edges = torch.tensor([*range(0, len(used), step), len(used)], device=used.device)
-        bounds = [torch.searchsorted(places, edges).tolist() for places in places_of_depth]
-        # teachers without a gap are taken as a slice, which is a view
-        firsts = [int(p[0]) if len(p) and bool((p.diff() == 1).all()) else None for p in places_of_depth]
-        for chunk, start in enumerate(range(0, len(used), step)):
-            teacher = teacher_from(target_head(target_hidden[used[start : start + step]]), self.draft_to_target)
-            for depth, (places, bound, first) in enumerate(zip(places_of_depth, bounds, firsts, strict=True)):
-                rows = slice(bound[chunk], bound[chunk + 1])
-                if rows.start == rows.stop:
-                    continue
-                if first is None:
-                    self._add(depth, rows, teacher[places[rows] - start])
-                else:
-                    self._add(depth, rows, teacher[first + rows.start - start : first + rows.stop - start])
+        groups = self._groups(runs_kernels(target_hidden.device))
+        if runs_kernels(target_hidden.device):
+            step = max(1, GPU_ROWS // max(map(len, groups)))
+        else:
+            step = chunk_rows(target_head(target_hidden[:1]).shape[-1])
+        starts = list(range(0, num_used, step))
+        edges = torch.tensor([*starts, num_used])
+        bounds = [torch.searchsorted(places, edges).tolist() for places in teachers.places]
+        for chunk, start in enumerate(starts):
+            taught_by = target_hidden.index_select(0, teachers.rows[start : start + step])
+            teacher = teacher_from(target_head(taught_by), self.draft_to_target)
+            for group in groups:
+                slices = {number: slice(*bounds[number][chunk : chunk + 2]) for number in group}
+                slices = {number: rows for number, rows in slices.items() if rows.start < rows.stop}
+                if len(slices) == 1:
+                    ((number, rows),) = slices.items()
+                    self._add(slices, teacher[teachers.among(number, rows, start)])
+                elif slices:
+                    taught = torch.cat([teachers.on_device[number][rows] for number, rows in slices.items()])
+                    self._add(slices, teacher[taught - start])
+
+    def _groups(self, side_by_side: bool) -> list[list[int]]:
+        """Return the numbers of the depths that go through a head together: those of the same head, or each alone."""
+        if not side_by_side:
+            return [[number] for number in range(len(self.depths))]
+        of_head: dict[Callable[[Tensor], Tensor], list[int]] = {}
+        for number, depth in enumerate(self.depths):
+            of_head.setdefault(depth.head, []).append(number)
+        return list(of_head.values())
 
     def total(self) -> Tensor:
         """Return the weighted sum of the losses of all depths."""
-        zero = torch.zeros((), device=self.depths[0].teachers.device)
+        zero = torch.zeros((), device=self.depths[0].hidden.device)
         return sum((d.weight * rows.loss for d, rows in zip(self.depths, self.losses, strict=True)), start=zero)
 
-    def _add(self, number: int, rows: slice, teacher: "Teacher | FusedTeacher") -> None:
-        """Add some rows of a depth, given the target at these rows."""
-        depth, losses = self.depths[number], self.losses[number]
+    def _add(self, slices: dict[int, slice], teacher: "Teacher | FusedTeacher") -> None:
+        """Add some rows of depths which have one head, given the target at these rows, one depth after another."""
+        depths, sizes = [self.depths[number] for number in slices], [rows.stop - rows.start for rows in slices.values()]
+        head = depths[0].head
+        hidden = _side_by_side([self.depths[number].hidden[rows] for number, rows in slices.items()])
+        weights = [
+            hidden.new_full((size,), depth.weight, dtype=torch.float32)
+            for depth, size in zip(depths, sizes, strict=True)
+        ]
         with torch.set_grad_enabled(self.with_gradient):
-            hidden = depth.hidden[rows].detach().requires_grad_(self.with_gradient)
-            logits = depth.head(hidden)
-        compare = compiled_compare() if self.compiled else type(teacher).compare
-        comparison = compare(teacher, logits.detach(), self.divergence, self.with_gradient)  # type: ignore[arg-type]
+            hidden = hidden.detach().requires_grad_(self.with_gradient)
+            logits = head(hidden)
+        compare: Callable[..., Comparison] = compiled_compare() if self.compiled else type(teacher).compare
+        comparison = compare(teacher, logits.detach(), _side_by_side(weights), self.divergence, self.with_gradient)
         choice = comparison.choice if self.draft_to_target is None else self.draft_to_target[comparison.choice]
-        losses.correct[rows] = choice == teacher.choice
-        losses.acceptance += comparison.acceptance.sum()
-        losses.loss += comparison.loss.sum()
+        measures = [x.split(sizes) for x in (choice == teacher.choice, comparison.acceptance, comparison.loss)]
+        for (number, rows), correct, acceptance, loss in zip(slices.items(), *measures, strict=True):
+            losses = self.losses[number]
+            losses.correct[rows] = correct
+            losses.acceptance += acceptance.sum()
+            losses.loss += loss.sum()
         if comparison.gradient is not None:
-            own = {id(p) for p in depth.head.parameters()} if isinstance(depth.head, nn.Module) else set()
+            own = {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else set()
             indices = [i for i, p in enumerate(self.parameters) if id(p) in own]
             inputs = [hidden, *(self.parameters[i] for i in indices)]
             gradients = torch.autograd.grad(logits, inputs, comparison.gradient.to(logits.dtype))
-            torch.mul(gradients[0], depth.weight, out=self.hidden_gradients[number][rows])
+            for (number, rows), gradient in zip(slices.items(), gradients[0].split(sizes), strict=True):
+                self.hidden_gradients[number][rows] = gradient
             for i, gradient in zip(indices, gradients[1:], strict=True):
-                self.parameter_gradients[i].add_(gradient, alpha=depth.weight)
+                self.parameter_gradients[i] += gradient
+
+
+def _side_by_side(tensors: list[Tensor]) -> Tensor:
+    """Return the rows of all tensors; those of a single one are not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 class _WithGradients(torch.autograd.Function):
@@ -186,8 +247,13 @@ class _WithGradients(torch.autograd.Function):
 
 
 def teacher_rows(counted: Tensor, depth: int) -> Tensor:
-    """Return the target's rows [R] among B * T that teach the slots [B, T] which count at a depth."""
+    """Return the target's rows [R] among B * T that teach the slots [B, T] which count at a depth, all on the host."""
     return counted.flatten().nonzero()[:, 0] + 1 + depth
+
+
+def marked_rows(x: Tensor, marked: Tensor) -> Tensor:
+    """Return the rows [R, H] of x [B, T, H] at the slots that are marked, bool [B, T] in the host's memory."""
+    return x.flatten(0, 1).index_select(0, send(marked.flatten().nonzero()[:, 0], x.device))
 
 
 class ChainLoss:
@@ -198,20 +264,18 @@ class ChainLoss:
     takes which of them were right, `total` holds the weighted loss of all depths, and `sums` comes at the end.
     """
 
-    def __init__(self, loss_mask: Tensor, draftable: Tensor | None = None) -> None:
-        """`loss_mask` [B, T]: the tokens that the target wrote; `draftable` [B, T]: those to draft from, None: all."""
-        self.loss_mask, self.draftable = loss_mask, draftable
-        self._roots = self._chains = shift_left(loss_mask, 1)  # [B, T] slots whose newest token the target wrote
+    def __init__(self, batch: Batch, draftable: Tensor | None = None) -> None:
+        """`draftable` [V] bool in the host's memory: the tokens that can be drafted, None: all."""
+        host = batch.on_host
+        self.device, self.loss_mask = batch.token_ids.device, host.loss_mask
+        self.draftable = None if draftable is None else draftable[host.token_ids]  # [B, T]
+        self._roots = self._chains = shift_left(self.loss_mask, 1)  # [B, T] slots whose newest token the target wrote
         self._marked: list[tuple[Tensor, float]] = []  # for each depth, which slots count, and the share kept
-        self._leading = self._roots  # [B, T] slots whose predictions so far are all right
-        self.followed = torch.zeros_like(loss_mask, dtype=torch.int64)  # [B, T] right predictions in a row
-        self._accepted = self._roots.sum()
-        self.total = torch.zeros((), device=loss_mask.device)  # weighted loss of all depths
-        self._depths: LossSums = {}
-        self._num_added = 0
+        self.total = torch.zeros((), device=self.device)  # weighted loss of all depths
+        self._added: list[RowLosses] = []
 
     def next_depth(self, kept: Tensor | None = None, share: float = 1.0) -> Tensor:
-        """Return the slots [B, T] that count at the next depth.
+        """Return the slots that count at the next depth, bool [B, T] in the host's memory.
 
         A family that trains a depth on some slots only passes those as `kept`, fewer at each depth, and as `share` the
         probability with which a slot was kept. The sums are then divided by it, to estimate those of all slots.
@@ -226,13 +290,7 @@ class ChainLoss:
 
     def add(self, rows: RowLosses) -> None:
         """Add the losses of the next depth, whose rows are the slots that count there, in row-major order."""
-        depth, (counted, share) = self._num_added, self._marked[self._num_added]
-        self._leading = self._leading & torch.zeros_like(counted).masked_scatter(counted, rows.correct)
-        self.followed += self._leading
-        self._accepted = self._accepted + self._leading.sum() / share
-        self._depths[f"accuracy_{depth}"] = (rows.correct.sum(), counted.sum())
-        self._depths[f"sampled_acceptance_{depth}"] = (rows.acceptance, counted.sum())
-        self._num_added += 1
+        self._added.append(rows)
 
     def sums(self) -> LossSums:
         """Return the sums and counts of all measures.
@@ -240,8 +298,26 @@ class ChainLoss:
         They are the loss over the trained tokens; for each depth the accuracy and the probability that a sampled draft
         is accepted; and the acceptance length that greedy decoding would have if all of it followed the training text.
         """
-        return {
-            "loss": (self.total, self.loss_mask.sum()),
-            "simulated_acceptance_length": (self._accepted, self._roots.sum()),
-            **self._depths,
+        num_roots = self._roots.sum()
+        accepted = self._number(num_roots) + self._accepted()
+        sums = {
+            "loss": (self.total, self._number(self.loss_mask.sum())),
+            "simulated_acceptance_length": (accepted, self._number(num_roots)),
         }
+        for depth, (rows, (counted, _)) in enumerate(zip(self._added, self._marked, strict=False)):
+            num_counted = self._number(counted.sum())
+            sums[f"accuracy_{depth}"] = (rows.correct.sum(), num_counted)
+            sums[f"sampled_acceptance_{depth}"] = (rows.acceptance, num_counted)
+        return sums
+
+    def _accepted(self) -> Tensor:
+        """Return the number of drafted tokens, a scalar, that greedy decoding would accept from all slots."""
+        marked = send(torch.stack([counted for counted, _ in self._marked[: len(self._added)]]), self.device)
+        right = torch.zeros_like(marked).masked_scatter(marked, torch.cat([rows.correct for rows in self._added]))
+        leading = right.cumprod(0).flatten(1).sum(1)  # [K] slots whose predictions up to that depth are all right
+        shares = [share for _, share in self._marked[: len(self._added)]]
+        return (leading / send(torch.tensor(shares), self.device)).sum()
+
+    def _number(self, count: Tensor) -> Tensor:
+        """Return a number of the host's memory as a scalar on the device."""
+        return torch.full((), int(count), device=self.device)

@@ -48,14 +48,15 @@ class FusedTeacher:
     def __getitem__(self, rows: slice | Tensor) -> "FusedTeacher":
         return replace(self, rows=self.rows[rows], choice=self.choice[rows])
 
-    def compare(self, logits: Tensor, divergence: Divergence, with_gradient: bool) -> Comparison:
+    def compare(self, logits: Tensor, weights: Tensor, divergence: Divergence, with_gradient: bool) -> Comparison:
         """Do what `Teacher.compare` does; the gradient, where it is asked for, overwrites contiguous logits."""
         logits = logits.contiguous()
         loss = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         acceptance, choice = torch.empty_like(loss), torch.empty_like(self.rows)
         teacher = self.logits, self.log_sum, self.label, self.whole_log_sum, self.rows.contiguous()
         sizes = {"V": logits.shape[1], "BLOCK": BLOCK, "num_warps": NUM_WARPS}
-        _compare[(len(logits),)](logits, *teacher, loss, acceptance, choice, divergence, with_gradient, **sizes)
+        outputs = loss, acceptance, choice
+        _compare[(len(logits),)](logits, *teacher, weights, *outputs, divergence, with_gradient, **sizes)
         return Comparison(loss, acceptance, choice, logits if with_gradient else None)
 
 
@@ -116,6 +117,7 @@ def _compare(
     labels,
     whole_log_sums,
     teacher_rows,
+    weights,
     losses,
     acceptances,
     choices,
@@ -170,6 +172,7 @@ def _compare(
     tl.store(choices + row, choice)
 
     if WITH_GRADIENT:
+        row_weight = tl.load(weights + row)
         for start in range(0, V, BLOCK):
             ids = start + tl.arange(0, BLOCK)
             log_q = _log_probabilities(logits, largest_q, log_sum_q, ids, V)
@@ -187,4 +190,4 @@ def _compare(
                 gradient = q * of_below - tl.where(q < p, q, 0.0)
                 if DIVERGENCE == "lk_hybrid":
                     gradient += weight * (q - p - gradient)
-            tl.store(logits + ids, gradient, mask=ids < V)
+            tl.store(logits + ids, gradient * row_weight, mask=ids < V)

@@ -28,7 +28,7 @@ class Comparison:
     loss: Tensor  # [R] fp32, the divergence
     acceptance: Tensor  # [R] fp32, sum of min(p, q) over the whole vocabulary
     choice: Tensor  # [R] int64, the drafter's likeliest token by its draft id
-    gradient: Tensor | None  # [R, Vd] of the loss in the logits; it may overwrite them. None: not asked for
+    gradient: Tensor | None  # [R, Vd] of the weighted loss in the logits; it may overwrite them. None: not asked for
 
 
 @dataclass
@@ -56,17 +56,17 @@ class Teacher:
     def __getitem__(self, rows: slice | Tensor) -> "Teacher":
         return Teacher(self.p[rows], self.log_p[rows], self.negative_entropy[rows], self.mass[rows], self.choice[rows])
 
-    def compare(self, logits: Tensor, divergence: Divergence, with_gradient: bool) -> Comparison:
-        """Compare the drafter's logits [R, Vd] with these rows."""
+    def compare(self, logits: Tensor, weights: Tensor, divergence: Divergence, with_gradient: bool) -> Comparison:
+        """Compare the drafter's logits [R, Vd] with these rows; `weights` [R] fp32 multiply the gradient alone."""
         log_q = logits.float().log_softmax(-1)
         q, choice = log_q.exp(), log_q.argmax(-1)
         acceptance = torch.minimum(q, self.mass).sum(-1)
         loss, gradient = DIVERGENCES[divergence](log_q, q, self)
-        return Comparison(loss, acceptance, choice, gradient if with_gradient else None)
+        return Comparison(loss, acceptance, choice, gradient * weights[:, None] if with_gradient else None)
 
 
 @cache
-def compiled_compare() -> Callable[[Teacher, Tensor, Divergence, bool], Comparison]:
+def compiled_compare() -> Callable[[Teacher, Tensor, Tensor, Divergence, bool], Comparison]:
     """Return `Teacher.compare` compiled for any number of rows; torch compiles it when it is first called."""
     return torch.compile(Teacher.compare, dynamic=True)
 

@@ -17,7 +17,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from draftsmith.models.kernels import runs_kernels
+from draftsmith.models.batch import pairs_mask
+from draftsmith.models.kernels import has_flash_attention, runs_kernels
+from draftsmith.models.layers import as_computed
 
 if TYPE_CHECKING:
     from draftsmith.models.target.cache_kernels import MoveTable
@@ -202,9 +204,10 @@ def slot_attention(
     """Return attention [B, T, Hq, D] of query [B, Hq, T, D] over key and value [B, Hkv, M, D].
 
     The mask is a window's, packed for the kernel or bool [B, 1, T, M]; without one it is causal over the T tokens
-    themselves. A token sees the last `sliding_window` positions of its path. `softcap` (Gemma-2) and `s_aux`, the
-    attention sinks of gpt-oss, need the scores in the open; everything else goes to torch's fused attention. Raises
-    `TypeError` for a mask that a model made itself.
+    themselves. For packed rows on a GPU it says where their documents begin, int64 [1, 1, 1, documents + 1]. A token
+    sees the last `sliding_window` positions of its path. `softcap` (Gemma-2) and `s_aux`, the attention sinks of
+    gpt-oss, need the scores in the open; everything else goes to torch's fused attention. Raises `TypeError` for a mask
+    that a model made itself.
     """
     assert attention_mask is not None or query.shape[2] == key.shape[2], "a cache needs a mask"
     if attention_mask is not None and attention_mask.is_floating_point():
@@ -215,6 +218,10 @@ def slot_attention(
 
         return attention_kernel.attend(query, key, value, attention_mask, scale, sliding_window, softcap, s_aux), None
     in_the_open = softcap is not None or s_aux is not None
+    if attention_mask is not None and attention_mask.dtype == torch.int64:
+        if not in_the_open and has_flash_attention(as_computed(query)):
+            return documents_attention(query, key, value, attention_mask.flatten(), scale, sliding_window), None
+        attention_mask = mask_of_documents(attention_mask.flatten(), query)
     if attention_mask is not None and sliding_window is not None:
         attention_mask = last_seen(attention_mask, sliding_window)
     if attention_mask is None and (in_the_open or sliding_window is not None):
@@ -244,6 +251,29 @@ def slot_attention(
         sinks = s_aux.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
     return (weights @ value.float()).to(query.dtype).transpose(1, 2), None
+
+
+def documents_attention(
+    query: Tensor, key: Tensor, value: Tensor, edges: Tensor, scale: float, sliding_window: int | None
+) -> Tensor:
+    """Return causal attention within each document [B, T, Hq, D] by flash attention, which reads no other pairs.
+
+    `edges` [documents + 1]: where the documents begin among all B * T tokens, and the end.
+    """
+    rows, length = query.shape[0], query.shape[2]
+    in_a_row = [as_computed(x).transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [B * T, H, D]
+    starts, window = edges.int(), None if sliding_window is None else sliding_window - 1
+    output = torch.ops.aten._flash_attention_forward(
+        *in_a_row, starts, starts, length, length, 0.0, True, False, scale=scale, window_size_left=window
+    )[0]
+    return output.unflatten(0, (rows, length))
+
+
+def mask_of_documents(edges: Tensor, query: Tensor) -> Tensor:
+    """Return bool [B, 1, T, T] from where the documents begin: each token sees those up to it in its document."""
+    rows, length = query.shape[0], query.shape[2]
+    places = torch.arange(rows * length, device=edges.device)
+    return pairs_mask(torch.searchsorted(edges, places, right=True).view(rows, length))
 
 
 def causal_mask(query: Tensor, sliding_window: int | None) -> Tensor:

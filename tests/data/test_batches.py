@@ -3,10 +3,11 @@ ranks get as many micro-batches.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from draftsmith.data.samples.batches import BatchPlan, pack, padded_size
+from draftsmith.data.samples.batches import BatchPlan, pack, padded_size, width
 from draftsmith.data.samples.samples import Sample, Span
 
 
@@ -99,6 +100,20 @@ def test_mask_covers_exactly_what_the_target_wrote(max_length: int, packing: boo
                 if batch.documents is not None:
                     assert batch.documents[number, :length].tolist() == expected_documents
                     assert (batch.documents[number, length:] == -1).all()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_widths_of_a_gpu_are_few(packing: bool) -> None:
+    """Attention plans anew for each new shape: widths are multiples, or `max_length`, beyond which no position is."""
+    plan = replace(make_plan(max_length=11, budget=40, packing=packing), width_multiple=4)
+    widths = set()
+    for step in range(plan.steps_per_epoch):
+        for rows in plan.micro_batches(step, 0, 1):
+            batch = plan.collate(rows)
+            widths.add(batch.token_ids.shape[1])
+            assert batch.token_ids.numel() <= 40
+            assert not batch.loss_mask[:, max(width(row, plan.lengths) for row in rows) :].any()
+    assert widths == ({8, 11} if packing else {4, 8, 11})
 
 
 def test_what_is_cut_is_said() -> None:

@@ -146,7 +146,8 @@ def losses() -> dict[str, Callable[[], object]]:
     def compare(divergence: Any, dtype: torch.dtype, vocabulary: int) -> None:
         ids = meta(vocabulary, dtype=torch.int64) if vocabulary != 128256 else None
         teacher = FusedTeacher.from_logits(meta(256, 128256, dtype=dtype), ids)
-        teacher.compare(meta(256, vocabulary, dtype=dtype), divergence, True)
+        weights = meta(256, dtype=torch.float32)
+        teacher.compare(meta(256, vocabulary, dtype=dtype), weights, divergence, True)
 
     calls = {f"{name} bfloat16": (name, torch.bfloat16, 32000) for name in DIVERGENCES}
     calls |= {f"{name} float32 odd": (name, torch.float32, 50257) for name in DIVERGENCES}

@@ -21,6 +21,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK = 16
 SIZES = [(5, 5), (37, 37), (32, 40)]  # draft and target vocabulary, which are a part of a block or several
 NUM_ROWS = 7
+WEIGHTS = torch.linspace(0.5, 2.0, 64)  # of rows in the gradient
 every_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
 
 
@@ -40,7 +41,7 @@ def compare_both(
     found, expected = (
         form.from_logits(teacher_logits.to(DEVICE), None if ids is None else ids.to(DEVICE))[
             rows.to(DEVICE) if isinstance(rows, Tensor) else rows
-        ].compare(logits.to(DEVICE).clone(), divergence, with_gradient)
+        ].compare(logits.to(DEVICE).clone(), WEIGHTS.to(DEVICE)[: len(logits)], divergence, with_gradient)
         for form in (FusedTeacher, Teacher)
     )
     return found, expected
@@ -92,7 +93,9 @@ def test_what_the_target_never_writes(divergence) -> None:
 def test_logits_are_left_alone_without_a_gradient() -> None:
     logits = random_logits(37).to(DEVICE)
     before = logits.clone()
-    found = FusedTeacher.from_logits(logits, None).compare(logits, "forward_kl", False)
+    found = FusedTeacher.from_logits(logits, None).compare(
+        logits, torch.ones(len(logits), device=DEVICE), "forward_kl", False
+    )
     assert found.gradient is None
     assert torch.equal(logits, before)
 
@@ -104,7 +107,7 @@ def losses_and_gradients(ids: Tensor | None) -> list[Tensor]:
         for parameter in module.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator)
     hidden = [torch.randn(n, 6, generator=generator).to(DEVICE).requires_grad_() for n in (5, 3)]
-    teachers = [torch.tensor(t).to(DEVICE) for t in ([0, 1, 2, 5, 6], [1, 2, 6])]
+    teachers = [torch.tensor(t) for t in ([0, 1, 2, 5, 6], [1, 2, 6])]
     head, target_head = head.to(DEVICE), target_head.to(DEVICE).requires_grad_(False)
     depths = [Depth(h, head, t) for h, t in zip(hidden, teachers, strict=True)]
     target_hidden = torch.randn(8, 6, generator=generator).to(DEVICE)

@@ -8,6 +8,7 @@ from divergence_definitions import DEFINITIONS
 
 from draftsmith.models.losses import chain_loss
 from draftsmith.models.losses.chain_loss import Depth, divergence_over_depths, divergence_over_rows
+from draftsmith.models.losses.divergences import Teacher
 
 P = torch.tensor([0.5, 0.25, 0.25])
 Q = torch.tensor([0.25, 0.25, 0.5])
@@ -47,8 +48,14 @@ def test_what_the_target_leaves_out_adds_nothing_to_forward_kl() -> None:
 
 @pytest.mark.parametrize("ids", [None, torch.tensor([0, 2, 3, 7])], ids=["whole", "reduced"])
 @pytest.mark.parametrize("name", list(DEFINITIONS))
-def test_gradients_of_all_depths_in_chunks(name, ids: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of two teachers against autograd through the definition; depths share teachers and one of the heads."""
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_gradients_of_all_depths_in_chunks(
+    name, side_by_side: bool, ids: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of two teachers against autograd through the definition; depths share teachers and one of the heads.
+
+    Each depth goes through its head alone, as on a CPU, or side by side with those of the same head, as on a GPU.
+    """
     generator = torch.Generator().manual_seed(0)
     width, vocab, weights = 6, 9, (1.0, 0.5, 2.0)
     target_hidden = torch.randn(8, width, generator=generator)
@@ -69,6 +76,9 @@ def test_gradients_of_all_depths_in_chunks(name, ids: torch.Tensor | None, monke
     gradients = torch.autograd.grad(total, trained)
 
     monkeypatch.setattr(chain_loss, "chunk_rows", lambda vocabulary: 2)
+    monkeypatch.setattr(chain_loss, "runs_kernels", lambda device: side_by_side)
+    monkeypatch.setattr(chain_loss, "teacher_from", Teacher.from_logits)
+    monkeypatch.setattr(chain_loss, "GPU_ROWS", 5)  # of two depths, hence two teachers
     depths = [Depth(*depth) for depth in zip(hidden, heads, teachers, weights, strict=True)]
     found, rows = divergence_over_depths(depths, target_hidden, target_head, name, ids)
     torch.testing.assert_close(found, total, atol=1e-5, rtol=1e-5)

@@ -20,8 +20,18 @@ from transformers import (
 )
 
 from draftsmith.models import Target
+from draftsmith.models.batch import document_edges, pairs_mask
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
-from draftsmith.models.target.slots import ATTENTION, SlotCache, Window, chain_window, last_seen, run_on_slots
+from draftsmith.models.target.slots import (
+    ATTENTION,
+    SlotCache,
+    Window,
+    chain_window,
+    last_seen,
+    mask_of_documents,
+    run_on_slots,
+    slot_attention,
+)
 
 PARENTS = [[-1, -1, 0, 0, 2, 4, 5], [-1, 0, 1, 2, 3, 4, 5]]  # a tree with a long branch, and a chain
 TREE = torch.tensor(PARENTS)
@@ -146,3 +156,29 @@ def test_a_decoding_step_does_not_wait_for_the_device(tree: bool, tiny_target: T
         run_on_fakes(lambda token_ids: step(token_ids).nonzero(), token_ids)
     with pytest.raises(DataDependentOutputException):
         run_on_fakes(lambda token_ids: step(token_ids)[0, 0].item(), token_ids)
+
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1], [0, 0, 1, 1, 1, 2, 3, 3]])
+
+
+def test_documents_by_where_they_begin_and_by_all_pairs() -> None:
+    """Packed rows on a GPU: the last document of a row and the first of the next one stay apart."""
+    edges = document_edges(DOCUMENTS)
+    assert edges.tolist() == [0, 3, 7, 8, 10, 13, 14, 16]
+    assert torch.equal(mask_of_documents(edges, torch.empty(2, 1, 8, 4)), pairs_mask(DOCUMENTS))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 2])
+def test_attention_within_documents_on_a_gpu(window: int | None) -> None:
+    """Flash attention that reads no other pairs, and its gradients, beside attention with a mask of all pairs."""
+    shapes = [(2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16)]
+    results = []
+    for mask in (pairs_mask(DOCUMENTS).cuda(), document_edges(DOCUMENTS).cuda()[None, None, None]):
+        torch.manual_seed(0)
+        tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+        output = slot_attention(torch.nn.Identity(), *tensors, mask, sliding_window=window)[0]
+        output.float().square().sum().backward()
+        results.append([output, *(tensor.grad for tensor in tensors)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=5e-2, rtol=5e-2)

@@ -1,16 +1,16 @@
 """The attention of unrolled steps: its linear form against the plain one, and that against the definition."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from gpu_without_values import GPU, gpu_without_values
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_parts.unrolled_attention import (
     DraftingSlots,
     KeyValue,
-    _flash,
-    _flash_backward,
     plain_unrolled_attention,
     unrolled_attention,
 )
@@ -85,17 +85,17 @@ def test_spans_as_flash_attention_reads_them() -> None:
     assert table.key_starts.is_contiguous()
 
 
-def test_flash_attention_on_a_gpu_waits_for_nothing() -> None:
-    """On fake tensors, which have shapes, dtypes and a device, but no values to wait for."""
+def test_all_pairs_of_tokens_are_not_computed_in_silence() -> None:
+    """A GPU has flash attention for half precision only: in fp32 a warning tells the mend."""
     _, slots = drafting()
-    with FakeTensorMode():
-        on_gpu = DraftingSlots(slots.spans, torch.empty(len(slots.index), dtype=torch.int64, device="cuda"))
-        shapes = (len(slots.index), 4, 64), (40, 2, 64), (40, 2, 64)
-        query, key, value = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
-        output, log_sum = _flash(query, key, value, on_gpu)
-        gradients = _flash_backward(torch.empty_like(output), query, key, value, output, log_sum, on_gpu)
-    assert log_sum.shape == query.shape[:2]
-    assert [gradient.shape for gradient in gradients] == [torch.Size(shape) for shape in shapes]
+    for dtype in (torch.bfloat16, torch.float32):
+        with gpu_without_values() as log:
+            shapes = (len(slots.index), 4, 8), (40, 2, 8), (40, 2, 8)
+            query, key, value = (torch.empty(shape, dtype=dtype, device=GPU) for shape in shapes)
+            expected = pytest.warns(UserWarning, match="data.max_length") if dtype == torch.float32 else nullcontext()
+            with expected:
+                assert unrolled_attention(query, (key, value), [], slots.to(GPU)).shape == query.shape
+        assert (log.operations["_flash_attention_forward"] == 1) == (dtype == torch.bfloat16)
 
 
 def test_what_a_slot_sees() -> None:
