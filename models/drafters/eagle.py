@@ -82,15 +82,7 @@ class Eagle(Drafter):
         chain_loss, wanted = self.new_chain_loss(batch), features.last_hidden.flatten(0, 1).float()
         depths = list(self.depths(chain_loss, batch, features, self.training_depth))
         self.add_divergences(chain_loss, depths, features)
-        distance = sum(
-            depth.weight
-            * F.smooth_l1_loss(
-                depth.hidden.float(), wanted.index_select(0, send(depth.teachers, wanted.device)), reduction="none"
-            )
-            .mean(-1)
-            .sum()
-            for depth in depths
-        )
+        distance = sum(depth.weight * feature_distance(depth, wanted) for depth in depths)
         chain_loss.total = self.config.regression_weight * distance + self.config.divergence_weight * chain_loss.total
         return chain_loss
 
@@ -145,6 +137,12 @@ class Eagle(Drafter):
             tensors = {name: tensor for name, tensor in tensors.items() if name != "fc.bias"}
         layer_config = layer_config_of(config)
         return loaded(lambda: cls(own, layer_config, target), tensors, what)
+
+
+def feature_distance(depth: Depth, wanted: Tensor) -> Tensor:
+    """Return the smooth L1 distance of guesses from the features [S, H] that they are of: means of slots, summed."""
+    there = wanted.index_select(0, send(depth.teachers, wanted.device))
+    return F.smooth_l1_loss(depth.hidden.float(), there, reduction="none").mean(-1).sum()
 
 
 class UnrolledEagleLayer(UnrolledLayer):

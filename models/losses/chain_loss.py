@@ -94,7 +94,7 @@ def divergence_over_depths(
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """Return the number of the target's rows whose logits are made at once on a CPU."""
+    """Return the number of the target's rows whose logits are made at once; training on a GPU has `GPU_ROWS`."""
     return max(CHUNK_ROWS, CHUNK_ELEMENTS // vocabulary)
 
 
