@@ -13,7 +13,7 @@ from gpu_without_values import GPU, HostWaits, Log, gpu_without_values, without_
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from draftsmith.models import Target
+from draftsmith.models import Drafter, Target
 from draftsmith.models.batch import Batch
 
 pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
@@ -28,7 +28,7 @@ def batch_of(packing: bool) -> Batch:
     return Batch(torch.arange(32).view(2, 16), mask, documents if packing else None)
 
 
-def train_a_micro_batch(kind: str, target: Target, packing: bool) -> Log:
+def train_a_micro_batch(kind: str, target: Target, packing: bool) -> tuple[Log, Drafter]:
     drafter, batch = build(kind, target, **REDUCED.get(kind, {})).train(), batch_of(packing)
     assert drafter.draftable is None or drafter.draftable.any()  # asked for once, before all steps
     for module in (target.model, drafter):
@@ -41,7 +41,7 @@ def train_a_micro_batch(kind: str, target: Target, packing: bool) -> Log:
             total, count = drafter(on_gpu, target.features(on_gpu, drafter.layer_ids))["loss"]
             (total / count).backward()
         assert all(p.grad is not None for p in drafter.parameters() if p.requires_grad)
-    return log
+    return log, drafter
 
 
 @pytest.fixture
@@ -52,9 +52,9 @@ def target(tiny_target_dir: Path) -> Target:
 @pytest.mark.parametrize("kind", TRAINABLE)
 @pytest.mark.parametrize("packing", [False, True])
 def test_no_micro_batch_waits(kind: str, packing: bool, target: Target) -> None:
-    log = train_a_micro_batch(kind, target, packing)
+    log, drafter = train_a_micro_batch(kind, target, packing)
     assert log.num_sent > 2  # the batch, and indices
-    num_heads = 1 if kind in ("eagle", "eagle3", "p_eagle", "draft_model") else build(kind, target).training_depth
+    num_heads = 1 if kind in ("eagle", "eagle3", "p_eagle", "draft_model") else drafter.training_depth
     assert log.operations["_compare"] == num_heads  # all depths of a head go through it, and the loss's kernel, at once
     if packing:  # no attention over all pairs of tokens, but for P-EAGLE's mask slots
         assert log.operations["_flash_attention_forward"]
