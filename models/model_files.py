@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from huggingface_hub.errors import EntryNotFoundError
 
-from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.errors import UserError, library_errors
 from draftsmith.models.ranges import named
 
 CONFIG = "config.json"
@@ -23,14 +23,11 @@ def find_file(name: str | Path, file: str) -> Path | None:
     if os.path.isdir(name):
         path = Path(name) / file
         return path if path.is_file() else None
-    try:
-        return Path(hf_hub_download(str(name), file))
-    except EntryNotFoundError:
-        return None
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise UserError(
-            f"{file} of {str(name)!r} cannot be had ({first_line(error)}): give a Hub name or a model directory"
-        ) from None
+    with library_errors(f"{file} of {str(name)!r} cannot be had", "give a Hub name or a model directory"):
+        try:
+            return Path(hf_hub_download(str(name), file))
+        except EntryNotFoundError:
+            return None
 
 
 def target_config_file(name: str | Path) -> Path:

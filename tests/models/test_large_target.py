@@ -122,6 +122,18 @@ def test_only_files_with_ends_are_downloaded(target_in_shards: Path, monkeypatch
     assert of_layers(target_in_shards)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no protocol"), OSError("no route"), KeyError("x")])
+def test_whatever_the_hub_raises_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the HTTP client's own errors, where HF_ENDPOINT is no address."""
+
+    def download(name: str, file: str) -> str:
+        raise error
+
+    monkeypatch.setattr(model_files, "hf_hub_download", download)
+    with pytest.raises(UserError, match=r"config.json of 'org/model' cannot be had \(.*\): give a Hub name"):
+        Target.without_weights("org/model")
+
+
 def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
