@@ -1,8 +1,9 @@
 """Attention of a window's tokens over the slot cache, in Triton; `slots.slot_attention` is its plain twin.
 
 All heads that share a key-value head are packed into the rows of one tile, so that keys and values are read once, and
-the slots are split over programs (flash-decoding), so that a short batch fills the GPU too. What a row sees comes as a
-packed mask (`Window.packed_mask`); nothing as long as the cache is ever built.
+the slots are split over programs (flash-decoding), so that a short batch fills the GPU too; the last of them combines
+what all have found. What a row sees comes as a packed mask (`Window.packed_mask`); nothing as long as the cache is ever
+built.
 
 Shapes: B rows, T new tokens a row, M slots, W words of 32 columns, Hq query heads, Hkv key-value heads, G = Hq / Hkv,
 D head width, S splits. A tile has R <= 64 rows (t, g), t the slower, and reads N slots at a time.
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.models.target.splitting import num_multiprocessors
+from draftsmith.models.target.splitting import NUM_COUNTERS, counters, is_last, num_multiprocessors
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 PACKED = tl.constexpr(3)  # slot, position and prefix, then the ancestor words
@@ -51,21 +52,24 @@ def attend(
     tiles = triton.cdiv(length * groups, rows)
     if splits is None:
         splits = num_splits(batch * kv_heads * tiles, num_slots, block, 4 * query.numel(), query.device)
+    assert splits == 1 or batch * kv_heads * tiles <= NUM_COUNTERS
 
+    padded_width = max(16, triton.next_power_of_2(width))
     output = query.new_empty(batch, length, heads, width)
-    parts, sums = output, None
+    parts, sums = None, None
     if splits > 1:
         parts = query.new_empty(splits, batch, length, heads, width, dtype=torch.float32)
         sums = query.new_empty(splits, batch, length, heads, dtype=torch.float32)
-    padded_width = max(16, triton.next_power_of_2(width))
     attend_kernel[(tiles, splits, batch * kv_heads)](
         query,
         key,
         value,
         packed_mask,
         sinks,
+        output,
         parts,
         sums,
+        counters(query.device) if splits > 1 else None,
         scaling * LOG2_E.value if softcap is None else scaling / softcap,
         None if softcap is None else softcap * LOG2_E.value,
         sliding_window,
@@ -82,15 +86,11 @@ def attend(
         R=rows,
         N=block,
         TREE=num_words > 0,
+        UNROLL=max(1, min(4, 2048 * warps // (rows * padded_width))),  # more would not fit into registers
         FAR=num_slots * max(key.stride(2), value.stride(2)) >= 2**31,
         num_warps=warps,
         num_stages=stages,
     )
-    if splits > 1:
-        num_rows = batch * length * heads
-        combine_kernel[(num_rows,)](
-            parts, sums, output, num_rows, splits, width, S=triton.next_power_of_2(splits), PADDED_D=padded_width
-        )
     return output
 
 
@@ -126,15 +126,17 @@ def last_ancestors(packed_mask: Tensor, count: int) -> Tensor:
     return torch.cat([packed_mask[..., : PACKED.value], words], 3)
 
 
-@triton.jit(do_not_specialize=["length"])  # with a length of 1 as a constant, registers would not hold all
+@triton.jit(do_not_specialize=["length", "num_words"])  # with 1 as a constant, registers would not hold all
 def attend_kernel(
     query,
     key,
     value,
     packed_mask,
     sinks,  # [Hq] or None
-    output,  # [S, B, T, Hq, D] weighted means over the slots of each split
+    output,  # [B, T, Hq, D]
+    parts,  # [S, B, T, Hq, D] weighted means over the slots of each split; None for one split
     sums,  # [S, B, T, Hq] log2 of the sum of their weights; None for one split
+    counters,  # one for each tile and key-value head; None for one split
     scale,
     cap,  # softcap or None; scores are powers of two, so that exp2 serves: LOG2_E is in `cap`, else in `scale`
     reach,  # sliding window or None
@@ -157,6 +159,7 @@ def attend_kernel(
     R: tl.constexpr,
     N: tl.constexpr,
     TREE: tl.constexpr,
+    UNROLL: tl.constexpr,  # parts that the last program of a tile reads at a time
     FAR: tl.constexpr,  # a row's slots reach further than 32 bits count
 ):
     """Online softmax of one tile of query rows over one split of the slots that any of them sees."""
@@ -211,12 +214,56 @@ def attend_kernel(
         seen = sees(mask_row, real, slot, position, prefix, n, reach, num_words, TREE)
         peak, total, mean = add_block(peak, total, mean, queries, keys, values, seen, scale, cap)
 
-    out_row = ((split * (tl.num_programs(2) // kv_heads) + b) * length + t) * kv_heads * G + head
-    if (low < high) | (split == 0):
-        mean = mean / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(output + out_row[:, None] * D + d[None, :], mean.to(output.dtype.element_ty), mask=kept)
-    if sums is not None:
-        tl.store(sums + out_row, peak + tl.log2(total), mask=real)
+    mean = mean / tl.where(total > 0, total, 1.0)[:, None]
+    text = length * kv_heads * G  # rows of the output; within a text 32 bits count the places
+    out_row = t * kv_heads * G + head
+    place = out_row[:, None] * D + d[None, :]
+    output += b * text * D
+    if parts is None:
+        tl.store(output + place, mean.to(output.dtype.element_ty), mask=kept)
+    else:
+        num_rows = (tl.num_programs(2) // kv_heads).to(tl.int64) * text
+        parts += b * text * D
+        sums += b * text
+        if (low < high) | (split == 0):
+            tl.store(parts + split * num_rows * D + place, mean, mask=kept)
+        tl.store(sums + split * num_rows + out_row, peak + tl.log2(total), mask=real)
+        counter = counters + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        if is_last(counter, tl.num_programs(1)):
+            filled = tl.cdiv(tl.maximum(end - first, 1), tl.maximum(share, 1))  # the splits that have slots
+            mean = combine(parts, sums, place, out_row, num_rows, filled, real, kept, D, R, PADDED_D, UNROLL)
+            tl.store(output + place, mean.to(output.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def combine(
+    parts,
+    sums,
+    place,
+    out_row,
+    num_rows,
+    filled,
+    real,
+    kept,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Return the mean [R, PADDED_D] of the means over the first splits, weighted by their sums, in their order."""
+    peak = tl.full((R,), float("-inf"), tl.float32)
+    total = tl.zeros((R,), tl.float32)
+    mean = tl.zeros((R, PADDED_D), tl.float32)
+    for s in tl.range(filled, loop_unroll_factor=UNROLL):
+        found = tl.load(sums + s * num_rows + out_row, mask=real, other=0.0, cache_modifier=".cg")
+        part = tl.load(parts + s * num_rows * D + place, mask=kept, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(peak, found)
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
+        weight, rescale = tl.exp2(found - base), tl.exp2(peak - base)
+        mean = mean * rescale[:, None] + part * weight[:, None]
+        total = total * rescale + weight
+        peak = higher
+    return mean / tl.where(total > 0, total, 1.0)[:, None]
 
 
 @triton.jit
@@ -257,17 +304,3 @@ def add_block(peak, total, mean, queries, keys, values, seen, scale, cap):
     total = total * rescale + tl.sum(weights, 1)
     mean = mean * rescale[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return higher, total, mean
-
-
-@triton.jit
-def combine_kernel(parts, sums, output, num_rows, splits, D, S: tl.constexpr, PADDED_D: tl.constexpr):
-    """The mean of each (b, t, head) from the means over its splits, weighted by their sums."""
-    row = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, S)
-    d = tl.arange(0, PADDED_D)
-    sums = tl.load(sums + s * num_rows + row, mask=s < splits, other=float("-inf"))
-    weights = tl.exp2(sums - tl.max(sums, 0))
-    held = (weights > 0)[:, None] & (d < D)[None, :]  # a split that saw nothing stored nothing
-    means = tl.load(parts + (s * num_rows + row)[:, None] * D + d[None, :], mask=held, other=0.0)
-    mean = tl.sum(means * weights[:, None], 0) / tl.sum(weights, 0)
-    tl.store(output + row * D + d, mean.to(output.dtype.element_ty), mask=d < D)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks/launches.py"
-MOST_LAUNCHES = {"none, greedy, K = 0, batch 1": 287, "eagle3, greedy, K = 4, batch 1": 431}  # Llama-3.1-8B's shape
+MOST_LAUNCHES = {"none, greedy, K = 0, batch 1": 255, "eagle3, greedy, K = 4, batch 1": 395}  # Llama-3.1-8B's shape
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from draftsmith.models.target.slots import Window, chain_window, slot_attention
 
 pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
 from draftsmith.models.target.attention_kernel import MOST_SCRATCH, attend, num_splits
+from draftsmith.models.target.splitting import counters
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")  # splits that see nothing
 
@@ -98,9 +99,10 @@ def test_whatever_a_token_sees(name: str, sliding_window: int | None) -> None:
 @pytest.mark.parametrize("splits", [2, 3, 4])
 @pytest.mark.parametrize("name", ["one token", "chain", "tree"])
 def test_splits_add_up(name: str, splits: int) -> None:
-    """Also where a split has no slots at all, or none that a row sees."""
+    """Also where a split has no slots at all, or none that a row sees. Afterwards the next launch can count again."""
     assert_same(make_window(name), splits=splits)
     assert_same(make_window(name), splits=splits, sliding_window=4, sinks=True)
+    assert not counters(torch.zeros(0, device=DEVICE).device).any()
 
 
 @pytest.mark.usefixtures("watched_memory")
