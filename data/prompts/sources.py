@@ -26,6 +26,7 @@ SOURCE_SUFFIXES = (
 )
 PART_LINES = 32  # a source file is cut at the first blank line after so many lines
 LONGEST_PART = 64  # lines after which it is cut where there is no blank line
+MOST_SOURCES = 50_000  # files below a folder, all of whose prompts are in memory
 LARGEST_SOURCE = 1 << 22  # bytes; larger files were not written by hand
 PARQUET_ROWS = 256  # that are in memory at once
 CHECKED_ROWS = 1000  # that are read before anything else is done
@@ -128,10 +129,7 @@ def read_folder(folder: Path, suffixes: tuple[str, ...]) -> list[Prompt]:
     characters, are left out.
     """
     prompts, left_out = [], []
-    for path in sorted(Path(root, name) for root, _, names in os.walk(folder) for name in names):
-        name = path.relative_to(folder)
-        if path.suffix[1:] not in suffixes or any(part.startswith(".") for part in name.parts) or not path.is_file():
-            continue
+    for path in sources_below(folder, suffixes):
         try:
             lines = read_text(path, LARGEST_SOURCE).split("\n")
         except UserError:
@@ -148,6 +146,21 @@ def read_folder(folder: Path, suffixes: tuple[str, ...]) -> list[Prompt]:
     if not prompts:
         raise UserError(f"{folder} holds no source files to cut prompts from, of .{', .'.join(suffixes)}")
     return prompts
+
+
+def sources_below(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return the files of these suffixes below a folder, in path order.
+
+    Hidden ones, and those behind links to folders, are left out. Raises `UserError` for more than `MOST_SOURCES`.
+    """
+    found: list[Path] = []
+    for root, folders, names in os.walk(folder):  # which passes over folders that cannot be read
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths = [Path(root, name) for name in names if not name.startswith(".")]
+        found += [path for path in paths if path.suffix[1:] in suffixes]
+        if len(found) > MOST_SOURCES:
+            raise UserError(f"{folder} holds more than {MOST_SOURCES:,} source files: give a folder further down")
+    return sorted(found)
 
 
 def parts(lines: list[str]) -> Iterator[tuple[int, int]]:

@@ -46,8 +46,11 @@ def _drafter(name: str) -> None:
 
 def _prompts(source: str) -> None:
     name, colon, _ = source.partition(":")
-    if not Path(name).exists() and (Path(name).suffix or not colon):
+    path = Path(name)
+    if not path.exists() and (path.suffix or not colon):
         raise UserError(f"no prompts file {name}: give a file, a folder, or a Hub data set as NAME:COLUMN")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{name} is a pipe or a device, which is read only once: write it into a file, and give that")
     from draftsmith.data.prompts.mixtures import load_mixture
     from draftsmith.data.prompts.sources import check_beginning
 

@@ -1,11 +1,13 @@
 """Sources of prompts: every form that is accepted, and what is refused, by file and line."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from draftsmith.data.prompts import sources
 from draftsmith.data.prompts.prompt_formats import Prompt, to_prompt
 from draftsmith.data.prompts.prompts import read_prompts
 from draftsmith.data.prompts.sources import parts
@@ -169,6 +171,7 @@ def test_a_folder_of_source_files(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / ".hidden.py").write_text("\n".join(first))
     (tmp_path / "latin.py").write_bytes(b"# \xff\n" * 20)
     (tmp_path / "packed.js").write_text("x" * 5000)
+    os.mkfifo(tmp_path / "pipe.py")  # which nobody writes into
     prompts = read_prompts(str(tmp_path))
     assert prompts == [
         Prompt("# Title", domain="md"),
@@ -176,10 +179,20 @@ def test_a_folder_of_source_files(tmp_path: Path, capsys: pytest.CaptureFixture[
         Prompt("\n".join(second[:3]), domain="py"),
     ]
     assert prompts[2].where == f"{tmp_path / 'src' / 'b.py'} line 42"
-    assert "left out 2 files" in said(capsys)
+    assert "left out 3 files" in said(capsys)
     assert {prompt.domain for prompt in read_prompts(f"{tmp_path}:md")} == {"md"}
     with pytest.raises(UserError, match="no source files.*of .rs"):
         read_prompts(f"{tmp_path}:rs")
+
+
+def test_a_folder_of_too_many_files_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `--prompts /` is."""
+    monkeypatch.setattr(sources, "MOST_SOURCES", 2)
+    for name in ("a.py", "b.py", "c.txt", ".hidden.py"):
+        (tmp_path / name).write_text("one\ntwo\n\nthree\nfour\n")
+    assert len(read_prompts(f"{tmp_path}:py")) == 2
+    with pytest.raises(UserError, match="more than 2 source files: give a folder further down"):
+        read_prompts(str(tmp_path))
 
 
 @pytest.mark.parametrize("lines", [["x"] * 200, (["x"] * 9 + [""]) * 20, [""] * 50, []])

@@ -1,6 +1,7 @@
 """The command line: a mistake costs one line and exit code 2, and a command twice gives the same numbers twice."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -446,6 +447,9 @@ prepare --target {target} --prompts {malformed} --out o | 2 | malformed.jsonl li
 prepare --target {target} --prompts {mixture} --out o | 2 | malformed.jsonl line 2
 evaluate --target {target} --drafter no/drafter --prompts {good} --out o | 2 | no drafter at 'no/drafter'
 evaluate --target {target} --drafter ngram --prompts {malformed} --out o | 2 | malformed.jsonl line 2
+evaluate --target {target} --drafter ngram --prompts {pipe} --out o | 2 | a pipe or a device, which is read only once
+train medusa target={target} data.samples={samples} run.dir=r evaluation.prompts={pipe} | 2 | a pipe or a device
+train medusa target={target} data.samples={samples} run.dir=r --config {pipe} | 2 | there is no such file
 evaluate --target {target} --drafter ngram --prompts {good} --tree {cut} --out o | 2 | cut.json is not JSON
 tune --target {target} --drafter ngram+no/drafter --prompts {good} --out o | 2 | no drafter at 'no/drafter'
 load-test --target {target} --drafter ngram --prompts {good} --rate 1 --schedule {cut} --out o | 2 | cut.json holds no
@@ -464,7 +468,13 @@ def test_help_and_mistakes_do_not_wait_for_torch(files: dict[str, str], tmp_path
     """Parsing, and checking names and what small files hold, takes no library that takes seconds."""
     (tmp_path / "cut.json").write_text('{"draft_lengths": [[1, ')
     (tmp_path / "mixture.yaml").write_text(f"sources: [{{source: {files['malformed']}}}]")
-    found = {**files, "cut": str(tmp_path / "cut.json"), "mixture": str(tmp_path / "mixture.yaml")}
+    os.mkfifo(tmp_path / "pipe")  # as `<(command)` is
+    found = {
+        **files,
+        "cut": str(tmp_path / "cut.json"),
+        "pipe": str(tmp_path / "pipe"),
+        "mixture": str(tmp_path / "mixture.yaml"),
+    }
     cases = [line.format(**found).split(" | ") for line in QUICK.strip().splitlines()]
     assert {command.split()[0] for command, *_ in cases} == {"--help", *COMMANDS}
     code = f"""

@@ -7,7 +7,7 @@ from typing import Any
 
 from draftsmith.data.answers.changed_settings import flatten
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.files import write_whole
+from draftsmith.models.files import write_whole, writing
 from draftsmith.models.reading import parse_json, read_text
 from draftsmith.train.config import TrainConfig, contents
 
@@ -27,7 +27,7 @@ class Tracker:
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Append a line of what was measured after a step."""
-        with open(self._file, "a") as file:
+        with writing(self._file), open(self._file, "a") as file:
             file.write(as_line({"step": step, **metrics}))
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
@@ -41,7 +41,7 @@ class Tracker:
 
         The evaluation of that checkpoint is logged anew.
         """
-        if self._file.is_file():
+        if self._file.exists():
             lines = [
                 line
                 for line in read_metrics(self._file.parent)
@@ -86,7 +86,7 @@ def complete_lines(run: Path) -> list[tuple[str, str]]:
     One that a kill has left unfinished, or that is being written, is left out.
     """
     path = run / METRICS
-    lines = read_text(path).split("\n") if path.is_file() else [""]
+    lines = read_text(path).split("\n") if path.exists() else [""]
     return [(f"{path} line {number}", line) for number, line in enumerate(lines[:-1], 1)]
 
 
