@@ -247,6 +247,7 @@ def run(call: Call) -> None:
     from draftsmith.data.progress import waiting
 
     with output_folder(call.name, call.settings):
+        logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where it cannot keep its fonts at home
         with waiting("importing PyTorch ..."):
             module = import_module(f"draftsmith.recipes.{COMMANDS[call.name][0]}")
             quiet_libraries()

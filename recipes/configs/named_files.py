@@ -23,7 +23,10 @@ def check_names(settings: Mapping[str, Any]) -> None:
         check = CHECKS.get(key.rpartition(".")[2])
         for name in value if isinstance(value, tuple) else (value,):
             if check and name:
-                check(str(name))
+                try:
+                    check(str(name))
+                except OSError as error:  # of a folder above, which may not be looked into
+                    raise UserError(f"{name} cannot be read: {error.strerror}") from None
 
 
 def _target(name: str) -> None:

@@ -1,5 +1,6 @@
 """The command line: a mistake costs one line and exit code 2, and a command twice gives the same numbers twice."""
 
+import errno
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.cli.main import COMMANDS, MOVED, main
 from draftsmith.recipes.configs import command_settings
+from draftsmith.recipes.configs.named_files import check_names
 from draftsmith.recipes.configs.public_targets import TARGET_RECIPES
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train.config import contents
@@ -493,6 +495,18 @@ for command in {[command for command, *_ in cases]}:
         code, text, slow = json.loads(line)
         assert not slow, command
         assert (code, told in text) == (int(exit_code), True), (command, text)
+
+
+@pytest.mark.parametrize("setting", ["target", "drafter", "prompts", "data.samples", "schedule", "config", "run"])
+def test_a_file_that_may_not_be_read_is_told_as_such(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below a folder of somebody else; root, as which tests may run, would read all."""
+
+    def refuse(path: Path, **_: Any) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(UserError, match="^/theirs/file.jsonl cannot be read: Permission denied"):
+        check_names({setting: "/theirs/file.jsonl"})
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
