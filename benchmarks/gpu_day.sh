@@ -63,7 +63,7 @@ python3 -c "import torch, triton, transformers; print(torch.__version__, triton.
 
 case $part in
 1)
-  tests 120 "plain_loop and 0 or training_loss" tests/inference/test_loop_on_kernels.py
+  tests 120 "training_loss or switch" tests/inference/test_loop_on_kernels.py
   tests 100 "half_precision or documents or forms" \
     tests/models/test_{attention_kernel,cache_kernels,llama_kernels,divergence_kernels,fused,slots,unrolled_attention}.py
   tests 50 "greedy" tests/inference/test_verify_kernels.py
@@ -79,10 +79,11 @@ case $part in
   section 50 $decoding --settings $(pick 16:1:0 512:1:0) --profile $(pick 2 20)
   section 70 python3 benchmarks/training_gpu.py $tiny
   section 90 $decoding --settings $(pick 16:2:0 "512:8:0 512:64:0 4096:8:1")
-  section 110 $decoding --target qwen3_30b_a3b --settings $(pick 16:2:0 "512:1:0 512:8:0")
+  section 100 $decoding --target qwen3_30b_a3b --settings $(pick 16:2:0 "512:1:0 512:8:0")
   if [ "$rehearsal" ]; then
     printf '\nTables of single kernels are measured on a GPU only.\n'
   else
+    section 30 python3 benchmarks/products.py
     section 40 python3 benchmarks/acceptance_kernels.py
     section 50 python3 benchmarks/attention_kernel.py
   fi
