@@ -18,7 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftsmith.inference.decoding import round_steps
 from draftsmith.inference.decoding.graphs import CALLS_TO_RECORD, RecordedCalls, can_be_recorded
+from draftsmith.inference.decoding.round_steps import Ends, ends_a_text
 from draftsmith.inference.decoding.schedule import AnySchedule, Confident
 from draftsmith.inference.verification import acceptance_rules
 from draftsmith.inference.verification.acceptance_rules import Verified
@@ -26,7 +28,7 @@ from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft, chain
 from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, cut, sample
-from draftsmith.models.sampling.trees import Chain, Shape, ancestor_words, node_depths
+from draftsmith.models.sampling.trees import Chain, Shape
 from draftsmith.models.target.slots import SlotCache, Window, chain_window
 from draftsmith.models.target.target import Features, Target
 
@@ -69,7 +71,7 @@ class BatchEngine:
         """Allocate all tensors. The `num_slots` of a row hold a prompt, its answer and a whole draft beyond it."""
         self.target, self.drafter, self.settings = target, drafter, settings
         self.num_rows, self.num_slots = num_rows, num_slots
-        self.rules = rules_on(target.device)
+        self.rules, self.round_steps = rules_on(target.device), round_steps_on(target.device)
         device, depth = target.device, settings.shape.depth
         self.cache = SlotCache(num_rows, num_slots)
         rates = [*settings.synthetic_rates, *[0.0] * depth][:depth]  # 0 for depths without one
@@ -165,7 +167,7 @@ class BatchEngine:
             first = sample(cut(logits, self.settings.sampling).softmax(-1), uniforms)
         token_ids.scatter_(1, lengths[:, None], first)
         most = torch.tensor(limits or [self.settings.max_new_tokens] * len(rows), device=device)
-        finished = self._ends_text(first[:, 0]) | (most == 1)
+        finished = ends_a_text(first[:, 0], self.eos) | (most == 1)
 
         state = self.state
         state.token_ids[index, : token_ids.shape[1]] = token_ids
@@ -274,15 +276,16 @@ class BatchEngine:
         if not self.fixed_shapes and not self.finished.all():
             self._limit_reading(int(self.state.lengths[~self.finished].max()))
         cache = self.cache if num_computed == self.num_rows else self.cache.rows(slice(num_computed))
-        tokens = torch.cat([state.newest()[:, None], draft.tokens.clamp(min=0)], 1)  # [B, N + 1]
-        features = self.target.run(tokens, draft_window(state.lengths - 1, draft), cache, self.drafter.layer_ids)
+        tokens, window = self.round_steps.open_round(state.token_ids, state.lengths, draft)
+        features = self.target.run(tokens, window, cache, self.drafter.layer_ids)
         logits = self.target.logits(features.last_hidden)  # [B, N + 1, V] of what follows each column of the window
         verified = self._accept(state, logits, draft)
         if state.predictions is not None:
             state.predictions.copy_(logits.argmax(-1))
         if not draft.is_chain:
-            cache.keep_path(state.lengths - 1, verified.path)
-        return self._commit(state, draft, verified, features)
+            cache.keep_path(window.prefix, verified.path)
+        ends = Ends(self.limits[:num_computed], self.eos, self.finished[:num_computed])
+        return self.round_steps.close_round(state, ends, draft, verified, features)
 
     def _accept(self, state: DecodingState, logits: Tensor, draft: Draft) -> Verified:
         """Apply the verification rule of the settings to a draft and the target's logits [B, N + 1, V]."""
@@ -309,40 +312,6 @@ class BatchEngine:
         rule = rules.block if mode == "block" else rules.probabilistic
         return rule(logits, draft.logits, draft.tokens, coins, uniforms)
 
-    def _commit(self, state: DecodingState, draft: Draft, verified: Verified, features: Features) -> Tensor:
-        """Append the accepted tokens to the rows that are not finished, and keep what the next round reads."""
-        num_accepted, tokens = verified.num_accepted, draft.tokens
-        limits, finished = self.limits[: len(tokens)], self.finished[: len(tokens)]
-        prefix = state.lengths - 1
-        if not draft.is_chain:
-            features = features.gather(torch.cat([torch.zeros_like(verified.path[:, :1]), verified.path], 1))
-            tokens = tokens.gather(1, (verified.path - 1).clamp(min=0))
-        tokens = torch.cat([tokens.clamp(min=0), verified.next_token[:, None]], 1)  # [B, D + 1]
-        tokens.scatter_(1, num_accepted[:, None], verified.next_token[:, None])
-        columns = torch.arange(state.positions.shape[1], device=tokens.device)
-        positions = prefix[:, None] + columns
-        columns = columns[: tokens.shape[1]]
-        # tokens past the new length are written over later
-        state.token_ids.scatter_(1, state.lengths[:, None] + columns, tokens)
-
-        ends_text = self._ends_text(tokens) & (columns <= num_accepted[:, None])
-        until_end = torch.where(ends_text, columns + 1, tokens.shape[1] + 1).amin(1)  # [B] tokens up to an EOS
-        num_emitted = torch.minimum(num_accepted + 1, until_end)
-        num_emitted = torch.minimum(num_emitted, limits - state.lengths) * ~finished
-        num_drafted = (draft.tokens != NO_TOKEN).sum(1)
-
-        state.lengths += num_emitted
-        finished |= ends_text.any(1) | (state.lengths >= limits)
-        state.features.put(features)
-        state.positions.copy_(positions)
-        state.num_new.copy_(num_accepted + 1)
-        head = [num_emitted, num_drafted, torch.minimum(num_accepted, until_end), finished.long()]
-        return torch.cat([torch.stack(head, 1), tokens], 1)
-
-    def _ends_text(self, tokens: Tensor) -> Tensor:
-        """Return which tokens end a text; `isin` would sort many ids and wait for the device."""
-        return (tokens[..., None] == self.eos).any(-1)
-
 
 def rules_on(device: torch.device) -> ModuleType:
     """Return the module of the verification rules: on a GPU the kernels, else their specification."""
@@ -353,10 +322,10 @@ def rules_on(device: torch.device) -> ModuleType:
     return acceptance_kernels
 
 
-def draft_window(prefix: Tensor, draft: Draft) -> Window:
-    """Return the window of the newest committed token of each row, at slot `prefix` [B], and the nodes of its draft."""
-    window = chain_window(prefix, draft.tokens.shape[1] + 1)
-    if draft.is_chain:
-        return window
-    positions = prefix[:, None] + node_depths(draft.parents, draft.depth)
-    return Window(window.slots, positions, prefix, ancestor_words(draft.parents, draft.depth))
+def round_steps_on(device: torch.device) -> ModuleType:
+    """Return the module of the ends of a round: on a GPU the kernels, else their plain form."""
+    if not runs_kernels(device):
+        return round_steps
+    from draftsmith.inference.decoding import round_kernels  # needs triton
+
+    return round_kernels

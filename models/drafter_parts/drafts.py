@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.kernels import runs_kernels
-from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, cut, sample
+from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, cut, draw
 from draftsmith.models.target.target import Features
 
 NO_TOKEN = -1  # fills a draft where a row has nothing to propose; matches nothing
@@ -103,9 +103,7 @@ class DecodingState:
         """Return draft tokens [B] at `depth` (from 0) from logits [B, V], and the cut logits they are drawn from."""
         if not self.sample_drafts:
             return logits.argmax(-1), None
-        logits = cut(logits, self.sampling)
-        uniforms = self.noise.uniforms(self.lengths[:, None], Stream.DRAFT, branch=depth)[:, 0]
-        return sample(logits.softmax(-1), uniforms), logits
+        return draw(logits, self.sampling, self.noise, self.lengths, Stream.DRAFT, depth)
 
     def choose_children(self, logits: Tensor, depth: int, most: int) -> tuple[Tensor, Tensor | None]:
         """Return `most` distinct draft tokens [B, W, most] at `depth` from logits [B, W, V], and the cut logits.

@@ -11,6 +11,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from draftsmith.models.kernels import runs_kernels
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -33,6 +35,10 @@ def cut(logits: Tensor, sampling: Sampling) -> Tensor:
     edge go to the lower id.
     """
     assert not sampling.greedy, "greedy decoding takes the argmax"
+    if runs_kernels(logits.device):
+        from draftsmith.models.sampling import cut_kernels
+
+        return cut_kernels.cut(logits, sampling)
     scaled = logits.float() / sampling.temperature
     if sampling.top_k:
         kth = scaled.topk(min(sampling.top_k, scaled.shape[-1])).values[..., -1:]
@@ -79,22 +85,22 @@ class Noise:
 
     def __init__(self, seed: int, requests: Tensor) -> None:
         """`requests` [B]: one id a row, int64, on the device where uniforms are wanted."""
-        self._keys = torch.empty_like(requests)  # [B]
+        self.keys = torch.empty_like(requests)  # [B], of the rows
         self.reseed(seed)
         self.assign(slice(None), requests)
 
     def reseed(self, seed: int) -> None:
         """Key what is assigned from now on by another seed."""
-        self._seed = _mix(torch.full((1,), seed, device=self._keys.device))
+        self._seed = _mix(torch.full((1,), seed, device=self.keys.device))
 
     def assign(self, rows: Tensor | slice, requests: Tensor) -> None:
         """Give rows [b] to other requests [b]."""
-        self._keys[rows] = _mix(self._seed + requests)
+        self.keys[rows] = _mix(self._seed + requests)
 
     def first(self, count: int) -> "Noise":
         """Return the noise of the first rows, for reading only."""
         noise = copy.copy(self)
-        noise._keys = self._keys[:count]
+        noise.keys = self.keys[:count]
         return noise
 
     def uniforms(
@@ -106,8 +112,28 @@ class Noise:
         its first draft and a branch [T] each: a later round never meets them again, even where it drafts for the same
         position (block verification looks at coins beyond the tokens that it accepts).
         """
-        bits = _mix(_mix(self._keys[rows, None] + positions) + (branch * len(Stream) + int(stream)))
+        keys = self.keys[rows]
+        if runs_kernels(keys.device):
+            from draftsmith.models.sampling import sampling_kernels
+
+            return sampling_kernels.uniforms(keys, positions, stream, branch)
+        bits = _mix(_mix(keys[:, None] + positions) + (branch * len(Stream) + int(stream)))
         return ((bits & ((1 << 52) - 1)).double() + 0.5) / (1 << 52)
+
+
+def draw(
+    logits: Tensor, sampling: Sampling, noise: Noise, positions: Tensor, stream: Stream, branch: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return a token [B] of each row of logits [B, V], drawn at its noise, and the cut logits that it is drawn from.
+
+    positions [B] and the others as in `Noise.uniforms`.
+    """
+    if runs_kernels(logits.device):
+        from draftsmith.models.sampling import cut_kernels
+
+        return cut_kernels.draw(logits, sampling, noise, positions, stream, branch)
+    logits = cut(logits, sampling)
+    return sample(logits.softmax(-1), noise.uniforms(positions[:, None], stream, branch)[:, 0]), logits
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -97,6 +97,12 @@ def _read_in_chunks(p, q, num_target_rows, V, CHUNK: tl.constexpr, CHUNKS: tl.co
 def _read_chunk(rows, row, chunk, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(rows.logits + row * V + ids, mask=ids < V, other=float("-inf"))
+    summarise_chunk(rows, row, chunk, x, CHUNKS)
+
+
+@triton.jit
+def summarise_chunk(rows, row, chunk, x, CHUNKS: tl.constexpr):
+    """Store what the logits x of a chunk add to the softmax of their row."""
     largest = tl.max(x, 0)
     weights = tl.exp(x - tl.where(largest == float("-inf"), 0.0, largest)).to(tl.float64)
     total = tl.sum(weights, 0)
@@ -163,11 +169,17 @@ def _sample_columns(
     uniform = tl.load(uniforms + batch_row * (DEPTH + 1) + depth).to(tl.float64)
 
     row = batch_row.to(tl.int64) * tl.num_programs(1) + column
+    tl.store(drawn + row, pick_from(p, row, uniform, V, CHUNK, CHUNKS))
+
+
+@triton.jit
+def pick_from(p, row, uniform, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """Return the token of a row that `uniform` draws."""
     distribution, weights = load_distribution(p, row, V, CHUNK, CHUNKS)
     chunk, rest = pick(weights, uniform)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     lane, _ = pick(probabilities(distribution, ids, ids < V), rest)
-    tl.store(drawn + row, chunk * CHUNK + lane)
+    return chunk * CHUNK + lane
 
 
 @triton.jit(do_not_specialize=["salt", "num_positions", "T", "num_streams"])
@@ -175,11 +187,16 @@ def _uniforms(keys, positions, branches, salt, out, num_positions, T, num_stream
     columns, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     inside = columns < T
     position = tl.load(positions + row * num_positions + columns % num_positions, mask=inside, other=0)
-    bits = _mix((tl.load(keys + row) + position).to(tl.uint64, bitcast=True)) + salt
     if branches is not None:
-        bits += (tl.load(branches + columns, mask=inside, other=0) * num_streams).to(tl.uint64, bitcast=True)
-    uniform = ((_mix(bits) & ((1 << 52) - 1)).to(tl.float64) + 0.5) / (1 << 52)
-    tl.store(out + row * T + columns, uniform, mask=inside)
+        salt += tl.load(branches + columns, mask=inside, other=0) * num_streams
+    tl.store(out + row * T + columns, keyed_uniform(tl.load(keys + row), position, salt), mask=inside)
+
+
+@triton.jit
+def keyed_uniform(key, position, salt):
+    """Return the uniform number of a key, a position and a salt, which is of a stream and a branch."""
+    bits = _mix((key + position).to(tl.uint64, bitcast=True)) + salt.to(tl.int64).to(tl.uint64, bitcast=True)
+    return ((_mix(bits) & ((1 << 52) - 1)).to(tl.float64) + 0.5) / (1 << 52)
 
 
 @triton.jit

@@ -60,6 +60,7 @@ class FusedDecoder:
         self.context: int = model.config.max_position_embeddings
         self.embedding: Tensor = base.embed_tokens.weight  # [V, H]
         self.rotary: Any = base.rotary_emb
+        self._angles = self.embedding.new_empty(0)
         self.layers = [FusedLayer(layer) for layer in base.layers]
         self.norm = DecodingNorm(base.norm.weight, base.norm.variance_epsilon)
 
@@ -77,9 +78,11 @@ class FusedDecoder:
         captured = self.embedding.new_empty(batch, length, len(layer_ids), width)
         for layer in self.layers:
             cache.reserve(layer.number, layer.kv_heads, layer.head_dim, like=hidden)
+        if cache.angles is None:
+            cache.angles = self._angles_of(cache.num_slots)
         with torch.inference_mode():
-            buffers = PassBuffers(self, window, cache)
-            x = nn.functional.embedding(token_ids.flatten(), self.embedding)  # [N, H]
+            buffers = PassBuffers(self, token_ids, window, cache)
+            x = buffers.x
             for layer in self.layers:
                 layer.run(x, self.steps, buffers, cache)
                 if layer.number + 1 in layer_ids:
@@ -87,22 +90,24 @@ class FusedDecoder:
             self.steps.rms_norm(x, self.norm, out=hidden.view(-1, width))
         return hidden, captured.flatten(2) if layer_ids else None
 
+    def _angles_of(self, num_positions: int) -> Tensor:
+        """Return cosine and sine at the first positions, or at more: fp32 [positions, 2, D / 2]; caches share them."""
+        count = min(num_positions, self.context)
+        if len(self._angles) < count:
+            angles = torch.arange(count, device=self.embedding.device)[:, None] * self.rotary.inv_freq
+            self._angles = torch.stack([angles.cos(), angles.sin()], 1) * self.rotary.attention_scaling
+        return self._angles
+
 
 class PassBuffers:
     """Tensors that the layers of one pass share: masks, rotary angles, and the buffers between their steps."""
 
-    def __init__(self, decoder: FusedDecoder, window: Window, cache: SlotCache) -> None:
+    def __init__(self, decoder: FusedDecoder, token_ids: Tensor, window: Window, cache: SlotCache) -> None:
         layer, like = decoder.layers[0], decoder.embedding
-        batch, length = window.slots.shape
+        batch, length = token_ids.shape
         num_tokens, half = batch * length, layer.head_dim // 2
-        cache.write_to(window.slots)
-        self.mask = decoder.steps.mask(window, cache.num_seen, {layer.sliding_window for layer in decoder.layers})
-        positions = window.positions.clamp(max=decoder.context - 1)
-        angles = positions.view(-1, 1, 1, 1) * decoder.rotary.inv_freq  # [N, 1, 1, D / 2]
-        self.cos = angles.cos() * decoder.rotary.attention_scaling
-        sin = angles.sin() * decoder.rotary.attention_scaling
-        self.sin = torch.cat((-sin, sin), 2)  # [N, 1, 2, D / 2]
-
+        reaches = {layer.sliding_window for layer in decoder.layers}
+        self.x, self.mask, self.cos, self.sin = decoder.steps.enter(token_ids, like, window, cache, reaches)
         query, keys, values = layer.widths
         self.qkv = like.new_empty(num_tokens, query + keys + values)
         self.heads = self.qkv[:, : query + keys].view(num_tokens, -1, 2, half)  # of q and k, in halves

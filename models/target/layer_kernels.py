@@ -19,12 +19,108 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.target import product_kernel
 from draftsmith.models.target.attention_kernel import attend as attend_slots
-from draftsmith.models.target.layer_steps import Ending, multiply
-from draftsmith.models.target.slots import Window
+from draftsmith.models.target.layer_steps import Ending, Entry, multiply
+from draftsmith.models.target.slots import SlotCache, Window
 
 HEADS = tl.constexpr(4)  # heads that a program rotates
 SWITCH = "DRAFTSMITH_PRODUCTS"  # this environment variable set to `fused` or `separate` chooses without measuring
 CALLS = 32  # that a measurement times
+
+
+def enter(token_ids: Tensor, embedding: Tensor, window: Window, cache: SlotCache, reaches: set[int | None]) -> Entry:
+    """The mask is packed; `attend` itself knows of sliding windows."""
+    assert cache.angles is not None
+    assert embedding.is_contiguous()
+    num_words = 0 if window.ancestors is None else window.ancestors.shape[2]
+    batch, length = token_ids.shape
+    num_tokens, width, half = batch * length, embedding.shape[1], cache.angles.shape[2]
+    x = embedding.new_empty(num_tokens, width)
+    mask = token_ids.new_empty(batch, 1, length, 3 + num_words, dtype=torch.int32)
+    cos, sin = (cache.angles.new_empty(num_tokens, 1, signs, half) for signs in (1, 2))
+    cache.written = token_ids.new_empty(num_tokens)
+    block = min(1024, triton.next_power_of_2(width))
+    enter_kernel[(num_tokens, triton.cdiv(width, block))](
+        token_ids.contiguous(),
+        embedding,
+        cache.angles,
+        window.slots,
+        window.positions,
+        window.prefix,
+        None if window.ancestors is None else window.ancestors.contiguous(),
+        cache.picked_rows,
+        Entry(x, mask, cos, sin),
+        cache.written,
+        *window.slots.stride(),
+        *window.positions.stride(),
+        window.prefix.stride(0),
+        length,
+        cache.num_slots,
+        len(cache.angles),
+        num_words,
+        width,
+        HALF=half,
+        BLOCK=block,
+        HALF_BLOCK=triton.next_power_of_2(half),
+        WORDS=triton.next_power_of_2(max(1, num_words)),
+    )
+    return Entry(x, mask, cos, sin)
+
+
+@triton.jit
+def enter_kernel(
+    token_ids,
+    embedding,
+    angles,
+    slots,
+    positions,
+    prefix,
+    ancestors,  # None for chains
+    rows,  # None: the first ones
+    entry,
+    written,
+    slots_b,
+    slots_t,
+    positions_b,
+    positions_t,
+    prefix_b,
+    length,
+    num_slots,
+    num_angles,
+    num_words,
+    width,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Look up BLOCK values of one token's embedding; the first program of a token does all else."""
+    n = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    embedded = embedding + tl.load(token_ids + n) * width + i
+    tl.store(entry.x + n * width + i, tl.load(embedded, mask=i < width), mask=i < width)
+    if tl.program_id(1) == 0:
+        row, t = n // length, n % length
+        slot = tl.load(slots + row * slots_b + t * slots_t)
+        position = tl.load(positions + row * positions_b + t * positions_t)
+        mask = entry.mask + n * (3 + num_words)
+        tl.store(mask, slot.to(tl.int32))
+        tl.store(mask + 1, position.to(tl.int32))
+        tl.store(mask + 2, tl.load(prefix + row * prefix_b).to(tl.int32))
+        if ancestors is not None:
+            word = tl.arange(0, WORDS)
+            words = tl.load(ancestors + n * num_words + word, mask=word < num_words)
+            tl.store(mask + 3 + word, words, mask=word < num_words)
+        if rows is not None:
+            row = tl.load(rows + row)
+        tl.store(written + n, row * (num_slots + 1) + tl.minimum(slot, num_slots))
+
+        j = tl.arange(0, HALF_BLOCK)
+        angle = angles + tl.minimum(position, num_angles - 1) * (2 * HALF) + j
+        cos = tl.load(angle, mask=j < HALF)
+        sin = tl.load(angle + HALF, mask=j < HALF)
+        tl.store(entry.cos + n * HALF + j, cos, mask=j < HALF)
+        tl.store(entry.sin + n * 2 * HALF + j, -sin, mask=j < HALF)
+        tl.store(entry.sin + (n * 2 + 1) * HALF + j, sin, mask=j < HALF)
 
 
 def rms_norm(x: Tensor, norm: DecodingNorm, out: Tensor) -> None:
@@ -126,10 +222,6 @@ def rotate_kernel(
     slot = flat + tl.load(written + n) * num_stored * 2 * HALF + place - num_queries * 2 * HALF
     tl.store(slot, turned_first, mask=kept)
     tl.store(slot + HALF, turned_second, mask=kept)
-
-
-def mask(window: Window, num_slots: int, reaches: set[int | None]) -> Tensor:
-    return window.packed_mask()
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, packed_mask: Tensor, scaling: float, reach: int | None) -> Tensor:

@@ -5,13 +5,42 @@ D head width, M slots, R = B * (M + 1).
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.models.layers import DecodingNorm
-from draftsmith.models.target.slots import Window, last_seen
+from draftsmith.models.target.slots import SlotCache, Window, last_seen
+
+
+class Entry(NamedTuple):
+    """What all layers of a pass read."""
+
+    x: Tensor  # [N, H] embedded tokens, the residual stream
+    mask: Any  # what `attend` takes
+    cos: Tensor  # [N, 1, 1, D / 2] fp32
+    sin: Tensor  # [N, 1, 2, D / 2] fp32, negative for first halves
+
+
+def enter(token_ids: Tensor, embedding: Tensor, window: Window, cache: SlotCache, reaches: set[int | None]) -> Entry:
+    """Begin a pass over new tokens [B, T]: look up their embeddings [V, H] and angles, and set where they are stored.
+
+    The mask is, for each sliding window of `reaches`, fp32 [B, 1, T, M] to add to the scores. Angles past the last one
+    that the cache holds, of drafts that are never kept, are those of the last.
+    """
+    assert cache.angles is not None
+    cache.write_to(window.slots)
+    seen = window.bool_mask(cache.num_seen)
+    zeros = torch.zeros(seen.shape, device=seen.device)
+    masks = {
+        reach: zeros.masked_fill(~(seen if reach is None else last_seen(seen, reach)), -math.inf) for reach in reaches
+    }
+    positions = window.positions.flatten().clamp(max=len(cache.angles) - 1)
+    cos, sin = cache.angles[positions][:, None, :, None].unbind(2)  # [N, 1, 1, D / 2]
+    x = nn.functional.embedding(token_ids.flatten(), embedding)
+    return Entry(x, masks, cos, torch.cat((-sin, sin), 2))
+
 
 Ending = Literal[
     "write", "add", "gate"
@@ -66,15 +95,6 @@ def rotate_and_store(
     swapped = heads.flip(2)
     heads.mul_(cos).addcmul_(swapped, sin)
     flat.index_copy_(0, written, stored)
-
-
-def mask(window: Window, num_slots: int, reaches: set[int | None]) -> dict[int | None, Tensor]:
-    """Return what `attend` reads: for each sliding window, fp32 [B, 1, T, M] to add to the scores."""
-    seen = window.bool_mask(num_slots)
-    zeros = torch.zeros(seen.shape, device=seen.device)
-    return {
-        reach: zeros.masked_fill(~(seen if reach is None else last_seen(seen, reach)), -math.inf) for reach in reaches
-    }
 
 
 def attend(

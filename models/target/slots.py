@@ -92,6 +92,7 @@ class SlotCache:
         self.num_slots = num_slots
         self.num_seen = num_slots  # that attention reads, from the left; the host lowers it where rows are short
         self.written: Tensor  # [B * T] int64, where in `flat` the running forward pass stores its tokens
+        self.angles: Tensor | None = None  # of the rotary embedding, kept here by a fused decoder
         self._num_rows = num_rows
         self._index: Tensor | slice | None = None  # the rows [b] of a view, or a slice from the first; None: all
         self._layers: dict[int, LayerSlots] = {}
@@ -103,9 +104,16 @@ class SlotCache:
         view._index = index
         return view
 
+    @property
+    def picked_rows(self) -> Tensor | None:
+        """Rows [b] of a view that was made by indices; None where they are the first ones in order."""
+        return self._index if isinstance(self._index, Tensor) else None
+
     def write_to(self, slots: Tensor) -> None:
         """Set the slots [B, T] of the next forward pass."""
-        rows = self._index if isinstance(self._index, Tensor) else torch.arange(len(slots), device=slots.device)
+        rows = self.picked_rows
+        if rows is None:
+            rows = torch.arange(len(slots), device=slots.device)
         self.written = (rows[:, None] * (self.num_slots + 1) + slots.clamp(max=self.num_slots)).flatten()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

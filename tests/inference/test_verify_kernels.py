@@ -328,7 +328,7 @@ def test_noise_is_the_same_bit_for_bit(stream: Stream, branch: Tensor | int, num
     noise = Noise(-7, torch.tensor([0, 1, -1, 2**62, 123456789]))
     positions = torch.randint(0, 2**40, (5, num_positions))
     expected = noise.uniforms(positions, stream, branch)
-    assert torch.equal(run(sampling_kernels.uniforms, noise._keys, positions, stream, branch), expected)
+    assert torch.equal(run(sampling_kernels.uniforms, noise.keys, positions, stream, branch), expected)
 
 
 def test_benchmark() -> None:

@@ -36,7 +36,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def launches() -> dict[str, Callable[[], object]]:
     """By a name with the shape bucket and, where there are several, the dtype."""
-    return verification() | attention() | cache() | losses() | steps() | products()
+    return verification() | attention() | cache() | losses() | steps() | products() | rounds()
 
 
 def attention() -> dict[str, Callable[[], object]]:
@@ -70,6 +70,7 @@ def steps() -> dict[str, Callable[[], object]]:
     """Return calls of a fused layer's steps but products, for chunks of 512 tokens in 256 rows, and for one token."""
     from draftsmith.models.layers import DecodingNorm
     from draftsmith.models.target import layer_kernels as llama_kernels
+    from draftsmith.models.target.slots import SlotCache, Window
 
     many, queries, kv_heads, half = 256 * 512, 32, 8, 64
 
@@ -90,7 +91,17 @@ def steps() -> dict[str, Callable[[], object]]:
         x = meta(num_tokens, 4096, dtype=dtype)
         llama_kernels.rms_norm(x, DecodingNorm(meta(4096, dtype=dtype), 1e-6), x)
 
+    def enter(dtype: torch.dtype, batch: int, num_words: int) -> None:
+        slots, prefix = meta(batch, 5, dtype=torch.int64), meta(batch, dtype=torch.int64)
+        ancestors = meta(batch, 5, num_words, dtype=torch.int32) if num_words else None
+        slot_cache = SlotCache(batch, 4096)
+        slot_cache.angles = meta(4096, 2, half, dtype=torch.float32)
+        window = Window(slots, slots, prefix, ancestors)
+        llama_kernels.enter(slots, meta(128256, 4096, dtype=dtype), window, slot_cache, {None})
+
     calls: dict[str, Callable[[], object]] = {}
+    calls["enter"] = lambda: enter(torch.bfloat16, 1, 0)
+    calls["enter tree"] = lambda: enter(torch.float32, 8, 2)
     for args in itertools.product((torch.float32, torch.bfloat16), (many, 1)):
         calls["silu {} {}".format(*args)] = lambda args=args: silu(*args)
         calls["norm {} {}".format(*args)] = lambda args=args: norm(*args)
@@ -139,6 +150,35 @@ def cache() -> dict[str, Callable[[], object]]:
     }
 
 
+def rounds() -> dict[str, Callable[[], object]]:
+    """Return calls of both ends of a round: of plain decoding, of a chain, and of a tree."""
+    from draftsmith.inference.decoding import round_kernels
+    from draftsmith.inference.decoding.round_steps import Ends
+    from draftsmith.inference.verification.acceptance_rules import Verified
+    from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
+    from draftsmith.models.sampling.sampling import Noise, Sampling
+    from draftsmith.models.target.target import Features
+
+    def state_of(batch: int, depth: int, num_layers: int) -> DecodingState:
+        ids, hidden = meta(batch, dtype=torch.int64), meta(batch, depth + 1, 4096, dtype=torch.bfloat16)
+        layers = meta(batch, depth + 1, num_layers * 4096, dtype=torch.bfloat16) if num_layers else None
+        positions, token_ids = meta(batch, depth + 1, dtype=torch.int64), meta(batch, 4096, dtype=torch.int64)
+        features = Features(hidden, layers)
+        return DecodingState(token_ids, ids, features, positions, ids, Sampling(), Noise(0, ids), False)
+
+    def both(batch: int, nodes: int, depth: int, num_layers: int) -> None:
+        tokens, ids = meta(batch, nodes, dtype=torch.int64), meta(batch, dtype=torch.int64)
+        draft, state = Draft(tokens, tokens, depth), state_of(batch, depth, num_layers)
+        verified = Verified(ids, meta(batch, depth, dtype=torch.int64), ids)
+        ends = Ends(ids, meta(3, dtype=torch.int64), meta(batch, dtype=torch.bool))
+        round_kernels.open_round(state.token_ids, ids, draft)
+        read = state_of(batch, nodes, num_layers).features
+        round_kernels.close_round(state, ends, draft, verified, read)
+
+    sizes = {"plain": (1, 0, 0, 0), "chain": (1, 4, 4, 3), "tree": (8, 63, 6, 3)}
+    return {f"round {name}": lambda size=size: both(*size) for name, size in sizes.items()}
+
+
 def losses() -> dict[str, Callable[[], object]]:
     from draftsmith.models.losses.divergence_kernels import FusedTeacher
     from draftsmith.models.losses.divergences import DIVERGENCES
@@ -157,8 +197,8 @@ def losses() -> dict[str, Callable[[], object]]:
 
 def verification() -> dict[str, Callable[[], object]]:
     from draftsmith.inference.verification import acceptance_kernels
-    from draftsmith.models.sampling import sampling_kernels
-    from draftsmith.models.sampling.sampling import Stream
+    from draftsmith.models.sampling import cut_kernels, sampling_kernels
+    from draftsmith.models.sampling.sampling import Noise, Sampling, Stream
 
     def call(
         rule: str, batch: int, nodes: int, depth: int, vocabulary: int, dtype: torch.dtype = torch.float32
@@ -193,9 +233,23 @@ def verification() -> dict[str, Callable[[], object]]:
     calls["block long chain"] = "block", 8, 15, 15, 151936
     calls["probabilistic odd vocabulary"] = "probabilistic", 8, 4, 4, 50257
     noise = meta(8, dtype=torch.int64), meta(8, 1, dtype=torch.int64), Stream.DRAFT, meta(5, dtype=torch.int64)
-    return {name: lambda args=args: call(*args) for name, args in calls.items()} | {
-        "uniforms": lambda: sampling_kernels.uniforms(*noise)
+
+    def draw(batch: int, vocabulary: int, dtype: torch.dtype, sampling: Sampling) -> None:
+        ids = meta(batch, dtype=torch.int64)
+        logits = meta(batch, vocabulary, dtype=dtype)
+        cut_kernels.draw(logits, sampling, Noise(0, ids), ids, Stream.DRAFT, 3)
+
+    draws = {
+        "draw": (1, 128256, torch.bfloat16, Sampling(0.8)),
+        "draw cut": (1, 128256, torch.bfloat16, Sampling(0.8, 0.9, 20)),
+        "draw top-p": (8, 32000, torch.float32, Sampling(0.8, 0.9)),
+        "draw top-k": (8, 151936, torch.float16, Sampling(0.8, 1.0, 20)),
     }
+    return (
+        {name: lambda args=args: call(*args) for name, args in calls.items()}
+        | {name: lambda args=args: draw(*args) for name, args in draws.items()}
+        | {"uniforms": lambda: sampling_kernels.uniforms(*noise)}
+    )
 
 
 class Gpu:

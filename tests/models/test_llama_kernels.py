@@ -16,6 +16,7 @@ from draftsmith.models.target import layer_kernels as llama_kernels
 from draftsmith.models.target import layer_steps as llama_steps
 from draftsmith.models.target import product_kernel
 from draftsmith.models.target.layer_steps import Ending
+from draftsmith.models.target.slots import SlotCache, Window
 from draftsmith.models.target.splitting import counters
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -48,6 +49,32 @@ def test_rms_norm(width: int, dtype: torch.dtype, device: str) -> None:
     llama_kernels.rms_norm(x.to(dtype), DecodingNorm(weight.to(dtype), 1e-5), out=found)
     torch.testing.assert_close(found.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert not found[1].any()
+
+
+@pytest.mark.parametrize("picked", [None, [2, 0]])
+@pytest.mark.parametrize("num_words", [0, 1, 3])
+@pytest.mark.parametrize("width", [64, 1100])
+def test_enter(width: int, num_words: int, picked: list[int] | None, device: str) -> None:
+    """Slots past the cache's end are padding, positions past the last angle have the last."""
+    batch, length, half, num_slots = 2, 3, 10, 16
+    slots = torch.tensor([[4, 5, 6], [14, 15, 16]], device=device)
+    ancestors = None
+    if num_words:
+        ancestors = torch.randint(-(2**31), 2**31, (batch, length, num_words), device=device).int()
+    window = Window(slots, slots - 1 + (slots == 6).int(), slots[:, 0], ancestors)
+    token_ids, embedding = torch.randint(50, (batch, length), device=device), torch.randn(50, width, device=device)
+    cache = SlotCache(3, num_slots)
+    if picked:
+        cache = cache.rows(torch.tensor(picked, device=device))
+    cache.angles = torch.randn(14, 2, half, device=device)
+    plain = llama_steps.enter(token_ids, embedding, window, cache, {None})
+    written = cache.written
+    cache.written = torch.zeros(0)
+    found = llama_kernels.enter(token_ids, embedding, window, cache, {None})
+    assert torch.equal(cache.written, written)
+    assert torch.equal(found.mask, window.packed_mask())
+    for one, other in ((plain.x, found.x), (plain.cos, found.cos), (plain.sin, found.sin)):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("normed", [False, True])
