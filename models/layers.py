@@ -102,6 +102,13 @@ def rotary_table(rotary: nn.Module, num_positions: int, like: Tensor) -> Tensor:
     return torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)], 1)
 
 
+def rotary_angles(rotary: nn.Module, num_positions: int, device: torch.device) -> Tensor:
+    """Return cosine and sine at each position, fp32 [M, 2, D / 2], for the kernels of a fused layer."""
+    like = torch.empty(0, device=device)
+    parts = rotary(like, torch.arange(num_positions, device=device)[None])
+    return torch.stack([part[0, :, part.shape[2] // 2 :] for part in parts], 1)
+
+
 def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
     """Apply the rotary embedding to heads x [B, N, T, D] at positions [B or 1, T]."""
     cos, sin = table[positions].unsqueeze(1).unbind(3)  # each [B, 1, T, D]

@@ -15,6 +15,7 @@ V vocabulary that the drafter has logits for.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +28,10 @@ from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_targ
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, LevelWindows, grow
 from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots, KeyValue, unrolled_attention
 from draftsmith.models.kernels import runs_kernels
-from draftsmith.models.layers import DecodingNorm, gather_columns, rotary_table, store_by_columns
+from draftsmith.models.layers import DecodingNorm, gather_columns, rotary_angles, rotary_table, store_by_columns
 from draftsmith.models.losses.chain_loss import ChainLoss
 from draftsmith.models.sampling.trees import Shape
+from draftsmith.models.target.fused_layers import steps_on
 from draftsmith.models.target.slots import Window, slot_attention
 
 # --- training
@@ -124,7 +126,10 @@ def drafting_slots(
 
 
 class EagleCache(DrafterCache):
-    """Everything that drafting makes or looks up once: keys and values, the rotary table, and the weights."""
+    """Everything that drafting makes or looks up once: keys and values, the rotary table, and the weights.
+
+    With kernels the layer takes the steps of the target's fused layers, behind an ordinary embedding.
+    """
 
     ids: Tensor | None = None  # [V] target ids of a draft vocabulary
 
@@ -132,9 +137,15 @@ class EagleCache(DrafterCache):
         self, layer: DecoderLayer, embedding: nn.Module, rotary: nn.Module, num_rows: int, num_slots: int, shape: Shape
     ) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        super().__init__(num_rows, num_slots, shape, attention.o_proj.weight.device)
+        weight = attention.o_proj.weight
+        super().__init__(num_rows, num_slots, shape, weight.device)
         self.layer, self.attention, self.embedding = layer, attention, embedding
-        self.rotary = rotary_table(rotary, self.kv.num_slots, attention.o_proj.weight)
+        self.steps = (
+            steps_on(weight.device) if runs_kernels(weight.device) and type(embedding) is nn.Embedding else None
+        )
+        self.rotary = rotary_table(rotary, self.kv.num_slots, weight)
+        if self.steps is not None:
+            self.kv.angles = rotary_angles(rotary, self.kv.num_slots, weight.device)
         store_for_decoding(attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
         self.output = attention.o_proj.weight
         self.mlp_norm = decoding_norm(layer.post_attention_layernorm)
@@ -153,6 +164,8 @@ class EagleCache(DrafterCache):
 
         Returns the query [B, Nq, T, D] and the residual [B, T, H].
         """
+        if self.steps is not None:
+            return self._write_in_steps(self.steps, token_ids, hidden, window)
         x, residual = self.enter(self.embedding(token_ids), hidden)
         query, key, value = self.attention.project(x, self.rotary, window.positions)
         self.kv.write_to(window.slots)
@@ -160,25 +173,43 @@ class EagleCache(DrafterCache):
         return query, residual
 
     def finish(self, query: Tensor, residual: Tensor, window: Window) -> Tensor:
-        """Return the layer's output [B, T, H] from query [B, Nq, T, D] and residual [B, T, H]."""
+        """Return the layer's output [B, T, H] from query [B, Nq, T, D] and residual [B, T, H], which may change."""
+        if self.steps is not None:
+            return self._finish_in_steps(self.steps, query, residual)
         mask = window.mask(self.kv.num_slots)
         attended, _ = slot_attention(self.layer, query, self.keys, self.values, mask)
         hidden = residual + F.linear(attended.flatten(2), self.output)
         gate, up = F.linear(self.mlp_norm(hidden), self.gate_up).chunk(2, -1)
         return hidden + F.linear(F.silu(gate, inplace=True).mul_(up), self.down)
 
-    def draft(self, state: DecodingState, features: Tensor, shape: Shape, vocab_size: int) -> Draft:
-        """Read the features [B, T, H] of the last target pass, then draft level by level.
+    def _write_in_steps(
+        self, steps: ModuleType, token_ids: Tensor, hidden: Tensor, window: Window
+    ) -> tuple[Tensor, Tensor]:
+        attention, (batch, length) = self.attention, token_ids.shape
+        self.kv.reserve(0, attention.num_kv_heads, attention.head_dim, like=hidden)
+        entry = steps.enter(token_ids, self.embedding.weight, window, self.kv, {None})
+        self.mask = entry.mask  # of the tokens that are written; `finish` reads the same ones
+        x, residual = self.enter(entry.x.view_as(hidden), hidden)
+        query, kept = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+        qkv = x.new_empty(batch * length, query + 2 * kept)
+        steps.product(x.flatten(0, 1), attention.qkv_proj.weight.t(), qkv)
+        heads = qkv[:, : query + kept].view(len(qkv), -1, 2, attention.head_dim // 2)
+        steps.rotate_and_store(heads, qkv[:, query:], entry.cos, entry.sin, None, self.kv.written, self.kv.flat(0))
+        self.keys, self.values = self.kv.keys_and_values(0)
+        return qkv[:, :query].view(batch, length, -1, attention.head_dim).transpose(1, 2), residual
 
-        All become keys and values, only the newest committed one goes on through the layer.
-        """
-        next_ids = state.token_ids.gather(1, (state.positions + 1).clamp(max=state.token_ids.shape[1] - 1))
-        window = Window(state.positions, state.positions, state.positions[:, 0])
-        query, residual = self.write(next_ids, features, window)
-        rows, newest = torch.arange(len(query), device=query.device), state.num_new - 1
-        slots = state.lengths[:, None] - 2
-        window = Window(slots, slots, slots[:, 0])
-        hidden = self.finish(query[rows, :, newest][:, :, None], residual[rows, newest][:, None], window)
+    def _finish_in_steps(self, steps: ModuleType, query: Tensor, residual: Tensor) -> Tensor:
+        attended = steps.attend(query, self.keys, self.values, self.mask, query.shape[-1] ** -0.5, None)
+        x = residual.flatten(0, 1)  # a view, to which both halves of the layer are added
+        inner = x.new_empty(len(x), self.down.shape[1])
+        steps.product(attended.reshape(len(x), -1), self.output.t(), x, ending="add")
+        steps.product(x, self.gate_up.t(), inner, self.mlp_norm, ending="gate")
+        steps.product(inner, self.down.t(), x, ending="add")
+        return x.view_as(residual)
+
+    def draft(self, state: DecodingState, features: Tensor, shape: Shape, vocab_size: int) -> Draft:
+        """Read the features [B, T, H] of the last target pass, then draft level by level."""
+        hidden = self.read_features(state, features)
         windows = LevelWindows(state.lengths - 1, shape.num_read)
 
         def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
@@ -190,6 +221,23 @@ class EagleCache(DrafterCache):
             return self.logits(hidden)
 
         return in_target_vocabulary(grow(shape, self.tree, self.logits(hidden), read, state), self.ids, vocab_size)
+
+    def read_features(self, state: DecodingState, features: Tensor) -> Tensor:
+        """Make the features [B, T, H] of the last target pass keys and values.
+
+        Returns the layer's output [B, 1, H] at the newest committed one. On a GPU the others go through the layer with
+        it: that reads the weights once, too, and takes fewer launches than to part them.
+        """
+        next_ids = state.token_ids.gather(1, (state.positions + 1).clamp(max=state.token_ids.shape[1] - 1))
+        window = Window(state.positions, state.positions, state.positions[:, 0])
+        query, residual = self.write(next_ids, features, window)
+        newest = state.num_new - 1
+        if self.steps is not None:
+            return gather_columns(self.finish(query, residual, window), newest[:, None])
+        rows = torch.arange(len(query), device=query.device)
+        slots = state.lengths[:, None] - 2
+        window = Window(slots, slots, slots[:, 0])
+        return self.finish(query[rows, :, newest][:, :, None], residual[rows, newest][:, None], window)
 
 
 def store_for_decoding(*linears: nn.Linear) -> None:

@@ -50,23 +50,25 @@ def grow_chain(depth: int, logits: Tensor, read: Read, state: DecodingState) -> 
     On a CPU the drafter stops with the last row; on a GPU all rounds have one shape.
     """
     chosen: list[tuple[Tensor, Tensor | None]] = []
-    confidence = torch.ones_like(logits[:, 0, 0], dtype=torch.float32)  # [B] in what is drafted so far
+    watched = bool(state.least_confidence) or state.confidence is not None
+    confidence = torch.ones(len(logits), device=logits.device) if watched else None  # [B] in what is drafted so far
     ended: list[Tensor] = []  # before each depth, [B]
     for level in range(depth):
-        ended.append(confidence < state.least_confidence)
-        if state.least_confidence and not runs_kernels(logits.device) and ended[-1].all():
-            break
+        if state.least_confidence and confidence is not None:
+            ended.append(confidence < state.least_confidence)
+            if not runs_kernels(logits.device) and ended[-1].all():
+                break
         if level:
             logits = read(chosen[-1][0][:, None], None)
         tokens, cut_logits = state.choose(logits[:, 0], level)
         chosen.append((tokens, cut_logits))
-        if state.least_confidence or state.confidence is not None:
+        if confidence is not None:
             own = (logits[:, 0] if cut_logits is None else cut_logits).float().softmax(-1).amax(-1)
             confidence = confidence * own
             if state.confidence is not None:
                 state.confidence[:, level] = own
     draft = stack_chain(chosen)
-    if state.least_confidence:
+    if ended:
         draft.tokens = draft.tokens.masked_fill(torch.stack(ended[: len(chosen)], 1), NO_TOKEN)
     return draft
 
@@ -206,9 +208,11 @@ class LevelWindows:
     def __init__(self, prefix: Tensor, num_read: int) -> None:
         """`prefix` [B]: slots of committed tokens in the drafter's cache, the newest one's among them."""
         self._prefix = prefix
+        self._size = num_read
         self._num_read = self._depth = 0
         self._num_words = -(-num_read // WORD)
-        self._seen = torch.zeros(len(prefix), 1, self._num_words, dtype=torch.int32, device=prefix.device)
+        self._chain: Tensor | None = None  # [levels, B, 1] slots of a chain
+        self._seen: Tensor | None = None  # [B, W, words] by the tokens of the level before
 
     def next(self, width: int, parents: Tensor | None) -> Window:
         """Return the window of the next level: `width` tokens that follow `parents` [B, W] of the level before."""
@@ -216,10 +220,15 @@ class LevelWindows:
         self._depth += 1
         self._num_read += width
         if parents is None:
-            slots = self._prefix[:, None] + depth
+            if self._chain is None:
+                levels = torch.arange(self._size, device=self._prefix.device)
+                self._chain = self._prefix[None, :, None] + levels[:, None, None]
+            slots = self._chain[depth]
             return Window(slots, slots, self._prefix)
         columns = torch.arange(first, first + width, device=self._prefix.device)
         own = columns[:, None] == torch.arange(self._num_words * WORD, device=columns.device)
+        if self._seen is None:
+            self._seen = torch.zeros(len(parents), 1, self._num_words, dtype=torch.int32, device=columns.device)
         self._seen = gather_columns(self._seen, parents) | pack(own.long())
         positions = (self._prefix[:, None] + depth).expand(-1, width)
         return Window(self._prefix[:, None] + columns, positions, self._prefix, self._seen)

@@ -243,14 +243,23 @@ class Eagle3Cache(EagleCache):
         super().__init__(layer, drafter.embedding, drafter.rotary, num_rows, num_slots, shape)
         self.norm_before_residual = drafter.config.norm_before_residual
         self.ids = drafter.draft_to_target()
-        self.input_norm = decoding_norm(layer.input_layernorm, layer.hidden_norm)
+        norms = layer.input_layernorm, layer.hidden_norm
+        self.input_norm, self.input_norms = decoding_norm(*norms), [decoding_norm(norm) for norm in norms]
         store_for_decoding(drafter.lm_head)
         self.final_norm, self.head = decoding_norm(drafter.norm), drafter.lm_head.weight
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        both = torch.stack([embedded, hidden], 2)  # [B, T, 2, H]
-        normed = self.input_norm(both)
+        if self.steps is None:
+            normed = self.input_norm(torch.stack([embedded, hidden], 2))  # [B, T, 2, H]
+        else:
+            normed = hidden.new_empty(*hidden.shape[:2], 2, hidden.shape[2])
+            for part, (x, norm) in enumerate(zip((embedded, hidden), self.input_norms, strict=True)):
+                self.steps.rms_norm(x.flatten(0, 1), norm, out=normed.flatten(0, 1)[:, part])
         return normed.flatten(2), normed[:, :, 1] if self.norm_before_residual else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(self.final_norm(hidden), self.head)
+        if self.steps is None:
+            return F.linear(self.final_norm(hidden), self.head)
+        logits = hidden.new_empty(*hidden.shape[:2], len(self.head))
+        self.steps.product(hidden.flatten(0, 1), self.head.t(), logits.flatten(0, 1), self.final_norm)
+        return logits
