@@ -71,7 +71,7 @@ def cases(batch: int, vocabulary: int, device: str) -> Iterator[Case]:
     noise, positions = Noise(0, torch.arange(batch, device=device)), torch.arange(16, device=device).expand(batch, -1)
     yield Case(
         "noise",
-        lambda: sampling_kernels.uniforms(noise._keys, positions, Stream.ACCEPT),
+        lambda: sampling_kernels.uniforms(noise.keys, positions, Stream.ACCEPT),
         lambda: noise.uniforms(positions, Stream.ACCEPT),
         positions.nbytes,
     )
