@@ -19,7 +19,7 @@ from draftsmith.models.target.target import Features
 
 
 class Ends(NamedTuple):
-    """What ends the texts of the rows, and which have ended."""
+    """Limits and tokens at which the texts of the rows end, and which rows have ended."""
 
     limits: Tensor  # [B] int64 lengths at which a text is cut
     eos: Tensor  # [E] int64 ids that end a text

@@ -31,7 +31,7 @@ BLOCK = 2048  # candidates that are looked at together
 
 
 class Edges(NamedTuple):
-    """Where each row is cut: what is above the edge stays, and of what is at the edge the ids up to the last one."""
+    """Edges at which rows are cut: what is above an edge stays, and of what is at it the ids up to the last one."""
 
     edges: Tensor  # [R] fp32
     last_ids: Tensor  # [R] int32

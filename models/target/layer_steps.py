@@ -15,7 +15,7 @@ from draftsmith.models.target.slots import SlotCache, Window, last_seen
 
 
 class Entry(NamedTuple):
-    """What all layers of a pass read."""
+    """Tensors that all layers of a pass read."""
 
     x: Tensor  # [N, H] embedded tokens, the residual stream
     mask: Any  # what `attend` takes
