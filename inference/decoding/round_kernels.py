@@ -234,6 +234,7 @@ def _close_row(
     finished = was_finished | (until_end < DEPTH + 2) | (length + num_emitted >= limit)
     _, drafted, _ = load_tree(tree, row, N, NODES)
 
+    tl.debug_barrier()  # each thread has read the length and the flag before one writes them
     tl.store(texts.lengths + row, length + num_emitted)
     tl.store(ends.finished + row, finished)
     tl.store(texts.num_new + row, num_accepted + 1)

@@ -16,18 +16,22 @@ import pytest
 import torch
 from kernel_names import launched_kernels
 
+from draftsmith.inference.decoding.round_steps import Ends
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, chain
 from draftsmith.models.layers import DecodingNorm
-from draftsmith.models.sampling.sampling import Stream
+from draftsmith.models.sampling.sampling import Noise, Sampling, Stream
 from draftsmith.models.sampling.trees import ancestor_words
-from draftsmith.models.target.slots import Window, chain_window
+from draftsmith.models.target.slots import SlotCache, Window, chain_window
+from draftsmith.models.target.target import Features
 
 pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
 from faulty_kernel import FAULTS, add_blocks
 from shadow_memory import ShadowMemory, watched
 
+from draftsmith.inference.decoding import round_kernels
 from draftsmith.inference.verification import acceptance_kernels
 from draftsmith.models.losses import divergence_kernels
-from draftsmith.models.sampling import sampling_kernels
+from draftsmith.models.sampling import cut_kernels, sampling_kernels
 from draftsmith.models.target import attention_kernel, cache_kernels, layer_kernels
 
 pytestmark = [
@@ -74,6 +78,39 @@ def rotate(memory: ShadowMemory) -> None:
     angles = torch.randn(3, 1, 2, 10)
     cos, heads = angles[:, :, :1].contiguous(), qkv[:, :100].view(3, 5, 2, 10)
     layer_kernels.rotate_and_store(heads, qkv[:, 60:], cos, angles, norm, torch.tensor([3, 11, 0]), flat)
+
+
+def enter(memory: ShadowMemory) -> None:
+    """Trees in picked rows of a cache; some tokens are padding."""
+    window, cache = tree_window(), SlotCache(5, 37).rows(torch.tensor([4, 0, 2]))
+    cache.angles = torch.randn(36, 2, 10)
+    layer_kernels.enter(torch.randint(0, 9, (3, 6)), torch.randn(9, 1100), window, cache, {None})
+
+
+def both_ends(num_nodes: int, memory: ShadowMemory) -> None:
+    """Open and close a round of three rows, of which the last has ended: with a tree of five nodes or a chain."""
+    torch.manual_seed(0)
+    tokens, lengths = torch.randint(-1, 9, (3, num_nodes)), torch.tensor([3, 8, 5])
+    draft = Draft(tokens, PARENTS, 3) if num_nodes == 5 else chain(tokens)
+    features = Features(torch.empty(3, 4, 30), torch.empty(3, 4, 2100))
+    noise = Noise(0, torch.arange(3))
+    positions, num_new = torch.zeros(3, 4, dtype=torch.int64), torch.ones(3, dtype=torch.int64)
+    state = DecodingState(
+        torch.zeros(3, 20, dtype=torch.int64), lengths, features, positions, num_new, Sampling(), noise, False
+    )
+    round_kernels.open_round(state.token_ids, state.lengths, draft)
+    path = torch.tensor([[2, 4, 4], [1, 3, 5], [0, 0, 0]])[:, : draft.depth].contiguous()
+    verified = acceptance_kernels.Verified(
+        torch.tensor([2, 3, 0]).clamp(max=draft.depth), path, torch.tensor([7, 1, 2])
+    )
+    ends = Ends(lengths + 3, torch.tensor([1, 4]), torch.tensor([False, False, True]))
+    read = Features(*(torch.randn(3, num_nodes + 1, width) for width in (30, 2100)))
+    round_kernels.close_round(state, ends, draft, verified, read)
+
+
+def draw(sampling: Sampling, memory: ShadowMemory) -> None:
+    noise = Noise(0, torch.arange(3))
+    cut_kernels.draw(torch.randn(3, 37), sampling, noise, torch.arange(3), Stream.DRAFT, 1)
 
 
 def silu(memory: ShadowMemory, kernel: ModuleType = layer_kernels) -> None:
@@ -129,8 +166,10 @@ CALLS: list[Call] = [
     lambda memory: attend(chain_window(torch.tensor([30, 0]), 9), 1, memory),
     lambda memory: attend(chain_window(torch.tensor([39, 0, 16]), 1), 3, memory),
     lambda memory: attend(tree_window(), 2, memory),
-    *(norm_in_place, rotate, silu, write, move, compare, uniforms),
+    *(norm_in_place, enter, rotate, silu, write, move, compare, uniforms),
     *(partial(verify, rule) for rule in RULES),
+    *(partial(both_ends, num_nodes) for num_nodes in (0, 3, 5)),
+    *(partial(draw, sampling) for sampling in (Sampling(0.7), Sampling(0.7, 0.8), Sampling(0.7, 0.9, 5))),
 ]
 
 
