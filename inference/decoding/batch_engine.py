@@ -27,7 +27,8 @@ from draftsmith.inference.verification.acceptance_rules import Verified
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft, chain
 from draftsmith.models.kernels import runs_kernels
-from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, cut, sample
+from draftsmith.models.sampling.drawing import cut, uniforms
+from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, sample
 from draftsmith.models.sampling.trees import Chain, Shape
 from draftsmith.models.target.slots import SlotCache, Window, chain_window
 from draftsmith.models.target.target import Features, Target
@@ -163,8 +164,8 @@ class BatchEngine:
         if self.settings.sampling.greedy:
             first = logits.argmax(-1)  # [b, 1]
         else:
-            uniforms = self.state.noise.uniforms(lengths[:, None], Stream.TARGET, rows=index)
-            first = sample(cut(logits, self.settings.sampling).softmax(-1), uniforms)
+            coins = self.state.noise.uniforms(lengths[:, None], Stream.TARGET, rows=index)
+            first = sample(cut(logits, self.settings.sampling).softmax(-1), coins)
         token_ids.scatter_(1, lengths[:, None], first)
         most = torch.tensor(limits or [self.settings.max_new_tokens] * len(rows), device=device)
         finished = ends_a_text(first[:, 0], self.eos) | (most == 1)
@@ -294,7 +295,7 @@ class BatchEngine:
         if mode == "greedy":
             return rules.greedy(logits, *nodes)
         node_numbers = torch.arange(draft.tokens.shape[1], device=logits.device)
-        coins = state.noise.uniforms(state.lengths[:, None], Stream.ACCEPT, node_numbers)
+        coins = uniforms(state.noise, state.lengths[:, None], Stream.ACCEPT, node_numbers)
         if mode == "synthetic":
             return acceptance_rules.synthetic(
                 logits, *nodes, self.synthetic_rates[: draft.depth], coins[:, : draft.depth]
@@ -303,14 +304,14 @@ class BatchEngine:
         if mode == "typical":
             return rules.typical(logits, *nodes)
         positions = state.lengths[:, None] + torch.arange(draft.depth + 1, device=logits.device)
-        uniforms = state.noise.uniforms(positions, Stream.TARGET)
+        draws = uniforms(state.noise, positions, Stream.TARGET)
         if mode == "one_hot" or not draft.depth:  # without a draft, each of the modes below draws from p, too
-            return rules.one_hot(logits, *nodes, uniforms)
+            return rules.one_hot(logits, *nodes, draws)
         assert draft.logits is not None
         if mode == "without_replacement":
-            return rules.without_replacement(logits, draft.logits, *nodes, coins, uniforms)
+            return rules.without_replacement(logits, draft.logits, *nodes, coins, draws)
         rule = rules.block if mode == "block" else rules.probabilistic
-        return rule(logits, draft.logits, draft.tokens, coins, uniforms)
+        return rule(logits, draft.logits, draft.tokens, coins, draws)
 
 
 def rules_on(device: torch.device) -> ModuleType:

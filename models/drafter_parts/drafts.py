@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.kernels import runs_kernels
-from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, cut, draw
+from draftsmith.models.sampling.drawing import cut, draw, uniforms
+from draftsmith.models.sampling.sampling import Noise, Sampling, Stream
 from draftsmith.models.target.target import Features
 
 NO_TOKEN = -1  # fills a draft where a row has nothing to propose; matches nothing
@@ -116,8 +117,8 @@ class DecodingState:
             return logits.topk(most).indices, None
         logits = cut(logits, self.sampling)
         branch = depth * logits.shape[-1] + torch.arange(logits.shape[-1], device=logits.device)
-        uniforms = self.noise.uniforms(self.lengths[:, None], Stream.DRAFT, branch)  # [B, V]
-        scores, tokens = (logits - (-uniforms.log()).log().float()[:, None]).topk(most)
+        coins = uniforms(self.noise, self.lengths[:, None], Stream.DRAFT, branch)  # [B, V]
+        scores, tokens = (logits - (-coins.log()).log().float()[:, None]).topk(most)
         return tokens.masked_fill(scores == float("-inf"), NO_TOKEN), logits
 
 

@@ -11,8 +11,6 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from draftsmith.models.kernels import runs_kernels
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -35,10 +33,6 @@ def cut(logits: Tensor, sampling: Sampling) -> Tensor:
     edge go to the lower id.
     """
     assert not sampling.greedy, "greedy decoding takes the argmax"
-    if runs_kernels(logits.device):
-        from draftsmith.models.sampling import cut_kernels
-
-        return cut_kernels.cut(logits, sampling)
     scaled = logits.float() / sampling.temperature
     if sampling.top_k:
         kth = scaled.topk(min(sampling.top_k, scaled.shape[-1])).values[..., -1:]
@@ -112,12 +106,7 @@ class Noise:
         its first draft and a branch [T] each: a later round never meets them again, even where it drafts for the same
         position (block verification looks at coins beyond the tokens that it accepts).
         """
-        keys = self.keys[rows]
-        if runs_kernels(keys.device):
-            from draftsmith.models.sampling import sampling_kernels
-
-            return sampling_kernels.uniforms(keys, positions, stream, branch)
-        bits = _mix(_mix(keys[:, None] + positions) + (branch * len(Stream) + int(stream)))
+        bits = _mix(_mix(self.keys[rows, None] + positions) + (branch * len(Stream) + int(stream)))
         return ((bits & ((1 << 52) - 1)).double() + 0.5) / (1 << 52)
 
 
@@ -128,10 +117,6 @@ def draw(
 
     positions [B] and the others as in `Noise.uniforms`.
     """
-    if runs_kernels(logits.device):
-        from draftsmith.models.sampling import cut_kernels
-
-        return cut_kernels.draw(logits, sampling, noise, positions, stream, branch)
     logits = cut(logits, sampling)
     return sample(logits.softmax(-1), noise.uniforms(positions[:, None], stream, branch)[:, 0]), logits
 
