@@ -253,9 +253,7 @@ MUTATIONS = (
         "output = output * (whole - whole).exp()",
     ),
     # how checkpoints are read, and which files an engine loads
-    Mutation(
-        "nested layer ids are taken as they stand", LAYOUTS, "[layer_id + 1 for layer_id in nested]", "list(nested)"
-    ),
+    Mutation("nested layer ids are taken as they stand", LAYOUTS, "[layer_id + 1 for layer_id in ids]", "list(ids)"),
     Mutation(
         "a reordered vocabulary is let through", LAYOUTS, 'if "d2t" in tensors and tensors["d2t"].any():', "if False:"
     ),

@@ -22,6 +22,7 @@ from draftsmith.models.ranges import (
     checked_fields,
 )
 
+FeatureNorm = Literal["none", "each", "all"]
 Divergence = Literal["cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "lk_hybrid"]
 
 C = TypeVar("C", bound="DrafterConfig")
@@ -79,10 +80,22 @@ class ReducedVocabulary(DrafterConfig):
 
 
 @dataclass
-class EagleConfig(DrafterConfig):
+class LayersLikeTarget(DrafterConfig):
+    """Fields of the families whose decoder layers are as wide as the target's."""
+
+    intermediate_size: Count | None = None  # None: the target's
+    starting_layers: Literal["random", "target"] = "random"  # of a new drafter: random, or copies of the target's last
+
+    @property
+    def num_starting_layers(self) -> int:
+        """Number of layers that start as the setting says."""
+        return 1
+
+
+@dataclass
+class EagleConfig(LayersLikeTarget):
     fixed_fields = ("intermediate_size", "bias")
     kind: str = "eagle"
-    intermediate_size: Count | None = None  # None: the target's
     bias: bool = False  # of `fc`, as most public EAGLE-1 heads have one; of SGLang and SafeAILab's code, not of vLLM's
     unroll_steps: Depth = 3  # trained on its own guesses too, as HASS (arXiv 2408.15766); 1: as in the paper
     step_decay: Share = 0.8  # weight of unrolled step k is step_decay ** k
@@ -97,11 +110,19 @@ class EagleConfig(DrafterConfig):
 
 
 @dataclass
-class Eagle3Config(ReducedVocabulary):
-    fixed_fields = (*ReducedVocabulary.fixed_fields, "layer_ids", "intermediate_size", "norm_before_residual")
+class Eagle3Config(ReducedVocabulary, LayersLikeTarget):
+    fixed_fields = (
+        *ReducedVocabulary.fixed_fields,
+        "layer_ids",
+        "intermediate_size",
+        "feature_norm",
+        "norm_before_residual",
+        "norm_output",
+    )
     kind: str = "eagle3"
     layer_ids: list[Natural] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
-    intermediate_size: Count | None = None  # None: the target's
+    feature_norm: FeatureNorm = "none"  # before `fc`, of each layer's states (EAGLE-3.1) or of all as one
+    norm_output: bool = False  # drafting goes on from the normed output (EAGLE-3.1)
     norm_before_residual: bool = False  # the layer's residual is the normed feature; of vLLM's engines, not of SGLang's
     unroll_steps: Depth = 4  # length of the training-time test
     step_decay: Share = 0.8  # weight of unrolled step k is step_decay ** k
@@ -112,17 +133,18 @@ class Eagle3Config(ReducedVocabulary):
 
 
 @dataclass
-class PEagleConfig(ReducedVocabulary):
+class PEagleConfig(ReducedVocabulary, LayersLikeTarget):
     fixed_fields = (
         *ReducedVocabulary.fixed_fields,
         "layer_ids",
         "intermediate_size",
+        "feature_norm",
         "num_layers",
         "mask_token_id",
     )
     kind: str = "p_eagle"
     layer_ids: list[Natural] | None = None  # after-N-layers ids to read; None: 2, L // 2, L - 3
-    intermediate_size: Count | None = None  # None: the target's
+    feature_norm: FeatureNorm = "none"  # before `fc`, of each layer's states or of all as one
     num_layers: Depth = 4
     num_depths: Annotated[Depth, Field(ge=2)] = 8  # K, tokens of the longest draft
     mask_token_id: Natural | None = None  # whose embedding mask slots read; None: the end of text
@@ -130,6 +152,10 @@ class PEagleConfig(ReducedVocabulary):
     keep_least: AboveZero = 0.2  # smallest such share
     depth_decay: Share = 0.8  # weight of depth d is depth_decay ** d, whatever share of it is trained
     divergence: Divergence = "forward_kl"
+
+    @property
+    def num_starting_layers(self) -> int:
+        return self.num_layers
 
 
 @dataclass

@@ -33,7 +33,7 @@ from draftsmith.train.hardware.placement import check_placement, place
 from draftsmith.train.inputs.features import load_target, open_store
 from draftsmith.train.inputs.on_policy import OnPolicy
 from draftsmith.train.run_folder.vocabulary import DraftVocabulary, vocabulary_text
-from draftsmith.train.starting_drafter import fit_vocabulary_size, starting_drafter
+from draftsmith.train.starting_drafter import fit_starting_layers, fit_vocabulary_size, starting_drafter
 
 
 @dataclass
@@ -57,6 +57,7 @@ def set_up(config: TrainConfig) -> Setup:
         check_compiles(accelerator.device)
     bare_target = Target.without_weights(config.target)
     fit_vocabulary_size(config, bare_target.vocab_size)
+    fit_starting_layers(config, bare_target)
     placement = place(config, accelerator, bare_target)
     if accelerator.is_main_process:
         say(placement.text())

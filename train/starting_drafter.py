@@ -7,8 +7,9 @@ from torch import Tensor
 
 from draftsmith.data.progress import notice
 from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, build_drafter, read_checkpoint
-from draftsmith.models.drafter_configs import DrafterConfig, ReducedVocabulary
+from draftsmith.models.drafter_configs import DrafterConfig, LayersLikeTarget, ReducedVocabulary
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
+from draftsmith.models.drafter_parts.target_layers import why_not_copied
 from draftsmith.models.drafter_parts.vocabulary import ranking, too_large, with_size
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.identity import check_identity, differences
@@ -28,6 +29,25 @@ def fit_vocabulary_size(config: TrainConfig, vocab_size: int) -> None:
     if PartialState().is_main_process:
         notice(f"the recipe drafts from {size} tokens, and the target has {vocab_size}: all of them are drafted from")
     config.drafter = replace(drafter, draft_vocab_size=None)
+
+
+def fit_starting_layers(config: TrainConfig, target: Target) -> None:
+    """Start with random layers where the recipe copies the target's, and these have another shape.
+
+    Raises `UserError` where the user asked for the copy, or where a drafter that is trained on has layers already.
+    """
+    drafter = config.drafter
+    if not isinstance(drafter, LayersLikeTarget) or drafter.starting_layers == "random":
+        return
+    reason = "init_from brings the layers"
+    if config.init_from is None:
+        reason = why_not_copied(target, drafter.intermediate_size, drafter.num_starting_layers) or ""
+    if reason and "drafter.starting_layers" in config.explicit_keys:
+        raise UserError(f"drafter.starting_layers=target: {reason}; give drafter.starting_layers=random")
+    if reason and config.init_from is None and PartialState().is_main_process:
+        notice(f"{reason}: the drafter's start at random")
+    if reason:
+        config.drafter = replace(drafter, starting_layers="random")
 
 
 def starting_drafter(config: TrainConfig, target: Target, counts: Tensor) -> Drafter:

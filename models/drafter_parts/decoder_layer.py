@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.models.drafter_parts.config_fields import LAYER_FIELDS
+from draftsmith.models.drafter_parts.target_layers import final_norm_weight, layer_weights, why_not_copied
 from draftsmith.models.errors import UserError
-from draftsmith.models.layers import GatedMLP, MergedLinear, RMSNorm, rotate
+from draftsmith.models.layers import GatedMLP, MergedLinear, RMSNorm, checkpoint_tensors, rotate
 from draftsmith.models.target.target import Target
 
 
@@ -51,6 +52,48 @@ class DecoderLayer(nn.Module):
         """Return the layer's output [B, T, H] from residual [B, T, H] and attended [B, T, N, D]; no final norm."""
         hidden = residual + self.self_attn.o_proj(attended.flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def randomize(module: nn.Module) -> None:
+    """Give all matrices inside a module, in place, random values of Llama's initial size."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=0.02)
+
+
+def start_as_target(layers: list[DecoderLayer], norm: RMSNorm | None, target: Target) -> None:
+    """Copy the target's last layers, as many as there are, and its final norm, if any, in place.
+
+    Nothing is copied from a target on the meta device, which has shapes alone. Raises `UserError` where the target's
+    layers have another shape.
+    """
+    inner = layers[0].mlp.down_proj.in_features
+    if reason := why_not_copied(target, inner, len(layers)):
+        raise UserError(f"drafter.starting_layers=target: {reason}; give drafter.starting_layers=random")
+    if target.device.type == "meta":
+        return
+    for number, layer in enumerate(layers, target.num_layers - len(layers)):
+        copy_layer(layer, layer_weights(target, number))
+    if norm is not None:
+        norm.weight.data.copy_(final_norm_weight(target))
+
+
+def copy_layer(layer: DecoderLayer, weights: dict[str, Tensor]) -> None:
+    """Set a drafter's layer to the weights of a target's, by their names in it.
+
+    What the target's attention reads, the drafter's reads last: before it stand embeddings, whose part of the matrices
+    stays as it is. A layer without a norm of what it reads (EAGLE-1) gets the norm's weight as a factor.
+    """
+    tensors = checkpoint_tensors(layer)
+    input_norm = weights["input_layernorm.weight"]
+    name = next((f"{norm}.weight" for norm in ("hidden_norm", "input_layernorm") if hasattr(layer, norm)), None)
+    copied = {key: weight for key, weight in weights.items() if key != "input_layernorm.weight"}
+    if name is not None:
+        copied[name] = input_norm
+    else:
+        copied |= {key: weights[key] * input_norm for key in (f"self_attn.{part}_proj.weight" for part in "qkv")}
+    for key, weight in copied.items():
+        tensors[key][..., -weight.shape[-1] :].copy_(weight)
 
 
 def layer_config_for(intermediate_size: int | None, target: Target) -> LlamaConfig:

@@ -129,9 +129,11 @@ def complete_eagle3(
     """Give EAGLE-3 one name for the layer, layer ids after N layers, a head, no tables for a whole vocabulary."""
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     config = {**config, "vocab_size": config.get("vocab_size", target.vocab_size)}
-    nested = checked(EngineFields, config.get("eagle_config", {})).get("eagle_aux_hidden_state_layer_ids")
-    if not config.get("eagle_aux_hidden_state_layer_ids") and nested:
-        config["eagle_aux_hidden_state_layer_ids"] = [layer_id + 1 for layer_id in nested]
+    nested = checked(EngineFields, config.get("eagle_config", {}))
+    if not config.get("eagle_aux_hidden_state_layer_ids") and (ids := nested.get("eagle_aux_hidden_state_layer_ids")):
+        config["eagle_aux_hidden_state_layer_ids"] = [layer_id + 1 for layer_id in ids]
+    if "norm_before_fc" in nested:  # as engines read it
+        config["norm_before_fc"] = nested["norm_before_fc"]
     draft_vocab_size = config.get("draft_vocab_size") or target.vocab_size
     config["draft_vocab_size"] = draft_vocab_size
     if draft_vocab_size == target.vocab_size:

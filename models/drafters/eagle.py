@@ -26,6 +26,8 @@ from draftsmith.models.drafter_parts.decoder_layer import (
     engine_layer_config,
     layer_config_for,
     layer_config_of,
+    randomize,
+    start_as_target,
 )
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.drafter_parts.eagle_layer import (
@@ -61,14 +63,15 @@ class Eagle(Drafter):
 
     @classmethod
     def from_target(cls, config: EagleConfig, target: Target) -> "Eagle":
-        """Return a drafter whose random layer first repeats the feature it gets."""
+        """Return a drafter whose layer is given the feature, and is random or a copy of the target's last one."""
         drafter = cls(config, layer_config_for(config.intermediate_size, target), target)
-        for module in drafter.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
-        drafter.fc.weight.data[:, target.hidden_size :] += torch.eye(target.hidden_size)
+        randomize(drafter.layer)
+        nn.init.zeros_(drafter.fc.weight)
+        drafter.fc.weight.data[:, -target.hidden_size :] = torch.eye(target.hidden_size)
         if config.bias:
             nn.init.zeros_(drafter.fc.bias)
+        if config.starting_layers == "target":
+            start_as_target([drafter.layer], None, target)
         return drafter
 
     @property

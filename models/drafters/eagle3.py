@@ -2,9 +2,11 @@
 
 A slot t holds the target's features g_t (three layers, fused by `fc`) and the embedding of x_{t+1}, and predicts
 x_{t+2}. Drafting goes on from the layer's own output in place of features; training unrolls that recurrence
-("training-time test", section 3.2) with the true tokens fed in.
+("training-time test", section 3.2) with the true tokens fed in. EAGLE-3.1 norms each of the three layers' states before
+`fc`, whose sizes differ widely, and goes on from the normed output, so that it does not grow from step to step.
 
-Shapes: B rows, T slots, H hidden width, A layers read, N heads, D head width, V target vocabulary, Vd draft vocabulary.
+Shapes: B rows, T slots, H hidden width, Ht the target's, A layers read, N heads, D head width, V target vocabulary,
+Vd draft vocabulary.
 """
 
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafter_configs import Eagle3Config
+from draftsmith.models.drafter_configs import Eagle3Config, FeatureNorm
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING, check_same_shape, loaded
 from draftsmith.models.drafter_parts.decoder_layer import (
@@ -26,6 +28,8 @@ from draftsmith.models.drafter_parts.decoder_layer import (
     engine_layer_config,
     layer_config_for,
     layer_config_of,
+    randomize,
+    start_as_target,
 )
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.drafter_parts.eagle_layer import (
@@ -35,7 +39,7 @@ from draftsmith.models.drafter_parts.eagle_layer import (
     drafting_slots,
     store_for_decoding,
 )
-from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots
+from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots, KeyValue
 from draftsmith.models.drafter_parts.vocabulary import too_large
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import RMSNorm, as_computed
@@ -89,9 +93,14 @@ class Eagle3(Drafter):
         self.embed_tokens: nn.Embedding | None = None  # frozen, of checkpoints that bring their own
         if embeds:
             self.embed_tokens = nn.Embedding(target.vocab_size, width).requires_grad_(False)
-        self.fc = nn.Linear(len(self.layer_ids) * target.hidden_size, width, bias=False)
+        eps, num_states = layer_config.rms_norm_eps, len(self.layer_ids)
+        if config.feature_norm == "each":
+            self.fc_norm = nn.ModuleList([RMSNorm(target.hidden_size, eps) for _ in self.layer_ids])
+        elif config.feature_norm == "all":
+            self.input_norm = RMSNorm(num_states * target.hidden_size, eps)
+        self.fc = nn.Linear(num_states * target.hidden_size, width, bias=False)
         self.layers = nn.ModuleList([Layer(layer_config)])
-        self.norm = RMSNorm(width, layer_config.rms_norm_eps)
+        self.norm = RMSNorm(width, eps)
         self.lm_head = nn.Linear(width, vocab, bias=False)
         self.rotary = LlamaRotaryEmbedding(layer_config)
         if vocab < target.vocab_size:
@@ -111,17 +120,18 @@ class Eagle3(Drafter):
 
     @classmethod
     def from_target(cls, config: Eagle3Config, target: Target) -> "Eagle3":
-        """Return a random layer between parts of the target: the highest layer read, the target's head.
+        """Return a drafter that begins with the highest layer read and ends with the target's head.
 
-        The embedding is the target's own, frozen and not stored.
+        Between them stands a random layer or, as `starting_layers` says, a copy of the target's last one with the final
+        norm behind it. The embedding is the target's own, frozen and not stored.
         """
         drafter = cls(config, layer_config_for(config.intermediate_size, target), target)
-        for module in drafter.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
-        width = target.hidden_size
-        drafter.fc.weight.data[:, -width:] += torch.eye(width)
+        randomize(drafter.layer)
+        nn.init.zeros_(drafter.fc.weight)
+        drafter.fc.weight.data[:, -target.hidden_size :] = torch.eye(target.hidden_size)
         drafter._copy_head(torch.arange(drafter.lm_head.out_features))
+        if config.starting_layers == "target":
+            start_as_target([drafter.layer], drafter.norm, target)
         return drafter
 
     def fit_vocabulary(self, counts: Tensor) -> None:
@@ -149,6 +159,16 @@ class Eagle3(Drafter):
     def training_passes(self) -> float:
         return self.training_depth
 
+    def fuse(self, states: Tensor) -> Tensor:
+        """Return the features that the layer reads, [..., H], from the states of the target's layers [..., A * Ht]."""
+        if self.config.feature_norm == "each":
+            each = states.unflatten(-1, (len(self.layer_ids), -1))  # [..., A, Ht]
+            weights = torch.stack([cast(RMSNorm, norm).weight for norm in self.fc_norm])
+            states = (F.rms_norm(each, each.shape[-1:], None, self.norm.eps) * weights).flatten(-2)
+        elif self.config.feature_norm == "all":
+            states = self.input_norm(states)
+        return self.fc(states)
+
     # --- training
 
     def divergence(self) -> Divergence:
@@ -160,11 +180,15 @@ class Eagle3(Drafter):
         drafting, counted = drafting_slots(chain_loss, batch, depth)
         outputs = self.unroll(batch, features.layers, drafting, depth)
         for k, (hidden, (rows, teachers)) in enumerate(zip(outputs, counted, strict=True)):
-            yield Depth(self.norm(hidden[rows]), self.lm_head, teachers, self.config.step_decay**k)
+            yield Depth(self.head_input(hidden[rows]), self.lm_head, teachers, self.config.step_decay**k)
+
+    def head_input(self, hidden: Tensor) -> Tensor:
+        """Return what the head reads, of outputs [..., H] of the layer."""
+        return hidden if self.config.norm_output else self.norm(hidden)
 
     def unroll(self, batch: Batch, layers: Tensor, slots: DraftingSlots, num_steps: int) -> Iterator[Tensor]:
-        """Yield the layer's output [R, H] at each unrolled step of the drafting slots, from features [B, T, A * H]."""
-        features = self.fc(layers).flatten(0, 1)  # [S, H]
+        """Yield the layer's output [R, H] at each unrolled step of the drafting slots, from states [B, T, A * Ht]."""
+        features = self.fuse(layers).flatten(0, 1)  # [S, H]
         layer = UnrolledEagle3Layer(self, batch, num_steps)
         yield from layer.run(features, slots, num_steps, self.config.detach, self.config.recompute)
 
@@ -176,12 +200,12 @@ class Eagle3(Drafter):
     @torch.inference_mode()
     def prefill(self, cache: "Eagle3Cache", token_ids: Tensor, features: Features, window: Window) -> None:
         assert features.layers is not None
-        cache.write(token_ids.gather(1, window.positions + 1), self.fc(features.layers), window)
+        cache.write(token_ids.gather(1, window.positions + 1), self.fuse(features.layers), window)
 
     @torch.inference_mode()
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         assert state.features.layers is not None
-        return state.cache.draft(state, self.fc(state.features.layers), shape, self.target.vocab_size)
+        return state.cache.draft(state, self.fuse(state.features.layers), shape, self.target.vocab_size)
 
     # --- checkpoints
 
@@ -193,6 +217,9 @@ class Eagle3(Drafter):
             "target_hidden_size": self.target.hidden_size,
             "draft_vocab_size": self.lm_head.out_features,
             "norm_before_residual": self.config.norm_before_residual,
+            "norm_before_fc": self.config.feature_norm == "all",
+            "fc_norm": self.config.feature_norm == "each",
+            "norm_output": self.config.norm_output,
             "num_aux_hidden_states": len(self.layer_ids),
             "eagle_aux_hidden_state_layer_ids": list(self.layer_ids),
             "eagle_config": {
@@ -204,17 +231,25 @@ class Eagle3(Drafter):
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Eagle3":
         check_same_shape("this EAGLE-3 drafter", config, target)
-        for flag in ("norm_before_fc", "fc_norm", "norm_output"):
-            if config.get(flag):
-                raise UserError(f"this EAGLE-3 drafter was trained with {flag}, which draftsmith does not know")
         own = Eagle3Config.of_checkpoint(
             config,
             layer_ids=config.get("eagle_aux_hidden_state_layer_ids") or spread_layer_ids(target.num_layers),
             draft_vocab_size=config.get("draft_vocab_size"),
+            feature_norm=feature_norm_of(config),
+            norm_output=bool(config.get("norm_output")),
             norm_before_residual=bool(config.get("norm_before_residual")),
         )
         layer_config, embeds = layer_config_of(config), OWN_EMBEDDING in tensors
         return loaded(lambda: cls(own, layer_config, target, embeds), tensors, "this EAGLE-3 drafter")
+
+
+def feature_norm_of(config: dict[str, Any]) -> FeatureNorm:
+    """Return the norm of the layers' states by its flags in config.json. Raises `UserError` where there are two."""
+    if config.get("norm_before_fc") and config.get("fc_norm"):
+        raise UserError(
+            "this EAGLE-3 drafter's config.json has norm_before_fc and fc_norm: take another copy, with one"
+        )
+    return "all" if config.get("norm_before_fc") else "each" if config.get("fc_norm") else "none"
 
 
 class UnrolledEagle3Layer(UnrolledLayer):
@@ -227,12 +262,18 @@ class UnrolledEagle3Layer(UnrolledLayer):
         fed = F.linear(drafter.layer.input_layernorm(embedded), token_weight)  # [S, (Nq + 2 Nkv) D]
         super().__init__(drafter.layer, drafter.rotary, fed, batch, num_steps)
         self.hidden_norm, self.norm_before_residual = drafter.layer.hidden_norm, drafter.config.norm_before_residual
+        self.output_norm = drafter.norm if drafter.config.norm_output else nn.Identity()
 
     def enter(self, fed: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return fed + F.linear(self.hidden_norm(hidden), self.feature_weight), hidden
 
     def residual(self, entered: Tensor) -> Tensor:
         return self.hidden_norm(entered) if self.norm_before_residual else entered
+
+    def finish(
+        self, residual: Tensor, query: Tensor, text: KeyValue, own: list[KeyValue], slots: DraftingSlots
+    ) -> Tensor:
+        return self.output_norm(super().finish(residual, query, text, own, slots))
 
 
 class Eagle3Cache(EagleCache):
@@ -241,7 +282,7 @@ class Eagle3Cache(EagleCache):
     def __init__(self, drafter: Eagle3, num_rows: int, num_slots: int, shape: Shape) -> None:
         layer = drafter.layer
         super().__init__(layer, drafter.embedding, drafter.rotary, num_rows, num_slots, shape)
-        self.norm_before_residual = drafter.config.norm_before_residual
+        self.norm_before_residual, self.norm_output = drafter.config.norm_before_residual, drafter.config.norm_output
         self.ids = drafter.draft_to_target()
         norms = layer.input_layernorm, layer.hidden_norm
         self.input_norm, self.input_norms = decoding_norm(*norms), [decoding_norm(norm) for norm in norms]
@@ -257,9 +298,14 @@ class Eagle3Cache(EagleCache):
                 self.steps.rms_norm(x.flatten(0, 1), norm, out=normed.flatten(0, 1)[:, part])
         return normed.flatten(2), normed[:, :, 1] if self.norm_before_residual else hidden
 
+    def finish(self, query: Tensor, residual: Tensor, window: Window) -> Tensor:
+        hidden = super().finish(query, residual, window)
+        return self.final_norm(hidden) if self.norm_output else hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
+        norm = None if self.norm_output else self.final_norm
         if self.steps is None:
-            return F.linear(self.final_norm(hidden), self.head)
+            return F.linear(hidden if norm is None else norm(hidden), self.head)
         logits = hidden.new_empty(*hidden.shape[:2], len(self.head))
-        self.steps.product(hidden.flatten(0, 1), self.head.t(), logits.flatten(0, 1), self.final_norm)
+        self.steps.product(hidden.flatten(0, 1), self.head.t(), logits.flatten(0, 1), norm)
         return logits

@@ -21,7 +21,7 @@ from draftsmith.models.batch import Batch, pairs_mask, send
 from draftsmith.models.drafter_configs import PEagleConfig
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import loaded
-from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer
+from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer, randomize, start_as_target
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
@@ -31,6 +31,8 @@ from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, t
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import Window, slot_attention
 from draftsmith.models.target.target import Features, Target
+
+SHARED_FIELDS = ("layer_ids", "draft_vocab_size", "intermediate_size", "feature_norm")  # of EAGLE-3's config, too
 
 
 class DeeperLayer(DecoderLayer):
@@ -71,7 +73,7 @@ class PEagle(Drafter):
             raise UserError(f"drafter.mask_token_id {mask_token_id}: give an id from 0 to {target.vocab_size - 1}")
         self.target, self.layer_ids = target, eagle3.layer_ids
         self.max_draft_length = self.training_depth = config.num_depths
-        sizes = {name: getattr(eagle3.config, name) for name in ("layer_ids", "draft_vocab_size", "intermediate_size")}
+        sizes = {name: getattr(eagle3.config, name) for name in SHARED_FIELDS}
         self.config = replace(config, **sizes, mask_token_id=mask_token_id)
         self.eagle3 = eagle3  # fusion, first layer, final norm, head and draft vocabulary
         self.deeper = nn.ModuleList([DeeperLayer(eagle3.layer_config) for _ in range(config.num_layers - 1)])
@@ -79,11 +81,14 @@ class PEagle(Drafter):
 
     @classmethod
     def from_target(cls, config: PEagleConfig, target: Target) -> "PEagle":
-        """Return a drafter that starts as EAGLE-3's, with random deeper layers and a random state for mask slots."""
+        """Return a drafter that starts as EAGLE-3's, with a random state for mask slots.
+
+        The layers are random or, as `starting_layers` says, copies of the target's last ones, in their order.
+        """
         drafter = cls(config, Eagle3.from_target(eagle3_config(config), target), target)
-        for module in drafter.deeper.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
+        randomize(drafter.deeper)
+        if config.starting_layers == "target":
+            start_as_target(drafter.layers(), drafter.eagle3.norm, target)
         nn.init.normal_(drafter.mask_hidden)
         return drafter
 
@@ -107,7 +112,7 @@ class PEagle(Drafter):
 
     def mask_inputs(self, rows: int, count: int) -> tuple[Tensor, Tensor]:
         """Return what `count` mask slots a row read: fused state and embedding, both [rows, count, H]."""
-        hidden = self.eagle3.fc(self.mask_hidden).expand(rows, count, -1)
+        hidden = self.eagle3.fuse(self.mask_hidden).expand(rows, count, -1)
         token = torch.full((rows, count), self.config.mask_token_id, device=hidden.device)
         return hidden, self.target.embedding(token)
 
@@ -149,7 +154,7 @@ class PEagle(Drafter):
 
     def run(self, batch: Batch, layers: Tensor, slots: MaskSlots) -> tuple[Tensor, Tensor]:
         """Return the last layer's outputs of slots [B, T, H] and mask slots [B, S, H] from features [B, T, A * H]."""
-        text = self.eagle3.fc(layers)
+        text = self.eagle3.fuse(layers)
         masked, mask_embedded = self.mask_inputs(*slots.anchors.shape)
         embedded = self.target.embedding(shift_left(batch.token_ids, 1))
         positions = batch.positions.expand(len(text), -1)
@@ -179,7 +184,7 @@ class PEagle(Drafter):
     def prefill(self, cache: "PEagleCache", token_ids: Tensor, features: Features, window: Window) -> None:
         assert features.layers is not None
         embedded = self.target.embedding(token_ids.gather(1, window.positions + 1))
-        self.decode(cache, self.eagle3.fc(features.layers), embedded, window, window.slots)
+        self.decode(cache, self.eagle3.fuse(features.layers), embedded, window, window.slots)
 
     @torch.inference_mode()
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
@@ -187,7 +192,7 @@ class PEagle(Drafter):
         assert state.features.layers is not None
         cache, batch, width = state.cache, *state.positions.shape
         next_ids = state.token_ids.gather(1, (state.positions + 1).clamp(max=state.token_ids.shape[1] - 1))
-        hidden, embedded = self.eagle3.fc(state.features.layers), self.target.embedding(next_ids)
+        hidden, embedded = self.eagle3.fuse(state.features.layers), self.target.embedding(next_ids)
         mask_hidden, mask_embedded = self.mask_inputs(batch, shape.depth - 1)
         columns = torch.arange(width, device=next_ids.device)
         mask_places = state.lengths[:, None] - 1 + torch.arange(shape.depth - 1, device=next_ids.device)
@@ -270,11 +275,7 @@ class PEagleCache(DrafterCache):
 
 
 def eagle3_config(config: PEagleConfig) -> Eagle3Config:
-    return Eagle3Config(
-        layer_ids=config.layer_ids,
-        draft_vocab_size=config.draft_vocab_size,
-        intermediate_size=config.intermediate_size,
-    )
+    return Eagle3Config(**{name: getattr(config, name) for name in SHARED_FIELDS})
 
 
 def deeper_name(name: str, before: str, after: str, step: int) -> str:

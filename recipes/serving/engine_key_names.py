@@ -72,6 +72,9 @@ EAGLE3_KEYS: dict[str, type] = {
     "num_aux_hidden_states": int,  # default: as many as the nested list has, else 3
     "eagle_aux_hidden_state_layer_ids": list,  # vLLM; default 2, L // 2, L - 3
     "eagle_config": dict,  # SGLang reads its layer ids here, one lower; same default
+    "norm_before_fc": bool,  # default of these three: false
+    "fc_norm": bool,
+    "norm_output": bool,
 }
 EAGLE_FIXED = {
     "model_type": "llama",
@@ -81,6 +84,10 @@ EAGLE_FIXED = {
     "attention_bias": False,  # SGLang has no bias there
     "mlp_bias": False,
 }
+FEATURE_NORMS = {  # by the key of config.json with which they are there; {i}: a number for each layer that is read
+    "norm_before_fc": {"input_norm.weight": "A*T"},
+    "fc_norm": {"fc_norm.{i}.weight": "T"},
+}
 EAGLE3_FIXED = {**EAGLE_FIXED, "norm_before_residual": False}  # what SGLang computes, whatever config.json says
 VLLM_EAGLE3_KEYS: dict[str, type] = {**EAGLE3_KEYS, "norm_before_residual": bool}  # speculators' format: default true
 P_EAGLE_KEYS: dict[str, type] = {**EAGLE3_KEYS, "num_hidden_layers": int, "pard_token": int}
@@ -88,9 +95,8 @@ P_EAGLE_FIXED = {
     **{key: value for key, value in EAGLE3_FIXED.items() if key != "num_hidden_layers"},
     "mask_token_id": None,  # would win over pard_token
 }
-# Norms that our drafters do not have, and a window that they are not trained with.
-EAGLE_OFF = ("sliding_window", "layer_types")
-EAGLE3_OFF = ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "bias", *EAGLE_OFF)
+EAGLE_OFF = ("sliding_window", "layer_types")  # a window that drafters are not trained with
+EAGLE3_OFF = ("use_aux_norm", "bias", *EAGLE_OFF)  # the first is SGLang's other name of fc_norm
 MEDUSA_KEYS: dict[str, type] = {
     "hidden_size": int,  # default 4096
     "vocab_size": int,  # default 32001

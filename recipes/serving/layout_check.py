@@ -17,6 +17,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.recipes.serving.engine_key_names import (
     DROPPED,
     DTYPES,
+    FEATURE_NORMS,
     LOADER_RULES,
     P_EAGLE_LATER_LAYER,
     SHIFTED_ONLY_FROM_1,
@@ -161,6 +162,9 @@ def expected_shapes(rules: LoaderRules, files: Checkpoint, target: Target) -> di
         }
     elif shapes and sizes["R"] < sizes["V"]:
         shapes |= TABLES
+    for key, norms in FEATURE_NORMS.items() if files.kind in ("eagle3", "p_eagle") else ():
+        for i in range(sizes["A"] if config.get(key) else 0):
+            shapes |= {name.format(i=i): text for name, text in norms.items()}
     if rules.parallel_drafting:
         for layer in range(1, config.get("num_hidden_layers") or 1):
             shapes |= {name.replace(".0.", f".{layer}."): text for name, text in P_EAGLE_LATER_LAYER.items()}
@@ -244,7 +248,10 @@ def capture_problems(files: Checkpoint, target: Target) -> Iterable[str]:
     sglang = sglang_layers(files, target.num_layers, target.text_config.model_type)
     if ("sglang", files.kind) in LOADER_RULES and vllm != sglang:
         yield f"vLLM would capture the states after layers {vllm}, SGLang after {sglang}"
-    if (files.config.get("eagle_config") or {}).get("use_aux_hidden_state") is not True:
+    nested, flag = files.config.get("eagle_config") or {}, files.config.get("norm_before_fc")
+    if nested.get("norm_before_fc", flag) != flag:
+        yield f"eagle_config has norm_before_fc {nested['norm_before_fc']}, which engines take, beside {flag}"
+    if nested.get("use_aux_hidden_state") is not True:
         yield "eagle_config has no use_aux_hidden_state true: the engine would feed one layer's states"
     num_states = files.config.get("num_aux_hidden_states")
     if len(set(vllm)) != num_states or len(vllm) < 2:

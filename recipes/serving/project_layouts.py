@@ -15,6 +15,7 @@ SPECULATORS_LAYER_KEYS = (
 )
 # fmt: on
 SPECULATORS_KEYS = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", "dtype")
+EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 NOT_SAFEAILAB = (
     "target_hidden_size",
     "eagle_aux_hidden_state_layer_ids",
@@ -50,9 +51,7 @@ def in_speculators_layout(files: Checkpoint, target: Target) -> Checkpoint:
             "speculators_model_type": "eagle3",
             "transformer_layer_config": {key: files.config[key] for key in SPECULATORS_LAYER_KEYS},
             **{key: files.config[key] for key in SPECULATORS_KEYS},
-            "norm_before_residual": files.config["norm_before_residual"],  # vLLM takes a missing key for True
-            "norm_before_fc": False,
-            "norm_output": False,
+            **{key: files.config[key] for key in EAGLE3_FLAGS},  # vLLM takes a missing norm_before_residual for True
             "embed_requires_grad": False,
             "speculators_config": {
                 "algorithm": "eagle3",
@@ -81,10 +80,11 @@ def refuse_other_eagle3(files: Checkpoint, target: Target) -> None:
     ids, reference = files.config["eagle_aux_hidden_state_layer_ids"], default_layers(target.num_layers)
     if ids != reference:
         raise UserError(f"SafeAILab's code reads the layers {reference}, but this drafter was trained on {ids}")
-    if files.config["norm_before_residual"] or OWN_EMBEDDING in files.tensors:
-        raise UserError(
-            "SafeAILab's layout has no norm_before_residual and shares the target's embedding: export for vllm"
-        )
+    for flag in EAGLE3_FLAGS:
+        if files.config[flag]:
+            raise UserError(f"SafeAILab's layout has no {flag}: export for vllm")
+    if OWN_EMBEDDING in files.tensors:
+        raise UserError("SafeAILab's layout shares the target's embedding: export for vllm")
     if files.config["hidden_size"] != target.hidden_size:
         raise UserError("SafeAILab's code cannot load a drafter of another width than the target's")
 

@@ -1,12 +1,14 @@
 """speculators 0.9.0 as an outside witness for EAGLE-3 training: what its unrolled forward makes of random weights.
 
-    PYTHON tests/helpers/witness_eagle3.py OUT.safetensors     with the Python of an environment that has speculators
+    PYTHON tests/helpers/witness_eagle3.py VARIANT OUT.safetensors    with the Python of an environment with speculators
 
-`tests/golden/eagle3_witness.safetensors` was written by exactly this. It holds the drafter in the plain layout
+`tests/golden/VARIANT_witness.safetensors` were written by exactly this. The variants are `eagle3`, `eagle3_1` (with
+`fc_norm` and `norm_output`) and `eagle3_norm_before_fc`. A file holds the drafter in the plain layout
 (`drafter.*`), the target's embedding, final norm and head (`target.*`), and for one document and for three packed ones
 (`1.*` and `3.*`): tokens [1, S], loss_mask [1, S], documents [1, S], features [1, S, 3H], last_hidden [1, S, H] before
 the final norm; for each unrolled step k logits.k and teacher.k [S, Vd] as its loss compares them, and each of its
-losses NAME.k [S] on them.
+losses NAME.k [S] on them. Of the last two variants, which differ in logits alone, it holds the packed case and no
+losses.
 """
 
 import os
@@ -49,7 +51,14 @@ LOSSES = {
 }
 
 
-def build_drafter(target_dir: Path) -> Eagle3DraftModel:
+VARIANTS: dict[str, dict[str, bool]] = {
+    "eagle3": {"norm_before_fc": False, "fc_norm": False, "norm_output": False},
+    "eagle3_1": {"norm_before_fc": False, "fc_norm": True, "norm_output": True},
+    "eagle3_norm_before_fc": {"norm_before_fc": True, "fc_norm": False, "norm_output": False},
+}
+
+
+def build_drafter(target_dir: Path, variant: str) -> Eagle3DraftModel:
     d2t, t2d = build_vocab_mappings_from_distribution({i: VOCAB - i for i in range(10, 80)}, DRAFT_VOCAB, VOCAB)
     drafter = Eagle3DraftModel.from_training_args(
         LlamaConfig(num_hidden_layers=1, layer_types=["full_attention"], **SHAPE),
@@ -57,8 +66,7 @@ def build_drafter(target_dir: Path) -> Eagle3DraftModel:
         d2t=d2t,
         draft_vocab_size=DRAFT_VOCAB,
         norm_before_residual=False,
-        norm_before_fc=False,
-        norm_output=False,
+        **VARIANTS[variant],
         ttt_steps=STEPS,
         verifier_name_or_path=str(target_dir),
         target_layer_ids=LAYER_IDS,
@@ -135,26 +143,30 @@ def witness(drafter: Eagle3DraftModel, case: dict[str, Tensor]) -> dict[str, Ten
     return found
 
 
-def main(out: Path) -> None:
+def main(variant: str, out: Path) -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         target = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, **SHAPE))
         target.model.norm.weight.data += 0.1 * torch.randn(WIDTH)
         target.lm_head.weight.data *= 20
         target.save_pretrained(folder)
-        drafter = build_drafter(Path(folder))
+        drafter = build_drafter(Path(folder), variant)
     skipped = ("verifier", "embed_tokens")
     tensors = {f"drafter.{n}": t for n, t in drafter.state_dict().items() if not n.startswith(skipped)}
     tensors |= {
         f"target.{n}": target.state_dict()[n]
         for n in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     }
-    for lengths in ([LENGTH], [9, 6, LENGTH - 15]):
+    packings = [[LENGTH], [9, 6, LENGTH - 15]]
+    for lengths in packings if variant == "eagle3" else packings[1:]:
         case = packed(lengths)
-        case |= witness(drafter, case)
+        found = witness(drafter, case)
+        if variant != "eagle3":
+            found = {name: values for name, values in found.items() if name.startswith("logits")}
+        case |= found
         tensors |= {f"{len(lengths)}.{name}": tensor for name, tensor in case.items()}
     save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, out)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -26,7 +26,8 @@ FOREIGN = """architectures auto_map quantization_config rope_scaling rope_parame
 dtype torch_dtype num_experts is_encoder_decoder text_config vision_config model_type tie_word_embeddings
 draft_vocab_size eagle_config eagle_aux_hidden_state_layer_ids target_hidden_size
 speculators_model_type transformer_layer_config
-medusa_num_heads medusa_num_layers original_lm_head medusa_fc_bias norm_before_residual trained_for draft_vocab_hash
+medusa_num_heads medusa_num_layers original_lm_head medusa_fc_bias norm_before_residual norm_before_fc fc_norm
+norm_output trained_for draft_vocab_hash
 hydra_num_heads tokenizer_class chat_template added_tokens_decoder model_max_length extra_special_tokens bos_token
 do_sample temperature attn_implementation num_kv_shared_layers hidden_act partial_rotary_factor original_max"""
 FIELDS_OF_FILES = sorted(set().union(*map(names_of, (Evaluation, Choice, LoadTest, Costs, PrepareSettings, Sample))))

@@ -177,6 +177,18 @@ def test_variants_of_eagle3_train_as_they_draft(tiny_target: Target) -> None:
     assert_trained_as_decoded(drafter, tiny_target)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("eagle3", {"feature_norm": "each", "norm_output": True}),
+        ("eagle3", {"feature_norm": "all"}),
+        ("p_eagle", {"feature_norm": "each"}),
+    ],
+)
+def test_norms_of_eagle3_1_train_as_they_draft(kind: str, settings: dict[str, Any], tiny_target: Target) -> None:
+    assert_trained_as_decoded(build(kind, tiny_target, **settings), tiny_target)
+
+
 def assert_trained_as_decoded(drafter: Drafter, tiny_target: Target, tolerance: float = 1e-5) -> None:
     """Inputs, positions, masks and labels of training, by the chance that a drawn draft is accepted.
 

@@ -6,6 +6,7 @@ Which slots count differs on purpose, docs/eagle3.md says why: here those that c
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,13 @@ from draftsmith.models.losses.divergences import DIVERGENCES
 from draftsmith.models.target.slots import ATTENTION
 from draftsmith.models.target.target import Features
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "eagle3_witness.safetensors"
+GOLDEN = Path(__file__).parents[1] / "golden"
 STEPS = 4
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "eagle3_1": {"feature_norm": "each", "norm_output": True},
+    "eagle3_norm_before_fc": {"feature_norm": "all"},
+}
 Tensors = dict[str, Tensor]
 
 
@@ -33,11 +39,15 @@ def part(tensors: Tensors, name: str) -> Tensors:
 
 @pytest.fixture(scope="module")
 def golden() -> Tensors:
-    return load_file(GOLDEN)
+    return load_file(GOLDEN / "eagle3_witness.safetensors")
 
 
 @pytest.fixture(scope="module")
 def drafter(golden: Tensors) -> Eagle3:
+    return drafter_of(golden)
+
+
+def drafter_of(golden: Tensors, **settings: Any) -> Eagle3:
     """The witness's weights in a drafter and a target of ours; the target's layers are not needed."""
     own, of_target = part(golden, "drafter."), part(golden, "target.")
     vocab, width = of_target["lm_head.weight"].shape
@@ -54,7 +64,7 @@ def drafter(golden: Tensors) -> Eagle3:
     config._attn_implementation = ATTENTION
     model = LlamaForCausalLM(config)
     model.load_state_dict(of_target, strict=False)
-    eagle3_config = Eagle3Config(layer_ids=[2, 3, 4], draft_vocab_size=len(own["d2t"]), unroll_steps=STEPS)
+    eagle3_config = Eagle3Config(layer_ids=[2, 3, 4], draft_vocab_size=len(own["d2t"]), unroll_steps=STEPS, **settings)
     drafter = Eagle3.from_target(eagle3_config, Target(model, None, "witness"))
     tensors = checkpoint_tensors(drafter)
     assert tensors.keys() == own.keys()
@@ -75,9 +85,12 @@ def counted_slots(batch: Batch, step: int) -> list[int]:
     return [t for t in range(len(mask) - 2 - step) if all(mask[t + 1 : t + 3 + step])]
 
 
-@pytest.mark.parametrize("documents", ["1.", "3."])
-def test_logits_of_every_unrolled_step(documents: str, golden: Tensors, drafter: Eagle3) -> None:
-    case = part(golden, documents)
+@pytest.mark.parametrize(
+    ("variant", "documents"), [("eagle3", "1."), ("eagle3", "3."), ("eagle3_1", "3."), ("eagle3_norm_before_fc", "3.")]
+)
+def test_logits_of_every_unrolled_step(variant: str, documents: str) -> None:
+    golden = load_file(GOLDEN / f"{variant}_witness.safetensors")
+    drafter, case = drafter_of(golden, **VARIANTS[variant]), part(golden, documents)
     batch, features = text(case, drafter)
     assert features.layers is not None
     drafting = DraftingSlots.from_counted(batch.loss_mask.roll(-2, 1), batch.positions)
@@ -86,7 +99,7 @@ def test_logits_of_every_unrolled_step(documents: str, golden: Tensors, drafter:
             slots = counted_slots(batch, k)
             assert slots
             rows = torch.isin(drafting.index, torch.tensor(slots))
-            found = drafter.lm_head(drafter.norm(hidden[rows]))
+            found = drafter.lm_head(drafter.head_input(hidden[rows]))
             torch.testing.assert_close(found, case[f"logits.{k}"][slots], atol=1e-5, rtol=1e-5)
 
 
@@ -113,16 +126,19 @@ def test_each_loss(divergence, documents: str, golden: Tensors, drafter: Eagle3)
 
 
 @pytest.mark.engine
-def test_speculators_still_says_so(golden: Tensors, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_speculators_still_says_so(variant: str, tmp_path: Path) -> None:
     """Runs the witness again, with the Python in DRAFTSMITH_SPECULATORS."""
     python = os.environ.get("DRAFTSMITH_SPECULATORS")
     if not python:
         pytest.skip("set DRAFTSMITH_SPECULATORS to the Python of an environment with speculators 0.9.0")
     out = tmp_path / "witness.safetensors"
     subprocess.run(
-        [python, Path(__file__).parents[1] / "helpers" / "witness_eagle3.py", out], check=True, capture_output=True
+        [python, Path(__file__).parents[1] / "helpers" / "witness_eagle3.py", variant, out],
+        check=True,
+        capture_output=True,
     )
-    found = load_file(out)
+    golden, found = load_file(GOLDEN / f"{variant}_witness.safetensors"), load_file(out)
     assert found.keys() == golden.keys()
     for name, tensor in golden.items():
         torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)

@@ -58,10 +58,9 @@ def test_own_embedding_of_eagle1_is_refused(deep_target: Target, tmp_path: Path)
         load_drafter(write(tmp_path / "head", config, tensors, "model.safetensors"), deep_target)
 
 
-@pytest.mark.parametrize("flag", ["norm_before_fc", "fc_norm", "norm_output"])
-def test_unknown_norms_are_refused(flag: str, deep_target: Target, tmp_path: Path) -> None:
-    speculators_eagle3(deep_target, tmp_path / "head", **{flag: True})
-    with pytest.raises(UserError, match=f"was trained with {flag}"):
+def test_two_norms_of_the_states_are_refused(deep_target: Target, tmp_path: Path) -> None:
+    speculators_eagle3(deep_target, tmp_path / "head", norm_before_fc=True, fc_norm=True)
+    with pytest.raises(UserError, match="has norm_before_fc and fc_norm"):
         load_drafter(tmp_path / "head", deep_target)
 
 
@@ -100,6 +99,10 @@ def plain_drafts(
         first, second = x.chunk(2, -1)
         return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
 
+    if config.get("norm_before_fc"):
+        features = norm(features, "input_norm")
+    if config.get("fc_norm"):
+        features = torch.cat([norm(chunk, f"fc_norm.{i}") for i, chunk in enumerate(features.chunk(3, -1))], -1)
     hidden, fed, drafts = linear(features, "fc"), list(token_ids[1:]), []
     for _ in range(count):
         normed = norm(hidden, "layers.0.hidden_norm")
@@ -113,8 +116,9 @@ def plain_drafts(
         residual = residual + linear(attended, "layers.0.self_attn.o_proj")
         y = norm(residual, "layers.0.post_attention_layernorm")
         gated = torch.nn.functional.silu(linear(y, "layers.0.mlp.gate_proj")) * linear(y, "layers.0.mlp.up_proj")
-        newest = (residual + linear(gated, "layers.0.mlp.down_proj"))[-1:]
-        drafted = int(linear(norm(newest, "norm"), "lm_head").argmax())
+        output = (residual + linear(gated, "layers.0.mlp.down_proj"))[-1:]
+        newest = norm(output, "norm") if config.get("norm_output") else output
+        drafted = int(linear(norm(output, "norm"), "lm_head").argmax())
         token = drafted + int(tensors["d2t"][drafted])
         drafts.append(token)
         fed.append(token)
@@ -123,24 +127,36 @@ def plain_drafts(
     return drafts
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_variants_of_eagle3(norm_before_residual: bool, own: bool, deep_target: Target, tmp_path: Path) -> None:
-    """An embedding of its own, and a residual behind the norm: the drafts of the plain forward, exported too."""
+@pytest.mark.parametrize(
+    ("flags", "own"),
+    [
+        ((), False),
+        ((), True),
+        (("norm_before_residual",), False),
+        (("norm_before_residual",), True),
+        (("norm_before_fc",), False),
+        (("fc_norm",), False),
+        (("fc_norm", "norm_output"), False),
+    ],
+)
+def test_variants_of_eagle3(flags: tuple[str, ...], own: bool, deep_target: Target, tmp_path: Path) -> None:
+    """An embedding of its own, and norms by their flags: the drafts of the plain forward, exported too."""
     torch.manual_seed(1)
-    drafter = noisy("eagle3", deep_target, draft_vocab_size=40)
+    feature_norm = "all" if "norm_before_fc" in flags else "each" if "fc_norm" in flags else "none"
+    drafter = noisy("eagle3", deep_target, draft_vocab_size=40, feature_norm=feature_norm)
     tensors = {
-        name: 3 * tensor if tensor.is_floating_point() else tensor for name, tensor in drafter.engine_tensors().items()
+        name: tensor * (6 if "layers." in name else 3) if tensor.is_floating_point() else tensor
+        for name, tensor in drafter.engine_tensors().items()
     }
     tensors["d2t"] = torch.arange(40) * 3  # draft id i is target id 4 i
     tensors["t2d"] = torch.arange(deep_target.vocab_size) % 4 == 0
     tensors["t2d"][160:] = False
     tensors |= own_embedding(deep_target) if own else {}
-    config = llama_config(deep_target, draft_vocab_size=40, norm_before_residual=norm_before_residual)
+    config = llama_config(deep_target, draft_vocab_size=40, **dict.fromkeys(flags, True))
     head = write(tmp_path / "head", config, tensors, "model.safetensors")
 
     export_checkpoint(head, "vllm", deep_target, tmp_path / "out")
-    if own or norm_before_residual:
+    if own or "norm_before_residual" in flags:
         with pytest.raises(UserError, match=r"SGLang .* would not serve what was trained"):
             export_checkpoint(head, "sglang", deep_target, tmp_path / "sglang")
     text = deep_target.encode("heat the iron and strike it")

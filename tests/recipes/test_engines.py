@@ -185,6 +185,8 @@ def qwen3_samples(folder: Path, qwen3: Target) -> Path:
             ("draft_model", {"num_layers": 2}),
             ("eagle", {}),
             ("eagle3", {"draft_vocab_size": 200, "layer_ids": [1, 4, 6]}),  # a table, and other layers than the default
+            ("eagle3", {"feature_norm": "each", "norm_output": True, "starting_layers": "target"}),  # EAGLE-3.1
+            ("eagle3", {"feature_norm": "all"}),
             ("medusa", {"num_layers": 2}),
         )
         if kind in TRAINED
@@ -199,7 +201,7 @@ def test_another_family(
     folder: Path,
     reports: list[EngineReport],
 ) -> None:
-    name = kind.replace("eagle", "e")
+    name = "-".join([kind.replace("eagle", "e"), *fields])
     checkpoint = train_briefly(kind, qwen3, qwen3_samples, folder / f"qwen3-run-{name}", **fields)
     export_checkpoint(checkpoint, "vllm", qwen3, folder / f"qwen3-out-{name}")
     drafter = load_drafter(folder / f"qwen3-out-{name}", qwen3)

@@ -47,7 +47,10 @@ def test_names_of_the_rules(kind: str, module: str, sources: dict[str, str]) -> 
     assert parts <= known
     if kind == "eagle3":
         keys = {"target_hidden_size", "draft_vocab_size", "num_aux_hidden_states", "eagle_config"}
-        flags = set(EAGLE3_OFF) - {"sliding_window", "layer_types"}
+        flags = {*EAGLE3_OFF, "norm_before_fc", "fc_norm", "norm_output", "input_norm"} - {
+            "sliding_window",
+            "layer_types",
+        }
         assert keys | flags | {"tie_word_embeddings", "hidden_act"} <= names_in(sources[module])
         assert keys <= rules.required.keys()
 
@@ -59,6 +62,8 @@ def test_names_of_the_rules(kind: str, module: str, sources: dict[str, str]) -> 
         ("llama", "self.model.layers_to_capture = [2, num_layers // 2, num_layers - 3]"),
         ("llama", "if i in self.layers_to_capture"),  # before layer i: never behind the last one
         ("llama_eagle3", "if hidden_states.shape[-1] != embeds.shape[-1]:"),  # else no fc: two layers or more
+        ("llama_eagle3", '"norm_before_fc", getattr(config, "norm_before_fc", False)'),  # eagle_config's comes first
+        ("llama_eagle3", "aux = hidden_states_to_logits if self.norm_output else hidden_states_to_aux"),
         ("llama_eagle3", "residual = hidden_states"),  # un-normed, whatever norm_before_residual says
         ("llama_eagle3", "if self.config.tie_word_embeddings:"),
         ("llama_eagle", "self.fc = torch.nn.Linear(config.hidden_size * 2, config.hidden_size)"),  # with a bias

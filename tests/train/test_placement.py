@@ -44,7 +44,7 @@ from draftsmith.train.inputs.features import free_memory
 from draftsmith.train.process.signals import Stopped
 from draftsmith.train.run_folder.checkpoint import checkpoints
 from draftsmith.train.run_folder.tracking import read_metrics
-from draftsmith.train.run_folder.training_state import PARTS, part_file, piece_of_zero3
+from draftsmith.train.run_folder.training_state import MOMENTS, STEP, WEIGHT, part_file, piece_of_zero3
 from draftsmith.train.run_folder.vocabulary import read_vocabulary
 
 TESTS = Path(__file__).parents[1]
@@ -156,7 +156,7 @@ def interrupted(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
 def assert_same_state(run: Path, one_process: Path) -> None:
     """Compare what a resumed run goes on from, by the names of the parameters."""
     found, wanted = (checkpoints(path)[-1] / "trainer" for path in (run, one_process))
-    for part in PARTS:
+    for part in (WEIGHT, STEP, *MOMENTS):
         expected, scale = load_file(part_file(wanted, part)), {"exp_avg_sq": 1e-9}.get(part, 1e-6)
         torch.testing.assert_close(load_file(part_file(found, part)), expected, atol=scale, rtol=1e-3)
 
