@@ -33,7 +33,7 @@ from draftsmith.models.target.target import Features
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 from draftsmith.train.config import OptimizerConfig
-from draftsmith.train.step import adamw
+from draftsmith.train.optimizer import optimizer_of
 
 BATCH_SIZE, STEPS = 32, 3
 LOSS: list[tuple[type, str]] = [(Teacher, "compare")]
@@ -97,7 +97,7 @@ def compare_compiled(drafter: Drafter, batches: list[tuple[Batch, Features]], re
 
 
 def compare_optimisers(drafter: Drafter, repeats: int) -> None:
-    optimisers = {"fused": adamw(drafter, OptimizerConfig()), "unfused": torch.optim.AdamW(drafter.parameters())}
+    optimisers = {"fused": optimizer_of(drafter, OptimizerConfig()), "unfused": torch.optim.AdamW(drafter.parameters())}
 
     def step(name: str) -> float:
         start = time.process_time()

@@ -55,16 +55,23 @@ class DataConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW, its learning rate over the steps, and the limits to a gradient."""
+    """AdamW or Muon, its learning rate over the steps, and the limits to a gradient."""
 
     learning_rate: NonNegative = 3e-4  # at its peak
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.95
     weight_decay: NonNegative = 0.0
+    matrices: Literal["adamw", "muon"] = "adamw"  # what trains inner matrices; AdamW trains all else
+    decay: Literal["cosine", "late"] = "cosine"  # late: the peak is kept until decay_share of all steps is left
     warmup_share: Share = 0.04  # of all steps, linear
-    final_share: Share = 0.1  # of the peak, reached on a cosine
+    decay_share: Share = 0.2  # of all steps, of the late decay, which is linear
+    final_share: Share = 0.1  # of the peak, reached at the end
     max_gradient_norm: Annotated[float, Field(gt=0)] = 0.5  # larger gradients are scaled down to it; .inf: none is
     max_nonfinite_steps: Count = 5  # in a row; each is skipped, so many end the run
+
+    def decay_start(self, num_steps: int) -> int:
+        """Return how many of so many steps the late decay leaves at the peak, warm-up included."""
+        return num_steps - round(self.decay_share * num_steps)
 
 
 @dataclass
@@ -183,6 +190,8 @@ def from_dict(content: dict[str, Any]) -> TrainConfig:
     config = checked(TrainConfig, {**content, "drafter": {"kind": drafter.kind}})
     config.drafter = drafter
     _check_data(config)
+    if config.optimizer.decay == "cosine" and config.optimizer.decay_share != OptimizerConfig.decay_share:
+        raise UserError("optimizer.decay_share has no effect on the cosine: give optimizer.decay=late, too")
     _check_changed_target(config)
     _check_evaluation(config.evaluation)
     if config.run.stuck_after >= config.run.timeout:

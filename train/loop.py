@@ -23,6 +23,7 @@ from draftsmith.train.hardware.layouts import gather_as_one, steps_in_backward
 from draftsmith.train.hardware.meter import Meter
 from draftsmith.train.inputs.features import feature_source
 from draftsmith.train.inputs.prefetch import prefetched
+from draftsmith.train.optimizer import learning_rate, optimizer_of, set_learning_rate
 from draftsmith.train.process.faults import NonFiniteSteps, in_one_line
 from draftsmith.train.process.profiling import profiled
 from draftsmith.train.process.signals import Stopped, StopRequest
@@ -34,13 +35,10 @@ from draftsmith.train.run_folder.vocabulary import VOCABULARY, vocabulary_of
 from draftsmith.train.setup import Setup, set_up, show_data
 from draftsmith.train.step import (
     accumulate_gradients,
-    adamw,
     agree,
     all_finite,
     clip_gradient,
-    learning_rate,
     seed_step,
-    set_learning_rate,
 )
 
 
@@ -87,7 +85,9 @@ class TrainingRun:
             show_data(setup, vocabulary)
             if vocabulary:
                 write_json(folder / VOCABULARY, to_json(vocabulary))
-        self.model, self.optimizer = self.accelerator.prepare(self.drafter, adamw(self.drafter, config.optimizer))
+        self.model, self.optimizer = self.accelerator.prepare(
+            self.drafter, optimizer_of(self.drafter, config.optimizer)
+        )
         gather_as_one(self.accelerator, self.drafter)
         self.first_step, self.earlier_seconds = resume(self.accelerator, self.drafter, self.optimizer, folder)
         self.tracker = Tracker(config, folder, self.first_step) if on_main else None
@@ -122,7 +122,7 @@ class TrainingRun:
                     progress.update(task, detail=self.log(done, outcome))
                 progress.update(task, completed=done)
                 profiler_step()
-                if done % run.checkpoint_every == 0 or last or outcome.stopped_by:
+                if self.saves_at(done) or outcome.stopped_by:
                     reason_to_stop = self.save_and_measure(done, outcome.stopped_by)
                 if reason_to_stop:
                     progress.update(task, total=done)
@@ -132,6 +132,15 @@ class TrainingRun:
             self.tracker.finish()
             if self.config.evaluation.untrained and self.evaluator:
                 say(what_training_brought(self.folder))
+
+    def saves_at(self, step: int) -> bool:
+        """Return whether a checkpoint is due after so many steps.
+
+        One is due where the late decay begins, too: from there the run can be made longer.
+        """
+        run, optimizer = self.config.run, self.config.optimizer
+        falls = optimizer.decay == "late" and step == optimizer.decay_start(run.steps)
+        return step % run.checkpoint_every == 0 or step == run.steps or falls
 
     def load(self, step: int) -> list[tuple[MicroBatch, Batch]]:
         """Return this rank's micro-batches of a step, in memory from which a GPU can copy them by itself."""

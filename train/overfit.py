@@ -21,9 +21,10 @@ from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.losses.chain_loss import LossSums
 from draftsmith.models.target.target import Features
 from draftsmith.train.config import EvaluationConfig, OptimizerConfig, TrainConfig
+from draftsmith.train.optimizer import learning_rate, set_learning_rate
 from draftsmith.train.process.stages import Stages
 from draftsmith.train.setup import Setup, set_up
-from draftsmith.train.step import accumulate_gradients, learning_rate, set_learning_rate
+from draftsmith.train.step import accumulate_gradients
 
 GOAL = 0.9  # share of the longest possible acceptance length, K + 1
 STEPS = 600

@@ -1,7 +1,6 @@
-"""The parts of one training step: learning rate, gradient over all micro-batches and ranks, clipping, agreement."""
+"""The parts of one training step: gradient over all micro-batches and ranks, clipping, agreement."""
 
 import contextlib
-import math
 import signal
 
 import torch
@@ -11,42 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from draftsmith.data.features.stored import FeatureSource
 from draftsmith.data.samples.batches import MicroBatch
-from draftsmith.models import Drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.losses.chain_loss import LossSums
-from draftsmith.train.config import OptimizerConfig
 from draftsmith.train.process.stages import Stages
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed all random numbers of a step on a rank, so that they depend on nothing that came before."""
     torch.manual_seed((seed * 1_000_003 + step) * 4099 + rank)
-
-
-def adamw(drafter: Drafter, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return AdamW over what is trained; one kernel does all that a step does to a tensor, on a GPU to all tensors."""
-    trainable = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(trainable, betas=betas, weight_decay=config.weight_decay, fused=True)
-
-
-def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
-    """Return the learning rate of `step`, counted from 0.
-
-    It rises linearly in the warm-up, and falls on a cosine from its peak to `final_share` of it.
-    """
-    warmup = max(1, round(config.warmup_share * num_steps))
-    if step < warmup:
-        return config.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, num_steps - warmup)
-    share = config.final_share + (1 - config.final_share) * 0.5 * (1 + math.cos(math.pi * progress))
-    return config.learning_rate * share
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give all parameters the same learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
 
 
 def accumulate_gradients(

@@ -176,6 +176,16 @@ def test_layouts_go_on_with_the_trajectory(
     assert_same_state(tmp_path / "run", one_process)
 
 
+def test_muon_moves_whole_matrices_alike_in_two_processes(base: dict[str, Any], tmp_path: Path) -> None:
+    """Its bf16 rounds the two sums of gradients apart, which weights of this size feel in their fourth digit."""
+    base = {**base, "optimizer.matrices": "muon"}
+    expected = final_weights(train(make_config("eagle3", base, tmp_path / "one", run=RUN)))
+    code, _, errors = launch("cpu", base, tmp_path / "two", script=False)
+    assert code == 0, errors[-3000:]
+    for name, weight in final_weights(tmp_path / "two").items():
+        torch.testing.assert_close(weight, expected[name], atol=1e-3, rtol=0)
+
+
 def test_pieces_of_zero3_are_equally_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven numbers on three processes: nine places, as DeepSpeed lays them out."""
     pieces, parameter = [], SimpleNamespace(ds_tensor=torch.zeros(3))

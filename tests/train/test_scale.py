@@ -19,7 +19,7 @@ from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 from draftsmith.train.hardware.estimates import LOGIT_COPIES, estimate, num_trained, target_size
-from draftsmith.train.step import adamw
+from draftsmith.train.optimizer import optimizer_of
 
 
 def test_the_documented_table_is_what_the_formulae_give() -> None:
@@ -82,7 +82,7 @@ def test_a_training_step_takes_what_is_predicted(kind: str) -> None:
     drafter = DRAFTERS[kind].from_target(config.drafter, target).train()
     token_ids = torch.randint(3, target.vocab_size, (rows, length))
     batch = Batch(token_ids, torch.arange(length).expand(rows, -1) > 0)
-    optimizer = adamw(drafter, config.optimizer)
+    optimizer = optimizer_of(drafter, config.optimizer)
 
     def step() -> None:
         total, count = drafter.loss(batch, target.features(batch, drafter.layer_ids))["loss"]

@@ -23,7 +23,7 @@ from draftsmith.models.files import file_hash, whole_folder
 from draftsmith.models.reading import read_json
 from draftsmith.train.hardware.layouts import whole_weights
 from draftsmith.train.process.faults import failing_together
-from draftsmith.train.run_folder.training_state import PARTS, WEIGHT, load_parts, part_file, whole_part
+from draftsmith.train.run_folder.training_state import MOMENTUM, PARTS, WEIGHT, load_parts, part_file, whole_part
 
 TRAINER, MANIFEST, PROGRESS = "trainer", "manifest.json", "progress.json"
 WEIGHTS = "model.safetensors"
@@ -70,7 +70,7 @@ def save_checkpoint(
             for part in PARTS:  # one at a time, so that the main process's memory holds no more than one of them
                 tensors = whole_part(accelerator, drafter, optimizer, part)
                 with failing_together(Exception):
-                    if on_main:
+                    if on_main and (tensors or part != MOMENTUM):
                         save_file(tensors, part_file(partial / TRAINER, part))
             with failing_together(Exception):
                 if on_main:

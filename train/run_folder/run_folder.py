@@ -21,7 +21,7 @@ from draftsmith.models.target.identity import identity
 from draftsmith.models.typed_json import to_json
 from draftsmith.train.config import DataConfig, EvaluationConfig, RunConfig, TrainConfig, contents, dump
 from draftsmith.train.process.faults import failing_together
-from draftsmith.train.run_folder.checkpoint import checkpoints
+from draftsmith.train.run_folder.checkpoint import checkpoint_step, checkpoints, resumable
 
 # Settings that may change when a run goes on: where things lie, what is said and measured, how the work is divided. The
 # weights stay the same up to rounding, and to what a drafter draws by chance.
@@ -66,24 +66,57 @@ def check_same_run(run: Path, config: TrainConfig, environment: dict[str, Any]) 
     if not checkpoints(run):
         return
     stored_environment = read_json(run / "environment.json")
-    changed = changed_settings(read_yaml(run / "config.yaml"), config)
+    stored = read_yaml(run / "config.yaml")
+    changed = changed_settings(stored, config)
     for key, hash in HASHES.items():
         before, now = (content.get(hash) for content in (stored_environment, environment))
         if before and now:
             changed.pop(key, None)
             if before != now:
                 changed[key] = f"the content of {key} {before} -> {now}"
+    if "run.steps" in changed and is_extended(stored, config):
+        del changed["run.steps"]
     if decisive := {key: text for key, text in changed.items() if key not in CHANGEABLE}:
         raise UserError(
             f"{run} holds a run with other settings ({changes_text(decisive)}): give the ones it has, or another "
             f"run.dir, where init_from={checkpoints(run)[-1]} trains on from it, or remove it to start anew"
         )
+    if is_extended(stored, config):
+        set_decayed_aside(run, stored["run"]["steps"], config)
     changed.pop("run.dir", None)
     if changed:
         text = f"{run} goes on with {changes_text(changed)}"
         if any(key.startswith("evaluation.") for key in changed):
             text += "; `best` compares checkpoints as each was measured"
         notice(text)
+
+
+def is_extended(stored: dict[str, Any], config: TrainConfig) -> bool:
+    """Return whether this is the stored run with more steps, and a learning rate that lets them follow."""
+    is_late = config.optimizer.decay == "late" == stored["optimizer"].get("decay")
+    return is_late and config.run.steps > stored["run"]["steps"]
+
+
+def set_decayed_aside(run: Path, num_steps: int, config: TrainConfig) -> None:
+    """Rename the checkpoints that a run of so many steps made while its learning rate fell: a longer one has others.
+
+    Raises `UserError` where no checkpoint from before keeps its training state.
+    """
+    first = config.optimizer.decay_start(num_steps)
+    early = [checkpoint for checkpoint in resumable(run) if checkpoint_step(checkpoint) <= first]
+    if not early:
+        raise UserError(
+            f"run.steps={config.run.steps}: no checkpoint of {run} up to step {first}, from which its learning rate "
+            "fell, keeps its training state; give another run.dir"
+        )
+    for checkpoint in checkpoints(run):
+        if checkpoint_step(checkpoint) > first:
+            checkpoint.rename(checkpoint.with_name(f"decayed-{checkpoint.name}"))
+    link_best(run)
+    notice(
+        f"{run} goes on to step {config.run.steps} from {early[-1].name}, before its learning rate fell; the "
+        "checkpoints behind it are now named decayed-step-..."
+    )
 
 
 def changed_settings(stored: dict[str, Any], config: TrainConfig) -> dict[str, str]:

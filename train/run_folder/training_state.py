@@ -1,10 +1,10 @@
-"""Weights and AdamW's state by the names of the drafter's parameters: the same from every layout, and for every layout.
+"""Weights and the state of the optimiser by the names of parameters: the same from every layout, and for every one.
 
 FSDP2 and DeepSpeed ZeRO hold pieces, each in its own way. They are put together for a checkpoint, one parameter after
 the other, so that a run goes on in another layout or on another number of processes.
 
 torch.distributed.checkpoint does not do this. It knows nothing of DeepSpeed; its whole optimiser state fills the main
-process's memory at once, not one part at a time; and it makes up a state for parameters that AdamW has not moved yet.
+process's memory at once, not one part at a time; and it makes up a state for parameters that have not been moved yet.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,8 @@ from draftsmith.models import Drafter
 from draftsmith.models.reading import open_tensors
 
 WEIGHT, STEP, MOMENTS = "weight", "step", ("exp_avg", "exp_avg_sq")  # the last three as AdamW calls them
-PARTS = (WEIGHT, STEP, *MOMENTS)  # each is a file of a checkpoint
+MOMENTUM = "momentum_buffer"  # as Muon calls it
+PARTS = (WEIGHT, STEP, *MOMENTS, MOMENTUM)  # each is a file of a checkpoint, the last one where Muon trains
 
 
 def part_file(folder: Path, part: str) -> Path:
@@ -31,8 +32,8 @@ def part_file(folder: Path, part: str) -> Path:
 def whole_part(accelerator: Accelerator, drafter: Drafter, optimizer: Any, part: str) -> dict[str, Tensor]:
     """Return one of `PARTS` of all parameters by name, fp32, on the CPU of the main process; elsewhere nothing.
 
-    All processes call this together. The weights come with the persistent buffers. Parameters that AdamW has not moved
-    yet have no state, and are missing.
+    All processes call this together. The weights come with the persistent buffers. Parameters that the optimiser has
+    not moved yet have no state, and are missing.
     """
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     read: Callable[..., Tensor | None] = whole_of_zero if deepspeed else whole_of_torch
@@ -47,18 +48,17 @@ def whole_part(accelerator: Accelerator, drafter: Drafter, optimizer: Any, part:
 @torch.no_grad()
 def load_parts(accelerator: Accelerator, drafter: Drafter, optimizer: Any, folder: Path) -> None:
     """Load what `whole_part` returned from its files. All processes call this together; each takes its own pieces."""
-    files = {part: open_tensors(part_file(folder, part)) for part in PARTS}
-    moved = set(files[STEP].keys())
+    files = {part: open_tensors(part_file(folder, part)) for part in PARTS if part_file(folder, part).is_file()}
+    names = {part: set(file.keys()) for part, file in files.items()}
     for name, buffer in persistent_buffers(drafter).items():
         buffer.copy_(files[WEIGHT].get_tensor(name))
     write = write_to_torch
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         write = write_to_zero
-        if moved:  # DeepSpeed counts the steps of all parameters as one
-            begin_zero(optimizer, max(files[STEP].get_tensor(name) for name in moved))
+        if names[STEP]:  # DeepSpeed counts the steps of all parameters as one
+            begin_zero(optimizer, max(files[STEP].get_tensor(name) for name in names[STEP]))
     for name, parameter in drafter.named_parameters():
-        parts = PARTS if name in moved else (WEIGHT,)
-        write(optimizer, parameter, {part: files[part].get_tensor(name) for part in parts})
+        write(optimizer, parameter, {part: files[part].get_tensor(name) for part in files if name in names[part]})
 
 
 def persistent_buffers(drafter: Drafter) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ def persistent_buffers(drafter: Drafter) -> dict[str, Tensor]:
 
 
 def whole_of_torch(optimizer: Any, parameter: nn.Parameter, part: str) -> Tensor | None:
-    """Return one of `PARTS` of a parameter; None where AdamW has not moved it."""
+    """Return one of `PARTS` of a parameter; None where it has not been moved, and for parts of another optimiser."""
     value = parameter if part == WEIGHT else optimizer.state.get(parameter, {}).get(part)
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -85,10 +85,11 @@ def write_to_torch(optimizer: Any, parameter: nn.Parameter, whole: dict[str, Ten
             return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return value
 
-    parameter.copy_(own(whole[WEIGHT]))
-    if STEP in whole:
-        moments = {part: own(whole[part]) for part in MOMENTS}
-        optimizer.state[parameter] = {STEP: whole[STEP].to(parameter.device), **moments}
+    parameter.copy_(own(whole.pop(WEIGHT)))
+    if whole:
+        optimizer.state[parameter] = {
+            part: value.to(parameter.device) if part == STEP else own(value) for part, value in whole.items()
+        }
 
 
 # --- DeepSpeed ZeRO-2 and ZeRO-3: pieces of one long tensor, beside weights of the dtype that it computes in
@@ -105,7 +106,7 @@ def whole_of_zero(optimizer: Any, parameter: nn.Parameter, part: str) -> Tensor 
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().to(torch.float32, copy=True)  # after the block it is in pieces again
     states = [state for state in zero_states(optimizer).values() if STEP in state]
-    if not (states and parameter.requires_grad):
+    if part == MOMENTUM or not (states and parameter.requires_grad):
         return None
     return states[0][STEP] if part == STEP else safe_get_full_optimizer_state(parameter, part)
 

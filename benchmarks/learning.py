@@ -1,0 +1,124 @@
+"""How fast drafters of the embedded target learn, by starting weights, norms and optimiser: acceptance by variant.
+
+    python benchmarks/learning.py --samples DIR [--kind KIND] [--variants NAME ...] [--seeds N ...] [--steps N]
+
+Each variant is trained by the quickstart's recipe with some settings changed, on the same batches for each seed. Then
+held-out texts of the target, one greedy and one at temperature 1, tell what chains of 4 would have had accepted
+(`inference/replay`), which takes no decoding.
+"""
+
+import argparse
+import platform
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.data.features.vocabulary import token_counts
+from draftsmith.data.samples.batches import BatchPlan
+from draftsmith.data.samples.samples import read_samples
+from draftsmith.inference.decoding.counters import total_of
+from draftsmith.inference.measuring.environment import git_commit
+from draftsmith.inference.replay.replay import Recording, expected_stats, record, replay
+from draftsmith.inference.verification.acceptance_rules import VerificationMode
+from draftsmith.models import DRAFTERS, Drafter, Target
+from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.sampling.trees import Chain
+from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for
+from draftsmith.train.config import OptimizerConfig
+from draftsmith.train.optimizer import learning_rate, optimizer_of, set_learning_rate
+
+DRAFT_LENGTH, MAX_NEW_TOKENS = 4, 64
+MODES: dict[float, VerificationMode] = {0.0: "greedy", 1.0: "probabilistic"}
+
+
+@dataclass
+class Variant:
+    """What differs from a recipe whose layers start at random, without norms of the features, by AdamW at 4e-3."""
+
+    drafter: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+
+TARGET_START, EACH = {"starting_layers": "target"}, {"feature_norm": "each"}
+MUON: dict[str, Any] = {"matrices": "muon"}
+VARIANTS = {
+    "as it was": Variant(),
+    "feature norm": Variant(EACH),
+    "EAGLE-3.1": Variant({**EACH, "norm_output": True}),
+    "target's layer": Variant(TARGET_START),
+    "both": Variant({**TARGET_START, **EACH}),
+    "target's layer, EAGLE-3.1": Variant({**TARGET_START, **EACH, "norm_output": True}),
+    "Muon 4e-3": Variant({}, MUON),
+    "target's layer, Muon 4e-3": Variant(TARGET_START, MUON),
+    "target's layer, Muon 8e-3": Variant(TARGET_START, {**MUON, "learning_rate": 8e-3}),
+    "both, Muon 8e-3": Variant({**TARGET_START, **EACH}, {**MUON, "learning_rate": 8e-3}),
+    "both, Muon 8e-3, late decay": Variant({**TARGET_START, **EACH}, {**MUON, "learning_rate": 8e-3, "decay": "late"}),
+}
+
+
+def trained(kind: str, target: Target, plan: BatchPlan, variant: Variant, steps: int, seed: int) -> Drafter:
+    """Return a drafter as the training loop makes it, without its files."""
+    recipe = RECIPES[f"quickstart_{kind}"]()
+    plain: dict[str, Any] = {"starting_layers": "random", "feature_norm": "none", "norm_output": False}
+    settings = {name: value for name, value in plain.items() if hasattr(recipe.drafter, name)} | variant.drafter
+    optimizer_config = OptimizerConfig(**{"learning_rate": 4e-3, **variant.optimizer})
+    torch.manual_seed(seed)
+    drafter = DRAFTERS[kind].from_target(replace(recipe.drafter, **settings), target)
+    drafter.fit_vocabulary(token_counts(plan, target.vocab_size))
+    optimizer = optimizer_of(drafter, optimizer_config)
+    for step in range(steps):
+        drafter.progress = step / steps
+        batch = plan.collate(plan.micro_batches(step, 0, 1)[0])
+        total, count = drafter.loss(batch, target.features(batch, drafter.layer_ids))["loss"]
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), optimizer_config.max_gradient_norm)
+        set_learning_rate(optimizer, learning_rate(step, steps, optimizer_config))
+        optimizer.step()
+        optimizer.zero_grad()
+    return drafter.eval()
+
+
+def acceptance_lengths(target: Target, drafter: Drafter, recordings: list[Recording]) -> list[float]:
+    """Return the acceptance length on each recording, in the mode of its temperature."""
+    lengths = []
+    for recording in recordings:
+        traces = replay(target, recording, {"own": drafter}, DRAFT_LENGTH)["own"]
+        mode = MODES[recording.sampling.temperature]
+        total = total_of([expected_stats(trace, Chain(DRAFT_LENGTH), mode) for trace in traces])
+        lengths.append(total.mean_acceptance_length)
+    return lengths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=Path, required=True)
+    parser.add_argument("--kind", default="eagle3", choices=["eagle", "eagle3", "p_eagle"])
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--prompts", type=int, default=157)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
+    samples = read_samples(arguments.samples)
+    prompts = [target.encode(prompt) for prompt in prompts_for(target, held_out=True)[: arguments.prompts]]
+    recordings = [record(target, prompts, Sampling(temperature), MAX_NEW_TOKENS, DRAFT_LENGTH) for temperature in MODES]
+    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, commit {git_commit()}")
+    print(
+        f"{arguments.kind}: {len(samples)} samples, {arguments.steps} steps of 8, {len(prompts)} held-out prompts, "
+        f"{MAX_NEW_TOKENS} tokens, chains of {DRAFT_LENGTH}",
+        flush=True,
+    )
+    for seed in arguments.seeds:
+        plan = BatchPlan(samples, 8, 512, 8 * 512, seed=seed)
+        for name in arguments.variants:
+            drafter = trained(arguments.kind, target, plan, VARIANTS[name], arguments.steps, seed)
+            greedy, sampled = acceptance_lengths(target, drafter, recordings)
+            print(f"seed {seed}, {name}: {greedy:.3f} at T=0, {sampled:.3f} at T=1", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The optimisers, and their learning rate over the steps."""
+
+import math
+
+import torch
+
+from draftsmith.models import Drafter
+from draftsmith.train.config import OptimizerConfig
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon and AdamW as one optimiser: each has one group of parameters, and its state."""
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self.muon, self.adamw = muon, adamw
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take a step with both, on the groups and the state as they are: loading a state makes new ones."""
+        self.muon.param_groups, self.adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
+        self.muon.state = self.adamw.state = self.state
+        self.muon.step()
+        self.adamw.step()
+
+
+def optimizer_of(drafter: Drafter, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return the optimiser of what is trained: AdamW or, as `config.matrices` says, Muon for the inner matrices.
+
+    Muon (https://kellerjordan.github.io/posts/muon) makes all directions of a matrix's step equally long. Steps are as
+    large as AdamW's (arXiv 2502.16982, equation 4), so that one learning rate suits both. Embeddings and heads, whose
+    rows are tokens, stay with AdamW.
+    """
+    trainable = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    inner = [] if config.matrices == "adamw" else inner_matrices(drafter)
+    rest = [parameter for parameter in trainable if all(parameter is not matrix for matrix in inner)]
+    # one kernel does all that a step does to a tensor, on a GPU to all tensors
+    adamw = torch.optim.AdamW(rest, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay, fused=True)
+    if not inner:
+        return adamw
+    muon = torch.optim.Muon(inner, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return MuonAndAdamW(muon, adamw)
+
+
+def inner_matrices(drafter: Drafter) -> list[torch.nn.Parameter]:
+    """Return the trained matrices but for those that have as many rows as the target's or the draft vocabulary.
+
+    A matrix that has so many rows by accident is trained by AdamW, which does no harm.
+    """
+    ids = drafter.draft_to_target()
+    vocabularies = {drafter.target.vocab_size, drafter.target.vocab_size if ids is None else len(ids)}
+    matrices = [parameter for parameter in drafter.parameters() if parameter.requires_grad and parameter.ndim == 2]
+    return [matrix for matrix in matrices if len(matrix) not in vocabularies]
+
+
+def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
+    """Return the learning rate of `step`, counted from 0.
+
+    It rises linearly in the warm-up. Then it falls on a cosine to `final_share` of its peak, or it stays at the peak
+    and falls linearly to there over the last `decay_share` of all steps.
+    """
+    warmup = max(1, round(config.warmup_share * num_steps))
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    if config.decay == "late":
+        start = config.decay_start(num_steps)
+        left = min(1.0, (num_steps - step) / max(1, num_steps - start))
+    else:
+        left = 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, num_steps - warmup)))
+    return config.learning_rate * (config.final_share + (1 - config.final_share) * left)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give all parameters the same learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
