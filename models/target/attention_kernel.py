@@ -101,7 +101,7 @@ def tile(num_rows: int, width: int, dtype: torch.dtype) -> tuple[int, int, int, 
         return (16, 32, 8, 2) if narrow else (16, 16, 8, 1)
     rows = max(16, triton.next_power_of_2(num_rows))
     if width > 128:
-        return (min(32, rows), 32, 8, 2) if narrow else (min(32, rows), 16, 8, 1)
+        return (min(32, rows), 32, 4 if rows == 16 else 8, 2) if narrow else (min(32, rows), 16, 8, 1)
     return min(64, rows), 32 if rows > 16 else 64, 4, 3
 
 
