@@ -89,7 +89,7 @@ class EvaluationConfig:
     untrained: bool = False  # measure the drafter before its first step, too
     baselines: list[Name] = field(default_factory=lambda: ["ngram"])  # training-free drafters measured beside
     time_share: Share | None = 0.2  # of training's time, kept by fewer repeats, then prompts; None: no limit
-    patience: Count | None = None  # stop after so many checkpoints without a better speedup; None: never
+    patience: Count | None = None  # stop after so many checkpoints without longer acceptance; None: never
 
 
 @dataclass

@@ -3,9 +3,11 @@
 The fields have the names and the order of the file; docs/measurement.md explains them.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
@@ -249,7 +251,7 @@ class Result:
 
     @property
     def rank_key(self) -> tuple[bool, float]:
-        """The key by which checkpoints and drafters are ranked: one without divergences first, then the speedup."""
+        """The key by which drafters are ranked: one without divergences first, then the speedup."""
         return self.lossless.divergences == 0, self.speed.speedup
 
     @property
@@ -324,6 +326,23 @@ class Evaluation:
     certificate: Certificate | None = optional()
     seconds: NonNegative | None = optional()  # that the whole comparison took, all its drafters
     cost: EvaluationCost | None = optional()
+
+
+def place_of_best(rows: Sequence[Result]) -> int:
+    """Return the place of the best of a run's checkpoints, given the first row of each, oldest first.
+
+    All of them draft with one architecture, so a round of each costs the same. They rank by tokens a round over that
+    cost, pooled over the rows of one setting, since the times of each alone are too noisy to choose by. Those with
+    divergences come last, and of equal ones the later is the better.
+    """
+
+    def key(place: int) -> tuple[bool, float, int]:
+        row = rows[place]
+        alike = [other for other in rows if other.setting.differs_only_in(row.setting, "num_prompts")]
+        cost = fmean(other.steps_a_round for other in alike)
+        return row.lossless.divergences == 0, row.tokens_a_round / cost, place
+
+    return max(range(len(rows)), key=key)
 
 
 def read_evaluation(path: Path) -> Evaluation:

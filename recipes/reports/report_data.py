@@ -10,7 +10,14 @@ import yaml
 
 from draftsmith.data.processes import locked
 from draftsmith.inference.decoding.schedule import Schedule
-from draftsmith.inference.measuring.results import Environment, Evaluation, Result, Setting, read_evaluation
+from draftsmith.inference.measuring.results import (
+    Environment,
+    Evaluation,
+    Result,
+    Setting,
+    place_of_best,
+    read_evaluation,
+)
 from draftsmith.inference.measuring.sample_texts import SampleText
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.tuning import PredictedDraft
@@ -86,7 +93,7 @@ class EvaluatedRun:
     @property
     def best(self) -> EvaluatedCheckpoint:
         """The checkpoint of the link `best`, where a run that goes on has not moved it since."""
-        return max(self.checkpoints, key=lambda checkpoint: checkpoint.first_result.rank_key)
+        return self.checkpoints[place_of_best([checkpoint.first_result for checkpoint in self.checkpoints])]
 
 
 @dataclass

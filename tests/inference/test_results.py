@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from reports import ENVIRONMENT, result, write_results
+from reports import ENVIRONMENT, result, typed_result, write_results
 
 from draftsmith.inference.decoding.schedule import Adaptive, Confident, Schedule
 from draftsmith.inference.measuring.results import (
@@ -16,6 +16,7 @@ from draftsmith.inference.measuring.results import (
     Evaluation,
     Finding,
     Result,
+    place_of_best,
     read_evaluation,
     write_evaluation,
 )
@@ -140,6 +141,17 @@ def test_settings_are_comparable_keys(evaluation: Evaluation) -> None:
     assert not greedy.differs_only_in(sampled, "batch_size")
     assert greedy == replace(greedy, verification_mode="typical")
     assert len({greedy, replace(greedy, verification_mode="typical"), sampled}) == 2
+
+
+def test_a_round_of_each_setting_has_its_own_cost() -> None:
+    """A longer draft emits more tokens a round and costs more: the rows of each setting share one cost, not all."""
+    short, long = typed_result(0.7, 1.0, length=2), typed_result(0.7, 30.0, length=8)
+    assert short.tokens_a_round < long.tokens_a_round
+    assert short.speed.speedup > long.speed.speedup
+    assert place_of_best([short, long]) == 0
+    noisy = replace(short, speed=replace(short.speed, speedup=9.0))
+    better = typed_result(0.72, 1.0, length=2)
+    assert place_of_best([noisy, better, long]) == 1
 
 
 def test_ranks_by_soundness_then_speedup(evaluation: Evaluation) -> None:

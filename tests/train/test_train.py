@@ -280,21 +280,24 @@ def test_folder_of_a_run(evaluated: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("speedups", "divergences", "best"),
+    ("kept", "divergences", "best"),
     [
-        ([1.1, 1.4, 1.2], [0, 0, 0], 2),
-        ([2.0, 1.0, 1.0], [0, 0, 0], 1),
-        ([0.5, 0.6, 0.7], [0, 0, 0], 3),
-        ([1.1, 9.0, 1.2], [0, 1, 0], 3),  # fast, but its output is not the target's
+        ([0.3, 0.6, 0.5], [0, 0, 0], 2),
+        ([0.7, 0.3, 0.3], [0, 0, 0], 1),
+        ([0.3, 0.5, 0.6], [0, 0, 0], 3),
+        ([0.3, 0.5, 0.5], [0, 0, 0], 3),  # equal: the later one
+        ([0.3, 0.9, 0.5], [0, 1, 0], 3),  # its output is not the target's
     ],
 )
-def test_best_is_the_fastest(speedups: list[float], divergences: list[int], best: int, tmp_path: Path) -> None:
-    """By the first setting's speed, not the newest and not the longest accepted; relative, so that runs can move."""
-    for number, (speedup, differing) in enumerate(zip(speedups, divergences, strict=True), 1):
+def test_best_emits_the_most_tokens_a_round(
+    kept: list[float], divergences: list[int], best: int, tmp_path: Path
+) -> None:
+    """By the first setting's counts, whatever its times say; the link is relative, so that runs can move."""
+    for number, (keep, differing) in enumerate(zip(kept, divergences, strict=True), 1):
         checkpoint = tmp_path / "checkpoints" / checkpoint_name(number)
         checkpoint.mkdir(parents=True)
-        row = {**result(0.5, 1.0, divergences=differing), "speedup": speedup, "mean_acceptance_length": 10 - speedup}
-        write_results(checkpoint / "evaluation.json", [row, {**row, "speedup": 10 - speedup}])
+        row = {**result(keep, 1.0, divergences=differing), "speedup": 2 - keep}
+        write_results(checkpoint / "evaluation.json", [row, result(1 - keep, 1.0)])
         link_best(tmp_path)
     (tmp_path / "checkpoints" / checkpoint_name(9)).mkdir()  # not measured
     assert link_best(tmp_path) == tmp_path / "checkpoints" / checkpoint_name(best)

@@ -89,7 +89,7 @@ def test_a_tight_share_is_kept_and_stated(base: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("speedups", "without_gain"),
+    ("lengths", "without_gain"),
     [
         ([1.0], 0),
         ([1.0, 1.3, 1.6], 0),
@@ -99,16 +99,20 @@ def test_a_tight_share_is_kept_and_stated(base: dict[str, Any], tmp_path: Path) 
         ([1.0, 1.5, 1.4, 1.7], 0),
     ],
 )
-def test_gain_is_what_lies_beyond_the_interval(speedups: list[float], without_gain: int) -> None:
-    rows = [row_with(speedup) for speedup in speedups]
+def test_gain_is_what_lies_beyond_the_interval(lengths: list[float], without_gain: int) -> None:
+    """Times play no part: they are noisier than counts."""
+    rows = [row_with(length) for length in lengths]
     assert checkpoints_without_gain(rows) == without_gain
-    rows.append(row_with(9.0, divergences=1))
-    assert checkpoints_without_gain(rows) == without_gain + 1  # fast, but not the target's text
+    rows.append(row_with(4.9, divergences=1))
+    assert checkpoints_without_gain(rows) == without_gain + 1  # long, but not the target's text
 
 
-def row_with(speedup: float, divergences: int = 0) -> Result:
+def row_with(length: float, divergences: int = 0) -> Result:
+    """Return a row of this acceptance length, with an interval of 0.1 to both sides."""
     row = typed_result(0.5, 1.0, divergences=divergences)
-    return replace(row, speed=replace(row.speed, speedup=speedup, speedup_ci95=(speedup - 0.1, speedup + 0.1)))
+    accepted = round((length - 1) * row.acceptance.num_drafts)
+    acceptance = replace(row.acceptance, num_accepted_tokens=accepted)
+    return replace(row, acceptance=acceptance, mean_acceptance_length_ci95=(length - 0.1, length + 0.1))
 
 
 def test_training_stops_when_nothing_is_gained(
@@ -121,7 +125,9 @@ def test_training_stops_when_nothing_is_gained(
     config = make_config("medusa", base, tmp_path, run={"steps": 20, "checkpoint_every": 1}, evaluation=evaluation)
     for _ in range(2):
         run = train(config)
-        assert "training stops at step 3: no better speedup in the last 2" in " ".join(capsys.readouterr().out.split())
+        assert "training stops at step 3: no longer acceptance in the last 2" in " ".join(
+            capsys.readouterr().out.split()
+        )
         assert len(checkpoints(run)) == 3
         lines = read_metrics(run)
         assert max(line["step"] for line in lines) == 3

@@ -44,16 +44,17 @@ def seconds_left(config: EvaluationConfig, earlier: list[EvaluationCost], traini
 
 
 def checkpoints_without_gain(rows: list[Result]) -> int:
-    """Return how many of the newest checkpoints bring no better speedup, given the first row of each, oldest first.
+    """Return how many of the newest checkpoints bring no longer acceptance, given the first row of each, oldest first.
 
-    A better one is lossless, and its whole interval lies above the speedup of the last better one; its speedup, where
-    too little was timed for an interval.
+    A better one is lossless, and the whole interval of its acceptance length lies above that of the last better one;
+    the length itself, where several processes counted or there are too few prompts for an interval.
     """
     best, count = 0.0, -1  # the first is measured against nothing
     for row in rows:
-        low, _ = row.speed.speedup_ci95 or (row.speed.speedup, None)
+        length = row.acceptance.mean_acceptance_length
+        low, _ = row.mean_acceptance_length_ci95 or (length, None)
         if row.lossless.divergences == 0 and low > best:
-            best, count = row.speed.speedup, 0
+            best, count = length, 0
         else:
             count += 1
     return max(count, 0)

@@ -20,6 +20,7 @@ from draftsmith.inference.measuring.results import (
     Evaluation,
     EvaluationCost,
     Result,
+    place_of_best,
     read_evaluation,
     write_evaluation,
 )
@@ -243,7 +244,7 @@ class Evaluator:
         rows = [first_result(checkpoint) for checkpoint in measured_checkpoints(self.run)]
         if patience is None or checkpoints_without_gain(rows) < patience:
             return None
-        reason = f"no better speedup in the last {patience} checkpoints (evaluation.patience)"
+        reason = f"no longer acceptance in the last {patience} checkpoints (evaluation.patience)"
         assert self.tracker
         self.tracker.log(step, {"stopped_early": reason})
         say(f"training stops at step {step}: {reason}")
@@ -307,7 +308,7 @@ def what_training_brought(run: Path) -> str:
     if len(measured) < 2 or checkpoint_step(measured[0]):
         return "what training brought is not known: its evaluations failed"
     untrained, *trained = map(first_result, measured)
-    best = max(trained, key=lambda row: row.rank_key)
+    best = trained[place_of_best(trained)]
     before, after = untrained.acceptance.mean_acceptance_length, best.acceptance.mean_acceptance_length
     change = f"acceptance length {before:.2f} -> {after:.2f}"
     change += f", speedup {untrained.speed.speedup:.2f} -> {best.speed.speedup:.2f}"

@@ -11,7 +11,7 @@ from draftsmith.data.answers.changed_settings import changes_text, flatten, sett
 from draftsmith.data.progress import notice
 from draftsmith.data.samples.samples import data_hash, read_prepared
 from draftsmith.inference.measuring.environment import environment
-from draftsmith.inference.measuring.results import Result, read_evaluation
+from draftsmith.inference.measuring.results import Result, place_of_best, read_evaluation
 from draftsmith.models import Target
 from draftsmith.models.drafter_parts.layouts import checkpoint_hash
 from draftsmith.models.errors import UserError
@@ -130,10 +130,7 @@ def changed_settings(stored: dict[str, Any], config: TrainConfig) -> dict[str, s
 
 
 def link_best(run: Path) -> Path | None:
-    """Point `best` at the checkpoint with the highest measured speedup, by its first evaluated setting.
-
-    A checkpoint whose output differed from plain decoding comes after all others.
-    """
+    """Point `best` at the best checkpoint, by its first evaluated setting."""
     best = best_measured(run)
     try:
         if best is None:
@@ -149,9 +146,9 @@ def link_best(run: Path) -> Path | None:
 
 
 def best_measured(run: Path) -> Path | None:
-    """Return the checkpoint with the highest measured speedup; None where none was measured."""
+    """Return the best checkpoint, which emits the most tokens a round; None where none was measured."""
     measured = measured_checkpoints(run)
-    return max(measured, key=lambda checkpoint: first_result(checkpoint).rank_key) if measured else None
+    return measured[place_of_best(list(map(first_result, measured)))] if measured else None
 
 
 def measured_checkpoints(run: Path) -> list[Path]:
