@@ -37,6 +37,7 @@ from draftsmith.train.run_folder.checkpoint import checkpoint_step
 
 NUM_HELD_OUT, MAX_NEW_TOKENS = 24, 96
 COST = "cost.json"  # CPU time of a training run
+LENGTH = 256  # tokens of a row
 FAMILIES = ["eagle3", "eagle", "p_eagle", "medusa", "hydra", "mlp_speculator", "draft_model"]
 # name -> fields of the drafter that differ from quickstart_eagle3's, whose loss is forward_kl and whose unroll is 3
 EAGLE3_VARIANTS: dict[str, dict[str, Any]] = {
@@ -67,7 +68,7 @@ def config_of(name: str, runs: Path) -> TrainConfig:
     config.drafter = replace(config.drafter, **EAGLE3_VARIANTS.get(name, {}))
     config.target = str(EMBEDDED_TARGET)
     config.data.samples = str(runs / ("given" if given else "samples"))
-    config.data.max_length = 256
+    config.data.max_length = LENGTH
     config.data.on_policy_share = 0.5 if name.startswith("text-own") else 0.0  # which the draft model writes itself
     config.run.dir = str(runs / name)
     config.run.device = "cpu"
@@ -109,7 +110,7 @@ def write_samples(runs: Path, num_prompts: int) -> None:
 def steps_for(config: TrainConfig, minutes: float, target: Target) -> int:
     """Optimiser steps that take so many minutes of CPU time."""
     samples = read_samples(Path(config.data.samples))[:256]
-    plan = BatchPlan(samples, config.data.batch_size, config.data.max_length, config.data.tokens_per_micro_batch, 0)
+    plan = BatchPlan(samples, config.data.batch_size, LENGTH, config.data.tokens_per_micro_batch, 0)
     drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, target)
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=0)
     num_timed = 12
@@ -145,7 +146,7 @@ def trained_tokens(config: TrainConfig, steps: int) -> int:
     """Tokens that so many steps train on."""
     data = config.data
     samples = read_samples(Path(data.samples))
-    plan = BatchPlan(samples, data.batch_size, data.max_length, data.tokens_per_micro_batch, config.run.seed)
+    plan = BatchPlan(samples, data.batch_size, LENGTH, data.tokens_per_micro_batch, config.run.seed)
     return sum(len(plan.written(index)) for step in range(steps) for index in plan.indices(step))
 
 

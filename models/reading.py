@@ -13,9 +13,10 @@ import stat
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import Annotated, Any, BinaryIO, NoReturn, TypeVar
 
 import yaml
+from pydantic import BeforeValidator
 from safetensors import SafetensorError, safe_open
 
 from draftsmith.models.errors import UserError, first_line
@@ -268,3 +269,13 @@ def _decoded(content: bytes | bytearray, place: str) -> str:
 
 def _unreadable(path: Path, error: Exception) -> UserError:
     return UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or first_line(error)}")
+
+
+def _json_object(value: Any) -> Any:
+    content = parse_json(value, "it") if isinstance(value, str) else value
+    if not isinstance(content, dict):
+        raise ValueError("""give a JSON object, such as '{"enable_thinking": false}'""")
+    return content
+
+
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_json_object)]  # a setting, whose text is JSON

@@ -41,7 +41,7 @@ class DataConfig:
 
     samples: Name  # folder that `draftsmith prepare` wrote
     batch_size: Count = 32  # samples an optimiser step, over all ranks
-    max_length: Count = 2048  # tokens of a row; longer samples are cut
+    max_length: Count | None = None  # tokens of a row, where longer samples are cut; None: as many as they need
     drop_cut: bool = False  # leave out samples whose answer the length limit of `prepare` cut
     tokens_per_micro_batch: Count = 16384  # of a forward pass on one rank: rows x longest row, padding included
     packing: bool = False  # several samples a row, as many as fit max_length
@@ -204,7 +204,7 @@ def from_dict(content: dict[str, Any]) -> TrainConfig:
 
 def _check_data(config: TrainConfig) -> None:
     data = config.data
-    if data.tokens_per_micro_batch < data.max_length:
+    if data.max_length and data.tokens_per_micro_batch < data.max_length:
         raise UserError(
             f"data.tokens_per_micro_batch={data.tokens_per_micro_batch} holds no row of "
             f"data.max_length={data.max_length}: give data.tokens_per_micro_batch={data.max_length}, or lower both"

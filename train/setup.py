@@ -22,11 +22,12 @@ from draftsmith.data.prompts.checks import (
     shown_sample,
 )
 from draftsmith.data.samples.batches import GPU_WIDTH, BatchPlan
-from draftsmith.data.samples.samples import Sample, read_samples
+from draftsmith.data.samples.samples import Sample, read_chat, read_samples
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.models import CHANGED_TARGET, Drafter, Target
 from draftsmith.models.errors import UserError
-from draftsmith.train.config import TrainConfig
+from draftsmith.models.target.chat_template import set_chat
+from draftsmith.train.config import DataConfig, TrainConfig
 from draftsmith.train.evaluation.evaluate import check_evaluation, evaluation_prompts
 from draftsmith.train.hardware.layouts import make_accelerator
 from draftsmith.train.hardware.placement import check_placement, place
@@ -34,6 +35,8 @@ from draftsmith.train.inputs.features import load_target, open_store
 from draftsmith.train.inputs.on_policy import OnPolicy
 from draftsmith.train.run_folder.vocabulary import DraftVocabulary, vocabulary_text
 from draftsmith.train.starting_drafter import fit_starting_layers, fit_vocabulary_size, starting_drafter
+
+ROW = 2048  # tokens of a row, where samples are shorter: packing has something to fill
 
 
 @dataclass
@@ -67,8 +70,9 @@ def set_up(config: TrainConfig) -> Setup:
         notice_without_checksum(folder)
     with waiting(f"loading {config.target} ...", accelerator.is_main_process):
         target = load_target(config, accelerator.device)
+    set_chat(target, read_chat(folder))  # prompts of the evaluation are rendered as those trained on
     check_prepared(folder, target)
-    check_samples(samples, target, min(config.data.max_length, target.context), str(folder))
+    check_samples(samples, target, row_length(config.data, samples, target), str(folder))
     plan = plan_batches(config, samples, target, accelerator.num_processes)
     prompts = evaluation_prompts(config.evaluation, target)
     set_seed(config.run.seed)
@@ -93,6 +97,12 @@ def check_compiles(device: torch.device) -> None:
         raise UserError("run.compile needs a C++ compiler: install g++, or leave it out")
 
 
+def row_length(data: DataConfig, samples: list[Sample], target: Target) -> int:
+    """Return the most tokens of a row. Where none are asked for it holds any sample, as far as a micro-batch does."""
+    needed = max(ROW, *(len(sample.token_ids) for sample in samples))
+    return min(data.max_length or min(needed, data.tokens_per_micro_batch), target.context)
+
+
 def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num_ranks: int) -> BatchPlan:
     """Return the plan of the run's batches. Raises `UserError` where they cannot be made."""
     data = config.data
@@ -101,7 +111,7 @@ def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num
         raise UserError(
             f"data.batch_size={data.batch_size}: {num_ranks} processes share it; give data.batch_size={near}"
         )
-    length = min(data.max_length, target.context)
+    length = row_length(data, samples, target)
     multiple = GPU_WIDTH if target.device.type == "cuda" else 1
 
     def planned() -> BatchPlan:
@@ -110,25 +120,23 @@ def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num
 
     plan = planned()
     if len(plan.trained) < data.batch_size:
-        fit_batch_size(config, len(plan.trained), num_ranks)
+        fit_batch_size(config, len(plan.trained), length, num_ranks)
         plan = planned()
     return plan
 
 
-def fit_batch_size(config: TrainConfig, num_samples: int, num_ranks: int) -> None:
+def fit_batch_size(config: TrainConfig, num_samples: int, length: int, num_ranks: int) -> None:
     """Make batches of less samples than the recipe's where there are not as many, so that an epoch has a few steps.
 
     Raises `UserError` where the user asked for the size, and where there is not a sample for each process.
     """
     data = config.data
     fitting = num_ranks << max(0, (num_samples // (3 * num_ranks)).bit_length() - 1)
-    few = f"{num_samples} samples in {data.samples} that have something to train on within data.max_length"
+    few = f"{num_samples} samples in {data.samples} that have something to train on within {length} tokens"
     if fitting > num_samples:
-        raise UserError(f"{num_ranks} processes share the {few}={data.max_length}: prepare more")
+        raise UserError(f"{num_ranks} processes share the {few}: prepare more")
     if "data.batch_size" in config.explicit_keys:
-        raise UserError(
-            f"data.batch_size={data.batch_size} exceeds the {few}={data.max_length}: give data.batch_size={fitting}"
-        )
+        raise UserError(f"data.batch_size={data.batch_size} exceeds the {few}: give data.batch_size={fitting}")
     if PartialState().is_main_process:
         notice(f"there are {num_samples} samples, and the recipe's batches hold {data.batch_size}: they hold {fitting}")
     data.batch_size = fitting

@@ -3,15 +3,16 @@
 import hashlib
 from pathlib import Path
 
-from draftsmith.data.answers.prepare import open_folder, show_written
-from draftsmith.data.answers.turns import Markers
+from draftsmith.data.answers.prepare import keep_date, open_folder, show_written
 from draftsmith.data.processes import locked
 from draftsmith.data.prompts.conversations import encode_conversation
 from draftsmith.data.prompts.prompts import read_split
 from draftsmith.data.prompts.splits import HELD_OUT, write_prompts
 from draftsmith.data.samples.samples import Sample, sample_line, write_samples
+from draftsmith.inference.measuring.spans import Markers
 from draftsmith.models import Target
 from draftsmith.models.target.identity import identity
+from draftsmith.models.typed_json import to_json
 
 
 def store_conversations(
@@ -22,6 +23,7 @@ def store_conversations(
     It writes the files of `prepare`, with "given" as the writer in prepared.json and as the reason that answers end.
     Raises `UserError`, before anything is written, for a conversation that the target would never meet in this form.
     """
+    keep_date(target, out)
     split = read_split(source, held_out_share, refuse_surrogates)
     markers, lines = Markers.of_target(target), []
     for index, prompt in enumerate(split.train):
@@ -36,6 +38,7 @@ def store_conversations(
     prepared = {
         "target": target.name,
         **identity(target),
+        "chat": to_json(target.chat),
         "written_by": "given",
         "prompts": source,
         "prompts_hash": hashlib.sha256("".join(lines).encode()).hexdigest()[:16],

@@ -5,7 +5,8 @@ import json
 import random
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from rich.filesize import decimal
 from draftsmith.data.answers.changed_settings import changes_text, flatten, setting_changes
 from draftsmith.data.answers.endpoint import MOST_REQUESTS, Endpoint
 from draftsmith.data.answers.journal import Journal, journals_in, merge_journals, read_journals, remove_journals
-from draftsmith.data.answers.turns import Dialogue, Markers
+from draftsmith.data.answers.turns import Dialogue
 from draftsmith.data.console import say
 from draftsmith.data.processes import locked, rank_and_num_ranks
 from draftsmith.data.progress import notice, progress_bar
@@ -30,14 +31,16 @@ from draftsmith.data.prompts.checks import (
 )
 from draftsmith.data.prompts.prompts import read_split
 from draftsmith.data.prompts.splits import HELD_OUT, write_prompts
-from draftsmith.data.samples.samples import PREPARED, SAMPLES, read_prepared, read_samples
+from draftsmith.data.samples.samples import PREPARED, SAMPLES, Sample, read_chat, read_prepared, read_samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import resolve_settings
+from draftsmith.inference.measuring.spans import Markers
 from draftsmith.models import Target, load_drafter
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, whole_number
 from draftsmith.models.files import write_json
 from draftsmith.models.ranges import BelowOne, Count, Depth, Name, Seed, checked_fields
 from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.target.chat_template import has_template
 from draftsmith.models.target.identity import template_hash, tokenizer_fingerprint
 from draftsmith.models.typed_json import to_json
 
@@ -50,7 +53,7 @@ BATCHES_A_SHARE = 8  # more keep the batch full for longer, fewer lose less to a
 class PrepareSettings:
     """The settings by which the target answers prompts."""
 
-    max_new_tokens: Count = 256  # of a turn
+    max_new_tokens: Count = 256  # of a turn; `default_max_new_tokens` knows better for a target
     # prompt i is answered by samplings[i % len]
     samplings: Annotated[tuple[Sampling, ...], Field(min_length=1)] = (Sampling(0.0), Sampling(1.0))
     batch_size: Count = 32  # prompts answered at a time
@@ -71,6 +74,21 @@ class PrepareSettings:
         return BATCHES_A_SHARE * self.batch_size
 
 
+def default_max_new_tokens(target: Target) -> int:
+    """Return the most tokens of an answer where nobody gave a number, at most half of the target's context.
+
+    It is that of the target's generation config; else 16,384 for a target that thinks, 2,048 for one with a chat
+    template, and 256 for others, many of which never end a text.
+    """
+    own = target.model.generation_config.max_new_tokens
+    usual = 256
+    if own is not None:
+        usual = whole_number(f"{target.name}: max_new_tokens in its generation config", own, 1)
+    elif has_template(target.tokenizer):
+        usual = 16384 if Markers.of_target(target).thinks else 2048
+    return min(usual, target.context // 2)
+
+
 def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -> None:
     """Write the target's answers to the prompts at `source` into the folder `out`.
 
@@ -84,7 +102,19 @@ def prepare(target: Target, source: str, out: Path, settings: PrepareSettings) -
     or settings, and for one that another call writes.
     """
     with locked(out):
+        keep_date(target, out)
         write_answers(AnswerJob(target, source, settings), out)
+
+
+def keep_date(target: Target, out: Path) -> None:
+    """Let the chat template print the day on which the folder was begun, today for a new one.
+
+    Many templates print the date, and a folder that goes on tomorrow must hold the same prompts.
+    """
+    begun = str(date.today())
+    if (out / PREPARED).is_file():
+        begun = read_chat(out).date or begun
+    target.chat = replace(target.chat, date=begun)
 
 
 def write_answers(job: "AnswerJob", out: Path) -> None:
@@ -147,6 +177,27 @@ def show_written(out: Path, target: Target) -> None:
     if number := num_with_padding(samples, target):
         text += f"; {number} samples hold tokens that {target.name} has and its tokenizer does not: they are kept"
     say(text)
+    if text := cut_text(samples, read_prepared(out)):
+        notice(text)
+
+
+def cut_text(samples: list[Sample], prepared: dict[str, Any]) -> str:
+    """Return in words how many answers were cut and how many turns got none; empty where all is whole."""
+    num_cut = sum(sample.finish_reason == "length" for sample in samples)
+    stopped = [sample.unanswered_turns for sample in samples if sample.unanswered_turns]
+    texts = []
+    if num_cut:
+        limit = prepared["settings"]["max_new_tokens"]
+        texts.append(
+            f"{num_cut} of {len(samples)} samples end in an answer that --max-new-tokens {limit} cut, so that how it "
+            "ends is not learnt: raise it"
+        )
+    if stopped:
+        texts.append(
+            f"{sum(stopped)} turns of {len(stopped)} conversations got no answer, because the one before was cut, the "
+            "context is full, or the target called a tool whose result nobody has"
+        )
+    return "; ".join(texts)
 
 
 class AnswerJob:
@@ -210,6 +261,7 @@ class AnswerJob:
             "target_fingerprint": self.target.fingerprint() if has_weights else None,
             "tokenizer_fingerprint": tokenizer_fingerprint(self.target),
             "template_hash": template_hash(self.target),
+            "chat": to_json(self.target.chat),
             "written_by": "endpoint" if self.endpoint else "decoder",
             "prompts": self.source,
             "prompts_hash": self.hash,
@@ -275,7 +327,7 @@ def open_folder(out: Path, prepared: dict) -> None:
         if begun and read_prepared(out).get("num_held_out"):
             (out / HELD_OUT).unlink(missing_ok=True)
         write_json(out / PREPARED, prepared)
-    defaults = {f"settings.{name}": value for name, value in asdict(PrepareSettings()).items()}
+    defaults = {f"settings.{name}": value for name, value in asdict(PrepareSettings()).items()} | {"chat.date": None}
     stored = {**defaults, **flatten(read_prepared(out))}  # an older version did not write all settings
     changed = setting_changes(stored, {**defaults, **flatten(to_json(prepared))})
     if decisive := {key: text for key, text in changed.items() if key not in implied_keys(prepared)}:

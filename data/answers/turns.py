@@ -6,76 +6,25 @@ out of earlier turns, blanks trimmed), the target sees something else than what 
 sample then ends, and the turn begins a new one with what the target sees.
 """
 
+import re
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from draftsmith.data.prompts.conversations import Chat
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.data.samples.samples import FinishReason, Sample, Span
+from draftsmith.data.samples.samples import FinishReason, Sample
+from draftsmith.inference.measuring.spans import Markers, Span
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.target.target import Target
 
 Message = dict[str, Any]
 
-# Opening marker, closing marker ("": none, the span lasts to the end of the turn), and the label of what is between.
-MARKERS = (
-    ("<think>", "</think>", "thinking"),
-    ("<thinking>", "</thinking>", "thinking"),
-    ("[THINK]", "[/THINK]", "thinking"),
-    ("<|begin_of_thought|>", "<|end_of_thought|>", "thinking"),
-    ("<seed:think>", "</seed:think>", "thinking"),
-    ("<tool_call>", "</tool_call>", "tool_call"),
-    ("<|tool_call|>", "<|/tool_call|>", "tool_call"),
-    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "tool_call"),
-    ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "tool_call"),
-    ("[TOOL_CALLS]", "", "tool_call"),
-    ("<|python_tag|>", "", "tool_call"),
+# A message of harmony, the format of gpt-oss: its channel, what stands behind that, and its text.
+HARMONY = re.compile(
+    r"<\|channel\|>(\w+)([^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>(.*?)(?=<\|end\|>|<\|start\|>|$)", re.DOTALL
 )
-
-
-@dataclass
-class Markers:
-    """The token ids at which labels begin and end; empty where the tokenizer has no such tokens."""
-
-    opening: dict[int, str] = field(default_factory=dict)
-    closing: dict[int, str] = field(default_factory=dict)
-
-    @classmethod
-    def of_target(cls, target: Target) -> "Markers":
-        """Return the markers that the target's tokenizer has as single tokens."""
-        assert target.tokenizer is not None
-        added = target.tokenizer.get_added_vocab()
-        markers = cls()
-        for opening, closing, label in MARKERS:
-            if opening in added and (not closing or closing in added):
-                markers.opening[added[opening]] = label
-                if closing:
-                    markers.closing[added[closing]] = label
-        return markers
-
-    def spans(self, ids: list[int], start: int, label: str) -> list[Span]:
-        """Return the tokens from `start` on, cut where labels change; markers belong to what they enclose."""
-        spans, begin = [], start
-        for place in range(start, len(ids)):
-            if label == "answer" and ids[place] in self.opening:
-                spans.append(Span(begin, place, label))
-                begin, label = place, self.opening[ids[place]]
-            elif label != "answer" and self.closing.get(ids[place]) == label:
-                spans.append(Span(begin, place + 1, label))
-                begin, label = place + 1, "answer"
-        spans.append(Span(begin, len(ids), label))
-        return [span for span in spans if span.end > span.start]
-
-    def open_label(self, context: list[int], ends: list[int]) -> str:
-        """Return the label that an answer begins in: some templates open the thinking themselves."""
-        for token in reversed(context):
-            if token in ends or token in self.closing:
-                return "answer"
-            if self.opening.get(token) in self.closing.values():
-                return self.opening[token]
-        return "answer"
 
 
 @dataclass
@@ -104,6 +53,21 @@ def split_turns(messages: list[Message]) -> list[Turn]:
     if unanswered and unanswered[-1]["role"] != "assistant":
         turns.append(Turn(unanswered, None))
     return turns
+
+
+def answer_message(text: str) -> Message | None:
+    """Return what the target wrote in a turn as a message of history.
+
+    Harmony's thoughts go into a field of their own: its template refuses them in the content. None for a turn in it
+    without a final message, which calls a tool: what follows it would be the tool's result, which nobody has.
+    """
+    parts = HARMONY.findall(text)
+    if not parts:
+        return {"role": "assistant", "content": text}
+    texts = {name: "".join(body for channel, _, body in parts if channel == name) for name in ("analysis", "final")}
+    if not any(channel == "final" for channel, _, _ in parts):
+        return None
+    return {"role": "assistant", "content": texts["final"], "thinking": texts["analysis"]}
 
 
 class Dialogue:
@@ -143,15 +107,14 @@ class Dialogue:
         self.num_answers += 1
         self.num_tokens += len(new_ids)
         answered = self._turns.popleft() if self._turns else None
-        if not ended or not self._turns:
-            self._close(token_ids, "eos" if ended else "length")
-            self.finished = True
-            return
-
-        assert answered is not None
         assert self.target.tokenizer is not None
         text = str(self.target.tokenizer.decode(new_ids[:-1], skip_special_tokens=False))
-        self._history.append(answered.kept_answer or {"role": "assistant", "content": text})
+        message = (answered and answered.kept_answer) or answer_message(text)
+        if not ended or not self._turns or not message:
+            self._finish(token_ids, "eos" if ended else "length")
+            return
+
+        self._history.append(message)
         written = self._rendered + text
         self._open_turn()
         added = self._encode(self._rendered[len(written) :]) if self._rendered.startswith(written) else []
@@ -161,9 +124,7 @@ class Dialogue:
             self._close(token_ids, "eos")
             self.context = self._encode(self._rendered)
         if len(self.context) > most:
-            if self._spans:
-                self._close(token_ids, "eos")
-            self.finished = True
+            self._finish(token_ids, "eos")
 
     def _open_turn(self) -> None:
         self._history += self._turns[0].messages
@@ -173,6 +134,13 @@ class Dialogue:
     def _encode(self, text: str) -> list[int]:
         assert self.target.tokenizer is not None
         return self.target.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _finish(self, token_ids: list[int], finish_reason: FinishReason) -> None:
+        """Close the sample that is open, if one is, and tell in the last one how many turns are left."""
+        if self._spans:
+            self._close(token_ids, finish_reason)
+        self.samples[-1].unanswered_turns = len(self._turns)
+        self.finished = True
 
     def _close(self, token_ids: list[int], finish_reason: FinishReason) -> None:
         drawn = self.sampling.temperature, self.sampling.top_p, self.sampling.top_k

@@ -15,6 +15,7 @@ from draftsmith.data.samples.samples import Sample, has_checksum, read_prepared
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.errors import UserError
+from draftsmith.models.target.chat_template import has_template
 from draftsmith.models.target.identity import check_identity
 from draftsmith.models.target.target import Target
 
@@ -71,7 +72,7 @@ def num_known_tokens(target: Target) -> int:
 def notice_raw_texts(prompts: list[Prompt], target: Target) -> None:
     """Say so where a target that chats is given bare texts, which it was hardly trained to continue."""
     num_texts = sum(prompt.text is not None for prompt in prompts)
-    if num_texts and target.tokenizer is not None and target.tokenizer.chat_template:
+    if num_texts and has_template(target.tokenizer):
         notice(
             f"{num_texts} of {len(prompts)} prompts are bare texts and are used as they are, without the chat template "
             f'of {target.name}: give "messages" if it will be chatted with'

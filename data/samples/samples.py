@@ -11,18 +11,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
+from draftsmith.inference.measuring.spans import Index, Span
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import file_hash, whole_folder, write_whole
 from draftsmith.models.ranges import AboveZero, Natural, NonNegative, checked
 from draftsmith.models.reading import read_json, read_json_lines, read_text
-from draftsmith.models.target.target import Target
+from draftsmith.models.target.target import ChatSettings, Target
+from draftsmith.models.typed_json import from_json
 
 SAMPLES, PREPARED = "samples.jsonl", "prepared.json"
 CHECKSUM = f"{SAMPLES}.sha256"  # in the form of `sha256sum`
@@ -32,15 +34,6 @@ CHECKED_SAMPLES = 8
 REPAIR = "remove the file, and the same `draftsmith prepare` writes it anew"
 
 FinishReason = Literal["length", "eos", "given"]
-Index = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
-
-
-class Span(NamedTuple):
-    """A stretch of tokens, from start to end - 1, which the target generated."""
-
-    start: Index
-    end: Index
-    label: str = "answer"  # or "thinking", "tool_call"
 
 
 @dataclass
@@ -57,6 +50,7 @@ class Sample:
     top_k: Natural = 0
     prompt_index: Natural = 0  # place among the prompts
     domain: str = ""  # kind of traffic, as the prompt has it
+    unanswered_turns: Natural = 0  # later ones: this answer was cut, the context is full, or a tool's result is missing
     line: int = field(default=0, init=False, compare=False)  # number of its line in samples.jsonl, for messages
 
     def generated(self) -> list[int]:
@@ -140,6 +134,14 @@ def read_prepared(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(content.get(key, 0), str | None) for key in WRITERS):
         raise UserError(f"{folder / PREPARED} does not say what wrote the samples: prepare them again")
     return content
+
+
+def read_chat(folder: Path) -> ChatSettings:
+    """Return the settings that the chat template was rendered with. An older draftsmith gave it none."""
+    try:
+        return from_json(ChatSettings, read_prepared(folder).get("chat", {}))
+    except UserError as error:
+        raise UserError(f"{folder / PREPARED}: {error}: prepare the samples again") from None
 
 
 def check_same_target(folder: Path, target: Target) -> None:

@@ -7,7 +7,7 @@ token.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -19,6 +19,14 @@ BOOTSTRAP_SAMPLES = 2000
 Counted = Natural | NonNegative  # the decoder counts whole numbers; expected counters are fractions
 DraftLength = Annotated[int, Field(ge=0, le=10_000)]
 LEAST_SAMPLES = 3  # with two, Student's t asks for 13 standard errors
+
+
+class Round(NamedTuple):
+    """A round of one request."""
+
+    start: int  # place of its first token among the generated ones
+    num_drafted: int
+    num_accepted: int
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import Any, get_args
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
-from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.decoding.counters import Round, Stats
 from draftsmith.inference.decoding.generation import LESS_MEMORY, Generation
 from draftsmith.inference.decoding.schedule import AnySchedule, Confident
 from draftsmith.inference.verification.acceptance_rules import SAMPLED_DRAFTS, VerificationMode
@@ -21,6 +21,7 @@ from draftsmith.models.errors import UserError, out_of_memory, real_number, show
 from draftsmith.models.ranges import LEAST_TEMPERATURE
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, DynamicTree, Shape, StaticTree
+from draftsmith.models.target.chat_template import has_template, opened_question
 
 SLOT_BLOCK = 64  # slots of a row are a multiple of it, so that an engine also fits texts of similar length
 
@@ -63,6 +64,7 @@ class Output:
     texts: list[str]
     stats: OutputStats
     timing: Timing
+    rounds: list[list[Round]] = field(default_factory=list)  # of each prompt; none where others decoded
 
 
 @dataclass
@@ -122,13 +124,15 @@ class SpeculativeDecoder:
         request_ids: list[int] | None = None,
         batch_size: int | None = None,
         schedule: AnySchedule | None = None,
+        chat: bool = True,
     ) -> Output:
         """Decode all prompts, `batch_size` (by default all) at a time: a row that is done takes the next prompt.
 
         Temperature 0 is greedy decoding. Without a `verification_mode` it is `greedy` at temperature 0, else
         `probabilistic` where the drafter has probabilities and `one_hot` where it has none. The noise of a request is
         keyed by `seed` and its id (by default its place in `prompts`). Drafts have the shape of `tree`, or are chains
-        of the length that `schedule` gives to each round, or of `draft_length`.
+        of the length that `schedule` gives to each round, or of `draft_length`. A text goes through the target's chat
+        template, where it has one, as the user's only turn; with `chat` false it is continued as it stands.
 
         Raises `UserError` for arguments of another type, for empty prompts, for prompts that leave no room in the
         target's context, for settings that the drafter cannot follow, and where memory runs out.
@@ -152,7 +156,7 @@ class SpeculativeDecoder:
             stop_at_eos,
         )
         with self.target.turn():
-            token_ids = self.token_ids(prompts, settings.max_new_tokens)
+            token_ids = self.token_ids(prompts, settings.max_new_tokens, chat)
             if request_ids is not None:
                 request_ids = whole_numbers("request_ids", request_ids)
                 if len(request_ids) != len(prompts):
@@ -197,6 +201,7 @@ class SpeculativeDecoder:
             [self.text(request.token_ids) for request in requests],
             OutputStats([request.stats for request in requests]),
             Timing(end - start, first - start, phases, times),
+            [request.rounds for request in requests],
         )
 
     def start(
@@ -248,11 +253,15 @@ class SpeculativeDecoder:
         sampling: Sampling,
         draft: int | AnySchedule,
         seed: int,
+        chat: bool = True,
     ) -> Iterator[StreamedRound]:
-        """Decode one prompt, `draft` as in `resolve_settings`. Yield what reading the prompt, then each round, adds."""
+        """Decode one prompt, `chat` as in `generate`, `draft` as in `resolve_settings`.
+
+        Yield what reading the prompt, then each round, adds.
+        """
         settings = resolve_settings(self.drafter, sampling, max_new_tokens, draft, seed=seed)
         with self.target.turn():
-            token_ids = self.token_ids([prompt], settings.max_new_tokens)
+            token_ids = self.token_ids([prompt], settings.max_new_tokens, chat)
             generation = Generation(self.engine_for(settings, 1, len(token_ids[0])), token_ids, lag=0)
         new_ids: list[int] = []
         drafted: list[bool] = []  # whether each new token was proposed by the drafter
@@ -285,7 +294,9 @@ class SpeculativeDecoder:
             return ""
         return str(self.target.tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def token_ids(self, prompts: Sequence[str | Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+    def token_ids(
+        self, prompts: Sequence[str | Sequence[int]], max_new_tokens: int, chat: bool = True
+    ) -> list[list[int]]:
         """Return the token ids of prompts. Raises `UserError` for one that cannot be decoded, by its number from 1.
 
         Token ids may be a list or tuple, an array or a tensor.
@@ -294,15 +305,17 @@ class SpeculativeDecoder:
             raise UserError("prompts: give a list of prompts, also of a single one")
         if not prompts:
             raise UserError("no prompts: give at least one")
-        return [self._token_ids(f"prompt {i}", prompt, max_new_tokens) for i, prompt in enumerate(prompts, 1)]
+        return [self._token_ids(f"prompt {i}", prompt, max_new_tokens, chat) for i, prompt in enumerate(prompts, 1)]
 
-    def _token_ids(self, name: str, prompt: str | Sequence[int], max_new_tokens: int) -> list[int]:
+    def _token_ids(self, name: str, prompt: str | Sequence[int], max_new_tokens: int, chat: bool) -> list[int]:
         if isinstance(prompt, str):
-            if self.target.tokenizer is None:
+            tokenizer = self.target.tokenizer
+            if tokenizer is None:
                 raise UserError(f"{name} is a text, and the target has no tokenizer: give token ids")
             if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
                 raise UserError(f"{name} holds a half of a character (a lone surrogate): remove it")
-            ids = self.target.encode(prompt)
+            in_chat = chat and has_template(tokenizer)
+            ids = opened_question(self.target, prompt) if in_chat else self.target.encode(prompt)
         else:
             ids = whole_numbers(name, prompt)
         if not ids:

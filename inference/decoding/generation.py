@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.inference.decoding.batch_engine import RECORD_HEAD, BatchEngine
 from draftsmith.inference.decoding.clock import PhaseClock
-from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.decoding.counters import Round, Stats
 from draftsmith.inference.decoding.schedule import DraftLengths
 from draftsmith.models.errors import out_of_memory
 
@@ -32,6 +32,7 @@ class Request:
     max_new_tokens: int
     stats: Stats
     token_ids: list[int] = field(default_factory=list)  # that were generated
+    rounds: list[Round] = field(default_factory=list)  # after the prompt's
     admitted: float = 0.0
     first_token: float = 0.0
     first_round: float = 0.0  # end of the first round after reading the prompt; 0: there was none
@@ -164,6 +165,7 @@ class Generation:
         now = self._now()
         if request.token_ids:
             request.stats.count_round(num_drafted, num_accepted)
+            request.rounds.append(Round(len(request.token_ids), num_drafted, num_accepted))
             request.first_round = request.first_round or now
         else:
             request.first_token = now

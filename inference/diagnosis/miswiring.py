@@ -17,9 +17,8 @@ from draftsmith.inference.diagnosis.replayed_drafter import ReplayedDrafter, gai
 from draftsmith.inference.measuring.results import Finding
 from draftsmith.inference.replay.replay import AcceptanceTrace, acceptance_trace, record, replay, select_layers
 from draftsmith.inference.replay.token_scores import score_drafter, score_target
-from draftsmith.models import Target
 from draftsmith.models.layers import shift_left
-from draftsmith.models.target.chat_template import rendered_ids
+from draftsmith.models.target.chat_template import opened_question
 from draftsmith.models.target.identity import PARTS
 from draftsmith.models.target.target import Features, spread_layer_ids
 
@@ -74,11 +73,6 @@ def other_template(replayed: ReplayedDrafter) -> Iterator[Finding]:
             "give the prompts as messages, so that they are rendered as in training",
             gain.difference,
         )
-
-
-def opened_question(target: Target, content: str) -> list[int]:
-    """Return the token ids of a question in the chat template, opened for the answer."""
-    return rendered_ids(target, [{"role": "user", "content": content}], opened=True)
 
 
 # --- the wiring

@@ -19,6 +19,7 @@ from draftsmith.inference.measuring.calibration import calibration_bins, calibra
 from draftsmith.inference.measuring.interleaving import DecodeBatch, decode_in_turns
 from draftsmith.inference.measuring.lossless import compare_outputs
 from draftsmith.inference.measuring.results import BaselineResult, DomainResult, LosslessCheck, Result, Setting
+from draftsmith.inference.measuring.spans import Markers, stats_by_label
 from draftsmith.inference.measuring.speed import (
     Outputs,
     batch_totals,
@@ -236,6 +237,7 @@ def result_of(
         speed=speed_beside(outputs, plain, total.mean_acceptance_length, prompts.tokenise_seconds, floor_share),
         lossless=lossless_check(target, resolved, prompts, outputs, plain),
         domains=domain_results(prompts, stats, outputs, plain) if any(prompts.domains) else None,
+        spans=span_results(target, prompts, outputs, total.draft_length),
     )
 
 
@@ -280,6 +282,27 @@ def domain_results(prompts: PromptSet, stats: list[Stats], outputs: Outputs, pla
             row = replace(row, speedup=speedup_of(own, beside), speedup_ci95=ratio_interval(own, beside))
         results[domain] = row
     return results
+
+
+def span_results(
+    target: Target, prompts: PromptSet, outputs: Outputs, draft_length: int
+) -> dict[str, DomainResult] | None:
+    """Return acceptance by kind of span: thinking, answer, tool call, code. None where all is of one kind."""
+    if target.tokenizer is None:
+        return None
+    markers, first = Markers.of_target(target), [batch[0] for batch in outputs]
+    answers = [ids for run in first for ids in run.token_ids]
+    rounds = [of_request for run in first for of_request in run.rounds]
+    by_label: dict[str, list[Stats]] = {}
+    for prompt, answer, of_request in zip(prompts.token_ids, answers, rounds, strict=True):
+        labels = markers.labels(prompt, answer, target)
+        for label, stats in stats_by_label(of_request, labels, draft_length).items():
+            by_label.setdefault(label, []).append(stats)
+    if len(by_label) < 2:
+        return None
+    return {
+        label: DomainResult.of(len(stats), total_of(stats), length_interval(stats)) for label, stats in by_label.items()
+    }
 
 
 def lossless_check(

@@ -136,7 +136,10 @@ class LosslessCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class DomainResult:
-    """Acceptance on the prompts of one domain; the speedup where every batch is a single prompt."""
+    """Acceptance on the prompts of one domain, or in the spans of one kind.
+
+    A domain has a speedup where every batch is a single prompt; a kind of span has none.
+    """
 
     num_prompts: Natural
     num_drafts: int | float
@@ -225,6 +228,7 @@ class Result:
     speed: Speed = flat()
     lossless: LosslessCheck
     domains: dict[str, DomainResult] | None = optional()
+    spans: dict[str, DomainResult] | None = optional()  # thinking, answer, tool_call, code; where there are several
     baselines: dict[str, BaselineResult] | None = optional()
     teacher_forced: TeacherForced | None = optional()
     teacher_forced_gap: TeacherForcedGap | None = optional()

@@ -4,20 +4,64 @@ transformers renders it in jinja's sandbox (`ImmutableSandboxedEnvironment`), wh
 """
 
 import ctypes
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date
 from typing import Any, cast
 
-from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.target.target import Target
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.models.errors import UserError, first_line, shown
+from draftsmith.models.target.target import ChatSettings, Target
 
 SECONDS = 10.0  # of rendering one chat, which takes a good template a millisecond
 LONGEST_CHAT = 1 << 24  # characters
+# Arguments of `apply_chat_template`, which are no variables of a template.
+TAKEN = (
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
+    *("continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    *("padding", "truncation", "max_length", "sanitize_control_tokens", "strftime_now"),
+)
+TODAY = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>[^"']*)(?P=quote)\s*\)""")
 
 
 class TimeUp(Exception):
     """The time for a block of code is over."""
+
+
+def has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Return whether a target has a chat template."""
+    return bool(tokenizer and tokenizer.chat_template)
+
+
+def set_chat(target: Target, chat: ChatSettings) -> None:
+    """Render the target's chats with these settings from now on. `UserError` for what its template does not read."""
+    if chat.kwargs and not has_template(target.tokenizer):
+        raise UserError(
+            f"chat_template_kwargs {shown(chat.kwargs)}: {target.name} has no chat template; leave them out"
+        )
+    for key in chat.kwargs:
+        assert target.tokenizer is not None
+        if key in TAKEN or not re.search(rf"\b{re.escape(key)}\b", str(target.tokenizer.chat_template)):
+            raise UserError(
+                f"chat_template_kwargs: the chat template of {target.name} reads no {shown(key)}: its model card names "
+                "what it reads, such as enable_thinking or reasoning_effort"
+            )
+    target.chat = chat
+
+
+def dated(template: str, day: str | None) -> str:
+    """Return a template that prints a day, YYYY-MM-DD, wherever it asks for today's date; unchanged without one."""
+    if day is None:
+        return template
+    return TODAY.sub(lambda asked: f"'{date.fromisoformat(day).strftime(asked['format'])}'", template)
+
+
+def opened_question(target: Target, text: str) -> list[int]:
+    """Return the token ids of a text as the user's only turn, opened for the answer. Errors as of `rendered`."""
+    return rendered_ids(target, [{"role": "user", "content": text}], opened=True)
 
 
 def rendered(target: Target, messages: list[dict[str, Any]], tools: Any = None, opened: bool = False) -> str:
@@ -39,7 +83,11 @@ def apply_template(target: Target, messages: list[dict[str, Any]], tools: Any, *
     """Return what transformers' `apply_chat_template` does with these options, within the limits."""
     try:
         with time_limit(SECONDS):  # cast: the result is typed for every form of the output
-            output = cast(Any, target.tokenizer).apply_chat_template(messages, tools=tools, **options)
+            tokenizer = cast(Any, target.tokenizer)
+            template = dated(tokenizer.get_chat_template(None, tools), target.chat.date)
+            output = tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=template, **target.chat.kwargs, **options
+            )
     except TimeUp:
         raise UserError(
             f"the chat template of {target.name} takes more than {SECONDS:g} s for one chat: mend its loops"

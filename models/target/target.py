@@ -9,12 +9,13 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Annotated, Any, cast
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -80,6 +81,14 @@ class FullTarget:
     fingerprint: str | None  # None where nobody has seen its weights: a server ran them
 
 
+@dataclass(frozen=True)
+class ChatSettings:
+    """The settings that a target's chat template is rendered with, besides messages and tools."""
+
+    kwargs: dict[str, Any] = field(default_factory=dict)  # the template's own, such as enable_thinking
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None = None  # what it prints as today; None: today
+
+
 class Target:
     """A frozen decoder with its tokenizer, on one device unless it is loaded otherwise.
 
@@ -104,6 +113,7 @@ class Target:
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
+        self.chat = ChatSettings()
         self.text_config = (full.config if full else model.config).get_text_config()
         self.head_module: nn.Module = model.get_output_embeddings()
         self.embedding: nn.Module = model.get_input_embeddings()

@@ -19,7 +19,8 @@ def run(settings: EvaluateSettings, console: Console) -> None:
     measured.
     """
     grid = settings_grid(settings)
-    target = load_target(settings.target, settings.device or device_of_process())
+    device = settings.device or device_of_process()
+    target = load_target(settings.target, device, settings.chat_template_kwargs)
     prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
     minutes = settings.minutes or (DEFAULT_MINUTES if settings.repeats is None else None)
     options = EvaluationOptions(

@@ -11,7 +11,7 @@ from draftsmith.recipes.serving.export_command import export
 def run(settings: ExportSettings, console: Console) -> None:
     """Write a checkpoint as an engine loads it. Raises `UserError` for one that the engine would not serve."""
     if settings.prompts:
-        target = load_target(settings.target, settings.device)
+        target = load_target(settings.target, settings.device, settings.chat_template_kwargs)
     else:  # nothing is decoded
         target = Target.head_from_pretrained(settings.target, None, settings.device or "cpu")
     export(settings, target, console)

@@ -8,13 +8,15 @@ from rich.console import Console
 
 from draftsmith.data.answers.estimate import estimate
 from draftsmith.data.answers.off_policy import store_conversations
-from draftsmith.data.answers.prepare import AnswerJob, PrepareSettings, prepare
+from draftsmith.data.answers.prepare import AnswerJob, PrepareSettings, default_max_new_tokens, prepare
 from draftsmith.data.processes import device_of_process, rank_and_num_ranks
 from draftsmith.data.prompts.splits import HELD_OUT
 from draftsmith.inference.decoding.decoder import check_sampling
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.target.chat_template import set_chat
+from draftsmith.models.target.target import ChatSettings
 from draftsmith.recipes.configs.command_settings import PrepareCommandSettings
 from draftsmith.recipes.evaluation.inputs import load_target
 
@@ -26,10 +28,12 @@ def run(settings: PrepareCommandSettings, console: Console) -> None:
     samplings = samplings_in_turn(settings.temperature, settings.top_p, settings.top_k)
     if settings.endpoint:
         target = Target.without_weights(settings.target)
+        set_chat(target, ChatSettings(settings.chat_template_kwargs or {}))
     else:
-        target = load_target(settings.target, settings.device or device_of_process())
+        device = settings.device or device_of_process()
+        target = load_target(settings.target, device, settings.chat_template_kwargs)
     answers = PrepareSettings(
-        max_new_tokens=settings.max_new_tokens or min(PrepareSettings.max_new_tokens, target.context // 2),
+        max_new_tokens=settings.max_new_tokens or default_max_new_tokens(target),
         samplings=samplings,
         batch_size=settings.batch_size,
         seed=settings.seed,

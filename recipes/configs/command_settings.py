@@ -28,10 +28,12 @@ from draftsmith.models.ranges import (
     Temperature,
     TwoOrMore,
 )
+from draftsmith.models.reading import JsonObject
 from draftsmith.recipes.configs.named_files import check_names
 
 if TYPE_CHECKING:
     from draftsmith.train.config import TrainConfig
+
 
 VerificationMode = Literal["greedy", "one_hot", "probabilistic", "block", "without_replacement", "typical"]
 Engine = Literal["vllm", "sglang", "speculators", "safeailab", "fasterdecoding"]
@@ -42,6 +44,7 @@ Rate = Annotated[Number, Field(ge=0.001)]
 Lognormal = tuple[NonNegative, NonNegative]  # median and sigma
 
 # Help of several commands.
+TEMPLATE = "what the target's chat template is told besides, as JSON"
 SAMPLED = "0 takes the likeliest token, 1 samples"
 ACCEPTED = "how drafts are accepted, docs/lossless.md (the usual one)"
 DRAWN = "sample from the likeliest tokens with this probability"
@@ -102,7 +105,14 @@ class OfTarget(OnDevice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfDrafters(OfTarget):
+class WithChats(OfTarget):
+    """A command that puts chats through the target's template."""
+
+    chat_template_kwargs: JsonObject | None = option(INPUT, TEMPLATE, None, "JSON")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfDrafters(WithChats):
     """The settings that all commands share which measure drafters on prompts."""
 
     drafter: tuple[Name, ...] = option(
@@ -275,7 +285,7 @@ class QuickstartSettings(OnDevice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareCommandSettings(OfTarget):
+class PrepareCommandSettings(WithChats):
     """Let the target answer prompts: the text to train on.
 
     example:
@@ -287,7 +297,7 @@ class PrepareCommandSettings(OfTarget):
     skip_long: bool = option(INPUT, "leave out prompts beyond the context", False)
     refuse_surrogates: bool = option(INPUT, "stop at half characters, which are replaced else", False)
     as_given: bool = option(INPUT, "store conversations as they are", False)
-    max_new_tokens: Count | None = option(DECODING, "longest answer, in tokens (256, at most half)", None, "N")
+    max_new_tokens: Count | None = option(DECODING, "longest answer, in tokens (docs/data.md)", None, "N")
     temperature: tuple[Temperature, ...] = option(DECODING, SAMPLED, (0.0, 1.0), "X")
     top_p: tuple[AboveZero, ...] = option(DECODING, DRAWN, (1.0,), "P")
     top_k: tuple[Natural, ...] = option(DECODING, "sample from so many likeliest tokens; 0: from all", (0,), "K")
@@ -361,7 +371,7 @@ class TrainSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportSettings(OfTarget):
+class ExportSettings(WithChats):
     """Write a checkpoint as a serving engine loads it, with the command that serves it.
 
     example:
@@ -400,14 +410,14 @@ class WatchSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateSettings(OfTarget):
+class GenerateSettings(WithChats):
     """Stream text; tokens that were drafted and accepted are green.
 
     example:
       draftsmith generate "PROMPT" --target MODEL --drafter runs/my/best
     """
 
-    prompt: str = option(INPUT, "text to go on with", metavar="PROMPT", positional=True)
+    prompt: str = option(INPUT, "a question, or a text to continue", metavar="PROMPT", positional=True)
     drafter: Name = option(INPUT, "checkpoint, ngram, suffix, lookahead, none", metavar="D")
     max_new_tokens: Count = option(DECODING, "longest answer, in tokens", 128, "N")
     temperature: Temperature = option(DECODING, SAMPLED, 0.0, "X")
@@ -415,8 +425,11 @@ class GenerateSettings(OfTarget):
     draft_length: Depth | None = option(DECODING, "tokens drafted a round (4)", None, "K")
     schedule: FilePath | None = option(DECODING, "draft lengths by load (docs/load.md)", None, "FILE")
     seed: Seed = option(DECODING, "another seed samples another text", 0, "N")
+    raw: bool = option(INPUT, "continue the text as it stands, outside the chat template", False)
 
     def refuse_mistakes(self) -> None:
+        if self.raw and self.chat_template_kwargs:
+            raise UserError("--chat-template-kwargs has no effect with --raw: leave one out")
         if self.schedule and self.draft_length is not None:
             raise UserError("--schedule sets the draft length: leave out --draft-length")
         super().refuse_mistakes()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from draftsmith.data.progress import waiting
 from draftsmith.data.prompts.prompts import read_prompt_set
@@ -11,6 +12,8 @@ from draftsmith.models import Target
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.reading import read_json
 from draftsmith.models.sampling.trees import DynamicTree, StaticTree
+from draftsmith.models.target.chat_template import set_chat
+from draftsmith.models.target.target import ChatSettings
 from draftsmith.recipes.configs.command_settings import EvaluateSettings
 
 DRAFT_LENGTH = 4  # where neither a draft length, nor a tree, nor a schedule is asked for
@@ -18,10 +21,15 @@ DEFAULT_REPEATS, DEFAULT_MINUTES = 5, 4.0  # so many repeats of each setting, or
 MOST_REPEATS = 25  # where a time is given
 
 
-def load_target(name: str, device: str | None) -> Target:
-    """Return a target on its device, and say so while it is loaded."""
+def load_target(name: str, device: str | None, chat_template_kwargs: dict[str, Any] | None = None) -> Target:
+    """Return a target on its device, and say so while it is loaded.
+
+    `chat_template_kwargs` are given to its chat template with every chat. Raises `UserError` for what it does not read.
+    """
     with waiting(f"loading {name} ..."):
-        return Target.from_pretrained(name, device)
+        target = Target.from_pretrained(name, device)
+    set_chat(target, ChatSettings(chat_template_kwargs or {}))
+    return target
 
 
 def read_prompt_sets(

@@ -44,8 +44,9 @@ def domains(data: ReportData) -> Section:
     return Section(
         "domains",
         "Domains",
-        "The same drafter on each kind of prompt. A domain that falls behind wants training text of its own.",
-        [domain_table(data.at_leading_setting())],
+        "The same drafter on each kind of prompt, and in each kind of span. What falls behind wants training text of "
+        "its own.",
+        [domain_table(data.at_leading_setting()), span_table(data.at_leading_setting())],
     )
 
 
@@ -170,6 +171,22 @@ def domain_table(block: list[DrafterResult]) -> Table:
         if drafter.kind != PLAIN and row.domains is not None
     ]
     return table_of("By domain of the prompts: acceptance length, speedup", rows)
+
+
+def span_table(block: list[DrafterResult]) -> Table:
+    """Return each drafter's acceptance length in thinking, answers, tool calls and code; no rows for one kind alone."""
+    rows: list[Row] = [
+        {
+            "drafter": drafter.name,
+            **{
+                name.replace("_", " "): Cell(domain_text(part), count(part.num_emitted_tokens, "token"))
+                for name, part in row.spans.items()
+            },
+        }
+        for drafter, row in block
+        if drafter.kind != PLAIN and row.spans is not None
+    ]
+    return table_of("By kind of span: acceptance length", rows)
 
 
 def domain_text(domain: DomainResult) -> str:

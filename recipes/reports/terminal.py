@@ -8,7 +8,7 @@ from rich.text import Text
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.measuring.teacher_forcing import gap_warning
 from draftsmith.recipes.reports.acceptance import diagnosis_lines
-from draftsmith.recipes.reports.comparison_table import by_setting, comparison_table, domain_table
+from draftsmith.recipes.reports.comparison_table import by_setting, comparison_table, domain_table, span_table
 from draftsmith.recipes.reports.report_data import MeasuredDrafter, compared, read_report_data
 from draftsmith.recipes.reports.tables import Cell, for_terminal
 
@@ -42,6 +42,6 @@ def print_drafters(drafters: list[MeasuredDrafter], console: Console) -> None:
                 if line not in told:
                     console.print(Text(line, style="yellow"))
             told.update(lines)
-        by_domain = domain_table(block)
-        if by_domain.rows:
-            console.print(Text(by_domain.title), for_terminal(by_domain))
+        for by_part in (domain_table(block), span_table(block)):
+            if by_part.rows:
+                console.print(Text(by_part.title), for_terminal(by_part))

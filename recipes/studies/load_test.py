@@ -45,7 +45,7 @@ def run(settings: LoadTestSettings, console: Console) -> None:
     Raises `UserError`, before anything is measured or written, for settings that do not go together.
     """
     traffic = load_settings(settings)
-    target = load_target(settings.target, settings.device)
+    target = load_target(settings.target, settings.device, settings.chat_template_kwargs)
     prompts = read_prompt_set(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
     if traffic.prompt_lengths:
         check_prompt_lengths(traffic.prompt_lengths, prompts.token_ids)

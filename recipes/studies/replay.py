@@ -89,7 +89,7 @@ def run(settings: ReplaySettings, console: Console) -> None:
     temperatures = dict.fromkeys(settings.temperature)
     samplings = [check_sampling(temperature, settings.top_p, 0) for temperature in temperatures]
     trees = [check_replayed_as(parse_tree(text), "one_hot") for text in dict.fromkeys(settings.tree)]
-    target = load_target(settings.target, settings.device)
+    target = load_target(settings.target, settings.device, settings.chat_template_kwargs)
     prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
     drafters = {name: load_drafter(name, target) for name in settings.drafter}
     for drafter in drafters.values():

@@ -35,7 +35,7 @@ def run(settings: TuneSettings, console: Console) -> None:
     Writes choice.json, costs.json and evaluation.json of each drafter, all of them at the end. Raises `UserError` where
     both sets of prompts share some, and for a drafter that drafts nothing.
     """
-    target = load_target(settings.target, settings.device)
+    target = load_target(settings.target, settings.device, settings.chat_template_kwargs)
     prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
     fit_prompts, prompt_sets = prompts_to_fit(settings, prompt_sets, target)
     at = MeasureSettings(

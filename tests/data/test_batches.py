@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from draftsmith.data.samples.batches import BatchPlan, pack, padded_size, width
-from draftsmith.data.samples.samples import Sample, Span
+from draftsmith.data.samples.samples import Sample
+from draftsmith.inference.measuring.spans import Span
 
 
 def make_samples(count: int) -> list[Sample]:

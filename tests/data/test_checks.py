@@ -20,7 +20,8 @@ from draftsmith.data.prompts.checks import (
     notice_seen_prompts,
     shown_sample,
 )
-from draftsmith.data.samples.samples import Sample, Span
+from draftsmith.data.samples.samples import Sample
+from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import Target, load_drafter, save_drafter
 from draftsmith.models.drafters.medusa import Medusa, MedusaConfig
 from draftsmith.models.errors import UserError

@@ -1,5 +1,6 @@
 """The target's answers: the very tokens it decoded, and the same file after an interruption."""
 
+import copy
 import json
 import random
 import shutil
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,15 @@ import pytest
 from draftsmith.data.answers import prepare as prepare_module
 from draftsmith.data.answers.estimate import Spread, estimate
 from draftsmith.data.answers.journal import Journal, checksum
-from draftsmith.data.answers.prepare import AnswerJob, PrepareSettings, open_folder, prepare, run_name
+from draftsmith.data.answers.prepare import (
+    AnswerJob,
+    PrepareSettings,
+    cut_text,
+    default_max_new_tokens,
+    open_folder,
+    prepare,
+    run_name,
+)
 from draftsmith.data.answers.turns import Dialogue
 from draftsmith.data.prompts.checks import check_samples, notice_without_checksum, num_known_tokens
 from draftsmith.data.prompts.prompt_formats import Prompt
@@ -28,14 +38,18 @@ from draftsmith.data.samples.samples import (
     SAMPLES,
     Sample,
     check_same_target,
+    read_chat,
     read_prepared,
     read_samples,
     sample_line,
 )
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.target.chat_template import set_chat
+from draftsmith.models.target.target import ChatSettings
 
 SAMPLINGS = (Sampling(0.0), Sampling(1.5, 0.9, 20))
 SETTINGS = PrepareSettings(max_new_tokens=12, samplings=SAMPLINGS, batch_size=2)
@@ -104,6 +118,76 @@ def test_a_drafter_leaves_the_answers_alone(folder: Path, source: str, tiny_targ
     """Speculative decoding meets the same noise, sampled answers included: the files are the same to the byte."""
     prepare(tiny_target, source, tmp_path, replace(SETTINGS, drafter="ngram", batch_size=3))
     assert (tmp_path / SAMPLES).read_bytes() == (folder / SAMPLES).read_bytes()
+
+
+CHATTING = "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_a_folder_keeps_the_day_on_which_it_was_begun(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Templates that print the date would make other prompts of it tomorrow, and the folder would be refused."""
+
+    class Tomorrow(date):
+        @classmethod
+        def today(cls) -> date:
+            return date(2040, 1, 2)
+
+    target = copy.copy(tiny_target)
+    target.tokenizer = copy.deepcopy(tiny_target.tokenizer)
+    assert target.tokenizer is not None
+    target.tokenizer.chat_template = CHATTING
+    source = tmp_path / "p.jsonl"
+    source.write_text(json.dumps({"messages": [{"role": "user", "content": "strike"}]}))
+    out = tmp_path / "out"
+    prepare(target, str(source), out, SETTINGS)
+    begun = read_chat(out)
+    assert begun.date == str(date.today())
+    monkeypatch.setattr(prepare_module, "date", Tomorrow)
+    set_chat(target, ChatSettings())
+    prepare(target, str(source), out, SETTINGS)
+    assert read_chat(out) == begun
+    set_chat(target, ChatSettings({"m": 1}))
+    with pytest.raises(UserError, match=r"other .* settings \(chat.kwargs.m unknown -> 1"):
+        prepare(target, str(source), out, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("template", "markers", "own", "longest"),
+    [
+        (None, [], None, 64),  # half of its context
+        (None, [], 12, 12),
+        (CHATTING, [], None, 2048),
+        (CHATTING, ["<think>", "</think>"], None, 16384),
+        (CHATTING, ["<think>", "</think>"], 12, 12),
+    ],
+)
+def test_answers_are_as_long_as_the_target_needs(
+    template: str | None, markers: list[str], own: int | None, longest: int, tiny_target: Target
+) -> None:
+    target = copy.copy(tiny_target)
+    target.tokenizer = copy.deepcopy(tiny_target.tokenizer)
+    assert target.tokenizer is not None
+    target.tokenizer.chat_template = template
+    target.tokenizer.add_tokens(markers)
+    target.model = copy.copy(tiny_target.model)
+    target.model.generation_config = copy.deepcopy(tiny_target.model.generation_config)
+    target.model.generation_config.max_new_tokens = own
+    if template:
+        target.text_config = copy.deepcopy(tiny_target.text_config)
+        target.text_config.max_position_embeddings = 1 << 17
+    assert default_max_new_tokens(target) == longest
+
+
+def test_cut_answers_are_told(
+    source: str, tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(tiny_target, source, tmp_path, replace(SETTINGS, max_new_tokens=1))
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{NUM_PROMPTS} of {NUM_PROMPTS} samples end in an answer that --max-new-tokens 1 cut" in said
+    samples = [Sample([1, 2], [Span(1, 2)], "eos", unanswered_turns=left) for left in (0, 2, 1)]
+    assert "3 turns of 2 conversations got no answer" in cut_text(samples, {})
+    assert cut_text(samples[:1], {}) == ""
 
 
 def test_finish_reason(source: str, tiny_target: Target, samples: list[Sample], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import date
 from itertools import repeat
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from chats import FAMILIES, chat_target
 from draftsmith.data.prompts.conversations import opened_chat
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import check_lengths, encode_prompts, read_prompt_set, read_prompts
-from draftsmith.models import Target
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.target import chat_template
+from draftsmith.models.target.chat_template import set_chat
+from draftsmith.models.target.target import ChatSettings
 
 CHATS = {name: chat_target(family) for name, family in FAMILIES.items()}
 MESSAGES = [{"role": "user", "content": "heat the iron"}]
@@ -97,6 +101,47 @@ def test_text_is_encoded_as_it_is(tiny_target: Target) -> None:
     assert tiny_target.tokenizer is not None
     assert ids[0] == tiny_target.tokenizer.bos_token_id
     assert tiny_target.tokenizer.decode(ids[1:]) == "heat the iron"
+
+
+TOLD = (
+    "{{ strftime_now('%d %B %Y') }}{% if reasoning_effort is defined %} {{ reasoning_effort }}{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+
+
+def test_a_template_is_told_what_was_asked_for() -> None:
+    """Of another date it would print today's, and a prompt would be another one tomorrow."""
+    target = chat_target(replace(FAMILIES["chatml"], template=TOLD))
+    set_chat(target, ChatSettings({"reasoning_effort": "high"}, date="2020-02-29"))
+    assert target.tokenizer is not None
+    (ids,) = encode_prompts([Prompt(messages=MESSAGES[-1:])], target)
+    assert target.tokenizer.decode(ids) == f"29 February 2020 high{MESSAGES[-1]['content']}"
+    set_chat(target, ChatSettings())
+    (ids,) = encode_prompts([Prompt(messages=MESSAGES[-1:])], target)
+    assert str(target.tokenizer.decode(ids)).startswith(f"{date.today():%d %B %Y}h")
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "messages", "strftime_now", "effort"])
+def test_what_a_template_does_not_read_is_refused(name: str) -> None:
+    target = chat_target(replace(FAMILIES["chatml"], template=TOLD))
+    with pytest.raises(UserError, match=f"the chat template of tiny-chat reads no '{name}'"):
+        set_chat(target, ChatSettings({name: True}))
+
+
+def test_no_template_reads_nothing(tiny_target: Target) -> None:
+    with pytest.raises(UserError, match="has no chat template; leave them out"):
+        set_chat(tiny_target, ChatSettings({"reasoning_effort": "high"}))
+
+
+def test_the_decoder_puts_a_text_into_the_chat() -> None:
+    target = chat_target(FAMILIES["chatml"])
+    decoder = SpeculativeDecoder(target, load_drafter("none", target))
+    asked = opened_chat(Prompt(messages=[{"role": "user", "content": "hot?"}]), target)
+    assert decoder.token_ids(["hot?", [1, 2]], 4) == [asked, [1, 2]]
+    assert decoder.token_ids(["hot?"], 4, chat=False) == [target.encode("hot?")]
+    in_chat, raw = decoder.generate(["hot?"], 8), decoder.generate(["hot?"], 8, chat=False)
+    assert in_chat.token_ids == decoder.generate([asked], 8).token_ids
+    assert raw.token_ids != in_chat.token_ids
 
 
 def test_chats_need_a_chat_template(tiny_target: Target) -> None:

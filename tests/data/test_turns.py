@@ -6,10 +6,11 @@ from collections.abc import Callable
 import pytest
 
 from draftsmith.data.answers.prepare import PrepareSettings, decode_answers
-from draftsmith.data.answers.turns import Dialogue, Markers, split_turns
+from draftsmith.data.answers.turns import Dialogue, split_turns
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.samples.samples import Sample, loss_mask
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.measuring.spans import Markers
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
@@ -22,6 +23,15 @@ PLAIN = (
 STRIPS_THINKING = PLAIN.replace("m.content", "(m.content.split('</think>')[-1] if not loop.last else m.content)")
 OPENS_THINKING = PLAIN.replace("<|turn|>assistant\n", "<|turn|>assistant\n<think>")
 TRIMS = PLAIN.replace("m.content", "m.content | trim")
+# As gpt-oss: thoughts are refused in the content and left out of history, and the answer has a channel.
+HARMONY = (
+    "{% for m in messages %}"
+    "{% if m.role != 'assistant' %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}"
+    "{% else %}{% if '<|channel|>' in m.content %}{{ raise_exception('tags in the content') }}{% endif %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+HARMONY_TOKENS = ["<|start|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|constrain|>"]
 CHAT = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "heat it"},
@@ -149,11 +159,47 @@ def test_a_tool_result_stays_with_its_own_call(make_target: Callable[[str], Targ
     assert "heat()" not in target.tokenizer.decode(reply.token_ids)
 
 
+def harmony(make_target: Callable[[str], Target]) -> Target:
+    """Return a target that ends its turns as gpt-oss does, by an answer or by a call."""
+    target = make_target(HARMONY)
+    assert target.tokenizer is not None
+    target.tokenizer.add_special_tokens({"additional_special_tokens": HARMONY_TOKENS})
+    ends = target.tokenizer.convert_tokens_to_ids(["<|return|>", "<|call|>"])
+    target.model.generation_config.eos_token_id = ends
+    return target
+
+
+def test_harmony_goes_on_without_its_thoughts(make_target: Callable[[str], Target]) -> None:
+    """What the target reads before its second turn is what serving gives it: the first answer, in its channel."""
+    target = harmony(make_target)
+    wrote = "<|channel|>analysis<|message|>hot?<|end|><|start|>assistant<|channel|>final<|message|>{}<|return|>"
+    first, second = answer(target, begin(target, CHAT), wrote.format("It glows."), wrote.format("Struck."))
+    assert texts(target, first) == [
+        ("<|channel|>analysis<|message|>hot?<|end|>", "thinking"),
+        ("<|start|>assistant<|channel|>final<|message|>It glows.<|return|>", "answer"),
+    ]
+    assert second.token_ids[: second.spans[0].start] == ids(
+        target,
+        "<|start|>system<|message|>be brief<|end|><|start|>user<|message|>heat it<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>It glows.<|end|><|start|>user<|message|>strike it<|end|>"
+        "<|start|>assistant",
+    )
+    assert [span.label for span in second.spans] == ["thinking", "answer"]
+
+
+def test_a_call_without_a_result_ends_the_conversation(make_target: Callable[[str], Target]) -> None:
+    target = harmony(make_target)
+    wrote = "<|channel|>commentary to=functions.heat <|constrain|>json<|message|>{}<|call|>"
+    (sample,) = answer(target, begin(target, CHAT), wrote)
+    assert texts(target, sample) == [(wrote, "tool_call")]
+    assert (sample.finish_reason, sample.unanswered_turns) == ("eos", 1)
+
+
 def test_a_cut_answer_ends_the_conversation(make_target: Callable[[str], Target]) -> None:
-    """Nobody replies to half a sentence."""
+    """Nobody replies to half a sentence; the sample says that a turn got no answer."""
     target = make_target(PLAIN)
     (sample,) = answer(target, begin(target, CHAT), "It")
-    assert sample.finish_reason == "length"
+    assert (sample.finish_reason, sample.unanswered_turns) == ("length", 1)
 
 
 @pytest.mark.parametrize(("template", "num_samples"), [(PLAIN, 1), (TRIMS, 1)])
@@ -165,6 +211,7 @@ def test_a_conversation_ends_at_the_context(
     dialogue.take(ids(target, " It glows.<|end|>"), most=len(dialogue.context) + 6)
     assert dialogue.finished
     assert [sample.finish_reason for sample in dialogue.samples] == ["eos"] * num_samples
+    assert dialogue.samples[-1].unanswered_turns == 1
     assert len(dialogue.samples[0].spans) == 1
 
 

@@ -16,7 +16,7 @@ from reports import typed_result
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.diagnosis.diagnose import diagnose, is_low
-from draftsmith.inference.diagnosis.miswiring import rendered, shifted
+from draftsmith.inference.diagnosis.miswiring import shifted
 from draftsmith.inference.diagnosis.replayed_drafter import Reference
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
@@ -25,6 +25,7 @@ from draftsmith.inference.replay.replay import Recording, expected_stats, record
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain
+from draftsmith.models.target.chat_template import opened_question
 from draftsmith.models.target.identity import identity
 from draftsmith.models.target.target import Features
 from draftsmith.recipes.evaluation.comparison import evaluate_side_by_side
@@ -54,7 +55,7 @@ def target(tiny_target_dir: Any) -> Target:
 
 @pytest.fixture(scope="module")
 def recording(target: Target) -> Recording:
-    return record(target, [rendered(target, text) for text in TEXTS], Sampling(), NUM_TOKENS, DRAFT_LENGTH)
+    return record(target, [opened_question(target, text) for text in TEXTS], Sampling(), NUM_TOKENS, DRAFT_LENGTH)
 
 
 def learnt_by_heart(target: Target, recording: Recording, steps: int, shift: int = 0, **config: Any) -> Drafter:
@@ -152,7 +153,7 @@ def test_shifted_features(shift: int, target: Target, recording: Recording, repo
 
 def test_missing_d2t(target: Target, reported: Any) -> None:
     """Without t2d a map is fitted to other texts, which takes more of them."""
-    prompts = [rendered(target, text) for text in TEXTS + MORE_TEXTS]
+    prompts = [opened_question(target, text) for text in TEXTS + MORE_TEXTS]
     recording = record(target, prompts, Sampling(), NUM_TOKENS, DRAFT_LENGTH)
     drafter = learnt_by_heart(target, recording, 2 * STEPS, draft_vocab_size=128)
     assert found(target, drafter, recording) == []
@@ -201,7 +202,7 @@ def test_decay_with_depth(target: Target, recording: Recording) -> None:
 
 def test_domain_shift(target: Target, sound: Drafter, recording: Recording) -> None:
     """Prompts that it knows and prompts that it does not; and all of the latter, against what it had before."""
-    strange = [rendered(target, text) for text in ("3.14", "zebra", "Why?", "[[[[")]
+    strange = [opened_question(target, text) for text in ("3.14", "zebra", "Why?", "[[[[")]
     mixed = record(target, [*recording.prompts[:4], *strange], Sampling(), NUM_TOKENS, DRAFT_LENGTH)
     first = found(target, sound, mixed, domains=["known"] * 4 + ["strange"] * 4)[0]
     assert first.cause == "domain shift"

@@ -1,8 +1,10 @@
 """What an evaluation says: its fields, its ratio and interval, its check of the output."""
 
 import copy
+import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from draftsmith.inference.measuring.interleaving import decode_in_turns
 from draftsmith.inference.measuring.lossless import compare_outputs, in_fp32, next_logits, target_uniform
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure, pick_prompts
 from draftsmith.inference.measuring.results import LosslessCheck, Result
+from draftsmith.inference.measuring.spans import Markers
 from draftsmith.inference.measuring.speed import bootstrap_ratio
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Target, load_drafter
@@ -91,6 +94,45 @@ def test_domains_add_up_to_the_whole(tiny_target: Target) -> None:
     assert all(domain.speedup > 0 for domain in alone.domains.values())
     assert all(domain.speedup is None for domain in batched.domains.values())  # their times cannot be told apart
     assert measure(tiny_target, ngram, PromptSet("some", ids[:1], [""]), MeasureSettings())["ngram"].domains is None
+
+
+def test_spans_add_up_to_the_whole(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round counts once, for the kind of span in which it begins."""
+    assert tiny_target.tokenizer is not None
+    prompts = PromptSet("some", [tiny_target.encode(text) for text in ("a b a b a b", "def f(", "iron iron iron")])
+    plain = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target))
+    tokens = [token for answer in plain.generate(prompts.token_ids, 24).token_ids for token in answer]
+    opening = max(set(tokens), key=tokens.count)  # the target knows no marker, so its likeliest token is one
+    monkeypatch.setattr(Markers, "of_target", lambda target: Markers({(opening,): "thinking"}))
+    settings = MeasureSettings(max_new_tokens=24, repeats=1)
+    row = measure(tiny_target, {"ngram": load_drafter("ngram", tiny_target)}, prompts, settings)["ngram"]
+    assert set(row.spans) == {"answer", "thinking"}
+    for counter in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert sum(getattr(part, counter) for part in row.spans.values()) == getattr(row.acceptance, counter)
+    emitted = sum(part.num_emitted_tokens for part in row.spans.values())
+    assert emitted == row.acceptance.num_emitted_tokens - 3  # reading a prompt gives a token and is no round
+    monkeypatch.undo()
+    assert measure(tiny_target, {"ngram": load_drafter("ngram", tiny_target)}, prompts, settings)["ngram"].spans is None
+
+
+@pytest.mark.parametrize("by_letter", [False, True])
+def test_code_lies_between_fences(by_letter: bool, tiny_target: Target) -> None:
+    """However the tokenizer cuts the fences, and only in answers."""
+    assert tiny_target.tokenizer is not None
+    text = "so ```py\nx = 1\n``` and `` `y` then ```z"
+    ids = tiny_target.tokenizer(list(text) if by_letter else [text], add_special_tokens=False)["input_ids"]
+    answer = [token for part in ids for token in part]
+    found = [
+        (label, tiny_target.tokenizer.decode([token for token, _ in group]))
+        for label, group in itertools.groupby(
+            zip(answer, Markers().labels([1], answer, tiny_target), strict=True), key=itemgetter(1)
+        )
+    ]
+    assert [label for label, _ in found] == ["answer", "code", "answer", "code"]
+    assert "x = 1" in found[1][1]
+    assert "and `` `y` then" in found[2][1]
+    thinking = Markers({(answer[0],): "thinking"})
+    assert set(thinking.labels([1], answer, tiny_target)) == {"thinking"}
 
 
 def test_the_interval_is_paired() -> None:

@@ -16,7 +16,8 @@ from runs import arguments, make_config
 from safetensors.torch import load_file
 from tiny_target import save_target, tiny_tokenizer
 
-from draftsmith.data.samples.samples import PREPARED, SAMPLES, Sample, Span, sample_line
+from draftsmith.data.samples.samples import PREPARED, SAMPLES, Sample, sample_line
+from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import Target, model_files
 from draftsmith.models.errors import UserError
 from draftsmith.models.target import target_files

@@ -21,8 +21,9 @@ from rich.console import Console
 from draftsmith.data.answers.journal import Journal, merge_journals
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.processes import locked
-from draftsmith.data.samples.samples import CHECKSUM, SAMPLES, Sample, Span, read_samples, sample_line
+from draftsmith.data.samples.samples import CHECKSUM, SAMPLES, Sample, read_samples, sample_line
 from draftsmith.inference.measuring.results import Evaluation, upgraded
+from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import from_json

@@ -161,7 +161,8 @@ def test_domains_stand_below_their_setting(tmp_path: Path) -> None:
         "": {**counters, "num_prompts": 1, "mean_acceptance_length": 1.234, "mean_acceptance_length_ci95": None},
     }
     write_run(tmp_path / "eagle3", keep=0.9, draft_ms=1.0)
-    write_comparison(tmp_path, 1, result={"domains": domains})
+    spans = {"tool_call": {**domains[""], "num_emitted_tokens": 77}, "answer": {**domains[""]}}
+    write_comparison(tmp_path, 1, result={"domains": domains, "spans": spans})
     page = build_report(tmp_path).read_text()
     assert ">code (12 prompts)</th>" in page
     assert ">3.46 [3.11, 3.78], 2.34× [2.11, 2.56]</td>" in page
@@ -169,7 +170,9 @@ def test_domains_stand_below_their_setting(tmp_path: Path) -> None:
     print_summary(tmp_path, console)
     printed = console.export_text()
     assert "domain (1 prompt)" in printed
-    assert printed.count("1.23") == 1  # in the drafter's row, not in that of plain decoding
+    assert ">tool call</th>" in page
+    assert "77 tokens" in page
+    assert printed.count("1.23") == 3  # once by domain, twice by kind of span; not in the row of plain decoding
 
 
 def test_a_speedup_without_interval_decides_nothing(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor
 
 import draftsmith.recipes
 from draftsmith.data.features import stored as features
-from draftsmith.data.samples.samples import PREPARED, Sample, Span, sample_line, write_samples
+from draftsmith.data.samples.samples import PREPARED, Sample, sample_line, write_samples
+from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.eagle3 import Eagle3

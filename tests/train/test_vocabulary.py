@@ -10,8 +10,9 @@ from drafters import build, loss_of, random_batch
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.features.vocabulary import MEASURED, choosing_and_held_out, measure_vocabulary, token_counts
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
-from draftsmith.data.samples.samples import SAMPLES, Sample, Span, read_samples, write_samples
+from draftsmith.data.samples.samples import SAMPLES, Sample, read_samples, write_samples
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import Target, load_drafter, save_drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_parts.vocabulary import SIZE_UNIT, ranking, with_size

@@ -46,7 +46,6 @@ def pool(rows: list[Result], shares: list[list[int]]) -> Result:
     interval, is rank 0's, on the `timed_prompts` of its share.
     """
     own = rows[0]
-    domains = dict.fromkeys(name for row in rows for name in row.domains or {})
     checks = [of_whole_set(row.lossless, share) for row, share in zip(rows, shares, strict=True)]
     return replace(
         own,
@@ -55,8 +54,15 @@ def pool(rows: list[Result], shares: list[list[int]]) -> Result:
         acceptance=total_of([row.acceptance for row in rows]),
         mean_acceptance_length_ci95=own.mean_acceptance_length_ci95 if len(rows) == 1 else None,
         lossless=sum(checks, LosslessCheck()),
-        domains={name: pool_domain([(row.domains or {}).get(name) for row in rows]) for name in domains} or None,
+        domains=pool_parts([row.domains or {} for row in rows]),
+        spans=pool_parts([row.spans or {} for row in rows]),
     )
+
+
+def pool_parts(of_ranks: list[dict[str, DomainResult]]) -> dict[str, DomainResult] | None:
+    """Return acceptance by domain or kind of span on all ranks; None where no rank has any."""
+    names = dict.fromkeys(name for parts in of_ranks for name in parts)
+    return {name: pool_domain([parts.get(name) for parts in of_ranks]) for name in names} or None
 
 
 def of_whole_set(check: LosslessCheck, share: list[int]) -> LosslessCheck:
