@@ -40,7 +40,8 @@ class DataConfig:
     """The samples, their batches, and the target's features."""
 
     samples: Name  # folder that `draftsmith prepare` wrote
-    batch_size: Count = 32  # samples an optimiser step, over all ranks
+    batch_size: Count = 32  # samples, or tokens trained on, an optimiser step, over all ranks
+    batch_unit: Literal["samples", "tokens"] = "samples"  # of batch_size
     max_length: Count | None = None  # tokens of a row, where longer samples are cut; None: as many as they need
     drop_cut: bool = False  # leave out samples whose answer the length limit of `prepare` cut
     tokens_per_micro_batch: Count = 16384  # of a forward pass on one rank: rows x longest row, padding included

@@ -168,7 +168,8 @@ class TrainingRun:
             batches = [(micro_batch, self.setup.on_policy.rewrite(batch, step)) for micro_batch, batch in batches]
         batches = [(micro_batch, batch.to(accelerator.device)) for micro_batch, batch in batches]
 
-        batch_sums = accumulate_gradients(accelerator, self.model, batches, self.source, stages)
+        tokens = config.data.batch_size if self.plan.in_tokens else None
+        batch_sums = accumulate_gradients(accelerator, self.model, batches, self.source, stages, tokens)
         stages.enter("communication")
         norm = clip_gradient(accelerator, self.model, config.optimizer.max_gradient_norm)
         finite = all_finite(norm, [sums["loss"][0] for sums in batch_sums])

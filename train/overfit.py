@@ -95,7 +95,8 @@ def overfit(config: TrainConfig, num_sequences: int) -> Overfit:
         raise UserError(
             "--overfit: this drafter changes the target that it is judged by; give the recipe medusa instead"
         )
-    config.drafter, config.data.batch_size = config.drafter.for_overfitting(), 1
+    config.drafter = config.drafter.for_overfitting()
+    config.data.batch_size, config.data.batch_unit = 1, "samples"
     setup = set_up(config)
     if len(setup.plan.samples) < num_sequences:
         raise UserError(f"--overfit {num_sequences}: {config.data.samples} has {len(setup.plan.samples)} samples")

@@ -106,7 +106,8 @@ def row_length(data: DataConfig, samples: list[Sample], target: Target) -> int:
 def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num_ranks: int) -> BatchPlan:
     """Return the plan of the run's batches. Raises `UserError` where they cannot be made."""
     data = config.data
-    if data.batch_size % num_ranks:
+    in_tokens = data.batch_unit == "tokens"
+    if not in_tokens and data.batch_size % num_ranks:
         near = max(1, data.batch_size // num_ranks) * num_ranks
         raise UserError(
             f"data.batch_size={data.batch_size}: {num_ranks} processes share it; give data.batch_size={near}"
@@ -115,14 +116,37 @@ def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num
     multiple = GPU_WIDTH if target.device.type == "cuda" else 1
 
     def planned() -> BatchPlan:
-        tokens, seed = data.tokens_per_micro_batch, config.run.seed
-        return BatchPlan(samples, data.batch_size, length, tokens, seed, data.packing, multiple)
+        return BatchPlan(
+            samples,
+            data.batch_size,
+            length,
+            data.tokens_per_micro_batch,
+            config.run.seed,
+            data.packing,
+            multiple,
+            in_tokens,
+            num_ranks,
+        )
 
     plan = planned()
-    if len(plan.trained) < data.batch_size:
+    if in_tokens:
+        check_tokens_per_step(plan, data)
+    elif len(plan.trained) < data.batch_size:
         fit_batch_size(config, len(plan.trained), length, num_ranks)
         plan = planned()
     return plan
+
+
+def check_tokens_per_step(plan: BatchPlan, data: DataConfig) -> None:
+    """Refuse steps of more tokens than there are or than no sample has, and fewer samples than processes."""
+    least, most = max(plan.num_trained), sum(plan.num_trained)
+    if not least <= data.batch_size <= most:
+        raise UserError(
+            f"data.batch_size={data.batch_size} tokens: the longest sample in {data.samples} trains on {least}, all "
+            f"of them on {most}; give a number between them"
+        )
+    if not plan.steps_per_epoch:
+        raise UserError(f"{plan.num_ranks} processes share the samples in {data.samples}: prepare more than that")
 
 
 def fit_batch_size(config: TrainConfig, num_samples: int, length: int, num_ranks: int) -> None:

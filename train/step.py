@@ -26,11 +26,16 @@ def accumulate_gradients(
     batches: list[tuple[MicroBatch, Batch]],
     source: FeatureSource,
     stages: Stages,
+    tokens_of_step: int | None = None,
 ) -> list[LossSums]:
-    """Leave in the parameters the gradient of the step's mean loss per trained token; return each batch's sums."""
+    """Leave in the parameters the gradient of the step's loss per trained token; return each batch's sums.
+
+    The loss is divided by the tokens of the step, or by `tokens_of_step`, about as many, where each token is to weigh
+    the same in whichever step it stands.
+    """
     stages.enter("communication")
     own_tokens = torch.stack([batch.loss_mask.sum() for _, batch in batches]).sum()
-    num_tokens = accelerator.reduce(own_tokens, "sum").clamp(min=1)
+    num_tokens = tokens_of_step or accelerator.reduce(own_tokens, "sum").clamp(min=1)
     batch_sums = []
     for number, (micro_batch, batch) in enumerate(batches, 1):
         stages.enter("target")

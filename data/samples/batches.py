@@ -1,10 +1,13 @@
 """Batches of samples in an order that is a function of the seed and the step alone, so that resuming is exact.
 
-A step trains on `batch_size` samples. They lie in rows, one in each or packed side by side; rows of similar length make
-micro-batches that fit the memory budget, as many on every rank.
+A step trains on `batch_size` samples, or on about as many tokens. Samples lie in rows, one in each or packed side by
+side; rows of similar length make micro-batches that fit the memory budget, as many on every rank.
 """
 
+import bisect
+import itertools
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from draftsmith.models.batch import Batch
 GPU_WIDTH = 128  # rows are padded to a multiple of it on a GPU, where attention plans anew for each new shape
 LENGTH_GROUPS = 8  # so many batches at a time are made from samples sorted by length, to pad less
 
+T = TypeVar("T")
 MicroBatch = list[list[int]]  # the samples of each row, by their place in the list of samples
 
 
@@ -26,18 +30,24 @@ class BatchPlan:
     """
 
     samples: list[Sample]
-    batch_size: int  # samples a step, over all ranks and micro-batches
+    batch_size: int  # samples a step, or tokens that it trains on, over all ranks and micro-batches
     max_length: int  # tokens of a row; longer samples are cut
     tokens_per_micro_batch: int  # rows x longest row, padding included; at least `max_length`
     seed: int
     packing: bool = False  # several samples a row, as many as fit `max_length`
     width_multiple: int = 1  # of which the width of a micro-batch is one, or else `max_length`
+    in_tokens: bool = False  # whether `batch_size` counts tokens; whole samples come as near to it as they can
+    num_ranks: int = 1  # that share a step in tokens; each needs as many samples as the others
 
     def __post_init__(self) -> None:
         assert self.max_length <= self.tokens_per_micro_batch
         self.lengths = [min(len(sample.token_ids), self.max_length) for sample in self.samples]
-        self.trained = [i for i, sample in enumerate(self.samples) if self._mask(sample).any()]
+        self.num_trained = [int(self._mask(sample).sum()) for sample in self.samples]  # tokens of each sample
+        self.trained = [i for i, number in enumerate(self.num_trained) if number]
         self.steps_per_epoch = len(self.trained) // self.batch_size
+        if self.in_tokens:
+            most = len(self.trained) // self.num_ranks
+            self.steps_per_epoch = min(most, max(1, round(sum(self.num_trained) / self.batch_size)))
         self._epoch_order: tuple[int, list[list[int]]] | None = None
 
     def indices(self, step: int) -> list[int]:
@@ -52,13 +62,36 @@ class BatchPlan:
         """Return the samples of each step of an epoch."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = [self.trained[i] for i in torch.randperm(len(self.trained), generator=generator).tolist()]
+        batches = self._by_tokens(order) if self.in_tokens else self._by_number(order)
+        return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+    def _by_number(self, order: list[int]) -> list[list[int]]:
+        """Return steps of `batch_size` samples, those of similar length together."""
         group = self.batch_size * LENGTH_GROUPS
         batches = []
         for start in range(0, self.steps_per_epoch * self.batch_size, group):
             members = order[start : min(start + group, self.steps_per_epoch * self.batch_size)]
             members.sort(key=lambda index: self.lengths[index])
             batches += [members[i : i + self.batch_size] for i in range(0, len(members), self.batch_size)]
-        return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+        return batches
+
+    def _by_tokens(self, order: list[int]) -> list[list[int]]:
+        """Return steps of about as many trained tokens each, samples of similar length together."""
+        steps = [
+            min(LENGTH_GROUPS, self.steps_per_epoch - done) for done in range(0, self.steps_per_epoch, LENGTH_GROUPS)
+        ]
+        batches = []
+        for members, num_steps in zip(self._cut(order, steps), steps, strict=True):
+            members.sort(key=lambda index: self.lengths[index])
+            batches += self._cut(members, [1] * num_steps)
+        return batches
+
+    def _cut(self, samples: list[int], shares: list[int]) -> list[list[int]]:
+        """Return the samples in parts of about these shares of their tokens, in multiples of `num_ranks` samples."""
+        size = self.num_ranks
+        units = [samples[i : i + size] for i in range(0, len(samples) - size + 1, size)]  # the rest is left out
+        parts = split(units, [sum(self.num_trained[index] for index in unit) for unit in units], shares)
+        return [list(itertools.chain(*part)) for part in parts]
 
     def micro_batches(self, step: int, rank: int, num_ranks: int) -> list[MicroBatch]:
         """Return this rank's share of a step: micro-batches within the budget, as many as every other rank has.
@@ -116,6 +149,24 @@ class BatchPlan:
             f"{num_cut} of {len(self.samples)} samples are longer than data.max_length={self.max_length} and are cut "
             f"there, {share:.1f} % of all tokens{left_out}"
         )
+
+
+def split(units: list[T], weights: list[int], shares: list[int]) -> list[list[T]]:
+    """Return units in parts whose weights are to each other as the shares, as near as whole units allow.
+
+    Each part has at least as many units as its share says.
+    """
+    total, done, start = [0, *itertools.accumulate(weights)], 0, 0
+    parts = []
+    for place, share in enumerate(shares):
+        done += share
+        aim = total[-1] * done / sum(shares)
+        end = bisect.bisect_left(total, aim)
+        end -= total[end] - aim > aim - total[end - 1]  # the nearer of the two edges
+        end = min(max(end, start + share), len(units) - sum(shares[place + 1 :]))
+        parts.append(units[start:end])
+        start = end
+    return parts
 
 
 def width(row: list[int], lengths: list[int]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from draftsmith.data.samples.batches import BatchPlan, pack, padded_size, width
+from draftsmith.data.samples.batches import LENGTH_GROUPS, BatchPlan, pack, padded_size, split, width
 from draftsmith.data.samples.samples import Sample
 from draftsmith.inference.measuring.spans import Span
 
@@ -45,6 +45,53 @@ def test_an_epoch_takes_no_sample_twice(num_samples: int, epoch: int) -> None:
     taken = [index for step in range(first, first + plan.steps_per_epoch) for index in plan.indices(step)]
     assert len(taken) == len(set(taken)) == num_samples // 4 * 4
     assert set(taken) <= set(range(num_samples))
+
+
+def token_plan(num_ranks: int = 1, tokens: int = 60, packing: bool = False, budget: int = 10_000) -> BatchPlan:
+    return BatchPlan(make_samples(70), tokens, 100, budget, 0, packing, in_tokens=True, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_steps_hold_as_many_tokens(num_ranks: int, epoch: int) -> None:
+    """As near as whole samples allow; by number of samples, the largest step has thrice the tokens of the smallest."""
+    plan = token_plan(num_ranks)
+    first = epoch * plan.steps_per_epoch
+    steps = [plan.indices(step) for step in range(first, first + plan.steps_per_epoch)]
+    tokens = [sum(plan.num_trained[index] for index in step) for step in steps]
+    assert max(abs(number - 60) for number in tokens) <= 1.5 * num_ranks * max(plan.num_trained)
+    taken = [index for step in steps for index in step]
+    assert len(taken) == len(set(taken)) > 70 - num_ranks * -(-plan.steps_per_epoch // LENGTH_GROUPS)
+    assert all(len(step) % num_ranks == 0 and step for step in steps)
+    resumed = token_plan(num_ranks)
+    assert [resumed.indices(step) for step in reversed(range(first, first + len(steps)))] == steps[::-1]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("budget", [100, 10_000])
+def test_ranks_share_a_step_of_tokens_evenly(packing: bool, budget: int) -> None:
+    plan = token_plan(3, packing=packing, budget=budget)
+    for step in range(plan.steps_per_epoch):
+        shares = [plan.micro_batches(step, rank, 3) for rank in range(3)]
+        assert len({len(share) for share in shares}) == 1
+        found = [index for share in shares for rows in share for row in rows for index in row]
+        assert sorted(found) == sorted(plan.indices(step))
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares", "lengths"),
+    [
+        ([1, 1, 1, 1], [1, 1], [2, 2]),
+        ([1, 1, 1, 1, 1, 1], [2, 1], [4, 2]),
+        ([9, 1, 1, 1], [1, 1, 1], [1, 1, 2]),  # none is empty
+        ([1, 1, 1, 9], [1, 1, 1], [2, 1, 1]),
+        ([5, 4, 3], [1], [3]),
+    ],
+)
+def test_split(weights: list[int], shares: list[int], lengths: list[int]) -> None:
+    parts = split(list(range(len(weights))), weights, shares)
+    assert [len(part) for part in parts] == lengths
+    assert [unit for part in parts for unit in part] == list(range(len(weights)))
 
 
 def test_order_is_a_function_of_seed_and_step() -> None:

@@ -24,11 +24,13 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.config import resolve
 from draftsmith.train.evaluation.evaluate import log_evaluation
-from draftsmith.train.process.stages import STAGES
+from draftsmith.train.inputs.features import feature_source
+from draftsmith.train.process.stages import STAGES, Stages
 from draftsmith.train.run_folder.checkpoint import checkpoint_name, checkpoints
 from draftsmith.train.run_folder.run_folder import best_checkpoint, link_best
 from draftsmith.train.run_folder.tracking import Tracker, read_metrics
-from draftsmith.train.setup import check_compiles
+from draftsmith.train.setup import check_compiles, set_up
+from draftsmith.train.step import accumulate_gradients
 
 TRAINABLE = [kind for kind in DRAFTERS if kind in RECIPES]  # recipes are named after the kind they train
 every_kind = pytest.mark.parametrize("kind", TRAINABLE)
@@ -68,6 +70,32 @@ def test_micro_batches_do_not_change_the_gradient(kind: str, base: dict[str, Any
         for line, expected in zip(read_metrics(runs[size]), read_metrics(runs[16]), strict=True):
             for name, value in of_the_run(expected).items():
                 assert line[name] == pytest.approx(value, rel=1e-4), name
+
+
+def test_a_token_weighs_the_same_in_every_step(base: dict[str, Any], tmp_path: Path) -> None:
+    """In steps of about as many tokens the gradient is a sum over tokens, divided by the same number everywhere."""
+    data = {"batch_size": 200, "batch_unit": "tokens", "max_length": 30}
+    config = make_config("medusa", base, tmp_path, data=data)
+    setup = set_up(config)
+    stages = Stages(torch.device("cpu"))
+    source = feature_source(config, None, setup.drafter, setup.target, setup.accelerator, stages)
+
+    def gradient(indices: list[int]) -> torch.Tensor:
+        setup.drafter.zero_grad()
+        micro_batch = [[index] for index in indices]
+        batches = [(micro_batch, setup.plan.collate(micro_batch))]
+        accumulate_gradients(setup.accelerator, setup.drafter, batches, source, stages, config.data.batch_size)
+        return torch.cat([p.grad.flatten() for p in setup.drafter.parameters() if p.grad is not None])
+
+    few, many = setup.plan.trained[:2], setup.plan.trained[2:9]
+    torch.testing.assert_close(gradient(few) + gradient(many), gradient([*few, *many]), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("batch_size", [3, 10**8])
+def test_a_step_of_tokens_holds_any_sample_and_not_all(batch_size: int, base: dict[str, Any], tmp_path: Path) -> None:
+    config = make_config("medusa", base, tmp_path, data={"batch_size": batch_size, "batch_unit": "tokens"})
+    with pytest.raises(UserError, match=f"data.batch_size={batch_size} tokens: .*; give a number between them"):
+        set_up(config)
 
 
 @every_kind

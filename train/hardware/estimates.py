@@ -141,7 +141,9 @@ def estimate(
     """
     size = target_size(target_config)
     drafter = drafter or meta_drafter(config, target_config)
-    tokens = config.run.steps * config.data.batch_size * tokens_per_sample
+    tokens = config.run.steps * config.data.batch_size
+    if config.data.batch_unit == "samples":  # else only answers are counted: how much prompt is with them is unknown
+        tokens *= tokens_per_sample
 
     text = target_config.get_text_config()
     width, inner = text.hidden_size, int(getattr(text, "intermediate_size", 4 * text.hidden_size))
