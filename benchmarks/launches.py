@@ -25,6 +25,7 @@ os.environ["DRAFTSMITH_GRAPHS"] = "off"  # a graph would record real launches
 os.environ["DRAFTSMITH_PRODUCTS"] = "fused"  # there is no GPU to measure on which form of a product is faster
 
 import torch
+from stand_in_gpu import Gpu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -125,21 +126,6 @@ class Counting(TorchDispatchMode):
 
 class HostError(Exception):
     """A round that the host takes part in: no CUDA graph can hold it."""
-
-
-class Gpu:
-    """A driver that answers what Triton asks before it compiles."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
 
 
 def indexed(tensor: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:

@@ -163,7 +163,7 @@ def rotate_and_store(
     assert written.is_contiguous()
     assert flat.is_contiguous()
     assert norm is None or norm.weight.is_contiguous()
-    num_heads = num_rotated + num_stored // 2
+    num_heads, block = num_rotated + num_stored // 2, triton.next_power_of_2(half)
     rotate_kernel[(num_tokens, triton.cdiv(num_heads, HEADS.value))](  # only the first axis takes more than 65,535
         heads,
         cos,
@@ -176,7 +176,8 @@ def rotate_and_store(
         num_rotated,
         num_stored,
         HALF=half,
-        BLOCK=triton.next_power_of_2(half),
+        BLOCK=block,
+        num_warps=num_warps(HEADS.value * block),
     )
 
 

@@ -36,6 +36,7 @@ def add_blocks(x, doubled, counter, total, size, FAULT: tl.constexpr, N: tl.cons
         for other in range(tl.num_programs(0)):
             sum_of_blocks += tl.load(doubled + other * N + i)
         tl.store(total + i, sum_of_blocks)
+        tl.store(counter, 0)
         if FAULT == "reads back":
             tl.store(total + i, 2 * tl.load(total + N - 1 - i))
         if FAULT == "turns":

@@ -165,14 +165,17 @@ class ShadowMemory:
         self._phase += 1
 
     def _synchronize(self, accesses: list[Access], sem: Any) -> None:
+        """Note atomics, under a stamp of their own: whoever acquires from one comes after it."""
+        self._next_stamp()
         for access in accesses:
+            self._note_write(access, atomic=True)
             for place in access.bytes[:, 0]:
                 published = self._published.setdefault((access.storage.real, int(place)), set())
                 if sem in ACQUIRES:
                     self._releasable |= published
                     self._is_before[list(published)] = True
                 if sem in RELEASES:
-                    published |= self._releasable
+                    published |= self._releasable | {self._stamp}
         self._next_stamp()
 
     # Loads, stores and atomics
@@ -198,8 +201,6 @@ class ShadowMemory:
         self, op: Any, ptr: TensorHandle, val: TensorHandle, mask: TensorHandle, sem: Any, scope: Any
     ) -> TensorHandle:
         real, mask, accesses = self._reach(ptr, mask, val.data.itemsize)
-        for access in accesses:
-            self._note_write(access, atomic=True)
         self._synchronize(accesses, sem)
         return self._builder["create_atomic_rmw"](op, real, val, mask, sem, scope)
 
@@ -208,8 +209,6 @@ class ShadowMemory:
     ) -> TensorHandle:
         everywhere = TensorHandle(np.ones(ptr.data.shape, bool), interpreter.tl.int1)
         real, _, accesses = self._reach(ptr, everywhere, val.data.itemsize)
-        for access in accesses:
-            self._note_write(access, atomic=True)
         self._synchronize(accesses, sem)
         return self._builder["create_atomic_cas"](real, cmp, val, sem, scope)
 

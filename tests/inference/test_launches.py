@@ -52,6 +52,7 @@ def main() -> None:
     """Print what the tests ask for."""
     import torch
 
+    sys.path.append(str(BENCHMARK.parent))
     benchmark = runpy.run_path(str(BENCHMARK))
     launched: list[str] = []
     answers: dict[str, Any] = {"launches": {}, "controls": {}, "rounds": 0}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, chain
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream
 from draftsmith.models.sampling.trees import ancestor_words
+from draftsmith.models.target.layer_steps import Ending
 from draftsmith.models.target.slots import SlotCache, Window, chain_window
 from draftsmith.models.target.target import Features
 
@@ -32,7 +33,7 @@ from draftsmith.inference.decoding import round_kernels
 from draftsmith.inference.verification import acceptance_kernels
 from draftsmith.models.losses import divergence_kernels
 from draftsmith.models.sampling import cut_kernels, sampling_kernels
-from draftsmith.models.target import attention_kernel, cache_kernels, layer_kernels
+from draftsmith.models.target import attention_kernel, cache_kernels, layer_kernels, product_kernel
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run in the interpreter on a CPU only"),
@@ -114,8 +115,15 @@ def draw(sampling: Sampling, memory: ShadowMemory) -> None:
 
 
 def silu(memory: ShadowMemory, kernel: ModuleType = layer_kernels) -> None:
-    gate_up = torch.randn(3, 2 * 1100)
-    kernel.silu_mul_(*gate_up.chunk(2, 1))
+    kernel.silu_mul(torch.randn(3, 2 * 1100), torch.empty(3, 1100))
+
+
+def product(ending: Ending, memory: ShadowMemory, kernel: ModuleType = product_kernel) -> None:
+    """Two tiles of outputs, the second not full, from two splits of the inputs."""
+    norm = None if ending == "add" else DecodingNorm(torch.randn(300), 1e-6)
+    bias = torch.randn(90) if ending == "write" else None
+    out = torch.randn(3, 45 if ending == "gate" else 90)
+    kernel.product(torch.randn(3, 300), torch.randn(90, 300).t(), out, norm, bias, ending, splits=2)
 
 
 def write(memory: ShadowMemory) -> None:
@@ -136,7 +144,7 @@ def move(memory: ShadowMemory, kernel: ModuleType = cache_kernels) -> None:
 
 def compare(memory: ShadowMemory, kernel: ModuleType = divergence_kernels) -> None:
     teacher = kernel.FusedTeacher.from_logits(torch.randn(4, 40), torch.arange(0, 40, 3))
-    teacher[torch.tensor([3, 0, 0, 1, 2])].compare(torch.randn(5, 14), "jensen_shannon", True)
+    teacher[torch.tensor([3, 0, 0, 1, 2])].compare(torch.randn(5, 14), torch.rand(5), "jensen_shannon", True)
 
 
 def verify(rule: str, memory: ShadowMemory) -> None:
@@ -170,6 +178,7 @@ CALLS: list[Call] = [
     *(partial(verify, rule) for rule in RULES),
     *(partial(both_ends, num_nodes) for num_nodes in (0, 3, 5)),
     *(partial(draw, sampling) for sampling in (Sampling(0.7), Sampling(0.7, 0.8), Sampling(0.7, 0.9, 5))),
+    *(partial(product, ending) for ending in get_args(Ending)),
 ]
 
 
@@ -212,8 +221,8 @@ CHANGES: dict[str, tuple[Call, str, str, str]] = {
     "a move without its barrier": (move, "tl.debug_barrier()", "", "overwrites what another thread loads"),
     "splits that saw nothing": (
         lambda memory, kernel=attention_kernel: attend(chain_window(torch.tensor([39, 0]), 1), 3, memory, kernel),
-        "held = (weights > 0)[:, None]",
-        "held = (s < splits)[:, None]",
+        "filled = tl.cdiv(tl.maximum(end - first, 1), tl.maximum(share, 1))",
+        "filled = tl.num_programs(1)",
         "reads memory that nothing was written to",
     ),
     "slots behind a row": (
@@ -224,9 +233,15 @@ CHANGES: dict[str, tuple[Call, str, str, str]] = {
     ),
     "a row that is not full": (
         silu,
-        "tl.load(up + place, mask=i < width",
-        "tl.load(up + place, mask=i < 2048",
-        "leaves",
+        "tl.load(gate_up + (2 * n + 1) * width + i, mask=i < width",
+        "tl.load(gate_up + (2 * n + 1) * width + i, mask=i < 2048",
+        "leaves the tensor",
+    ),
+    "adding up before all have stored": (
+        partial(product, "write"),
+        "if is_last(counters + tl.program_id(0), S)",
+        "if is_last(counters + tl.program_id(0), S) | (S > 0)",
+        "writes what another program reads",
     ),
     "two programs on one row": (
         compare,
