@@ -14,6 +14,7 @@ from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
 from draftsmith.models.drafter_parts.layouts import Checkpoint, read_checkpoint
 from draftsmith.models.drafter_parts.vocabulary import vocabulary_hash
+from draftsmith.models.drafters.dflash import DFlash
 from draftsmith.models.drafters.draft_model import DraftModel
 from draftsmith.models.drafters.eagle import Eagle
 from draftsmith.models.drafters.eagle3 import Eagle3
@@ -35,6 +36,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "eagle": Eagle,
     "eagle3": Eagle3,
     "p_eagle": PEagle,
+    "dflash": DFlash,
     "medusa": Medusa,
     "hydra": Hydra,
     "mlp_speculator": MLPSpeculator,

@@ -159,6 +159,27 @@ class PEagleConfig(ReducedVocabulary, LayersLikeTarget):
 
 
 @dataclass
+class DFlashConfig(ReducedVocabulary):
+    fixed_fields = (
+        *ReducedVocabulary.fixed_fields,
+        *("layer_ids", "intermediate_size", "num_layers", "block_size", "layout", "sliding_window"),
+        *("mask_token_id", "key_norm"),
+    )
+    kind: str = "dflash"
+    layer_ids: list[Natural] | None = None  # after-N-layers ids to read; None: one a layer, spread evenly
+    intermediate_size: Count | None = None  # None: the target's
+    num_layers: Depth = 5
+    block_size: Annotated[Depth, Field(ge=2)] = 8  # rows, of which the first reads the newest token
+    layout: Literal["fill_in", "next_token"] = "fill_in"  # a row predicts the token at its place, or the one behind it
+    sliding_window: Count | None = None  # tokens that each row sees, up to itself; None: all before it, and its block
+    mask_token_id: Natural | None = None  # whose embedding the other rows read; None: the end of text
+    key_norm: bool = False  # norms of keys have weights, which vLLM's CPU build mixes up between layers
+    anchor_share: AboveZero = 0.5  # of the slots whose blocks a step trains
+    decay_length: Positive = 4.0  # weight of depth i is exp(-i / decay_length); the paper has 7 for blocks of 16
+    divergence: Divergence = "forward_kl"
+
+
+@dataclass
 class MedusaConfig(ReducedVocabulary):
     fixed_fields = (*ReducedVocabulary.fixed_fields, "num_heads", "num_layers", "output")
     kind: str = "medusa"
@@ -265,7 +286,8 @@ class CascadeConfig(DrafterConfig):
 DRAFTER_CONFIGS: dict[str, type[DrafterConfig]] = {
     config_class.kind: config_class
     for config_class in (
-        *(EagleConfig, Eagle3Config, PEagleConfig, MedusaConfig, HydraConfig, MLPSpeculatorConfig, DraftModelConfig),
+        *(EagleConfig, Eagle3Config, PEagleConfig, DFlashConfig, MedusaConfig, HydraConfig),
+        *(MLPSpeculatorConfig, DraftModelConfig),
         *(NgramConfig, SuffixConfig, LookaheadConfig, NoneConfig),
     )
 }

@@ -20,7 +20,7 @@ from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, out_of_memory, real_number, shown, whole_number
 from draftsmith.models.ranges import LEAST_TEMPERATURE
 from draftsmith.models.sampling.sampling import Sampling
-from draftsmith.models.sampling.trees import Chain, DynamicTree, Shape, StaticTree
+from draftsmith.models.sampling.trees import Chain, DDTree, DynamicTree, Shape, Tree
 from draftsmith.models.target.chat_template import has_template, opened_question
 
 SLOT_BLOCK = 64  # slots of a row are a multiple of it, so that an engine also fits texts of similar length
@@ -117,7 +117,7 @@ class SpeculativeDecoder:
         top_p: float = 1.0,
         top_k: int = 0,
         draft_length: int = 4,
-        tree: StaticTree | DynamicTree | None = None,
+        tree: Tree | None = None,
         verification_mode: VerificationMode | None = None,
         seed: int = 0,
         stop_at_eos: bool = True,
@@ -141,8 +141,8 @@ class SpeculativeDecoder:
             batch_size = whole_number("batch_size", batch_size, 1)
         if schedule is not None and tree is not None:
             raise UserError("schedule: it sets the length of chains; leave out the tree")
-        if tree is not None and not isinstance(tree, StaticTree | DynamicTree):
-            raise UserError(f"tree {shown(tree)}: give a StaticTree or a DynamicTree")
+        if tree is not None and not isinstance(tree, Tree):
+            raise UserError(f"tree {shown(tree)}: give a StaticTree, a DynamicTree or a DDTree")
         if schedule is not None and not isinstance(schedule, AnySchedule):
             raise UserError(f"schedule {shown(schedule)}: give a Schedule, an Adaptive or a Confident one")
         draft_length = whole_number("draft_length", draft_length)
@@ -410,10 +410,10 @@ def resolve_mode(mode: VerificationMode | None, sampling: Sampling, drafter: Dra
         raise UserError(f"verification_mode {mode}: {drafter.kind} has no probabilities; use one_hot")
     if mode in ("probabilistic", "block") and not is_chain:
         raise UserError(f"verification_mode {mode} verifies chains: leave out the tree, or use without_replacement")
-    if mode == "without_replacement" and isinstance(shape, DynamicTree):
+    if mode == "without_replacement" and isinstance(shape, DynamicTree | DDTree):
         raise UserError(
-            "verification_mode without_replacement: a dynamic tree keeps the likeliest of its nodes, which "
-            "are no sample; give a static tree, or use one_hot"
+            "verification_mode without_replacement: a tree that grows anew each round keeps the likeliest of its "
+            "nodes, which are no sample; give a static tree, or use one_hot"
         )
     if mode != "synthetic" and sampling.greedy != (mode == "greedy"):
         raise UserError(f"verification_mode {mode} needs a temperature {'of 0' if mode == 'greedy' else 'above 0'}")
@@ -424,6 +424,11 @@ def check_shape(shape: Shape, drafter: Drafter) -> None:
     """Raise `UserError` for a shape of drafts that the drafter cannot make."""
     if not isinstance(shape, Chain) and not drafter.can_branch:
         raise UserError(f"tree: {drafter.kind} drafts chains only; leave it out and set draft_length")
+    if isinstance(shape, DDTree) and not drafter.independent_depths:
+        raise UserError(
+            f"tree NODES,DEPTH: what {drafter.kind} drafts at a depth hangs on what it drafted before; give "
+            "NODES,DEPTH,WIDTH"
+        )
     name = "draft_length" if isinstance(shape, Chain) else "tree: depth"
     most = drafter.max_draft_length
     if most is not None and shape.depth > most:

@@ -34,7 +34,7 @@ from draftsmith.inference.replay.replay import expected_stats
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import require_at_least
-from draftsmith.models.sampling.trees import Chain, DynamicTree, StaticTree
+from draftsmith.models.sampling.trees import Chain, Tree
 
 P = TypeVar("P")
 
@@ -46,7 +46,7 @@ class MeasureSettings:
     temperature: float = 0.0
     top_p: float = 1.0
     batch_size: int = 1
-    draft: int | StaticTree | DynamicTree | AnySchedule = 4  # length of a chain, a schedule of them, or a tree
+    draft: int | Tree | AnySchedule = 4  # length of a chain, a schedule of them, or a tree
     max_new_tokens: int = 64
     repeats: int = 5  # the most, where `seconds` are given
     seed: int = 0
@@ -244,7 +244,7 @@ def result_of(
 def setting_of(settings: MeasureSettings, resolved: GenerationSettings, prompts: PromptSet) -> Setting:
     """Return the setting as it was asked for; where a drafter made a tree of a chain, with that tree."""
     shape = settings.draft if isinstance(resolved.shape, Chain) else resolved.shape
-    tree = shape if isinstance(shape, StaticTree | DynamicTree) else None
+    tree = shape if isinstance(shape, Tree) else None
     return Setting(
         prompt_set=prompts.name,
         num_prompts=len(prompts.token_ids),

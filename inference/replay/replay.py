@@ -41,7 +41,7 @@ from draftsmith.models.drafter_parts.drafts import NO_TOKEN
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import shift_left
 from draftsmith.models.sampling.sampling import Sampling
-from draftsmith.models.sampling.trees import Chain, DynamicTree, Shape, StaticTree
+from draftsmith.models.sampling.trees import Chain, DDTree, DynamicTree, Shape, StaticTree
 from draftsmith.models.target.target import Features
 
 REPLAYED_MODES: tuple[VerificationMode, ...] = ("greedy", "one_hot", "probabilistic")
@@ -202,10 +202,10 @@ def check_replayed(drafter: Drafter) -> None:
 
 def check_replayed_as(shape: Shape, mode: VerificationMode) -> Chain | StaticTree:
     """Return the shape. Raises `UserError` where its drafts or their acceptance do not follow from a recorded text."""
-    if isinstance(shape, DynamicTree):
+    if isinstance(shape, DynamicTree | DDTree):
         raise UserError(
-            "a dynamic tree cannot be replayed, since its shape depends on tokens that the text does not hold: measure "
-            "it with draftsmith evaluate, or give a static tree"
+            "a tree that grows anew each round cannot be replayed, since its shape depends on tokens that the text "
+            "does not hold: measure it with draftsmith evaluate, or give a static tree"
         )
     if mode not in REPLAYED_MODES or (mode == "probabilistic" and not isinstance(shape, Chain)):
         raise UserError(

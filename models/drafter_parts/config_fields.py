@@ -62,6 +62,12 @@ class EngineFields:
     norm_output: bool
     mask_token_id: Natural
     pard_token: Natural
+    # DFlash
+    layer_types: list[Literal["full_attention", "sliding_attention"]]
+    sliding_window: Count
+    is_causal: bool
+    block_size: Depth
+    dflash_config: dict[str, Any]
     # Medusa
     num_heads: Depth
     truncated_vocab_size: Count
@@ -73,6 +79,16 @@ class EngineFields:
     n_predict: Depth
     tie_weights: bool
     scale_input: bool
+
+
+@dataclass
+class DFlashFields:
+    """Fields of the entry `dflash_config` in a DFlash drafter's config.json."""
+
+    mask_token_id: Natural
+    target_layer_ids: list[Natural]  # outputs of layers, counted from 0
+    block_size: Depth
+    causal: bool
 
 
 LAYER_FIELDS = (

@@ -22,6 +22,7 @@ class DecodingDrafter:
     layer_ids: tuple[int, ...] = ()  # hidden states of the target that it reads
     can_sample: ClassVar[bool] = True  # has probabilities to draw from
     can_branch: ClassVar[bool] = False  # drafts trees too
+    independent_depths: ClassVar[bool] = False  # what it drafts at a depth does not hang on what it drafted before
     reads_predictions: ClassVar[bool] = False  # needs the target's predictions after every node of its last draft
     max_draft_length: int | None = None  # most nodes on a path; None: any number
     prefills_from_tokens: bool = False  # `prefill` needs no features, so that it can be put off

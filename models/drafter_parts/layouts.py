@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "MedusaModel": "medusa",
     "MLPSpeculatorPreTrainedModel": "mlp_speculator",
     "PeagleLlamaForCausalLM": "p_eagle",
+    "DFlashDraftModel": "dflash",
 }
 PATTERNS = ["*.json", "*.safetensors", "pytorch_model.bin", "medusa_lm_head.pt"]  # what a checkpoint may consist of
 MEDUSA_DEFAULTS = {"num_heads": 5, "num_hidden_layers": 1}  # of vLLM's MedusaConfig

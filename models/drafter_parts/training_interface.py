@@ -5,7 +5,7 @@ Shapes: V vocabulary of the target, Vd draft vocabulary.
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ class TrainedDrafter(nn.Module):
     config: Any  # the family's own `DrafterConfig`
     target: Target
     training_depth: int = 0  # predictions in a row that training compares with the target's
-    drafts_by_target_head: ClassVar[bool] = False  # it has no head of its own, not even a copy
+    drafts_by_target_head: bool = False  # it has no head of its own, not even a copy
     progress: float = 0.0  # share of training that is done, kept by the training loop
     compile_loss: bool = False  # on a CPU, compare with the target by compiled code (`run.compile`)
 

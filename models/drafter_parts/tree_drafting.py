@@ -1,7 +1,7 @@
 """Growing a draft level by level, for every drafter that can say what follows a token which it drafted itself.
 
-Chains, static trees (Medusa, EAGLE-1) and dynamic trees (EAGLE-2, arXiv 2406.16858, section 4). All sizes are known
-from the shape alone, and nothing waits for the device.
+Chains, static trees (Medusa, EAGLE-1), dynamic trees (EAGLE-2, arXiv 2406.16858, section 4) and trees of independent
+depths (DDTree, arXiv 2604.12989). All sizes are known from the shape alone, and nothing waits for the device.
 
 Shapes: B rows, N nodes, W tokens of a level that are read (the root at first), k children of each, P columns up to the
 last that has children, V vocabulary of the drafter.
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft, stack_chain
 from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.layers import gather_columns
-from draftsmith.models.sampling.trees import WORD, Chain, DynamicTree, Shape, StaticTree, pack
+from draftsmith.models.sampling.trees import WORD, Chain, DDTree, DynamicTree, Shape, StaticTree, pack
 from draftsmith.models.target.slots import SlotCache, Window
 
 if TYPE_CHECKING:
@@ -30,17 +30,24 @@ if TYPE_CHECKING:
 Read = Callable[[Tensor, Tensor | None], Tensor]
 
 
-def grow(shape: Shape, tree: "TreeIndices | None", logits: Tensor, read: Read, state: DecodingState) -> Draft:
+def grow(
+    shape: Shape, tree: "TreeIndices | Candidates | None", logits: Tensor, read: Read, state: DecodingState
+) -> Draft:
     """Return a draft of the shape, in the drafter's vocabulary, from the newest token's logits [B, 1, V].
 
-    `tree` is `tree_indices(shape)`. A static tree drawn by chance has siblings without replacement.
+    `tree` is `tree_indices(shape)`. A static tree drawn by chance has siblings without replacement. For a `DDTree`,
+    whose depths do not hang on each other, `read` gives one depth after the other, whatever it is asked.
     """
     if isinstance(shape, Chain):
         return grow_chain(shape.depth, logits, read, state)
+    assert isinstance(shape, StaticTree) or not state.sample_drafts, "the likeliest of many nodes are no sample"
     if isinstance(shape, DynamicTree):
-        assert not state.sample_drafts, "the likeliest of many nodes are no sample"
         return grow_dynamic(shape, logits, read)
-    assert tree is not None
+    if isinstance(shape, DDTree):
+        assert isinstance(tree, Candidates)
+        root = state.newest()[:, None]
+        return grow_ddtree(shape, tree, torch.cat([logits, *(read(root, None) for _ in range(1, shape.depth))], 1))
+    assert isinstance(tree, TreeIndices)
     return grow_static(tree, logits, read, state)
 
 
@@ -99,8 +106,10 @@ class TreeIndices:
         return self
 
 
-def tree_indices(shape: Shape, device: torch.device) -> TreeIndices | None:
-    """Return the indices of a static tree, to be made once; None for other shapes."""
+def tree_indices(shape: Shape, device: torch.device) -> "TreeIndices | Candidates | None":
+    """Return the indices of a static tree or of a `DDTree`, to be made once; None for other shapes."""
+    if isinstance(shape, DDTree):
+        return candidates_of(shape, device)
     if not isinstance(shape, StaticTree):
         return None
     columns = [(), *shape.choices]
@@ -179,6 +188,67 @@ def grow_dynamic(shape: DynamicTree, logits: Tensor, read: Read) -> Draft:
 def best(values: Tensor, count: int) -> Tensor:
     """Return indices [B, count] of the highest values of each row, best first; of equal ones the first."""
     return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+# --- trees of independent depths
+
+
+@dataclass
+class Candidates:
+    """Index tensors of the paths that a `DDTree` is chosen from, on the device."""
+
+    levels: list[tuple[Tensor, Tensor]]  # of each depth: parents among the best paths a depth above, ranks of tokens
+    kept: list[int]  # best paths of each depth that are gone on with
+    most: int  # ranks that any depth needs
+
+    def rows(self, index: Tensor | slice) -> "Candidates":
+        """Return the indices themselves: the candidates are the same for all rows."""
+        return self
+
+
+def candidates_of(shape: DDTree, device: torch.device) -> Candidates:
+    """Return the candidates of each depth.
+
+    A path of the i-th best parent and the r-th best token (from 1) has i * r - 1 others of its depth that are no worse.
+    All of them fit into the tree, beside one path of each depth above, or it is no candidate.
+    """
+    levels, width = [], 1
+    for depth in range(shape.depth):
+        room = shape.num_nodes - depth
+        pairs = [(parent, rank) for parent in range(width) for rank in range(room // (parent + 1))]
+        levels.append((pairs, min(len(pairs), room)))
+        width = levels[-1][1]
+    index = [torch.tensor(pairs, device=device).unbind(1) for pairs, _ in levels]
+    return Candidates([(parents, ranks) for parents, ranks in index], [count for _, count in levels], shape.num_nodes)
+
+
+def grow_ddtree(shape: DDTree, candidates: Candidates, logits: Tensor) -> Draft:
+    """Keep the likeliest paths by the logits [B, K, V] of each depth (DDTree, arXiv 2604.12989, its best-first search).
+
+    Values fall along a path, rounded as they are, and of equal values the first are kept, so that what is kept is a
+    tree.
+    """
+    likeliest = logits.float().log_softmax(-1).topk(min(candidates.most, logits.shape[-1]))
+    missing = candidates.most - likeliest.values.shape[-1]  # of a vocabulary smaller than the tree
+    chances = nn.functional.pad(likeliest.values, (0, missing), value=float("-inf"))  # [B, K, most]
+    tokens_of_ranks = nn.functional.pad(likeliest.indices, (0, missing), value=NO_TOKEN)
+    tokens: list[Tensor] = []  # of the best paths of each depth, [B, W], as their parents and values
+    parents: list[Tensor] = []
+    values: list[Tensor] = []
+    value = torch.zeros(len(logits), 1, device=logits.device)
+    first = -1  # index of the first path of the depth above; the root's is -1
+    for depth, (above, ranks) in enumerate(candidates.levels):
+        children = value[:, above] + chances[:, depth, ranks]
+        chosen = best(children, candidates.kept[depth])
+        value = children.gather(1, chosen)
+        values.append(value)
+        tokens.append(tokens_of_ranks[:, depth].gather(1, ranks[chosen]))
+        parents.append(above[chosen] + first)
+        first += 1 if depth == 0 else candidates.kept[depth - 1]
+    kept = best(torch.cat(values, 1), shape.num_nodes).sort(1).values  # [B, N], parents first
+    parent = torch.cat(parents, 1).gather(1, kept)
+    place = torch.searchsorted(kept, parent)  # the parent is among the kept
+    return Draft(torch.cat(tokens, 1).gather(1, kept), torch.where(parent < 0, -1, place), shape.depth)
 
 
 # --- the drafter's cache

@@ -55,6 +55,7 @@ class Medusa(Drafter):
     kind = "medusa"
     config_class = MedusaConfig
     can_branch = True
+    independent_depths = True
 
     def __init__(self, config: MedusaConfig, target: Target) -> None:
         super().__init__(config)

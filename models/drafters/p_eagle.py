@@ -65,6 +65,7 @@ class PEagle(Drafter):
     kind = "p_eagle"
     config_class = PEagleConfig
     can_branch = True
+    independent_depths = True
 
     def __init__(self, config: PEagleConfig, eagle3: Eagle3, target: Target) -> None:
         super().__init__(config)

@@ -96,7 +96,34 @@ class DynamicTree:
         return (self.depth - 1) * self.width
 
 
-Shape = Chain | StaticTree | DynamicTree
+@dataclass(frozen=True)
+class DDTree:
+    """The likeliest `num_nodes` of all paths, for a drafter whose depths do not hang on each other (arXiv 2604.12989).
+
+    What a path is worth is the product of its tokens' probabilities. No other tree of as many nodes has more accepted
+    tokens expected, if the probabilities are right.
+    """
+
+    num_nodes: Count
+    depth: Depth
+
+    def __post_init__(self) -> None:
+        check_fields(self, "tree")
+        if self.num_nodes < self.depth:
+            raise UserError(f"tree of {self.num_nodes} nodes: give a depth of at most as much, not {self.depth}")
+
+    @property
+    def num_read(self) -> int:
+        return 0
+
+    @property
+    def width(self) -> int:
+        """Number of children that a node must have to choose from: with fewer the tree is not filled."""
+        return 1
+
+
+Tree = StaticTree | DynamicTree | DDTree
+Shape = Chain | Tree
 
 
 def likeliest_tree(accuracies: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:

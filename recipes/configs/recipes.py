@@ -8,6 +8,7 @@ import difflib
 from collections.abc import Callable
 
 from draftsmith.models.drafter_configs import (
+    DFlashConfig,
     DrafterConfig,
     DraftModelConfig,
     Eagle3Config,
@@ -35,6 +36,11 @@ def eagle3() -> TrainConfig:
 def p_eagle() -> TrainConfig:
     """P-EAGLE of four layers with a draft vocabulary of 32000; drafts up to 8 tokens in one pass."""
     return _recipe(PEagleConfig(draft_vocab_size=32000), learning_rate=1e-4, steps=20000)
+
+
+def dflash() -> TrainConfig:
+    """DFlash of five layers in blocks of 8, with the target's own head; drafts up to 7 tokens in one pass."""
+    return _recipe(DFlashConfig(), learning_rate=6e-4, steps=20000)
 
 
 def medusa() -> TrainConfig:
@@ -91,6 +97,11 @@ def quickstart_p_eagle() -> TrainConfig:
     return _quickstart(p_eagle(), 4e-3, PEagleConfig(num_layers=2, num_depths=5))
 
 
+def quickstart_dflash() -> TrainConfig:
+    """DFlash of two layers in blocks of 5 for the embedded target, in a minute or two on a CPU."""
+    return _quickstart(dflash(), 4e-3, DFlashConfig(num_layers=2, block_size=5))
+
+
 def quickstart_medusa() -> TrainConfig:
     """Medusa heads for the embedded target, in a minute on a CPU."""
     return _quickstart(medusa(), 4e-3)
@@ -130,6 +141,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "eagle": eagle,
     "eagle3": eagle3,
     "p_eagle": p_eagle,
+    "dflash": dflash,
     "medusa": medusa,
     "medusa_2": medusa_2,
     "hydra": hydra,
@@ -138,6 +150,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "quickstart_eagle": quickstart_eagle,
     "quickstart_eagle3": quickstart_eagle3,
     "quickstart_p_eagle": quickstart_p_eagle,
+    "quickstart_dflash": quickstart_dflash,
     "quickstart_medusa": quickstart_medusa,
     "quickstart_hydra": quickstart_hydra,
     "quickstart_mlp_speculator": quickstart_mlp_speculator,

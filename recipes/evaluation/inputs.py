@@ -11,7 +11,7 @@ from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.reading import read_json
-from draftsmith.models.sampling.trees import DynamicTree, StaticTree
+from draftsmith.models.sampling.trees import DDTree, DynamicTree, StaticTree, Tree
 from draftsmith.models.target.chat_template import set_chat
 from draftsmith.models.target.target import ChatSettings
 from draftsmith.recipes.configs.command_settings import EvaluateSettings
@@ -69,15 +69,23 @@ def settings_grid(settings: EvaluateSettings) -> list[MeasureSettings]:
     ]
 
 
-def parse_tree(text: str) -> StaticTree | DynamicTree:
-    """Return the tree of NODES,DEPTH,WIDTH, or of a JSON file with a list of choices such as [[0], [1], [0, 0]]."""
+def parse_tree(text: str) -> Tree:
+    """Return the tree of NODES,DEPTH,WIDTH (EAGLE-2) or NODES,DEPTH (DDTree).
+
+    Or of a JSON file with a list of choices such as [[0], [1], [0, 0]].
+    """
     if text.endswith(".json"):
         try:
             return StaticTree(tuple(map(tuple, read_json(Path(text)))))
         except (ValueError, TypeError) as error:
             raise UserError(f"--tree {text}: {first_line(error)}") from None
     try:
-        num_nodes, depth, width = map(int, text.split(","))
+        sizes = [int(number) for number in text.split(",")]
     except ValueError:
-        raise UserError(f"--tree {text}: give NODES,DEPTH,WIDTH or the path of a .json list of choices") from None
-    return DynamicTree(num_nodes, depth, width)
+        sizes = []
+    if len(sizes) not in (2, 3):
+        raise UserError(
+            f"--tree {text}: give NODES,DEPTH,WIDTH, for drafters of independent depths NODES,DEPTH, or the path of a "
+            ".json list of choices"
+        )
+    return DDTree(*sizes) if len(sizes) == 2 else DynamicTree(*sizes)

@@ -27,7 +27,16 @@ from draftsmith.recipes.configs.recipes import RECIPES
 # Shares of the time; the rest is for loading, the report, and estimates that were too low.
 PREPARE_SHARE, TRAINING_SHARE, CHECKPOINT_SHARE, COMPARISON_SHARE = 0.12, 0.51, 0.07, 0.27
 # How the drafters divide the time for training. Heads learn fast, layers with attention go on learning.
-WEIGHTS = {"eagle3": 5, "eagle": 5, "p_eagle": 5, "hydra": 4, "mlp_speculator": 4, "medusa": 3, "draft_model": 1}
+WEIGHTS = {
+    "eagle3": 5,
+    "eagle": 5,
+    "p_eagle": 5,
+    "dflash": 5,
+    "hydra": 4,
+    "mlp_speculator": 4,
+    "medusa": 3,
+    "draft_model": 1,
+}
 CHECKPOINTS = 2  # a run
 NUM_HELD_OUT = 64  # prompts for the comparison, and again as many for checkpoints
 ANSWERS = PrepareSettings(max_new_tokens=128, batch_size=64)  # the training text

@@ -6,7 +6,8 @@ compared with a plain loop over paths.
 """
 
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -18,11 +19,21 @@ from draftsmith.inference.measuring.certify import ALPHA, chi_square
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.drafter_parts import tree_drafting
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft
-from draftsmith.models.drafter_parts.tree_drafting import grow, tree_indices
+from draftsmith.models.drafter_parts.tree_drafting import candidates_of, grow, grow_ddtree, tree_indices
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Noise, Sampling, cut
-from draftsmith.models.sampling.trees import WORD, Chain, DynamicTree, Shape, StaticTree, ancestor_words
+from draftsmith.models.sampling.trees import (
+    WORD,
+    Chain,
+    DDTree,
+    DynamicTree,
+    Shape,
+    StaticTree,
+    Tree,
+    ancestor_words,
+    likeliest_tree,
+)
 from draftsmith.models.target.target import Features
 
 PROMPTS = ["The smith heats the iron", "def strike(iron):", "A draft is cheap, a draft is cheap, a", "x"]
@@ -158,6 +169,74 @@ def test_ties_in_a_dynamic_tree(nodes_depth_width: tuple[int, int, int]) -> None
             values = [torch.tensor([distributions[i][x] for i, x in enumerate(path)]).prod().item() for path in found]
             expected = eagle2(paths, row, shape)[0].values()
             assert sorted(values) == pytest.approx(sorted(expected), rel=1e-5)
+
+
+# Paths whose depths do not hang on each other -------------------------------------------------------------------------
+
+
+def expected_accepted(logits: Tensor, paths: Iterable[Path]) -> float:
+    """The mean number of accepted nodes of a tree where the logits [K, V] of each depth are the target's, too."""
+    chances = logits.double().softmax(-1)
+    return sum(math.prod(float(chances[depth, token]) for depth, token in enumerate(path)) for path in paths)
+
+
+def all_trees(vocab_size: int, depth: int, num_nodes: int) -> list[tuple[Path, ...]]:
+    """Every tree of as many nodes: sets of paths that hold what each of them begins with."""
+    paths = [path for length in range(1, depth + 1) for path in itertools.product(range(vocab_size), repeat=length)]
+    return [
+        nodes
+        for nodes in itertools.combinations(paths, num_nodes)
+        if all(len(path) == 1 or path[:-1] in nodes for path in nodes)
+    ]
+
+
+@pytest.mark.parametrize(("vocab_size", "depth"), [(2, 3), (4, 2), (3, 2)])
+def test_a_ddtree_is_the_best_of_all_trees(vocab_size: int, depth: int) -> None:
+    """By brute force, for every number of nodes up to five, with ties and without."""
+    for num_nodes in range(depth, 6):
+        shape = DDTree(num_nodes, depth)
+        trees = all_trees(vocab_size, depth, num_nodes)
+        for seed in range(6):
+            generator = torch.Generator().manual_seed(seed)
+            logits = 2 * torch.randn(2, depth, vocab_size, generator=generator)
+            logits = logits.round() if seed % 2 else logits
+            candidates = candidates_of(shape, torch.device("cpu"))
+            draft = grow_ddtree(shape, candidates, logits)
+            assert draft.tokens.shape == (2, num_nodes)
+            assert (draft.parents < torch.arange(num_nodes)).all()
+            for row in range(2):
+                found = drafted_paths(draft, row)
+                assert len(set(found)) == num_nodes
+                best = max(expected_accepted(logits[row], tree) for tree in trees)
+                assert expected_accepted(logits[row], found) == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize("nodes_depth", [(8, 8), (33, 4), (64, 7), (200, 15)])
+def test_a_ddtree_is_that_of_a_best_first_search(nodes_depth: tuple[int, int]) -> None:
+    """The paper's algorithm is the one that `likeliest_tree` follows for averages over a text."""
+    shape = DDTree(*nodes_depth)
+    logits = 3 * torch.randn(2, shape.depth, 40, generator=torch.Generator().manual_seed(0))
+    draft = grow_ddtree(shape, candidates_of(shape, torch.device("cpu")), logits)
+    ranked = logits.double().softmax(-1).sort(descending=True)
+    for row in range(2):
+        expected = likeliest_tree(ranked.values[row].tolist(), shape.num_nodes).choices
+        tokens = ranked.indices[row]
+        paths = {tuple(int(tokens[depth, rank]) for depth, rank in enumerate(path)) for path in expected}
+        assert set(drafted_paths(draft, row)) == paths
+
+
+def test_a_ddtree_of_more_nodes_than_there_are_paths() -> None:
+    """What is left over holds no token."""
+    shape = DDTree(9, 2)
+    draft = grow_ddtree(shape, candidates_of(shape, torch.device("cpu")), torch.randn(1, 2, 2))
+    found = [path for path in drafted_paths(draft, 0) if NO_TOKEN not in path]
+    assert sorted(found) == [(0,), (0, 0), (0, 1), (1,), (1, 0), (1, 1)]
+
+
+def test_a_ddtree_needs_independent_depths(tiny_target: Target) -> None:
+    decoder = SpeculativeDecoder(tiny_target, drafter_of("eagle3", tiny_target))
+    with pytest.raises(UserError, match="hangs on what it drafted before"):
+        decoder.generate(PROMPTS, tree=DDTree(8, 3))
 
 
 def random_static_tree(num_nodes: int, seed: int) -> StaticTree:
@@ -331,9 +410,15 @@ def test_a_node_is_drafted_as_its_path_alone(
         torch.testing.assert_close(torch.stack([logits for _, logits in nodes]), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("tree", [STATIC, DYNAMIC], ids=["static", "dynamic"])
-@pytest.mark.parametrize("kind", BRANCHING)
-def test_trees_leave_the_output_as_it_is(kind: str, tree: StaticTree | DynamicTree, tiny_target: Target) -> None:
+INDEPENDENT = [kind for kind in BRANCHING if DRAFTERS[kind].independent_depths]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [*itertools.product(BRANCHING, (STATIC, DYNAMIC)), *itertools.product(INDEPENDENT, [DDTree(9, 3)])],
+    ids=str,
+)
+def test_trees_leave_the_output_as_it_is(kind: str, tree: Tree, tiny_target: Target) -> None:
     plain = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target))
     decoder = SpeculativeDecoder(tiny_target, drafter_of(kind, tiny_target))
     for settings in ({}, {"temperature": 0.8, "top_k": 50, "seed": 3}):
@@ -341,7 +426,7 @@ def test_trees_leave_the_output_as_it_is(kind: str, tree: StaticTree | DynamicTr
         found = decoder.generate(PROMPTS, max_new_tokens=24, tree=tree, **settings)
         assert found.token_ids == expected.token_ids
     mode = "without_replacement"
-    if tree == DYNAMIC:
+    if tree != STATIC:
         with pytest.raises(UserError, match="no sample"):
             decoder.generate(PROMPTS, temperature=0.8, tree=tree, verification_mode=mode)
     else:

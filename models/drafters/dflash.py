@@ -1,0 +1,450 @@
+"""DFlash (arXiv 2602.06036): a small decoder that drafts a whole block of tokens in one pass.
+
+Each layer attends to keys and values made from the target's features of the text before the newest token, the anchor,
+and to the block itself: the anchor and mask tokens behind it, which see each other in both directions. A block never
+enters the text: what is kept of a token are the keys and values of its features.
+
+Row k of a block stands at position a + k, where a is the anchor's. In the layout `fill_in` it predicts the token at its
+own place, so that row 0 predicts nothing; in the layout `next_token` the token behind it. Slot t below is the place of
+the newest features, so that its anchor is x_{t+1} and depth i predicts x_{t+2+i}, as in all families.
+
+Shapes: B rows, T tokens, M anchors of a row, R rows of a block, K depths, H hidden width, A layers read, N heads,
+D head width, V target vocabulary, Vd draft vocabulary.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from draftsmith.models.batch import Batch
+from draftsmith.models.drafter_configs import DFlashConfig
+from draftsmith.models.drafter_parts.base import Drafter
+from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, loaded
+from draftsmith.models.drafter_parts.decoder_layer import (
+    Attention,
+    DecoderLayer,
+    engine_layer_config,
+    layer_config_for,
+    layer_config_of,
+)
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
+from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
+from draftsmith.models.drafter_parts.vocabulary import too_large
+from draftsmith.models.errors import UserError
+from draftsmith.models.layers import RMSNorm, as_computed, checkpoint_tensors, rotary_table, rotate, shift_left
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows
+from draftsmith.models.sampling.trees import WORD, Shape, pack
+from draftsmith.models.target.slots import SlotCache, Window, slot_attention
+from draftsmith.models.target.target import Features, Target, check_layer_ids
+
+KEY_NORM = "self_attn.k_norm.weight"
+KeysValues = tuple[Tensor, Tensor]  # of one layer, each [B, N, T, D]
+
+
+class BlockAttention(Attention):
+    """Attention of Qwen3, with a norm on each head of queries and keys; keys and values are those of the context, too.
+
+    Without `key_norm` the norm of keys has no weights. The weights of queries can say the same, but for the two halves
+    of a head that turn together.
+    """
+
+    def __init__(self, config: LlamaConfig, key_norm: bool) -> None:
+        super().__init__(config, config.hidden_size)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps, elementwise_affine=key_norm)
+
+    def project(self, x: Tensor, rotary: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated query, rotated key and value [B, N, T, D] of x [B, T, H] at positions [B or 1, T]."""
+        query, key, value = self.heads(self.qkv_proj(x)).split(
+            [self.num_heads, self.num_kv_heads, self.num_kv_heads], 1
+        )
+        turned = rotate(torch.cat([self.q_norm(query), self.k_norm(key)], 1), rotary, positions)
+        return turned[:, : self.num_heads], turned[:, self.num_heads :], value
+
+    def keys_values(self, x: Tensor, rotary: Tensor, positions: Tensor) -> KeysValues:
+        """Return rotated key and value [B, N, T, D] of x [B, T, H] at positions [B or 1, T]."""
+        weight = as_computed(self.qkv_proj.weight)[self.num_heads * self.head_dim :]
+        key, value = self.heads(F.linear(x, weight)).chunk(2, 1)
+        return rotate(self.k_norm(key), rotary, positions), value
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+
+
+class BlockLayer(DecoderLayer):
+    """A layer of Qwen3. Its first norm is for the block alone: the context has been normed once for all layers."""
+
+    self_attn: BlockAttention
+
+    def __init__(self, config: LlamaConfig, key_norm: bool, sliding_window: int | None) -> None:
+        super().__init__(config, config.hidden_size)
+        self.self_attn = BlockAttention(config, key_norm)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.sliding_window = sliding_window  # None: the block sees all before it, and itself in both directions
+
+    def project(self, hidden: Tensor, rotary: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn.project(self.input_layernorm(hidden), rotary, positions)
+
+
+@dataclass
+class Anchors:
+    """Slots whose blocks are trained, ascending in each row and padded to as many in each."""
+
+    slots: Tensor  # [B, M] int64, of the newest features; the anchor's token stands one further
+    real: Tensor  # [B, M] bool, False for padding
+
+
+class DFlash(Drafter):
+    kind = "dflash"
+    config_class = DFlashConfig
+    can_branch = True
+    independent_depths = True
+    d2t: Tensor  # [Vd] int64, target id - draft id; only with a reduced vocabulary
+    t2d: Tensor  # [V] bool, in the draft vocabulary?
+
+    def __init__(self, config: DFlashConfig, layer_config: LlamaConfig, target: Target) -> None:
+        super().__init__(config)
+        self.layer_config, self.target = layer_config, target
+        self.layer_ids = check_layer_ids(
+            config.layer_ids or even_layer_ids(target.num_layers, config.num_layers), target
+        )
+        vocab = config.draft_vocab_size or target.vocab_size
+        if vocab > target.vocab_size:
+            raise UserError(too_large(vocab, target.vocab_size))
+        self.config = replace(
+            config,
+            layer_ids=list(self.layer_ids),
+            draft_vocab_size=vocab,
+            intermediate_size=layer_config.intermediate_size,
+            mask_token_id=mask_token_of(config.mask_token_id, target),
+        )
+        self.first_row = int(config.layout == "fill_in")  # of a block that predicts a token
+        self.max_draft_length = self.training_depth = config.block_size - self.first_row
+        width, eps = layer_config.hidden_size, layer_config.rms_norm_eps
+        self.fc = nn.Linear(len(self.layer_ids) * target.hidden_size, width, bias=False)
+        self.hidden_norm, self.norm = RMSNorm(width, eps), RMSNorm(width, eps)
+        self.layers = nn.ModuleList(
+            [BlockLayer(layer_config, config.key_norm, config.sliding_window) for _ in range(config.num_layers)]
+        )
+        self.rotary = LlamaRotaryEmbedding(layer_config)
+        self.lm_head: nn.Linear | None = None  # with the whole vocabulary the target's own, frozen and not stored
+        self.drafts_by_target_head = vocab == target.vocab_size
+        if vocab < target.vocab_size:
+            self.lm_head = nn.Linear(width, vocab, bias=False)
+            self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
+            self.register_buffer("t2d", torch.arange(target.vocab_size) < vocab)
+
+    @classmethod
+    def from_target(cls, config: DFlashConfig, target: Target) -> "DFlash":
+        """Return random layers on the highest layer read, and the rows of the target's head that it drafts by."""
+        drafter = cls(config, layer_config_for(config.intermediate_size, target), target)
+        for module in drafter.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        width = target.hidden_size
+        drafter.fc.weight.data[:, -width:] += torch.eye(width)
+        drafter._copy_head(torch.arange(config.draft_vocab_size or target.vocab_size))
+        return drafter
+
+    def fit_vocabulary(self, counts: Tensor) -> None:
+        """Choose the draft vocabulary: the tokens that the target wrote most often; ties go to the lower id."""
+        if self.lm_head is None:
+            return
+        size = self.lm_head.out_features
+        frequent = torch.sort(counts, descending=True, stable=True).indices[:size].sort().values.cpu()
+        self.d2t.copy_(frequent - torch.arange(size))
+        self.t2d.zero_()[frequent.to(self.t2d.device)] = True
+        self._copy_head(frequent)
+
+    def _copy_head(self, token_ids: Tensor) -> None:
+        if self.lm_head is not None:
+            weight = self.target.head_weight()
+            self.lm_head.weight.data.copy_(weight[token_ids.to(weight.device)])
+
+    def draft_to_target(self) -> Tensor | None:
+        """Return the target ids of the draft vocabulary [Vd]; None where it is the whole vocabulary."""
+        return None if self.lm_head is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def block_layers(self) -> list[BlockLayer]:
+        return cast("list[BlockLayer]", [*self.layers])
+
+    @property
+    def training_passes(self) -> float:
+        """Return the average number of block rows for a token of a text."""
+        return self.config.anchor_share * self.config.block_size
+
+    # --- the parts of a forward pass
+
+    def context(self, layers: Tensor) -> Tensor:
+        """Return what keys and values of the context are made from [B, T, H], from features [B, T, A * H]."""
+        return self.hidden_norm(self.fc(layers))
+
+    def embed_blocks(self, anchors: Tensor) -> Tensor:
+        """Return what blocks read, [B, M, R, H]: the anchors' tokens [B, M] and mask tokens."""
+        tokens = torch.full((*anchors.shape, self.config.block_size), self.config.mask_token_id, device=anchors.device)
+        tokens[..., 0] = anchors
+        return self.target.embedding(tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [..., Vd] of outputs [..., H] of the last layer."""
+        hidden = self.norm(hidden)
+        return self.target.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
+
+    # --- training
+
+    def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
+        """Yield the depths, in training of a random part of the slots. What is left out counts by what is kept."""
+        assert features.layers is not None
+        share = self.config.anchor_share if self.training else 1.0
+        kept = torch.rand(batch.loss_mask.shape, device=batch.loss_mask.device) < share
+        counted = [chain_loss.next_depth(kept, share) for _ in range(depth)]
+        anchors = padded_anchors(counted[0])
+        hidden = self.run_blocks(batch, features.layers, anchors)  # [B, M, R, H]
+        head = self.target.logits if self.lm_head is None else self.lm_head
+        for i, slots in enumerate(counted):
+            trained = anchors.real & slots.gather(1, anchors.slots)
+            rows = self.norm(hidden[:, :, self.first_row + i][trained])
+            weight = math.exp(-i / self.config.decay_length) / share
+            yield Depth(rows, head, teacher_rows(slots, i), weight)
+
+    def run_blocks(self, batch: Batch, layers: Tensor, anchors: Anchors) -> Tensor:
+        """Return the last layer's outputs [B, M, R, H] of the anchors' blocks, from features [B, T, A * H].
+
+        Blocks are computed some at a time, with no more rows than the text has: they see the text, but not each other.
+        So memory grows with their number, and not with its square.
+        """
+        context, rows = self.context(layers), self.config.block_size
+        positions = batch.positions.expand(len(context), -1)
+        rotary = rotary_table(self.rotary, context.shape[1] + rows, context)
+        text = [layer.self_attn.keys_values(context, rotary, positions) for layer in self.block_layers()]
+        together = max(1, context.shape[1] // rows)
+        parts = anchors.slots.split(together, 1)
+        return torch.cat([self.run_some_blocks(batch, positions, rotary, text, slots) for slots in parts], 1)
+
+    def run_some_blocks(
+        self, batch: Batch, positions: Tensor, rotary: Tensor, text: list[KeysValues], slots: Tensor
+    ) -> Tensor:
+        """Return the last layer's outputs [B, M, R, H] of the blocks at some slots [B, M].
+
+        `text` has keys and values of the context in each layer, at positions [B, T].
+        """
+        num_rows = self.config.block_size
+        anchors = shift_left(batch.token_ids, 1).gather(1, slots)
+        hidden = self.embed_blocks(anchors).flatten(1, 2)  # [B, M * R, H]
+        steps = torch.arange(1, num_rows + 1, device=slots.device)
+        places = (positions.gather(1, slots)[..., None] + steps).flatten(1)  # [B, M * R]
+        masks = {
+            window: seen_by_blocks(batch, positions, slots, num_rows, window)
+            for window in {layer.sliding_window for layer in self.block_layers()}
+        }
+        for layer, (text_keys, text_values) in zip(self.block_layers(), text, strict=True):
+            query, key, value = layer.project(hidden, rotary, places)
+            attended = F.scaled_dot_product_attention(
+                query,
+                torch.cat([text_keys, key], 2),
+                torch.cat([text_values, value], 2),
+                attn_mask=masks[layer.sliding_window],
+                enable_gqa=True,
+            )
+            hidden = layer.finish(hidden, attended.transpose(1, 2))
+        return hidden.unflatten(1, (-1, num_rows))
+
+    # --- drafting
+
+    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> "DFlashCache":
+        return DFlashCache(self, num_rows, num_slots, shape)
+
+    @torch.inference_mode()
+    def prefill(self, cache: "DFlashCache", token_ids: Tensor, features: Features, window: Window) -> None:
+        assert features.layers is not None
+        self.keep_context(cache, features.layers, window.positions, window.slots)
+
+    @torch.inference_mode()
+    def propose(self, state: DecodingState, shape: Shape) -> Draft:
+        """Draft in one pass, behind the context of what was committed in the last round."""
+        assert state.features.layers is not None
+        cache = state.cache
+        columns = torch.arange(state.positions.shape[1], device=state.positions.device)
+        written = torch.where(columns < state.num_new[:, None], state.positions, cache.kv.num_slots)
+        self.keep_context(cache, state.features.layers, state.positions, written)
+        drafting = slice(self.first_row, self.first_row + shape.depth)
+        depths = iter(self.logits(self.decode_block(cache, state)[:, drafting]).split(1, 1))
+
+        def next_depth(*_: Tensor | None) -> Tensor:
+            return next(depths)  # [B, 1, Vd], whatever was drafted before
+
+        draft = grow(shape, cache.tree, next_depth(), next_depth, state)
+        return in_target_vocabulary(draft, cache.ids, self.target.vocab_size)
+
+    def keep_context(self, cache: "DFlashCache", layers: Tensor, positions: Tensor, written: Tensor) -> None:
+        """Keep keys and values of features [b, T, A * H] at positions [b, T], in the slots `written` [b, T]."""
+        context = self.context(layers)
+        cache.kv.write_to(written)
+        for number, layer in enumerate(self.block_layers()):
+            cache.kv.update(*layer.self_attn.keys_values(context, cache.rotary, cache.clamped(positions)), number)
+
+    def decode_block(self, cache: "DFlashCache", state: DecodingState) -> Tensor:
+        """Return the last layer's outputs [B, R, H] of each row's block; its keys and values are overwritten later.
+
+        The block is as long as in training, however few tokens are drafted, for its rows see each other.
+        """
+        prefix = state.lengths - 1
+        hidden = self.embed_blocks(state.newest()[:, None])[:, 0]
+        places = prefix[:, None] + torch.arange(self.config.block_size, device=prefix.device)  # [B, R]
+        cache.kv.write_to(places)
+        all_columns = cache.all_columns.expand(*places.shape, -1)
+        both_ways = Window(places[:, -1:].expand_as(places), places, prefix, all_columns)
+        masks = {
+            window: (both_ways if window is None else Window(places, places, prefix)).mask(cache.kv.num_slots)
+            for window in {layer.sliding_window for layer in self.block_layers()}
+        }
+        for number, layer in enumerate(self.block_layers()):
+            query, key, value = layer.project(hidden, cache.rotary, cache.clamped(places))
+            keys, values = cache.kv.update(key, value, number)
+            mask, window = masks[layer.sliding_window], layer.sliding_window
+            hidden = layer.finish(hidden, slot_attention(layer, query, keys, values, mask, sliding_window=window)[0])
+        return hidden
+
+    # --- checkpoints
+
+    def engine_config(self) -> dict[str, Any]:
+        """Return the config of the plain layout, which vLLM and SGLang read; its layer ids count outputs from 0."""
+        sliding = self.config.sliding_window is not None
+        nested = {
+            "mask_token_id": self.config.mask_token_id,
+            "target_layer_ids": [layer_id - 1 for layer_id in self.layer_ids],
+            "block_size": self.config.block_size,
+        }
+        return {
+            **engine_layer_config(self.layer_config, self.target),
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "num_hidden_layers": self.config.num_layers,
+            "layer_types": ["sliding_attention" if sliding else "full_attention"] * self.config.num_layers,
+            "use_sliding_window": sliding,
+            "sliding_window": self.config.sliding_window,
+            "is_causal": sliding,  # both engines read it, and their defaults differ
+            "block_size": self.config.block_size,
+            "num_target_layers": self.target.num_layers,
+            "target_hidden_size": self.target.hidden_size,
+            "draft_vocab_size": self.config.draft_vocab_size,
+            "dflash_config": nested,
+        }
+
+    def engine_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors, with norms of keys that change nothing where they have no weights."""
+        tensors = checkpoint_tensors(self)
+        for number, layer in enumerate(self.block_layers()):
+            if not self.config.key_norm:
+                tensors[f"layers.{number}.{KEY_NORM}"] = torch.ones_like(layer.self_attn.q_norm.weight)
+        return tensors
+
+    @classmethod
+    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "DFlash":
+        check_same_shape("this DFlash drafter", config, target)
+        nested = config["dflash_config"]
+        sliding = sliding_window_of(config)
+        norms = [name for name in tensors if name.endswith(KEY_NORM)]
+        key_norm = any(bool((tensors[name] != 1).any()) for name in norms)
+        if not key_norm:
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in norms}
+        own = DFlashConfig.of_checkpoint(
+            config,
+            layer_ids=[layer_id + 1 for layer_id in nested["target_layer_ids"]],
+            draft_vocab_size=config.get("draft_vocab_size") or target.vocab_size,
+            num_layers=config["num_hidden_layers"],
+            block_size=nested.get("block_size") or config["block_size"],
+            mask_token_id=nested["mask_token_id"],
+            sliding_window=sliding,
+            key_norm=key_norm,
+        )
+        layer_config = layer_config_of(config)
+        return loaded(lambda: cls(own, layer_config, target), tensors, "this DFlash drafter")
+
+
+class DFlashCache(DrafterCache):
+    def __init__(self, drafter: DFlash, num_rows: int, num_slots: int, shape: Shape) -> None:
+        like, block_size = drafter.fc.weight, drafter.config.block_size
+        super().__init__(num_rows, num_slots, shape, like.device)
+        self.kv = SlotCache(num_rows, num_slots + block_size)
+        self.rotary = rotary_table(drafter.rotary, self.kv.num_slots, like)
+        self.ids = drafter.draft_to_target()
+        columns = (torch.arange(-(-block_size // WORD) * WORD, device=like.device) < block_size).long()
+        self.all_columns = pack(columns)  # [W] ancestor words of a row that sees the whole block
+
+    def clamped(self, positions: Tensor) -> Tensor:
+        """Return positions within the rotary table: beyond it are none that count."""
+        return positions.clamp(max=len(self.rotary) - 1)
+
+
+def even_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
+    """Return after-N-layers ids of the target's layers to read: evenly from the second to the last but two.
+
+    One id for each layer of the drafter (section 1.1 of the authors' code); fewer of a shallow target.
+    """
+    if num_layers == 1:
+        return [max(1, num_target_layers // 2)]
+    step = (num_target_layers - 4) / (num_layers - 1)
+    ids = {2 + round(i * step) for i in range(num_layers)}
+    return sorted({min(max(1, layer_id), num_target_layers - 1) for layer_id in ids})
+
+
+def mask_token_of(token_id: int | None, target: Target) -> int:
+    """Return the token whose embedding mask slots read: the one that is asked for, else the end of text.
+
+    That one is never an anchor. Raises `UserError` for an id that the target does not have.
+    """
+    token_id = target.eos_token_ids[0] if token_id is None else token_id
+    if not 0 <= token_id < target.vocab_size:
+        raise UserError(f"drafter.mask_token_id {token_id}: give an id from 0 to {target.vocab_size - 1}")
+    return token_id
+
+
+def sliding_window_of(config: dict[str, Any]) -> int | None:
+    """Return the window of a checkpoint whose layers are all of one type. Raises `UserError` for other attention."""
+    types = set(config.get("layer_types") or ["full_attention"])
+    if len(types) > 1:
+        raise UserError("this DFlash drafter mixes sliding and full attention, which draftsmith's does not know")
+    sliding = types == {"sliding_attention"}
+    if config.get("is_causal", sliding) != sliding:
+        raise UserError(
+            f"this DFlash drafter has {types.pop()} with is_causal {config['is_causal']}: draftsmith's blocks see both "
+            "ways with full attention, and what is before with sliding attention"
+        )
+    return config["sliding_window"] if sliding else None
+
+
+def padded_anchors(kept: Tensor) -> Anchors:
+    """Return the slots that are marked [B, T], padded to as many in each row; at least one."""
+    count = max(1, int(kept.sum(1).max()))
+    real, slots = kept.sort(dim=1, descending=True, stable=True)
+    return Anchors(slots[:, :count], real[:, :count])
+
+
+def seen_by_blocks(batch: Batch, positions: Tensor, slots: Tensor, num_rows: int, window: int | None) -> Tensor:
+    """Return what blocks see of the text and of each other: bool [B, 1, M * R, T + M * R].
+
+    A block at slot t [B, M] sees the features up to t of its document, and itself; with a window each of its rows sees
+    the last `window` positions up to its own.
+    """
+    columns = torch.arange(positions.shape[1], device=slots.device)
+    text = columns <= slots[..., None]  # [B, M, T]
+    if batch.documents is not None:
+        text = text & (batch.documents[:, None, :] == batch.documents.gather(1, slots)[..., None])
+    rows = torch.arange(num_rows, device=slots.device)
+    text = text[:, :, None].expand(-1, -1, num_rows, -1)
+    block = torch.ones(num_rows, num_rows, dtype=torch.bool, device=slots.device)
+    if window is not None:
+        places = positions.gather(1, slots)[..., None] + 1 + rows  # [B, M, R]
+        text = text & (positions[:, None, None, :] > places[..., None] - window)
+        block = block.tril().triu(1 - window)
+    same = torch.eye(slots.shape[1], dtype=torch.bool, device=slots.device)
+    blocks = (same[:, None, :, None] & block[:, None]).flatten(2).flatten(0, 1)  # [M * R, M * R]
+    return torch.cat([text.flatten(1, 2), blocks.expand(len(slots), -1, -1)], 2)[:, None]
