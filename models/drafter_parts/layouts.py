@@ -23,7 +23,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
-from draftsmith.models.drafter_parts.config_fields import EngineFields, LayoutFields, OwnFields
+from draftsmith.models.drafter_parts.config_fields import DFlashFields, EngineFields, LayoutFields, OwnFields
 from draftsmith.models.errors import UserError, library_errors
 from draftsmith.models.model_files import CONFIG, drafter_config_file
 from draftsmith.models.ranges import checked_fields
@@ -91,6 +91,8 @@ def in_engine_layout(config: dict[str, Any], tensors: dict[str, Tensor], target:
     check_counts({key: config[key] for key in read & config.keys()}, len(tensors), "this drafter's config.json")
     if kind in ("eagle3", "p_eagle"):
         config, tensors = complete_eagle3(config, tensors, target)
+    elif kind == "dflash":
+        config, tensors = complete_dflash(config, tensors)
     elif kind == "medusa":
         config = {**MEDUSA_DEFAULTS, **config}
         tensors = complete_medusa(config, tensors, target)
@@ -121,7 +123,7 @@ def _kind(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     return "draft_model"
 
 
-# --- EAGLE
+# --- EAGLE and DFlash
 
 
 def complete_eagle3(
@@ -143,6 +145,23 @@ def complete_eagle3(
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
         tensors.setdefault("lm_head.weight", target.head_weight().cpu())  # as engines share it
     return config, tensors
+
+
+def complete_dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the config with the entry `dflash_config` taken apart, and layer ids after N layers, as in EAGLE-3.
+
+    Raises `UserError` where it lacks something.
+    """
+    nested = checked(DFlashFields, config.get("dflash_config", {}))
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or [i + 1 for i in nested.get("target_layer_ids", [])]
+    told = {"block_size": nested.get("block_size"), "mask_token_id": nested.get("mask_token_id")}
+    own = {key: value for key, value in told.items() if value is not None}
+    config = {**config, **own, "eagle_aux_hidden_state_layer_ids": ids}
+    if missing := [
+        key for key in ("eagle_aux_hidden_state_layer_ids", *told, "num_hidden_layers") if config.get(key) in (None, [])
+    ]:
+        raise UserError(f"this DFlash drafter's config.json lacks {missing[0]} (in dflash_config): take another copy")
+    return config, {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
 def without_shared_embedding(tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:

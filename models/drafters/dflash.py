@@ -332,6 +332,7 @@ class DFlash(Drafter):
             "sliding_window": self.config.sliding_window,
             "is_causal": sliding,  # both engines read it, and their defaults differ
             "block_size": self.config.block_size,
+            "sample_from_anchor": self.config.layout == "next_token",
             "num_target_layers": self.target.num_layers,
             "target_hidden_size": self.target.hidden_size,
             "draft_vocab_size": self.config.draft_vocab_size,
@@ -349,20 +350,18 @@ class DFlash(Drafter):
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "DFlash":
         check_same_shape("this DFlash drafter", config, target)
-        nested = config["dflash_config"]
-        sliding = sliding_window_of(config)
         norms = [name for name in tensors if name.endswith(KEY_NORM)]
         key_norm = any(bool((tensors[name] != 1).any()) for name in norms)
         if not key_norm:
             tensors = {name: tensor for name, tensor in tensors.items() if name not in norms}
         own = DFlashConfig.of_checkpoint(
             config,
-            layer_ids=[layer_id + 1 for layer_id in nested["target_layer_ids"]],
+            layer_ids=config["eagle_aux_hidden_state_layer_ids"],
             draft_vocab_size=config.get("draft_vocab_size") or target.vocab_size,
             num_layers=config["num_hidden_layers"],
-            block_size=nested.get("block_size") or config["block_size"],
-            mask_token_id=nested["mask_token_id"],
-            sliding_window=sliding,
+            block_size=config["block_size"],
+            mask_token_id=config["mask_token_id"],
+            sliding_window=sliding_window_of(config),
             key_norm=key_norm,
         )
         layer_config = layer_config_of(config)

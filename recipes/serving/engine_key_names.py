@@ -48,6 +48,12 @@ EAGLE3 = {
 }
 P_EAGLE = {**EAGLE3, "mask_hidden": "1 1 A*T"}
 P_EAGLE_LATER_LAYER = {**LAYER, **ATTENTION, "layers.0.input_layernorm.weight": "H"}  # the first one is EAGLE-3's
+DFLASH_LAYER = {
+    **P_EAGLE_LATER_LAYER,
+    "layers.0.self_attn.q_norm.weight": "D",
+    "layers.0.self_attn.k_norm.weight": "D",
+}
+DFLASH = {**DFLASH_LAYER, "fc.weight": "H A*T", "hidden_norm.weight": "H", "norm.weight": "H"}
 TABLES = {"d2t": "R", "t2d": "V"}  # only where the draft vocabulary is a reduced one
 DTYPES = {"d2t": torch.int64, "t2d": torch.bool, "token_map": torch.int64}
 
@@ -95,6 +101,22 @@ P_EAGLE_FIXED = {
     **{key: value for key, value in EAGLE3_FIXED.items() if key != "num_hidden_layers"},
     "mask_token_id": None,  # would win over pard_token
 }
+DFLASH_KEYS: dict[str, type] = {
+    **EAGLE_KEYS,
+    "num_hidden_layers": int,
+    "num_target_layers": int,
+    "block_size": int,
+    "layer_types": list,
+    "is_causal": bool,  # without it vLLM and SGLang go by different entries
+    "dflash_config": dict,  # layer ids, which count outputs from 0, and the mask token
+}
+DFLASH_FIXED = {
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "sample_from_anchor": False,  # no engine serves DFlash in the layout next_token
+}
 EAGLE_OFF = ("sliding_window", "layer_types")  # a window that drafters are not trained with
 EAGLE3_OFF = ("use_aux_norm", "bias", *EAGLE_OFF)  # the first is SGLang's other name of fc_norm
 MEDUSA_KEYS: dict[str, type] = {
@@ -134,6 +156,8 @@ class LoaderRules:
     unexpected: str = DROPPED  # what becomes of one that the engine does not know
     dropped: tuple[str, ...] = ()  # unknown names that are dropped without a word, where others are refused
     ignored: tuple[str, ...] = ()  # known names that the engine passes over: only zeros change nothing
+    later_layers: dict[str, str] = field(default_factory=dict)  # tensors of each layer behind the first, as layer 0's
+    reduced: dict[str, str] = field(default_factory=lambda: TABLES)  # tensors of a reduced draft vocabulary
     parallel_drafting: bool = False  # vLLM's setting for drafters that draft all tokens in one pass
 
 
@@ -169,7 +193,19 @@ LOADER_RULES = {
         optional_tensors={},
         required=P_EAGLE_KEYS,
         fixed=P_EAGLE_FIXED,
+        later_layers=P_EAGLE_LATER_LAYER,
         parallel_drafting=True,
+    ),
+    ("vllm", "dflash"): LoaderRules(
+        engine=VLLM,
+        method="dflash",
+        architecture="DFlashDraftModel",
+        tensors=DFLASH,
+        later_layers=DFLASH_LAYER,
+        reduced={**TABLES, "lm_head.weight": "R H"},
+        required=DFLASH_KEYS,
+        fixed=DFLASH_FIXED,
+        unexpected=REFUSED,
     ),
     ("vllm", "medusa"): LoaderRules(
         engine=VLLM,
@@ -199,6 +235,16 @@ LOADER_RULES = {
         required=EAGLE3_KEYS,
         fixed=EAGLE3_FIXED,
         off=EAGLE3_OFF,
+    ),
+    ("sglang", "dflash"): LoaderRules(
+        engine=SGLANG,
+        method="DFLASH",
+        architecture="DFlashDraftModel",
+        tensors=DFLASH,
+        later_layers=DFLASH_LAYER,
+        reduced={},  # it would take drafts for ids of the target
+        required=DFLASH_KEYS,
+        fixed=DFLASH_FIXED,
     ),
     ("sglang", "draft_model"): LoaderRules(engine=SGLANG, method="STANDALONE", required=DRAFT_MODEL_KEYS),
 }

@@ -19,9 +19,7 @@ from draftsmith.recipes.serving.engine_key_names import (
     DTYPES,
     FEATURE_NORMS,
     LOADER_RULES,
-    P_EAGLE_LATER_LAYER,
     SHIFTED_ONLY_FROM_1,
-    TABLES,
     LoaderRules,
     rules_for,
 )
@@ -161,13 +159,12 @@ def expected_shapes(rules: LoaderRules, files: Checkpoint, target: Target) -> di
             f"lm_heads.{head}.weight": "V H" for head in (heads[:1] if config.get("original_lm_head") else heads)
         }
     elif shapes and sizes["R"] < sizes["V"]:
-        shapes |= TABLES
+        shapes |= rules.reduced
     for key, norms in FEATURE_NORMS.items() if files.kind in ("eagle3", "p_eagle") else ():
         for i in range(sizes["A"] if config.get(key) else 0):
             shapes |= {name.format(i=i): text for name, text in norms.items()}
-    if rules.parallel_drafting:
-        for layer in range(1, config.get("num_hidden_layers") or 1):
-            shapes |= {name.replace(".0.", f".{layer}."): text for name, text in P_EAGLE_LATER_LAYER.items()}
+    for layer in range(1, config.get("num_hidden_layers") or 1):
+        shapes |= {name.replace(".0.", f".{layer}."): text for name, text in rules.later_layers.items()}
     return {name: shape_of(text, sizes) for name, text in shapes.items()}
 
 
@@ -184,10 +181,11 @@ def sizes_of(files: Checkpoint, target: Target) -> dict[str, int]:
     """Return the sizes that stand for the letters in shapes."""
     config = files.config
     heads = config.get("num_attention_heads") or 0
+    block_layers = (config.get("dflash_config") or {}).get("target_layer_ids") or ()
     return {
         "H": config.get("hidden_size") or 0,
         "T": target.hidden_size,
-        "A": config.get("num_aux_hidden_states") or 0,
+        "A": config.get("num_aux_hidden_states") or len(block_layers),
         "N": heads,
         "K": config.get("num_key_value_heads") or heads,
         "D": config.get("head_dim") or 0,

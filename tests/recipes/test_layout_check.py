@@ -166,6 +166,18 @@ P_EAGLE_TRAPS: dict[str, tuple[Change, str]] = {
     "nested list only": (without("eagle_aux_hidden_state_layer_ids"), "eagle_aux_hidden_state_layer_ids None"),
 }
 
+DFLASH_TRAPS: dict[str, tuple[Change, str]] = {
+    "attention by default": (without("is_causal"), "is_causal None, which must be of type bool"),
+    "the other layout": (new_key("sample_from_anchor", True), "sample_from_anchor True, not False"),
+    "norm of queries missing": (
+        without("layers.1.self_attn.q_norm.weight"),
+        "layers.1.self_attn.q_norm.weight is miss",
+    ),
+    "a layer too many": (new_key("num_hidden_layers", 2), "layers.2.input_layernorm.weight is unknown"),
+    "a layer id too few": (new_key("dflash_config", {"target_layer_ids": [0]}), "fc.weight has the shape"),
+    "a head of its own": (new_tensor("lm_head.weight"), "lm_head.weight is unknown"),
+}
+
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("trap", EAGLE3_TRAPS)
@@ -208,6 +220,8 @@ OTHER_TRAPS = [
         ("vllm", "eagle", EAGLE_TRAPS),
         ("sglang", "eagle", EAGLE_TRAPS),
         ("vllm", "p_eagle", P_EAGLE_TRAPS),
+        ("vllm", "dflash", DFLASH_TRAPS),
+        ("sglang", "dflash", DFLASH_TRAPS),
         ("vllm", "draft_model", DRAFT_MODEL_TRAPS),
         ("sglang", "draft_model", DRAFT_MODEL_TRAPS),
     )
@@ -217,7 +231,7 @@ OTHER_TRAPS = [
 
 @pytest.mark.parametrize(("engine", "kind", "trap"), OTHER_TRAPS)
 def test_trap_of_another_kind_is_refused(engine: str, kind: str, trap: tuple[Change, str], tiny_target: Target) -> None:
-    fields = {"num_layers": 3, "layer_ids": [1, 2, 3]} if kind == "p_eagle" else {}
+    fields = {"num_layers": 3, "layer_ids": [1, 2, 3]} if kind in ("p_eagle", "dflash") else {}
     files = files_for(engine, kind, tiny_target, **fields)
     change, message = trap
     check_files(engine, files, tiny_target)
@@ -225,6 +239,15 @@ def test_trap_of_another_kind_is_refused(engine: str, kind: str, trap: tuple[Cha
     with pytest.raises(UserError) as caught:
         check_files(engine, files, tiny_target)
     assert message in str(caught.value)
+
+
+def test_only_vllm_reads_a_reduced_vocabulary_of_dflash(tiny_target: Target) -> None:
+    files = files_for("vllm", "dflash", tiny_target, draft_vocab_size=6, num_layers=2)
+    assert engines_that_serve(files, tiny_target) == ("vllm",)
+    for name in ("d2t", "lm_head.weight"):
+        less = replace(files, tensors={other: tensor for other, tensor in files.tensors.items() if other != name})
+        with pytest.raises(UserError, match=f"{name} is missing"):
+            check_files("vllm", less, tiny_target)
 
 
 def test_whole_vocabulary_with_a_table(tiny_target: Target) -> None:

@@ -1,0 +1,117 @@
+"""speculators 0.9.0 as an outside witness for DFlash training: what its blocks make of random weights.
+
+    PYTHON tests/helpers/witness_dflash.py OUT.safetensors     with the Python of an environment that has speculators
+
+`tests/golden/dflash_witness.safetensors` was written by exactly this. It holds the drafter in the plain layout
+(`drafter.*`), the target's embedding, final norm and head (`target.*`), and for one document and for three packed ones
+(`1.*` and `3.*`): tokens [1, S], loss_mask [1, S], documents [1, S], features [1, S, A * H], last_hidden [1, S, H]
+before the final norm, anchors [M], and for the blocks of these anchors logits and teacher [M, R, Vd] as its loss
+compares them.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+import speculators.models.dflash.core as core
+import torch
+from safetensors.torch import save_file
+from speculators.models.dflash import DFlashDraftModel
+from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
+
+WIDTH, VOCAB, DRAFT_VOCAB, TARGET_LAYERS, LENGTH = 32, 96, 24, 6, 26
+LAYERS, BLOCK, MASK_TOKEN = 2, 5, 7
+LAYER_IDS = [1, 3, 5]
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+
+
+def build_drafter(target_dir: Path) -> DFlashDraftModel:
+    d2t, t2d = build_vocab_mappings_from_distribution({i: VOCAB - i for i in range(10, 80)}, DRAFT_VOCAB, VOCAB)
+    drafter = DFlashDraftModel.from_training_args(
+        Qwen3Config(num_hidden_layers=LAYERS, layer_types=["full_attention"] * LAYERS, **SHAPE),
+        t2d=t2d,
+        d2t=d2t,
+        draft_vocab_size=DRAFT_VOCAB,
+        block_size=BLOCK,
+        mask_token_id=MASK_TOKEN,
+        verifier_name_or_path=str(target_dir),
+        target_layer_ids=LAYER_IDS,
+        draft_attn_impl="sdpa",
+    )
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if "norm" in name and "verifier" not in name:
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            elif parameter.requires_grad:
+                parameter.mul_(8)
+    return drafter.float().eval()
+
+
+def packed(lengths: list[int]) -> dict[str, Tensor]:
+    """Documents side by side, each with a prompt of three tokens."""
+    total = sum(lengths)
+    mask = torch.cat([torch.arange(length) >= 3 for length in lengths])[None]
+    documents = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)])[None]
+    inside = torch.cat([torch.arange(length) < length - BLOCK for length in lengths])[None]
+    return {
+        "tokens": torch.randint(0, VOCAB, (1, total)),
+        "loss_mask": mask,
+        "documents": documents,
+        "features": torch.randn(1, total, len(LAYER_IDS) * WIDTH),
+        "last_hidden": torch.randn(1, total, WIDTH),
+        "anchors": (mask & inside)[0].nonzero()[:, 0],  # of all blocks that end in their document
+    }
+
+
+def witness(drafter: DFlashDraftModel, case: dict[str, Tensor]) -> dict[str, Tensor]:
+    anchors = case["anchors"]
+    core.select_anchors = lambda *_: (anchors, torch.ones_like(anchors, dtype=torch.bool))
+    positions = torch.cat([torch.arange(int(n)) for n in case["documents"][0].unique(return_counts=True)[1]])[None]
+    with torch.no_grad():
+        _, logits, teacher, *_ = drafter._backbone_forward(
+            case["features"],
+            case["tokens"],
+            case["loss_mask"],
+            case["last_hidden"],
+            case["documents"],
+            positions,
+            max_anchors=len(anchors),
+        )
+    return {name: x[0].unflatten(0, (-1, BLOCK)) for name, x in (("logits", logits), ("teacher", teacher))}
+
+
+def main(out: Path) -> None:
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        target = LlamaForCausalLM(LlamaConfig(num_hidden_layers=TARGET_LAYERS, **SHAPE))
+        target.model.norm.weight.data += 0.1 * torch.randn(WIDTH)
+        target.lm_head.weight.data *= 20
+        target.save_pretrained(folder)
+        drafter = build_drafter(Path(folder))
+    skipped = ("verifier", "embed_tokens")
+    tensors = {f"drafter.{n}": t for n, t in drafter.state_dict().items() if not n.startswith(skipped)}
+    names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    tensors |= {f"target.{n}": target.state_dict()[n] for n in names}
+    for lengths in ([LENGTH], [9, 7, LENGTH - 16]):
+        case = packed(lengths)
+        case |= witness(drafter, case)
+        tensors |= {f"{len(lengths)}.{name}": tensor for name, tensor in case.items()}
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, out)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,277 @@
+"""DFlash: what a block sees, that its parts fit together, and what speculators 0.9.0 makes of the same weights.
+
+`witness_dflash.py` wrote the witness.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafters import build, loss_of, random_batch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftsmith.models import DRAFTERS, Target
+from draftsmith.models.batch import Batch
+from draftsmith.models.checkpoints import build_drafter, checkpoint_of
+from draftsmith.models.drafter_parts.layouts import in_engine_layout
+from draftsmith.models.drafters.dflash import Anchors, DFlash, even_layer_ids
+from draftsmith.models.errors import UserError
+from draftsmith.models.losses.chain_loss import ChainLoss
+from draftsmith.models.target.slots import ATTENTION
+from draftsmith.models.target.target import Features
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "dflash_witness.safetensors"
+Tensors = dict[str, Tensor]
+
+
+def dflash(target: Target, **fields: Any) -> DFlash:
+    """A drafter of two layers, with noise in its weights."""
+    drafter = build("dflash", target, num_layers=2, block_size=5, **fields)
+    assert isinstance(drafter, DFlash)
+    return drafter
+
+
+# What a block sees ----------------------------------------------------------------------------------------------------
+
+LENGTH = 12
+DOCUMENTS = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1]])
+
+
+def blocks(drafter: DFlash, batch: Batch, layers: Tensor, slots: list[int]) -> Tensor:
+    """Outputs [M, R, H] of the blocks at these slots of one row."""
+    anchors = Anchors(torch.tensor([slots]), torch.ones(1, len(slots), dtype=torch.bool))
+    with torch.no_grad():
+        return drafter.run_blocks(batch, layers, anchors)[0]
+
+
+def text(drafter: DFlash, documents: Tensor | None) -> tuple[Batch, Tensor]:
+    """A row of random tokens, and random features of it."""
+    torch.manual_seed(3)
+    tokens = torch.randint(1, drafter.target.vocab_size, (1, LENGTH))
+    return Batch(tokens, torch.ones(1, LENGTH, dtype=torch.bool), documents), torch.randn(
+        1, LENGTH, drafter.fc.in_features
+    )
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
+@pytest.mark.parametrize("window", [None, 4], ids=["full", "sliding"])
+def test_a_block_sees_the_features_before_its_anchor_and_the_anchors_token(
+    window: int | None, documents: Tensor | None, tiny_target: Target
+) -> None:
+    """And nothing else, to the bit: blocks of neighbouring anchors are computed side by side.
+
+    With a window the first row sees one feature less than it is long, for it sees itself.
+    """
+    drafter = dflash(tiny_target, sliding_window=window)
+    batch, layers = text(drafter, documents)
+    slots = [t for t in range(LENGTH - 1) if documents is None or documents[0, t] == documents[0, t + 1]]
+    whole = blocks(drafter, batch, layers, slots)
+    for place in range(LENGTH):
+        other = layers.clone()
+        other[0, place] += 1
+        tokens = batch.token_ids.clone()
+        tokens[0, place] = tokens[0, place] % (tiny_target.vocab_size - 1) + 1
+        features_changed = (blocks(drafter, batch, other, slots) != whole).flatten(2).any(2)  # [M, R]
+        token_changed = (blocks(drafter, Batch(tokens, batch.loss_mask, documents), layers, slots) != whole).any(2)
+        for block, slot in enumerate(slots):
+            same = documents is None or documents[0, place] == documents[0, slot]
+            near = window is None or place > slot + 1 - window
+            assert features_changed[block, 0] == (same and place <= slot and near)
+            assert token_changed[block].any() == (place == slot + 1)
+            if window is None:
+                assert features_changed[block].all() == features_changed[block].any()
+
+
+@pytest.mark.parametrize("window", [None, 4], ids=["both ways", "what is before"])
+def test_rows_of_a_block_see_each_other(window: int | None, tiny_target: Target) -> None:
+    """Both ways with full attention; with a window only those before them. Without the last rows, in effect."""
+    drafter = dflash(tiny_target, sliding_window=window)
+    batch, layers = text(drafter, None)
+    whole = blocks(drafter, batch, layers, [6])[0]
+    drafter.config.block_size = 3
+    short = blocks(drafter, batch, layers, [6])[0]
+    same = torch.isclose(whole[:3], short, atol=1e-6).all(1)
+    assert same.tolist() == [window is not None] * 3
+
+
+def test_blocks_do_not_hang_on_which_others_are_trained(tiny_target: Target) -> None:
+    drafter = dflash(tiny_target)
+    batch, layers = text(drafter, DOCUMENTS)
+    slots = [0, 1, 2, 3, 5, 6, 9]
+    whole = blocks(drafter, batch, layers, slots)
+    for block, slot in enumerate(slots):
+        torch.testing.assert_close(blocks(drafter, batch, layers, [slot])[0], whole[block])
+
+
+def test_memory_grows_with_the_number_of_blocks(tiny_target: Target) -> None:
+    """No tensor of the forward pass has a row for each pair of blocks: masks are of a text's length at most."""
+    drafter = dflash(tiny_target)
+    largest = 0
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            found = func(*args, **(kwargs or {}))
+            tensors = found if isinstance(found, tuple | list) else [found]
+            largest = max([largest, *(x.numel() for x in tensors if isinstance(x, Tensor))])
+            return found
+
+    found = []
+    for length in (40, 80):
+        batch = random_batch(tiny_target, 1, length)
+        layers = torch.randn(1, length, drafter.fc.in_features)
+        largest = 0
+        with Sizes():
+            blocks(drafter, batch, layers, list(range(length - 1)))
+        found.append(largest)
+    assert found[1] < 2.5 * found[0] or found[1] <= 4 * 80 * 80
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def test_trained_anchors_are_a_part_of_the_slots(tiny_target: Target) -> None:
+    """Sums within five standard errors of those over all slots, which an evaluation takes."""
+    drafter = dflash(tiny_target, anchor_share=0.5)
+    batch = random_batch(tiny_target)
+    features = tiny_target.features(batch, drafter.layer_ids)
+    with torch.no_grad():
+        whole = drafter.loss(batch, features)
+        drafter.train()
+        draws = [drafter.loss(batch, features) for _ in range(200)]
+    for name in ("loss", "simulated_acceptance_length"):
+        values = torch.stack([draw[name][0].double() for draw in draws])
+        assert (values.mean() - whole[name][0]).abs() <= 5 * values.std() / len(values) ** 0.5 + 1e-6
+    assert draws[0]["accuracy_3"][1] < whole["accuracy_3"][1]
+
+
+def test_weights_fall_with_the_depth(tiny_target: Target) -> None:
+    """As exp(-i / decay_length), of which the paper says 7 for a block of 16."""
+    drafter = dflash(tiny_target, decay_length=7.0)
+    batch = random_batch(tiny_target)
+    depths = list(drafter.depths(ChainLoss(batch.loss_mask), batch, tiny_target.features(batch, drafter.layer_ids), 4))
+    weights = torch.tensor([depth.weight for depth in depths])
+    torch.testing.assert_close(weights, torch.exp(-torch.arange(4) / 7))
+
+
+def test_layers_are_read_evenly() -> None:
+    """As the authors' checkpoints have them, which count outputs from 0: Qwen3-8B reads 1, 9, 17, 25, 33 of 36."""
+    assert [layer_id - 1 for layer_id in even_layer_ids(36, 5)] == [1, 9, 17, 25, 33]
+    assert even_layer_ids(6, 1) == [3]
+    assert even_layer_ids(3, 5) == [1, 2]
+
+
+# Against speculators --------------------------------------------------------------------------------------------------
+
+
+def part(tensors: Tensors, name: str) -> Tensors:
+    return {key.removeprefix(name): tensor for key, tensor in tensors.items() if key.startswith(name)}
+
+
+@pytest.fixture(scope="module")
+def golden() -> Tensors:
+    return load_file(GOLDEN)
+
+
+@pytest.fixture(scope="module")
+def drafter(golden: Tensors) -> DFlash:
+    """The witness's weights in a drafter and a target of ours; the target's layers are not needed."""
+    of_target = part(golden, "target.")
+    vocab, width = of_target["lm_head.weight"].shape
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+    )
+    config._attn_implementation = ATTENTION
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(of_target, strict=False)
+    target = Target(model, None, "witness")
+    settings = {"num_layers": 2, "block_size": 5, "layer_ids": [1, 3, 5], "mask_token_id": 7, "key_norm": True}
+    own = DRAFTERS["dflash"].from_target(
+        DRAFTERS["dflash"].config_class(kind="dflash", draft_vocab_size=24, intermediate_size=48, **settings), target
+    )
+    checkpoint = checkpoint_of(own, torch.float32)
+    assert checkpoint.tensors.keys() == part(golden, "drafter.").keys()
+    checkpoint.tensors = part(golden, "drafter.")
+    del checkpoint.config["draftsmith"]["draft_vocab_hash"]
+    built = build_drafter(in_engine_layout(checkpoint.config, checkpoint.tensors, target), target)
+    assert isinstance(built, DFlash)
+    return built.eval()
+
+
+@pytest.mark.parametrize("documents", ["1.", "3."])
+def test_blocks_are_those_of_speculators(documents: str, golden: Tensors, drafter: DFlash) -> None:
+    case = part(golden, documents)
+    batch = Batch(case["tokens"], case["loss_mask"], case["documents"])
+    hidden = blocks(drafter, batch, case["features"], [int(anchor) - 1 for anchor in case["anchors"]])
+    torch.testing.assert_close(drafter.logits(hidden), case["logits"], atol=1e-5, rtol=1e-5)
+
+
+def test_teachers_are_those_of_speculators(golden: Tensors, drafter: DFlash) -> None:
+    """Row k of a block is taught by the target's distribution of the token at its place."""
+    case = part(golden, "1.")
+    batch = Batch(case["tokens"], case["loss_mask"], case["documents"])
+    last_hidden = drafter.target.model.model.norm(case["last_hidden"])
+    depths = drafter.depths(ChainLoss(batch.loss_mask), batch, Features(last_hidden, case["features"]), 4)
+    ids = drafter.draft_to_target()
+    for i, depth in enumerate(depths):
+        anchors = (depth.teachers - i).tolist()
+        teachers = depth.teachers[[anchors.index(anchor) for anchor in case["anchors"].tolist()]]
+        found = drafter.target.logits(last_hidden[0, teachers])[:, ids]
+        torch.testing.assert_close(found, case["teacher"][:, 1 + i], atol=1e-5, rtol=1e-5)
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_config_says_what_engines_must_know(tiny_target: Target) -> None:
+    """Layer ids that count outputs from 0; blocks that see both ways, which the engines' defaults do not agree on."""
+    config = checkpoint_of(dflash(tiny_target, layer_ids=[1, 3]), torch.float32).config
+    assert config["dflash_config"]["target_layer_ids"] == [0, 2]
+    assert config["is_causal"] is False
+    sliding = checkpoint_of(dflash(tiny_target, sliding_window=4), torch.float32).config
+    assert (sliding["is_causal"], sliding["use_sliding_window"], sliding["sliding_window"]) == (True, True, 4)
+    assert sliding["layer_types"] == ["sliding_attention"] * 2
+
+
+def test_norms_of_keys_are_ones_unless_asked_for(tiny_target: Target) -> None:
+    """vLLM's CPU build applies those of the first layer to the context of all layers."""
+    for key_norm in (False, True):
+        tensors = checkpoint_of(dflash(tiny_target, key_norm=key_norm), torch.float32).tensors
+        norms = [tensor for name, tensor in tensors.items() if name.endswith("k_norm.weight")]
+        assert len(norms) == 2
+        assert all(bool((norm == 1).all()) is not key_norm for norm in norms)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"is_causal": True}, "full_attention with is_causal True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "mixes sliding and full"),
+        ({"dflash_config": {"mask_token_id": 1}}, "target_layer_ids"),
+        ({"dflash_config": {"mask_token_id": -1, "target_layer_ids": [0, 2]}}, "mask_token_id"),
+        ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 9]}}, "layer_ids"),
+    ],
+)
+def test_what_is_not_computed_is_refused(change: dict[str, Any], reason: str, tiny_target: Target) -> None:
+    checkpoint = checkpoint_of(dflash(tiny_target), torch.float32)
+    checkpoint.config.update(change)
+    with pytest.raises(UserError, match=reason):
+        build_drafter(in_engine_layout(checkpoint.config, checkpoint.tensors, tiny_target), tiny_target)
+
+
+def test_longer_drafts_than_trained_are_refused(tiny_target: Target) -> None:
+    assert dflash(tiny_target).max_draft_length == 4
+    assert dflash(tiny_target, layout="next_token").max_draft_length == 5
+    assert (
+        loss_of(dflash(tiny_target, layout="next_token"), random_batch(tiny_target), tiny_target)["accuracy_4"][1] > 0
+    )
