@@ -154,13 +154,10 @@ def complete_dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple
     """
     nested = checked(DFlashFields, config.get("dflash_config", {}))
     ids = config.get("eagle_aux_hidden_state_layer_ids") or [i + 1 for i in nested.get("target_layer_ids", [])]
-    told = {"block_size": nested.get("block_size"), "mask_token_id": nested.get("mask_token_id")}
-    own = {key: value for key, value in told.items() if value is not None}
-    config = {**config, **own, "eagle_aux_hidden_state_layer_ids": ids}
-    if missing := [
-        key for key in ("eagle_aux_hidden_state_layer_ids", *told, "num_hidden_layers") if config.get(key) in (None, [])
-    ]:
+    needed = {key: nested.get(key, config.get(key)) for key in ("block_size", "mask_token_id", "num_hidden_layers")}
+    if missing := [key for key, value in {"target_layer_ids": ids or None, **needed}.items() if value is None]:
         raise UserError(f"this DFlash drafter's config.json lacks {missing[0]} (in dflash_config): take another copy")
+    config = {**config, **needed, "eagle_aux_hidden_state_layer_ids": ids}
     return config, {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
