@@ -108,7 +108,7 @@ class DDTree:
     depth: Depth
 
     def __post_init__(self) -> None:
-        check_fields(self, "tree")
+        vars(self).update(checked_fields(type(self), vars(self), "tree: "))
         if self.num_nodes < self.depth:
             raise UserError(f"tree of {self.num_nodes} nodes: give a depth of at most as much, not {self.depth}")
 
