@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from draftsmith.models.batch import Batch
+from draftsmith.models.batch import Batch, send
 from draftsmith.models.drafter_configs import DFlashConfig
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, loaded
@@ -39,7 +39,7 @@ from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
 from draftsmith.models.drafter_parts.vocabulary import too_large
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import RMSNorm, as_computed, checkpoint_tensors, rotary_table, rotate, shift_left
-from draftsmith.models.losses.chain_loss import ChainLoss, Depth, teacher_rows
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
 from draftsmith.models.sampling.trees import WORD, Shape, pack
 from draftsmith.models.target.slots import SlotCache, Window, slot_attention
 from draftsmith.models.target.target import Features, Target, check_layer_ids
@@ -95,7 +95,7 @@ class BlockLayer(DecoderLayer):
 
 @dataclass
 class Anchors:
-    """Slots whose blocks are trained, ascending in each row and padded to as many in each."""
+    """Slots whose blocks are trained, ascending in each row and padded to as many in each; in the host's memory."""
 
     slots: Tensor  # [B, M] int64, of the newest features; the anchor's token stands one further
     real: Tensor  # [B, M] bool, False for padding
@@ -161,6 +161,7 @@ class DFlash(Drafter):
         frequent = torch.sort(counts, descending=True, stable=True).indices[:size].sort().values.cpu()
         self.d2t.copy_(frequent - torch.arange(size))
         self.t2d.zero_()[frequent.to(self.t2d.device)] = True
+        vars(self).pop("draftable", None)
         self._copy_head(frequent)
 
     def _copy_head(self, token_ids: Tensor) -> None:
@@ -203,19 +204,19 @@ class DFlash(Drafter):
         """Yield the depths, in training of a random part of the slots. What is left out counts by what is kept."""
         assert features.layers is not None
         share = self.config.anchor_share if self.training else 1.0
-        kept = torch.rand(batch.loss_mask.shape, device=batch.loss_mask.device) < share
+        kept = torch.rand(chain_loss.loss_mask.shape) < share
         counted = [chain_loss.next_depth(kept, share) for _ in range(depth)]
         anchors = padded_anchors(counted[0])
-        hidden = self.run_blocks(batch, features.layers, anchors)  # [B, M, R, H]
+        hidden = self.run_blocks(batch, features.layers, send(anchors.slots, features.layers.device))  # [B, M, R, H]
         head = self.target.logits if self.lm_head is None else self.lm_head
         for i, slots in enumerate(counted):
             trained = anchors.real & slots.gather(1, anchors.slots)
-            rows = self.norm(hidden[:, :, self.first_row + i][trained])
+            rows = self.norm(marked_rows(hidden[:, :, self.first_row + i], trained))
             weight = math.exp(-i / self.config.decay_length) / share
             yield Depth(rows, head, teacher_rows(slots, i), weight)
 
-    def run_blocks(self, batch: Batch, layers: Tensor, anchors: Anchors) -> Tensor:
-        """Return the last layer's outputs [B, M, R, H] of the anchors' blocks, from features [B, T, A * H].
+    def run_blocks(self, batch: Batch, layers: Tensor, slots: Tensor) -> Tensor:
+        """Return the last layer's outputs [B, M, R, H] of the blocks at some slots [B, M], from features [B, T, A * H].
 
         Blocks are computed some at a time, with no more rows than the text has: they see the text, but not each other.
         So memory grows with their number, and not with its square.
@@ -225,8 +226,8 @@ class DFlash(Drafter):
         rotary = rotary_table(self.rotary, context.shape[1] + rows, context)
         text = [layer.self_attn.keys_values(context, rotary, positions) for layer in self.block_layers()]
         together = max(1, context.shape[1] // rows)
-        parts = anchors.slots.split(together, 1)
-        return torch.cat([self.run_some_blocks(batch, positions, rotary, text, slots) for slots in parts], 1)
+        parts = slots.split(together, 1)
+        return torch.cat([self.run_some_blocks(batch, positions, rotary, text, part) for part in parts], 1)
 
     def run_some_blocks(
         self, batch: Batch, positions: Tensor, rotary: Tensor, text: list[KeysValues], slots: Tensor
@@ -421,7 +422,10 @@ def sliding_window_of(config: dict[str, Any]) -> int | None:
 
 
 def padded_anchors(kept: Tensor) -> Anchors:
-    """Return the slots that are marked [B, T], padded to as many in each row; at least one."""
+    """Return the slots that are marked, padded to as many in each row, at least one.
+
+    `kept` is bool [B, T] in the host's memory.
+    """
     count = max(1, int(kept.sum(1).max()))
     real, slots = kept.sort(dim=1, descending=True, stable=True)
     return Anchors(slots[:, :count], real[:, :count])

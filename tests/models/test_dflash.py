@@ -17,7 +17,7 @@ from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.checkpoints import build_drafter, checkpoint_of
 from draftsmith.models.drafter_parts.layouts import in_engine_layout
-from draftsmith.models.drafters.dflash import Anchors, DFlash, even_layer_ids
+from draftsmith.models.drafters.dflash import DFlash, even_layer_ids
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses.chain_loss import ChainLoss
 from draftsmith.models.target.slots import ATTENTION
@@ -42,9 +42,8 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1]])
 
 def blocks(drafter: DFlash, batch: Batch, layers: Tensor, slots: list[int]) -> Tensor:
     """Outputs [M, R, H] of the blocks at these slots of one row."""
-    anchors = Anchors(torch.tensor([slots]), torch.ones(1, len(slots), dtype=torch.bool))
     with torch.no_grad():
-        return drafter.run_blocks(batch, layers, anchors)[0]
+        return drafter.run_blocks(batch, layers, torch.tensor([slots]))[0]
 
 
 def text(drafter: DFlash, documents: Tensor | None) -> tuple[Batch, Tensor]:
@@ -152,7 +151,7 @@ def test_weights_fall_with_the_depth(tiny_target: Target) -> None:
     """As exp(-i / decay_length), of which the paper says 7 for a block of 16."""
     drafter = dflash(tiny_target, decay_length=7.0)
     batch = random_batch(tiny_target)
-    depths = list(drafter.depths(ChainLoss(batch.loss_mask), batch, tiny_target.features(batch, drafter.layer_ids), 4))
+    depths = list(drafter.depths(ChainLoss(batch), batch, tiny_target.features(batch, drafter.layer_ids), 4))
     weights = torch.tensor([depth.weight for depth in depths])
     torch.testing.assert_close(weights, torch.exp(-torch.arange(4) / 7))
 
@@ -221,7 +220,7 @@ def test_teachers_are_those_of_speculators(golden: Tensors, drafter: DFlash) -> 
     case = part(golden, "1.")
     batch = Batch(case["tokens"], case["loss_mask"], case["documents"])
     last_hidden = drafter.target.model.model.norm(case["last_hidden"])
-    depths = drafter.depths(ChainLoss(batch.loss_mask), batch, Features(last_hidden, case["features"]), 4)
+    depths = drafter.depths(ChainLoss(batch), batch, Features(last_hidden, case["features"]), 4)
     ids = drafter.draft_to_target()
     for i, depth in enumerate(depths):
         anchors = (depth.teachers - i).tolist()
