@@ -159,7 +159,7 @@ class PEagleConfig(ReducedVocabulary, LayersLikeTarget):
 
 
 @dataclass
-class DFlashConfig(ReducedVocabulary):
+class DFlashConfig(ReducedVocabulary, LayersLikeTarget):
     fixed_fields = (
         *ReducedVocabulary.fixed_fields,
         *("layer_ids", "intermediate_size", "num_layers", "block_size", "layout", "sliding_window"),
@@ -167,7 +167,6 @@ class DFlashConfig(ReducedVocabulary):
     )
     kind: str = "dflash"
     layer_ids: list[Natural] | None = None  # after-N-layers ids to read; None: one a layer, spread evenly
-    intermediate_size: Count | None = None  # None: the target's
     num_layers: Depth = 5
     block_size: Annotated[Depth, Field(ge=2)] = 8  # rows, of which the first reads the newest token
     layout: Literal["fill_in", "next_token"] = "fill_in"  # a row predicts the token at its place, or the one behind it
@@ -177,6 +176,10 @@ class DFlashConfig(ReducedVocabulary):
     anchor_share: AboveZero = 0.5  # of the slots whose blocks a step trains
     decay_length: Positive = 4.0  # weight of depth i is exp(-i / decay_length); the paper has 7 for blocks of 16
     divergence: Divergence = "forward_kl"
+
+    @property
+    def num_starting_layers(self) -> int:
+        return self.num_layers
 
 
 @dataclass

@@ -33,6 +33,8 @@ from draftsmith.models.drafter_parts.decoder_layer import (
     engine_layer_config,
     layer_config_for,
     layer_config_of,
+    randomize,
+    start_as_target,
 )
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
@@ -143,11 +145,14 @@ class DFlash(Drafter):
 
     @classmethod
     def from_target(cls, config: DFlashConfig, target: Target) -> "DFlash":
-        """Return random layers on the highest layer read, and the rows of the target's head that it drafts by."""
+        """Return layers on the highest layer read, and the rows of the target's head that it drafts by.
+
+        The layers are random or, as `starting_layers` says, copies of the target's last ones, in their order.
+        """
         drafter = cls(config, layer_config_for(config.intermediate_size, target), target)
-        for module in drafter.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
+        randomize(drafter)
+        if config.starting_layers == "target":
+            start_as_target([*drafter.block_layers()], drafter.norm, target)
         width = target.hidden_size
         drafter.fc.weight.data[:, -width:] += torch.eye(width)
         drafter._copy_head(torch.arange(config.draft_vocab_size or target.vocab_size))

@@ -156,6 +156,16 @@ def test_weights_fall_with_the_depth(tiny_target: Target) -> None:
     torch.testing.assert_close(weights, torch.exp(-torch.arange(4) / 7))
 
 
+def test_layers_can_start_as_the_targets_last_ones(tiny_target: Target) -> None:
+    config = DRAFTERS["dflash"].config_class(kind="dflash", num_layers=2, starting_layers="target")  # type: ignore[call-arg]
+    drafter = DRAFTERS["dflash"].from_target(config, tiny_target)
+    tensors, model = drafter.engine_tensors(), tiny_target.model.base_model
+    for own, layer in enumerate(model.layers[-2:]):
+        for name in ("self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"):
+            assert torch.equal(tensors[f"layers.{own}.{name}.weight"], layer.get_submodule(name).weight)
+    assert torch.equal(tensors["norm.weight"], model.norm.weight)
+
+
 def test_layers_are_read_evenly() -> None:
     """As the authors' checkpoints have them, which count outputs from 0: Qwen3-8B reads 1, 9, 17, 25, 33 of 36."""
     assert [layer_id - 1 for layer_id in even_layer_ids(36, 5)] == [1, 9, 17, 25, 33]
