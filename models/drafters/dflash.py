@@ -28,8 +28,6 @@ from draftsmith.models.drafter_configs import DFlashConfig
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, loaded
 from draftsmith.models.drafter_parts.decoder_layer import (
-    Attention,
-    DecoderLayer,
     engine_layer_config,
     layer_config_for,
     layer_config_of,
@@ -39,60 +37,13 @@ from draftsmith.models.drafter_parts.decoder_layer import (
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
 from draftsmith.models.drafter_parts.vocabulary import too_large
+from draftsmith.models.drafters.block_layer import KEY_NORM, BlockLayer, KeysValues
 from draftsmith.models.errors import UserError
-from draftsmith.models.layers import RMSNorm, as_computed, checkpoint_tensors, rotary_table, rotate, shift_left
+from draftsmith.models.layers import RMSNorm, checkpoint_tensors, rotary_table, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
 from draftsmith.models.sampling.trees import WORD, Shape, pack
 from draftsmith.models.target.slots import SlotCache, Window, slot_attention
 from draftsmith.models.target.target import Features, Target, check_layer_ids
-
-KEY_NORM = "self_attn.k_norm.weight"
-KeysValues = tuple[Tensor, Tensor]  # of one layer, each [B, N, T, D]
-
-
-class BlockAttention(Attention):
-    """Attention of Qwen3, with a norm on each head of queries and keys; keys and values are those of the context, too.
-
-    Without `key_norm` the norm of keys has no weights. The weights of queries can say the same, but for the two halves
-    of a head that turn together.
-    """
-
-    def __init__(self, config: LlamaConfig, key_norm: bool) -> None:
-        super().__init__(config, config.hidden_size)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps, elementwise_affine=key_norm)
-
-    def project(self, x: Tensor, rotary: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated query, rotated key and value [B, N, T, D] of x [B, T, H] at positions [B or 1, T]."""
-        query, key, value = self.heads(self.qkv_proj(x)).split(
-            [self.num_heads, self.num_kv_heads, self.num_kv_heads], 1
-        )
-        turned = rotate(torch.cat([self.q_norm(query), self.k_norm(key)], 1), rotary, positions)
-        return turned[:, : self.num_heads], turned[:, self.num_heads :], value
-
-    def keys_values(self, x: Tensor, rotary: Tensor, positions: Tensor) -> KeysValues:
-        """Return rotated key and value [B, N, T, D] of x [B, T, H] at positions [B or 1, T]."""
-        weight = as_computed(self.qkv_proj.weight)[self.num_heads * self.head_dim :]
-        key, value = self.heads(F.linear(x, weight)).chunk(2, 1)
-        return rotate(self.k_norm(key), rotary, positions), value
-
-    def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-
-
-class BlockLayer(DecoderLayer):
-    """A layer of Qwen3. Its first norm is for the block alone: the context has been normed once for all layers."""
-
-    self_attn: BlockAttention
-
-    def __init__(self, config: LlamaConfig, key_norm: bool, sliding_window: int | None) -> None:
-        super().__init__(config, config.hidden_size)
-        self.self_attn = BlockAttention(config, key_norm)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.sliding_window = sliding_window  # None: the block sees all before it, and itself in both directions
-
-    def project(self, hidden: Tensor, rotary: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn.project(self.input_layernorm(hidden), rotary, positions)
 
 
 @dataclass

@@ -42,9 +42,8 @@ def enter(token_ids: Tensor, embedding: Tensor, window: Window, cache: SlotCache
     return Entry(x, masks, cos, torch.cat((-sin, sin), 2))
 
 
-Ending = Literal[
-    "write", "add", "gate"
-]  # what becomes of a product: it is written, added to what is there, or a gated MLP's
+# What becomes of a product: it is written, added to what is there, or the gates and ups of an MLP.
+Ending = Literal["write", "add", "gate"]
 
 
 def rms_norm(x: Tensor, norm: DecodingNorm, out: Tensor) -> None:

@@ -140,7 +140,7 @@ class EvaluateSettings(OfDrafters):
     temperature: tuple[Temperature, ...] = option(DECODING, SAMPLED, (0.0,), "X")
     batch_size: tuple[BatchSize, ...] = option(DECODING, "prompts decoded at a time; measure at each", (1,), "N")
     draft_length: tuple[Depth, ...] = option(DECODING, "tokens drafted a round (4, none beside --tree)", (), "K")
-    tree: tuple[Name, ...] = option(DECODING, "NODES,DEPTH[,WIDTH] or a .json of choices", (), "TREE")
+    tree: tuple[Name, ...] = option(DECODING, "NODES,DEPTH,WIDTH, NODES,DEPTH or a .json", (), "TREE")
     schedule: FilePath | None = option(DECODING, "draft lengths by load (docs/load.md)", None, "FILE")
     verification_mode: VerificationMode | None = option(DECODING, ACCEPTED, None, "MODE")
     synthetic_acceptance: tuple[Share, ...] = option(DECODING, "accept by these chances, one a depth", (), "X")

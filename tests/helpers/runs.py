@@ -14,7 +14,7 @@ from draftsmith.train.config import resolve
 from draftsmith.train.run_folder.checkpoint import checkpoints
 
 # A draft vocabulary is larger than the tiny target's; what is drawn by chance differs from batch to batch.
-CHANGES = {"draft_vocab_size": None, "noise": 0.0, "keep_ratio": 1.0}
+CHANGES = {"draft_vocab_size": None, "noise": 0.0, "keep_ratio": 1.0, "anchor_share": 1.0}
 OF_MACHINE = ("tokens_per_second", "time_share", "peak_memory", "model_flop")  # metrics that no two runs share
 
 

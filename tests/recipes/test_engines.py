@@ -50,7 +50,7 @@ STEPS = 30
 NUM_PROMPTS = 50
 MAX_NEW_TOKENS = 64
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-TRAINED = [kind for kind in ("draft_model", "eagle", "eagle3", "p_eagle", "medusa") if kind in DRAFTERS]
+TRAINED = [kind for kind in ("draft_model", "eagle", "eagle3", "p_eagle", "dflash", "medusa") if kind in DRAFTERS]
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ from draftsmith.train.process.faults import in_one_line
 from draftsmith.train.process.signals import Stopped
 from draftsmith.train.process.stages import Stages, watched
 from draftsmith.train.run_folder import checkpoint as checkpointing
+from draftsmith.train.run_folder import tracking
 from draftsmith.train.run_folder.checkpoint import (
     WEIGHTS,
     checkpoint_name,
@@ -266,10 +267,10 @@ def test_full_disk_ends_in_one_line(
     assert_same_end(train(config), whole)
 
 
-def test_full_disk_at_a_logged_step(base: dict[str, Any], tmp_path: Path) -> None:
-    """A real one: the system has a file that is always full."""
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(UserError, match="the disk takes no more.*No space left") as error:
+def test_full_disk_at_a_logged_step(base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real one: the system has a file that is always full. It comes in the place of metrics.jsonl."""
+    monkeypatch.setattr(tracking, "open", lambda path, *how: Path("/dev/full").open(*how), raising=False)
+    with pytest.raises(UserError, match="cannot write to .*metrics.jsonl: No space left") as error:
         train(make_config("medusa", base, tmp_path, run=RUN))
     assert "\n" not in str(error.value)
 
