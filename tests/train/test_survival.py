@@ -269,7 +269,11 @@ def test_full_disk_ends_in_one_line(
 
 def test_full_disk_at_a_logged_step(base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real one: the system has a file that is always full. It comes in the place of metrics.jsonl."""
-    monkeypatch.setattr(tracking, "open", lambda path, *how: Path("/dev/full").open(*how), raising=False)
+
+    def open_full(path: Path, mode: str) -> Any:
+        return open("/dev/full", mode)
+
+    monkeypatch.setattr(tracking, "open", open_full, raising=False)
     with pytest.raises(UserError, match="cannot write to .*metrics.jsonl: No space left") as error:
         train(make_config("medusa", base, tmp_path, run=RUN))
     assert "\n" not in str(error.value)
