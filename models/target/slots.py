@@ -247,18 +247,34 @@ def slot_attention(
         return output.transpose(1, 2), None
 
     assert attention_mask is not None
+    return attention_in_the_open(query, key, value, attention_mask, scale, softcap, s_aux), None
+
+
+def attention_in_the_open(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Return attention [B, T, Hq, D] with all scores in memory, which a soft cap and attention sinks [Hq] change.
+
+    `mask` is bool [B, 1, T, M].
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query.float() @ key.float().transpose(2, 3) * scale  # [B, Hq, T, M]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~attention_mask, float("-inf"))
+    scores = scores.masked_fill(~mask, float("-inf"))
     if s_aux is None:
         weights = scores.softmax(-1)
     else:
         sinks = s_aux.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    return (weights @ value.float()).to(query.dtype).transpose(1, 2), None
+    return (weights @ value.float()).to(query.dtype).transpose(1, 2)
 
 
 def documents_attention(

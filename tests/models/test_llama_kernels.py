@@ -38,7 +38,7 @@ def rounded(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 100, 1536])
 def test_rms_norm(width: int, dtype: torch.dtype, device: str) -> None:
-    """Of rows that lie apart, large and small; a row of zeros stays one."""
+    """Rows that lie apart, large and small, are normed as torch does it; a row of zeros stays one."""
     factors = torch.tensor([[1], [0], [8], [1], [2**-7]], device=device)
     x = rounded(5, 2 * width, dtype=dtype, device=device)[:, :width] * factors
     weight = rounded(width, dtype=dtype, device=device)
@@ -85,7 +85,7 @@ def test_enter(width: int, num_words: int, picked: list[int] | None, device: str
 def test_rotate_and_store(
     num_tokens: int, queries: int, kv_heads: int, width: int, normed: bool, dtype: torch.dtype, device: str
 ) -> None:
-    """Of q in place, k and v in the cache; the cache's other slots and v itself are left alone.
+    """Queries are turned in place, keys and values go to the cache; its other slots and v are left alone.
 
     One token, as a step of plain decoding has it, is a view whose stride along the tokens means nothing.
     """
@@ -112,7 +112,7 @@ def test_rotate_and_store(
 
 @dataclass
 class Given:
-    """What a product takes, in fp32, of values that `dtype` holds."""
+    """Arguments of a product, in fp32, of values that `dtype` holds."""
 
     x: torch.Tensor
     weight: torch.Tensor  # [O, H]
@@ -171,7 +171,7 @@ def test_a_row_is_the_same_among_any_others(dtype: torch.dtype, device: str) -> 
 
 
 def test_a_product_rounds_where_separate_launches_round(device: str) -> None:
-    """One row, whose sums are exact in fp16 and in fp32, so that only the rounding in between can differ."""
+    """Sums of the row are exact in fp16 and in fp32, so that only the rounding in between can differ."""
     x = torch.tensor([[3.0, -1.0]] * 16, device=device).view(1, 32)
     weight = torch.randint(-8, 9, (64, 32), device=device) / 8
     norm = DecodingNorm(torch.linspace(0.5, 1.5, 32, device=device).half().float(), 1e-5)

@@ -79,6 +79,8 @@ def test_no_micro_batch_waits_on_a_gpu(kind: str, packing: bool, target: Target,
                 (total / count).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        assert total.isfinite()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in drafter.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize(
