@@ -174,8 +174,16 @@ class DFlashConfig(ReducedVocabulary, LayersLikeTarget):
     mask_token_id: Natural | None = None  # whose embedding the other rows read; None: the end of text
     key_norm: bool = False  # norms of keys have weights, which vLLM's CPU build mixes up between layers
     anchor_share: AboveZero = 0.5  # of the slots whose blocks a step trains
-    decay_length: Positive = 4.0  # weight of depth i is exp(-i / decay_length); the paper has 7 for blocks of 16
+    position_weights: Literal["decay", "d_pace"] = "decay"  # of depths in the loss: fixed, or by the drafter's chances
+    decay_length: Positive | None = None  # decay gives depth i exp(-i / decay_length); None: 4, for blocks of 8
     divergence: Divergence = "forward_kl"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.position_weights != "decay" and self.decay_length is not None:
+            raise UserError(
+                "drafter.decay_length is of position_weights=decay: set it to null, or position_weights to decay"
+            )
 
     @property
     def num_starting_layers(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftsmith.models.batch import Batch, send
 from draftsmith.models.drafter_parts.base import Drafter
+from draftsmith.models.drafter_parts.vocabulary import draft_ids
 from draftsmith.models.losses.chain_loss import ChainLoss, chunk_rows
 from draftsmith.models.sampling.sampling import Sampling, cut
 from draftsmith.models.target.target import Features, Target
@@ -97,10 +98,3 @@ def ranks(logits: Tensor, place: Tensor) -> Tensor:
     own = logits.gather(1, place)
     to_the_left = torch.arange(logits.shape[1], device=logits.device) < place
     return ((logits > own) | ((logits == own) & to_the_left)).sum(1)
-
-
-def draft_ids(ids: Tensor, token_ids: Tensor) -> Tensor:
-    """Return the places of tokens [S] in the draft vocabulary of target ids [Vd]; -1 for tokens that it lacks."""
-    ordered, order = ids.sort()
-    nearest = torch.searchsorted(ordered, token_ids).clamp(max=len(ids) - 1)
-    return torch.where(ordered[nearest] == token_ids, order[nearest], -1)

@@ -48,3 +48,10 @@ def ranking(counts: Tensor, eos_token_ids: list[int]) -> Tensor:
 def vocabulary_hash(token_ids: Tensor) -> str:
     """Return 16 hex digits of the target ids of a draft vocabulary [Vd]."""
     return hashlib.sha256(token_ids.to("cpu", torch.int64).numpy().tobytes()).hexdigest()[:16]
+
+
+def draft_ids(ids: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the places of tokens [S] in the draft vocabulary of target ids [Vd]; -1 for tokens that it lacks."""
+    ordered, order = ids.sort()
+    nearest = torch.searchsorted(ordered, token_ids).clamp(max=len(ids) - 1)
+    return torch.where(ordered[nearest] == token_ids, order[nearest], -1)

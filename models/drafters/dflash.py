@@ -12,8 +12,7 @@ Shapes: B rows, T tokens, M anchors of a row, R rows of a block, K depths, H hid
 D head width, V target vocabulary, Vd draft vocabulary.
 """
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -36,14 +35,17 @@ from draftsmith.models.drafter_parts.decoder_layer import (
 )
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
-from draftsmith.models.drafter_parts.vocabulary import too_large
+from draftsmith.models.drafter_parts.vocabulary import draft_ids, too_large
 from draftsmith.models.drafters.block_layer import KEY_NORM, BlockLayer, KeysValues
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import RMSNorm, checkpoint_tensors, rotary_table, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
+from draftsmith.models.losses.position_weights import chances_of, d_pace
 from draftsmith.models.sampling.trees import WORD, Shape, pack
 from draftsmith.models.target.slots import SlotCache, Window, slot_attention
 from draftsmith.models.target.target import Features, Target, check_layer_ids
+
+DECAY_LENGTH = 4.0  # of position weights; the paper has it for blocks of 8, and 7 for blocks of 16
 
 
 @dataclass
@@ -163,13 +165,30 @@ class DFlash(Drafter):
         kept = torch.rand(chain_loss.loss_mask.shape) < share
         counted = [chain_loss.next_depth(kept, share) for _ in range(depth)]
         anchors = padded_anchors(counted[0])
-        hidden = self.run_blocks(batch, features.layers, send(anchors.slots, features.layers.device))  # [B, M, R, H]
+        trained = [anchors.real & slots.gather(1, anchors.slots) for slots in counted]
+        slots = send(anchors.slots, features.layers.device)
+        rows = slice(self.first_row, self.first_row + depth)
+        hidden = self.norm(self.run_blocks(batch, features.layers, slots)[:, :, rows])  # [B, M, K, H]
         head = self.target.logits if self.lm_head is None else self.lm_head
-        for i, slots in enumerate(counted):
-            trained = anchors.real & slots.gather(1, anchors.slots)
-            rows = self.norm(marked_rows(hidden[:, :, self.first_row + i], trained))
-            weight = math.exp(-i / self.config.decay_length) / share
-            yield Depth(rows, head, teacher_rows(slots, i), weight)
+        weights = self.weights(hidden, head, block_tokens(batch, slots, depth)[..., 1:], torch.stack(trained, -1))
+        for i, marked in enumerate(trained):
+            weight = marked_rows(weights[..., i], marked) / share
+            yield Depth(marked_rows(hidden[:, :, i], marked), head, teacher_rows(counted[i], i), weight)
+
+    def weights(self, hidden: Tensor, head: Callable[[Tensor], Tensor], tokens: Tensor, trained: Tensor) -> Tensor:
+        """Return the weights of all depths in the loss, fp32 [B, M, K].
+
+        They are made from what the head reads [B, M, K, H], the text's tokens there [B, M, K], and which of them are
+        trained, [B, M, K] bool in the host's memory.
+        """
+        if self.config.position_weights == "decay":
+            length = self.config.decay_length or DECAY_LENGTH
+            depths = torch.arange(tokens.shape[2], device=tokens.device)
+            return torch.exp(-depths / length).expand(tokens.shape)
+        ids = self.draft_to_target()
+        places = tokens.flatten() if ids is None else draft_ids(ids, tokens.flatten())
+        chances = chances_of(places, hidden.flatten(0, 2), head)
+        return d_pace(chances.view(tokens.shape), send(trained, tokens.device))
 
     def run_blocks(self, batch: Batch, layers: Tensor, slots: Tensor) -> Tensor:
         """Return the last layer's outputs [B, M, R, H] of the blocks at some slots [B, M], from features [B, T, A * H].
@@ -385,6 +404,11 @@ def padded_anchors(kept: Tensor) -> Anchors:
     count = max(1, int(kept.sum(1).max()))
     real, slots = kept.sort(dim=1, descending=True, stable=True)
     return Anchors(slots[:, :count], real[:, :count])
+
+
+def block_tokens(batch: Batch, slots: Tensor, depth: int) -> Tensor:
+    """Return the text's tokens from the anchor of each block on, [B, M, depth + 1], by their slots [B, M]."""
+    return torch.stack([shift_left(batch.token_ids, 1 + i).gather(1, slots) for i in range(depth + 1)], -1)
 
 
 def seen_by_blocks(batch: Batch, positions: Tensor, slots: Tensor, num_rows: int, window: int | None) -> Tensor:

@@ -44,7 +44,7 @@ class Depth:
     hidden: Tensor  # [R, H]
     head: Callable[[Tensor], Tensor]  # a module, or a function without parameters; its backward keeps no logits
     teachers: Tensor  # [R] int64 in the host's memory, ascending
-    weight: float = 1.0  # of its loss in the total
+    weight: float | Tensor = 1.0  # of its loss in the total, or of each row's [R]
 
 
 def divergence_over_rows(
@@ -87,7 +87,7 @@ def divergence_over_depths(
     sums = _DepthSums(depths, parameters, draft_to_target, divergence, with_gradient, compiled)
     with torch.no_grad():
         sums.add_all(target_hidden, target_head)
-        total = sums.total()
+    total = sums.total
     if with_gradient:
         total = _WithGradients.apply(total, [*sums.hidden_gradients, *sums.parameter_gradients], *tensors)
     return total, sums.losses
@@ -152,6 +152,7 @@ class _DepthSums:
         self.losses = [
             RowLosses(zero.clone(), zero.new_empty(len(d.hidden), dtype=torch.bool), zero.clone()) for d in depths
         ]
+        self.total = zero.clone()  # weighted sum of the losses of all depths
         self.hidden_gradients = [torch.zeros_like(depth.hidden) for depth in depths] if with_gradient else []
         self.parameter_gradients = [torch.zeros_like(p) for p in parameters] if with_gradient else []
 
@@ -191,25 +192,17 @@ class _DepthSums:
             of_head.setdefault(depth.head, []).append(number)
         return list(of_head.values())
 
-    def total(self) -> Tensor:
-        """Return the weighted sum of the losses of all depths."""
-        zero = torch.zeros((), device=self.depths[0].hidden.device)
-        return sum((d.weight * rows.loss for d, rows in zip(self.depths, self.losses, strict=True)), start=zero)
-
     def _add(self, slices: dict[int, slice], teacher: "Teacher | FusedTeacher") -> None:
         """Add some rows of depths which have one head, given the target at these rows, one depth after another."""
-        depths, sizes = [self.depths[number] for number in slices], [rows.stop - rows.start for rows in slices.values()]
-        head = depths[0].head
+        sizes, head = [rows.stop - rows.start for rows in slices.values()], self.depths[next(iter(slices))].head
         hidden = _side_by_side([self.depths[number].hidden[rows] for number, rows in slices.items()])
-        weights = [
-            hidden.new_full((size,), depth.weight, dtype=torch.float32)
-            for depth, size in zip(depths, sizes, strict=True)
-        ]
+        weights = _side_by_side([self._weights(number, rows) for number, rows in slices.items()])
         with torch.set_grad_enabled(self.with_gradient):
             hidden = hidden.detach().requires_grad_(self.with_gradient)
             logits = head(hidden)
         compare: Callable[..., Comparison] = compiled_compare() if self.compiled else type(teacher).compare
-        comparison = compare(teacher, logits.detach(), _side_by_side(weights), self.divergence, self.with_gradient)
+        comparison = compare(teacher, logits.detach(), weights, self.divergence, self.with_gradient)
+        self.total += (comparison.loss * weights).sum()
         choice = comparison.choice if self.draft_to_target is None else self.draft_to_target[comparison.choice]
         measures = [x.split(sizes) for x in (choice == teacher.choice, comparison.acceptance, comparison.loss)]
         for (number, rows), correct, acceptance, loss in zip(slices.items(), *measures, strict=True):
@@ -226,6 +219,13 @@ class _DepthSums:
                 self.hidden_gradients[number][rows] = gradient
             for i, gradient in zip(indices, gradients[1:], strict=True):
                 self.parameter_gradients[i] += gradient
+
+    def _weights(self, number: int, rows: slice) -> Tensor:
+        """Return the weights of some rows of a depth, fp32 [R]."""
+        weight = self.depths[number].weight
+        if isinstance(weight, Tensor):
+            return weight[rows]
+        return torch.full((rows.stop - rows.start,), weight, dtype=torch.float32, device=self.total.device)
 
 
 def _side_by_side(tensors: list[Tensor]) -> Tensor:

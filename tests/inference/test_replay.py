@@ -28,8 +28,9 @@ from draftsmith.inference.replay.replay import (
     record,
     replay,
 )
-from draftsmith.inference.replay.token_scores import draft_ids, ranks
+from draftsmith.inference.replay.token_scores import ranks
 from draftsmith.models import Drafter, Target, UserError, load_drafter, save_drafter
+from draftsmith.models.drafter_parts.vocabulary import draft_ids
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, DynamicTree, StaticTree

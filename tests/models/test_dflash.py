@@ -3,6 +3,7 @@
 `witness_dflash.py` wrote the witness.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.checkpoints import build_drafter, checkpoint_of
+from draftsmith.models.drafter_configs import DFlashConfig
 from draftsmith.models.drafter_parts.layouts import in_engine_layout
 from draftsmith.models.drafters.dflash import DFlash, even_layer_ids
 from draftsmith.models.errors import UserError
@@ -153,8 +155,48 @@ def test_weights_fall_with_the_depth(tiny_target: Target) -> None:
     drafter = dflash(tiny_target, decay_length=7.0)
     batch = random_batch(tiny_target)
     depths = list(drafter.depths(ChainLoss(batch), batch, tiny_target.features(batch, drafter.layer_ids), 4))
-    weights = torch.tensor([depth.weight for depth in depths])
-    torch.testing.assert_close(weights, torch.exp(-torch.arange(4) / 7))
+    for i, depth in enumerate(depths):
+        torch.testing.assert_close(depth.weight, torch.full((len(depth.hidden),), math.exp(-i / 7)))
+
+
+def test_weights_follow_the_chances_of_the_text(tiny_target: Target) -> None:
+    """D-PACE on the tokens of the text, of which a reduced vocabulary gives the later half no chance at all."""
+    drafter = dflash(tiny_target, position_weights="d_pace", draft_vocab_size=tiny_target.vocab_size // 2)
+    batch = random_batch(tiny_target)
+    drafter_ids = drafter.draft_to_target()
+    assert drafter_ids is not None
+    depths = list(drafter.depths(ChainLoss(batch), batch, tiny_target.features(batch, drafter.layer_ids), 2))
+    slots = [(depth.teachers - 1 - i).tolist() for i, depth in enumerate(depths)]
+    raised = []  # of each depth, by slot
+    for i, depth in enumerate(depths):
+        tokens = batch.token_ids.flatten()[depth.teachers + 1]
+        known = torch.isin(tokens, drafter_ids)
+        q = depth.head(depth.hidden).softmax(-1).gather(1, torch.where(known, tokens, 0)[:, None])[:, 0]  # ids agree
+        raised.append(dict(zip(slots[i], (0.5 + 0.5 * q * known).tolist(), strict=True)))
+        assert 0 < known.sum() < len(known)
+    for row, slot in enumerate(slots[0]):
+        reached = raised[0][slot] * raised[1].get(slot, 0)
+        assert float(depths[0].weight[row]) == pytest.approx(raised[0][slot] + reached, abs=1e-5)
+        if slot in raised[1]:
+            assert float(depths[1].weight[slots[1].index(slot)]) == pytest.approx(reached, abs=1e-5)
+
+
+def test_padding_and_packing_change_no_weights(tiny_target: Target) -> None:
+    drafter = dflash(tiny_target, position_weights="d_pace")
+    batch = random_batch(tiny_target)
+    pad = torch.zeros(3, 4, dtype=torch.int64)
+    padded = Batch(torch.cat([batch.token_ids, pad], 1), torch.cat([batch.loss_mask, pad.bool()], 1))
+    packed = Batch(
+        batch.token_ids.view(1, -1), batch.loss_mask.view(1, -1), torch.arange(3).repeat_interleave(12)[None]
+    )
+    with torch.no_grad():
+        expected, *found = (loss_of(drafter, one, tiny_target)["loss"][0] for one in (batch, padded, packed))
+    torch.testing.assert_close(found, [expected, expected])
+
+
+def test_a_decay_that_does_not_count_is_refused() -> None:
+    with pytest.raises(UserError, match="decay_length"):
+        DFlashConfig(position_weights="d_pace", decay_length=4.0)
 
 
 def test_layers_can_start_as_the_targets_last_ones(tiny_target: Target) -> None:

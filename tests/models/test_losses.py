@@ -6,9 +6,10 @@ import pytest
 import torch
 from divergence_definitions import DEFINITIONS
 
-from draftsmith.models.losses import chain_loss
+from draftsmith.models.losses import chain_loss, position_weights
 from draftsmith.models.losses.chain_loss import Depth, divergence_over_depths, divergence_over_rows
 from draftsmith.models.losses.divergences import Teacher
+from draftsmith.models.losses.position_weights import chances_of, d_pace
 
 P = torch.tensor([0.5, 0.25, 0.25])
 Q = torch.tensor([0.25, 0.25, 0.5])
@@ -54,10 +55,11 @@ def test_gradients_of_all_depths_in_chunks(
 ) -> None:
     """Chunks of two teachers against autograd through the definition; depths share teachers and one of the heads.
 
-    Each depth goes through its head alone, as on a CPU, or side by side with those of the same head, as on a GPU.
+    The second depth weighs each of its rows. Each depth goes through its head alone, as on a CPU, or side by side with
+    those of the same head, as on a GPU.
     """
     generator = torch.Generator().manual_seed(0)
-    width, vocab, weights = 6, 9, (1.0, 0.5, 2.0)
+    width, vocab, weights = 6, 9, (1.0, torch.tensor([0.5, 0.2, 0.9]), 2.0)
     target_hidden = torch.randn(8, width, generator=generator)
     target_head = torch.nn.Linear(width, vocab, bias=False).requires_grad_(False)
     heads = [torch.nn.Linear(width, vocab if ids is None else len(ids)) for _ in range(2)]
@@ -69,10 +71,9 @@ def test_gradients_of_all_depths_in_chunks(
     log_p = target_head(target_hidden)
     log_p = (log_p if ids is None else log_p[:, ids]).log_softmax(-1)
     expected = [
-        DEFINITIONS[name](head(h).log_softmax(-1), log_p[t]).sum()
-        for h, head, t in zip(hidden, heads, teachers, strict=True)
+        DEFINITIONS[name](head(h).log_softmax(-1), log_p[t]) for h, head, t in zip(hidden, heads, teachers, strict=True)
     ]
-    total = sum(w * loss for w, loss in zip(weights, expected, strict=True))
+    total = sum((w * loss).sum() for w, loss in zip(weights, expected, strict=True))
     gradients = torch.autograd.grad(total, trained)
 
     monkeypatch.setattr(chain_loss, "chunk_rows", lambda vocabulary: 2)
@@ -82,7 +83,9 @@ def test_gradients_of_all_depths_in_chunks(
     depths = [Depth(*depth) for depth in zip(hidden, heads, teachers, weights, strict=True)]
     found, rows = divergence_over_depths(depths, target_hidden, target_head, name, ids)
     torch.testing.assert_close(found, total, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close([row.loss for row in rows], [loss.detach() for loss in expected], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        [row.loss for row in rows], [loss.sum().detach() for loss in expected], atol=1e-5, rtol=1e-5
+    )
     for one, other in zip(torch.autograd.grad(3 * found, trained), gradients, strict=True):
         torch.testing.assert_close(one, 3 * other, atol=1e-5, rtol=1e-5)
 
@@ -97,3 +100,26 @@ def test_reduced_vocabulary_counts_the_mass_outside_as_lost() -> None:
     torch.testing.assert_close(found.loss, torch.tensor(0.0), atol=1e-6, rtol=0)
     assert found.correct.tolist() == [False, True]
     torch.testing.assert_close(found.acceptance, torch.tensor(0.4 + 0.9))
+
+
+# Weights of depths ----------------------------------------------------------------------------------------------------
+
+
+def test_d_pace_by_hand() -> None:
+    """Chances of 1, 0.5 and 0 are raised to 1, 0.75 and 0.5, and a draft reaches as far as their product."""
+    chances = torch.tensor([[1.0, 0.5, 0.0], [1.0, 0.5, 0.0]], requires_grad=True)
+    counted = torch.tensor([[True, True, True], [True, True, False]])
+    found = d_pace(chances, counted)
+    reached = [1.0, 0.75, 0.375]
+    expected = [[sum(reached), sum(reached[1:]), reached[2]], [reached[0] + reached[1], reached[1], 0.0]]
+    torch.testing.assert_close(found, torch.tensor(expected))
+    assert not found.requires_grad
+
+
+def test_chances_are_those_of_the_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(position_weights, "chunk_rows", lambda vocabulary: 2)
+    hidden, head = torch.randn(5, 4), torch.nn.Linear(4, 7)
+    tokens = torch.tensor([3, 0, -1, 6, 2])
+    expected = head(hidden).softmax(-1)[range(5), tokens].detach()
+    expected[2] = 0  # cannot be drafted
+    torch.testing.assert_close(chances_of(tokens, hidden, head), expected)
