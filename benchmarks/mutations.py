@@ -219,8 +219,8 @@ MUTATIONS = (
     Mutation(
         "weights of depths left out of the gradient",
         CHAIN_LOSS,
-        "hidden.new_full((size,), depth.weight,",
-        "hidden.new_full((size,), 1.0,",
+        "logits.detach(), weights, self.divergence",
+        "logits.detach(), torch.ones_like(weights), self.divergence",
     ),
     Mutation(
         "kernel, sums of blocks on different bases",
