@@ -16,6 +16,7 @@ from draftsmith.models.drafter_parts.layouts import Checkpoint, read_checkpoint
 from draftsmith.models.drafter_parts.vocabulary import vocabulary_hash
 from draftsmith.models.drafters.dflash import DFlash
 from draftsmith.models.drafters.draft_model import DraftModel
+from draftsmith.models.drafters.dspark import DSpark
 from draftsmith.models.drafters.eagle import Eagle
 from draftsmith.models.drafters.eagle3 import Eagle3
 from draftsmith.models.drafters.hydra import Hydra
@@ -37,6 +38,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "eagle3": Eagle3,
     "p_eagle": PEagle,
     "dflash": DFlash,
+    "dspark": DSpark,
     "medusa": Medusa,
     "hydra": Hydra,
     "mlp_speculator": MLPSpeculator,

@@ -191,6 +191,15 @@ class DFlashConfig(ReducedVocabulary, LayersLikeTarget):
 
 
 @dataclass
+class DSparkConfig(DFlashConfig):
+    fixed_fields = (*DFlashConfig.fixed_fields, "markov_rank")
+    kind: str = "dspark"
+    layout: Literal["fill_in", "next_token"] = "next_token"
+    markov_rank: Count = 256  # of the matrix by which a token shifts the logits of the one behind it
+    confidence_weight: NonNegative = 1.0  # of the confidence head's cross-entropy in the loss
+
+
+@dataclass
 class MedusaConfig(ReducedVocabulary):
     fixed_fields = (*ReducedVocabulary.fixed_fields, "num_heads", "num_layers", "output")
     kind: str = "medusa"
@@ -297,7 +306,7 @@ class CascadeConfig(DrafterConfig):
 DRAFTER_CONFIGS: dict[str, type[DrafterConfig]] = {
     config_class.kind: config_class
     for config_class in (
-        *(EagleConfig, Eagle3Config, PEagleConfig, DFlashConfig, MedusaConfig, HydraConfig),
+        *(EagleConfig, Eagle3Config, PEagleConfig, DFlashConfig, DSparkConfig, MedusaConfig, HydraConfig),
         *(MLPSpeculatorConfig, DraftModelConfig),
         *(NgramConfig, SuffixConfig, LookaheadConfig, NoneConfig),
     )

@@ -102,10 +102,11 @@ class Adaptive:
 class Confident:
     """Draft on while the drafter is sure of what it has drafted: at least one token, and up to `longest` of them.
 
-    The confidence in a token is the drafter's probability of the likeliest token in its place, whichever was drawn. The
-    confidence in a chain is the product over its tokens (EAGLE-2, arXiv 2406.16858, multiplies what was drawn). One
-    more token is drafted while the confidence in the chain before it, which is known before it is drawn, is at least
-    `least`. Each row of a batch stops by itself, and the drafter stops with the last row.
+    The confidence in a token is what the drafter's confidence head says (DSpark), or else the probability of the
+    likeliest token in its place, whichever was drawn. The confidence in a chain is the product over its tokens; EAGLE-2
+    (arXiv 2406.16858) multiplies what was drawn. One more token is drafted while the confidence in the chain before it,
+    which is known before it is drawn, is at least `least`. Each row of a batch stops by itself, and the drafter stops
+    with the last row.
     Raises `UserError` for numbers that make no such rule.
     """
 

@@ -34,7 +34,8 @@ class DrafterScores:
 
     log_q: Tensor  # [K, B, T] fp32 of the text's token; -inf where it cannot be drafted
     rank: Tensor  # [K, B, T] int64 place of the text's token among the drafter's, 0 for the likeliest, or UNRANKED
-    confidence: Tensor  # [K, B, T] fp32 probability of the likeliest token; 1 of a drafter without probabilities
+    confidence: Tensor  # [K, B, T] fp32 of its confidence head, or else the probability of the likeliest token; 1 of a
+    # drafter without probabilities
     choice: Tensor  # [K, B, T] int64 the likeliest token, in the draft vocabulary
     num_drafted: Tensor  # [B, T] int64 tokens that are drafted where K are asked for
 
@@ -88,7 +89,8 @@ def score_drafter(drafter: Drafter, batch: Batch, features: Features, depth: int
             slots = teachers - 1 - k
             scores.log_q[k].view(-1)[slots] = log_q.gather(1, place)[:, 0].masked_fill(~known, float("-inf"))
             scores.rank[k].view(-1)[slots] = torch.where(known, ranks(logits, place), UNRANKED)
-            scores.confidence[k].view(-1)[slots] = log_q.amax(-1).exp()
+            own = None if prediction.confidence is None else prediction.confidence[rows].sigmoid()
+            scores.confidence[k].view(-1)[slots] = log_q.amax(-1).exp() if own is None else own
             scores.choice[k].view(-1)[slots] = logits.argmax(-1)
     return scores
 

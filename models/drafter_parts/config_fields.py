@@ -68,6 +68,13 @@ class EngineFields:
     is_causal: bool
     block_size: Depth
     dflash_config: dict[str, Any]
+    sample_from_anchor: bool
+    # DSpark
+    target_layer_ids: list[Natural]  # outputs of layers, counted from 0
+    markov_rank: Count
+    markov_head_type: str
+    enable_confidence_head: bool
+    confidence_head_with_markov: bool
     # Medusa
     num_heads: Depth
     truncated_vocab_size: Count

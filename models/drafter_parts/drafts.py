@@ -75,7 +75,9 @@ class DecodingState:
     cache: Any = None  # the drafter's own, of `new_cache`
     own_drafts: bool = True  # what the last round verified was this drafter's draft
     least_confidence: float = 0.0  # a chain ends where the drafter's confidence in what it has drafted is below this
-    confidence: Tensor | None = None  # [B, K] where somebody asks: at each depth the chance of the likeliest token
+    confidence: Tensor | None = (
+        None  # [B, K] where somebody asks: at each depth of its head, or the chance of the likeliest token
+    )
     predictions: Tensor | None = None  # [B, N + 1] the target's likeliest token after each column of the last draft;
     # NO_TOKEN in rows that have had none; for drafters that read it
 

@@ -5,6 +5,7 @@
 | engines (vLLM, SGLang), ours | `architectures` | nothing |
 | SafeAILab EAGLE-1, EAGLE-3 | `fc.weight` beside a plain Llama config | layer named `midlayer`, pytorch_model.bin |
 | SpecForge, ModelOpt EAGLE-3 | nested layer ids only | count output layers: one lower than ours |
+| DeepSpec DSpark | `architectures` | DFlash's entries stand at the top level |
 | speculators | `speculators_model_type` | layer config nested; copies of the target's norm and head |
 | FasterDecoding Medusa | `medusa_num_heads` | `HEAD.LAYER.linear.*`, medusa_lm_head.pt, no sizes in config.json |
 
@@ -41,10 +42,26 @@ ARCHITECTURES = {
     "MLPSpeculatorPreTrainedModel": "mlp_speculator",
     "PeagleLlamaForCausalLM": "p_eagle",
     "DFlashDraftModel": "dflash",
+    "Qwen3DSparkModel": "dspark",
 }
 PATTERNS = ["*.json", "*.safetensors", "pytorch_model.bin", "medusa_lm_head.pt"]  # what a checkpoint may consist of
 MEDUSA_DEFAULTS = {"num_heads": 5, "num_hidden_layers": 1}  # of vLLM's MedusaConfig
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3 variants
+BLOCK_FIELDS = (
+    *("aux_hidden_state_layer_ids", "block_size", "mask_token_id", "sample_from_anchor"),
+    *("draft_vocab_size", "target_hidden_size"),
+)
+SPECULATORS = {  # types of speculators' format: our architecture, and the fields beside those of the layer
+    "eagle3": (
+        "LlamaForCausalLMEagle3",
+        ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", *FLAGS),
+    ),
+    "dflash": ("DFlashDraftModel", BLOCK_FIELDS),
+    "dspark": (
+        "Qwen3DSparkModel",
+        (*BLOCK_FIELDS, "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    ),
+}
 RENAMED_HEAD = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 
 
@@ -91,7 +108,7 @@ def in_engine_layout(config: dict[str, Any], tensors: dict[str, Tensor], target:
     check_counts({key: config[key] for key in read & config.keys()}, len(tensors), "this drafter's config.json")
     if kind in ("eagle3", "p_eagle"):
         config, tensors = complete_eagle3(config, tensors, target)
-    elif kind == "dflash":
+    elif kind in ("dflash", "dspark"):
         config, tensors = complete_dflash(config, tensors)
     elif kind == "medusa":
         config = {**MEDUSA_DEFAULTS, **config}
@@ -150,10 +167,11 @@ def complete_eagle3(
 def complete_dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the config with the entry `dflash_config` taken apart, and layer ids after N layers, as in EAGLE-3.
 
-    Raises `UserError` where it lacks something.
+    DSpark's authors have these entries at the top level. Raises `UserError` where it lacks something.
     """
     nested = checked(DFlashFields, config.get("dflash_config", {}))
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or [i + 1 for i in nested.get("target_layer_ids", [])]
+    outputs = nested.get("target_layer_ids") or config.get("target_layer_ids", [])
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or [i + 1 for i in outputs]
     needed = {key: nested.get(key, config.get(key)) for key in ("block_size", "mask_token_id", "num_hidden_layers")}
     if missing := [key for key, value in {"target_layer_ids": ids or None, **needed}.items() if value is None]:
         raise UserError(f"this DFlash drafter's config.json lacks {missing[0]} (in dflash_config): take another copy")
@@ -174,15 +192,20 @@ def without_shared_embedding(tensors: dict[str, Tensor], target: Target) -> dict
 
 def from_speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Flatten the nested config; leave out the copies of the verifier's (the target's) norm and head."""
-    if config["speculators_model_type"] != "eagle3":
-        raise UserError(f"speculators checkpoint of type {config['speculators_model_type']!r}: only eagle3 is read")
+    kind = config["speculators_model_type"]
+    if kind not in SPECULATORS:
+        raise UserError(f"speculators checkpoint of type {kind!r}: those that are read are {', '.join(SPECULATORS)}")
     layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise UserError("this speculators checkpoint has no transformer_layer_config, which the format requires")
-    kept = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", *FLAGS)
+    architecture, kept = SPECULATORS[kind]
     top = {key: config[key] for key in kept if config.get(key) is not None}
+    if "aux_hidden_state_layer_ids" in top:
+        top["eagle_aux_hidden_state_layer_ids"] = top.pop("aux_hidden_state_layer_ids")
+        sliding = "sliding_attention" in (layer.get("layer_types") or ())
+        top["is_causal"] = sliding and not config.get("sliding_window_non_causal", False)
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("verifier_")}
-    return {**layer, **top, "architectures": ["LlamaForCausalLMEagle3"]}, tensors
+    return {**layer, **top, "architectures": [architecture]}, tensors
 
 
 # --- Medusa

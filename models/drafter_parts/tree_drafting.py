@@ -28,18 +28,26 @@ if TYPE_CHECKING:
 # all. The second argument [B, W] says which of the tokens of the call before (at first: the root, 0) each follows, and
 # is None for a chain.
 Read = Callable[[Tensor, Tensor | None], Tensor]
+# Returns how sure the drafter is of what follows the token that was read last, [B]; None: by its probabilities.
+Confidence = Callable[[], Tensor | None]
 
 
 def grow(
-    shape: Shape, tree: "TreeIndices | Candidates | None", logits: Tensor, read: Read, state: DecodingState
+    shape: Shape,
+    tree: "TreeIndices | Candidates | None",
+    logits: Tensor,
+    read: Read,
+    state: DecodingState,
+    confidence_head: Confidence | None = None,
 ) -> Draft:
     """Return a draft of the shape, in the drafter's vocabulary, from the newest token's logits [B, 1, V].
 
     `tree` is `tree_indices(shape)`. A static tree drawn by chance has siblings without replacement. For a `DDTree`,
     whose depths do not hang on each other, `read` gives one depth after the other, whatever it is asked.
+    `confidence_head` is for chains, of a drafter that has one.
     """
     if isinstance(shape, Chain):
-        return grow_chain(shape.depth, logits, read, state)
+        return grow_chain(shape.depth, logits, read, state, confidence_head)
     assert isinstance(shape, StaticTree) or not state.sample_drafts, "the likeliest of many nodes are no sample"
     if isinstance(shape, DynamicTree):
         return grow_dynamic(shape, logits, read)
@@ -51,7 +59,9 @@ def grow(
     return grow_static(tree, logits, read, state)
 
 
-def grow_chain(depth: int, logits: Tensor, read: Read, state: DecodingState) -> Draft:
+def grow_chain(
+    depth: int, logits: Tensor, read: Read, state: DecodingState, confidence_head: Confidence | None = None
+) -> Draft:
     """Grow a chain. A row whose confidence falls below the state's least drafts no more.
 
     On a CPU the drafter stops with the last row; on a GPU all rounds have one shape.
@@ -70,7 +80,9 @@ def grow_chain(depth: int, logits: Tensor, read: Read, state: DecodingState) -> 
         tokens, cut_logits = state.choose(logits[:, 0], level)
         chosen.append((tokens, cut_logits))
         if confidence is not None:
-            own = (logits[:, 0] if cut_logits is None else cut_logits).float().softmax(-1).amax(-1)
+            own = confidence_head() if confidence_head else None
+            if own is None:
+                own = (logits[:, 0] if cut_logits is None else cut_logits).float().softmax(-1).amax(-1)
             confidence = confidence * own
             if state.confidence is not None:
                 state.confidence[:, level] = own

@@ -13,8 +13,8 @@ D head width, V target vocabulary, Vd draft vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.batch import Batch, send
+from draftsmith.models.block_parts.anchors import block_tokens, padded_anchors, seen_by_blocks
+from draftsmith.models.block_parts.block_layer import KEY_NORM, BlockLayer, KeysValues
+from draftsmith.models.block_parts.slot_correctors import ConfidenceHead, CorrectedHead, SlotCorrector, SlotWalk
 from draftsmith.models.drafter_configs import DFlashConfig
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, loaded
@@ -36,7 +39,6 @@ from draftsmith.models.drafter_parts.decoder_layer import (
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
 from draftsmith.models.drafter_parts.vocabulary import draft_ids, too_large
-from draftsmith.models.drafters.block_layer import KEY_NORM, BlockLayer, KeysValues
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import RMSNorm, checkpoint_tensors, rotary_table, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
@@ -48,17 +50,9 @@ from draftsmith.models.target.target import Features, Target, check_layer_ids
 DECAY_LENGTH = 4.0  # of position weights; the paper has it for blocks of 8, and 7 for blocks of 16
 
 
-@dataclass
-class Anchors:
-    """Slots whose blocks are trained, ascending in each row and padded to as many in each; in the host's memory."""
-
-    slots: Tensor  # [B, M] int64, of the newest features; the anchor's token stands one further
-    real: Tensor  # [B, M] bool, False for padding
-
-
 class DFlash(Drafter):
     kind = "dflash"
-    config_class = DFlashConfig
+    config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     can_branch = True
     independent_depths = True
     d2t: Tensor  # [Vd] int64, target id - draft id; only with a reduced vocabulary
@@ -89,6 +83,7 @@ class DFlash(Drafter):
             [BlockLayer(layer_config, config.key_norm, config.sliding_window) for _ in range(config.num_layers)]
         )
         self.rotary = LlamaRotaryEmbedding(layer_config)
+        self.confidence_head: ConfidenceHead | None = None
         self.lm_head: nn.Linear | None = None  # with the whole vocabulary the target's own, frozen and not stored
         self.drafts_by_target_head = vocab == target.vocab_size
         if vocab < target.vocab_size:
@@ -151,10 +146,15 @@ class DFlash(Drafter):
         tokens[..., 0] = anchors
         return self.target.embedding(tokens)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [..., Vd] of outputs [..., H] of the last layer."""
-        hidden = self.norm(hidden)
-        return self.target.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """The head that makes logits [..., Vd] of normed outputs [..., H] of the last layer."""
+        return self.target.logits if self.lm_head is None else self.lm_head
+
+    @property
+    def corrector(self) -> SlotCorrector | None:
+        """The corrector of slots by the tokens before them; None: slots do not hang on each other."""
+        return None
 
     # --- training
 
@@ -168,17 +168,30 @@ class DFlash(Drafter):
         trained = [anchors.real & slots.gather(1, anchors.slots) for slots in counted]
         slots = send(anchors.slots, features.layers.device)
         rows = slice(self.first_row, self.first_row + depth)
+        tokens = block_tokens(batch, slots, depth)  # [B, M, K + 1]
         hidden = self.norm(self.run_blocks(batch, features.layers, slots)[:, :, rows])  # [B, M, K, H]
-        head = self.target.logits if self.lm_head is None else self.lm_head
-        weights = self.weights(hidden, head, block_tokens(batch, slots, depth)[..., 1:], torch.stack(trained, -1))
+        inputs, head = self.with_codes(hidden, tokens[..., :-1])
+        weights = self.weights(inputs, head, tokens[..., 1:], torch.stack(trained, -1))
         for i, marked in enumerate(trained):
-            weight = marked_rows(weights[..., i], marked) / share
-            yield Depth(marked_rows(hidden[:, :, i], marked), head, teacher_rows(counted[i], i), weight)
+            weight, read = marked_rows(weights[..., i], marked) / share, marked_rows(inputs[:, :, i], marked)
+            confidence = None if self.confidence_head is None else self.confidence_head(read)
+            yield Depth(read, head, teacher_rows(counted[i], i), weight, confidence)
 
-    def weights(self, hidden: Tensor, head: Callable[[Tensor], Tensor], tokens: Tensor, trained: Tensor) -> Tensor:
+    def with_codes(self, hidden: Tensor, token_ids: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return what the head reads of each slot, and the head: with a corrector, the codes beside the hidden states.
+
+        From hidden states [B, M, K, H] and the tokens before the slots [B, M, K].
+        """
+        if self.corrector is None:
+            return hidden, self.head
+        codes, _ = self.corrector.codes(hidden.flatten(0, 1), token_ids.flatten(0, 1), None)
+        codes = codes.unflatten(0, hidden.shape[:2])
+        return torch.cat([hidden, codes], -1), CorrectedHead(self.head, self.corrector.readout)
+
+    def weights(self, inputs: Tensor, head: Callable[[Tensor], Tensor], tokens: Tensor, trained: Tensor) -> Tensor:
         """Return the weights of all depths in the loss, fp32 [B, M, K].
 
-        They are made from what the head reads [B, M, K, H], the text's tokens there [B, M, K], and which of them are
+        They are made from what the head reads [B, M, K, ...], the text's tokens there [B, M, K], and which of them are
         trained, [B, M, K] bool in the host's memory.
         """
         if self.config.position_weights == "decay":
@@ -187,7 +200,7 @@ class DFlash(Drafter):
             return torch.exp(-depths / length).expand(tokens.shape)
         ids = self.draft_to_target()
         places = tokens.flatten() if ids is None else draft_ids(ids, tokens.flatten())
-        chances = chances_of(places, hidden.flatten(0, 2), head)
+        chances = chances_of(places, inputs.flatten(0, 2), head)
         return d_pace(chances.view(tokens.shape), send(trained, tokens.device))
 
     def run_blocks(self, batch: Batch, layers: Tensor, slots: Tensor) -> Tensor:
@@ -251,12 +264,9 @@ class DFlash(Drafter):
         written = torch.where(columns < state.num_new[:, None], state.positions, cache.kv.num_slots)
         self.keep_context(cache, state.features.layers, state.positions, written)
         drafting = slice(self.first_row, self.first_row + shape.depth)
-        depths = iter(self.logits(self.decode_block(cache, state)[:, drafting]).split(1, 1))
-
-        def next_depth(*_: Tensor | None) -> Tensor:
-            return next(depths)  # [B, 1, Vd], whatever was drafted before
-
-        draft = grow(shape, cache.tree, next_depth(), next_depth, state)
+        hidden = self.norm(self.decode_block(cache, state)[:, drafting])
+        walk = SlotWalk(hidden, self.head(hidden), self.corrector, self.confidence_head, cache.ids)
+        draft = grow(shape, cache.tree, walk.first(state.newest()), walk.read, state, walk.confidence)
         return in_target_vocabulary(draft, cache.ids, self.target.vocab_size)
 
     def keep_context(self, cache: "DFlashCache", layers: Tensor, positions: Tensor, written: Tensor) -> None:
@@ -325,12 +335,14 @@ class DFlash(Drafter):
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "DFlash":
-        check_same_shape("this DFlash drafter", config, target)
+        what = f"this {cls.__name__} drafter"
+        check_same_shape(what, config, target)
         norms = [name for name in tensors if name.endswith(KEY_NORM)]
         key_norm = any(bool((tensors[name] != 1).any()) for name in norms)
         if not key_norm:
             tensors = {name: tensor for name, tensor in tensors.items() if name not in norms}
-        own = DFlashConfig.of_checkpoint(
+        next_token = config.get("sample_from_anchor", cls.config_class.layout == "next_token")
+        own = cls.config_class.of_checkpoint(
             config,
             layer_ids=config["eagle_aux_hidden_state_layer_ids"],
             draft_vocab_size=config.get("draft_vocab_size") or target.vocab_size,
@@ -339,9 +351,19 @@ class DFlash(Drafter):
             mask_token_id=config["mask_token_id"],
             sliding_window=sliding_window_of(config),
             key_norm=key_norm,
+            layout="next_token" if next_token else "fill_in",
+            **cls.corrector_sizes(config),
         )
         layer_config = layer_config_of(config)
-        return loaded(lambda: cls(own, layer_config, target), tensors, "this DFlash drafter")
+        return loaded(lambda: cls(own, layer_config, target), tensors, what)
+
+    @classmethod
+    def corrector_sizes(cls, config: dict[str, Any]) -> dict[str, int]:
+        """Return the fields of the family's config that say how large its corrector is, from config.json.
+
+        Raises `UserError` for a corrector that is not computed.
+        """
+        return {}
 
 
 class DFlashCache(DrafterCache):
@@ -394,40 +416,3 @@ def sliding_window_of(config: dict[str, Any]) -> int | None:
             "ways with full attention, and what is before with sliding attention"
         )
     return config["sliding_window"] if sliding else None
-
-
-def padded_anchors(kept: Tensor) -> Anchors:
-    """Return the slots that are marked, padded to as many in each row, at least one.
-
-    `kept` is bool [B, T] in the host's memory.
-    """
-    count = max(1, int(kept.sum(1).max()))
-    real, slots = kept.sort(dim=1, descending=True, stable=True)
-    return Anchors(slots[:, :count], real[:, :count])
-
-
-def block_tokens(batch: Batch, slots: Tensor, depth: int) -> Tensor:
-    """Return the text's tokens from the anchor of each block on, [B, M, depth + 1], by their slots [B, M]."""
-    return torch.stack([shift_left(batch.token_ids, 1 + i).gather(1, slots) for i in range(depth + 1)], -1)
-
-
-def seen_by_blocks(batch: Batch, positions: Tensor, slots: Tensor, num_rows: int, window: int | None) -> Tensor:
-    """Return what blocks see of the text and of each other: bool [B, 1, M * R, T + M * R].
-
-    A block at slot t [B, M] sees the features up to t of its document, and itself; with a window each of its rows sees
-    the last `window` positions up to its own.
-    """
-    columns = torch.arange(positions.shape[1], device=slots.device)
-    text = columns <= slots[..., None]  # [B, M, T]
-    if batch.documents is not None:
-        text = text & (batch.documents[:, None, :] == batch.documents.gather(1, slots)[..., None])
-    rows = torch.arange(num_rows, device=slots.device)
-    text = text[:, :, None].expand(-1, -1, num_rows, -1)
-    block = torch.ones(num_rows, num_rows, dtype=torch.bool, device=slots.device)
-    if window is not None:
-        places = positions.gather(1, slots)[..., None] + 1 + rows  # [B, M, R]
-        text = text & (positions[:, None, None, :] > places[..., None] - window)
-        block = block.tril().triu(1 - window)
-    same = torch.eye(slots.shape[1], dtype=torch.bool, device=slots.device)
-    blocks = (same[:, None, :, None] & block[:, None]).flatten(2).flatten(0, 1)  # [M * R, M * R]
-    return torch.cat([text.flatten(1, 2), blocks.expand(len(slots), -1, -1)], 2)[:, None]

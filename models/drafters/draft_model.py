@@ -91,7 +91,7 @@ class DraftModel(Drafter):
         return {
             "loss": (rows.loss, batch.loss_mask.sum()),
             "accuracy_0": (rows.correct.sum(), num_counted),
-            "sampled_acceptance_0": (rows.acceptance, num_counted),
+            "sampled_acceptance_0": (rows.acceptance.sum(), num_counted),
         }
 
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:

@@ -34,7 +34,7 @@ class RowLosses:
 
     loss: Tensor  # scalar sum
     correct: Tensor  # [R] bool: the drafter's likeliest token is the target's
-    acceptance: Tensor  # scalar sum of min(p, q) over tokens, the probability that a sampled draft is accepted
+    acceptance: Tensor  # [R] fp32 sum of min(p, q) over tokens, the probability that a sampled draft is accepted
 
 
 @dataclass
@@ -45,6 +45,7 @@ class Depth:
     head: Callable[[Tensor], Tensor]  # a module, or a function without parameters; its backward keeps no logits
     teachers: Tensor  # [R] int64 in the host's memory, ascending
     weight: float | Tensor = 1.0  # of its loss in the total, or of each row's [R]
+    confidence: Tensor | None = None  # [R] logit of the drafter's own estimate of each row's acceptance, if it has one
 
 
 def divergence_over_rows(
@@ -150,7 +151,8 @@ class _DepthSums:
         self.divergence, self.with_gradient, self.compiled = divergence, with_gradient, compiled
         zero = torch.zeros((), device=depths[0].hidden.device)
         self.losses = [
-            RowLosses(zero.clone(), zero.new_empty(len(d.hidden), dtype=torch.bool), zero.clone()) for d in depths
+            RowLosses(zero.clone(), zero.new_empty(len(d.hidden), dtype=torch.bool), zero.new_empty(len(d.hidden)))
+            for d in depths
         ]
         self.total = zero.clone()  # weighted sum of the losses of all depths
         self.hidden_gradients = [torch.zeros_like(depth.hidden) for depth in depths] if with_gradient else []
@@ -208,7 +210,7 @@ class _DepthSums:
         for (number, rows), correct, acceptance, loss in zip(slices.items(), *measures, strict=True):
             losses = self.losses[number]
             losses.correct[rows] = correct
-            losses.acceptance += acceptance.sum()
+            losses.acceptance[rows] = acceptance
             losses.loss += loss.sum()
         if comparison.gradient is not None:
             own = {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else set()
@@ -272,7 +274,7 @@ class ChainLoss:
         self._roots = self._chains = shift_left(self.loss_mask, 1)  # [B, T] slots whose newest token the target wrote
         self._marked: list[tuple[Tensor, float]] = []  # for each depth, which slots count, and the share kept
         self.total = torch.zeros((), device=self.device)  # weighted loss of all depths
-        self._added: list[RowLosses] = []
+        self.added: list[RowLosses] = []  # of each depth so far
 
     def next_depth(self, kept: Tensor | None = None, share: float = 1.0) -> Tensor:
         """Return the slots that count at the next depth, bool [B, T] in the host's memory.
@@ -290,7 +292,7 @@ class ChainLoss:
 
     def add(self, rows: RowLosses) -> None:
         """Add the losses of the next depth, whose rows are the slots that count there, in row-major order."""
-        self._added.append(rows)
+        self.added.append(rows)
 
     def sums(self) -> LossSums:
         """Return the sums and counts of all measures.
@@ -304,18 +306,18 @@ class ChainLoss:
             "loss": (self.total, self._number(self.loss_mask.sum())),
             "simulated_acceptance_length": (accepted, self._number(num_roots)),
         }
-        for depth, (rows, (counted, _)) in enumerate(zip(self._added, self._marked, strict=False)):
+        for depth, (rows, (counted, _)) in enumerate(zip(self.added, self._marked, strict=False)):
             num_counted = self._number(counted.sum())
             sums[f"accuracy_{depth}"] = (rows.correct.sum(), num_counted)
-            sums[f"sampled_acceptance_{depth}"] = (rows.acceptance, num_counted)
+            sums[f"sampled_acceptance_{depth}"] = (rows.acceptance.sum(), num_counted)
         return sums
 
     def _accepted(self) -> Tensor:
         """Return the number of drafted tokens, a scalar, that greedy decoding would accept from all slots."""
-        marked = send(torch.stack([counted for counted, _ in self._marked[: len(self._added)]]), self.device)
-        right = torch.zeros_like(marked).masked_scatter(marked, torch.cat([rows.correct for rows in self._added]))
+        marked = send(torch.stack([counted for counted, _ in self._marked[: len(self.added)]]), self.device)
+        right = torch.zeros_like(marked).masked_scatter(marked, torch.cat([rows.correct for rows in self.added]))
         leading = right.cumprod(0).flatten(1).sum(1)  # [K] slots whose predictions up to that depth are all right
-        shares = [share for _, share in self._marked[: len(self._added)]]
+        shares = [share for _, share in self._marked[: len(self.added)]]
         return (leading / send(torch.tensor(shares), self.device)).sum()
 
     def _number(self, count: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from draftsmith.models.drafter_configs import (
     DFlashConfig,
     DrafterConfig,
     DraftModelConfig,
+    DSparkConfig,
     Eagle3Config,
     EagleConfig,
     HydraConfig,
@@ -41,6 +42,11 @@ def p_eagle() -> TrainConfig:
 def dflash() -> TrainConfig:
     """DFlash of five layers in blocks of 8, with the target's own head; drafts up to 7 tokens in one pass."""
     return _recipe(DFlashConfig(), learning_rate=6e-4, steps=20000)
+
+
+def dspark() -> TrainConfig:
+    """DSpark of five layers in blocks of 7, whose tokens follow each other; drafts up to 7 tokens in one pass."""
+    return _recipe(DSparkConfig(block_size=7), learning_rate=6e-4, steps=20000)
 
 
 def medusa() -> TrainConfig:
@@ -102,6 +108,11 @@ def quickstart_dflash() -> TrainConfig:
     return _quickstart(dflash(), 4e-3, DFlashConfig(num_layers=2, block_size=5))
 
 
+def quickstart_dspark() -> TrainConfig:
+    """DSpark of two layers in blocks of 4 for the embedded target, in a minute or two on a CPU."""
+    return _quickstart(dspark(), 4e-3, DSparkConfig(num_layers=2, block_size=4, markov_rank=64))
+
+
 def quickstart_medusa() -> TrainConfig:
     """Medusa heads for the embedded target, in a minute on a CPU."""
     return _quickstart(medusa(), 4e-3)
@@ -142,6 +153,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "eagle3": eagle3,
     "p_eagle": p_eagle,
     "dflash": dflash,
+    "dspark": dspark,
     "medusa": medusa,
     "medusa_2": medusa_2,
     "hydra": hydra,
@@ -151,6 +163,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "quickstart_eagle3": quickstart_eagle3,
     "quickstart_p_eagle": quickstart_p_eagle,
     "quickstart_dflash": quickstart_dflash,
+    "quickstart_dspark": quickstart_dspark,
     "quickstart_medusa": quickstart_medusa,
     "quickstart_hydra": quickstart_hydra,
     "quickstart_mlp_speculator": quickstart_mlp_speculator,

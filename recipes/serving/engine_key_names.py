@@ -6,7 +6,8 @@ lenient where it hurts: of an EAGLE-3 drafter vLLM leaves a missing tensor at ra
 drops everything unknown, neither with a word, and drafts are then never accepted.
 
 Sizes in shapes: H width of the drafter, T of the target, A layers read, N query heads, K key-value heads, D head width,
-I inner width, V target vocabulary, R draft vocabulary.
+I inner width, V target vocabulary, R draft vocabulary, M rank of DSpark's Markov head, C width that its confidence head
+reads.
 """
 
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,13 @@ DFLASH_LAYER = {
     "layers.0.self_attn.k_norm.weight": "D",
 }
 DFLASH = {**DFLASH_LAYER, "fc.weight": "H A*T", "hidden_norm.weight": "H", "norm.weight": "H"}
+DSPARK = {
+    **DFLASH,
+    "markov_head.markov_w1.weight": "V M",
+    "markov_head.markov_w2.weight": "R M",
+    "confidence_head.proj.weight": "1 C",
+    "confidence_head.proj.bias": "1",
+}
 TABLES = {"d2t": "R", "t2d": "V"}  # only where the draft vocabulary is a reduced one
 DTYPES = {"d2t": torch.int64, "t2d": torch.bool, "token_map": torch.int64}
 
@@ -116,6 +124,19 @@ DFLASH_FIXED = {
     "tie_word_embeddings": False,
     "attention_bias": False,
     "sample_from_anchor": False,  # no engine serves DFlash in the layout next_token
+}
+DSPARK_KEYS: dict[str, type] = {
+    **DFLASH_KEYS,
+    "target_layer_ids": list,  # as in dflash_config, which SGLang reads first
+    "mask_token_id": int,
+    "markov_rank": int,
+}
+DSPARK_FIXED = {
+    **DFLASH_FIXED,
+    "sample_from_anchor": True,  # SGLang knows no other layout
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,  # vLLM's default is false
+    "confidence_head_with_markov": True,
 }
 EAGLE_OFF = ("sliding_window", "layer_types")  # a window that drafters are not trained with
 EAGLE3_OFF = ("use_aux_norm", "bias", *EAGLE_OFF)  # the first is SGLang's other name of fc_norm
@@ -207,6 +228,17 @@ LOADER_RULES = {
         fixed=DFLASH_FIXED,
         unexpected=REFUSED,
     ),
+    ("vllm", "dspark"): LoaderRules(
+        engine=VLLM,
+        method="dspark",
+        architecture="Qwen3DSparkModel",
+        tensors=DSPARK,
+        later_layers=DFLASH_LAYER,
+        reduced={**TABLES, "lm_head.weight": EAGLE3["lm_head.weight"]},
+        required=DSPARK_KEYS,
+        fixed=DSPARK_FIXED,
+        unexpected=REFUSED,
+    ),
     ("vllm", "medusa"): LoaderRules(
         engine=VLLM,
         method="medusa",
@@ -245,6 +277,16 @@ LOADER_RULES = {
         reduced={},  # it would take drafts for ids of the target
         required=DFLASH_KEYS,
         fixed=DFLASH_FIXED,
+    ),
+    ("sglang", "dspark"): LoaderRules(
+        engine=SGLANG,
+        method="DSPARK",
+        architecture="Qwen3DSparkModel",
+        tensors=DSPARK,
+        later_layers=DFLASH_LAYER,
+        reduced={},  # it has the target's head alone
+        required=DSPARK_KEYS,
+        fixed=DSPARK_FIXED,
     ),
     ("sglang", "draft_model"): LoaderRules(engine=SGLANG, method="STANDALONE", required=DRAFT_MODEL_KEYS),
 }

@@ -190,6 +190,8 @@ def sizes_of(files: Checkpoint, target: Target) -> dict[str, int]:
         "K": config.get("num_key_value_heads") or heads,
         "D": config.get("head_dim") or 0,
         "I": config.get("intermediate_size") or 0,
+        "M": config.get("markov_rank") or 0,
+        "C": (config.get("hidden_size") or 0) + (config.get("markov_rank") or 0),
         "V": target.vocab_size,
         "R": config.get("draft_vocab_size") or target.vocab_size,
     }

@@ -1,6 +1,7 @@
 """The layouts of other projects: speculators' format, and those that EAGLE's and Medusa's authors load."""
 
 from dataclasses import replace
+from typing import Any
 
 from draftsmith.models import Checkpoint, Target
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
@@ -14,7 +15,11 @@ SPECULATORS_LAYER_KEYS = (
     "tie_word_embeddings", "vocab_size", "max_position_embeddings", "rope_parameters",
 )
 # fmt: on
-SPECULATORS_KEYS = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", "dtype")
+SPECULATORS_CLASSES = {"eagle3": "Eagle3DraftModel", "dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
+BLOCK_KEYS = (
+    *("block_size", "sample_from_anchor"),
+    *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),  # DSpark
+)
 EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 NOT_SAFEAILAB = (
     "target_hidden_size",
@@ -42,25 +47,56 @@ def refuse_other_kinds(files: Checkpoint, layout: str, *kinds: str) -> None:
 
 
 def in_speculators_layout(files: Checkpoint, target: Target) -> Checkpoint:
-    """Return EAGLE-3 in the format of vllm-project/speculators 0.9.0."""
-    refuse_other_kinds(files, "the speculators format", "eagle3")
-    return replace(
-        files,
-        config={
-            "architectures": ["Eagle3DraftModel"],
-            "speculators_model_type": "eagle3",
-            "transformer_layer_config": {key: files.config[key] for key in SPECULATORS_LAYER_KEYS},
-            **{key: files.config[key] for key in SPECULATORS_KEYS},
-            **{key: files.config[key] for key in EAGLE3_FLAGS},  # vLLM takes a missing norm_before_residual for True
-            "embed_requires_grad": False,
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
-                "verifier": {"name_or_path": target.name, "architectures": target.model.config.architectures},
-            },
+    """Return EAGLE-3, DFlash or DSpark in the format of vllm-project/speculators 0.9.0."""
+    refuse_other_kinds(files, "the speculators format", *SPECULATORS_CLASSES)
+    if files.kind == "eagle3":
+        own, length = eagle3_entries(files.config), 4
+    else:
+        own, length = block_entries(files.config), drafted_tokens(files.config)
+    config = {
+        "architectures": [SPECULATORS_CLASSES[files.kind]],
+        "speculators_model_type": files.kind,
+        **own,
+        **{key: files.config[key] for key in ("draft_vocab_size", "target_hidden_size", "dtype")},
+        "speculators_config": {
+            "algorithm": files.kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": length}],
+            "verifier": {"name_or_path": target.name, "architectures": target.model.config.architectures},
         },
-    )
+    }
+    return replace(files, config=config)
+
+
+def eagle3_entries(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries that speculators' format has for EAGLE-3, from the engines' config."""
+    return {
+        "transformer_layer_config": {key: config[key] for key in SPECULATORS_LAYER_KEYS},
+        "eagle_aux_hidden_state_layer_ids": config["eagle_aux_hidden_state_layer_ids"],
+        **{key: config[key] for key in EAGLE3_FLAGS},  # vLLM takes a missing norm_before_residual for True
+        "embed_requires_grad": False,
+    }
+
+
+def drafted_tokens(config: dict[str, Any]) -> int:
+    """Return the number of tokens that a block drafts: one less than its rows if the first row predicts nothing."""
+    return config["block_size"] if config["sample_from_anchor"] else config["block_size"] - 1
+
+
+def block_entries(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries that speculators' format has for DFlash and DSpark, from the engines' config.
+
+    vLLM serves full attention as causal unless `sliding_window_non_causal` is true, which speculators itself does not
+    read there.
+    """
+    nested, keys = config["dflash_config"], (*SPECULATORS_LAYER_KEYS, "layer_types", "use_sliding_window")
+    return {
+        "transformer_layer_config": {**{key: config[key] for key in keys}, "sliding_window": config["sliding_window"]},
+        "aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in nested["target_layer_ids"]],
+        "mask_token_id": nested["mask_token_id"],
+        "sliding_window_non_causal": not config["is_causal"],
+        **{key: config[key] for key in BLOCK_KEYS if key in config},
+    }
 
 
 def in_safeailab_layout(files: Checkpoint, target: Target) -> Checkpoint:

@@ -57,7 +57,7 @@ def sglang_words(exported: Exported, where: Path | str, draft_length: int, sched
     if schedule and method in SGLANG_ADAPTIVE and isinstance(where, Path):
         draft_length = schedule.longest
         words += ["--speculative-adaptive", "--speculative-adaptive-config", shell_path(where / SGLANG_SCHEDULE)]
-    if method == "DFLASH":  # a block at once: the newest token and the drafted ones
+    if method in ("DFLASH", "DSPARK"):  # a block at once: the newest token and the drafted ones
         return [*words, "--speculative-num-draft-tokens", str(draft_length + 1)]
     words += ["--speculative-num-steps", str(draft_length), "--speculative-eagle-topk", "1"]
     return [*words, "--speculative-num-draft-tokens", str(draft_length + 1)]

@@ -32,6 +32,7 @@ WEIGHTS = {
     "eagle": 5,
     "p_eagle": 5,
     "dflash": 5,
+    "dspark": 5,
     "hydra": 4,
     "mlp_speculator": 4,
     "medusa": 3,

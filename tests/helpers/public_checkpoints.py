@@ -94,6 +94,47 @@ def speculators_eagle3(target: Target, folder: Path, **changes: Any) -> Drafter:
     return drafter
 
 
+BLOCKS = {"num_layers": 2, "block_size": 5, "layer_ids": [1, 3, 6], "mask_token_id": 7, "key_norm": True}
+
+
+def qwen3_config(target: Target, **more: Any) -> dict[str, Any]:
+    """The layers of a block drafter, as transformers writes a config of Qwen3."""
+    attention = {"layer_types": ["full_attention"] * 2, "sliding_window": None, "use_sliding_window": False}
+    rope = {"head_dim": 8, "rope_parameters": dict(target.text_config.rope_parameters)}
+    layers = {"model_type": "qwen3", "num_hidden_layers": 2, **attention, **rope}
+    return {**llama_config(target), **layers, **more}
+
+
+def deepspec_dspark(target: Target, folder: Path) -> Drafter:
+    """All entries at the top level, none that tells of attention; the layer ids count outputs from 0."""
+    drafter = noisy("dspark", target, markov_rank=6, **BLOCKS)
+    heads = {"markov_rank": 6, "markov_head_type": "vanilla", "enable_confidence_head": True}
+    own = {"block_size": 5, "mask_token_id": 7, "target_layer_ids": [0, 2, 5], "confidence_head_with_markov": True}
+    config = qwen3_config(target, architectures=["Qwen3DSparkModel"], **heads, **own)
+    write(folder, config, drafter.engine_tensors(), "model.safetensors")
+    return drafter
+
+
+def speculators_block(kind: str, target: Target, folder: Path, **fields: Any) -> Drafter:
+    """The layers' config nested, copies of the target's parts; `fields` of the drafter stand in config.json, too."""
+    drafter = noisy(kind, target, draft_vocab_size=6, **BLOCKS, **fields)
+    config = {
+        "speculators_model_type": kind,
+        "transformer_layer_config": qwen3_config(target),
+        "draft_vocab_size": 6,
+        "block_size": 5,
+        "mask_token_id": 7,
+        "aux_hidden_state_layer_ids": [1, 3, 6],
+        "sample_from_anchor": kind == "dspark",
+        "sliding_window_non_causal": False,  # of other attention than this
+        "target_hidden_size": None,
+        **fields,
+    }
+    copies = {"verifier_norm.weight": torch.ones(target.hidden_size), "verifier_lm_head.weight": torch.ones(6, 32)}
+    write(folder, config, {**drafter.engine_tensors(), **copies, **embedding(target)}, "model.safetensors")
+    return drafter
+
+
 def fasterdecoding_medusa(target: Target, folder: Path, prefix: str = "") -> Drafter:
     """Its config.json tells no sizes, and often fewer heads than the file has."""
     drafter = noisy("medusa", target, num_heads=3)
@@ -119,6 +160,9 @@ PUBLIC: dict[str, Callable[[Target, Path], Drafter]] = {  # each writes a checkp
     "SafeAILab EAGLE-3, safetensors": lambda target, folder: safeailab_eagle3(target, folder, "model.safetensors"),
     "SpecForge EAGLE-3": specforge_eagle3,
     "speculators EAGLE-3": speculators_eagle3,
+    "DeepSpec DSpark": deepspec_dspark,
+    "speculators DFlash": lambda target, folder: speculators_block("dflash", target, folder),
+    "speculators DSpark": lambda target, folder: speculators_block("dspark", target, folder, markov_rank=6),
     "FasterDecoding Medusa": fasterdecoding_medusa,
     "FasterDecoding Medusa, prefixed": lambda target, folder: fasterdecoding_medusa(target, folder, "medusa_head."),
 }

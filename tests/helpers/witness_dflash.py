@@ -39,9 +39,18 @@ SHAPE = {
 }
 
 
-def build_drafter(target_dir: Path) -> DFlashDraftModel:
+def build_target(folder: Path) -> LlamaForCausalLM:
+    """Write a random target into a folder."""
+    target = LlamaForCausalLM(LlamaConfig(num_hidden_layers=TARGET_LAYERS, **SHAPE))
+    target.model.norm.weight.data += 0.1 * torch.randn(WIDTH)
+    target.lm_head.weight.data *= 20
+    target.save_pretrained(folder)
+    return target
+
+
+def build_drafter(target_dir: Path, model: type = DFlashDraftModel, **settings: int) -> DFlashDraftModel:
     d2t, t2d = build_vocab_mappings_from_distribution({i: VOCAB - i for i in range(10, 80)}, DRAFT_VOCAB, VOCAB)
-    drafter = DFlashDraftModel.from_training_args(
+    drafter = model.from_training_args(
         Qwen3Config(num_hidden_layers=LAYERS, layer_types=["full_attention"] * LAYERS, **SHAPE),
         t2d=t2d,
         d2t=d2t,
@@ -51,6 +60,7 @@ def build_drafter(target_dir: Path) -> DFlashDraftModel:
         verifier_name_or_path=str(target_dir),
         target_layer_ids=LAYER_IDS,
         draft_attn_impl="sdpa",
+        **settings,
     )
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
@@ -77,10 +87,22 @@ def packed(lengths: list[int]) -> dict[str, Tensor]:
     }
 
 
+def positions_of(documents: Tensor) -> Tensor:
+    """Return the position of each token in its document, [1, S]."""
+    return torch.cat([torch.arange(int(count)) for count in documents[0].unique(return_counts=True)[1]])[None]
+
+
+def stored(drafter: DFlashDraftModel, target: LlamaForCausalLM) -> dict[str, Tensor]:
+    """Return the tensors of the drafter, and those of the target that stand for its layers."""
+    skipped = ("verifier", "embed_tokens")
+    tensors = {f"drafter.{n}": t for n, t in drafter.state_dict().items() if not n.startswith(skipped)}
+    names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    return tensors | {f"target.{n}": target.state_dict()[n] for n in names}
+
+
 def witness(drafter: DFlashDraftModel, case: dict[str, Tensor]) -> dict[str, Tensor]:
     anchors = case["anchors"]
     core.select_anchors = lambda *_: (anchors, torch.ones_like(anchors, dtype=torch.bool))
-    positions = torch.cat([torch.arange(int(n)) for n in case["documents"][0].unique(return_counts=True)[1]])[None]
     with torch.no_grad():
         _, logits, teacher, *_ = drafter._backbone_forward(
             case["features"],
@@ -88,7 +110,7 @@ def witness(drafter: DFlashDraftModel, case: dict[str, Tensor]) -> dict[str, Ten
             case["loss_mask"],
             case["last_hidden"],
             case["documents"],
-            positions,
+            positions_of(case["documents"]),
             max_anchors=len(anchors),
         )
     return {name: x[0].unflatten(0, (-1, BLOCK)) for name, x in (("logits", logits), ("teacher", teacher))}
@@ -97,15 +119,9 @@ def witness(drafter: DFlashDraftModel, case: dict[str, Tensor]) -> dict[str, Ten
 def main(out: Path) -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        target = LlamaForCausalLM(LlamaConfig(num_hidden_layers=TARGET_LAYERS, **SHAPE))
-        target.model.norm.weight.data += 0.1 * torch.randn(WIDTH)
-        target.lm_head.weight.data *= 20
-        target.save_pretrained(folder)
+        target = build_target(Path(folder))
         drafter = build_drafter(Path(folder))
-    skipped = ("verifier", "embed_tokens")
-    tensors = {f"drafter.{n}": t for n, t in drafter.state_dict().items() if not n.startswith(skipped)}
-    names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-    tensors |= {f"target.{n}": target.state_dict()[n] for n in names}
+    tensors = stored(drafter, target)
     for lengths in ([LENGTH], [9, 7, LENGTH - 16]):
         case = packed(lengths)
         case |= witness(drafter, case)

@@ -13,7 +13,7 @@ from draftsmith.models import DRAFTERS, Target, load_drafter
 COSTS = Costs("", "", "", "", draft_ms={"step: pass": 0.5}, verify_ms={"pass": 2.0}, host=0.0)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", "draft_model"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "dspark", "draft_model"])
 def test_rounds_are_the_decoders(kind: str, tiny_target: Target) -> None:
     """Drafted and accepted tokens of every round, but for the last ones, whose drafts may reach beyond the text."""
     torch.manual_seed(2)

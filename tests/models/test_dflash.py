@@ -1,18 +1,13 @@
-"""DFlash: what a block sees, that its parts fit together, and what speculators 0.9.0 makes of the same weights.
-
-`witness_dflash.py` wrote the witness.
-"""
+"""DFlash: what a block sees, that its parts fit together, and what speculators 0.9.0 makes of the same weights."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from block_witness import Tensors, part, witness_of, witnessed
 from drafters import build, loss_of, random_batch
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.batch import Batch
@@ -22,11 +17,7 @@ from draftsmith.models.drafter_parts.layouts import in_engine_layout
 from draftsmith.models.drafters.dflash import DFlash, even_layer_ids
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses.chain_loss import ChainLoss
-from draftsmith.models.target.slots import ATTENTION
 from draftsmith.models.target.target import Features
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "dflash_witness.safetensors"
-Tensors = dict[str, Tensor]
 
 
 def dflash(target: Target, **fields: Any) -> DFlash:
@@ -219,45 +210,14 @@ def test_layers_are_read_evenly() -> None:
 # Against speculators --------------------------------------------------------------------------------------------------
 
 
-def part(tensors: Tensors, name: str) -> Tensors:
-    return {key.removeprefix(name): tensor for key, tensor in tensors.items() if key.startswith(name)}
-
-
 @pytest.fixture(scope="module")
 def golden() -> Tensors:
-    return load_file(GOLDEN)
+    return witness_of("dflash")
 
 
 @pytest.fixture(scope="module")
 def drafter(golden: Tensors) -> DFlash:
-    """The witness's weights in a drafter and a target of ours; the target's layers are not needed."""
-    of_target = part(golden, "target.")
-    vocab, width = of_target["lm_head.weight"].shape
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=width,
-        intermediate_size=48,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-    )
-    config._attn_implementation = ATTENTION
-    model = LlamaForCausalLM(config)
-    model.load_state_dict(of_target, strict=False)
-    target = Target(model, None, "witness")
-    settings = {"num_layers": 2, "block_size": 5, "layer_ids": [1, 3, 5], "mask_token_id": 7, "key_norm": True}
-    own = DRAFTERS["dflash"].from_target(
-        DRAFTERS["dflash"].config_class(kind="dflash", draft_vocab_size=24, intermediate_size=48, **settings), target
-    )
-    checkpoint = checkpoint_of(own, torch.float32)
-    assert checkpoint.tensors.keys() == part(golden, "drafter.").keys()
-    checkpoint.tensors = part(golden, "drafter.")
-    del checkpoint.config["draftsmith"]["draft_vocab_hash"]
-    built = build_drafter(in_engine_layout(checkpoint.config, checkpoint.tensors, target), target)
-    assert isinstance(built, DFlash)
-    return built.eval()
+    return witnessed("dflash", golden)
 
 
 @pytest.mark.parametrize("documents", ["1.", "3."])
@@ -265,7 +225,7 @@ def test_blocks_are_those_of_speculators(documents: str, golden: Tensors, drafte
     case = part(golden, documents)
     batch = Batch(case["tokens"], case["loss_mask"], case["documents"])
     hidden = blocks(drafter, batch, case["features"], [int(anchor) - 1 for anchor in case["anchors"]])
-    torch.testing.assert_close(drafter.logits(hidden), case["logits"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(drafter.head(drafter.norm(hidden)), case["logits"], atol=1e-5, rtol=1e-5)
 
 
 def test_teachers_are_those_of_speculators(golden: Tensors, drafter: DFlash) -> None:

@@ -23,6 +23,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("eagle", {"intermediate_size": 48, "unroll_steps": 1, "divergence_weight": 1.0, "bias": True}),
     ("hydra", {"num_layers": 3}),
     ("mlp_speculator", {"tie_weights": True, "scale_input": True, "inner_size": 24}),
+    (
+        "dspark",
+        {"num_layers": 1, "block_size": 3, "draft_vocab_size": 40, "sliding_window": 5, "position_weights": "d_pace"},
+    ),
     ("p_eagle", {"num_layers": 1, "num_depths": 3, "draft_vocab_size": 40}),
 ]
 

@@ -33,7 +33,7 @@ def test_public_checkpoints(layout: str, deep_target: Target, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speculators_model_type": "dflash"}, "'dflash': only eagle3"),
+        ({"speculators_model_type": "mtp"}, "'mtp': those that are read are eagle3, dflash, dspark"),
         ({"transformer_layer_config": None}, "no transformer_layer_config"),
     ],
 )

@@ -99,7 +99,7 @@ def test_reduced_vocabulary_counts_the_mass_outside_as_lost() -> None:
     found = divergence_over_rows(drafter_logits, identity, p.log(), identity, "forward_kl", ids)
     torch.testing.assert_close(found.loss, torch.tensor(0.0), atol=1e-6, rtol=0)
     assert found.correct.tolist() == [False, True]
-    torch.testing.assert_close(found.acceptance, torch.tensor(0.4 + 0.9))
+    torch.testing.assert_close(found.acceptance, torch.tensor([0.4, 0.9]))
 
 
 # Weights of depths ----------------------------------------------------------------------------------------------------

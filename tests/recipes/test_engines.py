@@ -215,15 +215,22 @@ def test_another_family(
 # --- what else is claimed of vLLM
 
 
+@pytest.mark.parametrize(("kind", "fields"), [("eagle3", {}), ("dflash", {"num_layers": 2, "block_size": 5})])
 def test_speculators_directory_is_served(
-    venv: Path, target: Target, samples: Path, held_out: list[list[int]], folder: Path
+    kind: str,
+    fields: dict[str, Any],
+    venv: Path,
+    target: Target,
+    samples: Path,
+    held_out: list[list[int]],
+    folder: Path,
 ) -> None:
-    """The other format of an EAGLE-3 drafter gives vLLM the same drafter."""
-    checkpoint = train_briefly("eagle3", target, samples, folder / "run-speculators", draft_vocab_size=1000)
-    out = folder / "out-speculators"
+    """The other format gives vLLM the same drafter."""
+    run, out = folder / f"run-speculators-{kind}", folder / f"out-speculators-{kind}"
+    checkpoint = train_briefly(kind, target, samples, run, draft_vocab_size=1000, **fields)
     export_checkpoint(checkpoint, "speculators", target, out)
     drafter = load_drafter(out, target)
-    settings = speculative_config("eagle3", str(out), 4)
+    settings = speculative_config(kind, str(out), 4)
     report = check_engine(str(venv), settings, drafter, target, held_out[:10], MAX_NEW_TOKENS)
     assert report.relative_difference < 0.02, to_json(report)
     assert report.texts.divergences == 0

@@ -62,6 +62,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         ("eagle3", {"draft_vocab_size": 6}),
         ("p_eagle", {"num_layers": 2, "draft_vocab_size": 6}),
         ("dflash", {"num_layers": 2}),
+        ("dspark", {"num_layers": 2}),
         ("medusa", {}),
         ("draft_model", {"num_layers": 2}),
     ],
@@ -205,8 +206,27 @@ def test_speculators_config(tiny_target: Target, tmp_path: Path) -> None:
     assert speculators["verifier"] == {"name_or_path": tiny_target.name, "architectures": ["LlamaForCausalLM"]}
 
 
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_block_drafters_in_the_format_of_speculators(
+    kind: str, window: int | None, tiny_target: Target, tmp_path: Path
+) -> None:
+    """vLLM takes full attention for causal unless it is told otherwise; layer ids are those after N layers."""
+    fields = {"num_layers": 2, "layer_ids": [1, 3], "draft_vocab_size": 6, "sliding_window": window}
+    checkpoint = save_checkpoint(kind, tiny_target, tmp_path / "checkpoint", **fields)
+    assert export_checkpoint(checkpoint, "speculators", tiny_target, tmp_path / "out").served_by == ("vllm",)
+    config = read_config(tmp_path / "out")
+    assert config["aux_hidden_state_layer_ids"] == [1, 3]
+    assert config["sliding_window_non_causal"] is (window is None)
+    assert config["sample_from_anchor"] is (kind == "dspark")
+    layers = config["transformer_layer_config"]
+    assert (layers["use_sliding_window"], layers["sliding_window"]) == (window is not None, window)
+    drafted = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    assert drafted == load_drafter(tmp_path / "out", tiny_target).max_draft_length
+
+
 @pytest.mark.parametrize("kind", ["medusa", "draft_model"])
-def test_speculators_holds_only_eagle3(kind: str, tiny_target: Target, tmp_path: Path) -> None:
+def test_speculators_holds_only_some_kinds(kind: str, tiny_target: Target, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"no {kind} drafters"):
         export_checkpoint(
             save_checkpoint(kind, tiny_target, tmp_path / kind), "speculators", tiny_target, tmp_path / "out"
@@ -239,6 +259,7 @@ def test_draft_model_is_an_ordinary_model(tied: bool, make_target_dir: Any, tmp_
         ("sglang", "eagle"),
         ("vllm", "p_eagle"),
         ("sglang", "dflash"),
+        ("vllm", "dspark"),
         ("vllm", "medusa"),
         ("vllm", "draft_model"),
         ("speculators", "eagle3"),

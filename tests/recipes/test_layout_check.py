@@ -178,6 +178,15 @@ DFLASH_TRAPS: dict[str, tuple[Change, str]] = {
     "a head of its own": (new_tensor("lm_head.weight"), "lm_head.weight is unknown"),
 }
 
+DSPARK_TRAPS: dict[str, tuple[Change, str]] = {
+    "attention by default": DFLASH_TRAPS["attention by default"],
+    "the other layout": (new_key("sample_from_anchor", False), "sample_from_anchor False, not True"),
+    "another corrector": (new_key("markov_head_type", "rnn"), "markov_head_type 'rnn', not 'vanilla'"),
+    "no corrector": (without("markov_head.markov_w2.weight"), "markov_head.markov_w2.weight is missing"),
+    "another rank": (new_key("markov_rank", 5), "confidence_head.proj.weight has the shape"),
+    "no confidence": (without("enable_confidence_head"), "enable_confidence_head None, not True"),
+}
+
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("trap", EAGLE3_TRAPS)
@@ -222,6 +231,8 @@ OTHER_TRAPS = [
         ("vllm", "p_eagle", P_EAGLE_TRAPS),
         ("vllm", "dflash", DFLASH_TRAPS),
         ("sglang", "dflash", DFLASH_TRAPS),
+        ("vllm", "dspark", DSPARK_TRAPS),
+        ("sglang", "dspark", DSPARK_TRAPS),
         ("vllm", "draft_model", DRAFT_MODEL_TRAPS),
         ("sglang", "draft_model", DRAFT_MODEL_TRAPS),
     )
@@ -231,7 +242,7 @@ OTHER_TRAPS = [
 
 @pytest.mark.parametrize(("engine", "kind", "trap"), OTHER_TRAPS)
 def test_trap_of_another_kind_is_refused(engine: str, kind: str, trap: tuple[Change, str], tiny_target: Target) -> None:
-    fields = {"num_layers": 3, "layer_ids": [1, 2, 3]} if kind in ("p_eagle", "dflash") else {}
+    fields = {"num_layers": 3, "layer_ids": [1, 2, 3]} if kind in ("p_eagle", "dflash", "dspark") else {}
     files = files_for(engine, kind, tiny_target, **fields)
     change, message = trap
     check_files(engine, files, tiny_target)
@@ -241,8 +252,9 @@ def test_trap_of_another_kind_is_refused(engine: str, kind: str, trap: tuple[Cha
     assert message in str(caught.value)
 
 
-def test_only_vllm_reads_a_reduced_vocabulary_of_dflash(tiny_target: Target) -> None:
-    files = files_for("vllm", "dflash", tiny_target, draft_vocab_size=6, num_layers=2)
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_only_vllm_reads_a_reduced_vocabulary_of_block_drafters(kind: str, tiny_target: Target) -> None:
+    files = files_for("vllm", kind, tiny_target, draft_vocab_size=6, num_layers=2)
     assert engines_that_serve(files, tiny_target) == ("vllm",)
     for name in ("d2t", "lm_head.weight"):
         less = replace(files, tensors={other: tensor for other, tensor in files.tensors.items() if other != name})
