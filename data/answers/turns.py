@@ -132,8 +132,7 @@ class Dialogue:
         self._rendered = Chat(seen, self.target).text(len(self._history), opened=True)
 
     def _encode(self, text: str) -> list[int]:
-        assert self.target.tokenizer is not None
-        return self.target.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.target.encode(text, add_special_tokens=False)
 
     def _finish(self, token_ids: list[int], finish_reason: FinishReason) -> None:
         """Close the sample that is open, if one is, and tell in the last one how many turns are left."""

@@ -53,7 +53,7 @@ class Markers:
         added = target.tokenizer.get_added_vocab()
         markers = cls()
         for opening, closing, label in MARKERS:
-            ids = target.tokenizer(opening, add_special_tokens=False)["input_ids"]
+            ids = target.encode(opening, add_special_tokens=False)
             if ids[0] in added.values() and (not closing or closing in added):
                 markers.opening[tuple(ids)] = label
                 if closing:

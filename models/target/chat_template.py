@@ -74,9 +74,7 @@ def rendered(target: Target, messages: list[dict[str, Any]], tools: Any = None, 
 
 def rendered_ids(target: Target, messages: list[dict[str, Any]], tools: Any = None, opened: bool = False) -> list[int]:
     """Return the token ids of a chat, as `rendered` makes it. The template has written all special tokens itself."""
-    text = rendered(target, messages, tools, opened)
-    assert target.tokenizer is not None
-    return target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return target.encode(rendered(target, messages, tools, opened), add_special_tokens=False)
 
 
 def apply_template(target: Target, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:

@@ -331,11 +331,14 @@ class Target:
         """Return the matrix of the head, [V, H]."""
         return cast(Tensor, self.head_module.weight)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a raw text prompt, with the special tokens that the tokenizer puts before it."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text, by default with the special tokens that stand before a raw prompt.
+
+        Raises `UserError` where the tokenizer's files are not right.
+        """
         assert self.tokenizer is not None
         with library_errors(f"the tokenizer of {self.name} does not encode a text", "give a model with a whole one"):
-            return self.tokenizer(text)["input_ids"]
+            return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
 
     def fingerprint(self) -> str | None:
         """Return 16 hex digits over the config and a sample of every weight: the same target gives the same digits.

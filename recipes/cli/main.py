@@ -146,8 +146,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BrokenPipeError, SystemExit) as error:
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):  # rich ends so
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at the end
+        discard_output()
         return EXIT_BROKEN_PIPE
+    except OSError as error:  # of the flush: a command tells its own
+        discard_output()
+        return fail(f"standard output takes no more ({error.strerror}): send it to where there is room")
+
+
+def discard_output() -> None:
+    """Let what Python flushes at its end go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def open_closed_streams() -> None:

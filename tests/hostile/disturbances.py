@@ -79,7 +79,7 @@ def clock_going_back(random: Random) -> None:
 
 def environment(random: Random) -> None:
     """Set variables to hostile values. What runs in several processes would rightly wait for the others."""
-    names = """RANK WORLD_SIZE LOCAL_RANK TORCHELASTIC_ERROR_FILE COLUMNS LINES TERM NO_COLOR TZ TMPDIR HOME HF_ENDPOINT
+    names = """RANK WORLD_SIZE LOCAL_RANK COLUMNS LINES TERM NO_COLOR TZ TMPDIR HOME HF_ENDPOINT
     OPENAI_API_KEY WANDB_MODE ACCELERATE_MIXED_PRECISION ACCELERATE_DYNAMO_BACKEND
     ACCELERATE_GRADIENT_ACCUMULATION_STEPS"""
     texts = [text for text in TEXTS if "\0" not in text and text.isascii() and len(text) < 1000]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
+from draftsmith.models.target.chat_template import opened_question
 
 CASES = 15  # of each file and way to load
 
@@ -75,6 +76,15 @@ def test_sizes_are_held_against_the_tensors_first(way: str, key: str, value: int
     start = time.process_time()
     assert refusal(folder, WAYS[way]) or way == "head"  # which has no layers
     assert time.process_time() - start < 1
+
+
+def test_a_chat_that_the_tokenizer_does_not_encode_is_a_line(folder: Path) -> None:
+    """The library compares each text's length with the limit that the tokenizer's file gives."""
+    content = json.loads((folder / "tokenizer_config.json").read_text())
+    changes = {"chat_template": "{{ messages[0].content }}", "model_max_length": []}
+    (folder / "tokenizer_config.json").write_text(json.dumps(content | changes))
+    with pytest.raises(UserError, match="does not encode a text"):
+        opened_question(whole(folder), "hello")
 
 
 def with_config(**fields: Any) -> Callable[[Path], Any]:

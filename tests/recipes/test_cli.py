@@ -391,10 +391,14 @@ NOWHERE = "evaluate --target {target} --drafter ngram --prompts nöwhere.txt --o
         ("PYTHONIOENCODING=ascii {draftsmith} " + NOWHERE, 2),
         ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {draftsmith} " + NOWHERE, 2),
         ("{draftsmith} --help >&- 2>&-", 0),
+        ("env -u PYTHONUNBUFFERED {draftsmith} --help >/dev/full", 2),
     ],
 )
 def test_odd_streams_are_no_faults(shell: str, exit_code: int, files: dict[str, str], tmp_path: Path) -> None:
-    """A reader that goes away ends a command with a shell's code; characters that a locale lacks are escaped."""
+    """A reader that goes away ends a command with a shell's code, a full place with a line.
+
+    Characters that a locale lacks are escaped.
+    """
     draftsmith = f"{sys.executable} -m draftsmith.recipes.cli.main"
     command = shell.format(draftsmith=draftsmith, **files)
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path)
