@@ -404,7 +404,7 @@ def resolve_mode(mode: VerificationMode | None, sampling: Sampling, drafter: Dra
     if mode is None:
         sampled = "probabilistic" if drafter.can_sample and is_chain else "one_hot"
         return "greedy" if sampling.greedy else sampled  # type: ignore[return-value]
-    if mode not in get_args(VerificationMode):
+    if not isinstance(mode, str) or mode not in get_args(VerificationMode):
         raise UserError(f"verification_mode {shown(mode)}: give one of {', '.join(get_args(VerificationMode))}")
     if mode in SAMPLED_DRAFTS and not drafter.can_sample:
         raise UserError(f"verification_mode {mode}: {drafter.kind} has no probabilities; use one_hot")

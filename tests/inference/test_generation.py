@@ -8,6 +8,7 @@ from typing import Any, get_args
 from unittest.mock import Mock
 
 import numpy as np
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -388,6 +389,7 @@ NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4
         ({"temperature": 1, "top_k": -1}, "top_k -1: give 0 .off. or more"),
         ({"stop_at_eos": "no"}, "stop_at_eos 'no': give True or False"),
         ({"verification_mode": ["greedy"]}, "verification_mode .*: give one of"),
+        ({"verification_mode": np.array([1, 2])}, "verification_mode .*: give one of"),
         ({"tree": [[0]]}, r"tree \[\[0\]\]: give a StaticTree"),
         ({"schedule": 4, "tree": STATIC_TREE}, "schedule: it sets the length of chains"),
         ({"schedule": "fast"}, "schedule 'fast': give a Schedule"),
