@@ -8,7 +8,6 @@ from typing import Any, get_args
 from unittest.mock import Mock
 
 import numpy as np
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
