@@ -23,6 +23,7 @@ from draftsmith.models.ranges import (
     Count,
     Depth,
     Name,
+    Natural,
     NonNegative,
     Number,
     Seed,
@@ -46,6 +47,7 @@ class DataConfig:
     drop_cut: bool = False  # leave out samples whose answer the length limit of `prepare` cut
     tokens_per_micro_batch: Count = 16384  # of a forward pass on one rank: rows x longest row, padding included
     packing: bool = False  # several samples a row, as many as fit max_length
+    held_out_prompts: Natural = 0  # whose samples only tell what training brings; at most one prompt in 32
     on_policy_share: Share = 0.0  # of the steps that train on text which the drafter itself writes, if it can
     on_policy_rise: Share = 0.0  # share of all steps over which on_policy_share rises from 0
     features: Literal["online", "stored"] = "online"  # computed by the target beside the drafter, or once and read
@@ -194,7 +196,7 @@ def from_dict(content: dict[str, Any]) -> TrainConfig:
     if config.optimizer.decay == "cosine" and config.optimizer.decay_share != OptimizerConfig.decay_share:
         raise UserError("optimizer.decay_share has no effect on the cosine: give optimizer.decay=late, too")
     _check_changed_target(config)
-    _check_evaluation(config.evaluation)
+    _check_evaluation(config)
     if config.run.stuck_after >= config.run.timeout:
         raise UserError(
             f"run.stuck_after={config.run.stuck_after:g} s: a process would give up, after run.timeout="
@@ -234,9 +236,13 @@ def _check_changed_target(config: TrainConfig) -> None:
             raise UserError(f"{key}={value}: the target is trained along with this drafter; give {possible}")
 
 
-def _check_evaluation(evaluation: EvaluationConfig) -> None:
-    if evaluation.patience and not evaluation.prompts:
-        raise UserError("evaluation.patience has no effect without evaluation.prompts: give prompts, or leave it out")
+def _check_evaluation(config: TrainConfig) -> None:
+    evaluation = config.evaluation
+    if evaluation.patience and not (evaluation.prompts or config.data.held_out_prompts):
+        raise UserError(
+            "evaluation.patience has no effect without evaluation.prompts or data.held_out_prompts: give one of them, "
+            "or leave it out"
+        )
     for name in evaluation.baselines:
         if name not in DRAFTER_CONFIGS:
             raise UserError(f"evaluation.baselines: no drafter {name!r}; there are {', '.join(DRAFTER_CONFIGS)}")

@@ -7,6 +7,7 @@ the whole step, over all ranks and micro-batches, so that neither changes the gr
 from dataclasses import dataclass
 from pathlib import Path
 
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from draftsmith.data.console import say
@@ -18,7 +19,9 @@ from draftsmith.models.files import write_json
 from draftsmith.models.target.target import pick_device
 from draftsmith.models.typed_json import to_json
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.evaluation.evaluate import Evaluator, what_training_brought
+from draftsmith.train.evaluation.budget import lengths_without_gain
+from draftsmith.train.evaluation.evaluate import Evaluator, reason_to_stop, what_training_brought
+from draftsmith.train.evaluation.held_out import HeldOutSamples, is_on_curve
 from draftsmith.train.hardware.layouts import gather_as_one, steps_in_backward
 from draftsmith.train.hardware.meter import Meter
 from draftsmith.train.inputs.features import feature_source
@@ -29,7 +32,8 @@ from draftsmith.train.process.profiling import profiled
 from draftsmith.train.process.signals import Stopped, StopRequest
 from draftsmith.train.process.stages import Stages, watched
 from draftsmith.train.run_folder.checkpoint import checkpoint_name, checkpoints, resume, rotate, save_checkpoint
-from draftsmith.train.run_folder.run_folder import best_measured, open_run
+from draftsmith.train.run_folder.learning_curve import learning_curve, log_point
+from draftsmith.train.run_folder.run_folder import best_measured, link_best, open_run
 from draftsmith.train.run_folder.tracking import Tracker
 from draftsmith.train.run_folder.vocabulary import VOCABULARY, vocabulary_of
 from draftsmith.train.setup import Setup, set_up, show_data
@@ -95,6 +99,7 @@ class TrainingRun:
         # a step that DeepSpeed has taken cannot be skipped
         max_nonfinite = 1 if steps_in_backward(self.accelerator) else config.optimizer.max_nonfinite_steps
         self.nonfinite_steps = NonFiniteSteps(folder, max_nonfinite, on_main)
+        self.held_out = HeldOutSamples(self.accelerator, self.model, self.plan, self.source, stages)
         self.evaluator: Evaluator | None = None
         if setup.prompts:
             self.evaluator = Evaluator(
@@ -122,6 +127,8 @@ class TrainingRun:
                     progress.update(task, detail=self.log(done, outcome))
                 progress.update(task, completed=done)
                 profiler_step()
+                if self.held_out.micro_batches and (is_on_curve(done) or self.saves_at(done)):
+                    self.follow_curve(done)
                 if self.saves_at(done) or outcome.stopped_by:
                     reason_to_stop = self.save_and_measure(done, outcome.stopped_by)
                 if reason_to_stop:
@@ -192,6 +199,26 @@ class TrainingRun:
             self.tracker.log(step, values)
         return "" if values["loss"] is None else f"loss {values['loss']:.3f}"
 
+    def follow_curve(self, step: int) -> None:
+        """Measure the drafter on the held-out samples, and log what it reached."""
+        point = self.held_out.measure(step)
+        if self.tracker:
+            log_point(point, self.tracker)
+
+    def judge_by_curve(self, step: int) -> str | None:
+        """Point `best` at the best checkpoint on held-out samples; return why training should stop, if it should.
+
+        All processes call this together, with the same answer.
+        """
+        reason = None
+        if self.tracker and self.held_out.micro_batches:
+            link_best(self.folder)
+            saved = [point for point in learning_curve(self.folder) if self.saves_at(point.step)]
+            lengths = [point.acceptance_length for point in saved]
+            patience = self.config.evaluation.patience
+            reason = reason_to_stop(lengths_without_gain(lengths), patience, step, self.tracker)
+        return broadcast_object_list([reason])[0]
+
     def measure_before_steps(self) -> str | None:
         """Measure the untrained drafter, or what an earlier run left unmeasured; return why to stop at once, if so."""
         if not self.evaluator:
@@ -208,7 +235,9 @@ class TrainingRun:
         self.stages.enter("checkpoint")
         seconds = self.earlier_seconds + self.stages.training_seconds()
         save_checkpoint(self.accelerator, self.drafter, self.optimizer, self.folder, step, seconds)
-        reason_to_stop = self.evaluator.newest(seconds) if self.evaluator and stopped_by is None else None
+        reason_to_stop = None
+        if stopped_by is None:
+            reason_to_stop = self.evaluator.newest(seconds) if self.evaluator else self.judge_by_curve(step)
         if self.accelerator.is_main_process:
             rotate(self.folder, self.config.run.keep_checkpoints, best_measured(self.folder))
         if stopped_by is not None:

@@ -22,7 +22,7 @@ from draftsmith.data.prompts.checks import (
     shown_sample,
 )
 from draftsmith.data.samples.batches import GPU_WIDTH, BatchPlan
-from draftsmith.data.samples.samples import Sample, read_chat, read_samples
+from draftsmith.data.samples.samples import Sample, held_out_samples, read_chat, read_samples
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.models import CHANGED_TARGET, Drafter, Target
 from draftsmith.models.errors import UserError
@@ -126,6 +126,7 @@ def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num
             multiple,
             in_tokens,
             num_ranks,
+            held_out_samples(samples, data.held_out_prompts),
         )
 
     plan = planned()
@@ -139,7 +140,8 @@ def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num
 
 def check_tokens_per_step(plan: BatchPlan, data: DataConfig) -> None:
     """Refuse steps of more tokens than there are or than no sample has, and fewer samples than processes."""
-    least, most = max(plan.num_trained), sum(plan.num_trained)
+    trained = [plan.num_trained[index] for index in plan.trained]
+    least, most = max(trained), sum(trained)
     if not least <= data.batch_size <= most:
         raise UserError(
             f"data.batch_size={data.batch_size} tokens: the longest sample in {data.samples} trains on {least}, all "

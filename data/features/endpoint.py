@@ -95,7 +95,7 @@ class EndpointFeatures:
         self.command = shlex.join(["vllm", "serve", shell_path(target.name), *options])
         self.endpoint = Endpoint(url, target, 1, setting=SETTING, command=self.command)
         self._where = self.endpoint.server.name
-        longest = max(plan.lengths[index] for index in plan.trained)
+        longest = max(plan.lengths[index] for index in plan.read)
         if longest >= self.endpoint.context:
             raise UserError(
                 f"{self._where} takes {self.endpoint.context} tokens, and it writes one after the longest sample's "

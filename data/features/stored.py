@@ -47,7 +47,7 @@ class Contents:
     layer_ids: tuple[int, ...]  # hidden states after these layers, and always the last one after the final norm
     hidden_size: int
     dtype: StoredDtype
-    samples_hash: str  # of their token ids, as far as they are trained on
+    samples_hash: str  # of their token ids, as far as they are read
 
     @property
     def num_states(self) -> int:
@@ -72,7 +72,7 @@ class Shard:
 
     number: int
     first: int
-    lengths: list[int]  # tokens of each; 0 for one that is not trained on
+    lengths: list[int]  # tokens of each; 0 for one that is not read
 
     @property
     def file(self) -> str:
@@ -90,8 +90,8 @@ class StoredFeatures:
 
     def __init__(self, folder: Path, contents: Contents, plan: BatchPlan) -> None:
         self.folder, self.contents, self.plan = folder, contents, plan
-        trained = set(plan.trained)
-        lengths = [length if i in trained else 0 for i, length in enumerate(plan.lengths)]
+        read = set(plan.read)
+        lengths = [length if i in read else 0 for i, length in enumerate(plan.lengths)]
         self.shards = list(_shards(lengths, contents.bytes_per_token))
         self._open: dict[int, Any] = {}
         self._ahead: dict[str, tuple[Tensor, Tensor | None]] = {}
@@ -225,9 +225,9 @@ def _shards(lengths: list[int], bytes_per_token: int) -> Iterator[Shard]:
 
 
 def samples_hash(plan: BatchPlan) -> str:
-    """Return 16 hex digits of the token ids that a plan trains on, and of their places."""
+    """Return 16 hex digits of the token ids that a plan reads, and of their places."""
     digest = hashlib.sha256()
-    for index in plan.trained:
+    for index in plan.read:
         ids = plan.samples[index].token_ids[: plan.max_length]
         digest.update(json.dumps([index, ids]).encode())
     return digest.hexdigest()[:16]

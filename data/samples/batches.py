@@ -38,16 +38,20 @@ class BatchPlan:
     width_multiple: int = 1  # of which the width of a micro-batch is one, or else `max_length`
     in_tokens: bool = False  # whether `batch_size` counts tokens; whole samples come as near to it as they can
     num_ranks: int = 1  # that share a step in tokens; each needs as many samples as the others
+    held_out: frozenset[int] = frozenset()  # samples that are not trained on, but read to see what training brings
 
     def __post_init__(self) -> None:
         assert self.max_length <= self.tokens_per_micro_batch
         self.lengths = [min(len(sample.token_ids), self.max_length) for sample in self.samples]
         self.num_trained = [int(self._mask(sample).sum()) for sample in self.samples]  # tokens of each sample
-        self.trained = [i for i, number in enumerate(self.num_trained) if number]
+        self.read = [i for i, number in enumerate(self.num_trained) if number]  # samples of which a part is left
+        self.trained = [i for i in self.read if i not in self.held_out]
         self.steps_per_epoch = len(self.trained) // self.batch_size
         if self.in_tokens:
             most = len(self.trained) // self.num_ranks
-            self.steps_per_epoch = min(most, max(1, round(sum(self.num_trained) / self.batch_size)))
+            self.steps_per_epoch = min(
+                most, max(1, round(sum(self.num_trained[i] for i in self.trained) / self.batch_size))
+            )
         self._epoch_order: tuple[int, list[list[int]]] | None = None
 
     def indices(self, step: int) -> list[int]:
@@ -103,6 +107,11 @@ class BatchPlan:
         groups = group_rows(rows, self.lengths, self.tokens_per_micro_batch, self.width_multiple)
         return share_equally(groups, self.lengths, num_ranks)[rank::num_ranks]
 
+    def held_out_batches(self) -> list[MicroBatch]:
+        """Return micro-batches of the held-out samples, one a row, the longest first."""
+        rows = [[index] for index in self.read if index in self.held_out]
+        return group_rows(rows, self.lengths, self.tokens_per_micro_batch, self.width_multiple)
+
     def collate(self, micro_batch: MicroBatch) -> Batch:
         """Return the token ids and loss masks of a micro-batch, [rows, longest row or more]."""
         longest = max(width(row, self.lengths) for row in micro_batch)
@@ -143,7 +152,7 @@ class BatchPlan:
             return ""
         num_tokens = sum(len(sample.token_ids) for sample in self.samples)
         share = 100 * (1 - sum(self.lengths) / num_tokens)
-        num_left_out = len(self.samples) - len(self.trained)
+        num_left_out = len(self.samples) - len(self.read)
         left_out = f"; {num_left_out} are left out, their answers begin beyond it" if num_left_out else ""
         return (
             f"{num_cut} of {len(self.samples)} samples are longer than data.max_length={self.max_length} and are cut "

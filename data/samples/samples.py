@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any, ClassVar, Literal
@@ -31,6 +32,7 @@ CHECKSUM = f"{SAMPLES}.sha256"  # in the form of `sha256sum`
 WRITERS = ("target", "target_fingerprint", "written_by")  # keys of prepared.json without which nobody wrote the samples
 AGREEMENT = 0.9  # the target that wrote greedy text finds at least this share of its tokens likeliest, despite rounding
 CHECKED_SAMPLES = 8
+HELD_OUT = 32  # one prompt in so many, at most, is kept out of training
 REPAIR = "remove the file, and the same `draftsmith prepare` writes it anew"
 
 FinishReason = Literal["length", "eos", "given"]
@@ -64,6 +66,16 @@ def loss_mask(sample: Sample) -> Tensor:
     for span in sample.spans:
         mask[span.start : span.end] = True
     return mask
+
+
+def held_out_samples(samples: list[Sample], num_prompts: int) -> frozenset[int]:
+    """Return the places of the samples of so many prompts, or of one prompt in 32 where there are fewer.
+
+    All samples of a prompt go together, since they begin alike. The choice is the same for each run on these samples.
+    """
+    prompts = sorted({sample.prompt_index for sample in samples}, key=lambda index: sha256(b"%d" % index).digest())
+    held_out = set(prompts[: min(num_prompts, len(prompts) // HELD_OUT)])
+    return frozenset(place for place, sample in enumerate(samples) if sample.prompt_index in held_out)
 
 
 def sample_line(sample: Sample) -> str:

@@ -80,8 +80,8 @@ def draft_model() -> TrainConfig:
 
 
 def _recipe(drafter: DrafterConfig, learning_rate: float, steps: int) -> TrainConfig:
-    """Return a config with ten checkpoints."""
-    config = TrainConfig(target="", drafter=drafter, data=DataConfig(""))
+    """Return a config with ten checkpoints, and a learning curve on samples of 64 prompts."""
+    config = TrainConfig(target="", drafter=drafter, data=DataConfig("", held_out_prompts=64))
     config.optimizer.learning_rate = learning_rate
     config.run.steps, config.run.checkpoint_every = steps, steps // 10
     return config

@@ -43,6 +43,11 @@ def seconds_left(config: EvaluationConfig, earlier: list[EvaluationCost], traini
     return config.time_share * training_seconds - sum(cost.seconds for cost in earlier)
 
 
+def lengths_without_gain(lengths: list[float]) -> int:
+    """Return how many of the newest acceptance lengths, oldest first, are no longer than the longest before them."""
+    return len(lengths) - 1 - lengths.index(max(lengths)) if lengths else 0
+
+
 def checkpoints_without_gain(rows: list[Result]) -> int:
     """Return how many of the newest checkpoints bring no longer acceptance, given the first row of each, oldest first.
 

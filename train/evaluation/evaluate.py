@@ -118,7 +118,11 @@ class Evaluator:
         if self.tracker and (checkpoint / "evaluation.json").is_file():
             log_evaluation(checkpoint, self.tracker)
             link_best(self.run)
-            reason = self._reason_to_stop(checkpoint_step(checkpoint))
+            rows = [first_result(measured) for measured in measured_checkpoints(self.run)]
+            without_gain = checkpoints_without_gain(rows)
+            reason = reason_to_stop(
+                without_gain, self.config.evaluation.patience, checkpoint_step(checkpoint), self.tracker
+            )
             if reason or checkpoint_step(checkpoint) == run.steps:
                 self._measure_costs(training_seconds)
         return broadcast_object_list([reason])[0]
@@ -239,16 +243,15 @@ class Evaluator:
         except Exception as error:
             warn(f"the costs of a round were not measured: {type(error).__name__}: {first_line(error)}")
 
-    def _reason_to_stop(self, step: int) -> str | None:
-        patience = self.config.evaluation.patience
-        rows = [first_result(checkpoint) for checkpoint in measured_checkpoints(self.run)]
-        if patience is None or checkpoints_without_gain(rows) < patience:
-            return None
-        reason = f"no longer acceptance in the last {patience} checkpoints (evaluation.patience)"
-        assert self.tracker
-        self.tracker.log(step, {"stopped_early": reason})
-        say(f"training stops at step {step}: {reason}")
-        return reason
+
+def reason_to_stop(without_gain: int, patience: int | None, step: int, tracker: Tracker) -> str | None:
+    """Return why training should stop after so many checkpoints without gain, and tell; None where it should go on."""
+    if patience is None or without_gain < patience:
+        return None
+    reason = f"no longer acceptance in the last {patience} checkpoints (evaluation.patience)"
+    tracker.log(step, {"stopped_early": reason})
+    say(f"training stops at step {step}: {reason}")
+    return reason
 
 
 def failure_text(rank: int, error: Exception) -> str:

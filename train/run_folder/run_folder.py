@@ -22,6 +22,7 @@ from draftsmith.models.typed_json import to_json
 from draftsmith.train.config import DataConfig, EvaluationConfig, RunConfig, TrainConfig, contents, dump
 from draftsmith.train.process.faults import failing_together
 from draftsmith.train.run_folder.checkpoint import checkpoint_step, checkpoints, resumable
+from draftsmith.train.run_folder.learning_curve import learning_curve
 
 # Settings that may change when a run goes on: where things lie, what is said and measured, how the work is divided. The
 # weights stay the same up to rounding, and to what a drafter draws by chance.
@@ -146,9 +147,15 @@ def link_best(run: Path) -> Path | None:
 
 
 def best_measured(run: Path) -> Path | None:
-    """Return the best checkpoint, which emits the most tokens a round; None where none was measured."""
-    measured = measured_checkpoints(run)
-    return measured[place_of_best(list(map(first_result, measured)))] if measured else None
+    """Return the best checkpoint, which emits the most tokens a round; None where none was measured.
+
+    Where nothing was decoded, it is the one with the longest acceptance on held-out samples; of equal ones the later.
+    """
+    if measured := measured_checkpoints(run):
+        return measured[place_of_best(list(map(first_result, measured)))]
+    lengths = {point.step: point.acceptance_length for point in learning_curve(run)}
+    followed = [checkpoint for checkpoint in checkpoints(run) if checkpoint_step(checkpoint) in lengths]
+    return max(reversed(followed), key=lambda checkpoint: lengths[checkpoint_step(checkpoint)], default=None)
 
 
 def measured_checkpoints(run: Path) -> list[Path]:

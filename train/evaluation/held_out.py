@@ -1,0 +1,57 @@
+"""The drafter on held-out samples, as training sees them: a number for every run, also where nothing can decode.
+
+Features come from the source that training has: computed beside the drafter, in pieces on several devices, or stored.
+"""
+
+import math
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from draftsmith.data.features.stored import FeatureSource
+from draftsmith.data.samples.batches import BatchPlan
+from draftsmith.train.process.stages import Stages
+from draftsmith.train.run_folder.learning_curve import CurvePoint
+
+FIRST_POINT = 8  # steps
+
+
+def is_on_curve(step: int) -> bool:
+    """Return whether the learning curve has a point after so many steps: 8, 11, 16, 23, 32, 45, ..."""
+    if step < FIRST_POINT:
+        return False
+    half_octave = round(2 * math.log2(step / FIRST_POINT))
+    return step == round(FIRST_POINT * 2 ** (half_octave / 2))
+
+
+class HeldOutSamples:
+    """The samples of a plan that are not trained on, to measure the drafter on."""
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, plan: BatchPlan, source: FeatureSource, stages: Stages
+    ) -> None:
+        """`model` is the drafter as the accelerator has prepared it."""
+        self.accelerator, self.model, self.plan, self.source, self.stages = accelerator, model, plan, source, stages
+        self.micro_batches = plan.held_out_batches()
+
+    @torch.no_grad()
+    def measure(self, step: int) -> CurvePoint:
+        """Return the point of the learning curve after so many steps. All processes call this together."""
+        accelerator = self.accelerator
+        self.model.eval()
+        sums = torch.zeros(2, 2, dtype=torch.float64, device=accelerator.device)
+        for first in range(0, len(self.micro_batches), accelerator.num_processes):
+            self.stages.enter("evaluation")
+            number = first + accelerator.process_index
+            # all processes pass through layers in pieces together: one without a share reads the last one's, uncounted
+            micro_batch = self.micro_batches[min(number, len(self.micro_batches) - 1)]
+            batch = self.plan.collate(micro_batch).to(accelerator.device)
+            with accelerator.autocast():
+                found = self.model(batch, self.source(micro_batch, batch))
+            if number < len(self.micro_batches):
+                pairs = (found["loss"], found["simulated_acceptance_length"])
+                sums += torch.stack([torch.stack([value.double() for value in pair]) for pair in pairs])
+        self.model.train()
+        (loss, tokens), (emitted, rounds) = accelerator.reduce(sums, "sum").tolist()
+        return CurvePoint(step, loss / max(1, tokens), emitted / max(1, rounds))
