@@ -27,6 +27,7 @@ from draftsmith.models.losses.chain_loss import (
     ChainLoss,
     Depth,
     LossSums,
+    RowLosses,
     divergence_over_rows,
     marked_rows,
     teacher_rows,
@@ -37,6 +38,8 @@ from draftsmith.models.target.loading import drop_layers, load_model
 from draftsmith.models.target.slots import ATTENTION, Window, chain_window, run_causal, run_on_slots
 from draftsmith.models.target.target import Features, Target, find_decoder_layers
 from draftsmith.models.target.target_files import read_config
+
+SIMULATED_DEPTH = 4  # drafted tokens a round, of the acceptance length that the loss tells
 
 
 class DraftModel(Drafter):
@@ -90,9 +93,24 @@ class DraftModel(Drafter):
         num_counted = torch.full((), int(counted.sum()), device=hidden.device)
         return {
             "loss": (rows.loss, batch.loss_mask.sum()),
+            "simulated_acceptance_length": self.simulated_length(batch, counted, rows.correct),
             "accuracy_0": (rows.correct.sum(), num_counted),
             "sampled_acceptance_0": (rows.acceptance.sum(), num_counted),
         }
+
+    def simulated_length(self, batch: Batch, counted: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum and the number of acceptance lengths in chains of `SIMULATED_DEPTH` from each slot.
+
+        `correct` [R] says for the places in `counted` bool [B, T] whether the next token is the model's likeliest.
+        """
+        marked = send(counted.flatten(), correct.device)
+        right = torch.zeros_like(marked).masked_scatter(marked, correct)
+        chain_loss = self.new_chain_loss(batch)
+        nothing = torch.zeros((), device=correct.device)
+        for depth in range(SIMULATED_DEPTH):
+            places = teacher_rows(chain_loss.next_depth(), depth)
+            chain_loss.add(RowLosses(nothing, right.index_select(0, send(places, correct.device)), nothing))
+        return chain_loss.sums()["simulated_acceptance_length"]
 
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
         """Yield the model's own predictions: at places t + 1, t + 2, ... they are what it would draft after x_{t+1}."""

@@ -50,8 +50,8 @@ def history(data: ReportData) -> Section:
         ),
         Plot(
             "training",
-            "Losses of different families are not comparable. The simulated length is on training text and at the "
-            "length that the drafter trains with, the measured one on held-out prompts.",
+            "Losses of different families are not comparable. Lines are the acceptance lengths that training sees on "
+            "texts of the target, at the draft length that the drafter trains with; points are decoded, on prompts.",
             partial(draw_training, data),
         ),
     ]
@@ -97,15 +97,17 @@ def draw_training(data: ReportData, figure: Figure) -> None:
     for run in data.comparable_runs:
         colour = styles[run.name].colour
         losses.plot(*series(run, "loss"), color=colour, label=styles[run.name].label)
-        lengths.plot(*series(run, "simulated_acceptance_length"), color=colour, linewidth=1.2)
+        lengths.plot(*series(run, "simulated_acceptance_length"), color=colour, linewidth=0.6, alpha=0.5)
+        lengths.plot(*series(run, "held_out_acceptance_length"), color=colour, linewidth=1.4)
         lengths.plot(*series(run, "acceptance_length"), "o", color=colour)
     label(losses, "Training loss", "training step", "loss")
     losses.set_yscale("log")
     losses.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     losses.yaxis.set_major_formatter("{x:g}")
     losses.yaxis.set_minor_formatter("{x:g}")
-    lengths.plot([], [], color=INK, linewidth=1.2, label="simulated in training")
-    lengths.plot([], [], "o", color=INK, label="measured")
+    lengths.plot([], [], color=INK, linewidth=0.6, alpha=0.5, label="on text that is trained on")
+    lengths.plot([], [], color=INK, linewidth=1.4, label="on held-out samples")
+    lengths.plot([], [], "o", color=INK, label="decoded")
     label(lengths, "Acceptance length", "training step", "tokens per round")
     for axes in (losses, lengths):
         step_axis(axes, data.comparable_runs)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from draftsmith.data.samples.batches import LENGTH_GROUPS, BatchPlan, pack, padded_size, split, width
-from draftsmith.data.samples.samples import Sample
+from draftsmith.data.samples.samples import Sample, held_out_samples
 from draftsmith.inference.measuring.spans import Span
 
 
@@ -45,6 +45,31 @@ def test_an_epoch_takes_no_sample_twice(num_samples: int, epoch: int) -> None:
     taken = [index for step in range(first, first + plan.steps_per_epoch) for index in plan.indices(step)]
     assert len(taken) == len(set(taken)) == num_samples // 4 * 4
     assert set(taken) <= set(range(num_samples))
+
+
+@pytest.mark.parametrize("in_tokens", [False, True])
+def test_held_out_samples_are_read_but_not_trained_on(in_tokens: bool) -> None:
+    held_out = frozenset((2, 3, 40))
+    batch_size = 60 if in_tokens else 4
+    plan = BatchPlan(make_samples(70), batch_size, 100, 200, 0, in_tokens=in_tokens, held_out=held_out)
+    taken = {index for step in range(3 * plan.steps_per_epoch) for index in plan.indices(step)}
+    assert not taken & held_out
+    assert taken <= set(plan.trained)
+    micro_batches = plan.held_out_batches()
+    assert sorted(index for micro_batch in micro_batches for (index,) in micro_batch) == [2, 3, 40]
+    assert all(padded_size(micro_batch, plan.lengths) <= 200 for micro_batch in micro_batches)
+
+
+@pytest.mark.parametrize(("asked", "found"), [(0, 0), (1, 1), (2, 2), (64, 3)])
+def test_prompts_are_held_out_whole(asked: int, found: int) -> None:
+    """At most one prompt in 32, and the same ones in whatever order the samples lie."""
+    samples = [replace(sample, prompt_index=i % 100) for i, sample in enumerate(make_samples(250))]
+    held_out = held_out_samples(samples, asked)
+    prompts = {samples[i].prompt_index for i in held_out}
+    assert len(prompts) == found
+    assert held_out == {i for i, sample in enumerate(samples) if sample.prompt_index in prompts}
+    backwards = held_out_samples(samples[::-1], asked)
+    assert {samples[::-1][i].prompt_index for i in backwards} == prompts
 
 
 def token_plan(num_ranks: int = 1, tokens: int = 60, packing: bool = False, budget: int = 10_000) -> BatchPlan:

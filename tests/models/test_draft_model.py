@@ -33,6 +33,19 @@ def test_an_existing_model_drafts_as_it_is(tiny_target: Target, tiny_target_dir:
     assert padded.engine_config()["vocab_size"] == tiny_target.vocab_size
 
 
+def test_the_simulated_length_counts_tokens_that_are_right_in_a_row(tiny_target: Target) -> None:
+    """It is that of four predictions in a row from each slot, as other families make them."""
+    drafter = DraftModel.from_target(DraftModelConfig(num_layers=1), tiny_target)
+    token_ids = torch.randint(3, 300, (2, 30), generator=torch.Generator().manual_seed(0))
+    batch = Batch(token_ids, torch.arange(30).remainder(9).expand(2, -1) > 2)
+    features = tiny_target.features(batch, ())
+    chain_loss = drafter.new_chain_loss(batch)
+    drafter.add_divergences(chain_loss, list(drafter.depths(chain_loss, batch, features, 4)), features)
+    emitted, rounds = drafter.loss(batch, features)["simulated_acceptance_length"]
+    assert (emitted, rounds) == chain_loss.sums()["simulated_acceptance_length"]
+    assert rounds < emitted < 5 * rounds
+
+
 def test_a_model_with_another_tokenizer_is_refused(tiny_target: Target, make_target_dir: Any) -> None:
     other = make_target_dir()
     tokenizer = Target.from_pretrained(other, "cpu").tokenizer

@@ -131,6 +131,7 @@ def test_a_batch_is_the_sum_of_its_rows(kind: str, tiny_target: Target) -> None:
         gradients.append([parameter.grad for parameter in drafter.parameters()])
     torch.testing.assert_close(sums[1], sums[0])
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
+    assert {"loss", "simulated_acceptance_length"} <= set(sums[0])  # which every run's learning curve shows
 
 
 @every_trainable

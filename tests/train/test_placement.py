@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 import draftsmith.recipes
 from draftsmith.data.features import stored as features
-from draftsmith.data.samples.samples import PREPARED, Sample, sample_line, write_samples
+from draftsmith.data.samples.samples import PREPARED, Sample, held_out_samples, sample_line, write_samples
 from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
@@ -44,6 +44,7 @@ from draftsmith.train.hardware.placement import check_placement, devices_of_laye
 from draftsmith.train.inputs.features import free_memory
 from draftsmith.train.process.signals import Stopped
 from draftsmith.train.run_folder.checkpoint import checkpoints
+from draftsmith.train.run_folder.learning_curve import learning_curve
 from draftsmith.train.run_folder.tracking import read_metrics
 from draftsmith.train.run_folder.training_state import MOMENTS, STEP, WEIGHT, part_file, piece_of_zero3
 from draftsmith.train.run_folder.vocabulary import read_vocabulary
@@ -53,6 +54,7 @@ LAUNCH = Path(draftsmith.recipes.__file__).parent / "launch"
 TRAJECTORY = TESTS / "golden" / "trajectory.json"
 TOLERANCE = 1e-4  # relative; sums in another order differ by 1e-7 a step
 RUN = {"steps": 4, "checkpoint_every": 4}
+HELD_OUT_PROMPT = 51  # the one that is held out of prompts 0 to 47 and itself
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +64,23 @@ def base(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.Te
     base = base_of(tiny_target_dir, tiny_target, folder)
     chance = random.Random(0)
     samples = []
-    for _ in range(48):
+    for prompt in [*range(48), HELD_OUT_PROMPT, HELD_OUT_PROMPT, HELD_OUT_PROMPT]:
         length = chance.randrange(8, 60)
         ids = [chance.randrange(3, 300) for _ in range(length)]
-        samples.append(Sample(ids, [Span(length // 3, length)]))
+        samples.append(Sample(ids, [Span(length // 3, length)], prompt_index=prompt))
+    assert held_out_samples(samples, 1) == {48, 49, 50}
     write_samples(folder / "samples", (sample_line(sample).encode() for sample in samples))
     return base
 
 
 def trajectory(run: Path) -> list[list[float]]:
-    return [[line["loss"], line["gradient_norm"]] for line in read_metrics(run)]
+    return [[line["loss"], line["gradient_norm"]] for line in read_metrics(run) if "loss" in line]
+
+
+def last_point(run: Path) -> list[float]:
+    """Loss and acceptance length on the held-out samples, which two processes share unequally."""
+    point = learning_curve(run)[-1]
+    return [point.step, point.loss, point.acceptance_length]
 
 
 def expected() -> list[list[float]]:
@@ -121,6 +130,7 @@ def test_every_launcher_config_is_run() -> None:
 def assert_trajectory(run: Path, one_process: Path) -> None:
     """Losses, gradient norms and weights are those of one process."""
     assert trajectory(run) == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+    assert last_point(run) == pytest.approx(last_point(one_process), rel=TOLERANCE)
     weights = final_weights(one_process)
     for name, weight in final_weights(run).items():
         torch.testing.assert_close(weight, weights[name], atol=1e-5, rtol=1e-4)

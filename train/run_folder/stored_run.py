@@ -54,6 +54,7 @@ class LoggedStep:
     loss: NonNegative | None = None
     simulated_acceptance_length: NonNegative | None = None
     acceptance_length: NonNegative | None = None
+    held_out_acceptance_length: NonNegative | None = None
 
 
 class Reader:

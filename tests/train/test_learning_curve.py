@@ -1,0 +1,99 @@
+"""The learning curve: the drafter on samples that it is not trained on, wherever their features come from."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import base_of, final_weights, make_config
+
+from draftsmith.data.samples.batches import BatchPlan
+from draftsmith.data.samples.samples import held_out_samples, read_samples
+from draftsmith.models import Target, load_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.train import train
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.evaluation.held_out import is_on_curve
+from draftsmith.train.loop import TrainingRun
+from draftsmith.train.run_folder.checkpoint import checkpoints
+from draftsmith.train.run_folder.learning_curve import CurvePoint, learning_curve, log_point
+from draftsmith.train.run_folder.run_folder import best_checkpoint
+from draftsmith.train.run_folder.tracking import read_metrics
+
+KINDS = ("eagle3", "medusa", "dflash", "draft_model")  # several depths, heads, blocks, one depth
+RUN = {"steps": 12, "checkpoint_every": 6}
+
+
+@pytest.fixture(scope="module")
+def base(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return base_of(tiny_target_dir, tiny_target, tmp_path_factory.mktemp("data"))
+
+
+def config_of(kind: str, base: dict[str, Any], folder: Path, **data: Any) -> TrainConfig:
+    return make_config(kind, base, folder, data={"held_out_prompts": 64, **data}, run=RUN)
+
+
+def test_points_lie_a_half_octave_apart() -> None:
+    assert [step for step in range(100) if is_on_curve(step)] == [8, 11, 16, 23, 32, 45, 64, 91]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_point_is_what_the_last_checkpoint_does(
+    kind: str, base: dict[str, Any], tiny_target: Target, tmp_path: Path
+) -> None:
+    """Its loss on samples that no step has read, each by itself; with stored features it is the same."""
+    runs = [train(config_of(kind, base, tmp_path / "online"))]
+    if kind != "draft_model":
+        stored = {"features": "stored", "features_dtype": "float32", "features_dir": str(tmp_path / "features")}
+        runs.append(train(config_of(kind, base, tmp_path / "stored", **stored)))
+    drafter = load_drafter(str(checkpoints(runs[0])[-1]), tiny_target).eval()
+    drafter.progress = 11 / 12  # as in the last step
+    samples = read_samples(Path(base["data.samples"]))
+    held_out = held_out_samples(samples, 64)
+    assert held_out
+    plan = BatchPlan([samples[i] for i in sorted(held_out)], 1, 512, 512, 0)
+    sums: dict[str, list[float]] = {"loss": [0, 0], "simulated_acceptance_length": [0, 0]}
+    with torch.no_grad():
+        for place in plan.read:
+            batch = plan.collate([[place]])
+            found = drafter.loss(batch, tiny_target.features(batch, drafter.layer_ids))
+            for name, pair in sums.items():
+                pair[:] = [value + more.item() for value, more in zip(pair, found[name], strict=True)]
+    expected = [total / count for total, count in sums.values()]
+    for run in runs:
+        curve = learning_curve(run)
+        assert [point.step for point in curve] == [6, 8, 11, 12]
+        assert [curve[-1].loss, curve[-1].acceptance_length] == pytest.approx(expected, rel=1e-4)
+
+
+def test_measuring_changes_nothing(base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are the same to the bit, whether the curve is followed or not."""
+    followed = train(config_of("p_eagle", base, tmp_path / "followed"))
+    monkeypatch.setattr(TrainingRun, "follow_curve", lambda self, step: None)
+    alone = train(config_of("p_eagle", base, tmp_path / "alone"))
+    for name, weight in final_weights(followed).items():
+        assert torch.equal(weight, final_weights(alone)[name]), name
+
+
+def test_the_curve_chooses_and_stops_where_nothing_decodes(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`best` has the longest acceptance; patience counts checkpoints that bring no more."""
+    lengths = dict(zip(range(1, 9), (1.1, 1.5, 1.4, 1.5, 1.2, 1.1, 1.6, 1.7), strict=True))
+
+    def follow(run: TrainingRun, step: int) -> None:
+        assert run.tracker
+        log_point(CurvePoint(step, 1.0, lengths[step]), run.tracker)
+
+    monkeypatch.setattr(TrainingRun, "follow_curve", follow)
+    config = config_of("medusa", base, tmp_path / "run")
+    config.run.steps, config.run.checkpoint_every, config.evaluation.patience = 8, 1, 3
+    run = train(config)
+    assert read_metrics(run)[-1]["stopped_early"]
+    assert [checkpoint.name for checkpoint in checkpoints(run)][-1] == "step-000005"  # 4 only equals 2
+    assert best_checkpoint(run).name == (run / "best").resolve().name == "step-000004"  # the later of two equal ones
+
+
+def test_patience_needs_something_to_watch(base: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"evaluation.patience has no effect without .* or data.held_out_prompts"):
+        make_config("medusa", base, tmp_path, data={"held_out_prompts": 0}, evaluation={"patience": 2})
