@@ -1,4 +1,4 @@
-"""The learning curve of a run: what its drafter reached, step by step, on samples that are not trained on."""
+"""The learning curve of a run: its drafter, step by step, on samples that are not trained on."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ PREFIX = "held_out_"  # of the names in metrics.jsonl
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """What the drafter reached on the held-out samples after so many steps."""
+    """The drafter on the held-out samples after so many steps."""
 
     step: int
     loss: float  # mean over their trained tokens
