@@ -52,6 +52,7 @@ class DataConfig:
     on_policy_rise: Share = 0.0  # share of all steps over which on_policy_share rises from 0
     features: Literal["online", "stored"] = "online"  # computed by the target beside the drafter, or once and read
     features_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = "bfloat16"  # of stored features
+    features_layers: list[Natural] | None = None  # target layers that are stored, for several drafters; None: its own
     features_dir: Name | None = None  # where they are stored; None: in the folder of the samples
     features_endpoint: Name | None = None  # URL of a vLLM that computes them; None: the target does, in this process
 
@@ -212,7 +213,7 @@ def _check_data(config: TrainConfig) -> None:
             f"data.tokens_per_micro_batch={data.tokens_per_micro_batch} holds no row of "
             f"data.max_length={data.max_length}: give data.tokens_per_micro_batch={data.max_length}, or lower both"
         )
-    for key in ("features_dtype", "features_dir", "features_endpoint"):
+    for key in ("features_dtype", "features_layers", "features_dir", "features_endpoint"):
         value = getattr(data, key)
         if data.features == "online" and value != getattr(DataConfig, key):
             raise UserError(f"data.{key}={value} is of stored features: give data.features=stored, too")

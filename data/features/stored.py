@@ -88,8 +88,13 @@ class Shard:
 class StoredFeatures:
     """The features of a plan's samples in a folder, whether all there or to be written."""
 
-    def __init__(self, folder: Path, contents: Contents, plan: BatchPlan) -> None:
+    def __init__(
+        self, folder: Path, contents: Contents, plan: BatchPlan, layer_ids: tuple[int, ...] | None = None
+    ) -> None:
+        """`layer_ids` are those of the stored layers that are read; None: all of them."""
         self.folder, self.contents, self.plan = folder, contents, plan
+        self.layer_ids = contents.layer_ids if layer_ids is None else layer_ids
+        self.columns = [*map(contents.layer_ids.index, self.layer_ids), contents.num_states - 1]
         read = set(plan.read)
         lengths = [length if i in read else 0 for i, length in enumerate(plan.lengths)]
         self.shards = list(_shards(lengths, contents.bytes_per_token))
@@ -118,7 +123,7 @@ class StoredFeatures:
             None if scales is None else scales.to(target.device, non_blocking=True),
             target.dtype,
         )
-        layers = states[:, :, :-1].flatten(2) if self.contents.layer_ids else None
+        layers = states[:, :, :-1].flatten(2) if self.layer_ids else None
         return Features(states[:, :, -1], layers)
 
     def read_ahead(self, rows: MicroBatch, batch: Batch, pin_memory: bool) -> None:
@@ -129,8 +134,8 @@ class StoredFeatures:
         self._ahead[str(rows)] = tensors
 
     def _load(self, rows: MicroBatch, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return encoded hidden states [B, T, A + 1, H], and the scales [B, T, A + 1] of fp8."""
-        shape = (*batch.token_ids.shape, self.contents.num_states)
+        """Return encoded hidden states [B, T, A + 1, H] of what is read, and the scales [B, T, A + 1] of fp8."""
+        shape = (*batch.token_ids.shape, len(self.columns))
         hidden = torch.zeros(*shape, self.contents.hidden_size, dtype=self.contents.torch_dtype)
         scales = torch.zeros(shape) if self.contents.dtype == "float8_e4m3fn" else None
         for number, row in enumerate(rows):
@@ -138,9 +143,9 @@ class StoredFeatures:
             for index in row:
                 shard, place = self.places[index]
                 file, end = self._file(shard), start + place.stop - place.start
-                hidden[number, start:end] = file.get_slice("hidden")[place]
+                hidden[number, start:end] = file.get_slice("hidden")[place][:, self.columns]
                 if scales is not None:
-                    scales[number, start:end] = file.get_slice("scales")[place]
+                    scales[number, start:end] = file.get_slice("scales")[place][:, self.columns]
                 start = end
         return hidden, scales
 

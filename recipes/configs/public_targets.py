@@ -134,7 +134,7 @@ def eagle3_for(target: str, size: str) -> TrainConfig:
         unroll_steps=5,
         intermediate_size=4 * public.shape["hidden_size"] if sparse else None,
     )
-    config = TrainConfig(public.name, drafter, DataConfig(""))
+    config = TrainConfig(public.name, drafter, DataConfig("", held_out_prompts=64))
     config.data.tokens_per_micro_batch = MICRO_BATCH
     config.optimizer.learning_rate = 1e-4
     config.run.steps = num_samples * epochs // config.data.batch_size

@@ -38,8 +38,10 @@ from draftsmith.recipes.studies.quickstart_budget import (
     measure_budget,
 )
 from draftsmith.train import TrainConfig, train
+from draftsmith.train.run_folder.checkpoint import checkpoint_name, remove
 from draftsmith.train.run_folder.run_folder import best_checkpoint
 
+FEATURES = "features"  # folder of what the target's one pass stores while drafters are trained
 EMBEDDED_TARGET = Path(__file__).parents[1] / "tiny_python"
 
 
@@ -68,7 +70,9 @@ def quickstart(settings: QuickstartSettings, console: Console) -> None:
     write_jsonl(prompts / "checkpoints.jsonl", held_out[NUM_HELD_OUT : 2 * NUM_HELD_OUT])
     prepare(target, str(prompts / "training.jsonl"), out / "samples", ANSWERS)
     for kind in kinds:
-        train(quickstart_config(kind, budget, out, settings.device))
+        if not is_trained(out / kind, budget.steps[kind]):
+            train(quickstart_config(kind, budget, out, settings.device))
+    remove(out / FEATURES)
 
     fastest = ranked({best_checkpoint(out / kind): kind for kind in kinds}, target, budget, out)
     best = next(iter(fastest))
@@ -86,6 +90,11 @@ def quickstart(settings: QuickstartSettings, console: Console) -> None:
         return
     exported = ExportSettings(target=target.name, checkpoint=str(served), engine="vllm", out=out / "export")
     export(exported, target, console)
+
+
+def is_trained(run: Path, num_steps: int) -> bool:
+    """Return whether a run has taken all its steps and has measured what it reached."""
+    return (run / "checkpoints" / checkpoint_name(num_steps) / "evaluation.json").is_file()
 
 
 def ranked(checkpoints: dict[Path, str], target: Target, budget: Budget, out: Path) -> dict[Path, str]:
@@ -113,6 +122,9 @@ def quickstart_config(kind: str, budget: Budget, out: Path, device: str | None) 
     config.target = budget.target
     config.data.samples = str(out / "samples")
     config.data.max_length = 512
+    if budget.stored_layers is not None:
+        config.data.features, config.data.features_layers = "stored", budget.stored_layers
+        config.data.features_dir = str(out / FEATURES)
     config.evaluation.prompts = str(out / "prompts" / "checkpoints.jsonl")
     config.evaluation.num_prompts = budget.num_checkpoint_prompts
     config.evaluation.num_threads = budget.num_threads

@@ -1,4 +1,4 @@
-"""The amounts that the time of a quickstart allows on this machine: prompts, steps, threads.
+"""The amounts that the time of a quickstart allows on this machine: prompts, steps, threads, and what is stored.
 
 It is measured once and kept in plan.yaml, so that an interrupted quickstart goes on with the same numbers.
 """
@@ -43,6 +43,9 @@ NUM_HELD_OUT = 64  # prompts for the comparison, and again as many for checkpoin
 ANSWERS = PrepareSettings(max_new_tokens=128, batch_size=64)  # the training text
 COMPARISON = MeasureSettings(max_new_tokens=96, repeats=5)
 TIMED_PROMPTS = 8
+MOST_STORED = (
+    4 << 30
+)  # bytes of features on the disk, which all drafters read; the target runs for each where it is more
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Budget:
     num_comparison_prompts: int
     num_threads: int | None  # of the CPU, that plain decoding is fastest with; None on a GPU
     steps: dict[str, int]  # by drafter
+    stored_layers: list[int] | None = None  # of the target, that its one pass stores for all drafters; None: no store
 
 
 def load_budget(path: Path, target: str, minutes: float, kinds: list[str]) -> Budget | None:
@@ -86,16 +90,20 @@ def measure_budget(target: Target, prompts: list[str], kinds: list[str], minutes
     # a prompt is decoded plainly and with each contender, which take about as long
     checkpoint_prompt = 3 * per_token * brief.max_new_tokens * brief.repeats * CHECKPOINTS * len(kinds)
     comparison_prompt = (len(kinds) + 2) * per_token * COMPARISON.max_new_tokens * COMPARISON.repeats
-    per_weight = seconds * TRAINING_SHARE / sum(WEIGHTS[kind] for kind in kinds)
-    steps = {kind: max(8, int(per_weight * WEIGHTS[kind] / seconds_per_step(kind, target, samples))) for kind in kinds}
+    num_prompts = min(len(prompts), num_batches * ANSWERS.batch_size)
+    drafters = {kind: new_drafter(kind, target) for kind in kinds}
+    layers = sorted({layer_id for drafter in drafters.values() for layer_id in drafter.layer_ids})
+    in_store = stored_bytes(samples, layers, target) * num_prompts / len(samples) <= MOST_STORED
+    steps = steps_in(seconds * TRAINING_SHARE, drafters, target, samples, num_prompts if in_store else None)
     return Budget(
         target=target.name,
         minutes=minutes,
-        num_prompts=min(len(prompts), num_batches * ANSWERS.batch_size),
+        num_prompts=num_prompts,
         num_checkpoint_prompts=min(NUM_HELD_OUT, max(2, int(seconds * CHECKPOINT_SHARE / checkpoint_prompt))),
         num_comparison_prompts=min(NUM_HELD_OUT, max(4, int(seconds * COMPARISON_SHARE / comparison_prompt))),
         num_threads=num_threads,
         steps=steps,
+        stored_layers=layers if in_store else None,
     )
 
 
@@ -122,18 +130,57 @@ def fastest_num_threads(plain: SpeculativeDecoder, prompts: list[list[int]]) -> 
     return fastest, times[fastest]
 
 
-def seconds_per_step(kind: str, target: Target, samples: list[Sample]) -> float:
-    """Return the mean time of loss and gradient of a new drafter on samples, after one batch to warm up."""
+def new_drafter(kind: str, target: Target) -> Drafter:
+    """Return a drafter of a kind as its quickstart recipe begins it."""
+    return DRAFTERS[kind].from_target(RECIPES[f"quickstart_{kind}"]().drafter, target).to(target.device)
+
+
+def stored_bytes(samples: list[Sample], layers: list[int], target: Target) -> int:
+    """Return the bytes of the features of samples: so many layers and the last one, in bf16."""
+    return 2 * (len(layers) + 1) * target.hidden_size * sum(len(sample.token_ids) for sample in samples)
+
+
+def steps_in(
+    seconds: float, drafters: dict[str, Drafter], target: Target, samples: list[Sample], num_stored: int | None
+) -> dict[str, int]:
+    """Return the steps of each drafter in so many seconds for all.
+
+    `num_stored` is the number of samples whose features are stored first; None: the target runs in each step.
+    """
+    times = {kind: time_step(kind, drafter, target, samples) for kind, drafter in drafters.items()}
+    if num_stored is not None:
+        features = max(time.features for time in times.values())
+        seconds = max(seconds / 2, seconds - features * num_stored / RECIPES["quickstart_eagle3"]().data.batch_size)
+    per_weight = seconds / sum(WEIGHTS[kind] for kind in drafters)
+    return {
+        kind: max(8, int(per_weight * WEIGHTS[kind] / (time.loss + (time.features if num_stored is None else 0))))
+        for kind, time in times.items()
+    }
+
+
+@dataclass
+class StepTime:
+    """Mean seconds of the two parts of a training step."""
+
+    features: float  # the target's pass
+    loss: float  # loss and gradient of the drafter
+
+
+def time_step(kind: str, drafter: Drafter, target: Target, samples: list[Sample]) -> StepTime:
+    """Return the time of a step of a new drafter on samples, after one batch to warm up."""
     config = RECIPES[f"quickstart_{kind}"]()
     tokens = config.data.batch_size * target.context
     batches = BatchPlan(samples, config.data.batch_size, target.context, tokens, seed=0)
-    drafter: Drafter = DRAFTERS[kind].from_target(config.drafter, target).to(target.device)
     times = []
     for step in range(1 + batches.steps_per_epoch):
-        start = time.perf_counter()
         batch = batches.collate(batches.micro_batches(step, 0, 1)[0]).to(target.device)
-        total, count = drafter(batch, target.features(batch, drafter.layer_ids))["loss"]
+        start = time.perf_counter()
+        features = target.features(batch, drafter.layer_ids)
+        features.last_hidden.sum().item()  # waits for a GPU
+        middle = time.perf_counter()
+        total, count = drafter(batch, features)["loss"]
         (total / count).backward()
-        total.item()  # waits for a GPU
-        times.append(time.perf_counter() - start)
-    return sum(times[1:]) / len(times[1:])
+        total.item()
+        times.append((middle - start, time.perf_counter() - middle))
+    features_seconds, loss_seconds = (sum(part[1:]) / len(part[1:]) for part in zip(*times, strict=True))
+    return StepTime(features_seconds, loss_seconds)

@@ -81,10 +81,12 @@ def test_what_is_read_is_what_the_target_computes(samples: Path, tiny_target: Ta
             assert not found.last_hidden[~real].any()
 
 
-def make_config(kind: str, samples: Path, target_dir: Path, run: Path, **data: Any) -> TrainConfig:
+def make_config(
+    kind: str, samples: Path, target_dir: Path, run: Path, changes: dict[str, str] | None = None, **data: Any
+) -> TrainConfig:
     values = {"target": target_dir, "run.dir": run, "run.steps": 8, "run.log_every": 1, "run.device": "cpu"}
     values |= {"data.samples": samples, "data.batch_size": 8, "data.max_length": 60, "data.tokens_per_micro_batch": 200}
-    values |= {f"data.{key}": value for key, value in data.items()}
+    values |= {f"data.{key}": value for key, value in data.items()} | (changes or {})
     recipe = RECIPES[kind]()
     if kind == "eagle3":
         recipe.drafter.draft_vocab_size = 64
@@ -92,7 +94,7 @@ def make_config(kind: str, samples: Path, target_dir: Path, run: Path, **data: A
 
 
 def loss_curve(config: TrainConfig) -> list[float]:
-    return [line["loss"] for line in read_metrics(train(config))]
+    return [line["loss"] for line in read_metrics(train(config)) if "loss" in line]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
@@ -110,6 +112,27 @@ def test_stored_and_online_training_are_the_same(
     assert online[-1] < online[0]
     assert first == pytest.approx(online, abs=1e-5)
     assert second == pytest.approx(online, abs=1e-5)
+
+
+def test_drafters_share_a_store_of_the_layers_of_all(
+    samples: Path, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reads its own layers of it, and learns from them what it learns from the target itself."""
+    layers = {"eagle3": {"drafter.layer_ids": "[2]"}, "medusa": {}}
+    online = {
+        kind: loss_curve(make_config(kind, samples, tiny_target_dir, tmp_path / kind, changes=changes))
+        for kind, changes in layers.items()
+    }
+    stored = {"features": "stored", "features_dtype": "float32", "features_layers": "[1, 2]"}
+    for kind, changes in layers.items():
+        config = make_config(kind, samples, tiny_target_dir, tmp_path / f"{kind}-stored", changes=changes, **stored)
+        assert loss_curve(config) == pytest.approx(online[kind], abs=1e-5)
+        monkeypatch.delattr(Target, "features", raising=False)  # the first one has stored them
+    (store,) = samples.glob("features-*")
+    assert store.name == "features-1-2-float32"
+    config = make_config("eagle3", samples, tiny_target_dir, tmp_path / "less", **{**stored, "features_layers": "[1]"})
+    with pytest.raises(UserError, match=r"features_layers=\[1\] lacks .*, which the drafter reads: add them"):
+        train(config)
 
 
 def test_training_reads_ahead(

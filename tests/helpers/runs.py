@@ -27,6 +27,7 @@ def base_of(target_dir: Path, target: Target, folder: Path) -> dict[str, Any]:
         "target": str(target_dir),
         "data.samples": str(folder / "samples"),
         "data.batch_size": 16,
+        "data.held_out_prompts": 0,
         "run.device": "cpu",
         "run.log_every": 1,
         "optimizer.learning_rate": 3e-3,

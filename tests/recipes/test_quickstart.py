@@ -16,6 +16,7 @@ from draftsmith.recipes.evaluation.comparison import evaluation_paths
 from draftsmith.recipes.studies import quickstart
 from draftsmith.recipes.studies.quickstart import fastest_served, ranked
 from draftsmith.recipes.studies.quickstart_budget import Budget, load_budget
+from draftsmith.train import TrainConfig
 
 BUDGET = Budget("target", 1.0, 64, 4, 4, None, {"hydra": 8})
 
@@ -49,12 +50,25 @@ def test_an_interrupted_run_goes_on_with_its_budget(tmp_path: Path) -> None:
 
 
 def test_a_finished_quickstart_prints_its_table_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It exports once: what is exported stays, and the same command says where it is."""
+    """It trains and exports once: what is exported stays, and the same command says where it is.
+
+    Features that the drafters shared are gone when all are trained.
+    """
     calls: list[str] = []
+
+    def trained(config: TrainConfig) -> None:
+        calls.append("train")
+        assert config.data.features == "stored"
+        checkpoint = Path(config.run.dir) / "checkpoints" / "step-000008"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "evaluation.json").touch()
+        assert config.data.features_dir
+        Path(config.data.features_dir).mkdir()
+
     replaced = {
         "prompts_for": lambda *_: ["a"] * 200,
         "prepare": lambda *_: calls.append("prepare"),
-        "train": lambda *_: calls.append("train"),
+        "train": trained,
         "best_checkpoint": lambda run: run / "checkpoints/step-000008",
         "ranked": lambda checkpoints, *_: checkpoints,
         "build_report": lambda out: out / "report.html",
@@ -64,10 +78,13 @@ def test_a_finished_quickstart_prints_its_table_again(tmp_path: Path, monkeypatc
     for name, function in replaced.items():
         monkeypatch.setattr(quickstart, name, function)
     monkeypatch.setattr(quickstart.Target, "from_pretrained", lambda *_: SimpleNamespace(name="t"))
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(asdict(replace(BUDGET, target="t", steps={"medusa": 8}))))
+    (tmp_path / "plan.yaml").write_text(
+        yaml.safe_dump(asdict(replace(BUDGET, target="t", steps={"medusa": 8}, stored_layers=[])))
+    )
     settings = QuickstartSettings(target="t", drafters="medusa,medusa", minutes=1.0, out=tmp_path)
     for _ in range(2):
         quickstart.run(settings, Console(quiet=True))
-    assert calls == ["prepare", "train", "table", "export", "prepare", "train", "table"]
+    assert calls == ["prepare", "train", "table", "export", "prepare", "table"]
+    assert not (tmp_path / "features").exists()
     with pytest.raises(UserError, match="--drafters medusa: give these to go on"):
         quickstart.run(replace(settings, drafters="hydra"), Console(quiet=True))

@@ -61,7 +61,7 @@ HELD_OUT_PROMPT = 51  # the one that is held out of prompts 0 to 47 and itself
 def base(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Samples of very different lengths, the same on every machine."""
     folder = tmp_path_factory.mktemp("data")
-    base = base_of(tiny_target_dir, tiny_target, folder)
+    base = {**base_of(tiny_target_dir, tiny_target, folder), "data.held_out_prompts": 1}
     chance = random.Random(0)
     samples = []
     for prompt in [*range(48), HELD_OUT_PROMPT, HELD_OUT_PROMPT, HELD_OUT_PROMPT]:

@@ -17,7 +17,7 @@ from draftsmith.data.samples.samples import check_same_target, read_prepared
 from draftsmith.models import Drafter, Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
-from draftsmith.models.target.target import Features
+from draftsmith.models.target.target import Features, check_layer_ids
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.hardware.placement import check_room_to_store, devices_of_layers
 from draftsmith.train.process.stages import Stages
@@ -52,20 +52,30 @@ def whole_target(config: TrainConfig, target: Target) -> Target:
 
 
 def open_store(config: TrainConfig, drafter: Drafter, target: Target, plan: BatchPlan) -> StoredFeatures | None:
-    """Return the store that training reads from, if any. `UserError` where the disk has no room for it."""
+    """Return the store that training reads from, if any.
+
+    Raises `UserError` where the disk has no room for it, and where it would lack layers that the drafter reads.
+    """
     if config.data.features == "online":
         return None
+    layer_ids = tuple(config.data.features_layers or drafter.layer_ids)
+    check_layer_ids(layer_ids, target)
+    if missing := set(drafter.layer_ids) - set(layer_ids):
+        raise UserError(
+            f"data.features_layers={list(layer_ids)} lacks {sorted(missing)}, which the drafter reads: add them, or "
+            "leave the setting out"
+        )
     contents = Contents(
         target_fingerprint=target.fingerprint(),
         ends_fingerprint=target.head_fingerprint(),
-        layer_ids=drafter.layer_ids,
+        layer_ids=layer_ids,
         hidden_size=target.hidden_size,
         dtype=config.data.features_dtype,
         samples_hash=samples_hash(plan),
     )
     name = "-".join(["features", *map(str, contents.layer_ids), contents.dtype])
     folder = Path(config.data.features_dir or Path(config.data.samples) / name)
-    store = StoredFeatures(folder, contents, plan)
+    store = StoredFeatures(folder, contents, plan, drafter.layer_ids)
     check_disk(store)
     return store
 
@@ -93,7 +103,7 @@ def feature_source(
             check_room_to_store(config, accelerator, target)
         stages.enter("storing features")
         in_step = config.run.target_placement == "sharded"
-        source = source_to_store(config, drafter, target, store.plan, stages)
+        source = source_to_store(config, store, target, stages)
         write_shards(store, missing, source, rank, num_ranks, in_step)
         del source  # and the target's layers with it
         free_memory()
@@ -103,17 +113,16 @@ def feature_source(
     return lambda micro_batch, batch: store.read(micro_batch, batch, target)
 
 
-def source_to_store(
-    config: TrainConfig, drafter: Drafter, target: Target, plan: BatchPlan, stages: Stages
-) -> FeatureSource:
+def source_to_store(config: TrainConfig, store: StoredFeatures, target: Target, stages: Stages) -> FeatureSource:
     """Return the source of features to store: the server at data.features_endpoint, or the target's own layers.
 
     Each batch enters its stage anew, which shows that the pass moves.
     """
     if config.data.features_endpoint is not None:
-        compute: FeatureSource = EndpointFeatures(config.data.features_endpoint, target, drafter.layer_ids, plan)
+        layer_ids = store.contents.layer_ids
+        compute: FeatureSource = EndpointFeatures(config.data.features_endpoint, target, layer_ids, store.plan)
     else:
-        compute = source_of_layers(config, drafter, target, plan)
+        compute = source_of_layers(config, store, target)
 
     def source(micro_batch: MicroBatch, batch: Batch) -> Features:
         stages.enter("storing features")
@@ -122,11 +131,11 @@ def source_to_store(
     return source
 
 
-def source_of_layers(config: TrainConfig, drafter: Drafter, target: Target, plan: BatchPlan) -> FeatureSource:
+def source_of_layers(config: TrainConfig, store: StoredFeatures, target: Target) -> FeatureSource:
     """Return the source of features that the target's own layers compute, loaded where the target has none."""
-    whole = whole_target(config, target)
-    check_capture(whole, drafter.layer_ids, plan.samples[0].token_ids)
-    return lambda micro_batch, batch: whole.features(batch.to(whole.device), drafter.layer_ids)
+    whole, layer_ids = whole_target(config, target), store.contents.layer_ids
+    check_capture(whole, layer_ids, store.plan.samples[0].token_ids)
+    return lambda micro_batch, batch: whole.features(batch.to(whole.device), layer_ids)
 
 
 def free_memory() -> None:

@@ -28,7 +28,7 @@ from draftsmith.train.run_folder.learning_curve import learning_curve
 # weights stay the same up to rounding, and to what a drafter draws by chance.
 CHANGEABLE = {
     *(f"run.{field.name}" for field in fields(RunConfig) if field.name not in ("steps", "seed")),
-    *("data.tokens_per_micro_batch", "data.features_dir", "data.features_endpoint"),
+    *("data.tokens_per_micro_batch", "data.features_layers", "data.features_dir", "data.features_endpoint"),
     *(f"evaluation.{field.name}" for field in fields(EvaluationConfig)),
 }
 # Settings that name something whose content decides, however it is spelled, and its hash in environment.json.
