@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from draftsmith.data.features.vocabulary import token_counts
+from draftsmith.data.prompts.prompts import encode_prompts
 from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.data.samples.samples import read_samples
 from draftsmith.inference import SpeculativeDecoder
@@ -65,7 +66,7 @@ def main() -> None:
     samples = read_samples(arguments.samples)
     batch_size = RECIPES["quickstart_eagle3"]().data.batch_size
     plan = BatchPlan(samples, batch_size, 512, batch_size * 512, seed=0)
-    prompts = [target.encode(prompt) for prompt in prompts_for(target, held_out=True)[: arguments.prompts]]
+    prompts = encode_prompts(prompts_for(target, held_out=True)[: arguments.prompts], target)
     machine = platform.processor() or platform.machine()
     print(f"{machine}, one thread, torch {torch.__version__}, commit {git_commit()}")
     print(

@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.inference.measuring.results import Result, read_evaluation
 from draftsmith.models import Target
@@ -29,7 +30,7 @@ def write_prompts(path: Path, count: int) -> None:
     target = Target.without_weights(str(EMBEDDED_TARGET))
     prompts = [function_prompt(function) for function in stdlib_functions(held_out=True)]
     short = [prompt for prompt in prompts if len(target.encode(prompt)) <= LONGEST]
-    write_jsonl(path, random.Random(0).sample(short, count))
+    write_jsonl(path, [Prompt(text=prompt) for prompt in random.Random(0).sample(short, count)])
 
 
 def line(row: Result) -> str:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.data.samples.samples import PREPARED, SAMPLES, Sample, Span, read_prepared, read_samples, sample_line
@@ -86,10 +87,10 @@ def write_samples(runs: Path, num_prompts: int) -> None:
     functions = [f for f in stdlib_functions(held_out=False) if len(target.encode(function_prompt(f))) <= 128]
     chosen = chance.sample(functions, num_prompts)
     runs.mkdir(parents=True, exist_ok=True)
-    write_jsonl(runs / "prompts.jsonl", [function_prompt(function) for function in chosen])
+    write_jsonl(runs / "prompts.jsonl", [Prompt(text=function_prompt(function)) for function in chosen])
     held_out = [function_prompt(function) for function in stdlib_functions(held_out=True)]
     short = [prompt for prompt in held_out if len(target.encode(prompt)) <= 128]
-    write_jsonl(runs / "held_out.jsonl", chance.sample(short, NUM_HELD_OUT))
+    write_jsonl(runs / "held_out.jsonl", [Prompt(text=prompt) for prompt in chance.sample(short, NUM_HELD_OUT)])
     prepare(target, str(runs / "prompts.jsonl"), runs / "samples", PrepareSettings(MAX_NEW_TOKENS, batch_size=64))
 
     given = runs / "given"

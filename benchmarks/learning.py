@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from draftsmith.data.features.vocabulary import token_counts
+from draftsmith.data.prompts.prompts import encode_prompts
 from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.data.samples.samples import read_samples
 from draftsmith.inference.decoding.counters import total_of
@@ -104,7 +105,7 @@ def main() -> None:
     torch.set_num_threads(1)
     target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
     samples = read_samples(arguments.samples)
-    prompts = [target.encode(prompt) for prompt in prompts_for(target, held_out=True)[: arguments.prompts]]
+    prompts = encode_prompts(prompts_for(target, held_out=True)[: arguments.prompts], target)
     recordings = [record(target, prompts, Sampling(temperature), MAX_NEW_TOKENS, DRAFT_LENGTH) for temperature in MODES]
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, commit {git_commit()}")
     print(

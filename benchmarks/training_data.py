@@ -20,6 +20,7 @@ import transformers
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.progress import size_text
+from draftsmith.data.prompts.prompts import encode_prompts
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target, load_drafter
@@ -72,7 +73,7 @@ def seconds_per_step(configs: dict[str, TrainConfig]) -> dict[str, float]:
     return {name: statistics.median(found[1:]) for name, found in times.items()}
 
 
-def acceptance_length(target: Target, checkpoint: Path, prompts: list[str]) -> float:
+def acceptance_length(target: Target, checkpoint: Path, prompts: list[list[int]]) -> float:
     decoder = SpeculativeDecoder(target, load_drafter(checkpoint, target))
     return decoder.generate(prompts, max_new_tokens=96, draft_length=4).stats.total.mean_acceptance_length
 
@@ -101,7 +102,7 @@ def main() -> None:
         print(f"{name:20} {1000 * taken:7.1f} ms a step of 16 samples")
 
     print(f"\nafter {args.steps} steps, acceptance length at draft length 4 on {HELD_OUT} held-out prompts:")
-    held_out = prompts_for(target, held_out=True)[:HELD_OUT]
+    held_out = encode_prompts(prompts_for(target, held_out=True)[:HELD_OUT], target)
     for name in ("online", *stored):
         run = train(make_config(args.out, name, args.steps, **ways[name]))
         length = acceptance_length(target, checkpoints(run)[-1], held_out)

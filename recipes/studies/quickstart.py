@@ -14,12 +14,14 @@ from rich.console import Console
 
 from draftsmith.data.answers.prepare import prepare
 from draftsmith.data.processes import locked
-from draftsmith.data.prompts.prompts import encode_prompts, read_prompts
-from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
-from draftsmith.inference.measuring.measure import PromptSet
+from draftsmith.data.prompts.code_dialogues import code_dialogues
+from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.prompts import read_prompt_set, tokenise
+from draftsmith.data.prompts.standard_library import function_prompt, stdlib_groups
 from draftsmith.inference.measuring.results import read_evaluation
 from draftsmith.models import Target
 from draftsmith.models.files import write_whole
+from draftsmith.models.target.chat_template import has_template
 from draftsmith.recipes.configs.command_settings import ExportSettings, QuickstartSettings
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
@@ -103,7 +105,7 @@ def ranked(checkpoints: dict[Path, str], target: Target, budget: Budget, out: Pa
     source = str(out / "prompts" / "comparison.jsonl")
     paths = evaluation_paths(out / "comparison", names)
     if not all(path.is_file() for path in paths):
-        prompts = PromptSet("comparison", encode_prompts(read_prompts(source), target))
+        prompts = read_prompt_set(source, target, None, COMPARISON.max_new_tokens)
         options = EvaluationOptions(budget.num_threads, sample_texts=True, costs=True)
         evaluate_side_by_side(target, names, [prompts], [COMPARISON], out / "comparison", options)
     values = [read_evaluation(path).results[0].rank_key for path in paths[: len(checkpoints)]]
@@ -139,17 +141,24 @@ def quickstart_config(kind: str, budget: Budget, out: Path, device: str | None) 
 # --- prompts
 
 
-def prompts_for(target: Target, held_out: bool) -> list[str]:
-    """Return prompts in random order that fit the target's context."""
-    longest = min(target.context - ANSWERS.max_new_tokens, 128)
-    return [prompt for prompt in shuffled_prompts(held_out) if len(target.encode(prompt)) <= longest]
+def prompts_for(target: Target, held_out: bool) -> list[Prompt]:
+    """Return prompts in random order that fit the target's context.
 
-
-def shuffled_prompts(held_out: bool) -> list[str]:
-    prompts = [function_prompt(function) for function in stdlib_functions(held_out)]
+    They are functions that were begun and, for a target with a chat template, dialogues about functions.
+    """
+    groups = stdlib_groups(held_out)
+    prompts = [Prompt(text=function_prompt(function), domain="code") for group in groups for function in group]
+    if has_template(target.tokenizer):
+        prompts += [Prompt(messages=list(messages[:-1]), domain="chat") for messages in code_dialogues(groups)]
     order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0)).tolist()
-    return [prompts[i] for i in order]
+    longest = min(target.context - ANSWERS.max_new_tokens, 128)
+    return [prompts[i] for i in order if len(tokenise(prompts[i], target)) <= longest]
 
 
-def write_jsonl(path: Path, prompts: list[str]) -> None:
-    write_whole(path, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+def write_jsonl(path: Path, prompts: list[Prompt]) -> None:
+    """Write prompts, one a line, as `read_prompts` reads them."""
+    rows = [
+        {"prompt": prompt.text if prompt.messages is None else prompt.messages, "domain": prompt.domain}
+        for prompt in prompts
+    ]
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))

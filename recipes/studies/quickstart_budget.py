@@ -12,6 +12,7 @@ import torch
 from draftsmith.data.answers.prepare import PrepareSettings, decode_answers
 from draftsmith.data.answers.turns import Dialogue, Markers
 from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.prompts import tokenise
 from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.data.samples.samples import Sample
 from draftsmith.inference import SpeculativeDecoder
@@ -75,10 +76,10 @@ def load_budget(path: Path, target: str, minutes: float, kinds: list[str]) -> Bu
     return budget
 
 
-def measure_budget(target: Target, prompts: list[str], kinds: list[str], minutes: float) -> Budget:
+def measure_budget(target: Target, prompts: list[Prompt], kinds: list[str], minutes: float) -> Budget:
     """Time a batch of answers, a decoded prompt and a few training steps of each drafter, and divide the time."""
     seconds = minutes * 60
-    encoded = [target.encode(prompt) for prompt in prompts[: ANSWERS.batch_size]]
+    encoded = [tokenise(prompt, target) for prompt in prompts[: ANSWERS.batch_size]]
     plain = SpeculativeDecoder(target, load_drafter("none", target))
     plain.generate(encoded[:1], max_new_tokens=4)  # warm-up
     start = time.perf_counter()
@@ -107,13 +108,10 @@ def measure_budget(target: Target, prompts: list[str], kinds: list[str], minutes
     )
 
 
-def first_samples(plain: SpeculativeDecoder, prompts: list[str]) -> list[Sample]:
+def first_samples(plain: SpeculativeDecoder, prompts: list[Prompt]) -> list[Sample]:
     """Return the target's answers to prompts, as `prepare` would write them."""
     markers = Markers.of_target(plain.target)
-    dialogues = [
-        Dialogue(Prompt(text=prompt), index, Sampling(1.0), plain.target, markers)
-        for index, prompt in enumerate(prompts)
-    ]
+    dialogues = [Dialogue(prompt, index, Sampling(1.0), plain.target, markers) for index, prompt in enumerate(prompts)]
     return [sample for dialogue in decode_answers(plain, dialogues, ANSWERS) for sample in dialogue.samples]
 
 

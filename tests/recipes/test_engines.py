@@ -24,6 +24,8 @@ from tiny_target import tiny_tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.prompts import encode_prompts
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.lossless import compare_outputs
@@ -90,7 +92,7 @@ def samples(folder: Path, target: Target) -> Path:
 
 @pytest.fixture(scope="module")
 def held_out(target: Target) -> list[list[int]]:
-    return [target.encode(prompt) for prompt in prompts_for(target, held_out=True)[:NUM_PROMPTS]]
+    return encode_prompts(prompts_for(target, held_out=True)[:NUM_PROMPTS], target)
 
 
 def train_briefly(kind: str, target: Target, samples: Path, run: Path, **fields: Any) -> Path:
@@ -170,7 +172,7 @@ def qwen3(folder: Path) -> Target:
 @pytest.fixture(scope="module")
 def qwen3_samples(folder: Path, qwen3: Target) -> Path:
     words = ["heat", "the", "iron", "and", "strike", "it", "again", "with", "a", "hammer", "that", "is", "heavy"]
-    prompts = [f"{' '.join(words[i % 7 : i % 7 + 6])} {i}" for i in range(96)]
+    prompts = [Prompt(text=f"{' '.join(words[i % 7 : i % 7 + 6])} {i}") for i in range(96)]
     write_jsonl(folder / "qwen3.jsonl", prompts)
     settings = PrepareSettings(max_new_tokens=48, samplings=(Sampling(0.0),), batch_size=32)
     prepare(qwen3, str(folder / "qwen3.jsonl"), folder / "qwen3-samples", settings)

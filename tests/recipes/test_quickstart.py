@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from chats import FAMILIES, chat_target
 from reports import result, write_results
 from rich.console import Console
 
+from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.prompts import read_prompts, tokenise
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.configs.command_settings import QuickstartSettings
@@ -66,7 +69,7 @@ def test_a_finished_quickstart_prints_its_table_again(tmp_path: Path, monkeypatc
         Path(config.data.features_dir).mkdir()
 
     replaced = {
-        "prompts_for": lambda *_: ["a"] * 200,
+        "prompts_for": lambda *_: [Prompt(text="a")] * 200,
         "prepare": lambda *_: calls.append("prepare"),
         "train": trained,
         "best_checkpoint": lambda run: run / "checkpoints/step-000008",
@@ -88,3 +91,23 @@ def test_a_finished_quickstart_prints_its_table_again(tmp_path: Path, monkeypatc
     assert not (tmp_path / "features").exists()
     with pytest.raises(UserError, match="--drafters medusa: give these to go on"):
         quickstart.run(replace(settings, drafters="hydra"), Console(quiet=True))
+
+
+def test_targets_that_chat_get_dialogues_beside_begun_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are written and read as they are, in a mixture that no order of the files shows through."""
+    functions = [f'def f{i}():\n    """Do {i}."""\n    return {i}\n' for i in range(40)]
+    monkeypatch.setattr(quickstart, "stdlib_groups", lambda held_out: [[function] for function in functions])
+    chats = chat_target(FAMILIES["chatml"])
+    prompts = quickstart.prompts_for(chats, held_out=True)
+    assert sorted(prompt.domain for prompt in prompts) == ["chat"] * 40 + ["code"] * 40
+    assert {"chat", "code"} == {prompt.domain for prompt in prompts[:20]}
+    assert chats.tokenizer is not None
+    for prompt in prompts:
+        opened = str(chats.tokenizer.decode(tokenise(prompt, chats))).endswith("assistant\n")
+        assert opened == (prompt.domain == "chat")
+    quickstart.write_jsonl(tmp_path / "prompts.jsonl", prompts)
+    assert read_prompts(tmp_path / "prompts.jsonl") == prompts
+    chats.tokenizer.chat_template = None
+    assert [prompt.domain for prompt in quickstart.prompts_for(chats, held_out=True)] == ["code"] * 40
