@@ -1,62 +1,121 @@
-"""Train the embedded default target: a small Llama that writes Python, from the standard library's source.
+"""Train the embedded default target: a small Llama that writes Python, and answers in dialogues about it.
 
-    python tools/train_tiny_target.py --out DIR [--steps 2600] [--seed 0]
+    python tools/tiny_target_text.py --out TEXT.jsonl
+    python tools/train_tiny_target.py --text TEXT.jsonl --out DIR [--steps 4000] [--threads 2]
 
-The same seed on the same kind of machine gives the same weights. The result is what the package ships in
-recipes/tiny_python/; its README.md there, written by this command, is the model card.
+DIR/model is what the package ships in recipes/tiny_python/; its README.md, written by this command, is the model card.
+The same command goes on where it was stopped. The learning rate is constant before it falls in the last steps, so a
+finished run goes on with more --steps, too: from DIR/stable.pt, the state before the fall.
 """
 
 import argparse
 import hashlib
+import io
 import math
 import platform
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tiny_target_quality import NEW_TOKENS, held_out_loss
+from tiny_target_text import STANDARD_LIBRARY, Document, read_documents
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
+from draftsmith.data.prompts.code_dialogues import code_dialogues
+from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.prompts import encode_prompts
+from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions, stdlib_groups
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.models import Target, load_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.models.files import write_whole
+from draftsmith.train.config import OptimizerConfig
+from draftsmith.train.optimizer import MuonAndAdamW, learning_rate, set_learning_rate
 
 END_OF_TEXT = "<|endoftext|>"
+END_OF_TURN = "<|end|>"
+FUNCTION_SHOWN, DIALOGUE_SHOWN = 231, 58  # of the held-out ones, on the card
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role not in ('user', 'assistant') %}{{ raise_exception('roles are user and assistant') }}{% endif %}"
+    "<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
 @dataclass
-class TinyTargetConfig:
-    """Thin and deep: on a CPU one decoding step costs operations, not width."""
+class Shape:
+    """The model. Not wider, because a step of decoding shall cost many times what a drafter's layer does."""
 
-    vocab_size: int = 2048
-    hidden_size: int = 128
-    intermediate_size: int = 352
-    num_layers: int = 14
+    vocab_size: int = 2048  # without the marks of dialogues
+    hidden_size: int = 256
+    intermediate_size: int = 688
+    num_layers: int = 12
     num_heads: int = 4
     num_key_value_heads: int = 2
     context: int = 512  # tokens, in training and at use
-    rows_per_step: int = 8
-    steps: int = 2600
-    warmup_steps: int = 100
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.1
+
+
+@dataclass
+class Training:
+    """The run. Its rate is constant until the last `decay_share` of the steps, in which it falls to zero."""
+
+    steps: int = 4000
+    tokens_per_step: int = 8192
+    tokens_per_pass: int = 2048  # of a step, forward and backward at once: few enough to stay in a CPU's caches
+    whole_rows_every: int = 4  # steps; rows of the others are half as long as the context, which is faster
+    stdlib_copies: int = 2  # how often an epoch holds the standard library's documents
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(
+            learning_rate=4e-3,
+            weight_decay=0.1,
+            matrices="muon",
+            decay="late",
+            warmup_share=0.01,
+            final_share=0.0,
+            max_gradient_norm=1.0,
+        )
+    )
+    minutes_between_saves: float = 5.0
+    compiled: bool = True  # layers are compiled, which takes a minute and is faster afterwards
     seed: int = 0
-    threads: int = 2  # part of "the same machine kind": the order of sums depends on it
 
 
-def train_tokenizer(functions: list[str], config: TinyTargetConfig) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; `<|endoftext|>` begins and ends every text and pads batches."""
+# --- text
+
+
+@dataclass
+class Text:
+    """What a model learns from and is measured on, and its tokenizer."""
+
+    documents: list[Document]
+    held_out: list[str]  # functions
+    tokenizer: PreTrainedTokenizerFast
+
+
+def read_text(path: Path, shape: Shape, stdlib_copies: int) -> Text:
+    """Return the documents of a file of tools/tiny_target_text.py, those of the standard library so many times."""
+    documents = list(read_documents(path))
+    library = [document for document in documents if document.source == STANDARD_LIBRARY]
+    tokenizer = train_tokenizer(stdlib_functions(held_out=False), shape)
+    return Text(documents + (stdlib_copies - 1) * library, stdlib_functions(held_out=True), tokenizer)
+
+
+def train_tokenizer(functions: list[str], shape: Shape) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE. `<|endoftext|>` begins and ends every text and pads batches; dialogues have marks."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=config.vocab_size,
+        vocab_size=shape.vocab_size,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(functions, trainer)
+    tokenizer.add_special_tokens(["<|user|>", "<|assistant|>", END_OF_TURN])
     mark = tokenizer.token_to_id(END_OF_TEXT)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, mark)]
@@ -66,178 +125,256 @@ def train_tokenizer(functions: list[str], config: TinyTargetConfig) -> PreTraine
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
-        model_max_length=config.context,
+        model_max_length=shape.context,
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
     )
 
 
-def build_model(config: TinyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
+def tokenize(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> list[torch.Tensor]:
+    """Return the ids of each document, which `<|endoftext|>` begins; that of the next document ends it."""
+    texts = [
+        document.text if document.messages is None else tokenizer.apply_chat_template(document.messages, tokenize=False)
+        for document in documents
+    ]
+    mark = tokenizer.bos_token_id
+    ids = []
+    for start in range(0, len(texts), 4096):  # lists of all ids at once would take gigabytes
+        batch = [str(text).removeprefix(END_OF_TEXT) for text in texts[start : start + 4096]]
+        found = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+        ids += [torch.tensor([mark, *document], dtype=torch.int16) for document in found]
+    return ids
+
+
+class Rows:
+    """Documents laid end to end in random order, anew each epoch, and cut into rows.
+
+    The rows of a step depend on its number alone, so that a run goes on where it was stopped.
+    """
+
+    def __init__(self, documents: list[torch.Tensor], shape: Shape, training: Training) -> None:
+        self.documents, self.context, self.training = documents, shape.context, training
+        self.num_tokens = sum(map(len, documents))  # of an epoch
+        self.steps_per_epoch = (self.num_tokens - 1) // training.tokens_per_step
+        self._epoch = -1
+
+    def of_step(self, step: int) -> torch.Tensor:
+        """Return the token ids of a step, [rows, length + 1]; each row's last token is the next row's first."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.training.seed + epoch)
+            order = torch.randperm(len(self.documents), generator=generator).tolist()
+            self._stream, self._epoch = torch.cat([self.documents[index] for index in order]), epoch
+        start = place * self.training.tokens_per_step
+        ids = self._stream[start : start + self.training.tokens_per_step + 1].long()
+        length = self.context if step % self.training.whole_rows_every == 0 else self.context // 2
+        return ids.unfold(0, length + 1, length)
+
+
+# --- model
+
+
+def build_model(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            max_position_embeddings=config.context,
+            vocab_size=len(tokenizer),
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_key_value_heads,
+            max_position_embeddings=shape.context,
             tie_word_embeddings=True,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
     )
+    model.set_attn_implementation("eager")  # on a CPU the gradient of the fused attention takes twice as long
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END_OF_TURN)]
+    return model
 
 
-def tokenize(functions: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    """One list of ids per function: `<|endoftext|>` and the function; the next function's mark ends it."""
-    ids = tokenizer(functions, add_special_tokens=False, verbose=False)["input_ids"]
-    return [[tokenizer.bos_token_id, *function] for function in ids]
+def loss_of(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of rows, [rows, length + 1], computed in bf16 but for the softmax."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(input_ids=rows[:, :-1], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
 
-def packed_rows(documents: list[list[int]], context: int, seed: int) -> Iterator[torch.Tensor]:
-    """Endless rows [context + 1] of documents laid end to end, shuffled anew each epoch."""
-    generator = torch.Generator().manual_seed(seed)
-    left_over: list[int] = []
-    while True:
-        for index in torch.randperm(len(documents), generator=generator).tolist():
-            left_over += documents[index]
-            while len(left_over) > context:
-                yield torch.tensor(left_over[: context + 1])
-                left_over = left_over[context:]
+def build_optimizer(model: LlamaForCausalLM, config: OptimizerConfig) -> MuonAndAdamW:
+    """Return Muon for the layers' matrices beside AdamW for embeddings, whose rows are tokens, and norms."""
+    matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+    rest = [parameter for parameter in model.parameters() if all(parameter is not matrix for matrix in matrices)]
+    muon = torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return MuonAndAdamW(muon, torch.optim.AdamW(rest, betas=(config.beta1, config.beta2), weight_decay=0.0, fused=True))
 
 
-def validation_loss(model: LlamaForCausalLM, documents: list[list[int]], context: int) -> float:
-    """Mean cross-entropy in nats per token on the held-out files, each function from its start."""
-    total, count = 0.0, 0
-    with torch.no_grad():
-        for document in documents:
-            row = torch.tensor([*document, document[0]])[: context + 1][None]  # the mark ends it too
-            total += cross_entropy(model, row).item() * (row.shape[1] - 1)
-            count += row.shape[1] - 1
-    return total / count
+# --- training
 
 
-def cross_entropy(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
-    logits = model(input_ids=rows[:, :-1], use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+class Run:
+    """A training and its folder, which holds two states: `stable.pt` of the constant rate, `decay.pt` of the end."""
+
+    def __init__(self, text: Text, out: Path, shape: Shape, training: Training) -> None:
+        torch.manual_seed(training.seed)
+        self.text, self.out, self.shape, self.training = text, out, shape, training
+        self.model = build_model(shape, text.tokenizer)
+        self.optimizer = build_optimizer(self.model, training.optimizer)
+        self.step, self.seconds = 0, 0.0  # so far, in all calls together
+        self.resume()
+        self.rows = Rows(tokenize(text.documents, text.tokenizer), shape, training)
+        if training.compiled:
+            for layer in self.model.model.layers:
+                layer.compile(dynamic=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens trained on so far."""
+        return self.step * self.training.tokens_per_step
+
+    @property
+    def decay_start(self) -> int:
+        """Number of steps before the rate falls."""
+        return self.training.optimizer.decay_start(self.training.steps)
+
+    def train(self) -> None:
+        """Take the steps that are left. Save and measure every few minutes, where the rate falls, and at the end."""
+        saved = time.monotonic()
+        while self.step < self.training.steps:
+            started = time.monotonic()
+            loss = self.take_step()
+            self.seconds += time.monotonic() - started
+            late = time.monotonic() - saved > 60 * self.training.minutes_between_saves
+            if late or self.step in (self.decay_start, self.training.steps):
+                self.save()
+                self.report(loss)
+                saved = time.monotonic()
+
+    def take_step(self) -> float:
+        """Take one step and return its loss."""
+        config = self.training.optimizer
+        rows = self.rows.of_step(self.step)
+        loss = 0.0
+        for part in rows.split(max(1, self.training.tokens_per_pass // (rows.shape[1] - 1))):
+            share = loss_of(self.model, part) * (len(part) / len(rows))
+            share.backward()
+            loss += share.item()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_gradient_norm)
+        set_learning_rate(self.optimizer, learning_rate(self.step, self.training.steps, config))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return loss
+
+    def report(self, loss: float) -> None:
+        """Print how far the run is, with the loss of the last step and on held-out files."""
+        with torch.compiler.set_stance("force_eager"):  # each length would be compiled for
+            held_out = held_out_loss(self.model, self.text.tokenizer, self.text.held_out)
+        print(
+            f"step {self.step}, {self.num_tokens / 1e6:.2f} M tokens, {self.num_tokens / self.seconds:.0f} a second: "
+            f"loss {loss:.3f}, held-out loss {held_out.per_token:.3f}",
+            flush=True,
+        )
+
+    def save(self) -> None:
+        """Write the state, whole or not at all, and the model, whose weights go to disk in bf16, at half the size."""
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        content = io.BytesIO()
+        torch.save({**state, "step": self.step, "steps": self.training.steps, "seconds": self.seconds}, content)
+        write_whole(self.out / ("stable.pt" if self.step <= self.decay_start else "decay.pt"), content.getvalue())
+        weights = {name: tensor.to(torch.bfloat16) for name, tensor in self.model.state_dict().items()}
+        self.model.save_pretrained(self.out / "model", state_dict=weights)
+        self.text.tokenizer.save_pretrained(self.out / "model")
+
+    def resume(self) -> None:
+        """Go on from the decay of a run of as many steps, or else from before the decay of another one."""
+        for name in ("decay.pt", "stable.pt"):
+            if not (self.out / name).is_file():
+                continue
+            state = torch.load(self.out / name, weights_only=True)
+            if name == "decay.pt" and state["steps"] != self.training.steps:
+                continue
+            if name == "stable.pt" and state["step"] > self.decay_start:
+                least = math.ceil(state["step"] / (1 - self.training.optimizer.decay_share))
+                raise UserError(f"{self.out} holds {state['step']} steps: give --steps {least} or more")
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step, self.seconds = state["step"], state["seconds"]
+            return
 
 
-def build_optimizer(model: LlamaForCausalLM, config: TinyTargetConfig) -> torch.optim.Optimizer:
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    norms = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+# --- card
 
 
-def learning_rate_factor(step: int, config: TinyTargetConfig) -> float:
-    """Linear warm-up, then a cosine down to a twentieth."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def train(config: TinyTargetConfig, out: Path) -> None:
-    torch.manual_seed(config.seed)
-    torch.set_num_threads(config.threads)
-    functions, held_out = stdlib_functions(held_out=False), stdlib_functions(held_out=True)
-    tokenizer = train_tokenizer(functions, config)
-    model = build_model(config, tokenizer)
-    optimizer = build_optimizer(model, config)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config))
-    documents, held_out_documents = tokenize(functions, tokenizer), tokenize(held_out, tokenizer)
-    rows = packed_rows(documents, config.context, config.seed)
-
-    start = time.monotonic()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        task = progress.add_task("training the tiny target", total=config.steps)
-        for step in range(config.steps):
-            loss = cross_entropy(model, torch.stack([next(rows) for _ in range(config.rows_per_step)]))
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            progress.update(task, advance=1, description=f"loss {loss.item():.3f}")
-            if (step + 1) % 250 == 0 or step + 1 == config.steps:
-                held_out_loss = validation_loss(model.eval(), held_out_documents[::4], config.context)
-                model.train()
-                progress.console.print(
-                    f"step {step + 1}: loss {loss.item():.3f}, held-out loss {held_out_loss:.3f}, "
-                    f"{time.monotonic() - start:.0f} s"
-                )
-                save(model, tokenizer, out)
-    final = validation_loss(model.eval(), held_out_documents, config.context)
-    write_card(out, config, functions, documents, final, time.monotonic() - start, sample(model, tokenizer, held_out))
-
-
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Weights go to disk in bfloat16, at half the size; computing with them in fp32 is exact."""
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-    model.save_pretrained(out, state_dict=weights)
-    tokenizer.save_pretrained(out)
-
-
-def sample(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, held_out: list[str]) -> str:
-    """A greedy completion of a held-out function's first lines, for the card."""
-    prompt = function_prompt(held_out[len(held_out) // 2])
-    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]])
-    output = model.generate(  # type: ignore[misc]  # typed through a protocol that mypy does not match
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=96, do_sample=False
+def completion(run: Run, prompt: Prompt) -> str:
+    """Return the greedy answer of the model on disk to a prompt, with the prompt."""
+    target = Target.from_pretrained(run.out / "model", "cpu", torch.float32)
+    [ids] = encode_prompts([prompt], target)
+    decoder = SpeculativeDecoder(target, load_drafter("none", target))
+    return str(
+        run.text.tokenizer.decode(ids + decoder.generate([ids], NEW_TOKENS).token_ids[0], skip_special_tokens=False)
     )
-    return str(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
-def write_card(
-    out: Path,
-    config: TinyTargetConfig,
-    functions: list[str],
-    documents: list[list[int]],
-    held_out_loss: float,
-    seconds: float,
-    completion: str,
-) -> None:
-    num_parameters = sum(p.numel() for p in LlamaForCausalLM.from_pretrained(out).parameters())
-    tokens_per_epoch = sum(map(len, documents))
-    trained_tokens = config.steps * config.rows_per_step * config.context
-    digest = hashlib.sha256("\0".join(functions).encode()).hexdigest()[:16]
-    settings = "\n".join(f"| {name} | {value} |" for name, value in asdict(config).items())
-    flags = f"--out recipes/tiny_python --steps {config.steps} --seed {config.seed}"
-    (out / "README.md").write_text(
+def write_card(run: Run, path: Path) -> None:
+    """Write README.md beside the model: what it is made of, and how good it is."""
+    held_out = held_out_loss(run.model, run.text.tokenizer, run.text.held_out)
+    function = run.text.held_out[FUNCTION_SHOWN]
+    question = code_dialogues(stdlib_groups(held_out=True))[DIALOGUE_SHOWN][:1]
+    settings = {**asdict(run.shape), **asdict(run.training)}
+    table = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
+    sources = "\n".join(f"* {source}" for source in sorted({document.source for document in run.text.documents}))
+    num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
+    write_whole(
+        run.out / "model/README.md",
         f"""# tiny_python
 
-A Llama of {num_parameters / 1e6:.2f} M parameters that writes Python functions, after a fashion. It exists so that
-`draftsmith quickstart` has a real target with nothing to download; it is of no other use.
+A Llama of {num_parameters / 1e6:.2f} M parameters that writes Python functions, after a fashion, and answers with one
+when a user asks for it. It exists so that `draftsmith quickstart` has a real target with nothing to download; it is of
+no other use.
 
-* Text: {len(functions)} functions of the standard library of Python {platform.python_version()},
-  {tokens_per_epoch} tokens, sha256 {digest}...; one file in sixteen held out. The source is under the PSF licence.
-* Trained on {trained_tokens / 1e6:.1f} M tokens ({trained_tokens / tokens_per_epoch:.1f} epochs) in {seconds / 60:.0f}
-  minutes on {config.threads} threads of a {platform.machine()} CPU with torch {torch.__version__}.
-* Held-out loss: {held_out_loss:.3f} nats per token.
-* Command: `python tools/train_tiny_target.py {flags}`
+* Held-out loss: {held_out.per_token:.3f} nats a token, {held_out.per_byte:.3f} nats a byte, on one file in sixteen of
+  the standard library of Python {platform.python_version()}. What resembles these files was left out of the text.
+* Trained on {run.num_tokens / 1e6:.1f} M tokens ({run.num_tokens / run.rows.num_tokens:.1f} epochs of
+  {run.rows.num_tokens / 1e6:.1f} M) in {run.seconds / 3600:.1f} hours on {torch.get_num_threads()} threads of a
+  {platform.machine()} CPU with torch {torch.__version__}.
+* Text: sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}..., functions and dialogues made of them, from the
+  sources below.
+* Commands: `python tools/tiny_target_text.py --out TEXT.jsonl`, and
+  `python tools/train_tiny_target.py --text TEXT.jsonl --out DIR --steps {run.training.steps}`
 
 | setting | value |
 |---|---|
-{settings}
+{table}
 
-A greedy completion on a held-out file:
+A greedy completion on a held-out file, and an answer:
 
-```python
-{completion}
 ```
-"""
+{completion(run, Prompt(text=function_prompt(function)))}
+
+{completion(run, Prompt(messages=list(question)))}
+```
+
+## Sources and their licences
+
+{sources}
+""",
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=TinyTargetConfig.steps)
-    parser.add_argument("--seed", type=int, default=TinyTargetConfig.seed)
+    parser.add_argument("--steps", type=int, default=Training.steps)
+    parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    train(TinyTargetConfig(steps=args.steps, seed=args.seed), args.out)
+    torch.set_num_threads(args.threads)
+    shape, training = Shape(), Training(steps=args.steps)
+    run = Run(read_text(args.text, shape, training.stdlib_copies), args.out, shape, training)
+    run.train()
+    write_card(run, args.text)
 
 
 if __name__ == "__main__":

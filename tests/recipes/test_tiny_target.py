@@ -1,0 +1,150 @@
+"""How tools/ makes the embedded target: its text, its training, which goes on where it was stopped, its measures."""
+
+from dataclasses import replace
+from email.message import Message
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from tiny_target_quality import held_out_loss, loops
+from tiny_target_text import STANDARD_LIBRARY, Document, first_documents, licence_of, new_groups, shingles, words_of
+from train_tiny_target import END_OF_TURN, Rows, Run, Shape, Text, Training, tokenize, train_tokenizer
+
+from draftsmith.data.answers.turns import Dialogue
+from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.inference.measuring.spans import Markers
+from draftsmith.models import Target
+from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.sampling import Sampling
+
+SHAPE = Shape(262, 32, 48, num_layers=2, num_heads=2, num_key_value_heads=1, context=32)
+TRAINING = Training(steps=8, tokens_per_step=64, compiled=False)
+FUNCTIONS = [f"def f{i}(x):\n    return x + {i}\n" for i in range(40)]
+CHAT = [{"role": "user", "content": "Write f."}, {"role": "assistant", "content": FUNCTIONS[0]}]
+
+
+@pytest.fixture(scope="module")
+def text() -> Text:
+    documents = [Document(STANDARD_LIBRARY, text=function) for function in FUNCTIONS]
+    documents += [Document("forge 1.0 (MIT)", messages=CHAT * 2)] * 5
+    return Text(documents, FUNCTIONS[:2], train_tokenizer(FUNCTIONS, SHAPE))
+
+
+def test_what_resembles_held_out_functions_or_earlier_ones_is_left_out() -> None:
+    words = " ".join(f"word{i}" for i in range(40)).split()
+    held_out = shingles(words_of("def a():\n    return " + " + ".join(words)))
+    changed = (
+        "def b():\n    return (" + " -\n  ".join([*words[:20], "other", *words[21:]]) + ")"
+    )  # other layout, one word
+    first, again = "def c(x):\n    return x + 1\n", "def d(x): return x+1\n"
+    assert new_groups([[changed, first], [again], ["def e(): pass\n"]], set(), held_out) == [
+        [first],
+        ["def e(): pass\n"],
+    ]
+
+
+def test_licences_are_permissive_or_refused() -> None:
+    def package(**fields: str) -> Any:
+        about = Message()
+        for name, value in fields.items():
+            about[name] = value
+        return SimpleNamespace(metadata=about, name="forge")
+
+    assert licence_of(package(**{"License-Expression": "BSD-3-Clause"})) == "BSD-3-Clause"
+    assert licence_of(package(Classifier="License :: OSI Approved :: MIT License")) == "MIT License"
+    for stated in ("GPL-3.0", "MIT OR GPL-2.0", "MPL-2.0 AND MIT", ""):
+        with pytest.raises(UserError, match="forge is under"):
+            licence_of(package(License=stated))
+
+
+def test_dialogues_have_their_share_at_most() -> None:
+    documents = [Document("a", text="x" * 10)] * 5
+    assert len(first_documents(documents, 35)) == 3
+
+
+def test_an_epoch_holds_each_document_once(text: Text) -> None:
+    documents = tokenize(text.documents, text.tokenizer)
+    rows = Rows(documents, SHAPE, TRAINING)
+    steps = [rows.of_step(step) for step in range(2 * rows.steps_per_epoch)]
+    assert {tuple(step.shape) for step in steps} == {(2, 33), (4, 17)}
+    everything, orders = torch.cat(documents).bincount(minlength=300), []
+    for epoch in (steps[: rows.steps_per_epoch], steps[rows.steps_per_epoch :]):
+        assert all((step[:-1, -1] == step[1:, 0]).all() for step in epoch)
+        orders.append(torch.cat([step[:, :-1].flatten() for step in epoch]))
+        assert (orders[-1].bincount(minlength=300) <= everything).all()
+        assert everything.sum() - len(orders[-1]) <= TRAINING.tokens_per_step
+    assert not torch.equal(*orders)
+    fresh = Rows(documents, SHAPE, TRAINING)
+    assert torch.equal(fresh.of_step(len(steps) - 1), steps[-1])
+
+
+@pytest.fixture(scope="module")
+def finished(text: Text, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(text, tmp_path_factory.mktemp("finished"), SHAPE, TRAINING)
+    run.train()
+    return run
+
+
+def same_weights(first: Run, second: Run) -> bool:
+    pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("stop", [3, 7])  # at the constant rate, and in the decay
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(stop: int, finished: Run, text: Text, tmp_path: Path) -> None:
+    stopped = Run(text, tmp_path, SHAPE, TRAINING)
+    while stopped.step < stop:
+        stopped.take_step()
+    stopped.save()
+    resumed = Run(text, tmp_path, SHAPE, TRAINING)
+    assert resumed.step == stop
+    resumed.train()
+    assert same_weights(resumed, finished)
+
+
+def test_a_finished_run_is_extended_from_before_its_decay(finished: Run, text: Text) -> None:
+    """The decay of a short run must leave no trace in a longer one. Asked for again, the short run stays as it is."""
+    again = Run(text, finished.out, SHAPE, TRAINING)
+    assert again.step == 8
+    assert same_weights(again, finished)
+    longer = Run(text, finished.out, SHAPE, replace(TRAINING, steps=16))
+    assert longer.step == 6
+    assert not same_weights(longer, finished)
+    with pytest.raises(UserError, match="holds 6 steps: give --steps 8 or more"):
+        Run(text, finished.out, SHAPE, replace(TRAINING, steps=6))
+
+
+def test_the_model_is_a_target_that_chats(finished: Run) -> None:
+    """Its turns end with a mark, after which a dialogue goes on with no token read twice or otherwise."""
+    target = Target.from_pretrained(finished.out / "model", "cpu", torch.float32)
+    assert target.tokenizer is not None
+    end = target.tokenizer.convert_tokens_to_ids(END_OF_TURN)
+    assert set(target.eos_token_ids) == {target.tokenizer.eos_token_id, end}
+    asked = [CHAT[0], CHAT[1], {"role": "user", "content": "Again."}]
+    dialogue = Dialogue(Prompt(messages=asked), 0, Sampling(0.0), target, Markers.of_target(target))
+    opened = dialogue.context
+    dialogue.take([*target.tokenizer("x = 1", add_special_tokens=False)["input_ids"], cast(int, end)], 100)
+    assert dialogue.context[: len(opened)] == opened
+    assert target.tokenizer.decode(dialogue.context[len(opened) :]) == "x = 1<|end|><|user|>Again.<|end|><|assistant|>"
+    assert not dialogue.samples  # one sample holds both turns
+
+
+def test_the_loss_is_that_of_each_token_and_byte(text: Text, tmp_path: Path) -> None:
+    """A model whose head knows nothing has the logarithm of the vocabulary as its loss."""
+    run = Run(text, tmp_path, SHAPE, TRAINING)
+    torch.nn.init.zeros_(run.model.lm_head.weight)
+    loss = held_out_loss(run.model, text.tokenizer, ["a = 1\n"])
+    assert loss.per_token == pytest.approx(torch.tensor(len(text.tokenizer)).log().item())
+    assert loss.num_bytes == 6
+    assert loss.per_byte == pytest.approx(loss.nats / 6)
+
+
+def test_a_loop_is_four_tokens_five_times() -> None:
+    unit = [1, 2, 3, 4]
+    assert loops([9, *unit, 8, *unit, 7, *unit, 6, *unit, 5, *unit])
+    assert not loops([9, *unit, 8, *unit, 7, *unit, 6, *unit])
+    assert loops([7] * 8)
+    assert not loops([7] * 7)
+    assert not loops([1, 2])
