@@ -52,6 +52,11 @@ LLAMA_8B: dict[str, Any] = {
     "eos_token_id": [1, 2, 3],
     "pad_token_id": 0,
 }
+SETTINGS: dict[str, dict[str, Any]] = {  # of drafters, where they are not the defaults; vocabularies are the recipes'
+    "draft_model": {"num_layers": 1},
+    "eagle3": {"draft_vocab_size": 32000},
+    "p_eagle": {"draft_vocab_size": 32000},
+}
 PRODUCTS = ("mm", "addmm", "bmm", "addmm_", "baddbmm", "linear")
 NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "_unsafe_view")
 MULTIPROCESSORS = 132  # of an H100 or H200
@@ -84,6 +89,13 @@ ROUNDS = [
     Round("eagle3", "greedy", 4),
     Round("eagle3", "probabilistic", 4),
     Round("eagle3", "greedy", TREE),
+    Round("eagle3", "greedy", STATIC_TREE),
+    Round("eagle", "greedy", 1),
+    Round("eagle", "greedy", 4),
+    Round("draft_model", "greedy", 1),
+    Round("draft_model", "greedy", 4),
+    Round("dflash", "greedy", 4),
+    Round("p_eagle", "greedy", 4),
     Round("eagle3", "greedy", 4, batch=8),
 ]
 
@@ -112,9 +124,10 @@ class Counting(TorchDispatchMode):
         output = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
         devices = {tensor.device.type for tensor in tree_leaves(output) if isinstance(tensor, Tensor)}
-        if "cuda" not in devices or function.is_view or name in NO_LAUNCH:
-            return output
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_view = function.is_view and shares_memory(output, inputs)
+        if "cuda" not in devices or is_view or name in NO_LAUNCH:
+            return output
         if any(tensor.device.type == "cpu" and (tensor.ndim or "copy" in name) for tensor in inputs):
             raise HostError(f"{name} sends a tensor of {[list(tensor.shape) for tensor in inputs]} to the device")
         if name in PRODUCTS:
@@ -122,6 +135,12 @@ class Counting(TorchDispatchMode):
         else:
             self.launches.operations[name] += 1
         return output
+
+
+def shares_memory(output: Any, inputs: list[Tensor]) -> bool:
+    """Return whether an output lies in the memory of an input; `to`, `reshape` and others may also copy."""
+    storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+    return all(leaf.untyped_storage()._cdata in storages for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
 
 class HostError(Exception):
@@ -197,6 +216,7 @@ def fake_gpu(launched: list[str]) -> Iterator[None]:
     with (
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu),
+        mock.patch.object(torch.cuda, "current_stream", return_value=SimpleNamespace(cuda_stream=0)),
         mock.patch.object(Tensor, "__getitem__", get_item),
         mock.patch.object(Tensor, "__setitem__", set_item),
         mock.patch.object(Tensor, "__invert__", lambda tensor: torch.bitwise_not(tensor)),
@@ -235,8 +255,8 @@ def make_target(model: PreTrainedModel) -> Target:
 
 def make_drafter(kind: str, target: Target) -> Drafter:
     drafter_class = DRAFTERS[kind]
-    settings = {"num_layers": 1} if kind == "draft_model" else {}
-    return on_gpu(drafter_class.from_target(drafter_class.config_class(kind=kind, **settings), target))
+    config = drafter_class.config_class(kind=kind, **SETTINGS.get(kind, {}))
+    return on_gpu(drafter_class.from_target(config, target))
 
 
 def count(action: Callable[[], Any], launched: list[str]) -> tuple[Any, Launches]:

@@ -1,12 +1,18 @@
-"""Tell where Triton kernels run: on a GPU, and, for whoever doubts a kernel, in Triton's interpreter on a CPU.
+"""Tell where Triton kernels run, and keep the counters by which programs of a kernel share their work.
+
+They run on a GPU, and, for whoever doubts a kernel, in Triton's interpreter on a CPU.
 
 With the environment variable DRAFTSMITH_KERNELS=interpreter everything that a GPU would run through a kernel runs
 through the same kernel on CPU tensors, slowly, in fp32 or fp16; rounds have the fixed shapes that they have on a GPU.
 """
 
+import functools
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -15,6 +21,8 @@ from draftsmith.models.errors import UserError
 
 SWITCH = "DRAFTSMITH_KERNELS"
 IN_TRITON = "TRITON_INTERPRET"  # Triton's own variable, which it reads when a kernel is defined
+NUM_COUNTERS = 2**16  # outputs of one launch that can be split
+_counters: ContextVar[Tensor | None] = ContextVar("counters", default=None)
 
 
 def runs_kernels(device: torch.device) -> bool:
@@ -38,6 +46,38 @@ def has_flash_attention(query: Tensor) -> bool:
         stacklevel=2,
     )
     return False
+
+
+def counters(device: torch.device) -> Tensor:
+    """Return the counters for the next launch on a device, int32 [NUM_COUNTERS], which are zero between launches.
+
+    Launches that can run at the same time must not share them. Those of one stream cannot, so each stream has its own;
+    for graphs, which may be replayed on any stream, see `counting_with`.
+    """
+    own = _counters.get()
+    if own is not None:
+        assert own.device == device
+        return own
+    return _counters_of(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+
+
+@functools.cache
+def _counters_of(device: torch.device, stream: int) -> Tensor:
+    return new_counters(device)
+
+
+def new_counters(device: torch.device) -> Tensor:
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+
+
+@contextmanager
+def counting_with(own: Tensor) -> Iterator[None]:
+    """Let this thread's launches count with counters of their own; graphs keep the address of what they recorded."""
+    token = _counters.set(own)
+    try:
+        yield
+    finally:
+        _counters.reset(token)
 
 
 def _interpreted() -> bool:

@@ -77,6 +77,7 @@ class BatchEngine:
         self.cache = SlotCache(num_rows, num_slots)
         rates = [*settings.synthetic_rates, *[0.0] * depth][:depth]  # 0 for depths without one
         self.synthetic_rates = torch.tensor(rates, device=device)
+        self.numbers = torch.arange(settings.shape.num_nodes + 1, device=device)  # 0, 1, ... of nodes and of depths
         self.eos = torch.tensor(target.eos_token_ids if settings.stop_at_eos else [], device=device)
         self.limits = torch.full((num_rows,), 2, device=device)  # [B] length at which a text is cut
         self.finished = torch.ones(num_rows, dtype=torch.bool, device=device)
@@ -88,7 +89,8 @@ class BatchEngine:
             lengths=torch.full((num_rows,), 2, device=device),
             features=Features(hidden, layers if num_layers else None),
             positions=torch.arange(depth + 1, device=device).repeat(num_rows, 1),
-            num_new=torch.ones(num_rows, dtype=torch.int64, device=device),
+            next_ids=torch.zeros(num_rows, depth + 1, dtype=torch.int64, device=device),
+            newest_column=torch.zeros(num_rows, dtype=torch.int64, device=device),
             sampling=settings.sampling,
             noise=Noise(settings.seed, torch.zeros(num_rows, dtype=torch.int64, device=device)),
             sample_drafts=settings.verification_mode in acceptance_rules.SAMPLED_DRAFTS,
@@ -104,7 +106,7 @@ class BatchEngine:
         self.fixed_shapes = runs_kernels(device)  # a round computes all rows and slots; else no more than those in use
         # a recorded verification reads the tensors of a recorded draft: both are recorded, or neither is
         records = device.type == "cuda" and can_be_recorded(drafter) and can_be_recorded(target.model)
-        self.recorded = RecordedCalls(records)
+        self.recorded = RecordedCalls(device, records)
 
     def follow(self, settings: GenerationSettings, num_rows: int, num_slots: int) -> bool:
         """Return whether it can decode with these settings, and if so do it from now on.
@@ -174,7 +176,8 @@ class BatchEngine:
         state.token_ids[index, : token_ids.shape[1]] = token_ids
         state.lengths[index] = lengths + 1
         state.positions[index] = lengths[:, None] - 1 + torch.arange(state.positions.shape[1], device=device)
-        state.num_new[index] = 1
+        state.next_ids[index, 0] = first[:, 0]
+        state.newest_column[index] = 0
         state.features.put(newest, index)
         if state.predictions is not None:
             state.predictions[index] = NO_TOKEN
@@ -294,8 +297,7 @@ class BatchEngine:
         nodes = draft.tokens, draft.parents, draft.depth
         if mode == "greedy":
             return rules.greedy(logits, *nodes)
-        node_numbers = torch.arange(draft.tokens.shape[1], device=logits.device)
-        coins = uniforms(state.noise, state.lengths[:, None], Stream.ACCEPT, node_numbers)
+        coins = uniforms(state.noise, state.lengths[:, None], Stream.ACCEPT, self.numbers[: draft.tokens.shape[1]])
         if mode == "synthetic":
             return acceptance_rules.synthetic(
                 logits, *nodes, self.synthetic_rates[: draft.depth], coins[:, : draft.depth]
@@ -303,7 +305,7 @@ class BatchEngine:
         logits = cut(logits, self.settings.sampling)
         if mode == "typical":
             return rules.typical(logits, *nodes)
-        positions = state.lengths[:, None] + torch.arange(draft.depth + 1, device=logits.device)
+        positions = state.lengths[:, None] + self.numbers[: draft.depth + 1]
         draws = uniforms(state.noise, positions, Stream.TARGET)
         if mode == "one_hot" or not draft.depth:  # without a draft, each of the modes below draws from p, too
             return rules.one_hot(logits, *nodes, draws)

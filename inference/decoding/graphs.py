@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.errors import first_line
+from draftsmith.models.kernels import counting_with, new_counters
 
 Output = TypeVar("Output")
 CALLS_TO_RECORD = 3  # the last of them is recorded; in those before it libraries allocate and kernels compile
@@ -39,10 +40,12 @@ class RecordedCalls:
     them and the recordings is freed with its last reference.
     """
 
-    def __init__(self, records: bool) -> None:
+    def __init__(self, device: torch.device, records: bool) -> None:
+        self.device = device
         self.records = records and os.environ.get(SWITCH) != "off"
         self._num_calls: Counter[Hashable] = Counter()
         self._recordings: dict[Hashable, Recording] = {}
+        self._counters: Tensor | None = None  # of its kernels alone: other graphs may be replayed at the same time
 
     @property
     def num_recorded(self) -> int:
@@ -63,10 +66,16 @@ class RecordedCalls:
     def _record(self, kind: Hashable, function: Callable[..., Output], arguments: tuple[object, ...]) -> None:
         """Record one call. Where that fails nothing stays recorded, as recordings read each other's outputs."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        if self._counters is None:
+            self._counters = new_counters(self.device)
         pool = next((recording.graph.pool() for recording in self._recordings.values()), None)
         try:
             # another thread may wait for the device or pin memory meanwhile
-            with _capturing, torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+            with (
+                _capturing,
+                counting_with(self._counters),
+                torch.cuda.graph(graph, pool, capture_error_mode="thread_local"),
+            ):
                 output = function(*arguments)
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # a capture that fails stays on its own

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.inference.decoding.round_steps import Ends
 from draftsmith.inference.verification.acceptance_rules import Verified
-from draftsmith.inference.verification.sampled_draft_kernels import Tree, load_tree
+from draftsmith.inference.verification.sampled_draft_kernels import load_tree, tree_of
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.sampling.trees import WORD
 from draftsmith.models.target.slots import Window
@@ -31,7 +31,8 @@ class Texts(NamedTuple):
     row: int  # stride of a row of token_ids
     lengths: Tensor  # [B]
     positions: Tensor  # [B, C]
-    num_new: Tensor  # [B]
+    next_ids: Tensor  # [B, C]
+    newest_column: Tensor  # [B]
 
 
 class Copied(NamedTuple):
@@ -56,7 +57,7 @@ def open_round(token_ids: Tensor, lengths: Tensor, draft: Draft) -> tuple[Tensor
         token_ids,
         token_ids.stride(0),
         lengths,
-        _tree(draft),
+        tree_of(draft.tokens, draft.parents),
         tokens,
         slots,
         window.positions,
@@ -74,6 +75,7 @@ def open_round(token_ids: Tensor, lengths: Tensor, draft: Draft) -> tuple[Tensor
 def close_round(state: DecodingState, ends: Ends, draft: Draft, verified: Verified, features: Features) -> Tensor:
     assert state.token_ids.stride(1) == 1
     assert state.positions.is_contiguous()
+    assert state.next_ids.is_contiguous()
     batch, depth = len(state.lengths), draft.depth
     record = state.lengths.new_empty(batch, HEAD.value + 1 + depth)
     copied = [_copied(features.last_hidden, state.features.last_hidden)]
@@ -83,9 +85,16 @@ def close_round(state: DecodingState, ends: Ends, draft: Draft, verified: Verifi
     num_blocks = [triton.cdiv(part.width, BLOCK) for part in copied]
     num_nodes = draft.tokens.shape[1]
     close_kernel[(batch, 1 + (depth + 1) * sum(num_blocks))](
-        Texts(state.token_ids, state.token_ids.stride(0), state.lengths, state.positions, state.num_new),
+        Texts(
+            state.token_ids,
+            state.token_ids.stride(0),
+            state.lengths,
+            state.positions,
+            state.next_ids,
+            state.newest_column,
+        ),
         ends,
-        _tree(draft),
+        tree_of(draft.tokens, draft.parents),
         verified,
         copied[0],
         copied[-1],
@@ -101,10 +110,6 @@ def close_round(state: DecodingState, ends: Ends, draft: Draft, verified: Verifi
         BLOCK=BLOCK,
     )
     return record
-
-
-def _tree(draft: Draft) -> Tree:
-    return Tree(draft.tokens.contiguous(), draft.parents, draft.parents.stride(0))
 
 
 def _copied(source: Tensor, kept: Tensor) -> Copied:
@@ -237,7 +242,8 @@ def _close_row(
     tl.debug_barrier()  # each thread has read the length and the flag before one writes them
     tl.store(texts.lengths + row, length + num_emitted)
     tl.store(ends.finished + row, finished)
-    tl.store(texts.num_new + row, num_accepted + 1)
+    tl.store(texts.newest_column + row, num_accepted)
+    tl.store(texts.next_ids + row * num_columns + columns, tokens, mask=is_token)
     tl.store(texts.positions + row * num_columns + columns, length - 1 + columns, mask=columns < num_columns)
     record += row * (HEAD + 1 + DEPTH)
     tl.store(record, num_emitted)

@@ -38,6 +38,7 @@ def open_round(token_ids: Tensor, lengths: Tensor, draft: Draft) -> tuple[Tensor
     window = chain_window(prefix, tokens.shape[1])
     if draft.is_chain:
         return tokens, window
+    assert draft.parents is not None
     positions = prefix[:, None] + node_depths(draft.parents, draft.depth)
     return tokens, Window(window.slots, positions, prefix, ancestor_words(draft.parents, draft.depth))
 
@@ -71,7 +72,8 @@ def close_round(state: DecodingState, ends: Ends, draft: Draft, verified: Verifi
     ends.finished.logical_or_(ends_text.any(1) | (state.lengths >= ends.limits))
     state.features.put(features)
     state.positions.copy_(positions)
-    state.num_new.copy_(num_accepted + 1)
+    state.next_ids[:, : tokens.shape[1]] = tokens
+    state.newest_column.copy_(num_accepted)
     head = [num_emitted, num_drafted, torch.minimum(num_accepted, until_end), ends.finished.long()]
     return torch.cat([torch.stack(head, 1), tokens], 1)
 

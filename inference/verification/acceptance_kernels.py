@@ -16,11 +16,11 @@ from torch import Tensor
 
 from draftsmith.inference.verification import sampled_draft_kernels as rejection
 from draftsmith.inference.verification.acceptance_rules import Verified
-from draftsmith.inference.verification.sampled_draft_kernels import Tree, load_tree
+from draftsmith.inference.verification.sampled_draft_kernels import load_tree, tree_of
 from draftsmith.models.sampling.sampling_kernels import chunk_sizes, load_distribution, read_in_chunks, sample_columns
 
 
-def greedy(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Verified:
+def greedy(logits: Tensor, tokens: Tensor, parents: Tensor | None, depth: int) -> Verified:
     """Logits are fp32, fp16 or bf16."""
     assert logits.is_contiguous()
     batch, width, vocabulary = logits.shape
@@ -30,22 +30,22 @@ def greedy(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Verif
     _find_winners[(batch * width, triton.cdiv(vocabulary, chunks["CHUNK"]))](logits, maxima, winners, **chunks)
     verified = _empty(tokens, depth)
     _greedy[(batch,)](
-        maxima, winners, _tree(tokens, parents), verified, N=width - 1, NODES=_nodes(width - 1), DEPTH=depth, **chunks
+        maxima, winners, tree_of(tokens, parents), verified, N=width - 1, NODES=_nodes(width - 1), DEPTH=depth, **chunks
     )
     return verified
 
 
-def one_hot(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, uniforms: Tensor) -> Verified:
+def one_hot(logits: Tensor, tokens: Tensor, parents: Tensor | None, depth: int, uniforms: Tensor) -> Verified:
     """With N = 0 this is the plain draw of a token, so that plain and speculative decoding round alike."""
     return walk(sample_columns(logits, parents, depth, uniforms), tokens, parents, depth)
 
 
-def walk(targets: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Verified:
+def walk(targets: Tensor, tokens: Tensor, parents: Tensor | None, depth: int) -> Verified:
     verified = _empty(tokens, depth)
     num_nodes = tokens.shape[1]
     _walk[(len(tokens),)](
         targets.contiguous(),
-        _tree(tokens, parents),
+        tree_of(tokens, parents),
         verified,
         N=num_nodes,
         NODES=_nodes(num_nodes),
@@ -56,13 +56,13 @@ def walk(targets: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Verifi
 
 
 def typical(
-    logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, epsilon: float = 0.09, delta: float = 0.3
+    logits: Tensor, tokens: Tensor, parents: Tensor | None, depth: int, epsilon: float = 0.09, delta: float = 0.3
 ) -> Verified:
     (p,) = read_in_chunks(logits, with_means=True)
     verified = _empty(tokens, depth)
     num_nodes = tokens.shape[1]
     sizes = {"N": num_nodes, "NODES": _nodes(num_nodes), "DEPTH": depth, **chunk_sizes(logits.shape[-1])}
-    _typical[(len(tokens),)](p, _tree(tokens, parents), verified, epsilon, delta, **sizes)
+    _typical[(len(tokens),)](p, tree_of(tokens, parents), verified, epsilon, delta, **sizes)
     return verified
 
 
@@ -102,7 +102,7 @@ def without_replacement(
     logits: Tensor,
     draft_logits: Tensor,
     tokens: Tensor,
-    parents: Tensor,
+    parents: Tensor | None,
     depth: int,
     accept_uniforms: Tensor,
     sample_uniforms: Tensor,
@@ -114,7 +114,7 @@ def without_replacement(
     children = tokens.new_empty(batch, num_parents, dtype=torch.int32)
     lams, masses = q.sums.new_empty(batch, num_parents), torch.empty_like(q.sums)
     coins, uniforms = accept_uniforms.contiguous(), sample_uniforms.contiguous()
-    tree = _tree(tokens, parents)
+    tree = tree_of(tokens, parents)
     rejection.try_children[(batch, num_parents)](
         p, q, tree, coins, children, lams, masses, N=num_nodes, NODES=_nodes(num_nodes), **chunks
     )
@@ -127,11 +127,6 @@ def without_replacement(
 def _empty(tokens: Tensor, depth: int) -> Verified:
     batch = len(tokens)
     return Verified(*(tokens.new_empty(size, dtype=torch.int64) for size in ((batch,), (batch, depth), (batch,))))
-
-
-def _tree(tokens: Tensor, parents: Tensor) -> Tree:
-    assert parents.shape[1] < 2 or parents.stride(1) == 1
-    return Tree(tokens.contiguous(), parents, parents.stride(0))
 
 
 def _nodes(num_nodes: int) -> int:

@@ -15,8 +15,9 @@ typical              any tree, chosen anyhow     -             -                
 synthetic            any tree, chosen anyhow     -             [B, D]                    LOSSY: for timing only
 
 Shapes: B rows, N drafted tokens (nodes), T = N + 1 columns of the window (column 0 is the newest committed token, node
-i stands in column i + 1), D at least the nodes on any path (D = N says that all rows are chains), V vocabulary, P
-columns, the last that has children among them. Logits come from `sampling.cut`, and at least one of a row is finite.
+i stands in column i + 1), D at least the nodes on any path (D = N says that all rows are chains, whose parents may be
+None), V vocabulary, P columns, the last that has children among them. Logits come from `sampling.cut`, and at least one
+of a row is finite.
 The target's logits at column c are for what follows it, and p is their softmax. The drafter's logits at column c are
 what the children of column c were drawn from, and q is their softmax. Uniforms are in (0, 1) and independent of the
 drafts.
@@ -34,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith.models.sampling.sampling import sample
-from draftsmith.models.sampling.trees import node_depths, parent_columns
+from draftsmith.models.sampling.trees import node_depths, parent_columns, parents_or_chain
 
 VerificationMode = Literal["greedy", "one_hot", "probabilistic", "block", "without_replacement", "typical", "synthetic"]
 SAMPLED_DRAFTS = ("probabilistic", "block", "without_replacement")  # modes whose drafts are drawn from draft logits
@@ -49,7 +50,7 @@ class Verified(NamedTuple):
     next_token: Tensor  # [B] the token after the accepted ones: bonus, or correction of the first rejected draft
 
 
-def greedy(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Verified:
+def greedy(logits: Tensor, tokens: Tensor, parents: Tensor | None, depth: int) -> Verified:
     """Walk down to the child that is the target's likeliest token while there is one, then add that token itself.
 
     logits [B, T, V] (they need not be cut), tokens and parents [B, N]. Of equal siblings the first counts.
@@ -57,14 +58,17 @@ def greedy(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Verif
     return walk(logits.argmax(-1), tokens, parents, depth)
 
 
-def one_hot(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, uniforms: Tensor) -> Verified:
+def one_hot(logits: Tensor, tokens: Tensor, parents: Tensor | None, depth: int, uniforms: Tensor) -> Verified:
     """Draw the target's token after every column, walk down while a child is that token, then add the drawn token.
 
     Lossless whatever chose the drafts, as long as they were chosen before the draw. logits [B, T, V]; uniforms
     [B, D + 1], entry d for the token that follows a column of depth d: keyed by position, the output equals plain
     sampling token for token.
     """
-    depths = torch.arange(depth + 1, device=tokens.device) if depth == tokens.shape[1] else node_depths(parents, depth)
+    if depth == tokens.shape[1]:
+        depths = torch.arange(depth + 1, device=tokens.device)
+    else:
+        depths = node_depths(parents_or_chain(parents, tokens), depth)
     drawn = sample(logits.softmax(-1), uniforms.gather(1, depths.expand(len(tokens), -1)))
     return walk(drawn, tokens, parents, depth)
 
@@ -120,7 +124,7 @@ def without_replacement(
     logits: Tensor,
     draft_logits: Tensor,
     tokens: Tensor,
-    parents: Tensor,
+    parents: Tensor | None,
     depth: int,
     accept_uniforms: Tensor,
     sample_uniforms: Tensor,
@@ -135,6 +139,7 @@ def without_replacement(
     and accept_uniforms [B, N], sample_uniforms [B, D + 1], entry n for the token after n accepted ones.
     """
     p, q = _distributions(logits, draft_logits)
+    parents = parents_or_chain(parents, tokens)
     rows, levels = torch.arange(len(p), device=p.device), torch.arange(depth, device=p.device)
     column = torch.zeros_like(rows)  # [B] the deepest accepted column
     num_accepted = torch.zeros_like(rows)
@@ -159,7 +164,7 @@ def without_replacement(
 
 
 def typical(
-    logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, epsilon: float = 0.09, delta: float = 0.3
+    logits: Tensor, tokens: Tensor, parents: Tensor | None, depth: int, epsilon: float = 0.09, delta: float = 0.3
 ) -> Verified:
     """LOSSY: accept what is plausible under p, not what would have been drawn; the output has another distribution.
 
@@ -171,7 +176,7 @@ def typical(
     log_p = logits.log_softmax(-1)
     entropy = torch.special.entr(log_p.exp()).sum(-1)  # [B, T]
     threshold = (delta * (-entropy).exp()).clamp(max=epsilon)
-    rows = torch.arange(len(tokens), device=tokens.device)
+    rows, parents = torch.arange(len(tokens), device=tokens.device), parents_or_chain(parents, tokens)
     log_chance = log_p[rows[:, None], parents + 1, tokens.clamp(min=0)]  # [B, N]
     stands = (tokens >= 0) & (log_chance.exp() > threshold.gather(1, parents + 1))
 
@@ -191,13 +196,15 @@ def typical(
     return Verified(num_accepted, path, logits[rows, best].argmax(-1))
 
 
-def synthetic(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, rates: Tensor, uniforms: Tensor) -> Verified:
+def synthetic(
+    logits: Tensor, tokens: Tensor, parents: Tensor | None, depth: int, rates: Tensor, uniforms: Tensor
+) -> Verified:
     """LOSSY: accept at given rates whatever is drafted, to time decoding at an acceptance that no drafter has yet.
 
     The first child of an accepted column is accepted with the conditional rate of its depth, rates [D], by the coins
     uniforms [B, D]. The next token is the target's likeliest. logits [B, T, V], tokens and parents [B, N].
     """
-    batch, num_nodes = tokens.shape
+    (batch, num_nodes), parents = tokens.shape, parents_or_chain(parents, tokens)
     first_child = torch.zeros(batch, num_nodes + 1, dtype=torch.int64, device=tokens.device)
     for node in range(num_nodes - 1, -1, -1):  # the first child writes last; 0 where a column has none
         first_child.scatter_(1, parents[:, node, None] + 1, node + 1)
@@ -215,7 +222,7 @@ def synthetic(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, rates
     return Verified(num_accepted[:, 0], path, logits.argmax(-1).gather(1, column)[:, 0])
 
 
-def walk(targets: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Verified:
+def walk(targets: Tensor, tokens: Tensor, parents: Tensor | None, depth: int) -> Verified:
     """Walk from the root to the child that is the target's token, as long as there is one; then add that token itself.
 
     targets [B, T]: the target's token after each column; tokens and parents [B, N].
@@ -225,6 +232,7 @@ def walk(targets: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Verifi
         num_accepted = (targets[:, :num_nodes] == tokens).long().cumprod(1).sum(1)
         path = torch.arange(1, num_nodes + 1, device=tokens.device).expand_as(tokens)
         return Verified(num_accepted, path, targets.gather(1, num_accepted[:, None])[:, 0])
+    assert parents is not None
     column = torch.zeros(batch, 1, dtype=torch.int64, device=tokens.device)
     num_accepted = torch.zeros_like(column)
     alive = torch.ones_like(column, dtype=torch.bool)

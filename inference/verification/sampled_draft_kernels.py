@@ -25,8 +25,15 @@ class Tree(NamedTuple):
     """The drafted trees of a batch, as kernels read them."""
 
     tokens: Tensor  # [B, N]
-    parents: Tensor  # [B, N], or one row of them expanded
-    parents_stride: int
+    parents: Tensor | None  # [B, N], or one row of them expanded; None for chains
+    parents_row: int  # stride of a row of parents
+
+
+def tree_of(tokens: Tensor, parents: Tensor | None) -> Tree:
+    if parents is None:
+        return Tree(tokens.contiguous(), None, 0)
+    assert parents.shape[1] < 2 or parents.stride(1) == 1
+    return Tree(tokens.contiguous(), parents, parents.stride(0))
 
 
 @triton.jit
@@ -35,7 +42,10 @@ def load_tree(tree, row, N, NODES: tl.constexpr):
     columns = tl.arange(0, NODES)
     is_node = (columns > 0) & (columns <= N)
     token = tl.load(tree.tokens + row * N + columns - 1, mask=is_node, other=-1)
-    parent = tl.load(tree.parents + row * tree.parents_stride + columns - 1, mask=is_node, other=-2) + 1
+    if tree.parents is None:
+        parent = tl.where(is_node, columns - 1, -1)
+    else:
+        parent = tl.load(tree.parents + row * tree.parents_row + columns - 1, mask=is_node, other=-2) + 1
     return columns, token.to(tl.int32), parent.to(tl.int32)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.sampling.drawing import cut, draw, uniforms
@@ -26,7 +27,7 @@ class Draft:
     """
 
     tokens: Tensor  # [B, N] int64; NO_TOKEN where there is none
-    parents: Tensor  # [B, N] int64 index of each node's parent node, -1 for the root
+    parents: Tensor | None  # [B, N] int64 index of each node's parent node, -1 for the root; may be None for a chain
     depth: int  # nodes on the longest path; N for a chain
     logits: Tensor | None = None  # [B, P, V] fp32, cut: what the children of column i were drawn from; None: no chance
 
@@ -37,8 +38,7 @@ class Draft:
 
 def chain(tokens: Tensor, logits: Tensor | None = None) -> Draft:
     """Return a draft in which every token [B, N] follows the one before it; logits [B, N, V]."""
-    parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
-    return Draft(tokens, parents, tokens.shape[1], logits)
+    return Draft(tokens, None, tokens.shape[1], logits)
 
 
 def lookup_chain(tokens: Tensor) -> Draft:
@@ -48,16 +48,23 @@ def lookup_chain(tokens: Tensor) -> Draft:
     return chain(tokens)
 
 
+def with_no_token(ids: Tensor | None) -> Tensor | None:
+    """Return the target ids [Vd] of a draft vocabulary and NO_TOKEN, [Vd + 1]: as an index, -1 means the last."""
+    return None if ids is None else F.pad(ids, (0, 1), value=NO_TOKEN)
+
+
 def in_target_vocabulary(draft: Draft, ids: Tensor | None, vocab_size: int) -> Draft:
-    """Return the draft by target ids. `ids` [Vd] are those of the vocabulary it was made in; None: the target's."""
+    """Return the draft by target ids.
+
+    `ids` are those of the vocabulary it was made in, of `with_no_token`; None: the target's vocabulary.
+    """
     if ids is None:
         return draft
-    tokens = torch.where(draft.tokens < 0, draft.tokens, ids[draft.tokens])  # NO_TOKEN stays
     logits = draft.logits
     if logits is not None:
         whole = logits.new_full((*logits.shape[:2], vocab_size), float("-inf"))
-        logits = whole.index_copy(2, ids, logits)
-    return replace(draft, tokens=tokens, logits=logits)
+        logits = whole.index_copy(2, ids[:-1], logits)
+    return replace(draft, tokens=ids[draft.tokens], logits=logits)
 
 
 @dataclass
@@ -68,7 +75,8 @@ class DecodingState:
     lengths: Tensor  # [B] number of committed tokens; the target has not read the newest one yet
     features: Features  # of the last positions that the target read, [B, T, ...]
     positions: Tensor  # [B, T] those positions
-    num_new: Tensor  # [B] how many of them, from the left, are committed tokens that `propose` has not met
+    next_ids: Tensor  # [B, T] int64 the token behind each of those positions, as far as it is committed; any id beyond
+    newest_column: Tensor  # [B] the last of them that is committed; `propose` has met none of those up to it
     sampling: Sampling
     noise: Noise
     sample_drafts: bool  # draw draft tokens by chance (probabilistic verification) or take the likeliest
@@ -91,7 +99,8 @@ class DecodingState:
             lengths=self.lengths[:count],
             features=self.features.first(count),
             positions=self.positions[:count],
-            num_new=self.num_new[:count],
+            next_ids=self.next_ids[:count],
+            newest_column=self.newest_column[:count],
             noise=self.noise.first(count),
             cache=self.cache and self.cache.rows(slice(count)),
             confidence=None if self.confidence is None else self.confidence[:count],
@@ -100,13 +109,17 @@ class DecodingState:
 
     def newest(self) -> Tensor:
         """Return the newest committed token of each row, [B]."""
-        return self.token_ids.gather(1, self.lengths[:, None] - 1)[:, 0]
+        return self.next_ids.gather(1, self.newest_column[:, None])[:, 0]
 
-    def choose(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
-        """Return draft tokens [B] at `depth` (from 0) from logits [B, V], and the cut logits they are drawn from."""
+    def choose(self, logits: Tensor, depth: int, out: Tensor) -> Tensor | None:
+        """Write draft tokens at `depth` (from 0) to `out` [B], from logits [B, V].
+
+        Returns the cut logits that they are drawn from, or None where they are the likeliest.
+        """
         if not self.sample_drafts:
-            return logits.argmax(-1), None
-        return draw(logits, self.sampling, self.noise, self.lengths, Stream.DRAFT, depth)
+            torch.argmax(logits, -1, out=out)
+            return None
+        return draw(logits, self.sampling, self.noise, self.lengths, Stream.DRAFT, depth, out)
 
     def choose_children(self, logits: Tensor, depth: int, most: int) -> tuple[Tensor, Tensor | None]:
         """Return `most` distinct draft tokens [B, W, most] at `depth` from logits [B, W, V], and the cut logits.
@@ -122,10 +135,3 @@ class DecodingState:
         coins = uniforms(self.noise, self.lengths[:, None], Stream.DRAFT, branch)  # [B, V]
         scores, tokens = (logits - (-coins.log()).log().float()[:, None]).topk(most)
         return tokens.masked_fill(scores == float("-inf"), NO_TOKEN), logits
-
-
-def stack_chain(chosen: list[tuple[Tensor, Tensor | None]]) -> Draft:
-    """Return one chain from the (tokens [B], cut logits [B, V] or None) of each depth."""
-    tokens = torch.stack([tokens for tokens, _ in chosen], 1)
-    drawn_from = [logits for _, logits in chosen if logits is not None]
-    return chain(tokens, torch.stack(drawn_from, 1) if drawn_from else None)

@@ -32,6 +32,7 @@ from draftsmith.models.layers import DecodingNorm, gather_columns, rotary_angles
 from draftsmith.models.losses.chain_loss import ChainLoss
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.fused_layers import steps_on
+from draftsmith.models.target.layer_steps import Beside
 from draftsmith.models.target.slots import Window, slot_attention
 
 # --- training
@@ -131,14 +132,15 @@ class EagleCache(DrafterCache):
     With kernels the layer takes the steps of the target's fused layers, behind an ordinary embedding.
     """
 
-    ids: Tensor | None = None  # [V] target ids of a draft vocabulary
+    input_norms: DecodingNorm | None = None  # of embedding and feature; None where neither is normed
+    ids: Tensor | None = None  # [V + 1] target ids of a draft vocabulary, of `with_no_token`
 
     def __init__(
         self, layer: DecoderLayer, embedding: nn.Module, rotary: nn.Module, num_rows: int, num_slots: int, shape: Shape
     ) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         weight = attention.o_proj.weight
-        super().__init__(num_rows, num_slots, shape, weight.device)
+        super().__init__(num_rows, num_slots, shape, weight.device, first_read=-1)
         self.layer, self.attention, self.embedding = layer, attention, embedding
         self.steps = (
             steps_on(weight.device) if runs_kernels(weight.device) and type(embedding) is nn.Embedding else None
@@ -152,8 +154,11 @@ class EagleCache(DrafterCache):
         self.gate_up, self.down = mlp.gate_up_proj.weight, mlp.down_proj.weight
 
     @abstractmethod
-    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the attention reads [B, T, W] and the residual [B, T, H], from embeddings and features."""
+    def enter(self, read: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the attention reads [B, T, W] and the residual [B, T, H], from features [B, T, H].
+
+        `read` [B, T, H] are the embeddings, or with `input_norms` these and the features, both normed, [B, T, 2, H].
+        """
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
@@ -166,7 +171,10 @@ class EagleCache(DrafterCache):
         """
         if self.steps is not None:
             return self._write_in_steps(self.steps, token_ids, hidden, window)
-        x, residual = self.enter(self.embedding(token_ids), hidden)
+        read = self.embedding(token_ids)
+        if self.input_norms is not None:
+            read = self.input_norms(torch.stack([read, hidden], 2))
+        x, residual = self.enter(read, hidden)
         query, key, value = self.attention.project(x, self.rotary, window.positions)
         self.kv.write_to(window.slots)
         self.keys, self.values = self.kv.update(key, value, 0)
@@ -187,9 +195,10 @@ class EagleCache(DrafterCache):
     ) -> tuple[Tensor, Tensor]:
         attention, (batch, length) = self.attention, token_ids.shape
         self.kv.reserve(0, attention.num_kv_heads, attention.head_dim, like=hidden)
-        entry = steps.enter(token_ids, self.embedding.weight, window, self.kv, {None})
+        beside = self.input_norms and Beside(hidden.flatten(0, 1), self.input_norms)
+        entry = steps.enter(token_ids, self.embedding.weight, window, self.kv, {None}, beside)
         self.mask = entry.mask  # of the tokens that are written; `finish` reads the same ones
-        x, residual = self.enter(entry.x.view_as(hidden), hidden)
+        x, residual = self.enter(entry.x.unflatten(0, token_ids.shape), hidden)
         query, kept = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
         qkv = x.new_empty(batch * length, query + 2 * kept)
         steps.product(x.flatten(0, 1), attention.qkv_proj.weight.t(), qkv)
@@ -210,7 +219,7 @@ class EagleCache(DrafterCache):
     def draft(self, state: DecodingState, features: Tensor, shape: Shape, vocab_size: int) -> Draft:
         """Read the features [B, T, H] of the last target pass, then draft level by level."""
         hidden = self.read_features(state, features)
-        windows = LevelWindows(state.lengths - 1, shape.num_read)
+        windows = LevelWindows(state.lengths, self)
 
         def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
             nonlocal hidden
@@ -228,10 +237,9 @@ class EagleCache(DrafterCache):
         Returns the layer's output [B, 1, H] at the newest committed one. On a GPU the others go through the layer with
         it: that reads the weights once, too, and takes fewer launches than to part them.
         """
-        next_ids = state.token_ids.gather(1, (state.positions + 1).clamp(max=state.token_ids.shape[1] - 1))
         window = Window(state.positions, state.positions, state.positions[:, 0])
-        query, residual = self.write(next_ids, features, window)
-        newest = state.num_new - 1
+        query, residual = self.write(state.next_ids, features, window)
+        newest = state.newest_column
         if self.steps is not None:
             return gather_columns(self.finish(query, residual, window), newest[:, None])
         rows = torch.arange(len(query), device=query.device)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft, stack_chain
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft, chain
 from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.layers import gather_columns
 from draftsmith.models.sampling.trees import WORD, Chain, DDTree, DynamicTree, Shape, StaticTree, pack
@@ -66,7 +66,9 @@ def grow_chain(
 
     On a CPU the drafter stops with the last row; on a GPU all rounds have one shape.
     """
-    chosen: list[tuple[Tensor, Tensor | None]] = []
+    tokens = torch.empty(len(logits), depth, dtype=torch.int64, device=logits.device)
+    num_drafted = depth
+    drawn_from: list[Tensor] = []  # of each depth, [B, V]
     watched = bool(state.least_confidence) or state.confidence is not None
     confidence = torch.ones(len(logits), device=logits.device) if watched else None  # [B] in what is drafted so far
     ended: list[Tensor] = []  # before each depth, [B]
@@ -74,11 +76,13 @@ def grow_chain(
         if state.least_confidence and confidence is not None:
             ended.append(confidence < state.least_confidence)
             if not runs_kernels(logits.device) and ended[-1].all():
+                num_drafted = level
                 break
         if level:
-            logits = read(chosen[-1][0][:, None], None)
-        tokens, cut_logits = state.choose(logits[:, 0], level)
-        chosen.append((tokens, cut_logits))
+            logits = read(tokens[:, level - 1 : level], None)
+        cut_logits = state.choose(logits[:, 0], level, tokens[:, level])
+        if cut_logits is not None:
+            drawn_from.append(cut_logits)
         if confidence is not None:
             own = confidence_head() if confidence_head else None
             if own is None:
@@ -86,10 +90,10 @@ def grow_chain(
             confidence = confidence * own
             if state.confidence is not None:
                 state.confidence[:, level] = own
-    draft = stack_chain(chosen)
+    tokens = tokens[:, :num_drafted]
     if ended:
-        draft.tokens = draft.tokens.masked_fill(torch.stack(ended[: len(chosen)], 1), NO_TOKEN)
-    return draft
+        tokens = tokens.masked_fill(torch.stack(ended[:num_drafted], 1), NO_TOKEN)
+    return chain(tokens, torch.stack(drawn_from, 1) if drawn_from else None)
 
 
 # --- static trees
@@ -175,24 +179,22 @@ def grow_dynamic(shape: DynamicTree, logits: Tensor, read: Read) -> Draft:
     """
     width = shape.width
     batch = len(logits)
-    tokens: list[Tensor] = []  # of the candidates of each level, [B, W * width], as their parents and values
-    parents: list[Tensor] = []
+    tokens: list[Tensor] = []  # of the candidates of each level, [B, W * width], as their values
     values: list[Tensor] = []
-    index = torch.full((batch, 1), -1, device=logits.device)  # which candidates are read, the root at first
+    read_nodes = [torch.full((batch, 1), -1, device=logits.device)]  # candidates that are read, -1 is the root: [B, W]
     value = torch.zeros(batch, 1, device=logits.device)
     for depth in range(shape.depth):
         if depth:
             chosen = best(values[-1], width)  # [B, width]
             value = values[-1].gather(1, chosen)
             logits = read(tokens[-1].gather(1, chosen), chosen // width)
-            index = chosen + sum(level.shape[1] for level in tokens[:-1])
-        children = logits.float().log_softmax(-1).topk(width)  # [B, W or 1, width]
+            read_nodes.append(chosen + sum(level.shape[1] for level in tokens[:-1]))
+        children = logits.log_softmax(-1, dtype=torch.float32).topk(width)  # [B, W or 1, width]
         values.append((value[:, :, None] + children.values).flatten(1))
-        tokens.append(children.indices.expand(-1, index.shape[1], -1).flatten(1))
-        parents.append(index[:, :, None].expand(-1, -1, width).flatten(1))
+        tokens.append(children.indices.expand(-1, value.shape[1], -1).flatten(1))
 
     kept = best(torch.cat(values, 1), shape.num_nodes).sort(1).values  # [B, N] candidates, parents first
-    parent = torch.cat(parents, 1).gather(1, kept)
+    parent = torch.cat(read_nodes, 1).gather(1, kept // width)
     place = torch.searchsorted(kept, parent)  # the parent is among the kept
     return Draft(torch.cat(tokens, 1).gather(1, kept), torch.where(parent < 0, -1, place), shape.depth)
 
@@ -240,7 +242,7 @@ def grow_ddtree(shape: DDTree, candidates: Candidates, logits: Tensor) -> Draft:
     Values fall along a path, rounded as they are, and of equal values the first are kept, so that what is kept is a
     tree.
     """
-    likeliest = logits.float().log_softmax(-1).topk(min(candidates.most, logits.shape[-1]))
+    likeliest = logits.log_softmax(-1, dtype=torch.float32).topk(min(candidates.most, logits.shape[-1]))
     missing = candidates.most - likeliest.values.shape[-1]  # of a vocabulary smaller than the tree
     chances = nn.functional.pad(likeliest.values, (0, missing), value=float("-inf"))  # [B, K, most]
     tokens_of_ranks = nn.functional.pad(likeliest.indices, (0, missing), value=NO_TOKEN)
@@ -267,11 +269,20 @@ def grow_ddtree(shape: DDTree, candidates: Candidates, logits: Tensor) -> Draft:
 
 
 class DrafterCache:
-    """Keys and values that a drafter keeps from round to round; made once for the shape of its drafts."""
+    """Keys and values that a drafter keeps from round to round; made once for the shape of its drafts.
 
-    def __init__(self, num_rows: int, num_slots: int, shape: Shape, device: torch.device) -> None:
+    Beside them stand the numbers that are the same in each round: of the R drafted tokens that the drafter reads, each
+    has a slot of its own, in the order of reading. That is not where they stand in the draft, most of which is never
+    read.
+    """
+
+    def __init__(self, num_rows: int, num_slots: int, shape: Shape, device: torch.device, first_read: int = 0) -> None:
+        """`first_read`: slot of the first drafted token that is read, counted from a row's length."""
         self.tree = tree_indices(shape, device)
         self.kv = SlotCache(num_rows, num_slots + shape.num_read)
+        self.read_slots = torch.arange(first_read, first_read + shape.num_read, device=device)  # [R]
+        words = -(-shape.num_read // WORD)
+        self.own_bits = pack(torch.eye(shape.num_read, words * WORD, dtype=torch.int64, device=device))  # [R, words]
 
     def rows(self, index: Tensor | slice) -> "Self":
         """Return a view of some rows: their indices [b], or a slice from the first row on."""
@@ -281,36 +292,25 @@ class DrafterCache:
 
 
 class LevelWindows:
-    """Places in the drafter's own cache for the drafted tokens that it reads.
+    """Windows in the drafter's own cache, of the drafted tokens that it reads, level by level."""
 
-    They stand behind the prefix in the order of reading, each at a slot of its own. That is not where they stand in
-    the draft, most of which is never read.
-    """
-
-    def __init__(self, prefix: Tensor, num_read: int) -> None:
-        """`prefix` [B]: slots of committed tokens in the drafter's cache, the newest one's among them."""
-        self._prefix = prefix
-        self._size = num_read
+    def __init__(self, lengths: Tensor, cache: DrafterCache) -> None:
+        """`lengths` [B] of the committed text."""
+        self._lengths, self._cache = lengths, cache
+        self._slots: Tensor | None = None  # [B, R] of all that is read, made when the first is
         self._num_read = self._depth = 0
-        self._num_words = -(-num_read // WORD)
-        self._chain: Tensor | None = None  # [levels, B, 1] slots of a chain
         self._seen: Tensor | None = None  # [B, W, words] by the tokens of the level before
 
     def next(self, width: int, parents: Tensor | None) -> Window:
         """Return the window of the next level: `width` tokens that follow `parents` [B, W] of the level before."""
-        depth, first = self._depth, self._num_read
+        if self._slots is None:
+            self._slots = self._lengths[:, None] + self._cache.read_slots
+        depth, columns = self._depth, slice(self._num_read, self._num_read + width)
         self._depth += 1
         self._num_read += width
+        slots, prefix = self._slots[:, columns], self._slots[:, 0]
         if parents is None:
-            if self._chain is None:
-                levels = torch.arange(self._size, device=self._prefix.device)
-                self._chain = self._prefix[None, :, None] + levels[:, None, None]
-            slots = self._chain[depth]
-            return Window(slots, slots, self._prefix)
-        columns = torch.arange(first, first + width, device=self._prefix.device)
-        own = columns[:, None] == torch.arange(self._num_words * WORD, device=columns.device)
-        if self._seen is None:
-            self._seen = torch.zeros(len(parents), 1, self._num_words, dtype=torch.int32, device=columns.device)
-        self._seen = gather_columns(self._seen, parents) | pack(own.long())
-        positions = (self._prefix[:, None] + depth).expand(-1, width)
-        return Window(self._prefix[:, None] + columns, positions, self._prefix, self._seen)
+            return Window(slots, slots, prefix)
+        own = self._cache.own_bits[columns].expand(len(parents), -1, -1)
+        self._seen = own if self._seen is None else gather_columns(self._seen, parents) | own
+        return Window(slots, self._slots[:, depth : depth + 1].expand(-1, width), prefix, self._seen)

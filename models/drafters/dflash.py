@@ -36,7 +36,7 @@ from draftsmith.models.drafter_parts.decoder_layer import (
     randomize,
     start_as_target,
 )
-from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary, with_no_token
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
 from draftsmith.models.drafter_parts.vocabulary import draft_ids, too_large
 from draftsmith.models.errors import UserError
@@ -261,7 +261,7 @@ class DFlash(Drafter):
         assert state.features.layers is not None
         cache = state.cache
         columns = torch.arange(state.positions.shape[1], device=state.positions.device)
-        written = torch.where(columns < state.num_new[:, None], state.positions, cache.kv.num_slots)
+        written = torch.where(columns <= state.newest_column[:, None], state.positions, cache.kv.num_slots)
         self.keep_context(cache, state.features.layers, state.positions, written)
         drafting = slice(self.first_row, self.first_row + shape.depth)
         hidden = self.norm(self.decode_block(cache, state)[:, drafting])
@@ -372,7 +372,7 @@ class DFlashCache(DrafterCache):
         super().__init__(num_rows, num_slots, shape, like.device)
         self.kv = SlotCache(num_rows, num_slots + block_size)
         self.rotary = rotary_table(drafter.rotary, self.kv.num_slots, like)
-        self.ids = drafter.draft_to_target()
+        self.ids = with_no_token(drafter.draft_to_target())
         columns = (torch.arange(-(-block_size // WORD) * WORD, device=like.device) < block_size).long()
         self.all_columns = pack(columns)  # [W] ancestor words of a row that sees the whole block
 

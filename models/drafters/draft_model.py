@@ -33,7 +33,7 @@ from draftsmith.models.losses.chain_loss import (
     teacher_rows,
 )
 from draftsmith.models.sampling.trees import Chain, Shape
-from draftsmith.models.target.fused_layers import FusedDecoder, fuse
+from draftsmith.models.target.fused_layers import fuse
 from draftsmith.models.target.loading import drop_layers, load_model
 from draftsmith.models.target.slots import ATTENTION, Window, chain_window, run_causal, run_on_slots
 from draftsmith.models.target.target import Features, Target, find_decoder_layers
@@ -123,9 +123,7 @@ class DraftModel(Drafter):
         return Target(self.model, self.target.tokenizer, "the draft model", fuse_layers=False)
 
     def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> "DraftModelCache":
-        cache = DraftModelCache(num_rows, num_slots, shape, self.model.device)
-        cache.fused_decoder = fuse(self.model)
-        return cache
+        return DraftModelCache(self.model, num_rows, num_slots, shape)
 
     def prefill(self, cache: "DraftModelCache", token_ids: Tensor, features: Features, window: Window) -> None:
         self._run(token_ids.gather(1, window.slots), window, cache)
@@ -144,15 +142,15 @@ class DraftModel(Drafter):
         where their text went, and after another drafter's draft everything is read that the last round committed.
         """
         cache, head = state.cache, self.model.get_output_embeddings()
-        newest = state.lengths - 1  # [B]
         if isinstance(shape, Chain) and state.own_drafts:
-            window = chain_window(newest - 1, 2)
+            slots = state.lengths[:, None] + cache.last_two
+            hidden = self._run(state.token_ids.gather(1, slots), Window(slots, slots, slots[:, 0]), cache)[:, 1:]
         else:
             window = chain_window(state.positions[:, 0] + 1, state.positions.shape[1])
-        hidden = self._run(state.token_ids.gather(1, window.slots), window, cache)
-        column = (newest - window.prefix).clamp(min=0)  # a finished row committed nothing
-        hidden = gather_columns(hidden, column[:, None])  # [B, 1, H]
-        windows = LevelWindows(state.lengths, shape.num_read)
+            hidden = self._run(state.token_ids.gather(1, window.slots), window, cache)
+            column = (state.lengths - 1 - window.prefix).clamp(min=0)  # a finished row committed nothing
+            hidden = gather_columns(hidden, column[:, None])  # [B, 1, H]
+        windows = LevelWindows(state.lengths, cache)
 
         def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
             return head(self._run(tokens, windows.next(tokens.shape[1], parents), cache))
@@ -184,7 +182,10 @@ class DraftModel(Drafter):
 
 
 class DraftModelCache(DrafterCache):
-    fused_decoder: FusedDecoder | None  # where the model has the shape for it
+    def __init__(self, model: PreTrainedModel, num_rows: int, num_slots: int, shape: Shape) -> None:
+        super().__init__(num_rows, num_slots, shape, model.device)
+        self.fused_decoder = fuse(model)  # None where the model has no shape for it
+        self.last_two = torch.arange(-2, 0, device=model.device)  # slots, counted from a row's length
 
 
 def untied(model: PreTrainedModel) -> dict[str, Tensor]:

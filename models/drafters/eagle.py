@@ -168,8 +168,8 @@ class Eagle1Cache(EagleCache):
         store_for_decoding(drafter.fc)
         self.fc, self.bias, self.target_logits = drafter.fc.weight, drafter.fc.bias, drafter.target.logits
 
-    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        x = F.linear(torch.cat([embedded, hidden], -1), self.fc, self.bias)
+    def enter(self, read: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.linear(torch.cat([read, hidden], -1), self.fc, self.bias)
         return x, x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from draftsmith.models.drafter_parts.decoder_layer import (
     randomize,
     start_as_target,
 )
-from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, with_no_token
 from draftsmith.models.drafter_parts.eagle_layer import (
     EagleCache,
     UnrolledLayer,
@@ -283,20 +283,13 @@ class Eagle3Cache(EagleCache):
         layer = drafter.layer
         super().__init__(layer, drafter.embedding, drafter.rotary, num_rows, num_slots, shape)
         self.norm_before_residual, self.norm_output = drafter.config.norm_before_residual, drafter.config.norm_output
-        self.ids = drafter.draft_to_target()
-        norms = layer.input_layernorm, layer.hidden_norm
-        self.input_norm, self.input_norms = decoding_norm(*norms), [decoding_norm(norm) for norm in norms]
+        self.ids = with_no_token(drafter.draft_to_target())
+        self.input_norms = decoding_norm(layer.input_layernorm, layer.hidden_norm)
         store_for_decoding(drafter.lm_head)
         self.final_norm, self.head = decoding_norm(drafter.norm), drafter.lm_head.weight
 
-    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        if self.steps is None:
-            normed = self.input_norm(torch.stack([embedded, hidden], 2))  # [B, T, 2, H]
-        else:
-            normed = hidden.new_empty(*hidden.shape[:2], 2, hidden.shape[2])
-            for part, (x, norm) in enumerate(zip((embedded, hidden), self.input_norms, strict=True)):
-                self.steps.rms_norm(x.flatten(0, 1), norm, out=normed.flatten(0, 1)[:, part])
-        return normed.flatten(2), normed[:, :, 1] if self.norm_before_residual else hidden
+    def enter(self, read: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return read.flatten(2), read[:, :, 1] if self.norm_before_residual else hidden
 
     def finish(self, query: Tensor, residual: Tensor, window: Window) -> Tensor:
         hidden = super().finish(query, residual, window)

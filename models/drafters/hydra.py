@@ -76,7 +76,7 @@ class Hydra(Drafter):
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Draft head after head from the last position that the target read, each on what was drafted before."""
         heads = zip(self.blocks, self.lm_heads, strict=True)
-        inputs = gather_columns(state.features.last_hidden, (state.num_new - 1)[:, None])  # [B, 1, H]
+        inputs = gather_columns(state.features.last_hidden, state.newest_column[:, None])  # [B, 1, H]
 
         def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
             nonlocal inputs

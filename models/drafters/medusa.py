@@ -18,7 +18,7 @@ from draftsmith.models.drafter_configs import MedusaConfig
 from draftsmith.models.drafter_parts.adapters import Corrections
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, loaded
-from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary, with_no_token
 from draftsmith.models.drafter_parts.tree_drafting import grow
 from draftsmith.models.drafter_parts.vocabulary import too_large
 from draftsmith.models.errors import UserError
@@ -142,7 +142,7 @@ class Medusa(Drafter):
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Draft by the first heads at the last position that the target read."""
-        hidden = gather_columns(state.features.last_hidden, (state.num_new - 1)[:, None])  # [B, 1, H]
+        hidden = gather_columns(state.features.last_hidden, state.newest_column[:, None])  # [B, 1, H]
         heads = iter(self.heads())
 
         def next_head(*_: Tensor | None) -> Tensor:
@@ -150,7 +150,7 @@ class Medusa(Drafter):
             return head(block(hidden))  # [B, 1, V], whatever the heads before it proposed
 
         draft = grow(shape, state.cache, next_head(), next_head, state)
-        return in_target_vocabulary(draft, self.draft_to_target(), self.target.vocab_size)
+        return in_target_vocabulary(draft, with_no_token(self.draft_to_target()), self.target.vocab_size)
 
     # --- checkpoints
 

@@ -101,7 +101,7 @@ class MLPSpeculator(Drafter):
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Draft stage after stage from the last position that the target read."""
-        hidden = gather_columns(state.features.last_hidden, (state.num_new - 1)[:, None])  # [B, 1, H]
+        hidden = gather_columns(state.features.last_hidden, state.newest_column[:, None])  # [B, 1, H]
         inner, stages = self.first_state(hidden), iter(range(self.config.num_heads))
 
         def read(tokens: Tensor, parents: Tensor | None) -> Tensor:

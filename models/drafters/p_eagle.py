@@ -22,7 +22,7 @@ from draftsmith.models.drafter_configs import PEagleConfig
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import loaded
 from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer, randomize, start_as_target
-from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary, with_no_token
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.errors import UserError
@@ -192,14 +192,13 @@ class PEagle(Drafter):
         """Draft in one pass over the newest features and the mask slots behind the newest committed one."""
         assert state.features.layers is not None
         cache, batch, width = state.cache, *state.positions.shape
-        next_ids = state.token_ids.gather(1, (state.positions + 1).clamp(max=state.token_ids.shape[1] - 1))
-        hidden, embedded = self.eagle3.fuse(state.features.layers), self.target.embedding(next_ids)
+        hidden, embedded = self.eagle3.fuse(state.features.layers), self.target.embedding(state.next_ids)
         mask_hidden, mask_embedded = self.mask_inputs(batch, shape.depth - 1)
-        columns = torch.arange(width, device=next_ids.device)
-        mask_places = state.lengths[:, None] - 1 + torch.arange(shape.depth - 1, device=next_ids.device)
+        columns = torch.arange(width, device=hidden.device)
+        mask_places = state.lengths[:, None] - 1 + torch.arange(shape.depth - 1, device=hidden.device)
         places = torch.cat([state.positions, mask_places], 1)  # [B, T + K - 1]
         # what was not committed is kept nowhere: its places are those of mask slots
-        written = torch.where(columns < state.num_new[:, None], state.positions, cache.kv.num_slots)
+        written = torch.where(columns <= state.newest_column[:, None], state.positions, cache.kv.num_slots)
         hidden = self.decode(
             cache,
             torch.cat([hidden, mask_hidden], 1),
@@ -207,7 +206,7 @@ class PEagle(Drafter):
             Window(places, places, places[:, 0]),
             torch.cat([written, mask_places], 1),
         )
-        newest = (state.num_new - 1)[:, None]
+        newest = state.newest_column[:, None]
         drafting = torch.cat([newest, width + torch.arange(shape.depth - 1, device=newest.device).expand(batch, -1)], 1)
         logits = self.eagle3.lm_head(self.eagle3.norm(gather_columns(hidden, drafting)))  # [B, K, Vd]
         depths: Iterator[Tensor] = iter(logits.split(1, 1))
@@ -272,7 +271,7 @@ class PEagleCache(DrafterCache):
         like = drafter.eagle3.fc.weight
         super().__init__(num_rows, num_slots, shape, like.device)
         self.rotary = rotary_table(drafter.eagle3.rotary, self.kv.num_slots, like)
-        self.ids = drafter.draft_to_target()
+        self.ids = with_no_token(drafter.draft_to_target())
 
 
 def eagle3_config(config: PEagleConfig) -> Eagle3Config:

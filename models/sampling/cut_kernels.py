@@ -43,15 +43,14 @@ def cut(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(
-    logits: Tensor, sampling: Sampling, noise: Noise, positions: Tensor, stream: Stream, branch: int = 0
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, sampling: Sampling, noise: Noise, positions: Tensor, stream: Stream, branch: int, out: Tensor
+) -> Tensor:
     """With top-k or top-p it is four launches, else two."""
     p = cut_in_chunks(logits, sampling)
-    drawn = torch.empty_like(positions)
     sizes = chunk_sizes(logits.shape[-1])
     salt = branch * len(Stream) + int(stream)
-    _draw[(len(drawn),)](p, noise.keys, positions.contiguous(), salt, drawn, **sizes)
-    return drawn, p.logits
+    _draw[out.shape](p, noise.keys, positions.contiguous(), salt, out, out.stride(0), **sizes)
+    return p.logits
 
 
 def cut_in_chunks(logits: Tensor, sampling: Sampling) -> Chunked:
@@ -267,8 +266,8 @@ def _value(key):
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["salt"])
-def _draw(p, keys, positions, salt, drawn, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+@triton.jit(do_not_specialize=["salt", "out_row"])
+def _draw(p, keys, positions, salt, out, out_row, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     uniform = keyed_uniform(tl.load(keys + row), tl.load(positions + row), salt)
-    tl.store(drawn + row, pick_from(p, row, uniform, V, CHUNK, CHUNKS))
+    tl.store(out + row * out_row, pick_from(p, row, uniform, V, CHUNK, CHUNKS))

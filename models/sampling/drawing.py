@@ -17,14 +17,14 @@ def cut(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(
-    logits: Tensor, sampling: Sampling, noise: Noise, positions: Tensor, stream: Stream, branch: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Return `sampling.draw` of logits [B, V]: a token of each row, and the cut logits that it is drawn from."""
+    logits: Tensor, sampling: Sampling, noise: Noise, positions: Tensor, stream: Stream, branch: int, out: Tensor
+) -> Tensor:
+    """Do what `sampling.draw` does: write a token of each row of logits [B, V] to `out` [B], return the cut logits."""
     if not runs_kernels(logits.device):
-        return plain.draw(logits, sampling, noise, positions, stream, branch)
+        return plain.draw(logits, sampling, noise, positions, stream, branch, out)
     from draftsmith.models.sampling import cut_kernels  # needs triton
 
-    return cut_kernels.draw(logits, sampling, noise, positions, stream, branch)
+    return cut_kernels.draw(logits, sampling, noise, positions, stream, branch, out)
 
 
 def uniforms(noise: Noise, positions: Tensor, stream: Stream, branch: Tensor | int = 0) -> Tensor:

@@ -111,14 +111,15 @@ class Noise:
 
 
 def draw(
-    logits: Tensor, sampling: Sampling, noise: Noise, positions: Tensor, stream: Stream, branch: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Return a token [B] of each row of logits [B, V], drawn at its noise, and the cut logits that it is drawn from.
+    logits: Tensor, sampling: Sampling, noise: Noise, positions: Tensor, stream: Stream, branch: int, out: Tensor
+) -> Tensor:
+    """Write a token of each row of logits [B, V], drawn at its noise, to `out` [B]; return the cut logits.
 
-    positions [B] and the others as in `Noise.uniforms`.
+    positions [B] and the others as in `Noise.uniforms`. The cut logits are what the token is drawn from.
     """
     logits = cut(logits, sampling)
-    return sample(logits.softmax(-1), noise.uniforms(positions[:, None], stream, branch)[:, 0]), logits
+    out.copy_(sample(logits.softmax(-1), noise.uniforms(positions[:, None], stream, branch)[:, 0]))
+    return logits
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -56,19 +56,20 @@ def read_in_chunks(logits: Tensor, draft_logits: Tensor | None = None, with_mean
 def sample(logits: Tensor, uniforms: Tensor) -> Tensor:
     """Return what `sampling.sample` draws from the softmax of cut logits [..., V] at uniforms [...]: ids [...]."""
     rows = logits.reshape(-1, 1, logits.shape[-1])
-    no_parents = torch.empty(len(rows), 0, dtype=torch.int64, device=logits.device)
-    return sample_columns(rows, no_parents, 0, uniforms.reshape(-1, 1)).reshape(uniforms.shape)
+    return sample_columns(rows, None, 0, uniforms.reshape(-1, 1)).reshape(uniforms.shape)
 
 
-def sample_columns(logits: Tensor, parents: Tensor, depth: int, uniforms: Tensor) -> Tensor:
+def sample_columns(logits: Tensor, parents: Tensor | None, depth: int, uniforms: Tensor) -> Tensor:
     """Return a token [B, T] after every column of a window, from logits [B, T, V].
 
-    parents [B, N] of the nodes; uniforms [B, depth + 1], one a depth: columns of one depth share it.
+    parents [B, N] of the nodes, None for chains; uniforms [B, depth + 1], one a depth: columns of one depth share it.
     """
     (p,) = read_in_chunks(logits)
     drawn = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
     sizes = chunk_sizes(logits.shape[-1])
-    _sample_columns[drawn.shape](p, parents, parents.stride(0), uniforms.contiguous(), drawn, DEPTH=depth, **sizes)
+    _sample_columns[drawn.shape](
+        p, parents, 0 if parents is None else parents.stride(0), uniforms.contiguous(), drawn, DEPTH=depth, **sizes
+    )
     return drawn
 
 
@@ -155,17 +156,19 @@ def pick(weights, uniform):
     return lane, (threshold - before) / weight
 
 
-@triton.jit(do_not_specialize=["parents_stride"])
+@triton.jit(do_not_specialize=["parents_row"])
 def _sample_columns(
-    p, parents, parents_stride, uniforms, drawn, V, DEPTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+    p, parents, parents_row, uniforms, drawn, V, DEPTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
 ):
     batch_row, column = tl.program_id(0), tl.program_id(1)
-    depth = 0
-    ancestor = column
-    for _ in range(DEPTH):
-        depth += (ancestor > 0).to(tl.int32)
-        parent = tl.load(parents + batch_row * parents_stride + ancestor - 1, mask=ancestor > 0, other=-1)
-        ancestor = parent.to(tl.int32) + 1
+    depth = column
+    if parents is not None:
+        depth = 0
+        ancestor = column
+        for _ in range(DEPTH):
+            depth += (ancestor > 0).to(tl.int32)
+            parent = tl.load(parents + batch_row * parents_row + ancestor - 1, mask=ancestor > 0, other=-1)
+            ancestor = parent.to(tl.int32) + 1
     uniform = tl.load(uniforms + batch_row * (DEPTH + 1) + depth).to(tl.float64)
 
     row = batch_row.to(tl.int64) * tl.num_programs(1) + column

@@ -179,6 +179,13 @@ def pack(seen: Tensor) -> Tensor:
     return torch.where(words >= 1 << (WORD - 1), words - (1 << WORD), words).int()
 
 
+def parents_or_chain(parents: Tensor | None, tokens: Tensor) -> Tensor:
+    """Return the parents [B, N] of drafted tokens [B, N]; None stands for those of a chain."""
+    if parents is not None:
+        return parents
+    return torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
+
+
 def parent_columns(parents: Tensor) -> Tensor:
     """Return the column of each column's parent [B, T]; the root is its own."""
     root = torch.zeros(len(parents), 1, dtype=parents.dtype, device=parents.device)

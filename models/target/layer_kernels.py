@@ -9,6 +9,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,7 +20,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.target import product_kernel
 from draftsmith.models.target.attention_kernel import attend as attend_slots
-from draftsmith.models.target.layer_steps import Ending, Entry, multiply
+from draftsmith.models.target.layer_steps import Beside, Ending, Entry, multiply
 from draftsmith.models.target.slots import SlotCache, Window
 
 HEADS = tl.constexpr(4)  # heads that a program rotates
@@ -27,21 +28,42 @@ SWITCH = "DRAFTSMITH_PRODUCTS"  # this environment variable set to `fused` or `s
 CALLS = 32  # that a measurement times
 
 
-def enter(token_ids: Tensor, embedding: Tensor, window: Window, cache: SlotCache, reaches: set[int | None]) -> Entry:
+class NormedBeside(NamedTuple):
+    """`Beside`, as the kernel reads it."""
+
+    hidden: Tensor  # [N, H]
+    stride: int  # of a row of hidden
+    weight: Tensor  # [2, H]
+    eps: float
+
+
+def enter(
+    token_ids: Tensor,
+    embedding: Tensor,
+    window: Window,
+    cache: SlotCache,
+    reaches: set[int | None],
+    beside: Beside | None = None,
+) -> Entry:
     """The mask is packed; `attend` itself knows of sliding windows."""
     assert cache.angles is not None
     assert embedding.is_contiguous()
     num_words = 0 if window.ancestors is None else window.ancestors.shape[2]
     batch, length = token_ids.shape
     num_tokens, width, half = batch * length, embedding.shape[1], cache.angles.shape[2]
-    x = embedding.new_empty(num_tokens, width)
+    x, block, pair = embedding.new_empty(num_tokens, width), min(1024, triton.next_power_of_2(width)), None
+    if beside is not None:  # a program norms a whole row
+        assert beside.hidden.stride(1) == 1
+        assert beside.norm.weight.is_contiguous()
+        x, block = embedding.new_empty(num_tokens, 2, width), triton.next_power_of_2(width)
+        pair = NormedBeside(beside.hidden, beside.hidden.stride(0), beside.norm.weight, beside.norm.eps)
     mask = token_ids.new_empty(batch, 1, length, 3 + num_words, dtype=torch.int32)
     cos, sin = (cache.angles.new_empty(num_tokens, 1, signs, half) for signs in (1, 2))
     cache.written = token_ids.new_empty(num_tokens)
-    block = min(1024, triton.next_power_of_2(width))
-    enter_kernel[(num_tokens, triton.cdiv(width, block))](
-        token_ids.contiguous(),
+    enter_kernel[(num_tokens, triton.cdiv(width, block) if pair is None else 2)](
+        token_ids,
         embedding,
+        pair,
         cache.angles,
         window.slots,
         window.positions,
@@ -50,6 +72,7 @@ def enter(token_ids: Tensor, embedding: Tensor, window: Window, cache: SlotCache
         cache.picked_rows,
         Entry(x, mask, cos, sin),
         cache.written,
+        *token_ids.stride(),
         *window.slots.stride(),
         *window.positions.stride(),
         window.prefix.stride(0),
@@ -57,11 +80,12 @@ def enter(token_ids: Tensor, embedding: Tensor, window: Window, cache: SlotCache
         cache.num_slots,
         len(cache.angles),
         num_words,
-        width,
+        W=width,
         HALF=half,
         BLOCK=block,
         HALF_BLOCK=triton.next_power_of_2(half),
         WORDS=triton.next_power_of_2(max(1, num_words)),
+        num_warps=4 if pair is None else num_warps(block),
     )
     return Entry(x, mask, cos, sin)
 
@@ -70,6 +94,7 @@ def enter(token_ids: Tensor, embedding: Tensor, window: Window, cache: SlotCache
 def enter_kernel(
     token_ids,
     embedding,
+    beside,  # None where embeddings alone are read
     angles,
     slots,
     positions,
@@ -78,6 +103,8 @@ def enter_kernel(
     rows,  # None: the first ones
     entry,
     written,
+    token_ids_b,
+    token_ids_t,
     slots_b,
     slots_t,
     positions_b,
@@ -87,19 +114,28 @@ def enter_kernel(
     num_slots,
     num_angles,
     num_words,
-    width,
+    W: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Look up BLOCK values of one token's embedding; the first program of a token does all else."""
+    """Look up BLOCK values of one token's embedding; the first program of a token does all else.
+
+    With something beside it the first program norms the embedding, and the second what is beside it.
+    """
     n = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    embedded = embedding + tl.load(token_ids + n) * width + i
-    tl.store(entry.x + n * width + i, tl.load(embedded, mask=i < width), mask=i < width)
+    row, t = n // length, n % length
+    embedded = embedding + tl.load(token_ids + row * token_ids_b + t * token_ids_t) * W
+    if beside is None:
+        i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(entry.x + n * W + i, tl.load(embedded + i, mask=i < W), mask=i < W)
+    elif tl.program_id(1) == 0:
+        _norm_row(embedded, beside.weight, entry.x + n * 2 * W, beside.eps, W, BLOCK)
+    else:
+        other = beside.hidden + n * beside.stride
+        _norm_row(other, beside.weight + W, entry.x + (n * 2 + 1) * W, beside.eps, W, BLOCK)
     if tl.program_id(1) == 0:
-        row, t = n // length, n % length
         slot = tl.load(slots + row * slots_b + t * slots_t)
         position = tl.load(positions + row * positions_b + t * positions_t)
         mask = entry.mask + n * (3 + num_words)
@@ -142,11 +178,16 @@ def num_warps(block: int) -> int:
 def norm_kernel(x, weight, out, eps, x_n, out_n, W: tl.constexpr, BLOCK: tl.constexpr):
     """Norm one token."""
     n = tl.program_id(0).to(tl.int64)
+    _norm_row(x + n * x_n, weight, out + n * out_n, eps, W, BLOCK)
+
+
+@triton.jit
+def _norm_row(x, weight, out, eps, W: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
-    row = tl.load(x + n * x_n + i, mask=i < W, other=0.0).to(tl.float32)
+    row = tl.load(x + i, mask=i < W, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(row * row) / W + eps)
     weights = tl.load(weight + i, mask=i < W, other=0.0).to(tl.float32)
-    tl.store(out + n * out_n + i, (row * scale * weights).to(out.dtype.element_ty), mask=i < W)
+    tl.store(out + i, (row * scale * weights).to(out.dtype.element_ty), mask=i < W)
 
 
 def rotate_and_store(

@@ -14,16 +14,30 @@ from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.target.slots import SlotCache, Window, last_seen
 
 
+class Beside(NamedTuple):
+    """What a drafter reads beside each embedding, and the norm of both."""
+
+    hidden: Tensor  # [N, H]
+    norm: DecodingNorm  # of weight [2, H]: the embedding's, then that of `hidden`
+
+
 class Entry(NamedTuple):
     """Tensors that all layers of a pass read."""
 
-    x: Tensor  # [N, H] embedded tokens, the residual stream
+    x: Tensor  # [N, H] embedded tokens, the residual stream; [N, 2, H] with something beside them, both normed
     mask: Any  # what `attend` takes
     cos: Tensor  # [N, 1, 1, D / 2] fp32
     sin: Tensor  # [N, 1, 2, D / 2] fp32, negative for first halves
 
 
-def enter(token_ids: Tensor, embedding: Tensor, window: Window, cache: SlotCache, reaches: set[int | None]) -> Entry:
+def enter(
+    token_ids: Tensor,
+    embedding: Tensor,
+    window: Window,
+    cache: SlotCache,
+    reaches: set[int | None],
+    beside: Beside | None = None,
+) -> Entry:
     """Begin a pass over new tokens [B, T]: look up their embeddings [V, H] and angles, and set where they are stored.
 
     The mask is, for each sliding window of `reaches`, fp32 [B, 1, T, M] to add to the scores. Angles past the last one
@@ -39,6 +53,8 @@ def enter(token_ids: Tensor, embedding: Tensor, window: Window, cache: SlotCache
     positions = window.positions.flatten().clamp(max=len(cache.angles) - 1)
     cos, sin = cache.angles[positions][:, None, :, None].unbind(2)  # [N, 1, 1, D / 2]
     x = nn.functional.embedding(token_ids.flatten(), embedding)
+    if beside is not None:
+        x = beside.norm(torch.stack([x, beside.hidden], 1))
     return Entry(x, masks, cos, torch.cat((-sin, sin), 2))
 
 

@@ -4,29 +4,14 @@ Each program leaves its part in scratch memory and then counts itself in. The on
 parts up in their own order, so that a result does not depend on which program was last.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-NUM_COUNTERS = 2**16  # outputs of one launch that can be split
 
 
 def num_multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU; of a CPU, on which programs run one by one, 1."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-@functools.cache
-def counters(device: torch.device) -> Tensor:
-    """Return the counters of a device, int32 [NUM_COUNTERS], which are zero between launches.
-
-    All launches share them, one after another: kernels that split their work run on one stream at a time. CUDA graphs
-    hold their address, so they live as long as the process.
-    """
-    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 @triton.jit

@@ -50,7 +50,16 @@ def first_round(drafter: Drafter, target: Target, token_ids: Tensor, sample_draf
     cache = drafter.new_cache(*padded.shape, shape)
     drafter.prefill(cache, token_ids, features, window)
     state = DecodingState(
-        padded, lengths, features, window.positions, lengths - 1, sampling, noise, sample_drafts, cache
+        padded,
+        lengths,
+        features,
+        window.positions,
+        token_ids[:, 1:],
+        lengths - 2,
+        sampling,
+        noise,
+        sample_drafts,
+        cache,
     )
     if drafter.reads_predictions:
         state.predictions = torch.full((len(lengths), shape.num_nodes + 1), NO_TOKEN)

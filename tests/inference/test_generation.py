@@ -21,7 +21,7 @@ from draftsmith.inference.decoding.generation import Generation
 from draftsmith.inference.decoding.schedule import Adaptive, Confident, Schedule
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
-from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, chain, stack_chain
+from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, chain
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import DynamicTree, Shape, StaticTree, node_depths
@@ -295,7 +295,9 @@ class RandomDrafts(NoDrafter):
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         logits = torch.linspace(-2, 2, 300).expand(len(state.lengths), -1)
-        return stack_chain([state.choose(logits, depth) for depth in range(shape.depth)])
+        tokens = torch.empty(len(logits), shape.depth, dtype=torch.int64)
+        drawn_from = [state.choose(logits, depth, tokens[:, depth]) for depth in range(shape.depth)]
+        return chain(tokens, torch.stack(drawn_from, 1))
 
 
 def test_sampled_text_has_the_distribution_of_the_target(tiny_target: Target) -> None:

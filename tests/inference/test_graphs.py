@@ -26,9 +26,11 @@ from draftsmith.inference.decoding.graphs import CALLS_TO_RECORD, RecordedCalls,
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.models.kernels import counters
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, DynamicTree, StaticTree
 
+CPU = torch.device("cpu")
 ROTARY = {"rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32}
 LONG = {**ROTARY, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 PROMPTS = ["The smith heats the iron", "iron iron iron iron", "x", "def strike(iron):"]
@@ -78,7 +80,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_recorded_runs_again_without_its_function(on_cpu: None) -> None:
-    calls, adder, step = RecordedCalls(records=True), Adder(), torch.ones(())
+    calls, adder, step = RecordedCalls(CPU, records=True), Adder(), torch.ones(())
     outputs = [float(calls("add", adder.add, step)) for _ in range(6)]
     assert outputs == [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]
     assert adder.num_calls == CALLS_TO_RECORD
@@ -88,7 +90,7 @@ def test_what_is_recorded_runs_again_without_its_function(on_cpu: None) -> None:
 
 def test_a_replay_that_reads_freed_memory_is_found(on_cpu: None) -> None:
     """The stand-in's own negative control: a step that nobody keeps, at the address of its capture."""
-    calls, adder = RecordedCalls(records=True), Adder()
+    calls, adder = RecordedCalls(CPU, records=True), Adder()
     for _ in range(CALLS_TO_RECORD):
         calls("add", lambda: adder.add(adder.total * 0 + 1))
     outside = [torch.ones(())]
@@ -100,11 +102,26 @@ def test_a_replay_that_reads_freed_memory_is_found(on_cpu: None) -> None:
         calls("stale", adder.add)
 
 
+def test_recorded_kernels_count_with_counters_of_their_own(on_cpu: None) -> None:
+    """Two decoders may replay at once; what runs unrecorded shares the counters of its stream."""
+    used: tuple[list[torch.Tensor], ...] = ([], [])  # by the calls of each
+    for seen in used:
+        calls = RecordedCalls(CPU, records=True)
+        for kind in ("draft", "verify") * CALLS_TO_RECORD:
+            calls(kind, lambda seen=seen: seen.append(counters(CPU)))
+    for seen in used:
+        *eager, draft, verify = seen
+        assert {tensor.data_ptr() for tensor in eager} == {counters(CPU).data_ptr()}
+        assert draft is verify
+    addresses = {seen[-1].data_ptr() for seen in used} | {counters(CPU).data_ptr()}
+    assert len(addresses) == 3
+
+
 @pytest.mark.parametrize("off", ["records", "switch"])
 def test_what_is_not_recorded_is_called_each_time(off: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     if off == "switch":
         monkeypatch.setenv("DRAFTSMITH_GRAPHS", "off")
-    calls, adder = RecordedCalls(records=off == "switch"), Adder()
+    calls, adder = RecordedCalls(CPU, records=off == "switch"), Adder()
     for _ in range(5):
         calls("add", adder.add, torch.ones(()))
     assert adder.num_calls == adder.total == 5
@@ -115,7 +132,7 @@ def test_a_capture_that_fails_leaves_nothing_recorded(on_cpu: None, monkeypatch:
     streams: list[object] = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "before")
     monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
-    calls, adder, step = RecordedCalls(records=True), Adder(), torch.ones(())
+    calls, adder, step = RecordedCalls(CPU, records=True), Adder(), torch.ones(())
     for _ in range(CALLS_TO_RECORD):
         calls("add", adder.add, step)
     monkeypatch.setattr(torch.cuda, "graph", Mock(side_effect=RuntimeError("operation not permitted\nwhen capturing")))
@@ -182,7 +199,7 @@ def test_recorded_rounds_give_the_texts_of_fresh_ones(
         texts: dict[bool, list[list[int]]] = {}
         for records in (False, True):
             engine = BatchEngine(shallow_target, drafter, settings, 2, 64)
-            engine.fixed_shapes, engine.recorded = True, RecordedCalls(records)
+            engine.fixed_shapes, engine.recorded = True, RecordedCalls(CPU, records)
             texts[records] = texts_of(engine, prompts)
             assert engine.follow(replace(settings, seed=7, max_new_tokens=6), 2, 64)
             texts[records] += texts_of(engine, prompts)
@@ -214,7 +231,7 @@ def test_state_is_freed_with_its_last_reference(kind: str, shallow_target: Targe
     try:
         engine = decoder.engine_for(resolve_settings(decoder.drafter, Sampling(), 12, 3), 2, 32)
         if kind not in CUT_ON_CPU:
-            engine.fixed_shapes, engine.recorded = True, RecordedCalls(True)
+            engine.fixed_shapes, engine.recorded = True, RecordedCalls(CPU, True)
         texts_of(engine, [[1, 2, 3], [4, 5]])
         held = [engine, engine.cache, engine.state, engine.state.cache, engine.recorded, decoder]
         dead = [weakref.ref(thing) for thing in held if thing is not None]

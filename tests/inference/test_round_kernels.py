@@ -16,6 +16,7 @@ from draftsmith.models.target.target import Features
 pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
 from draftsmith.inference.decoding import round_kernels
 
+pytestmark = pytest.mark.usefixtures("watched_memory")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, SLOTS, VOCABULARY, DEPTH = 5, 96, 9, 4  # the state has room for drafts of DEPTH
 TREE = torch.tensor([-1, -1, 0, 0, 1, 3, 3])
@@ -47,7 +48,8 @@ def make_state() -> DecodingState:
             torch.zeros(ROWS, DEPTH + 1, 24, device=DEVICE), torch.zeros(ROWS, DEPTH + 1, 40, device=DEVICE)
         ),
         positions=on_device(ROWS, DEPTH + 1),
-        num_new=on_device(ROWS),
+        next_ids=on_device(ROWS, DEPTH + 1),
+        newest_column=on_device(ROWS),
         sampling=Sampling(),
         noise=Noise(0, torch.arange(ROWS, device=DEVICE)),
         sample_drafts=False,
@@ -55,7 +57,8 @@ def make_state() -> DecodingState:
 
 
 def clone(state: DecodingState) -> DecodingState:
-    copied = {name: getattr(state, name).clone() for name in ("token_ids", "lengths", "positions", "num_new")}
+    changed = ("token_ids", "lengths", "positions", "next_ids", "newest_column")
+    copied = {name: getattr(state, name).clone() for name in changed}
     features = Features(state.features.last_hidden.clone(), state.features.layers.clone())
     kept = {field.name: getattr(state, field.name) for field in fields(state)}
     return DecodingState(**{**kept, **copied, "features": features})
@@ -97,7 +100,8 @@ def test_what_is_kept(name: str, eos: list[int], monkeypatch: pytest.MonkeyPatch
                 own.token_ids,
                 own.lengths,
                 own.positions,
-                own.num_new,
+                own.next_ids,
+                own.newest_column,
                 own.features.last_hidden,
                 own.features.layers,
             )

@@ -15,8 +15,8 @@ from torch.nn.functional import one_hot
 
 from draftsmith.inference.verification import acceptance_rules
 from draftsmith.inference.verification.acceptance_rules import Verified
-from draftsmith.models.drafter_parts.drafts import NO_TOKEN, chain
-from draftsmith.models.sampling.trees import node_depths
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN
+from draftsmith.models.sampling.trees import node_depths, parents_or_chain
 
 V = 5
 SAMPLED = ["probabilistic", "block", "without_replacement"]
@@ -145,10 +145,6 @@ def longest_path(parents: Tensor) -> int:
     return longest + (longest == parents.shape[1])
 
 
-def chain_parents(rows: int, num_nodes: int) -> Tensor:
-    return chain(torch.zeros(rows, num_nodes)).parents
-
-
 def uniforms(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.rand(shape, generator=generator, dtype=torch.float64).clamp(min=1e-12)
 
@@ -189,7 +185,7 @@ def test_rules_on_chains_equal_plain_python(rule: str, num_nodes: int) -> None:
     anything = torch.randint(NO_TOKEN, V, drafts.shape, generator=generator)
     drafts = torch.where(torch.rand(drafts.shape, generator=generator) < 0.2, anything, drafts)
     accept, draw = uniforms(generator, rows, num_nodes), uniforms(generator, rows, num_nodes + 1)
-    parents = chain_parents(rows, num_nodes)
+    parents = parents_or_chain(None, torch.zeros(rows, num_nodes))
     plain: Callable = plain_block if rule == "block" else plain_rejection
     columns = lists(logits), lists(draft_logits), drafts.tolist(), parents.tolist(), accept.tolist(), draw.tolist()
     expected = list(map(plain, *columns))
@@ -233,7 +229,7 @@ def on_chains(
     """Distributions p [T, V] and q [N, V] and coins that every row shares."""
     tokens = torch.tensor(drafts, dtype=torch.int64)
     rows, num_nodes = tokens.shape
-    parents = chain_parents(rows, num_nodes)
+    parents = parents_or_chain(None, torch.zeros(rows, num_nodes))
     shared = (p.log(), q.log(), torch.tensor(accept), torch.tensor(draw))
     logits, draft_logits, coins, uniforms = (x.expand(rows, *x.shape) for x in shared)
     return RULES[rule](RuleInputs(logits, draft_logits, tokens, parents, num_nodes, coins, uniforms))
@@ -332,7 +328,7 @@ def test_finished_rows_may_hold_anything_finite(mode: str) -> None:
     logits = torch.where(garbage[:, None, None], wild, random_logits(generator, rows, num_nodes + 1))
     draft_logits = torch.where(garbage[:, None, None], wild.flip(2), random_logits(generator, rows, num_nodes + 1))
     tokens = torch.randint(NO_TOKEN, V, (rows, num_nodes), generator=generator)
-    parents = chain_parents(rows, num_nodes)
+    parents = parents_or_chain(None, torch.zeros(rows, num_nodes))
     accept, draw = uniforms(generator, rows, num_nodes), uniforms(generator, rows, num_nodes + 1)
 
     def verified(chosen: Tensor) -> Verified:

@@ -15,8 +15,8 @@ from draftsmith.models.sampling.trees import ancestor_words, node_depths
 from draftsmith.models.target.slots import Window, chain_window, slot_attention
 
 pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
+from draftsmith.models.kernels import counters
 from draftsmith.models.target.attention_kernel import MOST_SCRATCH, attend, num_splits
-from draftsmith.models.target.splitting import counters
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")  # splits that see nothing
 

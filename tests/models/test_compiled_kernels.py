@@ -64,6 +64,7 @@ ON_SM_89 += (
     "forward_kl bfloat16",
     "silu torch.bfloat16 1",
     "norm torch.bfloat16 1",
+    "enter with features torch.bfloat16",
     "rotate torch.bfloat16 1",
 )
 
@@ -104,6 +105,7 @@ def steps() -> dict[str, Callable[[], object]]:
     """Return calls of a fused layer's steps but products, for chunks of 512 tokens in 256 rows, and for one token."""
     from draftsmith.models.layers import DecodingNorm
     from draftsmith.models.target import layer_kernels as llama_kernels
+    from draftsmith.models.target.layer_steps import Beside
     from draftsmith.models.target.slots import SlotCache, Window
 
     many, queries, kv_heads, half = 256 * 512, 32, 8, 64
@@ -125,13 +127,15 @@ def steps() -> dict[str, Callable[[], object]]:
         x = meta(num_tokens, 4096, dtype=dtype)
         llama_kernels.rms_norm(x, DecodingNorm(meta(4096, dtype=dtype), 1e-6), x)
 
-    def enter(dtype: torch.dtype, batch: int, num_words: int) -> None:
+    def enter(dtype: torch.dtype, batch: int, num_words: int, normed: bool = False) -> None:
         slots, prefix = meta(batch, 5, dtype=torch.int64), meta(batch, dtype=torch.int64)
         ancestors = meta(batch, 5, num_words, dtype=torch.int32) if num_words else None
         slot_cache = SlotCache(batch, 4096)
         slot_cache.angles = meta(4096, 2, half, dtype=torch.float32)
         window = Window(slots, slots, prefix, ancestors)
-        llama_kernels.enter(slots, meta(128256, 4096, dtype=dtype), window, slot_cache, {None})
+        norm = DecodingNorm(meta(2, 4096, dtype=dtype), 1e-6)
+        beside = Beside(meta(batch * 5, 4096, dtype=dtype), norm) if normed else None
+        llama_kernels.enter(slots, meta(128256, 4096, dtype=dtype), window, slot_cache, {None}, beside)
 
     calls: dict[str, Callable[[], object]] = {}
     calls["enter"] = lambda: enter(torch.bfloat16, 1, 0)
@@ -140,6 +144,10 @@ def steps() -> dict[str, Callable[[], object]]:
         calls["silu {} {}".format(*args)] = lambda args=args: silu(*args)
         calls["norm {} {}".format(*args)] = lambda args=args: norm(*args)
         calls["rotate {} {}".format(*args)] = lambda dtype=args[0], count=args[1]: rotate(dtype, True, count)
+    calls |= {
+        f"enter with features {dtype}": lambda dtype=dtype: enter(dtype, 1, 0, True)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
     for count in (many, 1):
         calls[f"rotate without norm {count}"] = lambda count=count: rotate(torch.bfloat16, False, count)
     return calls
@@ -198,11 +206,12 @@ def rounds() -> dict[str, Callable[[], object]]:
         layers = meta(batch, depth + 1, num_layers * 4096, dtype=torch.bfloat16) if num_layers else None
         positions, token_ids = meta(batch, depth + 1, dtype=torch.int64), meta(batch, 4096, dtype=torch.int64)
         features = Features(hidden, layers)
-        return DecodingState(token_ids, ids, features, positions, ids, Sampling(), Noise(0, ids), False)
+        return DecodingState(token_ids, ids, features, positions, positions, ids, Sampling(), Noise(0, ids), False)
 
     def both(batch: int, nodes: int, depth: int, num_layers: int) -> None:
         tokens, ids = meta(batch, nodes, dtype=torch.int64), meta(batch, dtype=torch.int64)
-        draft, state = Draft(tokens, tokens, depth), state_of(batch, depth, num_layers)
+        draft = Draft(tokens, None if nodes == depth else tokens, depth)
+        state = state_of(batch, depth, num_layers)
         verified = Verified(ids, meta(batch, depth, dtype=torch.int64), ids)
         ends = Ends(ids, meta(3, dtype=torch.int64), meta(batch, dtype=torch.bool))
         round_kernels.open_round(state.token_ids, ids, draft)
@@ -240,15 +249,16 @@ def verification() -> dict[str, Callable[[], object]]:
         logits = meta(batch, nodes + 1, vocabulary, dtype=dtype)
         draft_logits = meta(batch, nodes, vocabulary, dtype=torch.float32)
         tokens = meta(batch, nodes, dtype=torch.int64)
+        parents = None if nodes == depth else tokens
         accept, draws = meta(batch, nodes), meta(batch, depth + 1)
         match rule:
             case "greedy" | "typical":
-                return getattr(acceptance_kernels, rule)(logits, tokens, tokens, depth)
+                return getattr(acceptance_kernels, rule)(logits, tokens, parents, depth)
             case "one_hot":
-                return acceptance_kernels.one_hot(logits, tokens, tokens, depth, draws)
+                return acceptance_kernels.one_hot(logits, tokens, parents, depth, draws)
             case "without_replacement":
                 return acceptance_kernels.without_replacement(
-                    logits, draft_logits, tokens, tokens, depth, accept, draws
+                    logits, draft_logits, tokens, parents, depth, accept, draws
                 )
             case _:
                 return getattr(acceptance_kernels, rule)(logits, draft_logits, tokens, accept, draws)
@@ -271,7 +281,7 @@ def verification() -> dict[str, Callable[[], object]]:
     def draw(batch: int, vocabulary: int, dtype: torch.dtype, sampling: Sampling) -> None:
         ids = meta(batch, dtype=torch.int64)
         logits = meta(batch, vocabulary, dtype=dtype)
-        cut_kernels.draw(logits, sampling, Noise(0, ids), ids, Stream.DRAFT, 3)
+        cut_kernels.draw(logits, sampling, Noise(0, ids), ids, Stream.DRAFT, 3, meta(batch, 4, dtype=torch.int64)[:, 3])
 
     draws = {
         "draw": (1, 128256, torch.bfloat16, Sampling(0.8)),

@@ -17,6 +17,7 @@ from draftsmith.models.sampling.sampling import Noise, Sampling, Stream
 pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
 from draftsmith.models.sampling import cut_kernels, sampling_kernels
 
+pytestmark = pytest.mark.usefixtures("watched_memory")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CLOSE = 1e-6
 SAMPLINGS = [
@@ -73,7 +74,9 @@ def test_draw(cut_at: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     logits, positions = rows_of(300).to(DEVICE), torch.arange(6, device=DEVICE)
     noise = Noise(3, torch.arange(6, device=DEVICE) + 5)
-    drawn, left = cut_kernels.draw(logits, cut_at, noise, positions, Stream.DRAFT, 2)
+    drawn = torch.zeros(6, 2, dtype=torch.int64, device=DEVICE)
+    left = cut_kernels.draw(logits, cut_at, noise, positions, Stream.DRAFT, 2, drawn[:, 1])
     uniforms = noise.uniforms(positions[:, None], Stream.DRAFT, 2)[:, 0]
-    assert torch.equal(drawn, sampling.sample(left.softmax(-1), uniforms))
+    assert torch.equal(drawn[:, 1], sampling.sample(left.softmax(-1), uniforms))
+    assert not drawn[:, 0].any()
     assert torch.equal(left, cut_kernels.cut(logits, cut_at))

@@ -33,8 +33,7 @@ def test_a_draft_is_a_chain_of_tokens_with_their_probabilities(kind: str, tiny_t
         rows, num = draft.tokens.shape
         assert rows == 3
         assert num <= 3
-        assert draft.depth == num
-        assert draft.parents.tolist() == [list(range(-1, num - 1))] * 3
+        assert draft.is_chain
         assert ((draft.tokens >= 0) | (draft.tokens == NO_TOKEN)).all()
         assert (draft.tokens < tiny_target.vocab_size).all()
         if sample_drafts:

@@ -21,7 +21,7 @@ from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, chain
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream
 from draftsmith.models.sampling.trees import ancestor_words
-from draftsmith.models.target.layer_steps import Ending
+from draftsmith.models.target.layer_steps import Beside, Ending
 from draftsmith.models.target.slots import SlotCache, Window, chain_window
 from draftsmith.models.target.target import Features
 
@@ -88,6 +88,12 @@ def enter(memory: ShadowMemory) -> None:
     layer_kernels.enter(torch.randint(0, 9, (3, 6)), torch.randn(9, 1100), window, cache, {None})
 
 
+def enter_with_features(memory: ShadowMemory) -> None:
+    cache, beside = SlotCache(3, 37), Beside(torch.randn(6, 100), DecodingNorm(torch.randn(2, 100), 1e-6))
+    cache.angles, window = torch.randn(36, 2, 10), chain_window(torch.tensor([3, 0, 36]), 2)
+    layer_kernels.enter(torch.randint(0, 9, (3, 2)), torch.randn(9, 100), window, cache, {None}, beside)
+
+
 def both_ends(num_nodes: int, memory: ShadowMemory) -> None:
     """Open and close a round of three rows, of which the last has ended: with a tree of five nodes or a chain."""
     torch.manual_seed(0)
@@ -95,10 +101,9 @@ def both_ends(num_nodes: int, memory: ShadowMemory) -> None:
     draft = Draft(tokens, PARENTS, 3) if num_nodes == 5 else chain(tokens)
     features = Features(torch.empty(3, 4, 30), torch.empty(3, 4, 2100))
     noise = Noise(0, torch.arange(3))
-    positions, num_new = torch.zeros(3, 4, dtype=torch.int64), torch.ones(3, dtype=torch.int64)
-    state = DecodingState(
-        torch.zeros(3, 20, dtype=torch.int64), lengths, features, positions, num_new, Sampling(), noise, False
-    )
+    columns, newest = torch.zeros(3, 4, dtype=torch.int64), torch.ones(3, dtype=torch.int64)
+    token_ids, sampling = torch.zeros(3, 20, dtype=torch.int64), Sampling()
+    state = DecodingState(token_ids, lengths, features, columns, columns.clone(), newest, sampling, noise, False)
     round_kernels.open_round(state.token_ids, state.lengths, draft)
     path = torch.tensor([[2, 4, 4], [1, 3, 5], [0, 0, 0]])[:, : draft.depth].contiguous()
     verified = acceptance_kernels.Verified(
@@ -111,7 +116,8 @@ def both_ends(num_nodes: int, memory: ShadowMemory) -> None:
 
 def draw(sampling: Sampling, memory: ShadowMemory) -> None:
     noise = Noise(0, torch.arange(3))
-    cut_kernels.draw(torch.randn(3, 37), sampling, noise, torch.arange(3), Stream.DRAFT, 1)
+    out = torch.empty(3, 2, dtype=torch.int64)
+    cut_kernels.draw(torch.randn(3, 37), sampling, noise, torch.arange(3), Stream.DRAFT, 1, out[:, 1])
 
 
 def silu(memory: ShadowMemory, kernel: ModuleType = layer_kernels) -> None:
@@ -174,7 +180,7 @@ CALLS: list[Call] = [
     lambda memory: attend(chain_window(torch.tensor([30, 0]), 9), 1, memory),
     lambda memory: attend(chain_window(torch.tensor([39, 0, 16]), 1), 3, memory),
     lambda memory: attend(tree_window(), 2, memory),
-    *(norm_in_place, enter, rotate, silu, write, move, compare, uniforms),
+    *(norm_in_place, enter, enter_with_features, rotate, silu, write, move, compare, uniforms),
     *(partial(verify, rule) for rule in RULES),
     *(partial(both_ends, num_nodes) for num_nodes in (0, 3, 5)),
     *(partial(draw, sampling) for sampling in (Sampling(0.7), Sampling(0.7, 0.8), Sampling(0.7, 0.9, 5))),
@@ -249,7 +255,7 @@ CHANGES: dict[str, tuple[Call, str, str, str]] = {
         "logits, teacher = logits + row // 2 * V",
         "what another program writes",
     ),
-    "the next row": (norm_in_place, "x + n * x_n + i", "x + (n + 1) * x_n + i", "what another program"),
+    "the next row": (norm_in_place, "x + n * x_n, weight", "x + (n + 1) * x_n, weight", "what another program"),
 }
 
 

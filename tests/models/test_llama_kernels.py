@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from draftsmith.models.errors import UserError
+from draftsmith.models.kernels import counters
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.target import layer_kernels as llama_kernels
 from draftsmith.models.target import layer_steps as llama_steps
 from draftsmith.models.target import product_kernel
-from draftsmith.models.target.layer_steps import Ending
-from draftsmith.models.target.slots import SlotCache, Window
-from draftsmith.models.target.splitting import counters
+from draftsmith.models.target.layer_steps import Beside, Ending
+from draftsmith.models.target.slots import SlotCache, Window, chain_window
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 pytestmark = pytest.mark.usefixtures("watched_memory")
@@ -75,6 +75,28 @@ def test_enter(width: int, num_words: int, picked: list[int] | None, device: str
     assert torch.equal(found.mask, window.packed_mask())
     for one, other in ((plain.x, found.x), (plain.cos, found.cos), (plain.sin, found.sin)):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_enter_with_features(dtype: torch.dtype, device: str) -> None:
+    """Embedding and feature stand side by side, each normed by its own weights; features and tokens lie apart."""
+    width, token_ids = 100, torch.randint(50, (2, 6), device=device)[:, ::2]
+    embedding, weight = (rounded(rows, width, dtype=dtype, device=device) for rows in (50, 2))
+    hidden = rounded(6, 2 * width, dtype=dtype, device=device)[:, width:]
+    window, cache = chain_window(torch.tensor([4, 9], device=device), 3), SlotCache(2, 16)
+    cache.angles = torch.randn(14, 2, 10, device=device)
+    beside = Beside(hidden, DecodingNorm(weight, 1e-5))
+    expected = llama_steps.enter(token_ids, embedding, window, cache, {None}, beside)
+    for part, x in enumerate((embedding[token_ids.flatten()], hidden)):
+        alone = torch.nn.functional.rms_norm(x, (width,), weight[part], 1e-5)
+        torch.testing.assert_close(expected.x[:, part], alone, atol=1e-5, rtol=1e-5)
+    written, cache.written = cache.written, torch.zeros(0)
+    beside = Beside(hidden.to(dtype), DecodingNorm(weight.to(dtype), 1e-5))
+    found = llama_kernels.enter(token_ids, embedding.to(dtype), window, cache, {None}, beside)
+    torch.testing.assert_close(found.x.float(), expected.x, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert torch.equal(cache.written, written)
+    assert torch.equal(found.mask, window.packed_mask())
+    assert torch.equal(found.sin, expected.sin)
 
 
 @pytest.mark.parametrize("normed", [False, True])

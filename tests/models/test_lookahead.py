@@ -89,10 +89,10 @@ def test_window_and_pool_are_those_of_the_paper(length: int) -> None:
         texts = [twin.text for twin in twins]
         lengths = torch.tensor([len(text) for text in texts])
         token_ids = torch.tensor([text + [0] * (200 - len(text)) for text in texts])
-        nothing = Features(torch.zeros(2, 1, 1), None)
+        nothing, newest = Features(torch.zeros(2, 1, 1), None), token_ids.gather(1, lengths[:, None] - 1)
         noise = Noise(0, torch.arange(2))
         state = DecodingState(
-            token_ids, lengths, nothing, lengths[:, None], lengths, Sampling(), noise, False, cache,
+            token_ids, lengths, nothing, lengths[:, None], newest, lengths * 0, Sampling(), noise, False, cache,
             predictions=predictions,
         )  # fmt: skip
         draft = drafter.propose(state, shape)

@@ -31,7 +31,10 @@ def state_of(texts: list[list[int]]) -> DecodingState:
     lengths = torch.tensor([len(text) for text in texts])
     nothing = Features(torch.zeros(len(texts), 1, 1), None)
     noise = Noise(0, torch.arange(len(texts)))
-    return DecodingState(token_ids, lengths, nothing, lengths[:, None] - 2, lengths * 0 + 1, Sampling(), noise, False)
+    newest = token_ids.gather(1, lengths[:, None] - 1)
+    return DecodingState(
+        token_ids, lengths, nothing, lengths[:, None] - 2, newest, lengths * 0, Sampling(), noise, False
+    )
 
 
 def slow_draft(config: SuffixConfig, history: list[list[int]], text: list[int]) -> tuple[list[int], int]:

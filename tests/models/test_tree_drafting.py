@@ -86,7 +86,8 @@ def state_of(rows: int, sampling: Sampling = GREEDY, sample_drafts: bool = False
     one = torch.ones(rows, dtype=torch.int64)
     nothing = Features(torch.zeros(rows, 1, 1), None)
     noise = Noise(seed, torch.arange(rows))
-    return DecodingState(one[:, None], one, nothing, one[:, None], one, sampling, noise, sample_drafts)
+    column = one[:, None]
+    return DecodingState(column, one, nothing, column, column, one * 0, sampling, noise, sample_drafts)
 
 
 def grown(paths: Paths, shape: Shape, state: DecodingState) -> Draft:
@@ -374,9 +375,9 @@ def logits_on_a_chain(engine: BatchEngine, tokens: Tensor, patch: pytest.MonkeyP
     found: list[Tensor] = []
     forced = torch.cat([tokens, torch.zeros(len(tokens), 9, dtype=torch.int64)], 1)
 
-    def choose(self: DecodingState, logits: Tensor, depth: int) -> tuple[Tensor, None]:
+    def choose(self: DecodingState, logits: Tensor, depth: int, out: Tensor) -> None:
         found.append(logits)
-        return forced[:, depth], None
+        out.copy_(forced[:, depth])
 
     with patch.context() as context:
         context.setattr(DecodingState, "choose", choose)
