@@ -6,19 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_without_values import GPU, gpu_without_values, without_values
 from scale_table import TARGETS, bytes_on_each, features_bytes, table
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.batch import Batch
+from draftsmith.models.losses import chain_loss
 from draftsmith.models.losses.chain_loss import CHUNK_ELEMENTS
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
-from draftsmith.train.hardware.estimates import LOGIT_COPIES, estimate, num_trained, target_size
+from draftsmith.train.hardware import estimates
+from draftsmith.train.hardware.estimates import LOGIT_COPIES, estimate, num_logits, num_trained, target_size
 from draftsmith.train.optimizer import optimizer_of
 
 
@@ -98,9 +101,39 @@ def test_a_training_step_takes_what_is_predicted(kind: str) -> None:
         parameter.grad.zero_()
     with Meter() as meter:
         step()
-    found = estimate(config, target.model.config, length, drafter)
+    found = estimate(config, target.model.config, length, drafter, on_gpu=False)
     assert held == found.drafter_bytes == 16 * num_trained(drafter)
     assert meter.operations == pytest.approx(found.operations, rel=0.1)
     logits = LOGIT_COPIES * CHUNK_ELEMENTS * 4
     in_fp32 = 2 * (found.working_bytes - logits) + logits
     assert in_fp32 / 1.5 < meter.most < 1.5 * in_fp32
+
+
+@pytest.mark.parametrize("num_heads", [1, 4])
+def test_logits_that_exist_at_once_on_a_gpu(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four depths on a GPU without values, through one head side by side or each through its own, within a third."""
+    pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
+    for module in (chain_loss, estimates):
+        monkeypatch.setattr(module, "GPU_ROWS", 512)
+    num_tokens, vocab_size, draft_vocab_size = 640, 3000, 1000
+    with gpu_without_values():
+        heads = [nn.Linear(4, draft_vocab_size, bias=False) for _ in range(num_heads)]
+        target_head = nn.Linear(4, vocab_size, bias=False).requires_grad_(False)
+        for head in (*heads, target_head):
+            without_values(head)
+        depths = [
+            chain_loss.Depth(
+                torch.empty(num_tokens - k, 4, device=GPU, requires_grad=True),
+                heads[k % num_heads],
+                torch.arange(k, num_tokens),
+            )
+            for k in range(4)
+        ]
+        ids, hidden = (
+            torch.empty(draft_vocab_size, dtype=torch.int64, device=GPU),
+            torch.empty(num_tokens, 4, device=GPU),
+        )
+        with Meter() as meter:
+            chain_loss.divergence_over_depths(depths, hidden, target_head, "forward_kl", ids)
+    expected = 4 * num_logits(vocab_size, draft_vocab_size, 4 / num_heads, num_tokens)
+    assert meter.most == pytest.approx(expected, rel=1 / 3)

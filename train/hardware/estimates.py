@@ -13,14 +13,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from draftsmith.models import DRAFTERS, Drafter, Target
-from draftsmith.models.losses.chain_loss import CHUNK_ELEMENTS
+from draftsmith.models.losses.chain_loss import CHUNK_ELEMENTS, GPU_ROWS
 from draftsmith.models.target.loading import drop_layers
 from draftsmith.models.target.target import FullTarget
 from draftsmith.train.config import TrainConfig
 
 TRAINED_BYTES = 4 + 4 + 8  # fp32 weight, gradient and AdamW's two moments
 VALUES_KEPT = 8  # values that a pass keeps a token for the gradients, in units of a layer's widths; as measured
-LOGIT_COPIES = 6  # copies of a chunk of logits that exist at once: two sides, their logarithms, gradients
+LOGIT_COPIES = 6  # copies of a chunk of logits that exist at once on a CPU: two sides, their logarithms, gradients
 UTILISATION = 0.35  # share of the device's dense bf16 peak that a run is assumed to reach
 
 
@@ -133,11 +133,13 @@ def estimate(
     tokens_per_sample: int,
     drafter: Drafter | None = None,
     bytes_per_value: int = 2,
+    on_gpu: bool = True,
 ) -> Estimate:
     """Return what a recipe takes for a target of this shape.
 
     `tokens_per_sample` counts prompt and answer. `drafter` was built by the recipe; without it, one is built without
     its numbers. `bytes_per_value` is that of the target's weights, 2 in bf16.
+    `on_gpu`: more logits exist at once there.
     """
     size = target_size(target_config)
     drafter = drafter or meta_drafter(config, target_config)
@@ -149,7 +151,12 @@ def estimate(
     width, inner = text.hidden_size, int(getattr(text, "intermediate_size", 4 * text.hidden_size))
     states = (len(drafter.layer_ids) + 1) * width
     kept = states + drafter.training_passes * VALUES_KEPT * (3 * width + inner)  # values a token
-    logits = LOGIT_COPIES * CHUNK_ELEMENTS * 4
+    logits = LOGIT_COPIES * CHUNK_ELEMENTS * 4.0
+    if on_gpu:
+        ids, passes = drafter.draft_to_target(), max(1.0, drafter.training_passes)
+        draft_vocab_size = None if ids is None else len(ids)
+        tokens_at_once = config.data.tokens_per_micro_batch
+        logits = bytes_per_value * num_logits(text.vocab_size, draft_vocab_size, passes, tokens_at_once)
     return Estimate(
         operations=tokens * operations_per_token(config, size, drafter),
         ends_bytes=bytes_per_value * (size.head + size.embedding),
@@ -157,6 +164,18 @@ def estimate(
         drafter_bytes=TRAINED_BYTES * num_trained(drafter),
         working_bytes=bytes_per_value * kept * config.data.tokens_per_micro_batch + logits,
     )
+
+
+def num_logits(vocab_size: int, draft_vocab_size: int | None, passes: float, num_tokens: int) -> float:
+    """Return how many logits exist at once on a GPU, in a micro-batch of `num_tokens`.
+
+    They are those of `GPU_ROWS` rows of the drafter, which gradients overwrite, and of the target's rows that teach
+    them. With a draft vocabulary, else None, the target's exist a second time, cut to it. `passes` is the number of
+    depths that go through one head together.
+    """
+    drafted = draft_vocab_size or vocab_size
+    own_rows = min(GPU_ROWS, passes * num_tokens)
+    return own_rows * drafted + own_rows / passes * (vocab_size + (draft_vocab_size or 0))
 
 
 def meta_drafter(config: TrainConfig, target_config: PretrainedConfig) -> Drafter:

@@ -83,7 +83,8 @@ def memory_needed(config: TrainConfig, device: torch.device, target: Target) -> 
     from_files = config.init_from is not None or config.drafter.starts_from_files
     with torch.device("meta"):
         drafter = DRAFTERS["none" if from_files else config.drafter.kind].from_target(config.drafter, target)
-    return estimate(config, target.model.config, 1, drafter, default_dtype(device).itemsize)
+    itemsize, on_gpu = default_dtype(device).itemsize, device.type == "cuda"
+    return estimate(config, target.model.config, 1, drafter, itemsize, on_gpu)
 
 
 @dataclass(frozen=True)
