@@ -15,7 +15,7 @@ from draftsmith.models.target.slots import SlotCache, Window, last_seen
 
 
 class Beside(NamedTuple):
-    """What a drafter reads beside each embedding, and the norm of both."""
+    """Hidden states that a drafter reads beside embeddings, and the norm of both."""
 
     hidden: Tensor  # [N, H]
     norm: DecodingNorm  # of weight [2, H]: the embedding's, then that of `hidden`
