@@ -22,7 +22,8 @@ COMPLETE = ".complete"  # hidden folder whose files, all written, move into the 
 ROOM_IN_NAMES = 20  # bytes by which a hidden name, under which something is written, is longer
 # Texts by which libraries, which have errors of their own, tell of a disk that takes no more.
 DISK_FAULTS = tuple(
-    os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES)
+    os.strerror(number)
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES, errno.ENOTDIR)
 )
 AGAIN = "nothing is left half written: mend that, and give the same command again"
 

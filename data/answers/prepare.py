@@ -37,7 +37,7 @@ from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.measuring.spans import Markers
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, whole_number
-from draftsmith.models.files import write_json
+from draftsmith.models.files import finish_moving, write_json
 from draftsmith.models.ranges import BelowOne, Count, Depth, Name, Seed, checked_fields
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.target.chat_template import has_template
@@ -128,7 +128,8 @@ def write_answers(job: "AnswerJob", out: Path) -> None:
     if (out / SAMPLES).is_file():
         if rank == 0:
             show_written(out, job.target)
-            remove_journals(out)  # of a kill between the file's last rename and this
+            finish_moving(out)  # these two are of a kill just after the file was there
+            remove_journals(out)
             say(f"{out} holds all answers already")
         return
     answered = read_journals(out, run)

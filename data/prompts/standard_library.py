@@ -5,6 +5,7 @@ Files, not functions, are held out: functions of one file resemble each other.
 """
 
 import ast
+import functools
 import hashlib
 import sysconfig
 import textwrap
@@ -27,15 +28,22 @@ def stdlib_functions(held_out: bool) -> list[str]:
 
 def stdlib_groups(held_out: bool) -> list[list[str]]:
     """Return the functions of `stdlib_functions` in groups: the methods of one class, or one function alone."""
+    groups = _all_groups()
+    seen = {function for group in groups[False] for function in group} if held_out else set()
+    return without_duplicates(groups[held_out], seen)
+
+
+@functools.cache  # reading all files takes seconds
+def _all_groups() -> dict[bool, list[list[str]]]:
+    """Return the groups by whether they are held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    groups: dict[bool, list[list[str]]] = {False: [], True: []}  # by whether they are held out
+    groups: dict[bool, list[list[str]]] = {False: [], True: []}
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if not EXCLUDED_FOLDERS.intersection(name.parts[:-1]):
             is_held_out = int(hashlib.sha256(name.as_posix().encode()).hexdigest(), 16) % HELD_OUT_SHARE == 0
             groups[is_held_out] += function_groups(path)
-    seen = {function for group in groups[False] for function in group} if held_out else set()
-    return without_duplicates(groups[held_out], seen)
+    return groups
 
 
 def without_duplicates(groups: list[list[str]], seen: set[str]) -> list[list[str]]:

@@ -1,14 +1,17 @@
-"""The chat template of a target, which anybody may have written: it is rendered within limits of time and size.
+"""The chat template of a target, which anybody may have written: it is rendered within limits of time and memory.
 
 transformers renders it in jinja's sandbox (`ImmutableSandboxedEnvironment`), where it reaches nothing but the chat.
 """
 
 import ctypes
 import re
+import resource
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date
+from pathlib import Path
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +21,8 @@ from draftsmith.models.target.target import ChatSettings, Target
 
 SECONDS = 10.0  # of rendering one chat, which takes a good template a millisecond
 LONGEST_CHAT = 1 << 24  # characters
+MOST_MEMORY = 1 << 30  # bytes that rendering one chat may add
+RENDERING = threading.Lock()  # limits of memory are those of the whole process
 # Arguments of `apply_chat_template`, which are no variables of a template.
 TAKEN = (
     *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
@@ -80,7 +85,7 @@ def rendered_ids(target: Target, messages: list[dict[str, Any]], tools: Any = No
 def apply_template(target: Target, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
     """Return what transformers' `apply_chat_template` does with these options, within the limits."""
     try:
-        with time_limit(SECONDS):  # cast: the result is typed for every form of the output
+        with memory_limit(MOST_MEMORY), time_limit(SECONDS):  # cast: the result is typed for every form of the output
             tokenizer = cast(Any, target.tokenizer)
             template = dated(tokenizer.get_chat_template(None, tools), target.chat.date)
             output = tokenizer.apply_chat_template(
@@ -89,6 +94,10 @@ def apply_template(target: Target, messages: list[dict[str, Any]], tools: Any, *
     except TimeUp:
         raise UserError(
             f"the chat template of {target.name} takes more than {SECONDS:g} s for one chat: mend its loops"
+        ) from None
+    except MemoryError:
+        raise UserError(
+            f"the chat template of {target.name} takes more than {MOST_MEMORY >> 20:,} MB for one chat: mend its loops"
         ) from None
     except Exception as error:  # templates fail in their own ways
         raise UserError(f"the chat template of {target.name} refuses it: {first_line(error)}") from None
@@ -119,3 +128,24 @@ def time_limit(seconds: float) -> Iterator[None]:
         with lock:
             ended = True
         timer.cancel()
+
+
+@contextmanager
+def memory_limit(num_bytes: int) -> Iterator[None]:
+    """Raise `MemoryError` in the block where it asks for more memory than this. Blocks of several threads take turns.
+
+    The system refuses memory to the process as a whole, so that other threads have this limit, too, meanwhile. Only
+    Linux counts what a process has.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    with RENDERING:
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        allowed = [limit for limit in (soft, taken + num_bytes) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min(allowed), hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
-from draftsmith.models.errors import UserError, first_line, is_out_of_memory, one_line, own_place
+from draftsmith.models.errors import UserError, first_line, is_out_of_memory, one_line, own_place, shown
 from draftsmith.models.files import DISK_FAULTS
 from draftsmith.recipes.cli.flags import add_flags, settings_from
 from draftsmith.recipes.cli.output_folder import output_folder
@@ -26,6 +26,7 @@ from draftsmith.recipes.configs import command_settings
 
 EXIT_FAULT, EXIT_USER_ERROR = 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell tells them
+NUMBERS_OF_HUB = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")  # huggingface_hub fails to import with others
 RESUMED = ("quickstart", "prepare", "train")  # commands that go on where they were interrupted
 
 
@@ -171,6 +172,7 @@ def answer(argv: Sequence[str]) -> int:
     """Run the command that was given, and return its exit code."""
     call = None
     try:
+        refuse_surroundings()
         call = parse(argv)
         with faults_of_threads():
             run(call)
@@ -184,6 +186,21 @@ def answer(argv: Sequence[str]) -> int:
             raise
         return fail(*told(error, call))
     return 0
+
+
+def refuse_surroundings() -> None:
+    """Raise `UserError` where the process was started so that the libraries fail or write where nobody expects it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the folder in which this was started was removed: change to another one") from None
+    if sys.flags.optimize > 1:
+        raise UserError("Python was started with -OO, without docstrings, which transformers reads: use -O, or neither")
+    if os.path.expanduser("~") == "~":
+        raise UserError("HOME is not set, and the system knows no home of this user: set it, for instance HOME=/tmp")
+    for name in NUMBERS_OF_HUB:
+        if not (value := os.environ.get(name, "0")).isdecimal():
+            raise UserError(f"the environment variable {name}={shown(value)}: give whole seconds, or unset it")
 
 
 @contextlib.contextmanager
@@ -246,10 +263,6 @@ def after_interruption(call: Call | None) -> str:
 
 def run(call: Call) -> None:
     """Run one command. Its mistakes are told before torch is imported, which takes seconds."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise UserError("the folder in which this was started was removed: change to another one") from None
     call.settings.refuse_mistakes()
     from draftsmith.data.console import shared_console
     from draftsmith.data.progress import waiting

@@ -134,7 +134,8 @@ def write_evaluations(
 ) -> None:
     """Write the files of each drafter, costs.json where they were measured, evaluation.md and samples.json of all.
 
-    They are written all or none.
+    They are written all or none. Costs and texts of an earlier evaluation in the folder go, so that they never stand
+    beside results which they are not of.
     """
     with whole_folder(out) as folder:
         paths = evaluation_paths(folder, [evaluation.drafter for evaluation in evaluations])
@@ -147,6 +148,9 @@ def write_evaluations(
         write_whole(folder / "evaluation.md", evaluation_markdown(evaluations, list(costs.values())))
         if texts is not None:
             write_json(folder / "samples.json", to_json(texts), indent=1)
+        for path in (folder / "samples.json", *(path.with_name("costs.json") for path in paths)):
+            if not path.exists():
+                (out / path.relative_to(folder)).unlink(missing_ok=True)
 
 
 def affordable_costs(

@@ -20,6 +20,7 @@ from draftsmith.data.prompts.prompts import read_prompt_set, tokenise
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_groups
 from draftsmith.inference.measuring.results import read_evaluation
 from draftsmith.models import Target
+from draftsmith.models.errors import UserError
 from draftsmith.models.files import write_whole
 from draftsmith.models.target.chat_template import has_template
 from draftsmith.recipes.configs.command_settings import ExportSettings, QuickstartSettings
@@ -142,7 +143,7 @@ def quickstart_config(kind: str, budget: Budget, out: Path, device: str | None) 
 
 
 def prompts_for(target: Target, held_out: bool) -> list[Prompt]:
-    """Return prompts in random order that fit the target's context.
+    """Return prompts in random order that fit the target's context. Raises `UserError` where too few of them do.
 
     They are functions that were begun and, for a target with a chat template, dialogues about functions.
     """
@@ -152,7 +153,14 @@ def prompts_for(target: Target, held_out: bool) -> list[Prompt]:
         prompts += [Prompt(messages=list(messages[:-1]), domain="chat") for messages in code_dialogues(groups)]
     order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0)).tolist()
     longest = min(target.context - ANSWERS.max_new_tokens, 128)
-    return [prompts[i] for i in order if len(tokenise(prompts[i], target)) <= longest]
+    fitting = [prompts[i] for i in order if len(tokenise(prompts[i], target)) <= longest]
+    if len(fitting) < 2 * NUM_HELD_OUT:
+        raise UserError(
+            f"--target {target.name} has a context of {target.context} tokens, and beside answers of "
+            f"{ANSWERS.max_new_tokens} tokens only {len(fitting)} prompts fit into it: give a target with a longer "
+            "context, or prepare, train and evaluate with your own prompts and a lower --max-new-tokens"
+        )
+    return fitting
 
 
 def write_jsonl(path: Path, prompts: list[Prompt]) -> None:

@@ -1,6 +1,8 @@
 """Prompts from files: what is read, and what is refused with the line that is wrong."""
 
 import json
+import resource
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -193,6 +195,21 @@ def test_a_template_in_time_is_left_alone() -> None:
 def test_a_template_that_makes_too_much_is_refused() -> None:
     with pytest.raises(UserError, match="the chat template of .* makes 20,000,000 characters of one chat"):
         encode_prompts([Prompt(messages=MESSAGES)], target_with("{{ 'x' * 20000000 }}"))
+
+
+DOUBLED = "{% set s = namespace(x='x') %}{% for i in range(40) %}{% set s.x = s.x ~ s.x %}{% endfor %}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the memory of a process")
+@pytest.mark.parametrize("template", ["{{ 'x' * 10**10 }}", "{{ [0] * 10**9 }}", "{{ 'x'.ljust(10**10) }}", DOUBLED])
+def test_a_template_cannot_take_all_memory(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused while it asks for the memory, before it has it; afterwards the process has its own limit again."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(
+        UserError, match="the chat template of .* takes more than 1,024 MB for one chat: mend its loops"
+    ):
+        encode_prompts([Prompt(messages=MESSAGES)], target_with(template))
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def serve(script: Path, place: Place) -> None:
 def cut_short(place: Place) -> Attempt:
     """A command that is interrupted, or whose disk is full; given again, it ends as if nothing had been."""
     random = place.random
-    command = random.choice(("prepare", "train", "export", "evaluate", "replay", "plan"))
+    command = random.choice(("prepare", "train", "export", "evaluate", "replay", "plan", "tune", "load-test"))
     flags = healthy_flags(place)[command]
     if command == "prepare":
         flags["--max-new-tokens"] = ["8"]

@@ -296,6 +296,11 @@ def test_debug_shows_the_traceback(files: dict[str, str]) -> None:
         ("f(f)", 1, "error: unexpected RecursionError at draftsmith.faulty:4: maximum recursion depth"),
         ("bytearray(1 << 60)", 2, "error: out of memory.*: give fewer --max-new-tokens"),
         ("raise RuntimeError('CUDA out of memory.\\nTried to allocate')", 2, "error: out of memory .*--max-new-tokens"),
+        (
+            "raise NotADirectoryError(20, 'Not a directory', '/file/cache')",  # as Triton of TRITON_CACHE_DIR
+            2,
+            r"error: a file cannot be written \(/file/cache\): Not a directory: mend that",
+        ),
         ("raise BrokenPipeError", 141, None),
         ("raise UserError('a\\nb')", 2, r"error: a\\nb$"),
     ],
@@ -404,6 +409,35 @@ def test_odd_streams_are_no_faults(shell: str, exit_code: int, files: dict[str, 
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == exit_code, result.stderr
     assert len(result.stderr.splitlines()) == (exit_code == 2), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("HF_HUB_DOWNLOAD_TIMEOUT", "abc", "HF_HUB_DOWNLOAD_TIMEOUT='abc': give whole seconds, or unset it"),
+        ("HF_HUB_ETAG_TIMEOUT", "10.0", "HF_HUB_ETAG_TIMEOUT='10.0': give whole seconds, or unset it"),
+        ("HOME", None, "HOME is not set, and the system knows no home of this user"),
+    ],
+)
+def test_variables_with_which_libraries_fail_are_named(
+    name: str, value: str | None, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The hub's client cannot be imported with them; without a home, caches would go into a folder named `~`."""
+    if value is None:
+        monkeypatch.delenv(name)
+        monkeypatch.setattr(os, "getuid", lambda: 2**31)
+    else:
+        monkeypatch.setenv(name, value)
+    assert run_cli("report", "nowhere") == 2
+    assert told in capsys.readouterr().err
+
+
+def test_python_without_docstrings_is_refused(tmp_path: Path) -> None:
+    """Since transformers, which reads its own, cannot be imported."""
+    command = [sys.executable, "-OO", "-m", "draftsmith.recipes.cli.main", "report", "nowhere"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith("error: Python was started with -OO")
 
 
 BAD_NUMBERS = ("nan", "inf", "-inf", "-1", "1e400", "9" * 5000, "", "x", "0x10")

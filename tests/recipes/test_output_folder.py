@@ -7,13 +7,14 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from disk_faults import Killed, failing_disk
+from disk_faults import Contents, Killed, contents, failing_disk, recorded_changes, restore
 from reports import evaluation as evaluation_content
 from reports import result
 from rich.console import Console
@@ -22,13 +23,16 @@ from draftsmith.data.answers.journal import Journal, merge_journals
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.processes import locked
 from draftsmith.data.samples.samples import CHECKSUM, SAMPLES, Sample, read_samples, sample_line
+from draftsmith.inference.measuring.certify import CertifySettings
 from draftsmith.inference.measuring.results import Evaluation, upgraded
 from draftsmith.inference.measuring.spans import Span
+from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import from_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.command_settings import ExportSettings
+from draftsmith.recipes.evaluation import comparison
 from draftsmith.recipes.evaluation.comparison import refuse_other_evaluations, write_evaluations
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.report_data import read_report_data
@@ -188,6 +192,54 @@ def test_a_report_is_of_one_evaluation(kills: bool, tmp_path: Path) -> None:
     assert after_every_fault(tmp_path, kills, write_newer, check) > 20
     assert found == sorted(found)
     assert 0.0 in found
+
+
+def test_costs_and_texts_of_an_earlier_evaluation_go(tmp_path: Path) -> None:
+    """The report would predict speeds with them, and show them, beside results that they are not of."""
+    evaluations = [typed_evaluation("a", 0.5), typed_evaluation("b", 0.6)]
+    costs = {name: Costs("cpu", "t", name, "medusa", {"step: pass": 1.0}, {"pass": 9.0}, 1.0) for name in "ab"}
+
+    def written() -> list[str]:
+        return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json"))
+
+    write_evaluations(evaluations, costs, [], tmp_path)
+    whole = ["1-a/costs.json", "1-a/evaluation.json", "2-b/costs.json", "2-b/evaluation.json", "samples.json"]
+    assert written() == whole
+    write_evaluations(evaluations, {"b": costs["b"]}, None, tmp_path)
+    assert written() == whole[1:-1]
+
+
+MEASUREMENTS = {
+    "evaluate": "--certify --repeats 1",
+    "tune": "--repeats 1",
+    "load-test": "--repeats 1 --concurrency 1 --requests 10",
+}
+
+
+@pytest.mark.parametrize("command", MEASUREMENTS)
+def test_a_measurement_killed_at_any_change_is_absent_or_whole(
+    command: str, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command then writes all of it."""
+    monkeypatch.setattr(comparison, "CertifySettings", partial(CertifySettings, num_texts=4, batch_size=4))
+    (tmp_path / "prompts.txt").write_text("heat the iron\nstrike it\n")
+    words = f"{command} --target {tiny_target.name} --drafter ngram --prompts {tmp_path / 'prompts.txt'}"
+    words += f" --max-new-tokens 3 {MEASUREMENTS[command]} --out {tmp_path / 'out'}"
+
+    def visible(state: Contents) -> set[str]:
+        return {name for name in state if not any(part[0] == "." for part in Path(name).parts)}
+
+    before = visible(contents(tmp_path))
+    with recorded_changes(tmp_path) as states:
+        assert main(words.split()) == 0
+    whole = visible(contents(tmp_path))
+    assert all(visible(state) in (before, whole) for state in states)
+    assert whole > before
+    half = next(state for state in reversed(states) if visible(state) == before)
+    assert len(half) > len(before)  # in a hidden folder
+    restore(tmp_path, half)
+    assert main(words.split()) == 0
+    assert contents(tmp_path).keys() == whole
 
 
 @pytest.mark.parametrize("kills", [False, True])

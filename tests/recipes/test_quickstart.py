@@ -1,25 +1,31 @@
 """The decisions of `draftsmith quickstart`; .ci/run runs the whole of it."""
 
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 from chats import FAMILIES, chat_target
+from disk_faults import contents, recorded_changes, restore
 from reports import result, write_results
 from rich.console import Console
 
+from draftsmith.data.answers.prepare import PrepareSettings
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_prompts, tokenise
+from draftsmith.inference.measuring.measure import MeasureSettings
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.configs.command_settings import QuickstartSettings
 from draftsmith.recipes.evaluation.comparison import evaluation_paths
 from draftsmith.recipes.studies import quickstart
-from draftsmith.recipes.studies.quickstart import fastest_served, ranked
+from draftsmith.recipes.studies.quickstart import fastest_served, quickstart_config, ranked
 from draftsmith.recipes.studies.quickstart_budget import Budget, load_budget
 from draftsmith.train import TrainConfig
+from draftsmith.train.evaluation import evaluate
 
 BUDGET = Budget("target", 1.0, 64, 4, 4, None, {"hydra": 8})
 
@@ -50,6 +56,19 @@ def test_an_interrupted_run_goes_on_with_its_budget(tmp_path: Path) -> None:
     assert load_budget(path, "target", 1.0, ["hydra"]) == BUDGET
     with pytest.raises(UserError, match="holds a quickstart with --target target --minutes 1 --drafters hydra"):
         load_budget(path, "target", 2.0, ["hydra"])
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_target_with_too_little_context_is_told(
+    held_out: bool, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers of a quickstart alone fill the context of 128 tokens."""
+    functions = [f"def strike_{i}(iron):\n    return iron" for i in range(200)]
+    monkeypatch.setattr(quickstart, "stdlib_groups", lambda _: [functions])
+    with pytest.raises(UserError, match="has a context of 128 tokens, .* answers of 128 tokens only 0 prompts fit"):
+        quickstart.prompts_for(tiny_target, held_out)
+    monkeypatch.setattr(quickstart, "ANSWERS", replace(quickstart.ANSWERS, max_new_tokens=64))
+    assert len(quickstart.prompts_for(tiny_target, held_out)) == 200
 
 
 def test_a_finished_quickstart_prints_its_table_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,11 +116,11 @@ def test_targets_that_chat_get_dialogues_beside_begun_functions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are written and read as they are, in a mixture that no order of the files shows through."""
-    functions = [f'def f{i}():\n    """Do {i}."""\n    return {i}\n' for i in range(40)]
+    functions = [f'def f{i}():\n    """Do {i}."""\n    return {i}\n' for i in range(130)]
     monkeypatch.setattr(quickstart, "stdlib_groups", lambda held_out: [[function] for function in functions])
     chats = chat_target(FAMILIES["chatml"])
     prompts = quickstart.prompts_for(chats, held_out=True)
-    assert sorted(prompt.domain for prompt in prompts) == ["chat"] * 40 + ["code"] * 40
+    assert sorted(prompt.domain for prompt in prompts) == ["chat"] * 130 + ["code"] * 130
     assert {"chat", "code"} == {prompt.domain for prompt in prompts[:20]}
     assert chats.tokenizer is not None
     for prompt in prompts:
@@ -110,4 +129,54 @@ def test_targets_that_chat_get_dialogues_beside_begun_functions(
     quickstart.write_jsonl(tmp_path / "prompts.jsonl", prompts)
     assert read_prompts(tmp_path / "prompts.jsonl") == prompts
     chats.tokenizer.chat_template = None
-    assert [prompt.domain for prompt in quickstart.prompts_for(chats, held_out=True)] == ["code"] * 40
+    assert [prompt.domain for prompt in quickstart.prompts_for(chats, held_out=True)] == ["code"] * 130
+
+
+# --- killed
+
+# Files that hold times, the commit, or hashes of such files, so that no two runs need write the same.
+OF_RUN = re.compile(r"(evaluation.*\.(json|md)|(costs|progress|manifest|environment)\.json|metrics\.jsonl|README\.md)$")
+
+
+@pytest.fixture
+def small_quickstart(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a quickstart measure little, on few prompts and steps, and without a report, whose figures take seconds."""
+
+    def config(*arguments: Any) -> TrainConfig:
+        changed = quickstart_config(*arguments)
+        changed.evaluation.max_new_tokens, changed.evaluation.repeats = 2, 1
+        return changed
+
+    replaced = {
+        "load_target": lambda *_: tiny_target,
+        "prompts_for": lambda *_: [Prompt(text=f"strike {number}") for number in range(130)],
+        "measure_budget": lambda *_: Budget(tiny_target.name, 1.0, 4, 2, 2, 1, {"medusa": 2}),
+        "quickstart_config": config,
+        "ANSWERS": PrepareSettings(max_new_tokens=4),
+        "COMPARISON": MeasureSettings(max_new_tokens=2, repeats=1),
+        "build_report": lambda out: out / "report.html",
+        "print_summary": lambda *_: None,
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(quickstart, name, value)
+    monkeypatch.setattr(evaluate, "costs_beside", lambda *_: None)
+
+
+@pytest.mark.usefixtures("small_quickstart")
+@pytest.mark.parametrize("tried", [pytest.param(slice(None), marks=pytest.mark.long), slice(8, None, 17)])
+def test_a_quickstart_killed_at_any_change_goes_on(tried: slice, tiny_target: Target, tmp_path: Path) -> None:
+    """What a kill before a change on the disk leaves, the same command brings to the same end: tried at some changes.
+
+    `pytest -m long` tries all.
+    """
+    settings = QuickstartSettings(target=tiny_target.name, drafters="medusa", minutes=1.0, out=tmp_path / "out")
+    with recorded_changes(tmp_path) as states:
+        quickstart.run(settings, Console(quiet=True))
+    whole = contents(tmp_path)
+    assert len(states) > 80
+    for number in range(len(states))[tried]:
+        restore(tmp_path, states[number])
+        quickstart.run(settings, Console(quiet=True))
+        found = contents(tmp_path)
+        assert found.keys() == whole.keys(), number
+        assert not [name for name in whole if found[name] != whole[name] and not OF_RUN.search(name)], number
