@@ -2,8 +2,9 @@
 
     accelerate launch --config_file recipes/launch/fsdp2.yaml --num_processes 2 tests/helpers/as_gpus.py RECIPE ...
 
-With PER_RANK_MEAN=1 in the environment each process divides by its own tokens alone, which is wrong. SHARD_BYTES is the
-size of shards of stored features.
+Several runs, one after another in the same processes, have `--then` between them: importing takes longer than each.
+With `--per-rank-mean` each process divides by its own tokens alone, which is wrong. SHARD_BYTES in the environment is
+the size of shards of stored features.
 """
 
 import os
@@ -35,8 +36,6 @@ if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
 PartialState._prepare_backend = backend
 PartialState.set_device = set_device
 reduce = Accelerator.reduce
-if os.environ.get("PER_RANK_MEAN"):
-    Accelerator.reduce = per_rank_mean
 
 if __name__ == "__main__":
     from draftsmith.data.features import stored as features
@@ -44,4 +43,10 @@ if __name__ == "__main__":
 
     features.SHARD_BYTES = int(os.environ.get("SHARD_BYTES", features.SHARD_BYTES))
 
-    sys.exit(main(["train", *sys.argv[1:]]))
+    words = sys.argv[1:]
+    ends = [place for place, word in enumerate(words) if word == "--then"]
+    for begin, end in zip([0, *(place + 1 for place in ends)], [*ends, len(words)], strict=True):
+        run = words[begin:end]
+        Accelerator.reduce = per_rank_mean if "--per-rank-mean" in run else reduce
+        if code := main(["train", *(word for word in run if word != "--per-rank-mean")]):
+            sys.exit(code)

@@ -28,7 +28,8 @@ from draftsmith.models.sampling.trees import DynamicTree, Shape, StaticTree
 
 PRODUCTS = "DRAFTSMITH_PRODUCTS"  # says which products of few rows are one kernel
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NEW_TOKENS, NUM_SLOTS = (24, 64) if DEVICE.type == "cuda" else (4, 24)  # on a GPU enough for rounds to be recorded
+# On a GPU enough for rounds to be recorded; in the interpreter, which is slow, for a round after a round.
+NEW_TOKENS, NUM_SLOTS = (24, 64) if DEVICE.type == "cuda" else (3, 24)
 SHAPES = {"chain": 3, "static": StaticTree(((0,), (1,), (0, 0), (0, 1))), "dynamic": DynamicTree(5, 3, 2)}
 MODES = get_args(VerificationMode)
 PROMPTS = [[5, 6, 7, 5, 6], [8, 9], [11]]

@@ -92,21 +92,26 @@ def one_process(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
     return train(make_config("eagle3", base, tmp_path_factory.mktemp("one"), run=RUN))
 
 
+def run_words(base: dict[str, Any], run: Path) -> list[str]:
+    """Return the recipe and the settings of a run whose device the launcher chooses."""
+    settings = [key for key in arguments(base, run, run=RUN) if not key.startswith("run.device")]
+    return ["eagle3", "drafter.draft_vocab_size=null", *settings]
+
+
 def start(
-    config: str, base: dict[str, Any], run: Path, *options: str, script: bool = True, **environment: str
+    config: str, words: list[str], *options: str, script: bool = True, **environment: str
 ) -> subprocess.Popen[str]:
     """`accelerate launch` with a config of recipes/launch, in a fresh process."""
     program = [str(TESTS / "helpers" / "as_gpus.py")] if script else ["-m", "draftsmith.train"]
-    settings = [key for key in arguments(base, run, run=RUN) if not key.startswith("run.device")]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / f"{config}.yaml")]
-    command += [*options, *program, "eagle3", "drafter.draft_vocab_size=null", *settings]
+    command += [*options, *program, *words]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", **environment}
     return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def launch(config: str, base: dict[str, Any], run: Path, *options: str, **how: Any) -> tuple[int, str, str]:
+def launch(config: str, words: list[str], *options: str, **how: Any) -> tuple[int, str, str]:
     """The exit code and what was printed."""
-    process = start(config, base, run, *options, "--main_process_port", "0", **how)
+    process = start(config, words, *options, "--main_process_port", "0", **how)
     output, errors = process.communicate(timeout=400)
     return process.returncode, output, errors
 
@@ -180,7 +185,8 @@ def test_layouts_go_on_with_the_trajectory(
     layout, options = LAYOUTS[config]
     placed = {"run.target_placement": "sharded"} if "sharded" in layout else {}
     shutil.copytree(interrupted, tmp_path / "run")
-    code, output, errors = launch(config, {**base, **placed}, tmp_path / "run", *options, script=config in OF_GPUS)
+    words = run_words({**base, **placed}, tmp_path / "run")
+    code, output, errors = launch(config, words, *options, script=config in OF_GPUS)
     assert code == 0, errors[-3000:]
     assert " ".join(output.split()).startswith(layout)
     assert_trajectory(tmp_path / "run", one_process)
@@ -191,7 +197,7 @@ def test_muon_moves_whole_matrices_alike_in_two_processes(base: dict[str, Any], 
     """Its bf16 rounds the two sums of gradients apart, which weights of this size feel in their fourth digit."""
     base = {**base, "optimizer.matrices": "muon"}
     expected = final_weights(train(make_config("eagle3", base, tmp_path / "one", run=RUN)))
-    code, _, errors = launch("cpu", base, tmp_path / "two", script=False)
+    code, _, errors = launch("cpu", run_words(base, tmp_path / "two"), script=False)
     assert code == 0, errors[-3000:]
     for name, weight in final_weights(tmp_path / "two").items():
         torch.testing.assert_close(weight, expected[name], atol=1e-3, rtol=0)
@@ -210,7 +216,8 @@ def test_two_machines_give_the_trajectory(base: dict[str, Any], one_process: Pat
     """Two launchers, with a process each; the second one's name for the run's folder is the same."""
     where = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(get_free_port())]
     machines = [
-        start("two_machines", base, tmp_path, *where, "--machine_rank", str(rank), script=False) for rank in range(2)
+        start("two_machines", run_words(base, tmp_path), *where, "--machine_rank", str(rank), script=False)
+        for rank in range(2)
     ]
     outputs = [machine.communicate(timeout=400) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], outputs
@@ -218,21 +225,40 @@ def test_two_machines_give_the_trajectory(base: dict[str, Any], one_process: Pat
     assert_trajectory(tmp_path, one_process)
 
 
+STORED = {"data.features": "stored", "data.features_dtype": "float32"}
+SHARD_BYTES = 350_000
+
+
+@pytest.fixture(scope="module")
+def in_pieces(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs of two processes by one launch, of the target in pieces and of a wrong mean."""
+    folder = tmp_path_factory.mktemp("pieces")
+    sharded = {**base, "run.target_placement": "sharded"}
+    words = [
+        *run_words({**sharded, **STORED, "data.features_dir": folder / "features"}, folder / "stored"),
+        "--then",
+        *run_words({**sharded, "drafter.draft_vocab_size": 200, "run.steps": 1}, folder / "vocabulary"),
+        "--then",
+        *run_words(base, folder / "means"),
+        "--per-rank-mean",
+    ]
+    code, _, errors = launch("fsdp2", words, "--num_processes", "2", SHARD_BYTES=str(SHARD_BYTES))
+    assert code == 0, errors[-3000:]
+    return folder
+
+
 def test_a_target_in_pieces_stores_what_a_whole_one_does(
-    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_pieces: Path, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three shards by two processes, whose layers are there only together; then the one trajectory from them."""
-    monkeypatch.setattr(features, "SHARD_BYTES", 350_000)
-    stored = {**base, "data.features": "stored", "data.features_dtype": "float32"}
-    train(make_config("eagle3", {**stored, "data.features_dir": tmp_path / "whole"}, tmp_path / "run-whole", run=RUN))
-    pieces = {**stored, "data.features_dir": tmp_path / "pieces", "run.target_placement": "sharded"}
-    code, _, errors = launch("fsdp2", pieces, tmp_path / "run-pieces", "--num_processes", "2", SHARD_BYTES="350000")
-    assert code == 0, errors[-3000:]
-    assert trajectory(tmp_path / "run-pieces") == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
-    files = sorted(path.name for path in (tmp_path / "whole").glob("shard-*"))
+    monkeypatch.setattr(features, "SHARD_BYTES", SHARD_BYTES)
+    whole = {**base, **STORED, "data.features_dir": tmp_path / "features"}
+    train(make_config("eagle3", whole, tmp_path / "run", run=RUN))
+    assert trajectory(in_pieces / "stored") == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+    files = sorted(path.name for path in (tmp_path / "features").glob("shard-*"))
     assert len(files) == 3
     for file in files:
-        found, wanted = (load_file(tmp_path / name / file) for name in ("pieces", "whole"))
+        found, wanted = (load_file(folder / "features" / file) for folder in (in_pieces, tmp_path))
         torch.testing.assert_close(found, wanted)
 
 
@@ -303,22 +329,19 @@ def test_device_maps_are_refused(
         check_placement(config, accelerator)
 
 
-def test_a_target_in_pieces_measures_a_draft_vocabulary(base: dict[str, Any], tmp_path: Path) -> None:
+def test_a_target_in_pieces_measures_a_draft_vocabulary(in_pieces: Path) -> None:
     """Both processes compute, and the main one writes the result."""
-    changes = {"drafter.draft_vocab_size": 200, "run.target_placement": "sharded", "run.steps": 1}
-    code, _, errors = launch("fsdp2", {**base, **changes}, tmp_path / "run", "--num_processes", "2")
-    assert code == 0, errors[-3000:]
-    found = read_vocabulary(tmp_path / "run")
+    found = read_vocabulary(in_pieces / "vocabulary")
     assert found is not None
     (inside,) = found.domains.values()
     assert 0 < inside.greedy < 1
 
 
-def test_means_of_means_are_found(base: dict[str, Any], tmp_path: Path) -> None:
+def test_means_of_means_are_found(in_pieces: Path) -> None:
     """Each process dividing by its own tokens is the bug that the trajectory is there for."""
-    code, _, errors = launch("fsdp2", base, tmp_path / "run", "--num_processes", "2", PER_RANK_MEAN="1")
-    assert code == 0, errors[-3000:]
-    assert trajectory(tmp_path / "run") != [pytest.approx(step, rel=TOLERANCE) for step in expected()]
+    found = trajectory(in_pieces / "means")
+    assert len(found) == len(expected())
+    assert found != [pytest.approx(step, rel=TOLERANCE) for step in expected()]
 
 
 @pytest.mark.parametrize(
@@ -379,7 +402,7 @@ def test_asking_a_cpu_for_fsdp_is_refused(
     base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    code, _, errors = launch("fsdp2", base, tmp_path / "run", "--num_processes", "1", script=False)
+    code, _, errors = launch("fsdp2", run_words(base, tmp_path / "run"), "--num_processes", "1", script=False)
     assert code != 0
     assert "start with recipes/launch/cpu.yaml" in errors
 
