@@ -96,13 +96,13 @@ def attend(
 
 
 def tile(num_rows: int, width: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Return rows R and slots N of a tile, warps, stages: no spills on sm_90, and room for two programs at a time."""
+    """Return rows R and slots N of a tile, warps, stages: no spills, and room for two programs at a time on sm_90."""
     narrow = width <= 256  # else one stage of few slots: sm_86 and sm_89 have 99 KB of shared memory
     if dtype == torch.float32:  # no tensor cores
         return (16, 32, 8, 2) if narrow else (16, 16, 8, 1)
     rows = max(16, triton.next_power_of_2(num_rows))
     if width > 128:
-        return (min(32, rows), 32, 4 if rows == 16 else 8, 2) if narrow else (min(32, rows), 16, 8, 1)
+        return (min(32, rows), 32, 4, 2) if narrow else (min(32, rows), 16, 8, 1)
     return min(64, rows), 32 if rows > 16 else 64, 4, 3
 
 

@@ -388,9 +388,11 @@ def test_every_kernel_is_compiled(kernels: list[dict[str, Any]]) -> None:
 
 
 def test_registers_hold_everything(kernels: list[dict[str, Any]]) -> None:
-    """On sm_89 the widest attention and the edge of a cut may spill a few bytes."""
-    assert [kernel["launch"] for kernel in kernels if kernel["stack"] and kernel["sm"] == 90] == ["control spill"]
-    assert not [kernel for kernel in kernels if kernel["stack"] > 64 and kernel["sm"] == 89]
+    """But on sm_89 one value of `_find_edge`, which is stored once, before all loops, and loaded once behind them."""
+    spilled = {(kernel["sm"], kernel["launch"]): kernel["stack"] for kernel in kernels if kernel["stack"]}
+    assert (90, "control spill") in spilled
+    assert spilled.pop((89, "draw cut"), 0) <= 8
+    assert list(spilled) == [(90, "control spill")]
 
 
 def test_rows_are_loaded_16_bytes_at_a_time(kernels: list[dict[str, Any]]) -> None:
