@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor, nn
 
+from draftsmith.models.kernels import counting_with, new_counters
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
 from draftsmith.models.target import attention_kernel, cache_kernels, slots
 
@@ -32,8 +33,8 @@ def microseconds(runs: list[Callable[[], object]], repeats: int = 20) -> float:
     for run in runs[:2]:
         run()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph, counters = torch.cuda.CUDAGraph(), new_counters(torch.device("cuda"))
+    with counting_with(counters), torch.cuda.graph(graph):
         for run in runs:
             run()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -217,6 +217,7 @@ def fake_gpu(launched: list[str]) -> Iterator[None]:
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu),
         mock.patch.object(torch.cuda, "current_stream", return_value=SimpleNamespace(cuda_stream=0)),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(Tensor, "__getitem__", get_item),
         mock.patch.object(Tensor, "__setitem__", set_item),
         mock.patch.object(Tensor, "__invert__", lambda tensor: torch.bitwise_not(tensor)),

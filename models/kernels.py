@@ -58,7 +58,10 @@ def counters(device: torch.device) -> Tensor:
     if own is not None:
         assert own.device == device
         return own
-    return _counters_of(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+    if device.type != "cuda":
+        return _counters_of(device, 0)
+    assert not torch.cuda.is_current_stream_capturing(), "a graph needs counters of its own"
+    return _counters_of(device, torch.cuda.current_stream(device).cuda_stream)
 
 
 @functools.cache
@@ -72,7 +75,7 @@ def new_counters(device: torch.device) -> Tensor:
 
 @contextmanager
 def counting_with(own: Tensor) -> Iterator[None]:
-    """Let this thread's launches count with counters of their own; graphs keep the address of what they recorded."""
+    """Let this thread's launches count with `own` counters, which a graph that records them needs while it lives."""
     token = _counters.set(own)
     try:
         yield

@@ -3,12 +3,14 @@
 The graphs are those of `helpers/replayed_graphs.py`, which run again what a call ran, on the memory of its capture.
 """
 
+import functools
 import gc
 import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -25,7 +27,7 @@ from draftsmith.inference.decoding.generation import Generation
 from draftsmith.inference.decoding.graphs import CALLS_TO_RECORD, RecordedCalls, can_be_recorded
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
-from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.models import DRAFTERS, Drafter, Target, kernels, load_drafter
 from draftsmith.models.kernels import counters
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, DynamicTree, StaticTree
@@ -115,6 +117,21 @@ def test_recorded_kernels_count_with_counters_of_their_own(on_cpu: None) -> None
         assert draft is verify
     addresses = {seen[-1].data_ptr() for seen in used} | {counters(CPU).data_ptr()}
     assert len(addresses) == 3
+
+
+def test_streams_count_with_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a graph that nobody gave counters fails at its capture, not at replays beside others."""
+    gpu, stream = torch.device("cuda", 0), SimpleNamespace(cuda_stream=1)
+    monkeypatch.setattr(kernels, "_counters_of", functools.cache(lambda device, stream: torch.zeros(1)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    first = counters(gpu)
+    assert counters(gpu) is first
+    stream.cuda_stream = 2
+    assert counters(gpu) is not first
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(AssertionError, match="counters of its own"):
+        counters(gpu)
 
 
 @pytest.mark.parametrize("off", ["records", "switch"])
