@@ -22,6 +22,7 @@ from draftsmith.models.drafters.eagle3 import Eagle3
 from draftsmith.models.drafters.hydra import Hydra
 from draftsmith.models.drafters.medusa import Medusa
 from draftsmith.models.drafters.mlp_speculator import MLPSpeculator
+from draftsmith.models.drafters.mtp import Mtp
 from draftsmith.models.drafters.p_eagle import PEagle
 from draftsmith.models.errors import UserError, library_errors
 from draftsmith.models.files import whole_folder, write_json
@@ -39,6 +40,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "p_eagle": PEagle,
     "dflash": DFlash,
     "dspark": DSpark,
+    "mtp": Mtp,
     "medusa": Medusa,
     "hydra": Hydra,
     "mlp_speculator": MLPSpeculator,
@@ -83,9 +85,9 @@ def checkpoint_of(drafter: Drafter, dtype: torch.dtype) -> Checkpoint:
 def load_drafter(name: str | Path, target: Target) -> Drafter:
     """Return a drafter for the target, on its device and in its dtype.
 
-    `name` is a checkpoint directory, a Hub name, or the kind of a drafter that needs no training (`ngram`, `suffix`,
-    `lookahead`, `none`). `ngram+CHECKPOINT` and `suffix+CHECKPOINT` are cascades. Raises `UserError` where there is no
-    such drafter or it was made for another target.
+    `name` is a checkpoint directory, a Hub name, the kind of a drafter that needs no training (`ngram`, `suffix`,
+    `lookahead`, `none`), or `mtp` for the target's own head. `ngram+CHECKPOINT` and `suffix+CHECKPOINT` are cascades.
+    Raises `UserError` where there is no such drafter or it was made for another target.
     """
     first, plus, second = str(name).partition("+")
     if plus and first in ("ngram", "suffix"):
@@ -97,7 +99,7 @@ def load_drafter(name: str | Path, target: Target) -> Drafter:
     if str(name) in DRAFTERS and not Path(name).is_dir():
         drafter_class = DRAFTERS[str(name)]
         drafter = drafter_class.from_target(drafter_class.config_class(kind=str(name)), target)
-        if drafter.trainable():
+        if drafter.trainable() and not drafter.comes_with_target:
             raise UserError(f"drafter {str(name)!r} needs a checkpoint: give the directory of a trained one")
     else:
         drafter = build_drafter(read_checkpoint(name, target), target)

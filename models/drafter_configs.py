@@ -133,6 +133,18 @@ class Eagle3Config(ReducedVocabulary, LayersLikeTarget):
 
 
 @dataclass
+class MtpConfig(DrafterConfig):
+    fixed_fields = ("starting_layers",)
+    kind: str = "mtp"
+    starting_layers: Literal["native", "random", "target"] | None = None
+    # of a new drafter: the target's own head, or a random layer or a copy of the target's last one in a new head; None:
+    # the own head where the target has one, else a copy
+    unroll_steps: Depth = 3  # tokens in a row that the one layer is trained to draft
+    step_decay: Share = 0.6  # weight of unrolled step k is step_decay ** k (FastMTP, arXiv 2509.18362)
+    divergence: Divergence = "forward_kl"
+
+
+@dataclass
 class PEagleConfig(ReducedVocabulary, LayersLikeTarget):
     fixed_fields = (
         *ReducedVocabulary.fixed_fields,
@@ -306,7 +318,7 @@ class CascadeConfig(DrafterConfig):
 DRAFTER_CONFIGS: dict[str, type[DrafterConfig]] = {
     config_class.kind: config_class
     for config_class in (
-        *(EagleConfig, Eagle3Config, PEagleConfig, DFlashConfig, DSparkConfig, MedusaConfig, HydraConfig),
+        *(EagleConfig, Eagle3Config, PEagleConfig, DFlashConfig, DSparkConfig, MtpConfig, MedusaConfig, HydraConfig),
         *(MLPSpeculatorConfig, DraftModelConfig),
         *(NgramConfig, SuffixConfig, LookaheadConfig, NoneConfig),
     )

@@ -22,6 +22,11 @@ class StoredDrafter:
     can_embed: ClassVar[bool] = False  # a checkpoint may bring an embedding in place of the target's
     trained_for: dict[str, Any] | None = None  # the target's identity (identity.py), as the checkpoint has it
 
+    @property
+    def comes_with_target(self) -> bool:
+        """Whether a new one is no random one: the target's own files hold it."""
+        return False
+
     def engine_config(self) -> dict[str, Any]:
         """Return config.json as the serving engines read it."""
         raise TypeError(f"{self.kind} has no checkpoint")

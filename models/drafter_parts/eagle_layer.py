@@ -126,21 +126,64 @@ def drafting_slots(
 # --- drafting
 
 
-class EagleCache(DrafterCache):
+class FeatureCache(DrafterCache):
+    """The keys and values of one layer that continues the target's features, and the loop that drafts with it."""
+
+    ids: Tensor | None = None  # [V + 1] target ids of a draft vocabulary, of `with_no_token`
+
+    def __init__(self, num_rows: int, num_slots: int, shape: Shape, device: torch.device) -> None:
+        super().__init__(num_rows, num_slots, shape, device, first_read=-1)
+
+    @abstractmethod
+    def run(self, token_ids: Tensor, hidden: Tensor, window: Window) -> Tensor:
+        """Return the layer's output [B, T, H] at tokens [B, T] with their features [B, T, H], and store both."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [B, T, V] from the layer's output [B, T, H]."""
+
+    def recycled(self, hidden: Tensor) -> Tensor:
+        """Return what the next token reads in place of a feature, from the layer's output [B, T, H]."""
+        return hidden
+
+    def draft(self, state: DecodingState, features: Tensor, shape: Shape, vocab_size: int) -> Draft:
+        """Read the features [B, T, H] of the last target pass, then draft level by level."""
+        hidden = self.read_features(state, features)
+        windows = LevelWindows(state.lengths, self)
+
+        def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
+            nonlocal hidden
+            window = windows.next(tokens.shape[1], parents)
+            token_ids = tokens if self.ids is None else self.ids[tokens]
+            before = hidden if parents is None else gather_columns(hidden, parents)
+            hidden = self.run(token_ids, self.recycled(before), window)
+            return self.logits(hidden)
+
+        return in_target_vocabulary(grow(shape, self.tree, self.logits(hidden), read, state), self.ids, vocab_size)
+
+    def read_features(self, state: DecodingState, features: Tensor) -> Tensor:
+        """Make the features [B, T, H] of the last target pass keys and values.
+
+        Returns the layer's output [B, 1, H] at the newest committed one.
+        """
+        window = Window(state.positions, state.positions, state.positions[:, 0])
+        return gather_columns(self.run(state.next_ids, features, window), state.newest_column[:, None])
+
+
+class EagleCache(FeatureCache):
     """Everything that drafting makes or looks up once: keys and values, the rotary table, and the weights.
 
     With kernels the layer takes the steps of the target's fused layers, behind an ordinary embedding.
     """
 
     input_norms: DecodingNorm | None = None  # of embedding and feature; None where neither is normed
-    ids: Tensor | None = None  # [V + 1] target ids of a draft vocabulary, of `with_no_token`
 
     def __init__(
         self, layer: DecoderLayer, embedding: nn.Module, rotary: nn.Module, num_rows: int, num_slots: int, shape: Shape
     ) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         weight = attention.o_proj.weight
-        super().__init__(num_rows, num_slots, shape, weight.device, first_read=-1)
+        super().__init__(num_rows, num_slots, shape, weight.device)
         self.layer, self.attention, self.embedding = layer, attention, embedding
         self.steps = (
             steps_on(weight.device) if runs_kernels(weight.device) and type(embedding) is nn.Embedding else None
@@ -160,9 +203,8 @@ class EagleCache(DrafterCache):
         `read` [B, T, H] are the embeddings, or with `input_norms` these and the features, both normed, [B, T, 2, H].
         """
 
-    @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [B, T, V] from the layer's output [B, T, H]."""
+    def run(self, token_ids: Tensor, hidden: Tensor, window: Window) -> Tensor:
+        return self.finish(*self.write(token_ids, hidden, window), window)
 
     def write(self, token_ids: Tensor, hidden: Tensor, window: Window) -> tuple[Tensor, Tensor]:
         """Store keys and values of tokens [B, T] with their features [B, T, H].
@@ -216,32 +258,16 @@ class EagleCache(DrafterCache):
         steps.product(inner, self.down.t(), x, ending="add")
         return x.view_as(residual)
 
-    def draft(self, state: DecodingState, features: Tensor, shape: Shape, vocab_size: int) -> Draft:
-        """Read the features [B, T, H] of the last target pass, then draft level by level."""
-        hidden = self.read_features(state, features)
-        windows = LevelWindows(state.lengths, self)
-
-        def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
-            nonlocal hidden
-            window = windows.next(tokens.shape[1], parents)
-            token_ids = tokens if self.ids is None else self.ids[tokens]
-            before = hidden if parents is None else gather_columns(hidden, parents)
-            hidden = self.finish(*self.write(token_ids, before, window), window)
-            return self.logits(hidden)
-
-        return in_target_vocabulary(grow(shape, self.tree, self.logits(hidden), read, state), self.ids, vocab_size)
-
     def read_features(self, state: DecodingState, features: Tensor) -> Tensor:
-        """Make the features [B, T, H] of the last target pass keys and values.
+        """Do what every `FeatureCache` does; on a CPU the newest one alone goes through the whole layer.
 
-        Returns the layer's output [B, 1, H] at the newest committed one. On a GPU the others go through the layer with
-        it: that reads the weights once, too, and takes fewer launches than to part them.
+        On a GPU all of them do: that reads the weights once, too, and takes fewer launches than to part them.
         """
+        if self.steps is not None:
+            return super().read_features(state, features)
         window = Window(state.positions, state.positions, state.positions[:, 0])
         query, residual = self.write(state.next_ids, features, window)
         newest = state.newest_column
-        if self.steps is not None:
-            return gather_columns(self.finish(query, residual, window), newest[:, None])
         rows = torch.arange(len(query), device=query.device)
         slots = state.lengths[:, None] - 2
         window = Window(slots, slots, slots[:, 0])

@@ -40,18 +40,25 @@ def why_not_copied(target: Target, intermediate_size: int | None, num_layers: in
     return None
 
 
+def layer_tensors(target: Target, index: int) -> dict[str, Tensor]:
+    """Return the tensors of a layer, counted from 0, by their names in it.
+
+    They are read from the target's files where it has no layers, and have the names that they have there.
+    """
+    if target.has_layers:
+        return {name: _whole(tensor) for name, tensor in target.decoder_layers[index].state_dict().items()}
+    place = f"layers.{index}."
+    read = read_tensors(target.name, lambda name: place in name)
+    return {name.partition(place)[2]: tensor for name, tensor in read.items()}
+
+
 def layer_weights(target: Target, index: int) -> dict[str, Tensor]:
     """Return the tensors of a layer, counted from 0, by their names in it, as a layer of Llama would have them.
 
-    They are read from the target's files where it has no layers. Biases of projections are left out. Norms of query and
-    key heads (Qwen3), which depend on the input, become factors of the matrices.
+    Biases of projections are left out. Norms of query and key heads (Qwen3), which depend on the input, become factors
+    of the matrices.
     """
-    if target.has_layers:
-        tensors = {name: _whole(tensor) for name, tensor in target.decoder_layers[index].state_dict().items()}
-    else:
-        place = f"layers.{index}."
-        read = read_tensors(target.name, lambda name: place in name)
-        tensors = {name.partition(place)[2]: tensor for name, tensor in read.items()}
+    tensors = layer_tensors(target, index)
     weights = {name: tensors[name].float() for name in LAYER_TENSORS}
     for part in ("q", "k"):
         if (norm := tensors.get(f"self_attn.{part}_norm.weight")) is not None:

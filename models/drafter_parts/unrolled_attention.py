@@ -83,6 +83,26 @@ class DraftingSlots:
         return SpanTable(send(text, self.index.device), query_starts, key_starts, max(sizes[0]), max(sizes[1]))
 
 
+class UnrolledSteps:
+    """The attention of all steps of one layer of transformers, which calls it in place of its own (`slot_attention`).
+
+    At step 0 every slot reads the texts; later steps are of the slots that draft alone.
+    """
+
+    def __init__(self, texts: DraftingSlots, drafting: DraftingSlots) -> None:
+        """`texts`: all slots, as if all drafted."""
+        self.texts, self.drafting = texts, drafting
+        self.pairs: list[KeyValue] = []  # of each step so far
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Return attention [1, R, N, D] of query [1, N, R, D]; key and value [1, Nkv, R, D] are the step's own."""
+        query = query * (scale * query.shape[-1] ** 0.5)  # `unrolled_attention` scales by the width of a head
+        query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+        self.pairs.append((key, value))
+        text, *own = self.pairs
+        return unrolled_attention(query, text, own, self.drafting if own else self.texts)[None]
+
+
 def unrolled_attention(query: Tensor, text: KeyValue, own: list[KeyValue], slots: DraftingSlots) -> Tensor:
     """Return attention of query [R, N, D] over keys and values of the text [S, Nkv, D] and of each step [R, Nkv, D].
 

@@ -8,6 +8,7 @@ Shapes: B rows, T new tokens a row, M slots, W words of 32 columns, Hq query hea
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -207,6 +208,7 @@ def slot_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    attend: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return attention [B, T, Hq, D] of query [B, Hq, T, D] over key and value [B, Hkv, M, D].
@@ -214,9 +216,12 @@ def slot_attention(
     The mask is a window's, packed for the kernel or bool [B, 1, T, M]; without one it is causal over the T tokens
     themselves. For packed rows on a GPU it says where their documents begin, int64 [1, 1, 1, documents + 1]. A token
     sees the last `sliding_window` positions of its path. `softcap` (Gemma-2) and `s_aux`, the attention sinks of
-    gpt-oss, need the scores in the open; everything else goes to torch's fused attention. Raises `TypeError` for a mask
+    gpt-oss, need the scores in the open; everything else goes to torch's fused attention. `attend`, which whoever calls
+    a layer gives it, computes the attention instead, from query, key, value and scale. Raises `TypeError` for a mask
     that a model made itself.
     """
+    if attend is not None:
+        return attend(query, key, value, scaling if scaling is not None else query.shape[-1] ** -0.5), None
     assert attention_mask is not None or query.shape[2] == key.shape[2], "a cache needs a mask"
     if attention_mask is not None and attention_mask.is_floating_point():
         raise TypeError("the model makes attention masks of its own")

@@ -116,7 +116,7 @@ class OfDrafters(WithChats):
     """The settings that all commands share which measure drafters on prompts."""
 
     drafter: tuple[Name, ...] = option(
-        INPUT, "checkpoint, ngram, suffix, lookahead, none", metavar="D", repeatable=True
+        INPUT, "checkpoint, mtp, ngram, suffix, lookahead, none", metavar="D", repeatable=True
     )
     num_prompts: Count | None = option(INPUT, "take so many prompts of each set (all)", None, "N")
     top_p: AboveZero = option(DECODING, DRAWN, 1.0, "P")
@@ -328,7 +328,7 @@ class TrainSettings(Settings):
     """Train a drafter by a recipe; the same command resumes an interrupted run.
 
     recipes:
-      eagle, eagle3, p_eagle, dflash, dspark, medusa, medusa_2, hydra, mlp_speculator, draft_model;
+      eagle, eagle3, p_eagle, dflash, dspark, mtp, medusa, medusa_2, hydra, mlp_speculator, draft_model;
       quickstart_ before any of them but medusa_2: for the target that draftsmith ships;
       those for public targets: docs/recipes.md
 
@@ -418,7 +418,7 @@ class GenerateSettings(WithChats):
     """
 
     prompt: str = option(INPUT, "a question, or a text to continue", metavar="PROMPT", positional=True)
-    drafter: Name = option(INPUT, "checkpoint, ngram, suffix, lookahead, none", metavar="D")
+    drafter: Name = option(INPUT, "checkpoint, mtp, ngram, suffix, lookahead, none", metavar="D")
     max_new_tokens: Count = option(DECODING, "longest answer, in tokens", 128, "N")
     temperature: Temperature = option(DECODING, SAMPLED, 0.0, "X")
     top_p: AboveZero = option(DECODING, DRAWN, 1.0, "P")

@@ -17,6 +17,7 @@ from draftsmith.models.drafter_configs import (
     HydraConfig,
     MedusaConfig,
     MLPSpeculatorConfig,
+    MtpConfig,
     PEagleConfig,
 )
 from draftsmith.models.errors import UserError, shown
@@ -47,6 +48,16 @@ def dflash() -> TrainConfig:
 def dspark() -> TrainConfig:
     """DSpark of five layers in blocks of 7, whose tokens follow each other; drafts up to 7 tokens in one pass."""
     return _recipe(DSparkConfig(block_size=7), learning_rate=6e-4, steps=20000)
+
+
+def mtp() -> TrainConfig:
+    """The target's own head for further tokens, trained to draft three; a new head where the target has none.
+
+    What it accepts before training is measured, too.
+    """
+    config = _recipe(MtpConfig(), learning_rate=5e-5, steps=10000)
+    config.evaluation.untrained = True
+    return config
 
 
 def medusa() -> TrainConfig:
@@ -113,6 +124,11 @@ def quickstart_dspark() -> TrainConfig:
     return _quickstart(dspark(), 4e-3, DSparkConfig(num_layers=2, block_size=4, markov_rank=64))
 
 
+def quickstart_mtp() -> TrainConfig:
+    """A new head for further tokens of the embedded target, in a minute or two on a CPU."""
+    return _quickstart(mtp(), 4e-3)
+
+
 def quickstart_medusa() -> TrainConfig:
     """Medusa heads for the embedded target, in a minute on a CPU."""
     return _quickstart(medusa(), 4e-3)
@@ -154,6 +170,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "p_eagle": p_eagle,
     "dflash": dflash,
     "dspark": dspark,
+    "mtp": mtp,
     "medusa": medusa,
     "medusa_2": medusa_2,
     "hydra": hydra,
@@ -164,6 +181,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "quickstart_p_eagle": quickstart_p_eagle,
     "quickstart_dflash": quickstart_dflash,
     "quickstart_dspark": quickstart_dspark,
+    "quickstart_mtp": quickstart_mtp,
     "quickstart_medusa": quickstart_medusa,
     "quickstart_hydra": quickstart_hydra,
     "quickstart_mlp_speculator": quickstart_mlp_speculator,

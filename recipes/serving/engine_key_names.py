@@ -292,6 +292,7 @@ LOADER_RULES = {
 }
 UNSERVED = {
     ("vllm", "medusa"): "vLLM serves Medusa heads up to 0.32.0 only: 0.33.0 dropped them",
+    ("vllm", "mtp"): "vLLM loads an MTP head out of the target's own files, into which export does not write it yet",
     ("vllm", "hydra"): "no engine serves Hydra heads",
     ("sglang", "hydra"): "no engine serves Hydra heads",
     ("vllm", "mlp_speculator"): "vLLM reads MLP speculators up to 0.32.0, but has run none since its V1 engine",

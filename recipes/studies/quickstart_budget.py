@@ -34,6 +34,7 @@ WEIGHTS = {
     "p_eagle": 5,
     "dflash": 5,
     "dspark": 5,
+    "mtp": 5,
     "hydra": 4,
     "mlp_speculator": 4,
     "medusa": 3,

@@ -11,6 +11,7 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState
 from draftsmith.models.losses.chain_loss import LossSums
 from draftsmith.models.sampling.sampling import Noise, Sampling
+from draftsmith.models.sampling.trees import Chain
 from draftsmith.models.target.slots import SlotCache, chain_window
 
 TRAINABLE = [kind for kind, drafter_class in DRAFTERS.items() if drafter_class.depths is not Drafter.depths]
@@ -64,6 +65,38 @@ def first_round(drafter: Drafter, target: Target, token_ids: Tensor, sample_draf
     if drafter.reads_predictions:
         state.predictions = torch.full((len(lengths), shape.num_nodes + 1), NO_TOKEN)
     return state
+
+
+def assert_trained_as_decoded(drafter: Drafter, target: Target, tolerance: float = 1e-5) -> None:
+    """Inputs, positions, masks and labels of training, by the chance that a drawn draft is accepted.
+
+    The decoder's drafter reads a prompt and draws a draft; training reads prompt and draft as one text. At the deepest
+    prediction of a text there is one slot a row, whose chance is that of the decoder's distribution against the
+    target's own at that place.
+    """
+    kind = drafter.kind
+    prompts = random_batch(target, length=8).token_ids
+    depth = min(4, drafter.max_draft_length or 4)
+    with torch.no_grad():
+        draft = drafter.propose(first_round(drafter, target, prompts, sample_drafts=True), Chain(depth))
+    assert draft.logits is not None
+    text = torch.cat([prompts, draft.tokens], 1)
+    for i in range(depth):
+        length = prompts.shape[1] + i + 1
+        # from the newest token on; a draft model predicts every token from the text alone
+        first = length - 1 if kind == "draft_model" else prompts.shape[1] - 1
+        batch = Batch(text[:, :length], (torch.arange(length) >= first).expand(3, -1))
+        with torch.no_grad():
+            sums = loss_of(drafter, batch, target)
+        name = f"sampled_acceptance_{0 if kind == 'draft_model' else i}"
+        if name not in sums:
+            assert i > 0
+            return
+        p = target.logits(target.features(batch).last_hidden[:, -2]).softmax(-1)
+        q = draft.logits[:, i].softmax(-1)
+        torch.testing.assert_close(sums[name][0], torch.minimum(p, q).sum(), atol=tolerance, rtol=tolerance)
+        assert sums[name][1] == 3
+        assert sums[name.replace("sampled_acceptance", "accuracy")][0] == (p.argmax(-1) == q.argmax(-1)).sum()
 
 
 def noisy(kind: str, target: Target, **fields: Any) -> Drafter:

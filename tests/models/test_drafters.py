@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import TRAINABLE, build, first_round, loss_of, random_batch
+from drafters import TRAINABLE, assert_trained_as_decoded, build, first_round, loss_of, random_batch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
+from draftsmith.models import DRAFTERS, Target, load_drafter, save_drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN
 from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots
@@ -187,38 +187,6 @@ def test_variants_of_eagle3_train_as_they_draft(tiny_target: Target) -> None:
 )
 def test_norms_of_eagle3_1_train_as_they_draft(kind: str, settings: dict[str, Any], tiny_target: Target) -> None:
     assert_trained_as_decoded(build(kind, tiny_target, **settings), tiny_target)
-
-
-def assert_trained_as_decoded(drafter: Drafter, tiny_target: Target, tolerance: float = 1e-5) -> None:
-    """Inputs, positions, masks and labels of training, by the chance that a drawn draft is accepted.
-
-    The decoder's drafter reads a prompt and draws a draft; training reads prompt and draft as one text. At the deepest
-    prediction of a text there is one slot a row, whose chance is that of the decoder's distribution against the
-    target's own at that place.
-    """
-    kind = drafter.kind
-    prompts = random_batch(tiny_target, length=8).token_ids
-    depth = min(4, drafter.max_draft_length or 4)
-    with torch.no_grad():
-        draft = drafter.propose(first_round(drafter, tiny_target, prompts, sample_drafts=True), Chain(depth))
-    assert draft.logits is not None
-    text = torch.cat([prompts, draft.tokens], 1)
-    for i in range(depth):
-        length = prompts.shape[1] + i + 1
-        # from the newest token on; a draft model predicts every token from the text alone
-        first = length - 1 if kind == "draft_model" else prompts.shape[1] - 1
-        batch = Batch(text[:, :length], (torch.arange(length) >= first).expand(3, -1))
-        with torch.no_grad():
-            sums = loss_of(drafter, batch, tiny_target)
-        name = f"sampled_acceptance_{0 if kind == 'draft_model' else i}"
-        if name not in sums:
-            assert i > 0
-            return
-        p = tiny_target.logits(tiny_target.features(batch).last_hidden[:, -2]).softmax(-1)
-        q = draft.logits[:, i].softmax(-1)
-        torch.testing.assert_close(sums[name][0], torch.minimum(p, q).sum(), atol=tolerance, rtol=tolerance)
-        assert sums[name][1] == 3
-        assert sums[name.replace("sampled_acceptance", "accuracy")][0] == (p.argmax(-1) == q.argmax(-1)).sum()
 
 
 def test_recomputed_steps_have_the_same_gradient(tiny_target: Target) -> None:

@@ -55,7 +55,9 @@ def test_no_micro_batch_waits(kind: str, packing: bool, target: Target) -> None:
     log, drafter = train_a_micro_batch(kind, target, packing)
     assert log.num_sent > 2  # the batch, and indices
     num_heads = (
-        1 if kind in ("eagle", "eagle3", "p_eagle", "dflash", "dspark", "draft_model") else drafter.training_depth
+        1
+        if kind in ("eagle", "eagle3", "p_eagle", "dflash", "dspark", "mtp", "draft_model")
+        else drafter.training_depth
     )
     assert log.operations["_compare"] == num_heads  # all depths of a head go through it, and the loss's kernel, at once
     if packing:  # no attention over all pairs of tokens, but for mask slots

@@ -23,7 +23,7 @@ from draftsmith.train.run_folder.tracking import read_metrics
 from draftsmith.train.setup import set_up
 
 LAYOUTS = [name for name in PUBLIC if "," not in name]  # without variants of one layout
-FAMILIES = ["eagle", "eagle3", "p_eagle", "dflash", "dspark", "medusa", "hydra", "mlp_speculator", "draft_model"]
+FAMILIES = ["eagle", "eagle3", "p_eagle", "dflash", "dspark", "mtp", "medusa", "hydra", "mlp_speculator", "draft_model"]
 
 
 def ours(kind: str, target: Target, folder: Path) -> Drafter:
@@ -34,6 +34,7 @@ def ours(kind: str, target: Target, folder: Path) -> Drafter:
         "p_eagle": {"draft_vocab_size": 40, "num_layers": 2, "mask_token_id": 7},
         "dflash": {"num_layers": 2, "mask_token_id": 7},
         "dspark": {"num_layers": 2, "mask_token_id": 7, "markov_rank": 6},
+        "mtp": {"starting_layers": "random"},
         "medusa": {"num_heads": 5, "output": "shared"},
         "hydra": {"num_heads": 5, "num_layers": 2},
         "mlp_speculator": {"num_heads": 5, "inner_size": 24, "tie_weights": True},

@@ -1,0 +1,75 @@
+"""Tiny random targets of the families whose heads for further tokens are known, and such heads in their files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from drafters import noisy
+from safetensors.torch import load_file, save_file
+from tiny_target import tiny_tokenizer
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from draftsmith.models import Target
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FULL = {"layer_types": ["full_attention"] * 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_5_text": FULL,
+    "qwen3_5_moe_text": {**FULL, **EXPERTS, "shared_expert_intermediate_size": 32},
+    "glm4_moe": {
+        **EXPERTS,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+}
+
+
+def save_head_target(directory: Path, family: str, **changes: Any) -> Path:
+    """Write a random target without a head, whose norms are away from one, so that none goes unnoticed."""
+    tokenizer = tiny_tokenizer()
+    fields = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**fields, **FAMILIES[family], **changes}))
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            nn.init.normal_(parameter, 1.0, 0.4)
+    model.lm_head.weight.data *= 3
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def add_head(directory: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    """Put a random head into the one file of a target, and fields into its config.json; return the head's tensors."""
+    target = Target.from_pretrained(directory, "cpu", torch.float32)
+    head = noisy("mtp", target, starting_layers="random").engine_tensors()
+    weights = directory / "model.safetensors"
+    save_file(load_file(weights) | {name: tensor.contiguous() for name, tensor in head.items()}, weights)
+    config = directory / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    return head
