@@ -19,6 +19,7 @@ class StoredDrafter:
     """The part of a drafter that is written to a checkpoint; one without parameters has none."""
 
     kind: ClassVar[str]
+    served_in_target: ClassVar[bool] = False  # engines look for it among the target's own tensors
     can_embed: ClassVar[bool] = False  # a checkpoint may bring an embedding in place of the target's
     trained_for: dict[str, Any] | None = None  # the target's identity (identity.py), as the checkpoint has it
 
@@ -47,6 +48,13 @@ class StoredDrafter:
     def write_changed_target(self, directory: Path) -> None:
         """Write the target that was trained along, as an ordinary Hugging Face directory."""
         raise TypeError(f"{self.kind} does not change the target")
+
+    def write_in_target(self, directory: Path) -> None:
+        """Write a copy of the target, with the drafter among its tensors, into an empty directory.
+
+        Raises `UserError` where no engine would serve it.
+        """
+        raise TypeError(f"{self.kind} is not served in the target")
 
 
 def check_same_shape(what: str, config: dict[str, Any], target: Target) -> None:

@@ -12,6 +12,7 @@ Shapes: B rows, T slots, S = B * T, R of them draft, H hidden width.
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from draftsmith.models.drafter_parts.eagle_layer import FeatureCache, drafting_s
 from draftsmith.models.drafter_parts.target_layers import layer_tensors
 from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots, UnrolledSteps
 from draftsmith.models.drafters.mtp_layouts import from_layout, head_layout, num_heads, to_layout, together
+from draftsmith.models.drafters.mtp_stitching import write_with_head
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth
 from draftsmith.models.sampling.trees import Shape
@@ -40,6 +42,7 @@ class Mtp(Drafter):
     kind = "mtp"
     config_class = MtpConfig
     can_branch = True
+    served_in_target = True
     drafts_by_target_head = True
 
     def __init__(self, config: MtpConfig, target: Target) -> None:
@@ -196,6 +199,10 @@ class Mtp(Drafter):
     def engine_tensors(self) -> dict[str, Tensor]:
         """Return the head's tensors by their names in the target's own files."""
         return to_layout(self.state_dict(), self.layout, self.target.text_config)
+
+    def write_in_target(self, directory: Path) -> None:
+        target = self.target
+        write_with_head(target.name, target.text_config, self.engine_tensors(), self.layout, directory)
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Mtp":

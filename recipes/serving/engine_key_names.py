@@ -179,6 +179,7 @@ class LoaderRules:
     ignored: tuple[str, ...] = ()  # known names that the engine passes over: only zeros change nothing
     later_layers: dict[str, str] = field(default_factory=dict)  # tensors of each layer behind the first, as layer 0's
     reduced: dict[str, str] = field(default_factory=lambda: TABLES)  # tensors of a reduced draft vocabulary
+    in_target: bool = False  # the drafter lies in the target's own files, so that no other model is named
     parallel_drafting: bool = False  # vLLM's setting for drafters that draft all tokens in one pass
 
 
@@ -239,6 +240,7 @@ LOADER_RULES = {
         fixed=DSPARK_FIXED,
         unexpected=REFUSED,
     ),
+    ("vllm", "mtp"): LoaderRules(engine=VLLM, method="mtp", required={}, in_target=True),
     ("vllm", "medusa"): LoaderRules(
         engine=VLLM,
         method="medusa",
@@ -292,7 +294,7 @@ LOADER_RULES = {
 }
 UNSERVED = {
     ("vllm", "medusa"): "vLLM serves Medusa heads up to 0.32.0 only: 0.33.0 dropped them",
-    ("vllm", "mtp"): "vLLM loads an MTP head out of the target's own files, into which export does not write it yet",
+    ("sglang", "mtp"): "SGLang's rules for MTP heads (NEXTN) are not written down here",
     ("vllm", "hydra"): "no engine serves Hydra heads",
     ("sglang", "hydra"): "no engine serves Hydra heads",
     ("vllm", "mlp_speculator"): "vLLM reads MLP speculators up to 0.32.0, but has run none since its V1 engine",

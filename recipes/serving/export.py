@@ -40,6 +40,7 @@ class Exported:
     target_fingerprint: str | None  # of the one that it was trained for; None: not known
     max_draft_length: int | None
     served_by: tuple[str, ...]  # the engines
+    in_target: bool = False  # it lies in a copy of the target, which is served in the target's place
 
 
 def export_checkpoint(
@@ -75,6 +76,11 @@ def write_drafter(checkpoint: str | Path, engine: str, target: Target, names: di
     drafter = build_drafter(source, target)  # also shows that it is whole and fits the target
     trained = checkpoint_of(drafter, dtype_of(source.tensors))
     trained_for = drafter.trained_for or trained.config["draftsmith"]["trained_for"]
+    fingerprint = trained_for.get("target_fingerprint")
+    if drafter.served_in_target:
+        rules_for(engine, drafter.kind)
+        drafter.write_in_target(folder)
+        return Exported(folder, engine, drafter.kind, target.name, fingerprint, None, (engine,), in_target=True)
     trained.config["draftsmith"]["trained_for"] = trained_for
     files = adapt(trained, engine, target)
     served_by: tuple[str, ...] = ()
@@ -90,7 +96,6 @@ def write_drafter(checkpoint: str | Path, engine: str, target: Target, names: di
             check_name(method, option, name)
     write_files(files, engine, folder, target)
     check_round_trip(source, folder, target)
-    fingerprint = trained_for.get("target_fingerprint")
     return Exported(folder, engine, files.kind, target.name, fingerprint, drafter.max_draft_length, served_by)
 
 

@@ -75,12 +75,21 @@ def measure_exported(
         for size in settings.batch_size
         for length in lengths
     ]
-    folder = exported.directory
-    (measured,) = evaluate_side_by_side(target, [str(folder)], [prompts], grid, folder)
+    served, drafter = as_served(exported, target)
+    (measured,) = evaluate_side_by_side(served, [drafter], [prompts], grid, exported.directory)
     evaluation = replace(measured, drafter=str(settings.out))  # the name that the folder will have
-    write_evaluations([evaluation], {}, None, folder)
+    write_evaluations([evaluation], {}, None, exported.directory)
     print_evaluations([evaluation], console)
     return evaluation
+
+
+def as_served(exported: Exported, target: Target) -> tuple[Target, str]:
+    """Return the target that is served with an exported drafter, and what `load_drafter` calls the drafter there."""
+    if not exported.in_target:
+        return target, str(exported.directory)
+    served = Target.from_pretrained(exported.directory, target.device, target.dtype)
+    served.chat = target.chat
+    return served, exported.kind
 
 
 def check_exported(
@@ -89,7 +98,8 @@ def check_exported(
     """Let an engine serve the directory, and an environment the bare target too; write its engine_check.json."""
     draft_length = at_most_drafted(exported, draft_length)
     settings = speculative_config(exported.kind, str(exported.directory.resolve()), draft_length)
-    drafter = load_drafter(exported.directory, target)
+    target, name = as_served(exported, target)
+    drafter = load_drafter(name, target)
     report = check_engine(engine, settings, drafter, target, prompts.token_ids, max_new_tokens)
     if not engine.startswith("http"):
         report = add_speed(report, Path(engine), target, prompts.token_ids, max_new_tokens)

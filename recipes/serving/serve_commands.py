@@ -21,7 +21,8 @@ def speculative_config(kind: str, model: str, draft_length: int) -> dict[str, An
     """Return what vLLM is told of a drafter, `model` being its directory or its name on the Hub."""
     rules = rules_for("vllm", kind)
     parallel = {"parallel_drafting": True} if rules.parallel_drafting else {}
-    return {"method": rules.method, "model": model, "num_speculative_tokens": draft_length, **parallel}
+    place = {} if rules.in_target else {"model": model}
+    return {"method": rules.method, **place, "num_speculative_tokens": draft_length, **parallel}
 
 
 def plugin_config(draft_length: int) -> dict[str, Any]:
@@ -46,7 +47,8 @@ def serve_command(
     settings = speculative_config(exported.kind, str(where), schedule.longest if schedule else draft_length)
     if schedule:
         settings["num_speculative_tokens_per_batch_size"] = for_vllm(schedule)
-    return shlex.join(["vllm", "serve", shell_path(exported.target), "--speculative-config", json.dumps(settings)])
+    served = where if exported.in_target else exported.target
+    return shlex.join(["vllm", "serve", shell_path(served), "--speculative-config", json.dumps(settings)])
 
 
 def sglang_words(exported: Exported, where: Path | str, draft_length: int, schedule: Schedule | None) -> list[str]:

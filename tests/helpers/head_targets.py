@@ -35,7 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def save_head_target(directory: Path, family: str, **changes: Any) -> Path:
+def save_head_target(directory: Path, family: str, max_shard_size: str = "50GB", **changes: Any) -> Path:
     """Write a random target without a head, whose norms are away from one, so that none goes unnoticed."""
     tokenizer = tiny_tokenizer()
     fields = {
@@ -59,17 +59,22 @@ def save_head_target(directory: Path, family: str, **changes: Any) -> Path:
         if parameter.ndim == 1:
             nn.init.normal_(parameter, 1.0, 0.4)
     model.lm_head.weight.data *= 3
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(directory)
     return directory
 
 
 def add_head(directory: Path, **changes: Any) -> dict[str, torch.Tensor]:
-    """Put a random head into the one file of a target, and fields into its config.json; return the head's tensors."""
+    """Put a random head into the last file of a target, and fields into its config.json; return the head's tensors."""
     target = Target.from_pretrained(directory, "cpu", torch.float32)
     head = noisy("mtp", target, starting_layers="random").engine_tensors()
-    weights = directory / "model.safetensors"
+    weights = max(directory.glob("*.safetensors"))
     save_file(load_file(weights) | {name: tensor.contiguous() for name, tensor in head.items()}, weights)
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        content = json.loads(index.read_text())
+        content["weight_map"] |= dict.fromkeys(head, weights.name)
+        index.write_text(json.dumps(content))
     config = directory / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     return head

@@ -200,3 +200,27 @@ def test_a_checkpoint_is_the_head_alone(folders: dict[str, Path], tmp_path: Path
     assert json.loads((tmp_path / "config.json").read_text())["draftsmith"]["starting_layers"] == "target"
     found = load_drafter(tmp_path, target).state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in drafter.state_dict().items())
+
+
+def test_speculators_computes_the_same(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The logits of three steps of the same head (tests/helpers/witness_mtp.py), within 1e-5.
+
+    Its later steps attend to each other's slots and stand where step 0 stood, unlike drafting in any engine and unlike
+    training here; so they are computed step by step.
+    """
+    golden = load_file(Path(__file__).parents[1] / "golden/mtp_witness.safetensors")
+    folder = save_head_target(tmp_path, "qwen3", vocab_size=96, intermediate_size=48)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {"model.embed_tokens.weight": golden["target.embedding"], "lm_head.weight": golden["target.head"]}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    target = Target.from_pretrained(folder, "cpu", torch.float32)
+    head = {name: tensor for name, tensor in golden.items() if name.startswith("mtp.")}
+    drafter = Mtp.from_engine({"hidden_size": 32, "vocab_size": 96}, head, target)
+    states, positions = golden["hidden"][:, :12], torch.arange(12)[None]
+    for step in range(3):
+        fed = golden["tokens"][:, step + 1 : step + 13]
+        with torch.no_grad():
+            output = drafter.read(fed, states, positions, attention_mask=None)
+            logits = target.logits(drafter.last_norm(output))
+        torch.testing.assert_close(logits, golden[f"logits.{step}"], atol=1e-5, rtol=1e-5)
+        states = drafter.recycled(output)

@@ -59,7 +59,7 @@ def open_store(config: TrainConfig, drafter: Drafter, target: Target, plan: Batc
     if config.data.features == "online":
         return None
     layer_ids = tuple(config.data.features_layers or drafter.layer_ids)
-    check_layer_ids(layer_ids, target)
+    check_layer_ids((layer_id for layer_id in layer_ids if layer_id != target.num_layers), target)  # MTP heads read it
     if missing := set(drafter.layer_ids) - set(layer_ids):
         raise UserError(
             f"data.features_layers={list(layer_ids)} lacks {sorted(missing)}, which the drafter reads: add them, or "
