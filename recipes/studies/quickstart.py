@@ -45,6 +45,7 @@ from draftsmith.train.run_folder.checkpoint import checkpoint_name, remove
 from draftsmith.train.run_folder.run_folder import best_checkpoint
 
 FEATURES = "features"  # folder of what the target's one pass stores while drafters are trained
+TURN = 128  # most tokens of a prompt, for each of its turns
 EMBEDDED_TARGET = Path(__file__).parents[1] / "tiny_python"
 
 
@@ -143,17 +144,18 @@ def quickstart_config(kind: str, budget: Budget, out: Path, device: str | None) 
 
 
 def prompts_for(target: Target, held_out: bool) -> list[Prompt]:
-    """Return prompts in random order that fit the target's context. Raises `UserError` where too few of them do.
+    """Return prompts in random order that fit the target's context and have at most 128 tokens a turn.
 
-    They are functions that were begun and, for a target with a chat template, dialogues about functions.
+    They are functions that were begun and, for a target with a chat template, dialogues about functions. Raises
+    `UserError` where too few fit.
     """
     groups = stdlib_groups(held_out)
     prompts = [Prompt(text=function_prompt(function), domain="code") for group in groups for function in group]
     if has_template(target.tokenizer):
         prompts += [Prompt(messages=list(messages[:-1]), domain="chat") for messages in code_dialogues(groups)]
     order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0)).tolist()
-    longest = min(target.context - ANSWERS.max_new_tokens, 128)
-    fitting = [prompts[i] for i in order if len(tokenise(prompts[i], target)) <= longest]
+    longest = [min(target.context - ANSWERS.max_new_tokens, TURN * num_turns(prompt)) for prompt in prompts]
+    fitting = [prompts[i] for i in order if len(tokenise(prompts[i], target)) <= longest[i]]
     if len(fitting) < 2 * NUM_HELD_OUT:
         raise UserError(
             f"--target {target.name} has a context of {target.context} tokens, and beside answers of "
@@ -161,6 +163,11 @@ def prompts_for(target: Target, held_out: bool) -> list[Prompt]:
             "context, or prepare, train and evaluate with your own prompts and a lower --max-new-tokens"
         )
     return fitting
+
+
+def num_turns(prompt: Prompt) -> int:
+    """Return how many answers a prompt asks for."""
+    return 1 if prompt.messages is None else sum(message["role"] == "user" for message in prompt.messages)
 
 
 def write_jsonl(path: Path, prompts: list[Prompt]) -> None:

@@ -132,6 +132,20 @@ def test_targets_that_chat_get_dialogues_beside_begun_functions(
     assert [prompt.domain for prompt in quickstart.prompts_for(chats, held_out=True)] == ["code"] * 130
 
 
+def test_a_dialogue_may_be_as_long_as_its_turns_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one limit for all no dialogue of several turns was left."""
+    methods = [f'def f{i}():\n    """Do {i}."""\n    return {i}\n' for i in range(3)]
+    wordy = f'def g():\n    """{"Do it. " * 20}"""\n    return 1\n'
+    monkeypatch.setattr(quickstart, "stdlib_groups", lambda held_out: [methods, [wordy]])
+    monkeypatch.setattr(quickstart, "NUM_HELD_OUT", 2)
+    chats = chat_target(FAMILIES["chatml"])
+    prompts = quickstart.prompts_for(chats, held_out=True)
+    [dialogue] = [prompt for prompt in prompts if prompt.messages is not None]
+    assert quickstart.num_turns(dialogue) == 3
+    assert len(tokenise(dialogue, chats)) > quickstart.TURN
+    assert len(prompts) == 4
+
+
 # --- killed
 
 # Files that hold times, the commit, or hashes of such files, so that no two runs need write the same.
