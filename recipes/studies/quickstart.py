@@ -73,10 +73,12 @@ def quickstart(settings: QuickstartSettings, console: Console) -> None:
     write_jsonl(prompts / "comparison.jsonl", held_out[: budget.num_comparison_prompts])
     write_jsonl(prompts / "checkpoints.jsonl", held_out[NUM_HELD_OUT : 2 * NUM_HELD_OUT])
     prepare(target, str(prompts / "training.jsonl"), out / "samples", ANSWERS)
+    features = out / FEATURES
     for kind in kinds:
-        if not is_trained(out / kind, budget.steps[kind]):
+        # A kill may have left notes of a trained run to write. That is cheap while no features are stored anew for it.
+        if budget.stored_layers is None or features.is_dir() or not is_trained(out / kind, budget.steps[kind]):
             train(quickstart_config(kind, budget, out, settings.device))
-    remove(out / FEATURES)
+    remove(features)
 
     fastest = ranked({best_checkpoint(out / kind): kind for kind in kinds}, target, budget, out)
     best = next(iter(fastest))
