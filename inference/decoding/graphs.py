@@ -59,7 +59,8 @@ class RecordedCalls:
         if kind not in self._recordings:
             return function(*arguments)
         recording = self._recordings[kind]
-        assert all(new is kept or new == kept for new, kept in zip(arguments, recording.arguments, strict=True))
+        for new, kept in zip(arguments, recording.arguments, strict=True):
+            assert new is kept or (not isinstance(new, Tensor) and new == kept), "the graph reads what it recorded"
         recording.graph.replay()
         return recording.output
 

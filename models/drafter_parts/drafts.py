@@ -19,9 +19,9 @@ from draftsmith.models.target.target import Features
 NO_TOKEN = -1  # fills a draft where a row has nothing to propose; matches nothing
 
 
-@dataclass
+@dataclass(eq=False)
 class Draft:
-    """A proposal for each row: a chain, or a tree of nodes sorted parent before child.
+    """A proposal for each row: a chain, or a tree of nodes sorted parent before child. It equals itself alone.
 
     Column 0 of a round's window is the newest committed token, the root of the tree; node i stands in column i + 1.
     """

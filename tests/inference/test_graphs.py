@@ -224,6 +224,22 @@ def test_recorded_rounds_give_the_texts_of_fresh_ones(
         assert texts[True] == texts[False], (mode, draft)
 
 
+def test_a_recorded_verification_takes_no_draft_made_anew(shallow_target: Target, on_cpu: None) -> None:
+    """It would read the draft of its capture; so the engine records both halves of a round, or none."""
+    drafter = drafter_of("eagle3", shallow_target)
+    settings = resolve_settings(drafter, Sampling(), 10, 1)
+    engine = BatchEngine(shallow_target, drafter, settings, 1, 64)
+    engine.fixed_shapes, engine.recorded = True, RecordedCalls(CPU, True)
+    engine.admit([0], [shallow_target.encode(PROMPTS[0])], [0])
+    for _ in range(CALLS_TO_RECORD - 1):
+        engine.verify(engine._propose(Chain(1), 0))
+    recorded = engine._propose(Chain(1), 0)
+    engine.verify(recorded)
+    engine.verify(recorded)
+    with pytest.raises(AssertionError, match="reads what it recorded"):
+        engine.verify(engine._propose(Chain(1), 0))
+
+
 def test_an_engine_serves_other_seeds_and_limits(tiny_target: Target) -> None:
     """So that its graphs do, too. Texts are those of an engine of their own."""
     decoder = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -47,12 +48,33 @@ def test_the_host_takes_no_part_in_any_round(answers: dict[str, Any]) -> None:
     }
 
 
+def test_verification_is_recorded_only_with_drafts(answers: dict[str, Any]) -> None:
+    """A recorded verification reads the draft at the address of its capture: of drafts made anew it would be stale."""
+    assert answers["recorded without"] == {"nothing": True, "drafter": False, "target": False}
+
+
 @pytest.mark.parametrize("name", MOST_LAUNCHES)
 def test_launches_stay_within_their_goals(answers: dict[str, Any], name: str) -> None:
     """Whoever needs fewer writes benchmarks/results/launches.txt anew."""
     for number, most in zip(answers["launches"][name], MOST_LAUNCHES[name], strict=True):
         assert number <= most
     assert answers["launches"][name][1] > 100, "a pass of 32 layers"
+
+
+def recorded_without(benchmark: dict[str, Any], target: Any) -> dict[str, bool]:
+    """Return whether an engine records its rounds where nothing, its drafter or its target cannot be recorded."""
+    from draftsmith.inference.decoding import batch_engine
+
+    drafter = benchmark["make_drafter"]("eagle3", target)
+    settings = benchmark["resolve_settings"](drafter, benchmark["Sampling"](), 64)
+    refused = {"nothing": None, "drafter": drafter, "target": target.model}
+    recorded = {}
+    with mock.patch.dict(os.environ):
+        del os.environ["DRAFTSMITH_GRAPHS"]
+        for name, module in refused.items():
+            with mock.patch.object(batch_engine, "can_be_recorded", lambda other, module=module: other is not module):
+                recorded[name] = batch_engine.BatchEngine(target, drafter, settings, 1, 256).recorded.records
+    return recorded
 
 
 def main() -> None:
@@ -77,6 +99,7 @@ def main() -> None:
             except Exception as error:
                 answers["controls"][name] = type(error).__name__
         target = benchmark["make_target"](models[2])
+        answers["recorded without"] = recorded_without(benchmark, target)
         for round_ in benchmark["every_round"]():
             try:
                 benchmark["count_round"](round_, target, launched)
