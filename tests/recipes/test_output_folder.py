@@ -221,6 +221,7 @@ def test_a_measurement_killed_at_any_change_is_absent_or_whole(
     command: str, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same command then writes all of it."""
+    monkeypatch.setattr(comparison, "costs_beside", lambda *_: None)  # else measured where the time is enough
     monkeypatch.setattr(comparison, "CertifySettings", partial(CertifySettings, num_texts=4, batch_size=4))
     (tmp_path / "prompts.txt").write_text("heat the iron\nstrike it\n")
     words = f"{command} --target {tiny_target.name} --drafter ngram --prompts {tmp_path / 'prompts.txt'}"
