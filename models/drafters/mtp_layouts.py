@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from draftsmith.models.errors import UserError
+from draftsmith.models.errors import UserError, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +109,11 @@ def head_layout(config: PretrainedConfig) -> HeadLayout:
 
 
 def num_heads(config: PretrainedConfig, layout: HeadLayout) -> int:
-    """Return the number of heads that a target's config claims; of GLM it is 1 even where the files have none."""
-    return getattr(config, layout.count, None) or 0
+    """Return the number of heads that a target's config claims; of GLM it is 1 even where the files have none.
+
+    Raises `UserError` where the field is no whole number.
+    """
+    return whole_number(layout.count, getattr(config, layout.count, None) or 0, least=0)
 
 
 def to_layout(tensors: dict[str, Tensor], layout: HeadLayout, config: PretrainedConfig) -> dict[str, Tensor]:

@@ -111,6 +111,7 @@ def test_a_new_layer_may_be_the_targets_last(folders: dict[str, Path]) -> None:
     ("family", "changes", "message"),
     [
         ("qwen2", {"num_nextn_predict_layers": 3}, "has 3 heads for further tokens"),
+        ("qwen2", {"num_nextn_predict_layers": "1"}, "give a whole number"),
         ("glm4_moe", {"kv_lora_rank": 8}, "attends by compressed keys"),
         ("glm4_moe", {"model_type": "glm4"}, "targets of type glm4 have no head"),
     ],
