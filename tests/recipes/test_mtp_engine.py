@@ -33,11 +33,13 @@ def test_vllm_accepts_what_we_accept(tmp_path: Path) -> None:
         pytest.skip("DRAFTSMITH_VLLM names no environment with vLLM")
     weights = save_head_target(tmp_path / "target", "qwen2", **WIDE, initializer_range=0.12) / "model.safetensors"
     tensors = load_file(weights)
+    torch.manual_seed(3)
     tensors["model.norm.weight"] = 1 + 0.8 * torch.randn(64)
     save_file(tensors, weights, metadata={"format": "pt"})
     target = Target.from_pretrained(tmp_path / "target", "cpu", torch.float32)
     prompts = [target.encode(f"strike {i} times and heat it") for i in range(50)]
     drafter = trained("mtp", target, [prompt for prompt in prompts for _ in range(2)], num_steps=150)
+    torch.manual_seed(0)  # other noise may leave too little that is accepted
     for parameter in drafter.parameters():
         parameter.data += 0.6 * torch.randn_like(parameter) * parameter.abs().mean()
     save_drafter(drafter, tmp_path / "checkpoint")
