@@ -53,7 +53,7 @@ TESTS = Path(__file__).parents[1]
 LAUNCH = Path(draftsmith.recipes.__file__).parent / "launch"
 TRAJECTORY = TESTS / "golden" / "trajectory.json"
 TOLERANCE = 1e-4  # relative; sums in another order differ by 1e-7 a step
-RUN = {"steps": 4, "checkpoint_every": 4}
+RUN = {"steps": 4, "checkpoint_every": 3}  # a step follows what is measured and saved
 HELD_OUT_PROMPT = 51  # the one that is held out of prompts 0 to 47 and itself
 
 

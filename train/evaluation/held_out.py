@@ -11,6 +11,7 @@ from torch import nn
 
 from draftsmith.data.features.stored import FeatureSource
 from draftsmith.data.samples.batches import BatchPlan
+from draftsmith.train.hardware.layouts import back_to_pieces
 from draftsmith.train.process.stages import Stages
 from draftsmith.train.run_folder.learning_curve import CurvePoint
 
@@ -52,6 +53,7 @@ class HeldOutSamples:
             if number < len(self.micro_batches):
                 pairs = (found["loss"], found["simulated_acceptance_length"])
                 sums += torch.stack([torch.stack([value.double() for value in pair]) for pair in pairs])
+        back_to_pieces(self.model)
         self.model.train()
         (loss, tokens), (emitted, rounds) = accelerator.reduce(sums, "sum").tolist()
         return CurvePoint(step, loss / max(1, tokens), emitted / max(1, rounds))

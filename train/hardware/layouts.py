@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -88,6 +89,16 @@ def gather_as_one(accelerator: Accelerator, drafter: Drafter) -> None:
 
         for parameter in drafter.parameters():
             deepspeed.zero.register_external_parameter(drafter, parameter)
+
+
+def back_to_pieces(model: nn.Module) -> None:
+    """Let FSDP2 drop the whole weights that a pass without a backward pass leaves: the next pass would read them again.
+
+    Steps of the optimiser change the pieces.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def steps_in_backward(accelerator: Accelerator) -> bool:
