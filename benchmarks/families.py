@@ -2,7 +2,7 @@
 
     python benchmarks/families.py samples RUNS              # text that the target wrote, and given text
     python benchmarks/families.py train RUNS --minutes 3 [NAME ...]
-    python benchmarks/families.py compare RUNS families     # or loss, unroll, text, vocabulary
+    python benchmarks/families.py compare RUNS families     # or blocks, loss, unroll, text, vocabulary
 
 A drafter trains for so many minutes of CPU time on one thread, which neighbours on the machine do not change much;
 steps are set from a few timed ones. `compare` decodes the held-out prompts with all drafters of a group in one process.
@@ -52,9 +52,12 @@ EAGLE3_VARIANTS: dict[str, dict[str, Any]] = {
     "vocabulary-512": {"draft_vocab_size": 512},
     "vocabulary-1024": {"draft_vocab_size": 1024},
 }
+BLOCKS = ["dflash", "dflash2", "dspark"]
+BLOCK_VARIANTS = {f"{kind}-d_pace": {"position_weights": "d_pace"} for kind in BLOCKS}
 LOOKUPS = ["ngram", "suffix", "lookahead", "suffix+hydra"]
 GROUPS = {
     "families": [*FAMILIES, "untrained", *LOOKUPS],
+    "blocks": ["hydra", *BLOCKS, *BLOCK_VARIANTS],
     "loss": ["eagle3", *(name for name in EAGLE3_VARIANTS if name.startswith("loss"))],
     "unroll": ["unroll-1", "eagle3", "unroll-5", "unroll-7"],
     "text": ["eagle3", "text-given", "draft_model", "text-given-draft_model", "text-own-draft_model"],
@@ -64,9 +67,9 @@ GROUPS = {
 
 def config_of(name: str, runs: Path) -> TrainConfig:
     given = name.startswith("text-given")
-    kind = "draft_model" if name.endswith("-draft_model") else name if name in FAMILIES else "eagle3"
-    config = RECIPES[f"quickstart_{kind}"]()
-    config.drafter = replace(config.drafter, **EAGLE3_VARIANTS.get(name, {}))
+    kind = "draft_model" if name.endswith("-draft_model") else name.partition("-")[0]
+    config = RECIPES[f"quickstart_{kind if kind in (*FAMILIES, *BLOCKS) else 'eagle3'}"]()
+    config.drafter = replace(config.drafter, **EAGLE3_VARIANTS.get(name, {}), **BLOCK_VARIANTS.get(name, {}))
     config.target = str(EMBEDDED_TARGET)
     config.data.samples = str(runs / ("given" if given else "samples"))
     config.data.max_length = LENGTH

@@ -15,6 +15,7 @@ from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
 from draftsmith.models.drafter_parts.layouts import Checkpoint, read_checkpoint
 from draftsmith.models.drafter_parts.vocabulary import vocabulary_hash
 from draftsmith.models.drafters.dflash import DFlash
+from draftsmith.models.drafters.dflash2 import DFlash2
 from draftsmith.models.drafters.draft_model import DraftModel
 from draftsmith.models.drafters.dspark import DSpark
 from draftsmith.models.drafters.eagle import Eagle
@@ -39,6 +40,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "eagle3": Eagle3,
     "p_eagle": PEagle,
     "dflash": DFlash,
+    "dflash2": DFlash2,
     "dspark": DSpark,
     "mtp": Mtp,
     "medusa": Medusa,

@@ -203,6 +203,20 @@ class DFlashConfig(ReducedVocabulary, LayersLikeTarget):
 
 
 @dataclass
+class DFlash2Config(DFlashConfig):
+    fixed_fields = (*DFlashConfig.fixed_fields, "conv_kernel_size", "conv_group_size")
+    kind: str = "dflash2"
+    conv_kernel_size: Annotated[Depth, Field(ge=2)] = (
+        2  # rows of a block that a convolution mixes: one, and those before
+    )
+    conv_group_size: Count = 16  # channels that share a part of their kernel; must divide the target's width
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("drafter.block_size", self.block_size, self.conv_kernel_size)
+
+
+@dataclass
 class DSparkConfig(DFlashConfig):
     fixed_fields = (*DFlashConfig.fixed_fields, "markov_rank")
     kind: str = "dspark"
@@ -318,7 +332,17 @@ class CascadeConfig(DrafterConfig):
 DRAFTER_CONFIGS: dict[str, type[DrafterConfig]] = {
     config_class.kind: config_class
     for config_class in (
-        *(EagleConfig, Eagle3Config, PEagleConfig, DFlashConfig, DSparkConfig, MtpConfig, MedusaConfig, HydraConfig),
+        *(
+            EagleConfig,
+            Eagle3Config,
+            PEagleConfig,
+            DFlashConfig,
+            DFlash2Config,
+            DSparkConfig,
+            MtpConfig,
+            MedusaConfig,
+            HydraConfig,
+        ),
         *(MLPSpeculatorConfig, DraftModelConfig),
         *(NgramConfig, SuffixConfig, LookaheadConfig, NoneConfig),
     )

@@ -69,6 +69,8 @@ class EngineFields:
     block_size: Depth
     dflash_config: dict[str, Any]
     sample_from_anchor: bool
+    conv_kernel_size: Depth  # DFlash2
+    conv_group_size: Count
     # DSpark
     target_layer_ids: list[Natural]  # outputs of layers, counted from 0
     markov_rank: Count
@@ -96,6 +98,11 @@ class DFlashFields:
     target_layer_ids: list[Natural]  # outputs of layers, counted from 0
     block_size: Depth
     causal: bool
+    conv_kernel_size: Depth  # DFlash2
+    conv_group_size: Count
+    input_embedding_scale: float
+    output_multiplier: float
+    final_logit_softcapping: float
 
 
 LAYER_FIELDS = (

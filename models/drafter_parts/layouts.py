@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "MLPSpeculatorPreTrainedModel": "mlp_speculator",
     "PeagleLlamaForCausalLM": "p_eagle",
     "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash2",
     "Qwen3DSparkModel": "dspark",
 }
 PATTERNS = ["*.json", "*.safetensors", "pytorch_model.bin", "medusa_lm_head.pt"]  # what a checkpoint may consist of
@@ -57,6 +58,7 @@ SPECULATORS = {  # types of speculators' format: our architecture, and the field
         ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", *FLAGS),
     ),
     "dflash": ("DFlashDraftModel", BLOCK_FIELDS),
+    "dflash2": ("DFlash2DraftModel", (*BLOCK_FIELDS, "conv_kernel_size", "conv_group_size")),
     "dspark": (
         "Qwen3DSparkModel",
         (*BLOCK_FIELDS, "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
@@ -108,7 +110,7 @@ def in_engine_layout(config: dict[str, Any], tensors: dict[str, Tensor], target:
     check_counts({key: config[key] for key in read & config.keys()}, len(tensors), "this drafter's config.json")
     if kind in ("eagle3", "p_eagle"):
         config, tensors = complete_eagle3(config, tensors, target)
-    elif kind in ("dflash", "dspark"):
+    elif kind in ("dflash", "dflash2", "dspark"):
         config, tensors = complete_dflash(config, tensors)
     elif kind == "medusa":
         config = {**MEDUSA_DEFAULTS, **config}

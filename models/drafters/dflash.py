@@ -79,9 +79,7 @@ class DFlash(Drafter):
         width, eps = layer_config.hidden_size, layer_config.rms_norm_eps
         self.fc = nn.Linear(len(self.layer_ids) * target.hidden_size, width, bias=False)
         self.hidden_norm, self.norm = RMSNorm(width, eps), RMSNorm(width, eps)
-        self.layers = nn.ModuleList(
-            [BlockLayer(layer_config, config.key_norm, config.sliding_window) for _ in range(config.num_layers)]
-        )
+        self.layers = nn.ModuleList([self.new_layer() for _ in range(config.num_layers)])
         self.rotary = LlamaRotaryEmbedding(layer_config)
         self.confidence_head: ConfidenceHead | None = None
         self.lm_head: nn.Linear | None = None  # with the whole vocabulary the target's own, frozen and not stored
@@ -90,6 +88,9 @@ class DFlash(Drafter):
             self.lm_head = nn.Linear(width, vocab, bias=False)
             self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
             self.register_buffer("t2d", torch.arange(target.vocab_size) < vocab)
+
+    def new_layer(self) -> BlockLayer:
+        return BlockLayer(self.layer_config, self.config.key_norm, self.config.sliding_window)
 
     @classmethod
     def from_target(cls, config: DFlashConfig, target: Target) -> "DFlash":
@@ -352,16 +353,16 @@ class DFlash(Drafter):
             sliding_window=sliding_window_of(config),
             key_norm=key_norm,
             layout="next_token" if next_token else "fill_in",
-            **cls.corrector_sizes(config),
+            **cls.own_sizes(config),
         )
         layer_config = layer_config_of(config)
         return loaded(lambda: cls(own, layer_config, target), tensors, what)
 
     @classmethod
-    def corrector_sizes(cls, config: dict[str, Any]) -> dict[str, int]:
-        """Return the fields of the family's config that say how large its corrector is, from config.json.
+    def own_sizes(cls, config: dict[str, Any]) -> dict[str, int]:
+        """Return the sizes of what a family adds to DFlash, by the fields of its config, from config.json.
 
-        Raises `UserError` for a corrector that is not computed.
+        Raises `UserError` for a part that is not computed.
         """
         return {}
 

@@ -65,7 +65,7 @@ class DSpark(DFlash):
         }
 
     @classmethod
-    def corrector_sizes(cls, config: dict[str, Any]) -> dict[str, int]:
+    def own_sizes(cls, config: dict[str, Any]) -> dict[str, int]:
         for key, value in HEADS.items():
             if config.get(key, value) != value:
                 raise UserError(f"this DSpark drafter has {key} {config[key]!r}: draftsmith computes {value!r} alone")

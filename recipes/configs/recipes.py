@@ -8,6 +8,7 @@ import difflib
 from collections.abc import Callable
 
 from draftsmith.models.drafter_configs import (
+    DFlash2Config,
     DFlashConfig,
     DrafterConfig,
     DraftModelConfig,
@@ -43,6 +44,11 @@ def p_eagle() -> TrainConfig:
 def dflash() -> TrainConfig:
     """DFlash of five layers in blocks of 8, with the target's own head; drafts up to 7 tokens in one pass."""
     return _recipe(DFlashConfig(), learning_rate=6e-4, steps=20000)
+
+
+def dflash2() -> TrainConfig:
+    """DFlash of five layers in blocks of 8 with convolutions along the rows of a block."""
+    return _recipe(DFlash2Config(), learning_rate=6e-4, steps=20000)
 
 
 def dspark() -> TrainConfig:
@@ -119,6 +125,11 @@ def quickstart_dflash() -> TrainConfig:
     return _quickstart(dflash(), 4e-3, DFlashConfig(num_layers=2, block_size=5))
 
 
+def quickstart_dflash2() -> TrainConfig:
+    """DFlash2 of two layers in blocks of 5 for the embedded target, in a minute or two on a CPU."""
+    return _quickstart(dflash2(), 4e-3, DFlash2Config(num_layers=2, block_size=5))
+
+
 def quickstart_dspark() -> TrainConfig:
     """DSpark of two layers in blocks of 4 for the embedded target, in a minute or two on a CPU."""
     return _quickstart(dspark(), 4e-3, DSparkConfig(num_layers=2, block_size=4, markov_rank=64))
@@ -169,6 +180,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "eagle3": eagle3,
     "p_eagle": p_eagle,
     "dflash": dflash,
+    "dflash2": dflash2,
     "dspark": dspark,
     "mtp": mtp,
     "medusa": medusa,
@@ -180,6 +192,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "quickstart_eagle3": quickstart_eagle3,
     "quickstart_p_eagle": quickstart_p_eagle,
     "quickstart_dflash": quickstart_dflash,
+    "quickstart_dflash2": quickstart_dflash2,
     "quickstart_dspark": quickstart_dspark,
     "quickstart_mtp": quickstart_mtp,
     "quickstart_medusa": quickstart_medusa,

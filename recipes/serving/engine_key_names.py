@@ -7,7 +7,7 @@ drops everything unknown, neither with a word, and drafts are then never accepte
 
 Sizes in shapes: H width of the drafter, T of the target, A layers read, N query heads, K key-value heads, D head width,
 I inner width, V target vocabulary, R draft vocabulary, M rank of DSpark's Markov head, C width that its confidence head
-reads.
+reads, P taps and G groups of DFlash2's convolutions, S rank of its selector.
 """
 
 from dataclasses import dataclass, field, replace
@@ -61,6 +61,20 @@ DSPARK = {
     "markov_head.markov_w2.weight": "R M",
     "confidence_head.proj.weight": "1 C",
     "confidence_head.proj.bias": "1",
+}
+DFLASH2_LAYER = {
+    **DFLASH_LAYER,
+    "layers.0.attention_conv.base_kernel": "2 P H",
+    "layers.0.attention_conv.kernel_projection.weight": "2*P*G H",
+    "layers.0.mlp_conv.base_kernel": "2 P H",
+    "layers.0.mlp_conv.kernel_projection.weight": "2*P*G H",
+}
+DFLASH2 = {
+    **DFLASH,
+    **DFLASH2_LAYER,
+    "candidate_selector.predecessor_codebook": "V S",
+    "candidate_selector.successor_codebook": "V S",
+    "candidate_selector.hidden_projection.weight": "S H",
 }
 TABLES = {"d2t": "R", "t2d": "V"}  # only where the draft vocabulary is a reduced one
 DTYPES = {"d2t": torch.int64, "t2d": torch.bool, "token_map": torch.int64}
@@ -229,6 +243,17 @@ LOADER_RULES = {
         fixed=DFLASH_FIXED,
         unexpected=REFUSED,
     ),
+    ("vllm", "dflash2"): LoaderRules(
+        engine=VLLM,
+        method="dflash",
+        architecture="DFlash2DraftModel",
+        tensors=DFLASH2,
+        later_layers=DFLASH2_LAYER,
+        reduced={},
+        required=DFLASH_KEYS,
+        fixed=DFLASH_FIXED,
+        unexpected=REFUSED,
+    ),
     ("vllm", "dspark"): LoaderRules(
         engine=VLLM,
         method="dspark",
@@ -300,6 +325,7 @@ UNSERVED = {
     ("vllm", "mlp_speculator"): "vLLM reads MLP speculators up to 0.32.0, but has run none since its V1 engine",
     ("sglang", "mlp_speculator"): "SGLang serves no MLP speculators",
     ("sglang", "p_eagle"): "SGLang serves no P-EAGLE drafters",
+    ("sglang", "dflash2"): "draftsmith has not read how SGLang loads DFlash2",
     ("sglang", "medusa"): "SGLang serves no medusa drafters: it has EAGLE, EAGLE3, STANDALONE and NGRAM",
 }
 SHIFTED_ONLY_FROM_1 = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # targets whose nested ids SGLang counts so

@@ -181,16 +181,19 @@ def sizes_of(files: Checkpoint, target: Target) -> dict[str, int]:
     """Return the sizes that stand for the letters in shapes."""
     config = files.config
     heads = config.get("num_attention_heads") or 0
-    block_layers = (config.get("dflash_config") or {}).get("target_layer_ids") or ()
+    block = config.get("dflash_config") or {}
     return {
         "H": config.get("hidden_size") or 0,
         "T": target.hidden_size,
-        "A": config.get("num_aux_hidden_states") or len(block_layers),
+        "A": config.get("num_aux_hidden_states") or len(block.get("target_layer_ids") or ()),
         "N": heads,
         "K": config.get("num_key_value_heads") or heads,
         "D": config.get("head_dim") or 0,
         "I": config.get("intermediate_size") or 0,
         "M": config.get("markov_rank") or 0,
+        "P": block.get("conv_kernel_size") or 0,
+        "G": (config.get("hidden_size") or 0) // (block.get("conv_group_size") or 1),
+        "S": block.get("selector_rank") or 0,
         "C": (config.get("hidden_size") or 0) + (config.get("markov_rank") or 0),
         "V": target.vocab_size,
         "R": config.get("draft_vocab_size") or target.vocab_size,

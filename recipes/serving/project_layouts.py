@@ -15,7 +15,13 @@ SPECULATORS_LAYER_KEYS = (
     "tie_word_embeddings", "vocab_size", "max_position_embeddings", "rope_parameters",
 )
 # fmt: on
-SPECULATORS_CLASSES = {"eagle3": "Eagle3DraftModel", "dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
+SPECULATORS_CLASSES = {
+    "eagle3": "Eagle3DraftModel",
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "DSparkDraftModel",
+}
+DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 BLOCK_KEYS = (
     *("block_size", "sample_from_anchor"),
     *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),  # DSpark
@@ -47,7 +53,7 @@ def refuse_other_kinds(files: Checkpoint, layout: str, *kinds: str) -> None:
 
 
 def in_speculators_layout(files: Checkpoint, target: Target) -> Checkpoint:
-    """Return EAGLE-3, DFlash or DSpark in the format of vllm-project/speculators 0.9.0."""
+    """Return EAGLE-3, DFlash, DFlash2 or DSpark in the format of vllm-project/speculators 0.9.0."""
     refuse_other_kinds(files, "the speculators format", *SPECULATORS_CLASSES)
     if files.kind == "eagle3":
         own, length = eagle3_entries(files.config), 4
@@ -92,6 +98,7 @@ def block_entries(config: dict[str, Any]) -> dict[str, Any]:
     nested, keys = config["dflash_config"], (*SPECULATORS_LAYER_KEYS, "layer_types", "use_sliding_window")
     return {
         "transformer_layer_config": {**{key: config[key] for key in keys}, "sliding_window": config["sliding_window"]},
+        **{key: nested[key] for key in DFLASH2_KEYS if key in nested},
         "aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in nested["target_layer_ids"]],
         "mask_token_id": nested["mask_token_id"],
         "sliding_window_non_causal": not config["is_causal"],

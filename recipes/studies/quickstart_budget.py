@@ -33,6 +33,7 @@ WEIGHTS = {
     "eagle": 5,
     "p_eagle": 5,
     "dflash": 5,
+    "dflash2": 5,
     "dspark": 5,
     "mtp": 5,
     "hydra": 4,

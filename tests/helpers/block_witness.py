@@ -48,9 +48,10 @@ def witnessed(kind: str, golden: Tensors, **fields: Any) -> DFlash:
     settings |= {"draft_vocab_size": 24, "intermediate_size": 48, **fields}
     own = DRAFTERS[kind].from_target(DRAFTERS[kind].config_class(kind=kind, **settings), target)
     checkpoint = checkpoint_of(own, torch.float32)
-    assert checkpoint.tensors.keys() == part(golden, "drafter.").keys()
-    checkpoint.tensors = part(golden, "drafter.")
-    del checkpoint.config["draftsmith"]["draft_vocab_hash"]
+    missing = checkpoint.tensors.keys() ^ part(golden, "drafter.").keys()
+    assert all(name.startswith("candidate_selector") for name in missing)  # which is not computed
+    checkpoint.tensors |= part(golden, "drafter.")
+    checkpoint.config["draftsmith"].pop("draft_vocab_hash", None)
     built = build_drafter(in_engine_layout(checkpoint.config, checkpoint.tensors, target), target)
     assert isinstance(built, DFlash)
     return built.eval()

@@ -1,12 +1,13 @@
 """speculators 0.9.0 as an outside witness for DFlash training: what its blocks make of random weights.
 
-    PYTHON tests/helpers/witness_dflash.py OUT.safetensors     with the Python of an environment that has speculators
+    PYTHON tests/helpers/witness_dflash.py OUT.safetensors [dflash2]     PYTHON of an environment that has speculators
 
-`tests/golden/dflash_witness.safetensors` was written by exactly this. It holds the drafter in the plain layout
-(`drafter.*`), the target's embedding, final norm and head (`target.*`), and for one document and for three packed ones
-(`1.*` and `3.*`): tokens [1, S], loss_mask [1, S], documents [1, S], features [1, S, A * H], last_hidden [1, S, H]
-before the final norm, anchors [M], and for the blocks of these anchors logits and teacher [M, R, Vd] as its loss
-compares them.
+`tests/golden/dflash_witness.safetensors` was written by exactly this. `tests/golden/dflash2_witness.safetensors` was
+written with `dflash2`, whose layers convolve the rows of a block and which has the whole vocabulary. A file holds the
+drafter in the plain layout (`drafter.*`), the target's embedding, final norm and head (`target.*`), and for one
+document and for three packed ones (`1.*` and `3.*`): tokens [1, S], loss_mask [1, S], documents [1, S], features
+[1, S, A * H], last_hidden [1, S, H] before the final norm, anchors [M], and for the blocks of these anchors logits and
+teacher [M, R, Vd] as its loss compares them.
 """
 
 import os
@@ -20,6 +21,7 @@ import speculators.models.dflash.core as core
 import torch
 from safetensors.torch import save_file
 from speculators.models.dflash import DFlashDraftModel
+from speculators.models.dflash2 import DFlash2DraftModel
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
@@ -48,13 +50,19 @@ def build_target(folder: Path) -> LlamaForCausalLM:
     return target
 
 
-def build_drafter(target_dir: Path, model: type = DFlashDraftModel, **settings: int) -> DFlashDraftModel:
+def vocabulary_tables() -> dict[str, object]:
     d2t, t2d = build_vocab_mappings_from_distribution({i: VOCAB - i for i in range(10, 80)}, DRAFT_VOCAB, VOCAB)
+    return {"t2d": t2d, "d2t": d2t, "draft_vocab_size": DRAFT_VOCAB}
+
+
+def build_drafter(target_dir: Path, model: type = DFlashDraftModel, **settings: int) -> DFlashDraftModel:
+    if model is DFlash2DraftModel:
+        tables = {"t2d": None, "d2t": None, "draft_vocab_size": VOCAB}
+    else:
+        tables = vocabulary_tables()
     drafter = model.from_training_args(
         Qwen3Config(num_hidden_layers=LAYERS, layer_types=["full_attention"] * LAYERS, **SHAPE),
-        t2d=t2d,
-        d2t=d2t,
-        draft_vocab_size=DRAFT_VOCAB,
+        **tables,
         block_size=BLOCK,
         mask_token_id=MASK_TOKEN,
         verifier_name_or_path=str(target_dir),
@@ -66,6 +74,8 @@ def build_drafter(target_dir: Path, model: type = DFlashDraftModel, **settings: 
         for name, parameter in drafter.named_parameters():
             if "norm" in name and "verifier" not in name:
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            elif "conv" in name:  # nothing at first, and one where a row is its own
+                parameter.add_(0.3 * torch.randn_like(parameter))
             elif parameter.requires_grad:
                 parameter.mul_(8)
     return drafter.float().eval()
@@ -94,7 +104,9 @@ def positions_of(documents: Tensor) -> Tensor:
 
 def stored(drafter: DFlashDraftModel, target: LlamaForCausalLM) -> dict[str, Tensor]:
     """Return the tensors of the drafter, and those of the target that stand for its layers."""
-    skipped = ("verifier", "embed_tokens")
+    skipped = ("verifier", "embed_tokens", "candidate_selector")
+    if isinstance(drafter, DFlash2DraftModel):
+        skipped += ("lm_head",)  # the target's
     tensors = {f"drafter.{n}": t for n, t in drafter.state_dict().items() if not n.startswith(skipped)}
     names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     return tensors | {f"target.{n}": target.state_dict()[n] for n in names}
@@ -116,11 +128,15 @@ def witness(drafter: DFlashDraftModel, case: dict[str, Tensor]) -> dict[str, Ten
     return {name: x[0].unflatten(0, (-1, BLOCK)) for name, x in (("logits", logits), ("teacher", teacher))}
 
 
-def main(out: Path) -> None:
+def main(out: Path, kind: str) -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         target = build_target(Path(folder))
-        drafter = build_drafter(Path(folder))
+        if kind == "dflash2":
+            sizes = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 4}
+            drafter = build_drafter(Path(folder), DFlash2DraftModel, **sizes)
+        else:
+            drafter = build_drafter(Path(folder))
     tensors = stored(drafter, target)
     for lengths in ([LENGTH], [9, 7, LENGTH - 16]):
         case = packed(lengths)
@@ -130,4 +146,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *(sys.argv[2:] or ["dflash"]))

@@ -186,6 +186,13 @@ DSPARK_TRAPS: dict[str, tuple[Change, str]] = {
     "another rank": (new_key("markov_rank", 5), "confidence_head.proj.weight has the shape"),
     "no confidence": (without("enable_confidence_head"), "enable_confidence_head None, not True"),
 }
+DFLASH2_TRAPS: dict[str, tuple[Change, str]] = {
+    "no selector": (
+        without("candidate_selector.successor_codebook"),
+        "candidate_selector.successor_codebook is missing",
+    ),
+    "no convolution": (without("layers.1.mlp_conv.base_kernel"), "layers.1.mlp_conv.base_kernel is missing"),
+}
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -231,6 +238,7 @@ OTHER_TRAPS = [
         ("vllm", "p_eagle", P_EAGLE_TRAPS),
         ("vllm", "dflash", DFLASH_TRAPS),
         ("sglang", "dflash", DFLASH_TRAPS),
+        ("vllm", "dflash2", DFLASH2_TRAPS),
         ("vllm", "dspark", DSPARK_TRAPS),
         ("sglang", "dspark", DSPARK_TRAPS),
         ("vllm", "draft_model", DRAFT_MODEL_TRAPS),
@@ -242,7 +250,7 @@ OTHER_TRAPS = [
 
 @pytest.mark.parametrize(("engine", "kind", "trap"), OTHER_TRAPS)
 def test_trap_of_another_kind_is_refused(engine: str, kind: str, trap: tuple[Change, str], tiny_target: Target) -> None:
-    fields = {"num_layers": 3, "layer_ids": [1, 2, 3]} if kind in ("p_eagle", "dflash", "dspark") else {}
+    fields = {"num_layers": 3, "layer_ids": [1, 2, 3]} if kind in ("p_eagle", "dflash", "dflash2", "dspark") else {}
     files = files_for(engine, kind, tiny_target, **fields)
     change, message = trap
     check_files(engine, files, tiny_target)

@@ -56,14 +56,14 @@ def test_no_micro_batch_waits(kind: str, packing: bool, target: Target) -> None:
     assert log.num_sent > 2  # the batch, and indices
     num_heads = (
         1
-        if kind in ("eagle", "eagle3", "p_eagle", "dflash", "dspark", "mtp", "draft_model")
+        if kind in ("eagle", "eagle3", "p_eagle", "dflash", "dflash2", "dspark", "mtp", "draft_model")
         else drafter.training_depth
     )
     assert log.operations["_compare"] == num_heads  # all depths of a head go through it, and the loss's kernel, at once
     if packing:  # no attention over all pairs of tokens, but for mask slots
         assert log.operations["_flash_attention_forward"]
         masked = sum(number for name, number in log.operations.items() if name.startswith("_scaled_dot_product"))
-        assert (masked > 0) == (kind in ("p_eagle", "dflash", "dspark"))
+        assert (masked > 0) == (kind in ("p_eagle", "dflash", "dflash2", "dspark"))
 
 
 @pytest.mark.gpu

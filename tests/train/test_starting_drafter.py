@@ -23,7 +23,19 @@ from draftsmith.train.run_folder.tracking import read_metrics
 from draftsmith.train.setup import set_up
 
 LAYOUTS = [name for name in PUBLIC if "," not in name]  # without variants of one layout
-FAMILIES = ["eagle", "eagle3", "p_eagle", "dflash", "dspark", "mtp", "medusa", "hydra", "mlp_speculator", "draft_model"]
+FAMILIES = [
+    "eagle",
+    "eagle3",
+    "p_eagle",
+    "dflash",
+    "dflash2",
+    "dspark",
+    "mtp",
+    "medusa",
+    "hydra",
+    "mlp_speculator",
+    "draft_model",
+]
 
 
 def ours(kind: str, target: Target, folder: Path) -> Drafter:
@@ -33,6 +45,7 @@ def ours(kind: str, target: Target, folder: Path) -> Drafter:
         "eagle3": {"draft_vocab_size": 40, "layer_ids": [1, 4, 6], "intermediate_size": 24},
         "p_eagle": {"draft_vocab_size": 40, "num_layers": 2, "mask_token_id": 7},
         "dflash": {"num_layers": 2, "mask_token_id": 7},
+        "dflash2": {"num_layers": 2, "mask_token_id": 7, "conv_group_size": 8},
         "dspark": {"num_layers": 2, "mask_token_id": 7, "markov_rank": 6},
         "mtp": {"starting_layers": "random"},
         "medusa": {"num_heads": 5, "output": "shared"},
