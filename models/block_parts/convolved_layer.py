@@ -6,9 +6,13 @@ Shapes: B rows, T rows of whole blocks, R rows of a block, P taps, C groups of c
 width.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
 from draftsmith.models.block_parts.block_layer import BlockLayer
@@ -65,10 +69,22 @@ class ConvolvedLayer(BlockLayer):
 
     def project(self, hidden: Tensor, rotary: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         read = self.input_layernorm(hidden)
-        return self.self_attn.project(self.attention_conv(read, read, INPUT), rotary, positions)
+        return self.self_attn.project(made_anew(self.attention_conv, read, read, INPUT), rotary, positions)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        read = self.input_layernorm(residual)
-        hidden = residual + self.attention_conv(self.self_attn.o_proj(attended.flatten(2)), read, OUTPUT)
+        written = self.self_attn.o_proj(attended.flatten(2))
+        hidden = residual + made_anew(self.behind_attention, written, residual)
         read = self.post_attention_layernorm(hidden)
-        return hidden + self.mlp_conv(self.mlp(self.mlp_conv(read, read, INPUT)), read, OUTPUT)
+        written = self.mlp(made_anew(self.mlp_conv, read, read, INPUT))
+        return hidden + made_anew(self.mlp_conv, written, read, OUTPUT)
+
+    def behind_attention(self, written: Tensor, residual: Tensor) -> Tensor:
+        """Return what attention has written [B, T, H], convolved."""
+        return self.attention_conv(written, self.input_layernorm(residual), OUTPUT)
+
+
+def made_anew(convolve: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Return a convolution, which a gradient makes anew: that is little work, and keeping its steps much memory."""
+    if not torch.is_grad_enabled():
+        return convolve(*arguments)
+    return checkpoint(convolve, *arguments, use_reentrant=False, preserve_rng_state=False)
