@@ -1,6 +1,6 @@
 """DFlash2's decoder layer: convolutions mix neighbouring rows of a block before and behind attention and MLP.
 
-As in speculators 0.9.0 (`grouped_dynamic_conv` of its `dflash2`). A new layer is that of DFlash.
+As in speculators 0.9.0, where it is called grouped dynamic convolution. A new layer is that of DFlash.
 
 Shapes: B rows, T rows of whole blocks, R rows of a block, P taps, C groups of channels that share a kernel, H hidden
 width.
