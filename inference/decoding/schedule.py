@@ -148,11 +148,13 @@ def read_schedule(path: Path) -> AnySchedule:
         raise UserError(f"{path} holds no schedule ({first_line(error)}): give {FORMATS}") from None
 
 
-def schedule_from_json(content: dict[str, Any]) -> AnySchedule:
+def schedule_from_json(content: Any) -> AnySchedule:
     """Return the schedule whose `to_json` gave this content. Raises `UserError` for content of none."""
-    if "confident" in content:
+    if isinstance(content, dict) and "confident" in content:
         return from_json(Confident, content["confident"])
-    return from_json(Adaptive, content["adaptive"]) if "adaptive" in content else from_json(Schedule, content)
+    if isinstance(content, dict) and "adaptive" in content:
+        return from_json(Adaptive, content["adaptive"])
+    return from_json(Schedule, content)
 
 
 # --- in the decoder

@@ -52,6 +52,7 @@ class ForcedBatchEngine(BatchEngine):
     def draft(self, draft_length: int | None = None) -> Draft:
         state = self.state
         state.token_ids.copy_(self.texts)
+        state.next_ids[:, :1] = self.texts.gather(1, state.lengths[:, None] - 1)  # no draft is ever accepted
         draft = super().draft(draft_length)
         tokens = draft.tokens
         self.drafted = tokens.clone()

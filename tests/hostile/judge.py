@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from draftsmith.models.errors import UserError, first_line, printable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CPU_SECONDS, SECONDS = 10, 45  # of a case
+CPU_SECONDS, SECONDS = 20, 45  # of a case
 MEMORY = 1 << 30  # bytes that a case may add to those of the process
 ADDRESS_SPACE = 6 << 30  # that it may add: what asks for more is refused by the system
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\ud800-\udfff]")

@@ -325,9 +325,12 @@ def distance_of_confident(mode: str, seed: int, cheats: bool = False) -> float:
 
     products = distribution(0).amax(-1) * distribution(1).amax(-1)  # what the third token hangs on, by way of the first
     depths, least = iter((1, 2)), 0.99 * products.max().item()
-    state = SimpleNamespace(
-        least_confidence=least, confidence=None, choose=lambda logits, depth: (tokens[:, depth], logits)
-    )
+
+    def choose(logits: torch.Tensor, depth: int, out: torch.Tensor) -> torch.Tensor:
+        out.copy_(tokens[:, depth])
+        return logits
+
+    state = SimpleNamespace(least_confidence=least, confidence=None, choose=choose)
     ended = grow_chain(3, distribution(0).log(), lambda *_: distribution(next(depths)).log(), state).tokens  # type: ignore[arg-type]
     ended = torch.nn.functional.pad(ended, (0, 3 - ended.shape[1]), value=NO_TOKEN)
     if cheats:

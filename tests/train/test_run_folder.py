@@ -1,6 +1,7 @@
 """The folder of a run: which settings it goes on with."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +71,14 @@ def test_a_run_goes_on_after_an_upgrade(begun: Any, base: dict[str, Any]) -> Non
     check_same_run(run, make_config("medusa", base, run), environment)
     with pytest.raises(UserError, match="data.drop_cut False -> True"):
         check_same_run(run, make_config("medusa", base, run, data={"drop_cut": True}), environment)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
+def test_a_damaged_file_is_named(name: str, begun: Any, base: dict[str, Any]) -> None:
+    run, environment = begun
+    (run / name).write_text("2.5")
+    with pytest.raises(UserError, match=re.escape(str(run / name))):
+        check_same_run(run, make_config("medusa", base, run), environment)
 
 
 def test_a_folder_without_a_checkpoint_is_free(begun: Any, base: dict[str, Any]) -> None:

@@ -16,13 +16,14 @@ from draftsmith.models import Target
 from draftsmith.models.drafter_parts.layouts import checkpoint_hash
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import write_json, write_whole, writing
-from draftsmith.models.reading import read_json, read_yaml
+from draftsmith.models.reading import read_json_object, read_yaml
 from draftsmith.models.target.identity import identity
 from draftsmith.models.typed_json import to_json
 from draftsmith.train.config import DataConfig, EvaluationConfig, RunConfig, TrainConfig, contents, dump
 from draftsmith.train.process.faults import failing_together
 from draftsmith.train.run_folder.checkpoint import checkpoint_step, checkpoints, resumable
 from draftsmith.train.run_folder.learning_curve import learning_curve
+from draftsmith.train.run_folder.stored_run import StoredRun, read_config
 
 # Settings that may change when a run goes on: where things lie, what is said and measured, how the work is divided. The
 # weights stay the same up to rounding, and to what a drafter draws by chance.
@@ -66,9 +67,9 @@ def check_same_run(run: Path, config: TrainConfig, environment: dict[str, Any]) 
     """Refuse a folder with checkpoints of a run that would give other weights; say what else has changed."""
     if not checkpoints(run):
         return
-    stored_environment = read_json(run / "environment.json")
-    stored = read_yaml(run / "config.yaml")
-    changed = changed_settings(stored, config)
+    stored_environment = read_json_object(run / "environment.json")
+    stored = read_config(run / "config.yaml")
+    changed = changed_settings(read_yaml(run / "config.yaml"), config)
     for key, hash in HASHES.items():
         before, now = (content.get(hash) for content in (stored_environment, environment))
         if before and now:
@@ -83,7 +84,7 @@ def check_same_run(run: Path, config: TrainConfig, environment: dict[str, Any]) 
             f"run.dir, where init_from={checkpoints(run)[-1]} trains on from it, or remove it to start anew"
         )
     if is_extended(stored, config):
-        set_decayed_aside(run, stored["run"]["steps"], config)
+        set_decayed_aside(run, stored.run.steps, config)
     changed.pop("run.dir", None)
     if changed:
         text = f"{run} goes on with {changes_text(changed)}"
@@ -92,10 +93,10 @@ def check_same_run(run: Path, config: TrainConfig, environment: dict[str, Any]) 
         notice(text)
 
 
-def is_extended(stored: dict[str, Any], config: TrainConfig) -> bool:
+def is_extended(stored: StoredRun, config: TrainConfig) -> bool:
     """Return whether this is the stored run with more steps, and a learning rate that lets them follow."""
-    is_late = config.optimizer.decay == "late" == stored["optimizer"].get("decay")
-    return is_late and config.run.steps > stored["run"]["steps"]
+    is_late = config.optimizer.decay == "late" == stored.optimizer.decay
+    return is_late and config.run.steps > stored.run.steps
 
 
 def set_decayed_aside(run: Path, num_steps: int, config: TrainConfig) -> None:

@@ -37,13 +37,21 @@ class StoredSteps:
 
 
 @dataclass(frozen=True)
+class StoredOptimizer:
+    """The course of the learning rate."""
+
+    decay: str | None = None  # None in a run of before there was the setting
+
+
+@dataclass(frozen=True)
 class StoredRun:
-    """The part of config.yaml that reports and model cards tell."""
+    """The part of config.yaml that is read again: by reports, by model cards, and by a run that goes on."""
 
     target: str
     drafter: StoredDrafter
     data: StoredData
     run: StoredSteps
+    optimizer: StoredOptimizer = StoredOptimizer()
 
 
 @dataclass(frozen=True)
