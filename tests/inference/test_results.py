@@ -109,6 +109,14 @@ def test_schedules_are_read_back(
     assert read_back(with_it, tmp_path / "e.json").results[0].setting.schedule == schedule
 
 
+def test_what_is_no_schedule_is_refused(evaluation: Evaluation, tmp_path: Path) -> None:
+    content = to_json(evaluation)
+    content["results"][0]["schedule"] = 5
+    (tmp_path / "e.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="schedule"):
+        read_evaluation(tmp_path / "e.json")
+
+
 def test_everything_that_a_row_may_hold_is_read_back(evaluation: Evaluation, tmp_path: Path) -> None:
     baseline = BaselineResult(
         num_emitted_tokens=5, tokens_per_second=1.0, speedup_over_plain=0.5, speedup_over_plain_ci95=None, identical=2
