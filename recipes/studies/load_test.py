@@ -26,8 +26,9 @@ from draftsmith.inference.traffic.load_test import (
 from draftsmith.inference.traffic.requests import Lengths, Load, check_output_lengths, check_prompt_lengths
 from draftsmith.inference.traffic.stages import Sla, operating_points, verdict
 from draftsmith.models import Drafter, load_drafter
-from draftsmith.models.errors import require_at_least
+from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.files import whole_folder, write_json
+from draftsmith.models.sampling.trees import Chain
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import LoadTestSettings
 from draftsmith.recipes.evaluation.inputs import load_target
@@ -60,6 +61,8 @@ def run(settings: LoadTestSettings, console: Console) -> None:
         return Contender(name, SpeculativeDecoder(target, drafter), decoding)
 
     off, on = contender("off", plain, 0), contender("on", drafter, settings.draft_length)
+    if not isinstance(on.settings.shape, Chain):
+        raise UserError(f"--drafter {name}: it drafts no chains, which the scheduled contender shortens: give another")
     with progress_bar() as progress, cpu_threads(settings.num_threads):
         task = progress.add_task("load test", total=len(traffic.loads) * traffic.repeats * 3, detail="")
         if settings.schedule:

@@ -493,6 +493,7 @@ train medusa target={target} data.samples={samples} run.dir=r --config {pipe} | 
 evaluate --target {target} --drafter ngram --prompts {good} --tree {cut} --out o | 2 | cut.json is not JSON
 tune --target {target} --drafter ngram+no/drafter --prompts {good} --out o | 2 | no drafter at 'no/drafter'
 load-test --target {target} --drafter ngram --prompts {good} --rate 1 --schedule {cut} --out o | 2 | cut.json holds no
+load-test --target {target} --drafter lookahead --prompts {good} --concurrency 1 --out o | 2 | drafts no chains
 replay --target {target} --drafter ngram --prompts {good} --tree {cut} --out o | 2 | cut.json is not JSON
 plan --target {good} --drafter eagle3 --out o | 2 | good.txt is a file
 export {run} --engine vllm --target {target} --out o | 2 | holds no config.json
