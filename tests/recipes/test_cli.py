@@ -120,6 +120,10 @@ MISTAKES = {
         "generate x --target {other_vocabulary} --drafter {draft_model}",
         "vocabulary",
     ),
+    "no chains to schedule": (
+        "load-test --target {target} --drafter lookahead --prompts {good} --concurrency 1 --out {out}",
+        "drafts no chains",
+    ),
     "no prompts file": (EVALUATE + "nowhere.txt", "no prompts file"),
     "empty prompts file": (EVALUATE + "{empty}", "holds no prompts"),
     "malformed line": (EVALUATE + "{malformed}", "line 2 is not JSON"),
@@ -493,7 +497,6 @@ train medusa target={target} data.samples={samples} run.dir=r --config {pipe} | 
 evaluate --target {target} --drafter ngram --prompts {good} --tree {cut} --out o | 2 | cut.json is not JSON
 tune --target {target} --drafter ngram+no/drafter --prompts {good} --out o | 2 | no drafter at 'no/drafter'
 load-test --target {target} --drafter ngram --prompts {good} --rate 1 --schedule {cut} --out o | 2 | cut.json holds no
-load-test --target {target} --drafter lookahead --prompts {good} --concurrency 1 --out o | 2 | drafts no chains
 replay --target {target} --drafter ngram --prompts {good} --tree {cut} --out o | 2 | cut.json is not JSON
 plan --target {good} --drafter eagle3 --out o | 2 | good.txt is a file
 export {run} --engine vllm --target {target} --out o | 2 | holds no config.json
