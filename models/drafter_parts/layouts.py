@@ -204,7 +204,8 @@ def from_speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> tupl
     top = {key: config[key] for key in kept if config.get(key) is not None}
     if "aux_hidden_state_layer_ids" in top:
         top["eagle_aux_hidden_state_layer_ids"] = top.pop("aux_hidden_state_layer_ids")
-        sliding = "sliding_attention" in (layer.get("layer_types") or ())
+        types = layer.get("layer_types")
+        sliding = isinstance(types, list) and "sliding_attention" in types
         top["is_causal"] = sliding and not config.get("sliding_window_non_causal", False)
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("verifier_")}
     return {**layer, **top, "architectures": [architecture]}, tensors
