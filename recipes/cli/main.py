@@ -242,6 +242,8 @@ def told(error: BaseException, call: Call | None) -> tuple[str, int]:
     if fault := next((text for text in DISK_FAULTS if text in str(error)), None):
         where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
         return f"a file cannot be written{where}: {fault}: mend that; {after_interruption(call)}", EXIT_USER_ERROR
+    if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):  # a link to itself
+        return f"{error.filename}: {error.strerror}: mend or remove it; {after_interruption(call)}", EXIT_USER_ERROR
     frames = list(traceback.walk_tb(error.__traceback__))[::-1]
     place = own_place(frames) or f"{frames[0][0].f_code.co_filename}:{frames[0][1]}"
     return (
