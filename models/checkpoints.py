@@ -16,6 +16,7 @@ from draftsmith.models.drafter_parts.layouts import Checkpoint, read_checkpoint
 from draftsmith.models.drafter_parts.vocabulary import vocabulary_hash
 from draftsmith.models.drafters.dflash import DFlash
 from draftsmith.models.drafters.dflash2 import DFlash2
+from draftsmith.models.drafters.domino import Domino
 from draftsmith.models.drafters.draft_model import DraftModel
 from draftsmith.models.drafters.dspark import DSpark
 from draftsmith.models.drafters.eagle import Eagle
@@ -42,6 +43,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "dflash": DFlash,
     "dflash2": DFlash2,
     "dspark": DSpark,
+    "domino": Domino,
     "mtp": Mtp,
     "medusa": Medusa,
     "hydra": Hydra,

@@ -217,6 +217,16 @@ class DFlash2Config(DFlashConfig):
 
 
 @dataclass
+class DominoConfig(DFlashConfig):
+    fixed_fields = (*DFlashConfig.fixed_fields, "memory_size", "code_size")
+    kind: str = "domino"
+    layout: Literal["fill_in", "next_token"] = "next_token"  # in either a block drafts a token less than it has rows
+    memory_size: Count = 1024  # of the recurrent unit that reads the tokens of a block
+    code_size: Count = 256  # rank of the correction
+    base_share: Share = 1.0  # of the loss that is of logits without correction, at first; it falls to 0 by the end
+
+
+@dataclass
 class DSparkConfig(DFlashConfig):
     fixed_fields = (*DFlashConfig.fixed_fields, "markov_rank")
     kind: str = "dspark"
@@ -339,6 +349,7 @@ DRAFTER_CONFIGS: dict[str, type[DrafterConfig]] = {
             DFlashConfig,
             DFlash2Config,
             DSparkConfig,
+            DominoConfig,
             MtpConfig,
             MedusaConfig,
             HydraConfig,

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from draftsmith.models.layers import gather_columns
 
@@ -86,6 +87,58 @@ class MarkovHead(nn.Module, SlotCorrector):
 
     def codes(self, hidden: Tensor, token_ids: Tensor, memory: Tensor | None) -> tuple[Tensor, None]:
         return self.markov_w1(token_ids), None
+
+
+class PrefixGRU(nn.Module):
+    """A gated recurrent unit over the tokens of a block, with the weights of `nn.GRU` without biases."""
+
+    def __init__(self, width: int, memory: int) -> None:
+        """`width`: of what it reads; `memory`: S."""
+        super().__init__()
+        self.weight_ih_l0 = nn.Parameter(torch.empty(3 * memory, width))
+        self.weight_hh_l0 = nn.Parameter(torch.empty(3 * memory, memory))
+
+    def start(self) -> None:
+        """Set the weights of a new one as PyTorch does."""
+        for weight in (self.weight_ih_l0, self.weight_hh_l0):
+            nn.init.uniform_(weight, -(self.weight_hh_l0.shape[1] ** -0.5), self.weight_hh_l0.shape[1] ** -0.5)
+
+    def forward(self, x: Tensor, memory: Tensor | None) -> Tensor:
+        """Return the states [N, K, S] after each of x [N, K, width], from those before them [N, S]; None: zeros."""
+        read = F.linear(x, self.weight_ih_l0)  # [N, K, 3 S]
+        state = read.new_zeros(len(x), self.weight_hh_l0.shape[1]) if memory is None else memory
+        states = []
+        for gates in read.unbind(1):
+            reset, update, new = gates.chunk(3, -1)
+            own_reset, own_update, own_new = F.linear(state, self.weight_hh_l0).chunk(3, -1)
+            new = torch.tanh(new + torch.sigmoid(reset + own_reset) * own_new)
+            state = torch.lerp(new, state.to(new), torch.sigmoid(update + own_update))
+            states.append(state)
+        return torch.stack(states, 1)
+
+
+class DominoCorrector(SlotCorrector):
+    """Domino's corrector (arXiv 2605.29707): a code is made of the hidden state and of all tokens of the block before.
+
+    The first slot, behind the anchor, is not corrected.
+    """
+
+    def __init__(self, embedding: Callable[[Tensor], Tensor], prefix_gru: PrefixGRU, embed_proj: nn.Sequential) -> None:
+        """`embedding` [..., H] of tokens is the target's; `embed_proj` ends in the readout."""
+        self._embedding, self._prefix_gru, self._embed_proj = embedding, prefix_gru, embed_proj
+
+    @property
+    def readout(self) -> nn.Linear:
+        readout = self._embed_proj[-1]
+        assert isinstance(readout, nn.Linear)
+        return readout
+
+    def codes(self, hidden: Tensor, token_ids: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
+        states = self._prefix_gru(self._embedding(token_ids), memory)
+        codes = self._embed_proj[:-1](torch.cat([hidden, states], -1))
+        if memory is None:
+            codes = torch.cat([torch.zeros_like(codes[:, :1]), codes[:, 1:]], 1)
+        return codes, states[:, -1]
 
 
 class SlotWalk:

@@ -100,7 +100,12 @@ class DFlashFields:
     causal: bool
     conv_kernel_size: Depth  # DFlash2
     conv_group_size: Count
-    input_embedding_scale: float
+    projector_type: str  # Domino
+    shift_label: bool
+    pure_draft_prefix_len: Natural
+    gru_hidden_dim: Count
+    emb_dim: Count
+    input_embedding_scale: float  # of DFlash2 for some targets
     output_multiplier: float
     final_logit_softcapping: float
 

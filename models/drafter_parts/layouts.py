@@ -110,7 +110,7 @@ def in_engine_layout(config: dict[str, Any], tensors: dict[str, Tensor], target:
     check_counts({key: config[key] for key in read & config.keys()}, len(tensors), "this drafter's config.json")
     if kind in ("eagle3", "p_eagle"):
         config, tensors = complete_eagle3(config, tensors, target)
-    elif kind in ("dflash", "dflash2", "dspark"):
+    elif kind in ("dflash", "dflash2", "dspark", "domino"):
         config, tensors = complete_dflash(config, tensors)
     elif kind == "medusa":
         config = {**MEDUSA_DEFAULTS, **config}
@@ -135,6 +135,8 @@ def _kind(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     if "mask_hidden" in tensors:  # the rest of P-EAGLE looks like EAGLE-3
         return "p_eagle"
     architecture = (config.get("architectures") or ["none named"])[0]
+    if config.get("dflash_config", {}).get("projector_type") == "domino":  # the rest of it looks like DFlash
+        return "domino"
     if architecture in ARCHITECTURES:
         return ARCHITECTURES[architecture]
     if "fc.weight" in tensors:  # EAGLE heads of SafeAILab name the target's architecture

@@ -342,7 +342,6 @@ class DFlash(Drafter):
         key_norm = any(bool((tensors[name] != 1).any()) for name in norms)
         if not key_norm:
             tensors = {name: tensor for name, tensor in tensors.items() if name not in norms}
-        next_token = config.get("sample_from_anchor", cls.config_class.layout == "next_token")
         own = cls.config_class.of_checkpoint(
             config,
             layer_ids=config["eagle_aux_hidden_state_layer_ids"],
@@ -352,11 +351,16 @@ class DFlash(Drafter):
             mask_token_id=config["mask_token_id"],
             sliding_window=sliding_window_of(config),
             key_norm=key_norm,
-            layout="next_token" if next_token else "fill_in",
+            layout="next_token" if cls.predicts_next(config) else "fill_in",
             **cls.own_sizes(config),
         )
         layer_config = layer_config_of(config)
         return loaded(lambda: cls(own, layer_config, target), tensors, what)
+
+    @classmethod
+    def predicts_next(cls, config: dict[str, Any]) -> bool:
+        """Return whether a row predicts the token behind its place, from config.json."""
+        return config.get("sample_from_anchor", cls.config_class.layout == "next_token")
 
     @classmethod
     def own_sizes(cls, config: dict[str, Any]) -> dict[str, int]:

@@ -328,8 +328,8 @@ class TrainSettings(Settings):
     """Train a drafter by a recipe; the same command resumes an interrupted run.
 
     recipes:
-      eagle, eagle3, p_eagle, dflash, dflash2, dspark, mtp, medusa, medusa_2, hydra, mlp_speculator,
-      draft_model;
+      eagle, eagle3, p_eagle, dflash, dflash2, dspark, domino, mtp, medusa, medusa_2,
+      hydra, mlp_speculator, draft_model;
       quickstart_ before any of them but medusa_2: for the target that draftsmith ships;
       those for public targets: docs/recipes.md
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from draftsmith.models.drafter_configs import (
     DFlash2Config,
     DFlashConfig,
+    DominoConfig,
     DrafterConfig,
     DraftModelConfig,
     DSparkConfig,
@@ -54,6 +55,11 @@ def dflash2() -> TrainConfig:
 def dspark() -> TrainConfig:
     """DSpark of five layers in blocks of 7, whose tokens follow each other; drafts up to 7 tokens in one pass."""
     return _recipe(DSparkConfig(block_size=7), learning_rate=6e-4, steps=20000)
+
+
+def domino() -> TrainConfig:
+    """Domino of five layers in blocks of 8, whose tokens follow all those before them; drafts up to 7 in one pass."""
+    return _recipe(DominoConfig(), learning_rate=6e-4, steps=20000)
 
 
 def mtp() -> TrainConfig:
@@ -135,6 +141,11 @@ def quickstart_dspark() -> TrainConfig:
     return _quickstart(dspark(), 4e-3, DSparkConfig(num_layers=2, block_size=4, markov_rank=64))
 
 
+def quickstart_domino() -> TrainConfig:
+    """Domino of two layers in blocks of 5 for the embedded target, in a minute or two on a CPU."""
+    return _quickstart(domino(), 4e-3, DominoConfig(num_layers=2, block_size=5, memory_size=64, code_size=64))
+
+
 def quickstart_mtp() -> TrainConfig:
     """A new head for further tokens of the embedded target, in a minute or two on a CPU."""
     return _quickstart(mtp(), 4e-3)
@@ -182,6 +193,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "dflash": dflash,
     "dflash2": dflash2,
     "dspark": dspark,
+    "domino": domino,
     "mtp": mtp,
     "medusa": medusa,
     "medusa_2": medusa_2,
@@ -194,6 +206,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "quickstart_dflash": quickstart_dflash,
     "quickstart_dflash2": quickstart_dflash2,
     "quickstart_dspark": quickstart_dspark,
+    "quickstart_domino": quickstart_domino,
     "quickstart_mtp": quickstart_mtp,
     "quickstart_medusa": quickstart_medusa,
     "quickstart_hydra": quickstart_hydra,

@@ -7,7 +7,8 @@ drops everything unknown, neither with a word, and drafts are then never accepte
 
 Sizes in shapes: H width of the drafter, T of the target, A layers read, N query heads, K key-value heads, D head width,
 I inner width, V target vocabulary, R draft vocabulary, M rank of DSpark's Markov head, C width that its confidence head
-reads, P taps and G groups of DFlash2's convolutions, S rank of its selector.
+reads, P taps and G groups of DFlash2's convolutions, S rank of its selector, U width of
+Domino's recurrent unit, E rank of its correction, W width that this reads.
 """
 
 from dataclasses import dataclass, field, replace
@@ -75,6 +76,13 @@ DFLASH2 = {
     "candidate_selector.predecessor_codebook": "V S",
     "candidate_selector.successor_codebook": "V S",
     "candidate_selector.hidden_projection.weight": "S H",
+}
+DOMINO = {
+    **DFLASH,
+    "prefix_gru.weight_ih_l0": "3*U H",
+    "prefix_gru.weight_hh_l0": "3*U U",
+    "embed_proj.0.weight": "E W",
+    "embed_proj.2.weight": "V E",
 }
 TABLES = {"d2t": "R", "t2d": "V"}  # only where the draft vocabulary is a reduced one
 DTYPES = {"d2t": torch.int64, "t2d": torch.bool, "token_map": torch.int64}
@@ -315,6 +323,16 @@ LOADER_RULES = {
         required=DSPARK_KEYS,
         fixed=DSPARK_FIXED,
     ),
+    ("sglang", "domino"): LoaderRules(  # it drafts with bf16 weights alone, and corrects the 2048 likeliest tokens
+        engine=SGLANG,
+        method="DFLASH",
+        architecture="DFlashDraftModel",
+        tensors=DOMINO,
+        later_layers=DFLASH_LAYER,
+        reduced={},
+        required=DFLASH_KEYS,
+        fixed={key: value for key, value in DFLASH_FIXED.items() if key != "sample_from_anchor"},
+    ),
     ("sglang", "draft_model"): LoaderRules(engine=SGLANG, method="STANDALONE", required=DRAFT_MODEL_KEYS),
 }
 UNSERVED = {
@@ -325,6 +343,7 @@ UNSERVED = {
     ("vllm", "mlp_speculator"): "vLLM reads MLP speculators up to 0.32.0, but has run none since its V1 engine",
     ("sglang", "mlp_speculator"): "SGLang serves no MLP speculators",
     ("sglang", "p_eagle"): "SGLang serves no P-EAGLE drafters",
+    ("vllm", "domino"): "vLLM serves no Domino drafters",
     ("sglang", "dflash2"): "draftsmith has not read how SGLang loads DFlash2",
     ("sglang", "medusa"): "SGLang serves no medusa drafters: it has EAGLE, EAGLE3, STANDALONE and NGRAM",
 }

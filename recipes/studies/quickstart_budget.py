@@ -35,6 +35,7 @@ WEIGHTS = {
     "dflash": 5,
     "dflash2": 5,
     "dspark": 5,
+    "domino": 5,
     "mtp": 5,
     "hydra": 4,
     "mlp_speculator": 4,

@@ -186,6 +186,13 @@ DSPARK_TRAPS: dict[str, tuple[Change, str]] = {
     "another rank": (new_key("markov_rank", 5), "confidence_head.proj.weight has the shape"),
     "no confidence": (without("enable_confidence_head"), "enable_confidence_head None, not True"),
 }
+DOMINO_TRAPS: dict[str, tuple[Change, str]] = {
+    "no recurrent unit": (without("prefix_gru.weight_hh_l0"), "prefix_gru.weight_hh_l0 is missing"),
+    "another rank": (
+        lambda config, tensors: config["dflash_config"].update(emb_dim=5),
+        "embed_proj.0.weight has the shape",
+    ),
+}
 DFLASH2_TRAPS: dict[str, tuple[Change, str]] = {
     "no selector": (
         without("candidate_selector.successor_codebook"),
@@ -241,6 +248,7 @@ OTHER_TRAPS = [
         ("vllm", "dflash2", DFLASH2_TRAPS),
         ("vllm", "dspark", DSPARK_TRAPS),
         ("sglang", "dspark", DSPARK_TRAPS),
+        ("sglang", "domino", DOMINO_TRAPS),
         ("vllm", "draft_model", DRAFT_MODEL_TRAPS),
         ("sglang", "draft_model", DRAFT_MODEL_TRAPS),
     )
@@ -250,7 +258,11 @@ OTHER_TRAPS = [
 
 @pytest.mark.parametrize(("engine", "kind", "trap"), OTHER_TRAPS)
 def test_trap_of_another_kind_is_refused(engine: str, kind: str, trap: tuple[Change, str], tiny_target: Target) -> None:
-    fields = {"num_layers": 3, "layer_ids": [1, 2, 3]} if kind in ("p_eagle", "dflash", "dflash2", "dspark") else {}
+    fields = (
+        {"num_layers": 3, "layer_ids": [1, 2, 3]}
+        if kind in ("p_eagle", "dflash", "dflash2", "dspark", "domino")
+        else {}
+    )
     files = files_for(engine, kind, tiny_target, **fields)
     change, message = trap
     check_files(engine, files, tiny_target)

@@ -17,6 +17,9 @@ from draftsmith.models import Drafter, Target
 from draftsmith.models.batch import Batch
 
 pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
+BLOCKS = ("dflash", "dflash2", "dspark", "domino")
+# Domino goes through the target's head and through its own; families that are not here have one for each depth.
+NUM_HEADS = {**dict.fromkeys(("eagle", "eagle3", "p_eagle", *BLOCKS, "mtp", "draft_model"), 1), "domino": 2}
 REDUCED = {"eagle3": {"draft_vocab_size": 40}, "medusa": {"draft_vocab_size": 40}, "p_eagle": {"draft_vocab_size": 40}}
 
 
@@ -54,16 +57,12 @@ def target(tiny_target_dir: Path) -> Target:
 def test_no_micro_batch_waits(kind: str, packing: bool, target: Target) -> None:
     log, drafter = train_a_micro_batch(kind, target, packing)
     assert log.num_sent > 2  # the batch, and indices
-    num_heads = (
-        1
-        if kind in ("eagle", "eagle3", "p_eagle", "dflash", "dflash2", "dspark", "mtp", "draft_model")
-        else drafter.training_depth
-    )
+    num_heads = NUM_HEADS.get(kind, drafter.training_depth)
     assert log.operations["_compare"] == num_heads  # all depths of a head go through it, and the loss's kernel, at once
     if packing:  # no attention over all pairs of tokens, but for mask slots
         assert log.operations["_flash_attention_forward"]
         masked = sum(number for name, number in log.operations.items() if name.startswith("_scaled_dot_product"))
-        assert (masked > 0) == (kind in ("p_eagle", "dflash", "dflash2", "dspark"))
+        assert (masked > 0) == (kind in ("p_eagle", *BLOCKS))
 
 
 @pytest.mark.gpu

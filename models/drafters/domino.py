@@ -1,0 +1,90 @@
+"""Domino (arXiv 2605.29707): DFlash whose tokens follow all those before them in the block.
+
+A recurrent unit reads the tokens of a block (`DominoCorrector`). The first token is drafted as DFlash does, and a block
+drafts one token less than it has rows, whichever rows predict them.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from transformers import LlamaConfig
+
+from draftsmith.models.block_parts.slot_correctors import DominoCorrector, PrefixGRU
+from draftsmith.models.drafter_configs import DominoConfig
+from draftsmith.models.drafters.dflash import DFlash
+from draftsmith.models.errors import UserError
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth, divergence_over_depths
+from draftsmith.models.target.target import Features, Target
+
+
+class Domino(DFlash):
+    kind = "domino"
+    config_class = DominoConfig
+    independent_depths = False
+
+    def __init__(self, config: DominoConfig, layer_config: LlamaConfig, target: Target) -> None:
+        super().__init__(config, layer_config, target)
+        self.max_draft_length = self.training_depth = config.block_size - 1
+        width = layer_config.hidden_size
+        self.prefix_gru = PrefixGRU(width, config.memory_size)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(width + config.memory_size, config.code_size, bias=False),
+            nn.SiLU(),
+            nn.Linear(config.code_size, self.config.draft_vocab_size, bias=False),
+        )
+
+    @classmethod
+    def from_target(cls, config: Any, target: Target) -> "Domino":
+        """Return what `DFlash` starts as, with a corrector that changes nothing."""
+        drafter = super().from_target(config, target)
+        assert isinstance(drafter, Domino)
+        drafter.prefix_gru.start()
+        nn.init.zeros_(drafter.corrector.readout.weight)
+        return drafter
+
+    @property
+    def corrector(self) -> DominoCorrector:
+        return DominoCorrector(self.target.embedding, self.prefix_gru, self.embed_proj)
+
+    def add_divergences(self, chain_loss: ChainLoss, depths: list[Depth], features: Features) -> None:
+        """Add the divergence, at first of the logits without correction and at the end of those with it."""
+        super().add_divergences(chain_loss, depths, features)
+        share = self.config.base_share * (1 - self.progress)
+        if share == 0:
+            return
+        width = self.layer_config.hidden_size
+        base = [replace(depth, hidden=depth.hidden[:, :width], head=self.head) for depth in depths]
+        last_hidden, ids = features.last_hidden.flatten(0, 1), self.draft_to_target()
+        total, _ = divergence_over_depths(
+            base, last_hidden, self.target.logits, self.divergence(), ids, self.compile_loss
+        )
+        chain_loss.total = (1 - share) * chain_loss.total + share * total
+
+    # --- checkpoints
+
+    def engine_config(self) -> dict[str, Any]:
+        """Return the config of the plain layout, which SGLang reads."""
+        config = super().engine_config()
+        corrector = {
+            "projector_type": "domino",
+            "shift_label": config.pop("sample_from_anchor"),
+            "pure_draft_prefix_len": 1,
+            "gru_hidden_dim": self.config.memory_size,
+            "emb_dim": self.config.code_size,
+        }
+        return {**config, "dflash_config": {**config["dflash_config"], **corrector}}
+
+    @classmethod
+    def predicts_next(cls, config: dict[str, Any]) -> bool:
+        return config["dflash_config"].get("shift_label", True)
+
+    @classmethod
+    def own_sizes(cls, config: dict[str, Any]) -> dict[str, int]:
+        nested = config["dflash_config"]
+        if (length := nested.get("pure_draft_prefix_len", 1)) != 1:
+            raise UserError(f"this Domino drafter has pure_draft_prefix_len {length}: draftsmith computes 1 alone")
+        for key in ("gru_hidden_dim", "emb_dim"):
+            if nested.get(key) is None:
+                raise UserError(f"this Domino drafter's config.json lacks {key} (in dflash_config): take another copy")
+        return {"memory_size": nested["gru_hidden_dim"], "code_size": nested["emb_dim"]}
