@@ -90,10 +90,10 @@ def write_drafter(checkpoint: str | Path, engine: str, target: Target, names: di
     elif engine == "speculators":  # vLLM loads that format, too
         check_files("vllm", adapt(trained, "vllm", target), target)
         served_by = ("vllm",)
-    if files.kind != "draft_model" or engine != "sglang":
-        method = LOADER_RULES["vllm", files.kind].method
+    vllm = LOADER_RULES.get(("vllm", files.kind))
+    if vllm is not None and (files.kind != "draft_model" or engine != "sglang"):
         for option, name in names.items():
-            check_name(method, option, name)
+            check_name(vllm.method, option, name)
     write_files(files, engine, folder, target)
     check_round_trip(source, folder, target)
     return Exported(folder, engine, files.kind, target.name, fingerprint, drafter.max_draft_length, served_by)
