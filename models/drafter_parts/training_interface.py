@@ -34,6 +34,16 @@ class TrainedDrafter(nn.Module):
         """Average number of times that a token of a text goes through what is trained, in one training step."""
         return 1.0
 
+    @property
+    def layer_passes(self) -> float:
+        """Average number of times that a token of a text goes through a decoder layer that is trained."""
+        return self.training_passes
+
+    @property
+    def head_passes(self) -> float:
+        """Average number of times that logits are made of a token of a text."""
+        return self.training_passes
+
     # --- the draft vocabulary
 
     def fit_vocabulary(self, counts: Tensor) -> None:

@@ -135,6 +135,14 @@ class DFlash(Drafter):
         """Return the average number of block rows for a token of a text."""
         return self.config.anchor_share * self.config.block_size
 
+    @property
+    def layer_passes(self) -> float:
+        return self.training_passes * self.config.num_layers
+
+    @property
+    def head_passes(self) -> float:
+        return self.config.anchor_share * self.training_depth
+
     # --- the parts of a forward pass
 
     def context(self, layers: Tensor) -> Tensor:

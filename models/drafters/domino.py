@@ -14,7 +14,7 @@ from draftsmith.models.block_parts.slot_correctors import DominoCorrector, Prefi
 from draftsmith.models.drafter_configs import DominoConfig
 from draftsmith.models.drafters.dflash import DFlash
 from draftsmith.models.errors import UserError
-from draftsmith.models.losses.chain_loss import ChainLoss, Depth, divergence_over_depths
+from draftsmith.models.losses.chain_loss import ChainLoss, Depth
 from draftsmith.models.target.target import Features, Target
 
 
@@ -47,19 +47,21 @@ class Domino(DFlash):
     def corrector(self) -> DominoCorrector:
         return DominoCorrector(self.target.embedding, self.prefix_gru, self.embed_proj)
 
+    @property
+    def head_passes(self) -> float:
+        """Return the average number of times that logits are made of a token: with correction and without."""
+        return 2 * super().head_passes
+
     def add_divergences(self, chain_loss: ChainLoss, depths: list[Depth], features: Features) -> None:
         """Add the divergence, at first of the logits without correction and at the end of those with it."""
-        super().add_divergences(chain_loss, depths, features)
-        share = self.config.base_share * (1 - self.progress)
-        if share == 0:
-            return
-        width = self.layer_config.hidden_size
-        base = [replace(depth, hidden=depth.hidden[:, :width], head=self.head) for depth in depths]
-        last_hidden, ids = features.last_hidden.flatten(0, 1), self.draft_to_target()
-        total, _ = divergence_over_depths(
-            base, last_hidden, self.target.logits, self.divergence(), ids, self.compile_loss
-        )
-        chain_loss.total = (1 - share) * chain_loss.total + share * total
+        share, width = self.config.base_share * (1 - self.progress), self.layer_config.hidden_size
+        compared = depths
+        if share > 0:
+            base = [replace(depth, hidden=depth.hidden[:, :width], head=self.head) for depth in depths]
+            compared = [replace(depth, weight=(1 - share) * depth.weight) for depth in depths]
+            compared += [replace(depth, weight=share * depth.weight) for depth in base]
+        super().add_divergences(chain_loss, compared, features)
+        del chain_loss.added[len(depths) :]  # what counts are the tokens that would be drafted
 
     # --- checkpoints
 

@@ -122,6 +122,10 @@ class PEagle(Drafter):
         """Return the average number of slots for a token: one of the text, and the mask slots that are kept."""
         return sum(self.share_kept(depth) for depth in range(self.config.num_depths))
 
+    @property
+    def layer_passes(self) -> float:
+        return self.training_passes * self.config.num_layers
+
     def share_kept(self, depth: int) -> float:
         """Return the share of slots that is trained at a depth."""
         return max(self.config.keep_ratio**depth, self.config.keep_least)

@@ -150,7 +150,7 @@ def estimate(
     text = target_config.get_text_config()
     width, inner = text.hidden_size, int(getattr(text, "intermediate_size", 4 * text.hidden_size))
     states = (len(drafter.layer_ids) + 1) * width
-    kept = states + drafter.training_passes * VALUES_KEPT * (3 * width + inner)  # values a token
+    kept = states + drafter.layer_passes * VALUES_KEPT * (3 * width + inner)  # values a token
     logits = LOGIT_COPIES * CHUNK_ELEMENTS * 4.0
     if on_gpu:
         ids, passes = drafter.draft_to_target(), max(1.0, drafter.training_passes)
@@ -202,8 +202,8 @@ def operations_per_token(config: TrainConfig, size: TargetSize, drafter: Drafter
 
     A token passes once through the target's layers and head, whose distribution teaches all depths, and
     `training_passes` times through what the drafter trains. Where a drafter's logits come from the target's own head,
-    they take 2 operations a weight forward and 2 backward, for the head stays frozen.
+    each of its `head_passes` takes 2 operations a weight forward and 2 backward, for the head stays frozen.
     """
     layers = size.active_layers if config.data.features == "online" else 0
-    own_logits = 4 * size.head * drafter.training_passes if drafter.drafts_by_target_head else 0
+    own_logits = 4 * size.head * drafter.head_passes if drafter.drafts_by_target_head else 0
     return 2 * layers + 2 * size.head + own_logits + 6 * drafter.training_passes * num_multiplied(drafter)
