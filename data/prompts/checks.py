@@ -189,8 +189,9 @@ def check_capture(target: Target, layer_ids: tuple[int, ...], token_ids: list[in
     if features.layers is not None:
         captured = features.layers.split(target.hidden_size, dim=-1)
         for layer_id, hidden in zip(sorted(layer_ids), captured, strict=True):
-            if layer_id < target.num_layers:  # of the last layer's, transformers gives what the final norm makes of it
-                pairs[f"layer {layer_id}"] = (hidden, plain.hidden_states[layer_id])
+            if layer_id == target.num_layers:  # of the last layer's, transformers gives what the final norm makes of it
+                hidden = target.final_norm(hidden)
+            pairs[f"layer {layer_id}"] = (hidden, plain.hidden_states[layer_id])
     pairs["the head's logits"] = (target.logits(features.last_hidden), plain.logits)
     tolerance = 1e-3 if target.dtype == torch.float32 else 0.1
     for name, (own, expected) in pairs.items():

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from draftsmith.models.drafter_configs import ReducedVocabulary
 from draftsmith.models.errors import UserError
+from draftsmith.models.target.target import Target
 
 SIZE_UNIT = 64  # engines pad the matrix of a head to a multiple of it anyway
 
@@ -55,3 +56,17 @@ def draft_ids(ids: Tensor, token_ids: Tensor) -> Tensor:
     ordered, order = ids.sort()
     nearest = torch.searchsorted(ordered, token_ids).clamp(max=len(ids) - 1)
     return torch.where(ordered[nearest] == token_ids, order[nearest], -1)
+
+
+def mask_token_of(token_id: int | None, target: Target) -> int:
+    """Return the token whose embedding mask slots read: the one that is asked for, else the end of text.
+
+    That one is never an anchor. Raises `UserError` for an id that the target does not have.
+    """
+    if token_id is None:
+        if not target.eos_token_ids:
+            raise UserError(f"{target.name} names no end of text for mask slots: give drafter.mask_token_id")
+        return target.eos_token_ids[0]
+    if not 0 <= token_id < target.vocab_size:
+        raise UserError(f"drafter.mask_token_id {token_id}: give an id from 0 to {target.vocab_size - 1}")
+    return token_id

@@ -38,7 +38,7 @@ from draftsmith.models.drafter_parts.decoder_layer import (
 )
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary, with_no_token
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
-from draftsmith.models.drafter_parts.vocabulary import draft_ids, too_large
+from draftsmith.models.drafter_parts.vocabulary import draft_ids, mask_token_of, too_large
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import RMSNorm, checkpoint_tensors, rotary_table, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
@@ -201,9 +201,10 @@ class DFlash(Drafter):
         """Return the weights of all depths in the loss, fp32 [B, M, K].
 
         They are made from what the head reads [B, M, K, ...], the text's tokens there [B, M, K], and which of them are
-        trained, [B, M, K] bool in the host's memory.
+        trained, [B, M, K] bool in the host's memory. D-PACE's move with the drafter: outside of training, where losses
+        of checkpoints are compared, weights are those of the decay.
         """
-        if self.config.position_weights == "decay":
+        if self.config.position_weights == "decay" or not self.training:
             length = self.config.decay_length or DECAY_LENGTH
             depths = torch.arange(tokens.shape[2], device=tokens.device)
             return torch.exp(-depths / length).expand(tokens.shape)
@@ -404,17 +405,6 @@ def even_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
     step = (num_target_layers - 4) / (num_layers - 1)
     ids = {2 + round(i * step) for i in range(num_layers)}
     return sorted({min(max(1, layer_id), num_target_layers - 1) for layer_id in ids})
-
-
-def mask_token_of(token_id: int | None, target: Target) -> int:
-    """Return the token whose embedding mask slots read: the one that is asked for, else the end of text.
-
-    That one is never an anchor. Raises `UserError` for an id that the target does not have.
-    """
-    token_id = target.eos_token_ids[0] if token_id is None else token_id
-    if not 0 <= token_id < target.vocab_size:
-        raise UserError(f"drafter.mask_token_id {token_id}: give an id from 0 to {target.vocab_size - 1}")
-    return token_id
 
 
 def sliding_window_of(config: dict[str, Any]) -> int | None:

@@ -24,6 +24,7 @@ from draftsmith.models.drafter_parts.checkpoint_interface import loaded
 from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer, randomize, start_as_target
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary, with_no_token
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
+from draftsmith.models.drafter_parts.vocabulary import mask_token_of
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import RMSNorm, checkpoint_tensors, gather_columns, rotary_table, shift_left
@@ -69,13 +70,10 @@ class PEagle(Drafter):
 
     def __init__(self, config: PEagleConfig, eagle3: Eagle3, target: Target) -> None:
         super().__init__(config)
-        mask_token_id = target.eos_token_ids[0] if config.mask_token_id is None else config.mask_token_id
-        if not 0 <= mask_token_id < target.vocab_size:
-            raise UserError(f"drafter.mask_token_id {mask_token_id}: give an id from 0 to {target.vocab_size - 1}")
         self.target, self.layer_ids = target, eagle3.layer_ids
         self.max_draft_length = self.training_depth = config.num_depths
         sizes = {name: getattr(eagle3.config, name) for name in SHARED_FIELDS}
-        self.config = replace(config, **sizes, mask_token_id=mask_token_id)
+        self.config = replace(config, **sizes, mask_token_id=mask_token_of(config.mask_token_id, target))
         self.eagle3 = eagle3  # fusion, first layer, final norm, head and draft vocabulary
         self.deeper = nn.ModuleList([DeeperLayer(eagle3.layer_config) for _ in range(config.num_layers - 1)])
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, eagle3.fc.in_features))

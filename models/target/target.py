@@ -310,8 +310,7 @@ class Target:
 
     @cached_property
     def final_norm(self) -> nn.Module:
-        """The norm between the last layer's output and the last hidden state, of a target whose model has no layers."""
-        assert not self.has_layers
+        """The norm between the last layer's output and the last hidden state."""
         outputs: list[tuple[nn.Module, Tensor]] = []  # kept, so that no two lie at one place in memory
         hooks = [
             module.register_forward_hook(lambda module, _, output: outputs.append((module, output)))

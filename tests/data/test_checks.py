@@ -167,13 +167,16 @@ def test_prompts_that_were_trained_on_are_mentioned(capsys: pytest.CaptureFixtur
 def test_the_capture_is_that_of_a_plain_forward(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Off by one, in another order, without the final norm, or not a number."""
     token_ids = list(range(20))
-    check_capture(tiny_target, (1, 3), token_ids)
+    last = tiny_target.num_layers
+    check_capture(tiny_target, (1, 3, last), token_ids)
     check_capture(tiny_target, (), token_ids)
     layers = tiny_target.decoder_layers
     with monkeypatch.context() as patch:
         patch.setattr(tiny_target, "decoder_layers", [*layers[1:], layers[0]])  # engines' other convention
         with pytest.raises(UserError, match="layer 1 of .* is not what a plain forward gives"):
             check_capture(tiny_target, (1, 2), token_ids)
+        with pytest.raises(UserError, match=f"layer {last} of .* is not what a plain forward gives"):
+            check_capture(tiny_target, (last,), token_ids)
         check_capture(tiny_target, (), token_ids)
     features = Target.features
     with monkeypatch.context() as patch:

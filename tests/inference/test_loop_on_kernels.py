@@ -103,7 +103,10 @@ def followed_cases(directory: str) -> list[Case]:
 
 
 def covering_cases(directory: str) -> list[Case]:
-    """Return one case for each mode and shape, of the drafter that was taken least before and follows the fewest."""
+    """Return one case for each mode and shape, of the drafter that was taken least before and follows the fewest.
+
+    Behind them stands one of each drafter that was never taken.
+    """
     taken: Counter[str] = Counter()
     followed = Counter(case[0] for case in followed_cases(directory))
     chosen = []
@@ -112,7 +115,9 @@ def covering_cases(directory: str) -> list[Case]:
         case = min(group, key=lambda case: (taken[case[0]], followed[case[0]]))
         taken[case[0]] += 1
         chosen.append(case)
-    assert set(taken) == set(DRAFTERS)
+    left = set(DRAFTERS) - set(taken)
+    chosen += [next(case for case in by_mode if case[0] == kind) for kind in sorted(left)]
+    assert {case[0] for case in chosen} == set(DRAFTERS)
     return chosen
 
 

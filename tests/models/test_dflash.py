@@ -152,7 +152,9 @@ def test_weights_fall_with_the_depth(tiny_target: Target) -> None:
 
 def test_weights_follow_the_chances_of_the_text(tiny_target: Target) -> None:
     """D-PACE on the tokens of the text, of which a reduced vocabulary gives the later half no chance at all."""
-    drafter = dflash(tiny_target, position_weights="d_pace", draft_vocab_size=tiny_target.vocab_size // 2)
+    drafter = dflash(
+        tiny_target, position_weights="d_pace", draft_vocab_size=tiny_target.vocab_size // 2, anchor_share=1.0
+    ).train()
     batch = random_batch(tiny_target)
     drafter_ids = drafter.draft_to_target()
     assert drafter_ids is not None
@@ -172,8 +174,17 @@ def test_weights_follow_the_chances_of_the_text(tiny_target: Target) -> None:
             assert float(depths[1].weight[slots[1].index(slot)]) == pytest.approx(reached, abs=1e-5)
 
 
+def test_a_held_out_loss_weighs_depths_alike_at_any_checkpoint(tiny_target: Target) -> None:
+    """By the decay: D-PACE's weights grow as a drafter improves, and would hide it."""
+    drafter, batch = dflash(tiny_target, position_weights="d_pace"), random_batch(tiny_target)
+    plain = dflash(tiny_target)
+    plain.load_state_dict(drafter.state_dict())
+    found, expected = (loss_of(one.eval(), batch, tiny_target)["loss"][0] for one in (drafter, plain))
+    assert torch.equal(found, expected)
+
+
 def test_padding_and_packing_change_no_weights(tiny_target: Target) -> None:
-    drafter = dflash(tiny_target, position_weights="d_pace")
+    drafter = dflash(tiny_target, position_weights="d_pace", anchor_share=1.0).train()
     batch = random_batch(tiny_target)
     pad = torch.zeros(3, 4, dtype=torch.int64)
     padded = Batch(torch.cat([batch.token_ids, pad], 1), torch.cat([batch.loss_mask, pad.bool()], 1))
