@@ -23,7 +23,15 @@ from draftsmith.models.ranges import (
 )
 
 FeatureNorm = Literal["none", "each", "all"]
-Divergence = Literal["cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "lk_hybrid"]
+Divergence = Literal[
+    "cross_entropy",
+    "forward_kl",
+    "reverse_kl",
+    "jensen_shannon",
+    "total_variation",
+    "lk_hybrid",
+    "cross_entropy_and_l1",
+]
 
 C = TypeVar("C", bound="DrafterConfig")
 
@@ -232,6 +240,7 @@ class DSparkConfig(DFlashConfig):
     kind: str = "dspark"
     layout: Literal["fill_in", "next_token"] = "next_token"
     markov_rank: Count = 256  # of the matrix by which a token shifts the logits of the one behind it
+    divergence: Divergence = "cross_entropy_and_l1"
     confidence_weight: NonNegative = 1.0  # of the confidence head's cross-entropy in the loss
 
 

@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.models.losses.divergences import LK_DECAY, Comparison, Divergence
+from draftsmith.models.losses.divergences import CROSS_ENTROPY_SHARE, LK_DECAY, Comparison, Divergence
 
 BLOCK = 4096  # logits that a program reads at once
 NUM_WARPS = 8
 LOG_2 = tl.constexpr(0.6931471805599453)
 DECAY = tl.constexpr(LK_DECAY)
+OF_ENTROPY, OF_L1 = tl.constexpr(CROSS_ENTROPY_SHARE), tl.constexpr(2 * (1 - CROSS_ENTROPY_SHARE))
 
 
 @dataclass
@@ -155,6 +156,8 @@ def _compare(
             overlap += tl.minimum(q, p)
             below += tl.where(q < p, q, 0.0)
             of_p += p * (log_p - log_q)
+            if DIVERGENCE == "cross_entropy_and_l1":
+                of_q -= tl.where(ids == label, log_q, 0.0)
     rejection, of_below, kl, other = 1.0 - tl.sum(overlap, 0), tl.sum(below, 0), tl.sum(of_p, 0), tl.sum(of_q, 0)
     weight = tl.exp((rejection - 1.0) * DECAY)
     if DIVERGENCE == "forward_kl":
@@ -165,6 +168,8 @@ def _compare(
         loss = rejection
     elif DIVERGENCE == "lk_hybrid":
         loss = weight * kl + (1.0 - weight) * rejection
+    elif DIVERGENCE == "cross_entropy_and_l1":
+        loss = OF_ENTROPY * other + OF_L1 * rejection
     else:
         loss = other
     tl.store(losses + row, loss)
@@ -190,4 +195,6 @@ def _compare(
                 gradient = q * of_below - tl.where(q < p, q, 0.0)
                 if DIVERGENCE == "lk_hybrid":
                     gradient += weight * (q - p - gradient)
+                elif DIVERGENCE == "cross_entropy_and_l1":
+                    gradient = OF_ENTROPY * (q - tl.where(ids == label, 1.0, 0.0)) + OF_L1 * gradient
             tl.store(logits + ids, gradient * row_weight, mask=ids < V)

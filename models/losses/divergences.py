@@ -18,6 +18,7 @@ from torch import Tensor
 from draftsmith.models.drafter_configs import Divergence
 
 LOWEST = torch.finfo(torch.float32).min  # for the logarithm of a probability of 0, which times 0 is then 0
+CROSS_ENTROPY_SHARE = 0.1  # of DSpark's divergence, whose rest is the L1 distance (arXiv 2607.05147)
 LK_DECAY = 3.0  # eta of the LK hybrid for EAGLE-3-like drafters (arXiv 2602.23881)
 
 
@@ -116,6 +117,17 @@ def lk_hybrid(log_q: Tensor, q: Tensor, teacher: Teacher) -> tuple[Tensor, Tenso
     return weight * kl + (1 - weight) * rejection, gradient
 
 
+def cross_entropy_and_l1(log_q: Tensor, q: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
+    """0.1 * cross-entropy + 0.9 * sum |p - q|, which is twice the total variation (DSpark, arXiv 2607.05147)"""
+    entropy, entropy_gradient = cross_entropy(log_q, q, teacher)
+    rejection, rejection_gradient = total_variation(log_q, q, teacher)
+    of_l1 = 2 * (1 - CROSS_ENTROPY_SHARE)
+    return (
+        CROSS_ENTROPY_SHARE * entropy + of_l1 * rejection,
+        CROSS_ENTROPY_SHARE * entropy_gradient + of_l1 * rejection_gradient,
+    )
+
+
 DIVERGENCES: dict[Divergence, Callable[[Tensor, Tensor, Teacher], tuple[Tensor, Tensor]]] = {
     "cross_entropy": cross_entropy,
     "forward_kl": forward_kl,
@@ -123,4 +135,5 @@ DIVERGENCES: dict[Divergence, Callable[[Tensor, Tensor, Teacher], tuple[Tensor, 
     "jensen_shannon": jensen_shannon,
     "total_variation": total_variation,
     "lk_hybrid": lk_hybrid,
+    "cross_entropy_and_l1": cross_entropy_and_l1,
 }

@@ -39,6 +39,10 @@ def lk_hybrid(log_q: Tensor, log_p: Tensor) -> Tensor:
     return weight * forward_kl(log_q, log_p) + (1 - weight) * rejection
 
 
+def cross_entropy_and_l1(log_q: Tensor, log_p: Tensor) -> Tensor:
+    return 0.1 * cross_entropy(log_q, log_p) + 0.9 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+
+
 DEFINITIONS: dict[Divergence, Callable[[Tensor, Tensor], Tensor]] = {
     "cross_entropy": cross_entropy,
     "forward_kl": forward_kl,
@@ -46,4 +50,5 @@ DEFINITIONS: dict[Divergence, Callable[[Tensor, Tensor], Tensor]] = {
     "jensen_shannon": jensen_shannon,
     "total_variation": total_variation,
     "lk_hybrid": lk_hybrid,
+    "cross_entropy_and_l1": cross_entropy_and_l1,
 }
