@@ -5,8 +5,8 @@
     python benchmarks/families.py compare RUNS families     # or blocks, loss, unroll, text, vocabulary
 
 A drafter trains for so many minutes of CPU time on one thread, which neighbours on the machine do not change much;
-steps are set from a few timed ones. `compare` decodes the held-out prompts with all drafters of a group in one process.
-Runs of several names may be started side by side, one a core.
+steps are set from a few timed ones. With `--steps` all drafters take so many instead. `compare` decodes the held-out
+prompts with all drafters of a group in one process. Runs of several names may be started side by side, one a core.
 """
 
 import argparse
@@ -52,12 +52,12 @@ EAGLE3_VARIANTS: dict[str, dict[str, Any]] = {
     "vocabulary-512": {"draft_vocab_size": 512},
     "vocabulary-1024": {"draft_vocab_size": 1024},
 }
-BLOCKS = ["dflash", "dflash2", "dspark"]
+BLOCKS = ["dflash", "dflash2", "dspark", "domino"]
 BLOCK_VARIANTS = {f"{kind}-d_pace": {"position_weights": "d_pace"} for kind in BLOCKS}
 LOOKUPS = ["ngram", "suffix", "lookahead", "suffix+hydra"]
 GROUPS = {
     "families": [*FAMILIES, "untrained", *LOOKUPS],
-    "blocks": ["hydra", *BLOCKS, *BLOCK_VARIANTS],
+    "blocks": ["eagle3", "hydra", "mtp", *BLOCKS, *BLOCK_VARIANTS],
     "loss": ["eagle3", *(name for name in EAGLE3_VARIANTS if name.startswith("loss"))],
     "unroll": ["unroll-1", "eagle3", "unroll-5", "unroll-7"],
     "text": ["eagle3", "text-given", "draft_model", "text-given-draft_model", "text-own-draft_model"],
@@ -68,7 +68,7 @@ GROUPS = {
 def config_of(name: str, runs: Path) -> TrainConfig:
     given = name.startswith("text-given")
     kind = "draft_model" if name.endswith("-draft_model") else name.partition("-")[0]
-    config = RECIPES[f"quickstart_{kind if kind in (*FAMILIES, *BLOCKS) else 'eagle3'}"]()
+    config = RECIPES[f"quickstart_{kind if kind in (*FAMILIES, *BLOCKS, 'mtp') else 'eagle3'}"]()
     config.drafter = replace(config.drafter, **EAGLE3_VARIANTS.get(name, {}), **BLOCK_VARIANTS.get(name, {}))
     config.target = str(EMBEDDED_TARGET)
     config.data.samples = str(runs / ("given" if given else "samples"))
@@ -130,7 +130,7 @@ def steps_for(config: TrainConfig, minutes: float, target: Target) -> int:
     return max(8, round(minutes * 60 * num_timed / (time.process_time() - start)))
 
 
-def train_one(name: str, runs: Path, minutes: float) -> None:
+def train_one(name: str, runs: Path, minutes: float, steps: int | None) -> None:
     target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
     if name == "untrained":
         config = config_of("draft_model", runs)
@@ -139,7 +139,7 @@ def train_one(name: str, runs: Path, minutes: float) -> None:
         )
         return
     config = config_of(name, runs)
-    config.run.steps = config.run.checkpoint_every = steps_for(config, minutes, target)
+    config.run.steps = config.run.checkpoint_every = steps or steps_for(config, minutes, target)
     config.run.log_every = max(1, config.run.steps // 20)
     start = time.process_time()
     train(config)
@@ -208,7 +208,8 @@ def bytes_read(drafter: Any) -> int:
     once = sum(p.numel() for p in {p for module in modules for p in module.parameters(recurse=False)})
     if drafter.drafts_by_target_head:
         once += drafter.target.head_weight().numel()
-    return 4 * (once // 4 if drafter.kind in ("medusa", "hydra", "mlp_speculator", "p_eagle") else once)
+    once_a_round = ("medusa", "hydra", "mlp_speculator", "p_eagle", *BLOCKS)
+    return 4 * (once // 4 if drafter.kind in once_a_round else once)
 
 
 def figures(results: list[Result]) -> list[str]:
@@ -224,6 +225,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--minutes", type=float, default=3)
+    parser.add_argument("--steps", type=int, help="of each drafter, in place of minutes")
     parser.add_argument("--num-prompts", type=int, default=3000, help="that `samples` answers (%(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -231,7 +233,7 @@ def main() -> None:
         write_samples(args.runs, args.num_prompts)
     for name in args.names:
         if args.action == "train" and not (args.runs / name / "checkpoints").is_dir():
-            train_one(name, args.runs, args.minutes)
+            train_one(name, args.runs, args.minutes, args.steps)
         elif args.action == "compare":
             compare_group(name, args.runs)
 

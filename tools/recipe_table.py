@@ -1,7 +1,10 @@
-"""Print the table of docs/recipes.md: what the recipes for public targets take, by formulae."""
+"""Print the tables of docs/recipes.md: what the recipes for public targets take, by formulae."""
 
-from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, TOKENS_PER_SAMPLE, eagle3_for
+from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, TOKENS_PER_SAMPLE
+from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train.hardware.estimates import H100, estimate, target_size
+
+KINDS = ("eagle3", "dflash", "dflash2", "dspark", "domino", "mtp")
 
 
 def table() -> str:
@@ -10,7 +13,7 @@ def table() -> str:
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for name, public in PUBLIC_TARGETS.items():
         weights = target_size(public.config)
-        taken = {size: estimate(eagle3_for(name, size), public.config, TOKENS_PER_SAMPLE) for size in SIZES}
+        taken = {size: estimate(RECIPES[f"eagle3_{name}_{size}"](), public.config, TOKENS_PER_SAMPLE) for size in SIZES}
         memory = taken["usable"].total_bytes
         row = [
             f"`eagle3_{name}_SIZE`",
@@ -26,5 +29,16 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def table_of_kinds() -> str:
+    """Return hours and memory of the usable recipes of every kind, in Markdown."""
+    lines = [f"| target | {' | '.join(f'`{kind}`' for kind in KINDS)} |", "|" + "---|" * (1 + len(KINDS))]
+    for name, public in PUBLIC_TARGETS.items():
+        recipes = [RECIPES.get(f"{kind}_{name}_usable") for kind in KINDS]
+        taken = [recipe and estimate(recipe(), public.config, TOKENS_PER_SAMPLE) for recipe in recipes]
+        cells = [f"{cost.hours(H100):.1f} h, {cost.total_bytes / 1e9:.0f} GB" if cost else "-" for cost in taken]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
-    print(table(), end="")
+    print(table(), table_of_kinds(), sep="\n", end="")

@@ -3,7 +3,8 @@
 `python tools/scale_table.py` prints the table of docs/scale.md.
 """
 
-from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, TOKENS_PER_SAMPLE, eagle3_for
+from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, TOKENS_PER_SAMPLE
+from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train.hardware.estimates import H100, estimate, meta_drafter, target_size
 from draftsmith.train.hardware.layouts import drafter_share
 
@@ -17,7 +18,7 @@ def bytes_on_each(name: str, count: int, layout: str, placement: str) -> float:
 
     `layout` is the drafter's, as in train/hardware/layouts.py; the target is `replicated`, `sharded` or `stored`.
     """
-    config, public = eagle3_for(name, SIZE), PUBLIC_TARGETS[name].config
+    config, public = RECIPES[f"eagle3_{name}_{SIZE}"](), PUBLIC_TARGETS[name].config
     size, taken = target_size(public), estimate(config, public, TOKENS_PER_SAMPLE)
     layers = {"replicated": float(size.layers), "sharded": size.layers / count, "stored": 0.0}[placement]
     target = 2 * (layers + size.head + size.embedding)
@@ -27,7 +28,7 @@ def bytes_on_each(name: str, count: int, layout: str, placement: str) -> float:
 def features_bytes(name: str) -> float:
     """Disk of one sample's stored features in bf16: the captured layers and the last hidden state of every token."""
     public = PUBLIC_TARGETS[name].config
-    num_states = len(meta_drafter(eagle3_for(name, SIZE), public).layer_ids) + 1
+    num_states = len(meta_drafter(RECIPES[f"eagle3_{name}_{SIZE}"](), public).layer_ids) + 1
     return TOKENS_PER_SAMPLE * num_states * public.hidden_size * 2
 
 
@@ -36,7 +37,7 @@ def table() -> str:
     head = ["target", "H100s", "hours", "GB: whole on each", "GB: in pieces", "GB: stored", "MB a sample, stored", "TB"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for name in TARGETS:
-        hours = estimate(eagle3_for(name, SIZE), PUBLIC_TARGETS[name].config, TOKENS_PER_SAMPLE)
+        hours = estimate(RECIPES[f"eagle3_{name}_{SIZE}"](), PUBLIC_TARGETS[name].config, TOKENS_PER_SAMPLE)
         for count in GPUS:
             pieces = f"{bytes_on_each(name, count, 'FSDP2', 'sharded') / 1e9:.0f}" if count > 1 else "-"
             row = [

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.models.drafter_configs import Eagle3Config
-from draftsmith.train.config import DataConfig, TrainConfig
+from draftsmith.models.drafter_configs import LayersLikeTarget
+from draftsmith.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SIZES = {"smoke": (2_000, 1), "usable": (70_000, 3), "production": (530_000, 3)}  # samples, epochs
 MICRO_BATCH = 8192  # tokens: what a device computes at a time, in gigabytes still, not tens of them
+WITH_MTP = ("llama", "qwen3")  # of the types below, those whose heads for further tokens mtp_layouts.py knows
 TOKENS_PER_SAMPLE = 800  # of a conversation of the ShareGPT kind, prompt and answer
 
 
@@ -36,7 +37,12 @@ class PublicTarget:
         return AutoConfig.for_model(self.model_type, **self.shape)
 
 
-QWEN3: dict[str, Any] = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
+QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "eos_token_id": 151645,
+}
 
 
 def _llama(name: str, hidden: int, layers: int, heads: int, inner: int) -> PublicTarget:
@@ -49,6 +55,7 @@ def _llama(name: str, hidden: int, layers: int, heads: int, inner: int) -> Publi
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131072,
+        "eos_token_id": 128001,
         "tie_word_embeddings": False,
     }
     return PublicTarget(name, "llama", shape)
@@ -100,6 +107,7 @@ PUBLIC_TARGETS: dict[str, PublicTarget] = {
             "head_dim": 256,
             "intermediate_size": 6912,
             "max_position_embeddings": 32768,
+            "eos_token_id": 1,
         },
     ),
     "gpt_oss_20b": PublicTarget(
@@ -114,6 +122,7 @@ PUBLIC_TARGETS: dict[str, PublicTarget] = {
             "head_dim": 64,
             "intermediate_size": 2880,
             "num_local_experts": 32,
+            "eos_token_id": 200002,
             "num_experts_per_tok": 4,
             "tie_word_embeddings": False,
         },
@@ -121,27 +130,32 @@ PUBLIC_TARGETS: dict[str, PublicTarget] = {
 }
 
 
-def eagle3_for(target: str, size: str) -> TrainConfig:
-    """EAGLE-3 for a public target; the samples, `draftsmith prepare`d, and the folder are left to the user.
+def for_target(general: Callable[[], TrainConfig], target: str, size: str) -> TrainConfig:
+    """Return a general recipe for a public target; the samples and the folder are left to the user.
 
-    The dense part of a sparse target sets the drafter's width: one layer as wide as four times the hidden size.
+    The dense part of a sparse target sets the drafter's width: layers as wide as four times the hidden size.
     """
-    public = PUBLIC_TARGETS[target]
+    public, config = PUBLIC_TARGETS[target], general()
     num_samples, epochs = SIZES[size]
-    sparse = "num_experts_per_tok" in public.shape
-    drafter = Eagle3Config(
-        draft_vocab_size=32000,
-        unroll_steps=5,
-        intermediate_size=4 * public.shape["hidden_size"] if sparse else None,
-    )
-    config = TrainConfig(public.name, drafter, DataConfig("", held_out_prompts=64))
-    config.data.tokens_per_micro_batch = MICRO_BATCH
-    config.optimizer.learning_rate = 1e-4
+    config.target = public.name
+    if "num_experts_per_tok" in public.shape:
+        assert isinstance(config.drafter, LayersLikeTarget)
+        config.drafter.intermediate_size = 4 * public.shape["hidden_size"]
+    config.data.tokens_per_micro_batch = min(MICRO_BATCH, config.data.tokens_per_micro_batch)
     config.run.steps = num_samples * epochs // config.data.batch_size
     config.run.checkpoint_every = max(1, config.run.steps // 10)
     return config
 
 
-TARGET_RECIPES: dict[str, Callable[[], TrainConfig]] = {
-    f"eagle3_{target}_{size}": partial(eagle3_for, target, size) for target in PUBLIC_TARGETS for size in SIZES
-}
+def target_recipes(*generals: Callable[[], TrainConfig]) -> dict[str, Callable[[], TrainConfig]]:
+    """Return recipes for the public targets by name, KIND_TARGET_SIZE, made of general ones, named by their kind.
+
+    A new head for further tokens (MTP) needs a target of a type that engines know such heads of.
+    """
+    return {
+        f"{general.__name__}_{name}_{size}": partial(for_target, general, name, size)
+        for general in generals
+        for name, public in PUBLIC_TARGETS.items()
+        if general.__name__ != "mtp" or public.model_type in WITH_MTP
+        for size in SIZES
+    }

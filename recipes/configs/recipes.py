@@ -23,7 +23,7 @@ from draftsmith.models.drafter_configs import (
     PEagleConfig,
 )
 from draftsmith.models.errors import UserError, shown
-from draftsmith.recipes.configs.public_targets import TARGET_RECIPES
+from draftsmith.recipes.configs.public_targets import target_recipes
 from draftsmith.train.config import DataConfig, TrainConfig
 
 
@@ -44,22 +44,22 @@ def p_eagle() -> TrainConfig:
 
 def dflash() -> TrainConfig:
     """DFlash of five layers in blocks of 8, with the target's own head; drafts up to 7 tokens in one pass."""
-    return _recipe(DFlashConfig(), learning_rate=6e-4, steps=20000)
+    return _block_recipe(DFlashConfig())
 
 
 def dflash2() -> TrainConfig:
     """DFlash of five layers in blocks of 8 with convolutions along the rows of a block."""
-    return _recipe(DFlash2Config(), learning_rate=6e-4, steps=20000)
+    return _block_recipe(DFlash2Config())
 
 
 def dspark() -> TrainConfig:
     """DSpark of five layers in blocks of 7, whose tokens follow each other; drafts up to 7 tokens in one pass."""
-    return _recipe(DSparkConfig(block_size=7), learning_rate=6e-4, steps=20000)
+    return _block_recipe(DSparkConfig(block_size=7))
 
 
 def domino() -> TrainConfig:
     """Domino of five layers in blocks of 8, whose tokens follow all those before them; drafts up to 7 in one pass."""
-    return _recipe(DominoConfig(), learning_rate=6e-4, steps=20000)
+    return _block_recipe(DominoConfig())
 
 
 def mtp() -> TrainConfig:
@@ -107,6 +107,13 @@ def _recipe(drafter: DrafterConfig, learning_rate: float, steps: int) -> TrainCo
     config = TrainConfig(target="", drafter=drafter, data=DataConfig("", held_out_prompts=64))
     config.optimizer.learning_rate = learning_rate
     config.run.steps, config.run.checkpoint_every = steps, steps // 10
+    return config
+
+
+def _block_recipe(drafter: DFlashConfig) -> TrainConfig:
+    """Return the config of a block drafter, in small parts: its layers read a token 20 times, EAGLE-3's one 5 times."""
+    config = _recipe(drafter, learning_rate=6e-4, steps=20000)
+    config.data.tokens_per_micro_batch = 2048
     return config
 
 
@@ -186,6 +193,7 @@ def _quickstart(config: TrainConfig, learning_rate: float, drafter: DrafterConfi
     return config
 
 
+TARGET_RECIPES = target_recipes(eagle3, dflash, dflash2, dspark, domino, mtp)
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "eagle": eagle,
     "eagle3": eagle3,

@@ -30,8 +30,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.recipes.cli.main import COMMANDS, MOVED, main
 from draftsmith.recipes.configs import command_settings
 from draftsmith.recipes.configs.named_files import check_names
-from draftsmith.recipes.configs.public_targets import TARGET_RECIPES
-from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.configs.recipes import RECIPES, TARGET_RECIPES
 from draftsmith.train.config import contents
 
 ACCEPTANCE = """

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipe_table import table
+from recipe_table import table, table_of_kinds
 
 from draftsmith.models.drafters.eagle3 import Eagle3
-from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, eagle3_for
+from draftsmith.models.drafters.mtp_layouts import LAYOUTS
+from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, WITH_MTP
+from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train.config import resolve
 from draftsmith.train.hardware.estimates import H100, estimate, meta_target, target_size
 
@@ -35,7 +37,7 @@ def test_shapes_add_up_to_the_published_size(name: str) -> None:
 @pytest.mark.parametrize("name", PUBLIC_TARGETS)
 def test_drafters_build_for_the_real_shape(name: str) -> None:
     """One layer of the target's width over three of its layers, with a head of 32000 tokens."""
-    config = resolve(eagle3_for(name, "usable"), None, ["data.samples=s", "run.dir=r"])
+    config = resolve(RECIPES[f"eagle3_{name}_usable"](), None, ["data.samples=s", "run.dir=r"])
     public = PUBLIC_TARGETS[name].config
     with torch.device("meta"):
         drafter = Eagle3.from_target(config.drafter, meta_target(public, config.target))
@@ -49,7 +51,7 @@ def test_drafters_build_for_the_real_shape(name: str) -> None:
 
 def test_operations_are_those_of_the_books() -> None:
     """2 operations a weight and token through the target, 6 through what is trained (arXiv 2001.08361, section 2.1)."""
-    config, public = eagle3_for("llama_3_1_8b", "smoke"), PUBLIC_TARGETS["llama_3_1_8b"].config
+    config, public = RECIPES["eagle3_llama_3_1_8b_smoke"](), PUBLIC_TARGETS["llama_3_1_8b"].config
     config.drafter.unroll_steps = 1
     found = estimate(config, public, 100)
     tokens = config.run.steps * config.data.batch_size * 100
@@ -63,9 +65,16 @@ def test_operations_are_those_of_the_books() -> None:
 
 def test_sizes_set_the_steps() -> None:
     for size, (samples, epochs) in SIZES.items():
-        config = eagle3_for("qwen3_8b", size)
+        config = RECIPES[f"eagle3_qwen3_8b_{size}"]()
         assert config.run.steps * config.data.batch_size == pytest.approx(samples * epochs, rel=0.01)
 
 
-def test_the_documented_table_is_what_the_formulae_give() -> None:
-    assert table() in (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+def test_the_documented_tables_are_what_the_formulae_give() -> None:
+    """For which a drafter of every kind is built for the real shapes."""
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    assert table() in page
+    assert table_of_kinds() in page
+
+
+def test_targets_get_new_heads_where_engines_know_them() -> None:
+    assert set(WITH_MTP) == {public.model_type for public in PUBLIC_TARGETS.values()} & LAYOUTS.keys()
