@@ -22,7 +22,7 @@ def find_file(name: str | Path, file: str) -> Path | None:
     """
     if os.path.isdir(name):
         path = Path(name) / file
-        return path if path.is_file() else None
+        return path if os.path.isfile(path) else None  # not there, too, under a name that is too long
     with library_errors(f"{file} of {str(name)!r} cannot be had", "give a Hub name or a model directory"):
         try:
             return Path(hf_hub_download(str(name), file))

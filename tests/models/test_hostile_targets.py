@@ -149,6 +149,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an index with a zero byte": (with_index("a\0b"), r"names 'a\\x00b', which is no file of its folder"),
     "an index of lists": (with_index(["x"]), r"names .* which is no file of its folder"),
     "an index to nowhere": (with_index("gone.safetensors"), "lacks gone.safetensors"),
+    "an index with a long name": (with_index("x" * 300), "lacks x+, which its index names|no file of its folder"),
     "a damaged tokenizer": (text("tokenizer.json", '{"model": 1}'), "the tokenizer of .* does not load"),
     "a damaged generation config": (text("generation_config.json", "{"), "generation_config.json is not JSON"),
     "an end that is no token": (text("generation_config.json", '{"eos_token_id": 9999}'), "mend eos_token_id"),
