@@ -254,6 +254,11 @@ class Result:
         return self.lossless.divergences == 0 and self.setting.verification_mode not in LOSSY
 
     @property
+    def pays(self) -> bool:
+        """Whether it is shown to be faster than plain decoding: sound, and the whole interval of its speedup above 1."""
+        return self.is_sound and self.speed.speedup_ci95 is not None and self.speed.speedup_ci95[0] > 1
+
+    @property
     def rank_key(self) -> tuple[bool, float]:
         """The key by which drafters are ranked: one without divergences first, then the speedup."""
         return self.lossless.divergences == 0, self.speed.speedup

@@ -9,7 +9,7 @@ import torch
 from scipy.optimize import brentq, isotonic_regression
 
 from draftsmith.inference.decoding.schedule import Schedule
-from draftsmith.inference.planning.costs import Costs
+from draftsmith.inference.planning.costs import GOAL, Costs
 from draftsmith.inference.replay.forced_decoding import force_answers
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError
@@ -60,10 +60,15 @@ def best_draft_length(rates: Rates, costs: Costs, batch: int, context: int) -> i
 
 
 def fit_schedule(rates: Rates, costs: Costs, batches: Sequence[int], context: int) -> Schedule:
-    """Return the schedule with the best draft length at each of the batch sizes, and from there to the next one."""
+    """Return the schedule with the best draft length at each of the batch sizes, and from there to the next one.
+
+    It drafts nothing where a gain of at most `GOAL` is predicted, which is within the error of a prediction.
+    """
     lengths: list[tuple[int, int]] = []
     for batch in sorted(set(batches)):
         length = best_draft_length(rates, costs, batch, context)
+        if costs.speedup(acceptance_length(rates, length), length, batch, context) <= 1 + GOAL:
+            length = 0
         if not lengths or lengths[-1][1] != length:
             lengths.append((batch if lengths else 1, length))
     return Schedule(tuple(lengths))

@@ -164,9 +164,10 @@ class ReportData:
 
     @property
     def leader(self) -> DrafterResult:
-        """The drafter and result that the report leads with: the fastest sound one at the smallest batch size.
+        """The drafter and result that the report leads with: the fastest one at the smallest batch size that pays.
 
-        The temperature is that of the first result. Where no result is sound, it is the fastest one.
+        The temperature is that of the first result. Where none is shown to pay, it is the fastest sound one; where no
+        result is sound, the fastest one.
         """
         first = self.drafters[0].results[0].setting
         rows = [
@@ -178,8 +179,10 @@ class ReportData:
         smallest = min(row.setting.batch_size for _, row in rows)
         rows = [(drafter, row) for drafter, row in rows if row.setting.batch_size == smallest]
 
-        def rank(pair: DrafterResult) -> tuple[bool, float]:
-            return pair[1].is_sound and pair[1].acceptance.num_drafts > 0, pair[1].speed.speedup
+        def rank(pair: DrafterResult) -> tuple[bool, bool, float]:
+            _, row = pair
+            drafts = row.acceptance.num_drafts > 0
+            return row.is_sound and drafts, row.pays and drafts, row.speed.speedup
 
         return max(rows, key=rank)
 

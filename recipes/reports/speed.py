@@ -143,9 +143,12 @@ def draft_key(row: Result) -> tuple[int, int, str]:
 
 
 def batch_curve(drafter: MeasuredDrafter, like: Setting) -> list[Result]:
-    """Return its fastest sound result at each batch size, all else but the draft as given; smallest batch first."""
+    """Return its fastest sound result at each batch size, one that pays before others; smallest batch first.
+
+    All else but the draft is as given.
+    """
     best: dict[int, Result] = {}
-    for row in sorted(drafter.sound_results(like), key=lambda row: row.speed.speedup):
+    for row in sorted(drafter.sound_results(like), key=lambda row: (row.pays, row.speed.speedup)):
         best[row.setting.batch_size] = row
     return [best[size] for size in sorted(best)]
 

@@ -133,8 +133,7 @@ def tone_of(result: Result) -> Tone:
     """Return good or bad where the interval of the speedup leaves no doubt; output that is not sound is never good."""
     if result.speed.speedup_ci95 is None:
         return ""
-    low, high = result.speed.speedup_ci95
-    return "bad" if high < 1 else "good" if low > 1 and result.is_sound else ""
+    return "bad" if result.speed.speedup_ci95[1] < 1 else "good" if result.pays else ""
 
 
 def setting_name(setting: Setting) -> str:

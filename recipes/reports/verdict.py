@@ -12,7 +12,7 @@ from draftsmith.recipes.reports.comparison_table import PLAIN, by_setting
 from draftsmith.recipes.reports.lossless import divergences
 from draftsmith.recipes.reports.report_data import DrafterResult, MeasuredDrafter, ReportData
 from draftsmith.recipes.reports.speed import batch_curve, break_even
-from draftsmith.recipes.reports.tables import Tone, count, draft_text, tone_of
+from draftsmith.recipes.reports.tables import Tone, count, draft_text, speedup_text, tone_of
 
 
 @dataclass
@@ -71,7 +71,7 @@ def title_of(best: MeasuredDrafter, row: Result) -> str:
         start = "Too little was timed to tell"
     else:
         start = "Speculation does not pay" if tone_of(row) == "bad" else "No measurable gain"
-    return f"{start} at {size}: the best drafter, {best.name}, reaches {speedup}."
+    return f"{start} at {size}: the best drafter, {best.name}{with_draft(best, row)}, reaches {speedup}."
 
 
 def with_draft(best: MeasuredDrafter, row: Result) -> str:
@@ -127,10 +127,21 @@ def acceptance_fact(row: Result) -> Fact:
 
 
 def paying_text(best: MeasuredDrafter, row: Result) -> str:
-    """Return the batch sizes at which it does pay, where the smallest is not among them."""
-    paying = [other for other in batch_curve(best, row.setting) if tone_of(other) == "good"]
-    sizes = ", ".join(f"{other.setting.batch_size} ({other.speed.speedup:.2f}×)" for other in paying)
-    return f"It does pay at batch size {sizes}." if paying and tone_of(row) != "good" else ""
+    """Return where it does pay, where the row of the title does not: at other batch sizes, and with another draft."""
+    if row.pays:
+        return ""
+    paying = [other for other in batch_curve(best, row.setting) if other.pays]
+    elsewhere = [other for other in paying if other.setting.batch_size != row.setting.batch_size]
+    sizes = ", ".join(f"{other.setting.batch_size} ({other.speed.speedup:.2f}×)" for other in elsewhere)
+    parts = [f"It does pay at batch size {sizes}."] if sizes else []
+    for other in paying:
+        if other not in elsewhere:
+            parts.append(
+                f"The fastest draft measured at batch size {row.setting.batch_size} reached {speedup_text(other)} with "
+                f"{draft_text(other.setting)}, but another one was chosen on other prompts, and the fastest of several "
+                "is flattered by its choice."
+            )
+    return " ".join(parts)
 
 
 def same_output_text(best: MeasuredDrafter) -> str:

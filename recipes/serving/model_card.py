@@ -47,7 +47,7 @@ def served_result(evaluation: Evaluation) -> Result:
 
 
 def schedule_of(kind: str, evaluation: Evaluation) -> Schedule | None:
-    """Return the best draft length from each measured batch size on, 0 where plain decoding was faster.
+    """Return the best draft length from each measured batch size on, 0 where none is shown to pay.
 
     The smallest batch size stands for those below it. None where one batch size was measured, or vLLM cannot change
     the draft length of that kind.
@@ -57,9 +57,9 @@ def schedule_of(kind: str, evaluation: Evaluation) -> Schedule | None:
         return None
     draft_lengths = []
     for size in sizes:
-        results = [result for result in evaluation.results if result.setting.batch_size == size]
-        best = max(results, key=lambda result: result.rank_key)
-        draft_lengths.append(best.setting.draft_length if best.speed.speedup > 1 else 0)
+        paying = [result for result in evaluation.results if result.setting.batch_size == size and result.pays]
+        best = max(paying, key=lambda result: result.rank_key, default=None)
+        draft_lengths.append(best.setting.draft_length if best else 0)
     return Schedule(tuple(zip([1, *sizes[1:]], draft_lengths, strict=True)))
 
 

@@ -67,9 +67,9 @@ def test_equal_rates_invert_the_acceptance_length(rate: float) -> None:
     assert equal_rates(acceptance_length([rate] * 5, 5), 5) == pytest.approx([rate] * 5, abs=1e-9)
 
 
-@pytest.mark.parametrize("rates", [[0.9] * 8, [0.6, 0.7, 0.8, 0.9], [0.5, 0.1, 0.9, 0.9, 0.9], [0.05]])
+@pytest.mark.parametrize("rates", [[0.9] * 8, [0.6, 0.7, 0.8, 0.9], [0.5, 0.1, 0.9, 0.9, 0.9], [0.13], [0.05]])
 def test_the_schedule_is_best_at_every_batch(rates: list[float]) -> None:
-    """By the formula of the speedup, written out; off where nothing exceeds 1."""
+    """By the formula of the speedup, written out; off where nothing exceeds 1.05: 1.05 may be an error of the costs."""
     model, batches = costs(), [1, 2, 4, 8, 16, 32, 64, 1024]
     schedule = fit_schedule(rates, model, batches, context=100)
     for batch in batches:
@@ -79,8 +79,9 @@ def test_the_schedule_is_best_at_every_batch(rates: list[float]) -> None:
             round_ms = 0.2 * length + 2 + 0.01 * batch * (length + 1) + 0.2
             speedups.append(emitted * (2 + 0.01 * batch + 0.2) / round_ms)
         best = speedups.index(max(speedups))
-        assert best_draft_length(rates, model, batch, 100) == schedule.draft_length(batch) == best
-    if max(rates) < 0.1:
+        assert best_draft_length(rates, model, batch, 100) == best
+        assert schedule.draft_length(batch) == (best if max(speedups) > 1.05 else 0)
+    if max(rates) < 0.2:
         assert schedule.draft_lengths == ((1, 0),)
 
 

@@ -184,17 +184,19 @@ def test_dtype_of_the_checkpoint_is_kept(dtype: torch.dtype, tiny_target: Target
 
 
 def write_rows(folder: Path, rows: list[tuple[int, int, float]]) -> Evaluation:
-    """An evaluation of so many (batch size, draft length, speedup)."""
+    """An evaluation of so many (batch size, draft length, speedup), each with an interval of 0.05 to either side."""
     results = [
-        result(0.6, 1.0, length=length, batch_size=size) | {"speedup": speedup} for size, length, speedup in rows
+        result(0.6, 1.0, length=length, batch_size=size)
+        | {"speedup": speedup, "speedup_ci95": [speedup - 0.05, speedup + 0.05]}
+        for size, length, speedup in rows
     ]
     write_results(folder / "evaluation.json", results)
     return read_evaluation(folder / "evaluation.json")
 
 
 def test_schedule_by_batch_size(tmp_path: Path) -> None:
-    """The best length at each size, none where drafting does not pay; the first goes into the command itself."""
-    rows = [(1, 2, 1.2), (1, 4, 1.5), (8, 2, 1.1), (8, 4, 0.9), (32, 2, 0.8), (32, 4, 0.5)]
+    """The best length at each size, none where no interval lies above 1; the first goes into the command itself."""
+    rows = [(1, 2, 1.2), (1, 4, 1.5), (8, 2, 1.1), (8, 4, 0.9), (32, 2, 1.01), (32, 4, 0.5)]
     evaluation = write_rows(tmp_path, rows)
     assert served_result(evaluation) == evaluation.results[1]
     assert schedule_of("eagle3", evaluation) == Schedule(((1, 4), (8, 2), (32, 0)))

@@ -74,6 +74,28 @@ def test_says_where_it_pays_though_not_at_the_smallest_batch(tmp_path: Path) -> 
     assert "It does pay at batch size 4 (2.03×)." in verdict_on(tmp_path, losing(), paying(4)).text
 
 
+def unclear(length: int) -> dict[str, Any]:
+    """A row that is fastest by its mean, with an interval that holds 1."""
+    return {**paying(length=length), "speedup": 2.5, "speedup_ci95": [0.9, 4.1]}
+
+
+def test_the_title_and_the_text_never_say_opposite_things_of_one_batch_size(tmp_path: Path) -> None:
+    """A draft that was chosen on other prompts shows no gain, and another one does: it said that it does pay there."""
+    choice = choice_content("runs/eagle3/checkpoints/step-000400", 1)
+    found = verdict_on(tmp_path, unclear(1), paying(), choice=choice)
+    assert found.title == (
+        "No measurable gain at batch size 1: the best drafter, eagle3 with draft length 1, reaches 2.50×."
+    )
+    assert "It does pay" not in found.text
+    assert "flattered" in found.text
+
+
+def test_a_gain_that_is_shown_leads_before_a_higher_one_that_is_not(tmp_path: Path) -> None:
+    assert verdict_on(tmp_path, unclear(1), paying()).title.startswith("2.03× at batch size 1")
+    at_four = {**unclear(1), "batch_size": 4}
+    assert "still 2.03× at batch size 4" in verdict_on(tmp_path, paying(), at_four, paying(4)).title
+
+
 def test_sampled_outputs_are_not_said_to_be_identical(tmp_path: Path) -> None:
     text = verdict_on(tmp_path, result(0.75, 4.0, temperature=1.0)).text
     assert "Outputs were not compared" in text
