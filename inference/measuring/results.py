@@ -255,7 +255,7 @@ class Result:
 
     @property
     def pays(self) -> bool:
-        """Whether it is shown to be faster than plain decoding: sound, and the whole interval of its speedup above 1."""
+        """Whether it is shown to be faster than plain decoding: sound, with the interval of its speedup above 1."""
         return self.is_sound and self.speed.speedup_ci95 is not None and self.speed.speedup_ci95[0] > 1
 
     @property

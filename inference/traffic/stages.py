@@ -1,18 +1,22 @@
 """The counters of a load test: a stage is one load, served by one contender. docs/load.md defines the fields."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Literal
 
 import numpy as np
+from scipy.stats import t as students_t
 
-from draftsmith.inference.measuring.results import Percentiles
+from draftsmith.inference.measuring.results import Interval, Percentiles
 from draftsmith.inference.measuring.speed import percentiles
 from draftsmith.inference.traffic.requests import Load
 from draftsmith.inference.traffic.serving import Answer, ServedRun, Step
 from draftsmith.models.ranges import Natural, NonNegative, Positive
 
 WARM_UP_SHARE = 0.2  # of a run's requests, from the first on, that only bring it to a steady state
+LEAST_FOR_P95, LEAST_FOR_P99 = 20, 100  # requests: of fewer ones the percentile is only the slowest
 
 
 @dataclass(frozen=True)
@@ -27,10 +31,13 @@ class Sla:
         slow_tokens = self.tpot_ms is not None and answer.tpot is not None and answer.tpot * 1000 > self.tpot_ms
         return not (slow_start or slow_tokens)
 
-    def kept_at(self, ttft_ms: Percentiles, tpot_ms: Percentiles) -> bool:
-        """Return whether the 95th percentiles of a stage keep the limits."""
+    def kept_at(self, ttft_ms: Percentiles, tpot_ms: Percentiles, num_counted: int) -> bool | None:
+        """Return whether the 95th percentiles of so many requests keep the limits; None where too few were counted."""
         limits = ((self.ttft_ms, ttft_ms), (self.tpot_ms, tpot_ms))
-        return all(limit is None or latency.p95 <= limit for limit, latency in limits)
+        asked = [(limit, latency) for limit, latency in limits if limit is not None]
+        if asked and num_counted < LEAST_FOR_P95:
+            return None
+        return all(latency.p95 <= limit for limit, latency in asked)
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,7 @@ class RepeatResult:
 
     throughput_tokens_per_second: Positive
     tpot_ms: Positive | None  # median; None where every answer is a single token
+    goodput_requests_per_second: NonNegative | None = None  # None in older files
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ class StageResult:
     mean_acceptance_length: NonNegative
     mean_draft_length: NonNegative
     repeats: list[RepeatResult]
-    within_sla: bool
+    within_sla: bool | None  # None: too few requests to tell
 
 
 @dataclass(frozen=True)
@@ -89,10 +97,12 @@ class CountedPart:
     def num_arrivals(self) -> int:
         return sum(answer.arrived < self.end for answer in self.answers)
 
-    @property
-    def result(self) -> RepeatResult:
+    def result(self, sla: Sla) -> RepeatResult:
+        """Return the figures of this part alone. Goodput is the share of its requests that kept the limits a second."""
         tpots = tpots_ms(self.answers)
-        return RepeatResult(self.num_tokens / self.seconds, float(np.median(tpots)) if tpots else None)
+        median = float(np.median(tpots)) if tpots else None
+        goodput = sla_share(self.answers, sla) * self.num_arrivals / self.seconds
+        return RepeatResult(self.num_tokens / self.seconds, median, goodput)
 
 
 def counted_part(run: ServedRun, load: Load) -> CountedPart:
@@ -119,7 +129,7 @@ def stage_result(load: Load, contender: str, runs: list[ServedRun], sla: Sla) ->
     answers = [answer for part in parts for answer in part.answers]
     seconds = sum(part.seconds for part in parts)
     requests_per_second = sum(part.num_arrivals for part in parts) / seconds
-    sla_share = sum(map(sla.kept_by, answers)) / len(answers)
+    share = sla_share(answers, sla)
     stats = sum((run.stats for run in runs[1:]), runs[0].stats)
     ttft_ms = percentiles([answer.ttft * 1000 for answer in answers])
     tpot_ms = percentiles(tpots_ms(answers))
@@ -138,13 +148,18 @@ def stage_result(load: Load, contender: str, runs: list[ServedRun], sla: Sla) ->
         queue_ms=percentiles([(answer.admitted - answer.arrived) * 1000 for answer in answers]),
         prefill_ms=percentiles([(answer.first_token - answer.admitted) * 1000 for answer in answers]),
         tpot_ms=tpot_ms,
-        sla_share=sla_share,
-        goodput_requests_per_second=sla_share * requests_per_second,
+        sla_share=share,
+        goodput_requests_per_second=share * requests_per_second,
         mean_acceptance_length=stats.mean_acceptance_length,
         mean_draft_length=stats.num_draft_tokens / max(1, stats.num_rounds),
-        repeats=[part.result for part in parts],
-        within_sla=sla.kept_at(ttft_ms, tpot_ms),
+        repeats=[part.result(sla) for part in parts],
+        within_sla=sla.kept_at(ttft_ms, tpot_ms, len(answers)),
     )
+
+
+def sla_share(answers: Sequence[Answer], sla: Sla) -> float:
+    """Return the share of answers that kept the limits."""
+    return sum(map(sla.kept_by, answers)) / len(answers)
 
 
 def tpots_ms(answers: Sequence[Answer]) -> list[float]:
@@ -157,9 +172,9 @@ def time_running(steps: Sequence[Step], begin: float, end: float) -> float:
 
 
 def latency_text(latency: Percentiles, num_counted: int) -> str:
-    """Return p50/p95/p99 in ms; a dash for a percentile with no request beyond it, so below 20 and 100 requests."""
-    shown = ((latency.p50, 50), (latency.p95, 95), (latency.p99, 99))
-    return "/".join(f"{ms:.{ms < 10:d}f}" if num_counted * (100 - p) >= 100 else "–" for ms, p in shown)
+    """Return p50/p95/p99 in ms; a dash for a percentile with no request beyond it."""
+    shown = ((latency.p50, 0), (latency.p95, LEAST_FOR_P95), (latency.p99, LEAST_FOR_P99))
+    return "/".join(f"{ms:.{ms < 10:d}f}" if num_counted >= least else "–" for ms, least in shown)
 
 
 def operating_points(stages: Sequence[StageResult]) -> dict[str, StageResult | None]:
@@ -176,16 +191,20 @@ def operating_points(stages: Sequence[StageResult]) -> dict[str, StageResult | N
 
 @dataclass(frozen=True)
 class Gain:
-    """Speed over that with speculation off: over all repeats, and in the worst and the best of them."""
+    """Speed, or goodput, over that with speculation off, and its 95 % interval over repeats."""
 
-    ratio: float
-    lowest: float
-    highest: float
+    ratio: float  # infinite where off answers nothing within the SLA
+    interval: Interval  # None where repeats are too few
 
     @property
     def text(self) -> str:
-        spread = f", {self.lowest:.2f}x to {self.highest:.2f}x over repeats" if self.lowest < self.highest else ""
-        return f"{self.ratio:.2f}x{spread}"
+        if math.isinf(self.ratio):
+            return "plain decoding keeps none"
+        return (
+            f"{self.ratio:.2f}x [{self.interval[0]:.2f}, {self.interval[1]:.2f}]"
+            if self.interval
+            else (f"{self.ratio:.2f}x")
+        )
 
 
 def gains(stages: Sequence[StageResult], contender: str) -> dict[float, Gain]:
@@ -198,31 +217,63 @@ def gains(stages: Sequence[StageResult], contender: str) -> dict[float, Gain]:
 def gain(stage: StageResult, off: StageResult) -> Gain:
     """Compare two stages of one load. A repeat of both has the same requests.
 
-    Closed clients take what they get: throughput over throughput. At a given rate of arrivals everybody is answered in
-    the end, only later: the median time per token of off over that of the contender.
+    Where one of them misses the SLA, goodput is compared. Else closed clients take what they get, so throughput is; at
+    a given rate of arrivals everybody is answered in the end, only later, so the inverse of the median time per token
+    is.
     """
     pairs = list(zip(stage.repeats, off.repeats, strict=True))
-    if stage.mode == "concurrency":
-        ratio = stage.throughput_tokens_per_second / off.throughput_tokens_per_second
+    if False in (stage.within_sla, off.within_sla):
+        known = [(own.goodput_requests_per_second, other.goodput_requests_per_second) for own, other in pairs]
+        speeds = [(own, other) for own, other in known if own is not None and other is not None]
+        pooled = stage.goodput_requests_per_second, off.goodput_requests_per_second
+    elif stage.mode == "concurrency":
         speeds = [(own.throughput_tokens_per_second, other.throughput_tokens_per_second) for own, other in pairs]
+        pooled = stage.throughput_tokens_per_second, off.throughput_tokens_per_second
     else:
-        ratio = off.tpot_ms.p50 / stage.tpot_ms.p50
-        speeds = [(other.tpot_ms or 0.0, own.tpot_ms or 0.0) for own, other in pairs]
-    ratios = [own / other for own, other in speeds if own and other] or [ratio]
-    return Gain(ratio, min(ratios), max(ratios))
+        speeds = [(1 / own.tpot_ms, 1 / other.tpot_ms) for own, other in pairs if own.tpot_ms and other.tpot_ms]
+        pooled = off.tpot_ms.p50, stage.tpot_ms.p50
+    return gain_over_repeats(speeds or [pooled])
+
+
+def gain_over_repeats(speeds: Sequence[tuple[float, float]]) -> Gain:
+    """Return the ratio of the means of both sides over repeats, by Student's interval of their paired differences."""
+    reference = fmean(other for _, other in speeds)
+    differences = [own - other for own, other in speeds]
+    if not reference:
+        return Gain(math.inf if any(differences) else 1.0, None)
+    ratio, count = 1 + fmean(differences) / reference, len(speeds)
+    if count < 2:
+        return Gain(ratio, None)
+    half = float(students_t.ppf(0.975, count - 1)) * stdev(differences) / math.sqrt(count) / reference
+    return Gain(ratio, (ratio - half, ratio + half))
+
+
+def reason_against(on: StageResult, off: StageResult, gain: Gain) -> str:
+    """Return why speculation is not said to pay at a load; nothing where it does."""
+    if on.within_sla is None:
+        return f"has too few requests to judge the SLA ({on.num_counted} counted, {LEAST_FOR_P95} needed)"
+    if not on.within_sla:
+        return "misses the SLA, as plain decoding does," if off.within_sla is False else "misses the SLA"
+    if math.isinf(gain.ratio):
+        return ""
+    if gain.interval is None:
+        return "has too few repeats to tell"
+    low, high = gain.interval
+    return "" if low > 1 else "does not pay" if high < 1 else "shows no clear gain"
 
 
 def verdict(stages: Sequence[StageResult]) -> str:
-    """Return up to which load speculation pays, in one line: it does where every repeat was faster with it."""
+    """Return up to which load speculation pays, in one line.
+
+    It does where the SLA is kept with it, and its gain has an interval above 1.
+    """
     unit = "requests at once" if stages[0].mode == "concurrency" else "requests a second"
-    by_load = list(gains(stages, "on").items())
-    num_paying = next((i for i, (_, gain) in enumerate(by_load) if gain.lowest <= 1), len(by_load))
-    parts = []
-    if num_paying:
-        load, gain = by_load[num_paying - 1]
-        parts.append(f"speculation pays up to {load:g} {unit} ({gain.text})")
-    if num_paying == len(by_load):
-        return f"{parts[0]}, the highest load tried"
-    load, gain = by_load[num_paying]
-    judgement = "no clear gain" if gain.highest >= 1 else "it does not pay" if parts else "speculation does not pay"
-    return "; ".join([*parts, f"{judgement} at {load:g}{'' if parts else f' {unit}'} ({gain.text})"])
+    by_place = {(stage.load, stage.contender): stage for stage in stages}
+    paying = ""
+    for load, gain in gains(stages, "on").items():
+        reason = reason_against(by_place[load, "on"], by_place[load, "off"], gain)
+        if reason:
+            subject = f"{paying}; it" if paying else "speculation"
+            return f"{subject} {reason} at {load:g}{'' if paying else f' {unit}'} ({gain.text})"
+        paying = f"speculation pays up to {load:g} {unit} ({gain.text})"
+    return f"{paying}, the highest load tried"

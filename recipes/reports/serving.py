@@ -130,19 +130,24 @@ def stage_table(name: str, test: LoadTest) -> Table:
     unit = "requests at once" if test.stages[0].mode == "concurrency" else "requests a second"
     note = (
         f"Load in {unit}; times in milliseconds over so many requests, – where those are too few to tell. Over "
-        "off: throughput of clients that wait for their answers, else the median time per token; from the worst to "
-        "the best repeat, green or red where all agree. Goodput in red where the limits of latency were missed."
+        "off: throughput of clients that wait for their answers, else the median time per token; goodput where one of "
+        "both misses the SLA; with 95 % interval over repeats. Goodput, the requests a second that keep the limits of "
+        "latency, is red where the SLA was missed."
     )
     return table_of(f"{name}: {test.verdict}", rows, note, words=("speculation",))
 
 
 def gain_cell(gain: Gain) -> Cell:
-    tone: Tone = "good" if gain.lowest > 1 else "bad" if gain.highest < 1 else ""
-    return Cell(ratio_text(gain.ratio, (gain.lowest, gain.highest)), tone=tone)
+    if gain.interval is None:
+        return Cell(gain.text)
+    tone: Tone = "good" if gain.interval[0] > 1 else "bad" if gain.interval[1] < 1 else ""
+    return Cell(ratio_text(gain.ratio, gain.interval), tone=tone)
 
 
 def goodput_cell(stage: StageResult) -> Cell:
     text = f"{stage.goodput_requests_per_second:.2f}"
+    if stage.within_sla is None:
+        return Cell(f"{text} (too few to tell)")
     return Cell(text) if stage.within_sla else Cell(f"{text} (SLA missed)", tone="bad")
 
 

@@ -151,7 +151,7 @@ def print_load_test(test: LoadTest, console: Console) -> None:
     console.print(for_terminal(table, [heading for heading in table.headings if heading != "over off"]))
     console.print(lengths_text(test))
     for name, point in test.operating_points.items():
-        text = "no load keeps the SLA"
+        text = "no load is shown to keep the SLA"
         if point is not None:
             text = f"{point.throughput_tokens_per_second:.0f} tokens/s at {point.load:g}"
         console.print(f"operating point, {name}: {text}")

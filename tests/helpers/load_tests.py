@@ -17,10 +17,11 @@ def stage(
     contender: str,
     throughput: float,
     tpot: float,
-    within_sla: bool = True,
-    spread: Sequence[float] = (1.0,),
+    within_sla: bool | None = True,
+    spread: Sequence[float] = (0.99, 1.0, 1.01),
+    goodput: float = 1.0,
 ) -> StageResult:
-    """Return a stage of closed clients; `spread` are the throughputs of its repeats over that of all."""
+    """Return a stage of closed clients; `spread` are the speeds of its repeats over that of all."""
     latency, lengths = Percentiles(tpot, 2 * tpot, 3 * tpot), Percentiles(8, 8, 8)
     return StageResult(
         mode="concurrency",
@@ -38,10 +39,10 @@ def stage(
         prefill_ms=latency,
         tpot_ms=latency,
         sla_share=1.0,
-        goodput_requests_per_second=1.0,
+        goodput_requests_per_second=goodput,
         mean_acceptance_length=2.0,
         mean_draft_length=2.0,
-        repeats=[RepeatResult(throughput * factor, tpot) for factor in spread],
+        repeats=[RepeatResult(throughput * factor, tpot / factor, goodput * factor) for factor in spread],
         within_sla=within_sla,
     )
 

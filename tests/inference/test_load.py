@@ -28,6 +28,7 @@ from draftsmith.inference.traffic.requests import (
 from draftsmith.inference.traffic.serving import Answer, Clock, ServedRun, Step, serve
 from draftsmith.inference.traffic.stages import (
     Sla,
+    StageResult,
     latency_text,
     operating_points,
     stage_result,
@@ -176,8 +177,11 @@ def test_what_a_stage_shows() -> None:
     assert shown.sla_share == pytest.approx(6 / 8)
     assert shown.requests_per_second == pytest.approx(1)
     assert shown.goodput_requests_per_second == pytest.approx(6 / 8)
-    assert not shown.within_sla
-    assert stage_result(Load("rate", 1.0), "on", [run], Sla(2000, 60)).within_sla
+    assert shown.within_sla is None  # of 16 requests a 95th percentile is only the slowest
+    assert stage_result(Load("rate", 1.0), "on", [run, run, run], Sla(400, 20)).within_sla is False
+    assert stage_result(Load("rate", 1.0), "on", [run, run, run], Sla(2000, 60)).within_sla is True
+    assert stage_result(Load("rate", 1.0), "on", [run], Sla()).within_sla is True
+    assert [repeat.goodput_requests_per_second for repeat in shown.repeats] == pytest.approx([6 / 8, 6 / 8])
     closed = stage_result(Load("concurrency", 4), "on", [run], Sla())
     assert closed.num_counted == 6  # the first of each client is left out
     assert closed.seconds == pytest.approx(9.4 - 4)  # until the last is answered, and its client is idle
@@ -206,28 +210,52 @@ def test_idle_time_is_no_running_time() -> None:
 
 def test_operating_point_and_verdict() -> None:
     """The largest throughput within the SLA, and the load from which speculation no longer pays."""
-    speeds = {1: (100, 180, True), 4: (300, 400, True), 8: (500, 450, True), 16: (600, 500, False)}
+    speeds = {1: (100, 180), 4: (300, 400), 8: (500, 450), 16: (600, 500)}
     stages = []
-    for load, (off, on, within) in speeds.items():
-        stages += [stage(load, "off", off, 10.0), stage(load, "on", on, 10.0, within)]
+    for load, (off, on) in speeds.items():
+        stages += [stage(load, "off", off, 10.0), stage(load, "on", on, 10.0, within_sla=load < 16)]
     points = operating_points(stages)
     assert points["off"]
     assert points["on"]
     assert (points["off"].load, points["on"].load) == (16, 8)
-    assert verdict(stages) == "speculation pays up to 4 requests at once (1.33x); it does not pay at 8 (0.90x)"
-    assert verdict(stages[:4]) == "speculation pays up to 4 requests at once (1.33x), the highest load tried"
-    assert verdict(stages[4:]) == "speculation does not pay at 8 requests at once (0.90x)"
+    four, eight = "speculation pays up to 4 requests at once (1.33x [1.33, 1.34])", "(0.90x [0.90, 0.90])"
+    assert verdict(stages) == f"{four}; it does not pay at 8 {eight}"
+    assert verdict(stages[:4]) == f"{four}, the highest load tried"
+    assert verdict(stages[4:]) == f"speculation does not pay at 8 requests at once {eight}"
     assert operating_points([stage(1, "on", 5.0, 1.0, within_sla=False)]) == {"on": None}
     at_rate = [stage_at_rate(2.0, name, 50, tpot) for name, tpot in (("off", 12.0), ("on", 8.0))]
-    assert verdict(at_rate) == "speculation pays up to 2 requests a second (1.50x), the highest load tried"
+    assert verdict(at_rate).startswith("speculation pays up to 2 requests a second (1.50x")
 
 
-def test_a_gain_that_not_every_repeat_shows_is_not_called_one() -> None:
-    off = stage(1, "off", 100, 10.0, spread=(1.0, 1.0))
-    stages = [off, stage(1, "on", 110, 10.0, spread=(0.9, 1.1))]
-    assert verdict(stages) == "no clear gain at 1 requests at once (1.10x, 0.99x to 1.21x over repeats)"
-    stages = [off, stage(1, "on", 110, 10.0, spread=(0.96, 1.04))]
-    assert verdict(stages).startswith("speculation pays up to 1 requests at once (1.10x, 1.06x to 1.14x over repeats)")
+def test_a_gain_within_the_spread_of_repeats_is_not_called_one() -> None:
+    """Student's interval of three differences -1, 11 and 23: 11 plus or minus 4.303 x 12 / sqrt(3), over 100."""
+    off = stage(1, "off", 100, 10.0, spread=(1.0, 1.0, 1.0))
+    stages = [off, stage(1, "on", 111, 10.0, spread=(99 / 111, 1.0, 123 / 111))]
+    assert verdict(stages) == "speculation shows no clear gain at 1 requests at once (1.11x [0.81, 1.41])"
+    faster_each_time = [off, stage(1, "on", 111, 10.0, spread=(101 / 111, 1.0, 121 / 111))]
+    assert "no clear gain" in verdict(faster_each_time)  # three of three by chance is one time in eight
+    single = [stage(1, name, speed, 10.0, spread=(1.0,)) for name, speed in (("off", 100), ("on", 150))]
+    assert verdict(single) == "speculation has too few repeats to tell at 1 requests at once (1.50x)"
+
+
+def test_the_verdict_keeps_to_the_sla() -> None:
+    """It called faster what missed the limits, and kept what eight requests cannot show."""
+
+    def at(load: float, off: bool | None, on: bool | None, goodput: tuple[float, float]) -> list[StageResult]:
+        return [
+            stage(load, "off", 100, 10.0, off, goodput=goodput[0]),
+            stage(load, "on", 150, 10.0, on, goodput=goodput[1]),
+        ]
+
+    paying = at(1, True, True, (1.0, 1.0))
+    assert verdict([*paying, *at(4, True, False, (1.0, 0.5))]) == (
+        "speculation pays up to 1 requests at once (1.50x [1.49, 1.51]); it misses the SLA at 4 (0.50x [0.49, 0.51])"
+    )
+    assert "misses the SLA, as plain decoding does, at 4" in verdict(at(4, False, False, (0.5, 0.6)))
+    assert "pays up to 4 requests at once (1.20x" in verdict(at(4, False, True, (1.0, 1.2)))
+    assert "pays up to 4 requests at once (plain decoding keeps none)" in verdict(at(4, False, True, (0.0, 1.2)))
+    assert "too few requests to judge the SLA (48 counted, 20 needed)" in verdict(at(4, None, None, (1.0, 1.0)))
+    assert operating_points(at(4, None, None, (1.0, 1.0))) == {"off": None, "on": None}
 
 
 def test_on_off_and_scheduled_give_the_same_texts(tiny_target: Target) -> None:
