@@ -22,7 +22,7 @@ from draftsmith.recipes.reports.figures import INK, LineStyle, Plot, label, lege
 from draftsmith.recipes.reports.report_data import MeasuredDrafter, ReportData
 from draftsmith.recipes.reports.tables import Section, Table, count, draft_text, speedup_text, table_of
 
-REACH = 2  # times the longest measured draft length is as far as the panel goes
+REACH = 2  # times the longest draft and the largest batch that were measured is as far as the panel goes
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Profile:
     name: str
     basis: str  # where the costs are from
     known: int  # the longest draft length that the costs were measured at
+    known_batch: int  # the largest batch size, likewise
     rates: list[float]  # conditional acceptance rates by position, the first of all rounds, as far as measured
     costs: list[RoundCosts]  # by batch size, rising
     measured: list[MeasuredPoint]
@@ -114,13 +115,15 @@ def profile_of(data: ReportData, drafter: MeasuredDrafter) -> Profile:
     length, counts = longest.setting.draft_length, longest.acceptance
     rates = rates_of_rounds(counts.conditional_acceptance_rates, counts.num_drafts, counts.num_rounds)
     sizes = {row.setting.batch_size for row in rows}
+    known, known_batch = length, max(sizes)
     if fitted := data.costs_for(drafter):
-        known = max((times.draft_length for times in fitted.fitted_on), default=length)
+        known = max([length, *(times.draft_length for times in fitted.fitted_on)])
+        known_batch = max([known_batch, *(times.batch for times in fitted.fitted_on)])
         sizes |= {times.batch for times in fitted.fitted_on}
-        costs = [fitted_costs(fitted, size, longest, max(known, length)) for size in sorted(sizes)]
+        sizes |= {1 << power for power in range((REACH * known_batch).bit_length())}
+        costs = [fitted_costs(fitted, size, longest, REACH * known) for size in sorted(sizes)]
         basis = fitted_text(fitted, context_of(fitted, longest))
     else:
-        known = length
         by_size = [[row for row in rows if row.setting.batch_size == size] for size in sorted(sizes)]
         costs = [measured_costs(same, REACH * known) for same in by_size]
         basis = basis_text(rows)
@@ -128,6 +131,7 @@ def profile_of(data: ReportData, drafter: MeasuredDrafter) -> Profile:
         drafter.name,
         basis,
         known,
+        known_batch,
         [rate for rate in rates if rate is not None],
         costs,
         [
@@ -162,7 +166,8 @@ def fitted_text(fitted: Costs, context: int) -> str:
     return (
         f"Costs are those of costs.json, measured on {printable(fitted.device)}, at a context of {context} tokens; at "
         f"{count(error.settings, 'setting')} left out of the fit the predicted speedup was off by "
-        f"{100 * error.median_error:.1f} % in the median."
+        f"{100 * error.median_error:.1f} % in the median. Longer drafts and larger batches go on along the fitted "
+        "curve, and acceptance at its last rate."
     )
 
 

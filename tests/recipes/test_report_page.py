@@ -146,4 +146,8 @@ def test_moving_acceptance_and_costs(folder: Path) -> None:
     cheaper = (costs.draft[1] + costs.verify[1] + costs.host) / (costs.draft[1] + costs.verify[1] / 2 + costs.host)
     assert found[2][0] == pytest.approx(speedups(profile, costs)[0] * cheaper)
     assert computed("acceptanceLength([0.5], 3)") == 1.875  # the last rate goes on
+    where = computed(
+        '[[1.2, 1.1, 0.9], [1.2, 1.1, 1.01], [0.9, 0.8, 0.7]].map((values) => cliffText("batch size", [1, 4, 16], values))'
+    )
+    assert where == ["pays up to batch size 4", "pays at batch size 16, the end of the scale", "pays at no batch size shown"]
     assert computed("changedRates([0.5, 0.25, 1, 0], 0.25)") == pytest.approx([0.25, 0.0625, 1, 0])

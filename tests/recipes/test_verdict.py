@@ -141,6 +141,23 @@ def test_predictions_count_the_rounds_without_a_draft(tmp_path: Path) -> None:
     assert speedups(profile, profile.costs[0])[3] == pytest.approx(row["speedup"])
 
 
+def test_the_panel_goes_on_along_the_fitted_curve(tmp_path: Path) -> None:
+    """It ended at the longest measured draft, and its slider of batch sizes had one place."""
+    write_results(tmp_path / "evaluation.json", [paying(length=2)], "ngram", "ngram")
+    costs = Costs("", "", "ngram", "ngram", {"step: pass": 1.0}, {"pass": 8.0, "token": 1.0}, host=1.0)
+    times = replace(costs, held_out=HeldOutErrors(settings=1), fitted_on=FITTED_ON)
+    (tmp_path / "costs.json").write_text(json.dumps(to_json(times)))
+    (profile,) = profiles_of(read_report_data(tmp_path))
+    assert (profile.known, profile.known_batch) == (4, 1)
+    assert [of_size.batch_size for of_size in profile.costs] == [1, 2]
+    emitted = 1 + sum(profile.rates[0] * profile.rates[1] ** place for place in range(8))
+    for of_size in profile.costs:
+        size = of_size.batch_size
+        assert len(speedups(profile, of_size)) == 8
+        round_ms = 8 * 1.0 + 8.0 + 9 * size + 1.0
+        assert speedups(profile, of_size)[7] == pytest.approx(emitted * (8.0 + size + 1.0) / round_ms)
+
+
 def idle(row: dict[str, Any]) -> dict[str, Any]:
     """The row with three rounds without a draft beside each that has one; a round costs what it did."""
     num_rounds = 4 * row["num_drafts"]

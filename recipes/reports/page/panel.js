@@ -61,6 +61,10 @@ function drawChart(svg, chart) {
   }
   chart.labels.forEach((label, i) => words("tick", x(i), bottom + 17, "middle", label));
   words("axis", (left + right) / 2, height - 6, "middle", chart.axis);
+  const cell = (right - left) / chart.labels.length;
+  chart.predicted.forEach((value, i) => { // where speculation costs more than it brings
+    if (value < 1) add("rect", { class: "loss", x: x(i) - cell / 2, y: top, width: cell, height: bottom - top });
+  });
   line("plain", left, y(1), right, y(1));
   line("chosen", x(chart.chosen), top, x(chart.chosen), bottom);
   chart.predicted.slice(1).forEach((value, i) => {
@@ -80,6 +84,14 @@ function drawChart(svg, chart) {
   svg.setAttribute("aria-label", `${chart.title}: ${values.join(", ")}`);
 }
 
+// Where speculation stops to pay: the names of the places with their predicted speedups.
+function cliffText(what, names, predicted) {
+  const paying = predicted.map((value, i) => [value > 1, names[i]]).filter(([pays]) => pays).map(([, name]) => name);
+  if (!paying.length) return `pays at no ${what} shown`;
+  const last = paying[paying.length - 1];
+  return last === names[names.length - 1] ? `pays at ${what} ${last}, the end of the scale` : `pays up to ${what} ${last}`;
+}
+
 // --- the panel: its state is what the sliders say, kept in the address behind # so that a view can be passed on
 
 function startPanel(root, profiles) {
@@ -94,7 +106,7 @@ function startPanel(root, profiles) {
     const best = smallest.reduce((a, b) => (b.speedup > a.speedup ? b : a));
     input("draft_length").max = profile.costs[0].draft.length - 1;
     input("batch").max = profile.costs.length - 1;
-    input("batch").disabled = profile.costs.length < 2;
+    input("batch").closest("label").hidden = profile.costs.length < 2; // nothing is known of other batch sizes
     const values = {
       drafter: index, draft_length: best.draft_length, batch: 0,
       first_rate: 100 * within(profile.rates[0]), draft_scale: 100, verify_scale: 100,
@@ -111,6 +123,8 @@ function startPanel(root, profiles) {
     const chosen = change(), batch = +input("batch").value, length = +input("draft_length").value;
     const costs = profile.costs[batch], predicted = speedups(profile, costs, chosen);
     const rates = changedRates(profile.rates, chosen.first_rate);
+    const sizes = profile.costs.map((each) => each.batch_size);
+    const bySize = profile.costs.map((each) => speedups(profile, each, chosen)[length - 1]);
     const speedup = predicted[length - 1], highest = Math.max(...predicted);
     const draft = chosen.draft_scale * costs.draft[length], verify = chosen.verify_scale * costs.verify[length];
     const texts = {
@@ -124,6 +138,8 @@ function startPanel(root, profiles) {
       cost: roundCost(costs, length, chosen).toFixed(2),
       split: `${draft.toFixed(2)} draft + ${verify.toFixed(2)} verify + ${costs.host.toFixed(2)} host`,
       best: highest > 1 ? `draft length ${predicted.indexOf(highest) + 1} (${highest.toFixed(2)}×)` : "no speculation",
+      cliff: cliffText("draft length", predicted.map((_, i) => i + 1), predicted),
+      batch_cliff: sizes.length > 1 ? `${cliffText("batch size", sizes, bySize)}, with draft length ${length}` : "",
       basis: profile.basis,
     };
     for (const [name, text] of Object.entries(texts)) {
@@ -139,12 +155,10 @@ function startPanel(root, profiles) {
       measured: points.filter((point) => point.batch_size === costs.batch_size)
         .map((point) => ({ ...point, at: point.draft_length - 1 })),
     });
-    const sizes = profile.costs.map((each) => each.batch_size);
     charts[1].closest("figure").hidden = sizes.length < 2;
     drawChart(charts[1], {
       title: "Predicted speedup by batch size", axis: `batch size, at draft length ${length}`,
-      labels: sizes, predicted: profile.costs.map((each) => speedups(profile, each, chosen)[length - 1]),
-      chosen: batch, known: sizes.length,
+      labels: sizes, predicted: bySize, chosen: batch, known: sizes.indexOf(profile.known_batch),
       measured: points.filter((point) => point.draft_length === length)
         .map((point) => ({ ...point, at: sizes.indexOf(point.batch_size) })),
     });
