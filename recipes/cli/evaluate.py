@@ -32,6 +32,7 @@ def run(settings: EvaluateSettings, console: Console) -> None:
     print_evaluations(evaluations, console)
     console.print(f"{repeats_text(evaluations, minutes)}; all took {(evaluations[0].seconds or 0.0) / 60:.1f} minutes")
     console.print(f"evaluation: {settings.out / 'evaluation.md'}")
+    console.print(f"report: {build_report(settings.out)}")
     folders = settings.out.absolute().parents
     if run := next((folder for folder in folders if (folder / "report.json").is_file()), None):
         console.print(f"report: {build_report(run)}")  # it shows this evaluation, too

@@ -32,8 +32,8 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, whole_folder, write_json, write_whole
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.evaluation.diagnoses import with_diagnoses
+from draftsmith.recipes.report_data.reading import report_data_of
 from draftsmith.recipes.reports.report import evaluation_markdown
-from draftsmith.recipes.reports.report_data import report_data_of
 from draftsmith.train.evaluation.pooling import pool, share_of, subset
 
 COSTS_SHARE = 0.1  # of the time that an evaluation takes, for measuring costs

@@ -7,8 +7,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from draftsmith.inference.measuring.results import CalibrationBin, Finding, Result, TeacherForced, TeacherForcedGap
+from draftsmith.recipes.report_data.contents import ReportData
+from draftsmith.recipes.report_data.measured import DrafterResult
 from draftsmith.recipes.reports.figures import COLOURS, INK, Plot, label, label_text, legend, line_styles
-from draftsmith.recipes.reports.report_data import DrafterResult, ReportData
 from draftsmith.recipes.reports.tables import Cell, Row, Section, Table, count, draft_text, percent, table_of
 
 

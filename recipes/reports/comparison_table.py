@@ -1,8 +1,9 @@
 """The report's first table, drafters side by side at one setting, and the table by domain below it."""
 
 from draftsmith.inference.measuring.results import DomainResult, Result
+from draftsmith.recipes.report_data.contents import ReportData
+from draftsmith.recipes.report_data.measured import DrafterResult, MeasuredDrafter, differing_conditions
 from draftsmith.recipes.reports.lossless import certificate_text, lossless_text
-from draftsmith.recipes.reports.report_data import DrafterResult, MeasuredDrafter, ReportData, differing_conditions
 from draftsmith.recipes.reports.tables import (
     Cell,
     Row,

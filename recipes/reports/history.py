@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from draftsmith.inference.measuring.results import Interval, Result
+from draftsmith.recipes.report_data.contents import ReportData
+from draftsmith.recipes.report_data.measured import EvaluatedRun
 from draftsmith.recipes.reports.figures import (
     BASELINE_COLOUR,
     DASHES,
@@ -21,7 +23,6 @@ from draftsmith.recipes.reports.figures import (
     line_styles,
     plain_line,
 )
-from draftsmith.recipes.reports.report_data import EvaluatedRun, ReportData
 from draftsmith.recipes.reports.tables import Cell, Row, Section, speedup_text, table_of, tone_of
 
 

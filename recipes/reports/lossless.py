@@ -2,7 +2,7 @@
 
 from draftsmith.inference.measuring.results import Certificate, Difference, LosslessCheck, Result
 from draftsmith.inference.verification.acceptance_rules import LOSSY
-from draftsmith.recipes.reports.report_data import ReportData
+from draftsmith.recipes.report_data.contents import ReportData
 from draftsmith.recipes.reports.tables import Cell, Row, Section, count, setting_name, table_of
 
 

@@ -13,21 +13,18 @@ from draftsmith.inference.planning.costs import Costs
 from draftsmith.models.errors import printable
 from draftsmith.models.files import require_writable, write_json, write_whole
 from draftsmith.models.typed_json import to_json
+from draftsmith.recipes.report_data.contents import ReportData
+from draftsmith.recipes.report_data.measured import checkpoint_names
+from draftsmith.recipes.report_data.reading import as_yaml, read_report_data, report_data_of
 from draftsmith.recipes.reports.acceptance import acceptance, calibration, diagnosis
 from draftsmith.recipes.reports.comparison_table import compared, domains
 from draftsmith.recipes.reports.figures import draw_plots
 from draftsmith.recipes.reports.history import history
 from draftsmith.recipes.reports.lossless import differences
 from draftsmith.recipes.reports.markdown import escaped, fenced
-from draftsmith.recipes.reports.report_data import (
-    ReportData,
-    as_yaml,
-    checkpoint_names,
-    read_report_data,
-    report_data_of,
-)
-from draftsmith.recipes.reports.serving import choices, load_tests, planned
+from draftsmith.recipes.reports.serving import choices, load_tests
 from draftsmith.recipes.reports.speed import batches, speed
+from draftsmith.recipes.reports.studies import planned, replayed
 from draftsmith.recipes.reports.tables import Section, markdown
 from draftsmith.recipes.reports.verdict import Verdict, verdict_of
 from draftsmith.recipes.reports.what_if import Profile, cost_model, profiles_of, what_if
@@ -54,7 +51,7 @@ UNREADABLE = "These files could not be read, and nothing in this report is of th
 def build_report(folder: Path) -> Path:
     """Write figures/*.png, report.html, report.md and report.json into the folder; return the path of report.html.
 
-    Raises `UserError` where the folder holds nothing that was evaluated.
+    Raises `UserError` where the folder holds nothing that was measured.
     """
     data = read_report_data(folder)
     for line in data.unreadable:
@@ -79,6 +76,9 @@ def evaluation_markdown(evaluations: list[Evaluation], costs: list[Costs]) -> st
 
 def sections_of(data: ReportData, profiles: list[Profile]) -> list[Section]:
     """Return the sections that there is data for, in order."""
+    if not data.drafters:
+        studies = [planned(data), load_tests(data), what_if(profiles), replayed(data)]
+        return [section for section in studies if section.has_data]
     sections = [
         compared(data),
         acceptance(data),
@@ -92,6 +92,7 @@ def sections_of(data: ReportData, profiles: list[Profile]) -> list[Section]:
         diagnosis(data),
         calibration(data),
         load_tests(data),
+        replayed(data),
         planned(data),
         differences(data),
     ]
@@ -139,7 +140,7 @@ def page_file(name: str) -> str:
 def settings_of(data: ReportData) -> list[tuple[str, str, str, str]]:
     """Return what each run, or the evaluation, was made with: its name, draft vocabulary, environment and config."""
     if not data.runs:
-        return [("Evaluation", "", as_yaml(to_json(data.drafters[0].environment)), "")]  # of one process
+        return [("Measurement", "", as_yaml(to_json(data.environment)), "")]  # of one process
     return [(f"{run.name} ({run.kind})", run.vocabulary, run.environment, run.config) for run in data.runs]
 
 
@@ -168,12 +169,11 @@ def as_markdown(
 
 def as_json(data: ReportData, verdict: Verdict, profiles: list[Profile]) -> dict[str, Any]:
     """Return what the page says, for programs: the rows are those of evaluation.json."""
-    _, leading = data.leader
     return {
         "target": data.target,
-        "environment": to_json(data.drafters[0].environment),
+        "environment": to_json(data.environment),
         "verdict": to_json(verdict),
-        "leading": to_json(leading),
+        "leading": to_json(data.leader[1]) if data.drafters else None,
         "drafters": [
             {
                 "name": drafter.name,

@@ -1,4 +1,4 @@
-"""The sections on what to serve with: what `tune` chose, what `plan` said before training, and load tests.
+"""The sections on what to serve with: what `tune` chose, and load tests.
 
 The figure of a load test is throughput against the 95th percentiles of TPOT and TTFT.
 """
@@ -13,8 +13,8 @@ from draftsmith.inference.decoding.schedule import for_vllm
 from draftsmith.inference.planning.tuning import PredictedDraft
 from draftsmith.inference.traffic.load_test import LoadTest
 from draftsmith.inference.traffic.stages import Gain, StageResult, gains, latency_text, operating_points
+from draftsmith.recipes.report_data.contents import Choice, ReportData
 from draftsmith.recipes.reports.figures import BASELINE_COLOUR, COLOURS, INK, Plot, label, label_text, legend
-from draftsmith.recipes.reports.report_data import Choice, ReportData
 from draftsmith.recipes.reports.tables import (
     Cell,
     Row,
@@ -30,7 +30,7 @@ from draftsmith.recipes.reports.tables import (
 COLOUR_OF = {"off": BASELINE_COLOUR, "on": COLOURS[1], "scheduled": COLOURS[2]}
 
 
-# --- what was chosen and planned
+# --- what was chosen
 
 
 def choices(data: ReportData) -> Section:
@@ -78,11 +78,6 @@ def choice_text(name: str, choice: Choice) -> str:
         f"{name}, fitted on {choice.fitted_on}. Schedule by running requests: {', '.join(steps)} "
         f"(vLLM: num_speculative_tokens_per_batch_size {for_vllm(choice.schedule)}); {shape}."
     )
-
-
-def planned(data: ReportData) -> Section:
-    lines = [line for plan in data.extras.get("plan", []) for row in plan.drafters for line in row.verdicts]
-    return Section("plan", "Plan", "What measured costs said before any training.", notes=lines)
 
 
 # --- load tests

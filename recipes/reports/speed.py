@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from draftsmith.inference.measuring.results import Percentiles, Result, Setting
+from draftsmith.recipes.report_data.contents import ReportData
+from draftsmith.recipes.report_data.measured import DrafterResult, MeasuredDrafter
 from draftsmith.recipes.reports.figures import (
     INK,
     Plot,
@@ -19,7 +21,6 @@ from draftsmith.recipes.reports.figures import (
     line_styles,
     plain_line,
 )
-from draftsmith.recipes.reports.report_data import DrafterResult, MeasuredDrafter, ReportData
 from draftsmith.recipes.reports.tables import Cell, Row, Section, draft_text, percent, speedup_text, table_of, tone_of
 
 PHASE_COLOURS = {"draft": "#E69F00", "verify": "#0072B2", "host": "#9AA3AF"}

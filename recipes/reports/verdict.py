@@ -8,9 +8,11 @@ from pathlib import Path
 
 from draftsmith.inference.measuring.results import Environment, Result
 from draftsmith.inference.measuring.teacher_forcing import gap_warning
+from draftsmith.inference.planning.plans import Plan
+from draftsmith.recipes.report_data.contents import Replay, ReportData
+from draftsmith.recipes.report_data.measured import DrafterResult, MeasuredDrafter
 from draftsmith.recipes.reports.comparison_table import PLAIN, by_setting
 from draftsmith.recipes.reports.lossless import divergences
-from draftsmith.recipes.reports.report_data import DrafterResult, MeasuredDrafter, ReportData
 from draftsmith.recipes.reports.speed import batch_curve, break_even
 from draftsmith.recipes.reports.tables import Tone, count, draft_text, speedup_text, tone_of
 
@@ -35,6 +37,8 @@ class Verdict:
 
 
 def verdict_of(data: ReportData) -> Verdict:
+    if not data.drafters:
+        return verdict_of_studies(data)
     best, row = data.leader
     row = chosen_result(data, best, row) or row
     broken, caveats = divergences(data), caveats_of(data)
@@ -43,6 +47,32 @@ def verdict_of(data: ReportData) -> Verdict:
         return Verdict(title, where_text(data, best, row), "alarm", [], broken, caveats)
     text = " ".join(filter(None, (paying_text(best, row), same_output_text(best), where_text(data, best, row))))
     return Verdict(title_of(best, row), text, tone_of(row), facts(best, row), broken, caveats)
+
+
+def verdict_of_studies(data: ReportData) -> Verdict:
+    """Return what load tests, plans and replays say where no drafter was measured beside plain decoding."""
+    lines = [f"Under load: {test.verdict}." for test in data.extras.get("load", [])]
+    lines += [f"Planned, not measured. {line}." for plan in data.extras.get("plan", []) for line in plan_lines(plan)]
+    lines += [replay_line(data, replay) for replay in data.extras.get("replay", [])]
+    first, *others = lines
+    where = f"For the target {Path(data.target).name} on {device_text(data.environment)}."
+    return Verdict(first, " ".join([*others, where]), "", [], [], [])
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """Return the verdicts of a plan; where no acceptance is known, the acceptance that would pay."""
+    row = plan.drafters[0].by_batch_size[0]
+    length, needed = min(row.break_even_acceptance_length.items(), key=lambda pair: pair[1])
+    pays = f"{plan.drafters[0].drafter} pays at batch size {row.batch_size} from {needed:.2f} tokens a round on"
+    lines = [line for drafter in plan.drafters for line in drafter.verdicts]
+    return lines or [f"{pays}, with draft length {length}"]
+
+
+def replay_line(data: ReportData, replay: Replay) -> str:
+    row = max(replay.results, key=lambda row: row.mean_acceptance_length)
+    shape = f"a tree of {row.tree_nodes} nodes" if row.tree_nodes else f"draft length {row.draft_length}"
+    tokens = f"up to {row.mean_acceptance_length:.2f} tokens a round, with {shape}"
+    return f"Replayed, not timed: {data.name_of(row.drafter)} emits {tokens}."
 
 
 def chosen_result(data: ReportData, best: MeasuredDrafter, row: Result) -> Result | None:

@@ -18,10 +18,12 @@ from draftsmith.inference.measuring.results import Interval, Result
 from draftsmith.inference.planning.best_draft import acceptance_length, rates_of_rounds
 from draftsmith.inference.planning.costs import GOAL, Costs
 from draftsmith.models.errors import printable
+from draftsmith.recipes.report_data.contents import ReportData
+from draftsmith.recipes.report_data.measured import MeasuredDrafter
 from draftsmith.recipes.reports.figures import INK, LineStyle, Plot, label, legend, line_styles
-from draftsmith.recipes.reports.report_data import MeasuredDrafter, ReportData
 from draftsmith.recipes.reports.tables import Section, Table, count, draft_text, speedup_text, table_of
 
+ASSUMED_RATE = 0.7  # of acceptance at each depth, where a plan knows none
 REACH = 2  # times the longest draft and the largest batch that were measured is as far as the panel goes
 
 
@@ -92,7 +94,12 @@ def prediction_table(profile: Profile) -> Table:
 
 
 def profiles_of(data: ReportData) -> list[Profile]:
-    """Return one for each drafter that was measured with chains; the one that the report leads with comes first."""
+    """Return one for each drafter that was measured with chains; the one that the report leads with comes first.
+
+    Where none was measured, they are those of plans.
+    """
+    if not data.drafters:
+        return planned_profiles(data)
 
     def fastest(drafter: MeasuredDrafter) -> float:
         rows = drafter.sound_results(data.setting, data.setting.batch_size)
@@ -119,10 +126,11 @@ def profile_of(data: ReportData, drafter: MeasuredDrafter) -> Profile:
     if fitted := data.costs_for(drafter):
         known = max([length, *(times.draft_length for times in fitted.fitted_on)])
         known_batch = max([known_batch, *(times.batch for times in fitted.fitted_on)])
-        sizes |= {times.batch for times in fitted.fitted_on}
-        sizes |= {1 << power for power in range((REACH * known_batch).bit_length())}
-        costs = [fitted_costs(fitted, size, longest, REACH * known) for size in sorted(sizes)]
-        basis = fitted_text(fitted, context_of(fitted, longest))
+        sizes |= {times.batch for times in fitted.fitted_on} | powers_of_two(REACH * known_batch)
+        context = context_of(fitted, longest)
+        fitted = costs_in_rounds_of(fitted, longest)
+        costs = [fitted_costs(fitted, size, context, REACH * known) for size in sorted(sizes)]
+        basis = fitted_text(fitted, context)
     else:
         by_size = [[row for row in rows if row.setting.batch_size == size] for size in sorted(sizes)]
         costs = [measured_costs(same, REACH * known) for same in by_size]
@@ -141,9 +149,34 @@ def profile_of(data: ReportData, drafter: MeasuredDrafter) -> Profile:
     )
 
 
-def fitted_costs(fitted: Costs, batch_size: int, row: Result, longest: int) -> RoundCosts:
-    """Return costs of costs.json, as of a result's rounds, in plain steps."""
-    fitted, place = costs_in_rounds_of(fitted, row), (batch_size, context_of(fitted, row))
+def planned_profiles(data: ReportData) -> list[Profile]:
+    """Return one for each planned drafter and each acceptance that is known for it, else for an assumed one."""
+    profiles = []
+    for plan in data.extras.get("plan", []):
+        for drafter in plan.drafters:
+            acceptances = [(entry.acceptance.where, entry.acceptance.rates) for entry in drafter.expected]
+            for costs in [costs for costs in data.costs if costs.drafter == drafter.drafter and costs.fitted_on]:
+                for where, rates in acceptances or [(f"rate {ASSUMED_RATE:g}, assumed", [ASSUMED_RATE])]:
+                    name = f"{drafter.drafter}, accepting as {where}"
+                    profiles.append(planned_profile(name, costs, [rate or 0.0 for rate in rates], plan.context))
+    return profiles
+
+
+def planned_profile(name: str, fitted: Costs, rates: list[float], context: int) -> Profile:
+    known = max(times.draft_length for times in fitted.fitted_on)
+    known_batch = max(times.batch for times in fitted.fitted_on)
+    sizes = sorted(powers_of_two(REACH * known_batch))
+    costs = [fitted_costs(fitted, size, context, REACH * known) for size in sizes]
+    return Profile(name, fitted_text(fitted, context), known, known_batch, rates, costs, [])
+
+
+def powers_of_two(most: int) -> set[int]:
+    return {1 << power for power in range(most.bit_length())}
+
+
+def fitted_costs(fitted: Costs, batch_size: int, context: int, longest: int) -> RoundCosts:
+    """Return costs of costs.json at a batch size and a context, in plain steps."""
+    place = batch_size, context
     plain, lengths = fitted.plain(*place), range(longest + 1)
     draft = [fitted.draft(length, *place) / plain for length in lengths]
     verify = [fitted.verify(length, *place) / plain for length in lengths]

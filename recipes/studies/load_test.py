@@ -33,6 +33,7 @@ from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import LoadTestSettings
 from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.reports.figures import save_plot
+from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.serving import draw_load, stage_table
 from draftsmith.recipes.reports.tables import for_terminal
 
@@ -93,6 +94,7 @@ def run(settings: LoadTestSettings, console: Console) -> None:
         draw(test, folder / "load.png")
     print_load_test(test, console)
     console.print(f"wrote {settings.out / 'load.json'} and load.png")
+    console.print(f"report: {build_report(settings.out)}")
 
 
 def measured_schedule(on: Contender, prompts: list[list[int]], traffic: LoadSettings, draft_length: int) -> Adaptive:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
@@ -17,105 +16,37 @@ from rich.table import Table
 from draftsmith.data.progress import progress_bar
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.environment import device_name, environment
-from draftsmith.inference.measuring.results import Environment, read_evaluation
+from draftsmith.inference.measuring.results import read_evaluation
 from draftsmith.inference.planning.best_draft import acceptance_length, best_draft_length, rates_of_rounds
 from draftsmith.inference.planning.cost_measurement import CostRange, measure_costs, usual_tree
 from draftsmith.inference.planning.costs import Costs
+from draftsmith.inference.planning.plans import (
+    Acceptance,
+    BatchCosts,
+    BestDraft,
+    DrafterPlan,
+    Expectation,
+    Plan,
+    TrainingNeeds,
+)
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.drafter_configs import ReducedVocabulary
 from draftsmith.models.errors import UserError, printable
 from draftsmith.models.files import whole_folder, write_json
 from draftsmith.models.sampling.trees import StaticTree
-from draftsmith.models.typed_json import flat, optional, to_json, with_flat_parts
+from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import PlanSettings
 from draftsmith.recipes.configs.public_targets import TOKENS_PER_SAMPLE
 from draftsmith.recipes.configs.published import PUBLISHED
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.comparison import evaluation_paths
 from draftsmith.recipes.evaluation.inputs import load_target
+from draftsmith.recipes.reports.report import build_report
 from draftsmith.train import TrainConfig
 from draftsmith.train.hardware.estimates import H100, estimate
 
 CONTEXT = 256  # tokens of each request, where nothing else is asked for
 LONGEST = 8  # draft length, likewise
-
-
-# --- what plan.json holds
-
-
-@dataclass(frozen=True)
-class BatchCosts:
-    """The costs of rounds at a batch size, and the acceptance that pays. Keys are draft lengths or tree nodes."""
-
-    batch_size: int
-    plain_ms: float  # of a plain step
-    round_ms: dict[str, float]
-    break_even_acceptance_length: dict[str, float]
-    tree_break_even_acceptance_length: dict[str, float]
-    highest_speedup: float  # where everything is accepted
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Acceptance to plan with."""
-
-    where: str
-    source: str
-    rates: list[float | None]  # conditional, by depth
-
-
-@dataclass(frozen=True)
-class BestDraft:
-    """The best draft length at a batch size, for some acceptance."""
-
-    batch_size: int
-    draft_length: int  # 0: speculation off
-    acceptance_length: float
-    speedup: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expectation:
-    """An acceptance, and the best drafts that it leads to by batch size."""
-
-    acceptance: Acceptance = flat()
-    by_batch_size: list[BestDraft]
-
-
-@dataclass(frozen=True)
-class TrainingNeeds:
-    """The time and memory that training by a recipe takes, by formulae."""
-
-    device: str
-    steps: int
-    samples: int
-    tokens_per_sample: int
-    hours: float
-    gigabytes: float
-
-
-@dataclass(frozen=True)
-class DrafterPlan:
-    """The plan for one drafter."""
-
-    drafter: str
-    drafter_kind: str
-    by_batch_size: list[BatchCosts]
-    tree_depths: dict[str, int]  # by number of nodes
-    expected: list[Annotated[Expectation, with_flat_parts(Expectation)]]
-    held_out: dict[str, float]  # errors of the fitted costs at settings that were not fitted on
-    verdicts: list[str]
-    training: TrainingNeeds | None = optional()  # None: no recipe is known
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The content of plan.json."""
-
-    target: str
-    context: int
-    environment: Environment
-    drafters: list[DrafterPlan]
 
 
 # --- the command
@@ -164,6 +95,7 @@ def run(settings: PlanSettings, console: Console) -> None:
             plans.append(replace(plan, training=training_needs(candidate, target)))
         content = Plan(target.name, context, environment(target), plans)
         write_json(out / "plan.json", to_json(content))
+    console.print(f"report: {build_report(settings.out)}")
     print_plan(content, device_name(target), target.device.type == "cuda", console)
 
 

@@ -36,7 +36,8 @@ from draftsmith.models.sampling.trees import Chain, StaticTree
 from draftsmith.models.typed_json import flat, optional, to_json
 from draftsmith.recipes.configs.command_settings import ReplaySettings
 from draftsmith.recipes.evaluation.inputs import load_target, parse_tree, read_prompt_sets
-from draftsmith.recipes.reports.report_data import checkpoint_names
+from draftsmith.recipes.report_data.measured import checkpoint_names
+from draftsmith.recipes.reports.report import build_report
 
 Draft = tuple[Chain | StaticTree, VerificationMode]  # what is replayed: a shape and how it is verified
 
@@ -108,6 +109,7 @@ def run(settings: ReplaySettings, console: Console) -> None:
     write_json(settings.out / "replay.json", to_json(content))
     print_results(results, console)
     console.print(f"expected counters of {len(results)} settings: {settings.out / 'replay.json'}")
+    console.print(f"report: {build_report(settings.out)}")
 
 
 def drafts_of(

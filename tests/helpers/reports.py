@@ -125,6 +125,34 @@ def choice_content(drafter: str, draft_length: int, *predicted: dict[str, Any]) 
     }  # fmt: skip
 
 
+def plan_content(name: str) -> dict[str, Any]:
+    """The content of a plan.json with one drafter and one acceptance."""
+    draft = {"batch_size": 1, "draft_length": 4, "acceptance_length": 2.0, "speedup": 1.25}
+    row = {
+        "batch_size": 1, "plain_ms": 10.0, "round_ms": {"4": 16.0}, "break_even_acceptance_length": {"4": 1.6},
+        "tree_break_even_acceptance_length": {}, "highest_speedup": 3.1,
+    }  # fmt: skip
+    expected = {"where": name, "source": name, "rates": [0.5] * 4, "by_batch_size": [draft]}
+    drafter = {
+        "drafter": name, "drafter_kind": name, "by_batch_size": [row], "tree_depths": {}, "expected": [expected],
+        "held_out": {"settings": 1.0}, "verdicts": [name],
+    }  # fmt: skip
+    return {"target": name, "context": 64, "environment": ENVIRONMENT, "drafters": [drafter]}
+
+
+def replay_content(name: str) -> dict[str, Any]:
+    """The content of a replay.json with two draft lengths of one drafter."""
+    rows = [
+        {
+            "drafter": name, "prompt_set": name, "temperature": 0.0, "verification_mode": "greedy",
+            "draft_length": length, "tree_nodes": None, "mean_acceptance_length": 1 + length / 4,
+            "mean_acceptance_length_ci95": [1.0, 3.0],
+        }
+        for length in (1, 4)
+    ]  # fmt: skip
+    return {"target": name, "environment": ENVIRONMENT, "results": rows}
+
+
 def write_comparison(folder: Path, number: int, **changes: Any) -> None:
     path = folder / f"comparison/{number}-some/evaluation.json"
     path.parent.mkdir(parents=True)

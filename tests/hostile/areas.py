@@ -42,7 +42,7 @@ from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import DynamicTree, StaticTree
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.inputs import parse_tree
-from draftsmith.recipes.reports.report_data import read_report_data
+from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.serving.vllm_counters import parse_metrics
 from draftsmith.recipes.serving.watch import describe, read_reference
 from draftsmith.recipes.studies.plan import read_acceptance

@@ -11,7 +11,7 @@ from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.traffic.load_test import LoadTest
 from draftsmith.models import DRAFTERS
-from draftsmith.recipes.reports.report_data import Choice
+from draftsmith.recipes.report_data.contents import Choice
 from draftsmith.train import TrainConfig
 
 

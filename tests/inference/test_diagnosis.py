@@ -30,10 +30,10 @@ from draftsmith.models.target.identity import identity
 from draftsmith.models.target.target import Features
 from draftsmith.recipes.evaluation.comparison import evaluate_side_by_side
 from draftsmith.recipes.evaluation.diagnoses import with_diagnoses
+from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports import report
 from draftsmith.recipes.reports.acceptance import diagnosis
 from draftsmith.recipes.reports.report import build_report
-from draftsmith.recipes.reports.report_data import read_report_data
 
 TEXTS = ["The smith", "def strike(", "heats it again", "A draft is", "iron iron", "x", "cheap to make", "return ["]
 MORE_TEXTS = ["return [iron", "throw it away", "def x", "smith heats", "the draft", "cheap iron", "A smith", "it is"]

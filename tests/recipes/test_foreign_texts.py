@@ -16,7 +16,7 @@ from load_tests import load_test, stage
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from reports import choice_content, write_run, write_samples
+from reports import choice_content, plan_content, replay_content, write_run, write_samples
 from rich.table import Table
 from rich.text import Text
 
@@ -167,7 +167,8 @@ def hostile_folder(folder: Path, name: str) -> Path:
     (run / "choice.json").write_text(json.dumps({**choice, "fitted_on": name}))
     stages = [stage(1, contender, 10.0, 5.0) for contender in ("off", "on", "scheduled")]
     (run / "load.json").write_text(json.dumps(to_json(load_test(str(checkpoint), stages, name))))
-    (run / "plan.json").write_text(json.dumps({"target": name, "drafters": [{"verdicts": [name]}]}))
+    (run / "plan.json").write_text(json.dumps(plan_content(name)))
+    (run / "replay.json").write_text(json.dumps(replay_content(name)))
     return run
 
 

@@ -34,8 +34,8 @@ from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.evaluation import comparison
 from draftsmith.recipes.evaluation.comparison import refuse_other_evaluations, write_evaluations
+from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports.report import build_report
-from draftsmith.recipes.reports.report_data import read_report_data
 from draftsmith.recipes.serving.export_command import export
 from draftsmith.train.run_folder.checkpoint import checkpoints, damage, save_checkpoint
 

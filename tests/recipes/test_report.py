@@ -14,6 +14,8 @@ from reports import (
     ENVIRONMENT,
     TEMPERATURES,
     choice_content,
+    plan_content,
+    replay_content,
     result,
     write_comparison,
     write_grid,
@@ -27,14 +29,14 @@ from draftsmith.inference.measuring.results import Evaluation, upgraded
 from draftsmith.inference.planning.costs import Costs, HeldOutErrors, RoundTimes
 from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import from_json, to_json
+from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports import report
 from draftsmith.recipes.reports.comparison_table import by_setting, comparison_table
 from draftsmith.recipes.reports.report import build_report
-from draftsmith.recipes.reports.report_data import read_report_data
 from draftsmith.recipes.reports.tables import ratio_text
 from draftsmith.recipes.reports.terminal import print_evaluations, print_summary
 from draftsmith.recipes.reports.verdict import verdict_of
-from draftsmith.recipes.reports.what_if import profiles_of
+from draftsmith.recipes.reports.what_if import profiles_of, speedups
 from draftsmith.train.run_folder.checkpoint import checkpoint_step
 from draftsmith.train.run_folder.run_folder import link_best
 
@@ -400,6 +402,39 @@ def test_a_report_without_costs_says_what_measures_them(tmp_path: Path) -> None:
     assert "the median error is" in page[page.index('id="cost-model"') :]
 
 
+@pytest.mark.usefixtures("_no_figures")
+@pytest.mark.parametrize(
+    ("name", "title", "shown"),
+    [
+        ("load", "Under load: no clear gain.", "goodput requests/s"),
+        ("plan", "Planned, not measured. medusa.", "acceptance length to break even"),
+        ("replay", "Replayed, not timed: medusa emits up to 2.00 tokens a round, with draft length 4.", "No time was"),
+    ],
+)
+def test_a_study_alone_has_a_report(name: str, title: str, shown: str, tmp_path: Path) -> None:
+    """It was refused: the folder holds no run and no evaluation."""
+    stages = [stage(1, contender, 10.0, 5.0) for contender in ("off", "on", "scheduled")]
+    load = to_json(load_test("medusa", stages, "no clear gain"))
+    content = {"load": load, "plan": plan_content("medusa"), "replay": replay_content("medusa")}[name]
+    (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    page = build_report(tmp_path).read_text()
+    assert f"<h1>{title}</h1>" in page
+    assert shown in page
+    assert title.split(".")[0] in (tmp_path / "report.md").read_text()
+    assert json.loads((tmp_path / "report.json").read_text())["verdict"]["title"] == title
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_the_panel_of_a_plan_shows_what_the_plan_expects(tmp_path: Path) -> None:
+    costs = Costs("", "", "medusa", "medusa", {"first: pass": 2.0}, {"pass": 10.0}, host=0.0)
+    costs = replace(costs, held_out=HeldOutErrors(settings=1), fitted_on=[RoundTimes(4, 1, 64, 4, False, 1, 10, 11)])
+    (tmp_path / "costs.json").write_text(json.dumps(to_json(costs)))
+    (tmp_path / "plan.json").write_text(json.dumps(plan_content("medusa")))
+    (profile,) = profiles_of(read_report_data(tmp_path))
+    assert speedups(profile, profile.costs[0])[3] == pytest.approx((1 + 0.5 + 0.25 + 0.125 + 0.0625) / 1.2)
+    assert 'id="panel"' in build_report(tmp_path).read_text()
+
+
 # --- damaged files
 
 
@@ -426,7 +461,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     contents = {
         "choice.json": choice,
         "load.json": to_json(load_test(str(checkpoint), stages, "it pays")),
-        "plan.json": {"target": "t", "drafters": [{"verdicts": ["it will pay"]}]},
+        "plan.json": plan_content("it will pay"),
+        "replay.json": replay_content("medusa"),
         "costs.json": to_json(Costs("cpu", "t", str(checkpoint), "eagle3", {"step: pass": 1.0}, {"pass": 9.0}, 1.0)),
         "vocabulary.json": {"size": 9, "target_size": 99, "hash": "h", "domains": {"": {"greedy": 0.5}}},
     }
@@ -438,7 +474,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_whole_folder_is_read_whole(whole: Path) -> None:
     data = read_report_data(whole)
     assert not data.unreadable
-    assert set(data.extras) == {"choice", "load", "plan"}
+    assert set(data.extras) == {"choice", "load", "plan", "replay"}
     assert data.costs
     assert data.samples
     assert data.runs[0].vocabulary
@@ -467,7 +503,7 @@ def test_a_damaged_file_is_named_and_the_rest_reported(
     names = [
         path.relative_to(whole) for path in sorted(whole.rglob("*.*")) if path.suffix in (".json", ".jsonl", ".yaml")
     ]
-    assert len(names) == 13
+    assert len(names) == 14
     for number, name in enumerate(names):
         run = tmp_path / str(number) / "eagle3"
         shutil.copytree(whole, run)

@@ -15,8 +15,8 @@ import pytest
 from reports import write_grid
 
 from draftsmith.models.typed_json import to_json
+from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports.report import build_report, page_file
-from draftsmith.recipes.reports.report_data import read_report_data
 from draftsmith.recipes.reports.what_if import profiles_of, speedups
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -147,7 +147,12 @@ def test_moving_acceptance_and_costs(folder: Path) -> None:
     assert found[2][0] == pytest.approx(speedups(profile, costs)[0] * cheaper)
     assert computed("acceptanceLength([0.5], 3)") == 1.875  # the last rate goes on
     where = computed(
-        '[[1.2, 1.1, 0.9], [1.2, 1.1, 1.01], [0.9, 0.8, 0.7]].map((values) => cliffText("batch size", [1, 4, 16], values))'
+        'curves.map((values) => cliffText("batch size", [1, 4, 16], values))',
+        curves=[[1.2, 1.1, 0.9], [1.2, 1.1, 1.01], [0.9, 0.8, 0.7]],
     )
-    assert where == ["pays up to batch size 4", "pays at batch size 16, the end of the scale", "pays at no batch size shown"]
+    assert where == [
+        "pays up to batch size 4",
+        "pays at batch size 16, the end of the scale",
+        "pays at no batch size shown",
+    ]
     assert computed("changedRates([0.5, 0.25, 1, 0], 0.25)") == pytest.approx([0.25, 0.0625, 1, 0])

@@ -11,7 +11,7 @@ from reports import choice_content, result, slower, write_grid, write_results
 from draftsmith.inference.measuring.results import read_evaluation
 from draftsmith.inference.planning.costs import Costs, HeldOutErrors, RoundTimes
 from draftsmith.models.typed_json import to_json
-from draftsmith.recipes.reports.report_data import read_report_data
+from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports.speed import break_even
 from draftsmith.recipes.reports.verdict import Verdict, verdict_of
 from draftsmith.recipes.reports.what_if import predictions_of, profiles_of, speedups

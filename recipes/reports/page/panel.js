@@ -31,6 +31,8 @@ function speedups(profile, costs, change) {
   return lengths.map((length) => acceptanceLength(rates, length) / roundCost(costs, length, change));
 }
 
+const UNCHANGED = { first_rate: null, draft_scale: 1, verify_scale: 1 };
+
 // --- drawing: plain SVG in the colours of the page
 
 function element(name, attributes, text = "") {
@@ -103,7 +105,8 @@ function startPanel(root, profiles) {
     profile = profiles[index];
     moved = new Set(); // a slider that was not moved stands for the measured value exactly, not for its nearest notch
     const smallest = profile.measured.filter((point) => point.batch_size === profile.costs[0].batch_size);
-    const best = smallest.reduce((a, b) => (b.speedup > a.speedup ? b : a));
+    const predicted = speedups(profile, profile.costs[0], UNCHANGED).map((speedup, i) => ({ speedup, draft_length: i + 1 }));
+    const best = (smallest.length ? smallest : predicted).reduce((a, b) => (b.speedup > a.speedup ? b : a));
     input("draft_length").max = profile.costs[0].draft.length - 1;
     input("batch").max = profile.costs.length - 1;
     input("batch").closest("label").hidden = profile.costs.length < 2; // nothing is known of other batch sizes
