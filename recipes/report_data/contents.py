@@ -88,7 +88,7 @@ class ReportData:
 
     @property
     def studies(self) -> list[LoadTest | Plan | Replay]:
-        """What the studies of the folder found: load tests, plans, replays."""
+        """Load tests, plans and replays of the folder."""
         return [study for name in STUDIES for study in self.extras.get(name, [])]
 
     @property

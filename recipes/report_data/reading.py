@@ -51,7 +51,7 @@ def read_report_data(folder: Path) -> ReportData:
         pairs = reader.read_all(partial(_read_extra, kind), _files(folder, name))
         if pairs:
             data.extras[name], data.contents[name] = map(list, zip(*pairs, strict=True))
-    if not drafters and not data.studies:
+    if not drafters and (configs or not data.studies):
         raise UserError(_nothing_text(folder, bool(configs), reader.unreadable))
     data.costs = reader.read_all(partial(read_typed, Costs), _files(folder, "costs"))
     samples = reader.read_all(_read_samples, _files(folder, "samples"))
