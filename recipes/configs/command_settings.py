@@ -385,6 +385,7 @@ class ExportSettings(WithChats):
     num_prompts: Count | None = option(MEASURING, "take so many of them (all)", None, "N")
     draft_length: tuple[Depth, ...] = option(MEASURING, "tokens drafted a round, to choose from (1 to 5)", (), "K")
     batch_size: tuple[BatchSize, ...] = option(MEASURING, "requests at a time; several give a schedule", (1,), "N")
+    temperature: Temperature = option(MEASURING, "of the traffic that will be served", 0.0, "X")
     max_new_tokens: TwoOrMore = option(MEASURING, "longest answer while measuring, in tokens", 64, "N")
     repeats: Count = option(MEASURING, "decode so often; more narrow the intervals", 3, "N")
     check: Name | None = option(MEASURING, "compare with a vLLM: its venv or URL", None, "VENV_OR_URL")

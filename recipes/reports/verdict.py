@@ -16,6 +16,8 @@ from draftsmith.recipes.reports.lossless import divergences
 from draftsmith.recipes.reports.speed import batch_curve, break_even
 from draftsmith.recipes.reports.tables import Tone, count, draft_text, speedup_text, tone_of
 
+MOSTLY_CUT = 0.75  # share of the tokens that answers may have, from which on most of them were cut
+
 
 @dataclass
 class Fact:
@@ -190,10 +192,16 @@ def same_output_text(best: MeasuredDrafter) -> str:
 
 def where_text(data: ReportData, best: MeasuredDrafter, row: Result) -> str:
     setting = row.setting
-    return (
+    text = (
         f"Measured at temperature {setting.temperature:g} on {count(setting.num_prompts, 'prompt')} of "
         f"{setting.prompt_set}, up to {setting.max_new_tokens} new tokens, for the target {Path(data.target).name} "
         f"on {device_text(best.environment)}."
+    )
+    longest = setting.num_prompts * setting.max_new_tokens
+    if row.acceptance.num_emitted_tokens < MOSTLY_CUT * longest:
+        return text
+    return (
+        f"{text} Most answers were cut at {setting.max_new_tokens} tokens: those of your traffic may gain more or less."
     )
 
 

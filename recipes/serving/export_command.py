@@ -71,7 +71,13 @@ def measure_exported(
     longest = exported.max_draft_length or 5
     lengths = settings.draft_length or range(1, min(longest, 5) + 1)
     grid = [
-        MeasureSettings(batch_size=size, draft=length, max_new_tokens=settings.max_new_tokens, repeats=settings.repeats)
+        MeasureSettings(
+            settings.temperature,
+            batch_size=size,
+            draft=length,
+            max_new_tokens=settings.max_new_tokens,
+            repeats=settings.repeats,
+        )
         for size in settings.batch_size
         for length in lengths
     ]

@@ -3,6 +3,7 @@
 Counters only ever rise, so that two readings give what happened between them.
 """
 
+import math
 import time
 from dataclasses import dataclass
 from itertools import count
@@ -11,11 +12,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from draftsmith.inference.measuring.results import read_evaluation
+from draftsmith.inference.measuring.results import Result, read_evaluation
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.serving.vllm_counters import Counters, read_counters, vllm_at
 
 TOLERANCE = 0.1  # share of the extra tokens of a round that traffic may cost before retraining is worth a thought
+NORMAL_QUANTILE = 1.96  # of a 95 % interval
 LEAST_DRAFTS = 200  # below which nothing is said about drift
 
 
@@ -25,6 +27,7 @@ class Reference:
 
     per_position_acceptance_rates: list[float]
     temperature: float
+    standard_error: float  # of its acceptance length, over prompts
 
     def range_at(self, mean_draft_length: float) -> tuple[float, float]:
         """Return the lowest and highest acceptance length that agree with it at a mean number of drafted tokens.
@@ -56,7 +59,21 @@ def read_reference(directory: Path, draft_length: int) -> Reference:
     settings = [result.setting for result in results]
     order = [(setting.temperature, setting.draft_length, setting.batch_size) for setting in settings]
     result = results[order.index(min(order))]
-    return Reference(result.acceptance.per_position_acceptance_rates[:draft_length], result.setting.temperature)
+    rates = result.acceptance.per_position_acceptance_rates[:draft_length]
+    return Reference(rates, result.setting.temperature, standard_error_of(result))
+
+
+def standard_error_of(result: Result) -> float:
+    """Return the standard error of the acceptance length: of the interval over prompts, else of the drafts alone.
+
+    That of the longest drafts stands for shorter ones, whose error is smaller.
+    """
+    if interval := result.mean_acceptance_length_ci95:
+        return (interval[1] - interval[0]) / (2 * NORMAL_QUANTILE)
+    counts = result.acceptance
+    drafts, tokens, accepted = counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens
+    per_position = tuple(round(rate * drafts) for rate in counts.per_position_acceptance_rates)
+    return Counters(round(drafts), round(tokens), round(accepted), per_position).standard_error
 
 
 def drift_of(counters: Counters, reference: Reference) -> float:
@@ -66,14 +83,21 @@ def drift_of(counters: Counters, reference: Reference) -> float:
 
 
 def judgement(counters: Counters, reference: Reference) -> str:
-    """Return what the drift means: chance, better, or worse by so much that retraining should be thought of."""
+    """Return what the drift means: chance, better, or worse by so much that retraining should be thought of.
+
+    Chance is two standard errors of the difference: those of the traffic and of the reference together.
+    """
     if counters.num_drafts < LEAST_DRAFTS:
         return f"{counters.num_drafts} drafts: too few to judge"
-    drift, error = drift_of(counters, reference), 2 * counters.standard_error
+    drift, error = drift_of(counters, reference), 2 * math.hypot(counters.standard_error, reference.standard_error)
     gain = reference.range_at(counters.mean_draft_length)[0] - 1
     if drift + error < -TOLERANCE * gain:
         return "retrain: this traffic is accepted clearly less than the drafter was measured at (train on its prompts)"
     if abs(drift) <= error:
+        if reference.standard_error > counters.standard_error and error > TOLERANCE * gain:
+            return (
+                f"as measured, as far as its reference of +- {2 * reference.standard_error:.2f} tells (more --prompts)"
+            )
         return "as measured"
     return "better than measured" if drift > 0 else "slightly below what was measured"
 

@@ -96,6 +96,13 @@ def test_a_gain_that_is_shown_leads_before_a_higher_one_that_is_not(tmp_path: Pa
     assert "still 2.03× at batch size 4" in verdict_on(tmp_path, paying(), at_four, paying(4)).title
 
 
+@pytest.mark.parametrize(("num_tokens", "told"), [(16 * 60, True), (16 * 40, False)])
+def test_says_that_answers_were_cut(num_tokens: int, told: bool, tmp_path: Path) -> None:
+    """Sixteen answers of up to 64 tokens."""
+    text = verdict_on(tmp_path, {**paying(), "num_emitted_tokens": num_tokens}).text
+    assert ("Most answers were cut at 64 tokens" in text) == told
+
+
 def test_sampled_outputs_are_not_said_to_be_identical(tmp_path: Path) -> None:
     text = verdict_on(tmp_path, result(0.75, 4.0, temperature=1.0)).text
     assert "Outputs were not compared" in text

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from reports import result, write_results
 from rich.console import Console
@@ -123,7 +124,26 @@ def test_difference_of_readings() -> None:
 )
 def test_judgement(num_drafts: int, accepted: tuple[int, ...], said: str) -> None:
     """Beyond chance (two standard errors), and by a tenth of the tokens that drafting gains."""
-    assert said in judgement(parse_metrics(page(num_drafts, accepted)), Reference([0.6, 0.3], 0.0))
+    assert said in judgement(parse_metrics(page(num_drafts, accepted)), Reference([0.6, 0.3], 0.0, 0.0))
+
+
+def test_the_reference_is_uncertain_too() -> None:
+    """From six prompts it was 2.00 [1.35, 2.65], and traffic of 1.70 was called a reason to retrain."""
+    traffic = Counters(5000, 10_000, 3500, (2500, 1000))
+    assert traffic.mean_acceptance_length == 1.7
+    sure, unsure = Reference([0.7, 0.3], 0.0, 0.01), Reference([0.7, 0.3], 0.0, (2.65 - 1.35) / 2 / 1.96)
+    assert "retrain" in judgement(traffic, sure)
+    assert judgement(traffic, unsure).startswith("as measured, as far as its reference of +- 0.66 tells")
+
+
+@pytest.mark.parametrize(("interval", "error"), [([2.0, 2.4], 0.4 / 2 / 1.96), (None, None)])
+def test_the_error_of_a_reference(interval: list[float] | None, error: float | None, tmp_path: Path) -> None:
+    """Of its prompts; where there is no interval over them, that of a thousand independent drafts."""
+    row = {**result(0.6, 1.0), "mean_acceptance_length_ci95": interval}
+    write_results(tmp_path / "evaluation.json", [row])
+    lengths = [n for n, rounds in enumerate(row["acceptance_histogram"]) for _ in range(rounds)]
+    expected = error or float(np.std(lengths)) / len(lengths) ** 0.5
+    assert read_reference(tmp_path, 4).standard_error == pytest.approx(expected, rel=1e-3)
 
 
 RATES = [0.6, 0.4, 0.25, 0.15]
@@ -142,7 +162,7 @@ def under_schedule(num_drafts: dict[int, int], rates: list[float]) -> Counters:
 )
 def test_server_with_a_schedule(num_drafts: dict[int, int]) -> None:
     """Fewer tokens drafted under load are no loss of acceptance; fewer accepted of those drafted are."""
-    reference = Reference(RATES, 0.0)
+    reference = Reference(RATES, 0.0, 0.0)
     found = under_schedule(num_drafts, RATES)
     low, high = reference.range_at(found.mean_draft_length)
     assert low - 1e-3 <= found.mean_acceptance_length <= high + 1e-3
@@ -153,11 +173,11 @@ def test_server_with_a_schedule(num_drafts: dict[int, int]) -> None:
 
 def test_what_is_as_measured_for_the_tokens_drafted() -> None:
     """By hand: 2.5 tokens are 2 and 3 in equal parts at best; at worst 1 and 4."""
-    reference = Reference(RATES, 0.0)
+    reference = Reference(RATES, 0.0, 0.0)
     assert reference.range_at(4) == pytest.approx((2.4, 2.4))
     assert reference.range_at(1) == pytest.approx((1.6, 1.6))
     assert reference.range_at(2.5) == pytest.approx((1 + (0.6 + 1.4) / 2, 1 + (1.0 + 1.25) / 2))
-    assert Reference([0.6], 0.0).range_at(1) == pytest.approx((1.6, 1.6))
+    assert Reference([0.6], 0.0, 0.0).range_at(1) == pytest.approx((1.6, 1.6))
 
 
 def write_evaluation(folder: Path) -> None:
@@ -170,7 +190,8 @@ def write_evaluation(folder: Path) -> None:
 def test_reference_is_cut_to_the_servers_draft_length(tmp_path: Path) -> None:
     """1 + the rates of the first K positions is the acceptance length at K, as vLLM defines it. Greedy comes first."""
     write_evaluation(tmp_path)
-    assert read_reference(tmp_path, 2) == Reference([0.6, 0.3], 0.0)
+    reference = read_reference(tmp_path, 2)
+    assert (reference.per_position_acceptance_rates, reference.temperature) == ([0.6, 0.3], 0.0)
     with pytest.raises(UserError, match="nothing was measured there with 5"):
         read_reference(tmp_path, 5)
     with pytest.raises(UserError, match="holds no evaluation.json"):

@@ -44,7 +44,7 @@ def test_evaluations_take_their_share_of_the_time() -> None:
         costs.append(
             EvaluationCost(3.0 * amount.num_prompts * amount.repeats, trained, amount.num_prompts, amount.repeats, 0.1)
         )
-    assert costs[0].num_prompts * costs[0].repeats == 80  # 240 s, which later ones make up for
+    assert (costs[0].num_prompts, costs[0].repeats) == (8, 2)  # the least, while nothing is known of the time
     spent = sum(cost.seconds for cost in costs)
     assert 0.09 * trained < spent <= 0.1 * trained
     assert all(cost.num_prompts == 16 for cost in costs[4:])  # 100 s are 33 prompts: it is repeats that give way
@@ -74,8 +74,8 @@ def test_a_tight_share_is_kept_and_stated(base: dict[str, Any], tmp_path: Path) 
     evaluation = {"max_new_tokens": 4, "repeats": 4, "time_share": 1e-6}
     run = train(make_config("medusa", base, tmp_path, run={"steps": 4, "checkpoint_every": 2}, evaluation=evaluation))
     contents = [json.loads((path / "evaluation.json").read_text()) for path in checkpoints(run)]
-    assert [content["cost"]["repeats"] for content in contents] == [4, 2]
-    assert [content["results"][0]["repeats"] for content in contents] == [4, 2]
+    assert [content["cost"]["repeats"] for content in contents] == [2, 2]  # the first one, too: it took four
+    assert [content["results"][0]["repeats"] for content in contents] == [2, 2]
     first, second = (content["cost"]["training_seconds"] for content in contents)
     assert 0 < first < second
     assert not (run / "costs.json").exists()  # for which no time was left
@@ -83,6 +83,18 @@ def test_a_tight_share_is_kept_and_stated(base: dict[str, Any], tmp_path: Path) 
         texts = json.loads((path / "samples.json").read_text())
         assert [text["drafter"] for text in texts] == [str(path)] * 3
         assert all(sum(one["num_tokens"] for one in text["rounds"]) <= 4 for text in texts)
+
+
+def test_the_first_evaluation_is_done_in_full_where_there_is_time(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least amount shows how long one takes, and then an hour is left."""
+    monkeypatch.setattr("draftsmith.train.evaluation.budget.seconds_left", lambda *_: 3600.0)
+    evaluation = {"max_new_tokens": 4, "repeats": 3, "baselines": []}
+    run = train(make_config("medusa", base, tmp_path, run={"steps": 2, "checkpoint_every": 2}, evaluation=evaluation))
+    (path,) = checkpoints(run)
+    content = json.loads((path / "evaluation.json").read_text())
+    assert content["cost"]["repeats"] == content["results"][0]["repeats"] == 3
 
 
 # --- stopping early

@@ -23,11 +23,13 @@ def affordable(
     """Return the amount of the next evaluation.
 
     All evaluations together take `time_share` of the time trained so far, or the least amount. It is sized by what the
-    last one took; the first is done in full. Repeats go first: with the same prompts checkpoints stay comparable.
+    last one took; without one it is the least. Repeats go first: with the same prompts checkpoints stay comparable.
     """
     full = Amount(num_prompts, config.repeats)
-    if config.time_share is None or not earlier:
+    if config.time_share is None:
         return full
+    if not earlier:
+        return Amount(min(num_prompts, LEAST_PROMPTS), min(full.repeats, LEAST_REPEATS))
     last = earlier[-1]
     size = seconds_left(config, earlier, training_seconds) / last.seconds * last.num_prompts * last.repeats
     if size >= num_prompts * config.repeats:

@@ -87,6 +87,19 @@ class ShareResult:
     stopped: bool = False  # by a signal
 
 
+@dataclass(frozen=True)
+class Measured:
+    """The results of all processes, and the places of the prompts that each of them measured."""
+
+    of_ranks: list[ShareResult]
+    shares: list[list[int]]
+
+    @property
+    def failures(self) -> str:
+        """Texts of all failures; empty where nothing failed."""
+        return "".join(of_rank.failure for of_rank in self.of_ranks)
+
+
 @dataclass
 class Evaluator:
     """Measures a run's checkpoints on all its processes, within a share of the time.
@@ -128,32 +141,51 @@ class Evaluator:
         return broadcast_object_list([reason])[0]
 
     def _measure(self, checkpoint: Path, training_seconds: float) -> None:
-        """Measure a checkpoint on all processes, and write its files, or what failed, on the main one."""
-        start = time.perf_counter()
-        config = self.config.evaluation
-        amount = affordable(config, len(self.prompts.token_ids), evaluation_costs(self.run), training_seconds)
-        amount = broadcast_object_list([amount])[0]  # clocks differ
-        num_ranks = self.accelerator.num_processes
-        shares = [share_of(amount.num_prompts, rank, num_ranks, config.batch_size) for rank in range(num_ranks)]
+        """Measure a checkpoint on all processes, and write its files, or what failed, on the main one.
+
+        A run's first evaluation is of the least amount, which shows how long one takes; it is then done anew with as
+        much as its share of the time allows, where that is more.
+        """
+        start, config, num_prompts = time.perf_counter(), self.config.evaluation, len(self.prompts.token_ids)
+        earlier = evaluation_costs(self.run)
+        amount = self._agreed(affordable(config, num_prompts, earlier, training_seconds))
+        measured = self._measure_amount(checkpoint, amount)
+        if not earlier and not measured.failures:
+            first = cost_since(start, training_seconds, amount, config)
+            more = self._agreed(affordable(config, num_prompts, [first], training_seconds))
+            if more != amount:
+                amount, measured = more, self._measure_amount(checkpoint, more)
+        if self.tracker:
+            self._write(checkpoint, measured, cost_since(start, training_seconds, amount, config))
+
+    def _agreed(self, amount: Amount) -> Amount:
+        """Return the amount of the main process, since clocks differ."""
+        return broadcast_object_list([amount])[0]
+
+    def _measure_amount(self, checkpoint: Path, amount: Amount) -> Measured:
+        """Measure so much on all processes. Raises `Stopped` where a signal came meanwhile."""
+        num_ranks, size = self.accelerator.num_processes, self.config.evaluation.batch_size
+        shares = [share_of(amount.num_prompts, rank, num_ranks, size) for rank in range(num_ranks)]
         of_ranks = gather_object([self._measure_share(checkpoint, shares[self.accelerator.process_index], amount)])
         if any(of_rank.stopped for of_rank in of_ranks):
             raise Stopped(self.stop.received or signal.SIGTERM, checkpoint.name)
-        if not self.tracker:
-            return
-        failures = "".join(of_rank.failure for of_rank in of_ranks)
-        seconds = time.perf_counter() - start
+        return Measured(of_ranks, shares)
+
+    def _write(self, checkpoint: Path, measured: Measured, cost: EvaluationCost) -> None:
+        """Write the files of an evaluation, or what failed."""
+        assert self.tracker
+        failures = measured.failures
         if not failures:
-            cost = EvaluationCost(seconds, training_seconds, amount.num_prompts, amount.repeats, config.time_share)
-            evaluations = [of_rank.evaluations for of_rank in of_ranks if of_rank.evaluations]
+            evaluations = [of_rank.evaluations for of_rank in measured.of_ranks if of_rank.evaluations]
             try:
-                write_pooled(checkpoint, evaluations, shares, cost)
+                write_pooled(checkpoint, evaluations, measured.shares, cost)
             except Exception as error:
                 failures = failure_text(0, error)
         if failures:
             write_whole(checkpoint / ERROR, failures)
-            self.tracker.log(checkpoint_step(checkpoint), {"evaluation_failed": 1, "evaluation_seconds": seconds})
+            self.tracker.log(checkpoint_step(checkpoint), {"evaluation_failed": 1, "evaluation_seconds": cost.seconds})
             warn(
-                f"the evaluation of {checkpoint.name} failed after {seconds:.0f} s, training goes on; "
+                f"the evaluation of {checkpoint.name} failed after {cost.seconds:.0f} s, training goes on; "
                 f"{failures.splitlines()[0]} (all of it in {checkpoint / ERROR})"
             )
 
@@ -257,6 +289,12 @@ def reason_to_stop(without_gain: int, patience: int | None, step: int, tracker: 
 def failure_text(rank: int, error: Exception) -> str:
     """Return what evaluation.error.txt says of a failure: one line, then where it happened."""
     return f"process {rank}: {type(error).__name__}: {first_line(error)}\n\n{traceback.format_exc()}\n"
+
+
+def cost_since(start: float, training_seconds: float, amount: Amount, config: EvaluationConfig) -> EvaluationCost:
+    """Return the cost of an evaluation that began at `start`, a time of `time.perf_counter`."""
+    seconds = time.perf_counter() - start
+    return EvaluationCost(seconds, training_seconds, amount.num_prompts, amount.repeats, config.time_share)
 
 
 def write_pooled(
