@@ -22,6 +22,8 @@ from draftsmith.models.errors import UserError
 
 VLLM, SGLANG = "vLLM 0.32.0", "SGLang 0.5.23"  # another version may load otherwise: read it, then change the rules
 
+TRAINING_FREE = {"ngram": ("vllm", "sglang"), "suffix": ("vllm",)}  # by kind: the engines with a drafter like it
+
 # --- tensors: name -> shape
 
 LAYER = {

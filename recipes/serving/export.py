@@ -20,7 +20,7 @@ from draftsmith.models import CHANGED_TARGET, Checkpoint, Target, build_drafter,
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import PARTIAL, finish_moving, whole_folder, write_json, write_whole
 from draftsmith.recipes.serving import vllm_medusa
-from draftsmith.recipes.serving.engine_key_names import DTYPES, LOADER_RULES, check_name, rules_for
+from draftsmith.recipes.serving.engine_key_names import DTYPES, LOADER_RULES, TRAINING_FREE, check_name, rules_for
 from draftsmith.recipes.serving.layout_check import check_files, engines_that_serve
 from draftsmith.recipes.serving.project_layouts import in_project_layout
 
@@ -72,6 +72,8 @@ def write_drafter(checkpoint: str | Path, engine: str, target: Target, names: di
 
     `names`: what it will be served under, by the option that says so.
     """
+    if is_training_free(checkpoint):
+        return training_free(str(checkpoint), engine, target, folder)
     source = read_checkpoint(checkpoint, target)
     drafter = build_drafter(source, target)  # also shows that it is whole and fits the target
     trained = checkpoint_of(drafter, dtype_of(source.tensors))
@@ -99,6 +101,19 @@ def write_drafter(checkpoint: str | Path, engine: str, target: Target, names: di
     return Exported(folder, engine, files.kind, target.name, fingerprint, drafter.max_draft_length, served_by)
 
 
+def is_training_free(checkpoint: str | Path) -> bool:
+    """Return whether this names a drafter that engines have themselves, and no folder."""
+    return str(checkpoint) in TRAINING_FREE and not Path(checkpoint).is_dir()
+
+
+def training_free(kind: str, engine: str, target: Target, folder: Path) -> Exported:
+    """Return the export of a drafter without weights, which is nothing but commands; `UserError` where none serves it."""
+    served_by = TRAINING_FREE[kind]
+    if engine not in served_by:
+        raise UserError(f"--engine {engine} has no drafter like {kind}: give --engine {served_by[0]}")
+    return Exported(folder, engine, kind, target.name, None, None, served_by)
+
+
 def served_names(out: Path, hub_name: str | None) -> dict[str, str]:
     """Return the names that an export is served under, by the option that says so."""
     return {"--out": str(out.resolve()), **({"--push": hub_name} if hub_name is not None else {})}
@@ -106,8 +121,11 @@ def served_names(out: Path, hub_name: str | None) -> dict[str, str]:
 
 def check_places(checkpoint: str | Path, target: Target, out: Path) -> None:
     """Raise `UserError` for a source that has no weights, an `out` that is not free, and another target than needed."""
-    if str(checkpoint) in ("ngram", "suffix", "lookahead", "none") and not Path(checkpoint).is_dir():
-        raise UserError(f"{checkpoint} is no trained drafter: give a checkpoint, such as runs/NAME/best")
+    if str(checkpoint) in ("lookahead", "none") and not Path(checkpoint).is_dir():
+        raise UserError(
+            f"{checkpoint} is no trained drafter, and no engine has one like it: give a checkpoint, such as "
+            f"runs/NAME/best, or {' or '.join(TRAINING_FREE)}"
+        )
     if out.resolve() == Path(checkpoint).resolve():
         raise UserError(f"{out} is the checkpoint itself: give another --out")
     if out.is_dir() and any(path.name != PARTIAL for path in out.iterdir()):

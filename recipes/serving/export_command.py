@@ -17,6 +17,7 @@ from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.evaluation.comparison import evaluate_side_by_side, write_evaluations
 from draftsmith.recipes.reports.terminal import print_evaluations
 from draftsmith.recipes.serving.engine_check import EngineReport, add_speed, check_engine, print_reports
+from draftsmith.recipes.serving.engine_key_names import TRAINING_FREE
 from draftsmith.recipes.serving.export import WEIGHT_FILES, Exported, export_folder, served_names, write_drafter
 from draftsmith.recipes.serving.model_card import schedule_of, served_result, write_card
 from draftsmith.recipes.serving.serve_commands import at_most_drafted, speculative_config, write_scripts
@@ -24,10 +25,10 @@ from draftsmith.recipes.serving.serve_commands import at_most_drafted, speculati
 DRAFT_LENGTH = 4  # where nothing is measured or asked for
 
 
-def export(settings: ExportSettings, target: Target, console: Console) -> Exported:
+def export(settings: ExportSettings, target: Target, console: Console, measured: Evaluation | None = None) -> Exported:
     """Export a checkpoint and do what the settings ask for.
 
-    The folder appears when it is whole. Raises `UserError`: without a folder for what cannot be done; with it where
+    `measured` is an evaluation of the checkpoint, which is exported with it where the settings have no prompts. The folder appears when it is whole. Raises `UserError`: without a folder for what cannot be done; with it where
     `check` found that the engine and draftsmith disagree, in which case nothing is pushed, and where pushing fails.
     """
     if settings.check and not settings.prompts:
@@ -46,6 +47,10 @@ def export(settings: ExportSettings, target: Target, console: Console) -> Export
         draft_length = settings.draft_length[0] if settings.draft_length else DRAFT_LENGTH
         if prompts:
             evaluation = measure_exported(exported, target, prompts, settings, console)
+        elif measured:
+            evaluation = replace(measured, drafter=str(out))
+            write_evaluations([evaluation], {}, None, folder)
+        if evaluation:
             draft_length = served_result(evaluation).setting.draft_length
             schedule = schedule_of(exported.kind, evaluation)
         commands = write_scripts(exported, settings.push or out, draft_length, schedule)
@@ -91,6 +96,8 @@ def measure_exported(
 
 def as_served(exported: Exported, target: Target) -> tuple[Target, str]:
     """Return the target that is served with an exported drafter, and what `load_drafter` calls the drafter there."""
+    if exported.kind in TRAINING_FREE:
+        return target, exported.kind
     if not exported.in_target:
         return target, str(exported.directory)
     served = Target.from_pretrained(exported.directory, target.device, target.dtype)

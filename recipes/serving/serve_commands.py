@@ -8,8 +8,9 @@ from typing import Any
 
 from draftsmith.data.console import shell_path
 from draftsmith.inference.decoding.schedule import Schedule, for_sglang, for_vllm
+from draftsmith.models.drafter_configs import NgramConfig
 from draftsmith.models.files import write_json, write_whole
-from draftsmith.recipes.serving.engine_key_names import VLLM, rules_for
+from draftsmith.recipes.serving.engine_key_names import SGLANG, TRAINING_FREE, VLLM, rules_for
 from draftsmith.recipes.serving.export import PLUGIN, Exported
 from draftsmith.recipes.serving.vllm_medusa import MedusaProposer
 
@@ -19,6 +20,9 @@ SGLANG_SCHEDULE = "sglang_schedule.json"
 
 def speculative_config(kind: str, model: str, draft_length: int) -> dict[str, Any]:
     """Return what vLLM is told of a drafter, `model` being its directory or its name on the Hub."""
+    if kind in TRAINING_FREE:
+        lookup = {"prompt_lookup_max": NgramConfig.longest, "prompt_lookup_min": NgramConfig.shortest}
+        return {"method": kind, "num_speculative_tokens": draft_length, **(lookup if kind == "ngram" else {})}
     rules = rules_for("vllm", kind)
     parallel = {"parallel_drafting": True} if rules.parallel_drafting else {}
     place = {} if rules.in_target else {"model": model}
@@ -53,8 +57,11 @@ def serve_command(
 
 def sglang_words(exported: Exported, where: Path | str, draft_length: int, schedule: Schedule | None) -> list[str]:
     """Return the words of SGLang's command."""
-    method = rules_for("sglang", exported.kind).method
     words = ["python", "-m", "sglang.launch_server", "--model-path", shell_path(exported.target)]
+    if exported.kind in TRAINING_FREE:
+        words += ["--speculative-algorithm", exported.kind.upper()]
+        return [*words, "--speculative-num-draft-tokens", str(draft_length + 1)]  # the newest token among them
+    method = rules_for("sglang", exported.kind).method
     words += ["--speculative-algorithm", method, "--speculative-draft-model-path", shell_path(where)]
     if schedule and method in SGLANG_ADAPTIVE and isinstance(where, Path):
         draft_length = schedule.longest
@@ -98,7 +105,7 @@ def write_scripts(
         write_json(exported.directory / SGLANG_SCHEDULE, for_sglang(schedule))
     for engine, command in commands.items():
         script = exported.directory / f"serve_{engine}.sh"
-        version = VLLM if engine == "vllm_plugin" else rules_for(engine, exported.kind).engine
+        version = SGLANG if engine == "sglang" else VLLM
         lines = ("#!/bin/sh", f"# checked against the loader rules of {version}", f"{here}exec {command}\n")
         write_whole(script, os.fsencode("\n".join(lines)))  # a path may hold bytes that are no text
         script.chmod(0o755)

@@ -18,7 +18,7 @@ from draftsmith.data.prompts.code_dialogues import code_dialogues
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_prompt_set, tokenise
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_groups
-from draftsmith.inference.measuring.results import read_evaluation
+from draftsmith.inference.measuring.results import Evaluation, read_evaluation
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import write_whole
@@ -29,7 +29,7 @@ from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate
 from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.terminal import print_summary
-from draftsmith.recipes.serving.engine_key_names import LOADER_RULES
+from draftsmith.recipes.serving.engine_key_names import LOADER_RULES, TRAINING_FREE
 from draftsmith.recipes.serving.export_command import export
 from draftsmith.recipes.studies.quickstart_budget import (
     ANSWERS,
@@ -80,22 +80,22 @@ def quickstart(settings: QuickstartSettings, console: Console) -> None:
             train(quickstart_config(kind, budget, out, settings.device))
     remove(features)
 
-    fastest = ranked({best_checkpoint(out / kind): kind for kind in kinds}, target, budget, out)
-    best = next(iter(fastest))
+    fastest = ranked([best_checkpoint(out / kind) for kind in kinds], target, budget, out)
     console.print(f"\nreport: {build_report(out)}")
     print_summary(out, console)
-    console.print(f"best drafter: {best}")
+    console.print(f"best drafter: {fastest[0].drafter}")
     served = fastest_served(fastest)
     if served is None:
-        console.print(f"nothing is exported: vLLM serves none of {', '.join(kinds)}")
+        console.print(f"nothing is exported: vLLM serves none of {', '.join(kinds)}, and n-grams do not pay")
         return
-    if served != best:
-        console.print(f"vLLM does not serve {fastest[best]}: the fastest that it serves is {fastest[served]}")
+    if served != fastest[0]:
+        kind = fastest[0].drafter_kind
+        console.print(f"vLLM does not serve {kind}: the fastest that it serves and that pays is {served.drafter_kind}")
     if (out / "export").is_dir():
         console.print(f"exported: {out / 'export'}", soft_wrap=True)
         return
-    exported = ExportSettings(target=target.name, checkpoint=str(served), engine="vllm", out=out / "export")
-    export(exported, target, console)
+    exported = ExportSettings(target=target.name, checkpoint=served.drafter, engine="vllm", out=out / "export")
+    export(exported, target, console, served)
 
 
 def is_trained(run: Path, num_steps: int) -> bool:
@@ -103,8 +103,8 @@ def is_trained(run: Path, num_steps: int) -> bool:
     return (run / "checkpoints" / checkpoint_name(num_steps) / "evaluation.json").is_file()
 
 
-def ranked(checkpoints: dict[Path, str], target: Target, budget: Budget, out: Path) -> dict[Path, str]:
-    """Return the checkpoints and their kinds, the fastest first, as they compare with each other and with n-grams."""
+def ranked(checkpoints: list[Path], target: Target, budget: Budget, out: Path) -> list[Evaluation]:
+    """Return the comparison of the checkpoints with each other and with n-grams, the fastest first."""
     names = [*map(str, checkpoints), "ngram"]
     source = str(out / "prompts" / "comparison.jsonl")
     paths = evaluation_paths(out / "comparison", names)
@@ -112,14 +112,18 @@ def ranked(checkpoints: dict[Path, str], target: Target, budget: Budget, out: Pa
         prompts = read_prompt_set(source, target, None, COMPARISON.max_new_tokens)
         options = EvaluationOptions(budget.num_threads, sample_texts=True, costs=True)
         evaluate_side_by_side(target, names, [prompts], [COMPARISON], out / "comparison", options)
-    values = [read_evaluation(path).results[0].rank_key for path in paths[: len(checkpoints)]]
-    order = sorted(zip(values, checkpoints.items(), strict=True), key=lambda pair: pair[0], reverse=True)
-    return dict(pair for _, pair in order)
+    evaluations = [read_evaluation(path) for path in paths]
+    return sorted(evaluations, key=lambda evaluation: evaluation.results[0].rank_key, reverse=True)
 
 
-def fastest_served(fastest: dict[Path, str]) -> Path | None:
-    """Return the first checkpoint of a kind that vLLM serves."""
-    return next((checkpoint for checkpoint, kind in fastest.items() if ("vllm", kind) in LOADER_RULES), None)
+def fastest_served(fastest: list[Evaluation]) -> Evaluation | None:
+    """Return the first that vLLM serves, n-grams only where they pay: what costs no training has to bring something."""
+    return next((one for one in fastest if is_served(one)), None)
+
+
+def is_served(evaluation: Evaluation) -> bool:
+    kind = evaluation.drafter_kind
+    return ("vllm", kind) in LOADER_RULES or (kind in TRAINING_FREE and evaluation.results[0].pays)
 
 
 def quickstart_config(kind: str, budget: Budget, out: Path, device: str | None) -> TrainConfig:

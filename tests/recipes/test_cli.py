@@ -138,9 +138,10 @@ MISTAKES = {
     ),
     "engine without that kind": ("export {medusa} --engine sglang --target {target} --out {out}", "medusa"),
     "no checkpoint to export": (
-        "export ngram --engine vllm --target {target} --out {out}",
-        "no trained drafter: give a checkpoint",
+        "export lookahead --engine vllm --target {target} --out {out}",
+        "no trained drafter, and no engine has one like it: give a checkpoint",
     ),
+    "drafter that the engine lacks": ("export suffix --engine sglang --target {target} --out {out}", "engine vllm"),
     "no measured checkpoint": (GENERATE + "{run}/best", "was: give {run}/checkpoints/step-000002"),
     "a run for a checkpoint": (GENERATE + "{run}", "such as {run}/checkpoints/step-000002"),
     "unknown engine": ("export {medusa} --engine llama --target {target} --out {out}", "invalid choice"),

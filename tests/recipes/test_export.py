@@ -290,7 +290,7 @@ def test_it_stays_known_what_it_was_trained_for(tiny_target: Target, tmp_path: P
     assert read_config(tmp_path / "out")["draftsmith"]["trained_for"] == config["draftsmith"]["trained_for"]
 
 
-@pytest.mark.parametrize("name", ["ngram", "none"])
+@pytest.mark.parametrize("name", ["lookahead", "none"])
 def test_nothing_to_export_without_weights(name: str, tiny_target: Target, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no trained drafter"):
         export_checkpoint(Path(name), "vllm", tiny_target, tmp_path / "out")

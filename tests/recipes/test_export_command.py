@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from draftsmith.recipes.serving.model_card import (
 from draftsmith.recipes.serving.serve_commands import write_scripts
 from draftsmith.recipes.serving.vllm_counters import Counters
 from draftsmith.recipes.serving.vllm_run import EngineRun, root_cause, run_environment
+from draftsmith.recipes.serving.watch import read_reference
 
 PROMPTS = ["heat the iron", "A draft is", "return [iron.hit()", "strikes it, and"]
 
@@ -117,6 +119,26 @@ def test_everything_beside_the_weights(tiny_target: Target, prompts: str, tmp_pa
         "serve_sglang.sh",
         "serve_vllm.sh",
     }
+
+
+@pytest.mark.parametrize(("kind", "engines"), [("ngram", ["sglang", "vllm"]), ("suffix", ["vllm"])])
+def test_drafters_without_weights_are_exported_as_commands(
+    kind: str, engines: list[str], tiny_target: Target, prompts: str, tmp_path: Path
+) -> None:
+    """With what was measured of them, which a server can be watched against."""
+    words = ["--engine", "vllm", "--target", tiny_target.name, "--prompts", prompts, "--device", "cpu"]
+    more = ["--draft-length", "3", "--repeats", "1", "--max-new-tokens", "8", "--temperature", "1"]
+    assert main(["export", kind, *words, *more, "--out", str(tmp_path / "out")]) == 0
+    scripts = {path.stem.removeprefix("serve_"): path.read_text() for path in (tmp_path / "out").glob("*.sh")}
+    assert sorted(scripts) == engines
+    command = shlex.split(scripts["vllm"].splitlines()[-1])
+    lookup = {"prompt_lookup_max": 4, "prompt_lookup_min": 2} if kind == "ngram" else {}
+    assert json.loads(command[-1]) == {"method": kind, "num_speculative_tokens": 3, **lookup}
+    if kind == "ngram":
+        words = "--speculative-algorithm NGRAM --speculative-num-draft-tokens 4".split()
+        assert shlex.split(scripts["sglang"].splitlines()[-1])[-4:] == words
+    assert read_reference(tmp_path / "out", 3).temperature == 1.0
+    assert f"# {kind} drafter for" in (tmp_path / "out/README.md").read_text()
 
 
 def test_the_hub_refuses(tiny_target: Target, tmp_path: Path, hub: FakeHub) -> None:

@@ -17,6 +17,7 @@ from draftsmith.data.answers.prepare import PrepareSettings
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_prompts, tokenise
 from draftsmith.inference.measuring.measure import MeasureSettings
+from draftsmith.inference.measuring.results import Evaluation, read_evaluation
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.configs.command_settings import QuickstartSettings
@@ -32,19 +33,35 @@ BUDGET = Budget("target", 1.0, 64, 4, 4, None, {"hydra": 8})
 
 
 def test_lossless_drafters_come_first_then_fast_ones(tmp_path: Path, tiny_target: Target) -> None:
-    checkpoints = {tmp_path / "a": "hydra", tmp_path / "b": "eagle3", tmp_path / "c": "medusa"}
-    measured = [(1.1, 0), (1.9, 3), (1.2, 0), (1.0, 0)]  # speedup, divergences; the last one is of n-grams
+    checkpoints = [tmp_path / "hydra", tmp_path / "eagle3", tmp_path / "medusa"]
+    measured = [(1.1, 0), (1.9, 3), (1.2, 0), (1.15, 0)]  # speedup, divergences; the last one is of n-grams
     paths = evaluation_paths(tmp_path / "comparison", [*map(str, checkpoints), "ngram"])
     for path, (speedup, divergences) in zip(paths, measured, strict=True):
         path.parent.mkdir(parents=True)
         row = result(0.5, 1.0, divergences=divergences)
-        write_results(path, [{**row, "speedup": speedup}])
-    assert list(ranked(checkpoints, tiny_target, BUDGET, tmp_path).values()) == ["medusa", "hydra", "eagle3"]
+        kind = path.parent.name.partition("-")[2]
+        write_results(path, [{**row, "speedup": speedup}], kind, kind)
+    fastest = ranked(checkpoints, tiny_target, BUDGET, tmp_path)
+    assert [one.drafter_kind for one in fastest] == ["medusa", "ngram", "hydra", "eagle3"]
 
 
-def test_what_vllm_does_not_serve_is_not_exported() -> None:
-    assert fastest_served({Path("a"): "hydra", Path("b"): "medusa", Path("c"): "eagle3"}) == Path("b")
-    assert fastest_served({Path("a"): "hydra"}) is None
+def measured(folder: Path, kind: str, low: float) -> Evaluation:
+    """An evaluation whose interval begins at `low`."""
+    write_results(folder / f"{kind}.json", [{**result(0.5, 1.0), "speedup_ci95": [low, low + 1]}], kind, kind)
+    return read_evaluation(folder / f"{kind}.json")
+
+
+def test_what_vllm_does_not_serve_is_not_exported(tmp_path: Path) -> None:
+    hydra, medusa, eagle3 = (measured(tmp_path, kind, 1.1) for kind in ("hydra", "medusa", "eagle3"))
+    assert fastest_served([hydra, medusa, eagle3]) == medusa
+    assert fastest_served([hydra]) is None
+
+
+def test_n_grams_are_exported_where_they_are_fastest_and_pay(tmp_path: Path) -> None:
+    """The report said to use them, and EAGLE-3 was exported."""
+    eagle3, ngram = measured(tmp_path, "eagle3", 1.1), measured(tmp_path, "ngram", 1.1)
+    assert fastest_served([ngram, eagle3]) == ngram
+    assert fastest_served([measured(tmp_path, "ngram", 0.9), eagle3]) == eagle3
 
 
 def test_an_interrupted_run_goes_on_with_its_budget(tmp_path: Path) -> None:
@@ -93,7 +110,7 @@ def test_a_finished_quickstart_prints_its_table_again(tmp_path: Path, monkeypatc
         "prepare": lambda *_: calls.append("prepare"),
         "train": trained,
         "best_checkpoint": lambda run: run / "checkpoints/step-000008",
-        "ranked": lambda checkpoints, *_: checkpoints,
+        "ranked": lambda *_: [measured(tmp_path, "medusa", 1.1)],
         "build_report": lambda out: out / "report.html",
         "print_summary": lambda *_: calls.append("table"),
         "export": lambda settings, *_: (calls.append("export"), settings.out.mkdir()),
