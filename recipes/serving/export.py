@@ -107,7 +107,10 @@ def is_training_free(checkpoint: str | Path) -> bool:
 
 
 def training_free(kind: str, engine: str, target: Target, folder: Path) -> Exported:
-    """Return the export of a drafter without weights, which is nothing but commands; `UserError` where none serves it."""
+    """Return the export of a drafter without weights: nothing but commands.
+
+    Raises `UserError` for an engine that has none like it.
+    """
     served_by = TRAINING_FREE[kind]
     if engine not in served_by:
         raise UserError(f"--engine {engine} has no drafter like {kind}: give --engine {served_by[0]}")

@@ -28,8 +28,9 @@ DRAFT_LENGTH = 4  # where nothing is measured or asked for
 def export(settings: ExportSettings, target: Target, console: Console, measured: Evaluation | None = None) -> Exported:
     """Export a checkpoint and do what the settings ask for.
 
-    `measured` is an evaluation of the checkpoint, which is exported with it where the settings have no prompts. The folder appears when it is whole. Raises `UserError`: without a folder for what cannot be done; with it where
-    `check` found that the engine and draftsmith disagree, in which case nothing is pushed, and where pushing fails.
+    `measured` is an evaluation of the checkpoint, which is exported with it where the settings have no prompts. The
+    folder appears when it is whole. Raises `UserError`: without a folder for what cannot be done; with it where `check`
+    found that the engine and draftsmith disagree, in which case nothing is pushed, and where pushing fails.
     """
     if settings.check and not settings.prompts:
         raise UserError("--check needs --prompts to decode")

@@ -135,7 +135,7 @@ def test_drafters_without_weights_are_exported_as_commands(
     lookup = {"prompt_lookup_max": 4, "prompt_lookup_min": 2} if kind == "ngram" else {}
     assert json.loads(command[-1]) == {"method": kind, "num_speculative_tokens": 3, **lookup}
     if kind == "ngram":
-        words = "--speculative-algorithm NGRAM --speculative-num-draft-tokens 4".split()
+        words = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"]
         assert shlex.split(scripts["sglang"].splitlines()[-1])[-4:] == words
     assert read_reference(tmp_path / "out", 3).temperature == 1.0
     assert f"# {kind} drafter for" in (tmp_path / "out/README.md").read_text()
