@@ -123,6 +123,7 @@ class Eagle3Config(ReducedVocabulary, LayersLikeTarget):
         *ReducedVocabulary.fixed_fields,
         "layer_ids",
         "intermediate_size",
+        "num_layers",
         "feature_norm",
         "norm_before_residual",
         "norm_output",
@@ -132,12 +133,17 @@ class Eagle3Config(ReducedVocabulary, LayersLikeTarget):
     feature_norm: FeatureNorm = "none"  # before `fc`, of each layer's states (EAGLE-3.1) or of all as one
     norm_output: bool = False  # drafting goes on from the normed output (EAGLE-3.1)
     norm_before_residual: bool = False  # the layer's residual is the normed feature; of vLLM's engines, not of SGLang's
+    num_layers: Depth = 1  # all but the first are Llama's; more than one is of vLLM, not of SGLang
     unroll_steps: Depth = 4  # length of the training-time test
     step_decay: Share = 0.8  # weight of unrolled step k is step_decay ** k
     divergence: Divergence = "forward_kl"
     kl_share: BelowOne = 0.0  # share of training with forward_kl, before `divergence`
     detach: bool = False  # no gradient from one unrolled step into the one before
     recompute: bool = False  # unrolled steps are computed again in the backward pass: less memory, more time
+
+    @property
+    def num_starting_layers(self) -> int:
+        return self.num_layers
 
 
 @dataclass

@@ -54,6 +54,18 @@ class DecoderLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+class DeeperLayer(DecoderLayer):
+    """An ordinary layer of Llama, behind EAGLE-3's first one."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, config.hidden_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def project(self, hidden: Tensor, rotary: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value [B, N, T, D] of what the layer reads, [B, T, H]."""
+        return self.self_attn.project(self.input_layernorm(hidden), rotary, positions)
+
+
 def randomize(module: nn.Module) -> None:
     """Give all matrices inside a module, in place, random values of Llama's initial size."""
     for part in module.modules():

@@ -14,7 +14,7 @@ V vocabulary that the drafter has logits for.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 import torch
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.models.batch import Batch, send
-from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer
+from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer, DeeperLayer
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, LevelWindows, grow
 from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots, KeyValue, unrolled_attention
@@ -39,11 +39,22 @@ from draftsmith.models.target.slots import Window, slot_attention
 
 
 class UnrolledLayer(ABC):
-    """The layer on a batch, unrolled over steps which share what it makes of the tokens."""
+    """The layer on a batch, unrolled over steps which share what it makes of the tokens.
 
-    def __init__(self, layer: DecoderLayer, rotary: nn.Module, fed: Tensor, batch: Batch, num_steps: int) -> None:
+    Behind it may stand deeper layers, whose keys and values are made of its output: it is computed at all slots then.
+    """
+
+    def __init__(
+        self,
+        layer: DecoderLayer,
+        rotary: nn.Module,
+        fed: Tensor,
+        batch: Batch,
+        num_steps: int,
+        deeper: Sequence[DeeperLayer] = (),
+    ) -> None:
         """`fed` [S, E]: what the layer makes of each token, the same at every step."""
-        self.layer, self.fed = layer, fed
+        self.layer, self.fed, self.deeper, self.batch = layer, fed, deeper, batch
         self.positions = batch.positions.expand_as(batch.token_ids).flatten()  # [S]
         self.rotary = rotary_table(rotary, batch.token_ids.shape[1] + num_steps, fed)
 
@@ -67,26 +78,61 @@ class UnrolledLayer(ABC):
         Where that reaches beyond the document nothing is counted, and no other slot sees it. `detach`: no gradient
         flows from one step into the one before; `recompute`: the backward pass computes steps again.
         """
-        residual, query, *text = self.project(features, self.fed.roll(-1, 0), self.positions)
-        text_pair, own = (text[0], text[1]), list[KeyValue]()
-        residual, query = residual.index_select(0, slots.index), query.index_select(0, slots.index)
-        hidden = self.finish(residual, query, text_pair, own, slots)
+        residual, query, key, value = self.project(features, self.fed.roll(-1, 0), self.positions)
+        read = slots
+        if self.deeper:
+            on_host = self.batch.on_host
+            read = DraftingSlots.from_counted(torch.ones_like(on_host.loss_mask), on_host.positions).to(query.device)
+        residual, query = residual.index_select(0, read.index), query.index_select(0, read.index)
+        hidden = self.finish(residual, query, (key, value), [], read)
+        hidden, deeper = self.go_deeper(hidden, self.positions, [], read)
+        steps = [[(key, value), *deeper]]  # of the text, then of each step
+        if self.deeper:
+            hidden = hidden.index_select(0, slots.index)
         yield hidden
         for k in range(1, num_steps):
             if detach:
                 hidden = hidden.detach()
-            step = (hidden, k, text_pair, own, slots)
+            step = (hidden, k, steps, slots)
             hidden, newest = checkpoint(self.step, *step, use_reentrant=False) if recompute else self.step(*step)
-            own = [*own, newest]
+            steps = [*steps, newest]
             yield hidden
 
     def step(
-        self, hidden: Tensor, k: int, text: KeyValue, own: list[KeyValue], slots: DraftingSlots
-    ) -> tuple[Tensor, KeyValue]:
-        """Return the output [R, H] of step k >= 1 from that of the step before, and the step's own key and value."""
+        self, hidden: Tensor, k: int, before: list[list[KeyValue]], slots: DraftingSlots
+    ) -> tuple[Tensor, list[KeyValue]]:
+        """Return the output [R, H] of step k >= 1 from that of the step before, and each layer's own key and value.
+
+        `before`: those of the text and of the steps before.
+        """
         fed = self.fed.index_select(0, (slots.index + 1 + k).clamp(max=len(self.fed) - 1))
-        residual, query, key, value = self.project(hidden, fed, self.positions[slots.index] + k)
-        return self.finish(residual, query, text, [*own, (key, value)], slots), (key, value)
+        positions = self.positions[slots.index] + k
+        residual, query, key, value = self.project(hidden, fed, positions)
+        text, *own = [step[0] for step in before]
+        hidden = self.finish(residual, query, text, [*own, (key, value)], slots)
+        hidden, deeper = self.go_deeper(hidden, positions, before, slots)
+        return hidden, [(key, value), *deeper]
+
+    def go_deeper(
+        self, hidden: Tensor, positions: Tensor, before: list[list[KeyValue]], slots: DraftingSlots
+    ) -> tuple[Tensor, list[KeyValue]]:
+        """Return the last layer's output [R, H] from the first one's, and keys and values of each layer between.
+
+        `before`: those of the text and of the steps before, by step and layer; at step 0 none.
+        """
+        pairs = list[KeyValue]()
+        for number, layer in enumerate(self.deeper, 1):
+            projected = layer.project(hidden[None], self.rotary, positions[None])
+            value = projected[2][0].transpose(0, 1)
+            query, key = (x[0].transpose(0, 1).to(value.dtype) for x in projected[:2])
+            pairs.append((key, value))
+            text, *own = [*(step[number] for step in before), (key, value)]
+            hidden = layer.finish(hidden[None], unrolled_attention(query, text, own, slots)[None])[0]
+        return self.output(hidden), pairs
+
+    def output(self, hidden: Tensor) -> Tensor:
+        """Return what the next step reads in place of a feature, and the head, from the last layer's output [R, H]."""
+        return hidden
 
     def project(self, hidden: Tensor, fed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return residual [R, H], rotated query [R, Nq, D], rotated key [R, Nkv, D] and value of slots [R]."""
@@ -103,7 +149,7 @@ class UnrolledLayer(ABC):
     def finish(
         self, residual: Tensor, query: Tensor, text: KeyValue, own: list[KeyValue], slots: DraftingSlots
     ) -> Tensor:
-        """Return the layer's output [R, H] from the residual [R, H] and the query [R, Nq, D]."""
+        """Return the first layer's output [R, H] from the residual [R, H] and the query [R, Nq, D]."""
         attended = unrolled_attention(query, text, own, slots)
         return self.layer.finish(self.residual(residual)[None], attended[None])[0]
 
@@ -179,15 +225,21 @@ class EagleCache(FeatureCache):
     input_norms: DecodingNorm | None = None  # of embedding and feature; None where neither is normed
 
     def __init__(
-        self, layer: DecoderLayer, embedding: nn.Module, rotary: nn.Module, num_rows: int, num_slots: int, shape: Shape
+        self,
+        layer: DecoderLayer,
+        embedding: nn.Module,
+        rotary: nn.Module,
+        num_rows: int,
+        num_slots: int,
+        shape: Shape,
+        deeper: Sequence[DeeperLayer] = (),
     ) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         weight = attention.o_proj.weight
         super().__init__(num_rows, num_slots, shape, weight.device)
-        self.layer, self.attention, self.embedding = layer, attention, embedding
-        self.steps = (
-            steps_on(weight.device) if runs_kernels(weight.device) and type(embedding) is nn.Embedding else None
-        )
+        self.layer, self.attention, self.embedding, self.deeper = layer, attention, embedding, deeper
+        in_steps = runs_kernels(weight.device) and type(embedding) is nn.Embedding and not deeper
+        self.steps = steps_on(weight.device) if in_steps else None
         self.rotary = rotary_table(rotary, self.kv.num_slots, weight)
         if self.steps is not None:
             self.kv.angles = rotary_angles(rotary, self.kv.num_slots, weight.device)
@@ -206,8 +258,15 @@ class EagleCache(FeatureCache):
     def run(self, token_ids: Tensor, hidden: Tensor, window: Window) -> Tensor:
         return self.finish(*self.write(token_ids, hidden, window), window)
 
+    def read_prompt(self, token_ids: Tensor, hidden: Tensor, window: Window) -> None:
+        """Store keys and values of tokens [B, T] with their features [B, T, H], in all layers."""
+        if self.deeper:
+            self.run(token_ids, hidden, window)
+        else:
+            self.write(token_ids, hidden, window)
+
     def write(self, token_ids: Tensor, hidden: Tensor, window: Window) -> tuple[Tensor, Tensor]:
-        """Store keys and values of tokens [B, T] with their features [B, T, H].
+        """Store the first layer's keys and values of tokens [B, T] with their features [B, T, H].
 
         Returns the query [B, Nq, T, D] and the residual [B, T, H].
         """
@@ -223,14 +282,22 @@ class EagleCache(FeatureCache):
         return query, residual
 
     def finish(self, query: Tensor, residual: Tensor, window: Window) -> Tensor:
-        """Return the layer's output [B, T, H] from query [B, Nq, T, D] and residual [B, T, H], which may change."""
+        """Return the last layer's output [B, T, H], from the first one's query [B, Nq, T, D] and residual [B, T, H].
+
+        The residual may change.
+        """
         if self.steps is not None:
             return self._finish_in_steps(self.steps, query, residual)
         mask = window.mask(self.kv.num_slots)
         attended, _ = slot_attention(self.layer, query, self.keys, self.values, mask)
         hidden = residual + F.linear(attended.flatten(2), self.output)
         gate, up = F.linear(self.mlp_norm(hidden), self.gate_up).chunk(2, -1)
-        return hidden + F.linear(F.silu(gate, inplace=True).mul_(up), self.down)
+        hidden = hidden + F.linear(F.silu(gate, inplace=True).mul_(up), self.down)
+        for number, layer in enumerate(self.deeper, 1):
+            query, key, value = layer.project(hidden, self.rotary, window.positions)
+            keys, values = self.kv.update(key, value, number)
+            hidden = layer.finish(hidden, slot_attention(layer, query, keys, values, mask)[0])
+        return hidden
 
     def _write_in_steps(
         self, steps: ModuleType, token_ids: Tensor, hidden: Tensor, window: Window
@@ -259,11 +326,11 @@ class EagleCache(FeatureCache):
         return x.view_as(residual)
 
     def read_features(self, state: DecodingState, features: Tensor) -> Tensor:
-        """Do what every `FeatureCache` does; on a CPU the newest one alone goes through the whole layer.
+        """Do what every `FeatureCache` does; on a CPU the newest one alone goes through the whole of a single layer.
 
         On a GPU all of them do: that reads the weights once, too, and takes fewer launches than to part them.
         """
-        if self.steps is not None:
+        if self.steps is not None or self.deeper:
             return super().read_features(state, features)
         window = Window(state.positions, state.positions, state.positions[:, 0])
         query, residual = self.write(state.next_ids, features, window)

@@ -114,7 +114,7 @@ class Eagle(Drafter):
 
     @torch.inference_mode()
     def prefill(self, cache: "Eagle1Cache", token_ids: Tensor, features: Features, window: Window) -> None:
-        cache.write(token_ids.gather(1, window.positions + 1), features.last_hidden, window)
+        cache.read_prompt(token_ids.gather(1, window.positions + 1), features.last_hidden, window)
 
     @torch.inference_mode()
     def propose(self, state: DecodingState, shape: Shape) -> Draft:

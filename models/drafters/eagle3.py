@@ -1,7 +1,7 @@
-"""EAGLE-3 (arXiv 2503.01840): one decoder layer that continues the target's own features.
+"""EAGLE-3 (arXiv 2503.01840): a decoder layer, or several, that continue the target's own features.
 
 A slot t holds the target's features g_t (three layers, fused by `fc`) and the embedding of x_{t+1}, and predicts
-x_{t+2}. Drafting goes on from the layer's own output in place of features; training unrolls that recurrence
+x_{t+2}. Drafting goes on from the last layer's own output in place of features; training unrolls that recurrence
 ("training-time test", section 3.2) with the true tokens fed in. EAGLE-3.1 norms each of the three layers' states before
 `fc`, whose sizes differ widely, and goes on from the normed output, so that it does not grow from step to step.
 
@@ -25,6 +25,7 @@ from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING, check_same_shape, loaded
 from draftsmith.models.drafter_parts.decoder_layer import (
     DecoderLayer,
+    DeeperLayer,
     engine_layer_config,
     layer_config_for,
     layer_config_of,
@@ -39,7 +40,7 @@ from draftsmith.models.drafter_parts.eagle_layer import (
     drafting_slots,
     store_for_decoding,
 )
-from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots, KeyValue
+from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots
 from draftsmith.models.drafter_parts.vocabulary import too_large
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import RMSNorm, as_computed
@@ -51,7 +52,7 @@ from draftsmith.models.target.target import Features, Target, check_layer_ids, s
 
 
 class Layer(DecoderLayer):
-    """The one decoder layer. It reads embedding and feature side by side; its residual is the feature.
+    """The first decoder layer. It reads embedding and feature side by side; its residual is the feature.
 
     That is the un-normed one, or with `norm_before_residual` what `hidden_norm` makes of it.
     """
@@ -99,7 +100,9 @@ class Eagle3(Drafter):
         elif config.feature_norm == "all":
             self.input_norm = RMSNorm(num_states * target.hidden_size, eps)
         self.fc = nn.Linear(num_states * target.hidden_size, width, bias=False)
-        self.layers = nn.ModuleList([Layer(layer_config)])
+        self.layers = nn.ModuleList(
+            [Layer(layer_config), *(DeeperLayer(layer_config) for _ in range(config.num_layers - 1))]
+        )
         self.norm = RMSNorm(width, eps)
         self.lm_head = nn.Linear(width, vocab, bias=False)
         self.rotary = LlamaRotaryEmbedding(layer_config)
@@ -112,6 +115,11 @@ class Eagle3(Drafter):
         return cast(Layer, self.layers[0])
 
     @property
+    def deeper(self) -> list[DeeperLayer]:
+        """Return the layers behind the first one."""
+        return cast("list[DeeperLayer]", [*self.layers[1:]])
+
+    @property
     def embedding(self) -> nn.Module:
         """Return the embedding of the tokens that it reads."""
         return self.embed_tokens or self.target.embedding
@@ -122,16 +130,16 @@ class Eagle3(Drafter):
     def from_target(cls, config: Eagle3Config, target: Target) -> "Eagle3":
         """Return a drafter that begins with the highest layer read and ends with the target's head.
 
-        Between them stands a random layer or, as `starting_layers` says, a copy of the target's last one with the final
-        norm behind it. The embedding is the target's own, frozen and not stored.
+        Between them stand random layers or, as `starting_layers` says, copies of the target's last ones with the final
+        norm behind them. The embedding is the target's own, frozen and not stored.
         """
         drafter = cls(config, layer_config_for(config.intermediate_size, target), target)
-        randomize(drafter.layer)
+        randomize(drafter.layers)
         nn.init.zeros_(drafter.fc.weight)
         drafter.fc.weight.data[:, -target.hidden_size :] = torch.eye(target.hidden_size)
         drafter._copy_head(torch.arange(drafter.lm_head.out_features))
         if config.starting_layers == "target":
-            start_as_target([drafter.layer], drafter.norm, target)
+            start_as_target([drafter.layer, *drafter.deeper], drafter.norm, target)
         return drafter
 
     def fit_vocabulary(self, counts: Tensor) -> None:
@@ -158,6 +166,10 @@ class Eagle3(Drafter):
     @property
     def training_passes(self) -> float:
         return self.training_depth
+
+    @property
+    def layer_passes(self) -> float:
+        return self.training_passes * self.config.num_layers
 
     def fuse(self, states: Tensor) -> Tensor:
         """Return the features that the layer reads, [..., H], from the states of the target's layers [..., A * Ht]."""
@@ -200,7 +212,7 @@ class Eagle3(Drafter):
     @torch.inference_mode()
     def prefill(self, cache: "Eagle3Cache", token_ids: Tensor, features: Features, window: Window) -> None:
         assert features.layers is not None
-        cache.write(token_ids.gather(1, window.positions + 1), self.fuse(features.layers), window)
+        cache.read_prompt(token_ids.gather(1, window.positions + 1), self.fuse(features.layers), window)
 
     @torch.inference_mode()
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
@@ -214,6 +226,7 @@ class Eagle3(Drafter):
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             **engine_layer_config(self.layer_config, self.target),
+            "num_hidden_layers": self.config.num_layers,
             "target_hidden_size": self.target.hidden_size,
             "draft_vocab_size": self.lm_head.out_features,
             "norm_before_residual": self.config.norm_before_residual,
@@ -238,6 +251,7 @@ class Eagle3(Drafter):
             feature_norm=feature_norm_of(config),
             norm_output=bool(config.get("norm_output")),
             norm_before_residual=bool(config.get("norm_before_residual")),
+            num_layers=len({name.split(".")[1] for name in tensors if name.startswith("layers.")}) or 1,
         )
         layer_config, embeds = layer_config_of(config), OWN_EMBEDDING in tensors
         return loaded(lambda: cls(own, layer_config, target, embeds), tensors, "this EAGLE-3 drafter")
@@ -260,7 +274,7 @@ class UnrolledEagle3Layer(UnrolledLayer):
         weight = as_computed(drafter.layer.self_attn.qkv_proj.weight)
         token_weight, self.feature_weight = weight.split(embedded.shape[1], 1)
         fed = F.linear(drafter.layer.input_layernorm(embedded), token_weight)  # [S, (Nq + 2 Nkv) D]
-        super().__init__(drafter.layer, drafter.rotary, fed, batch, num_steps)
+        super().__init__(drafter.layer, drafter.rotary, fed, batch, num_steps, drafter.deeper)
         self.hidden_norm, self.norm_before_residual = drafter.layer.hidden_norm, drafter.config.norm_before_residual
         self.output_norm = drafter.norm if drafter.config.norm_output else nn.Identity()
 
@@ -270,10 +284,8 @@ class UnrolledEagle3Layer(UnrolledLayer):
     def residual(self, entered: Tensor) -> Tensor:
         return self.hidden_norm(entered) if self.norm_before_residual else entered
 
-    def finish(
-        self, residual: Tensor, query: Tensor, text: KeyValue, own: list[KeyValue], slots: DraftingSlots
-    ) -> Tensor:
-        return self.output_norm(super().finish(residual, query, text, own, slots))
+    def output(self, hidden: Tensor) -> Tensor:
+        return self.output_norm(hidden)
 
 
 class Eagle3Cache(EagleCache):
@@ -281,7 +293,7 @@ class Eagle3Cache(EagleCache):
 
     def __init__(self, drafter: Eagle3, num_rows: int, num_slots: int, shape: Shape) -> None:
         layer = drafter.layer
-        super().__init__(layer, drafter.embedding, drafter.rotary, num_rows, num_slots, shape)
+        super().__init__(layer, drafter.embedding, drafter.rotary, num_rows, num_slots, shape, drafter.deeper)
         self.norm_before_residual, self.norm_output = drafter.config.norm_before_residual, drafter.config.norm_output
         self.ids = with_no_token(drafter.draft_to_target())
         self.input_norms = decoding_norm(layer.input_layernorm, layer.hidden_norm)

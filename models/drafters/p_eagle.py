@@ -15,36 +15,24 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig
 
 from draftsmith.models.batch import Batch, pairs_mask, send
 from draftsmith.models.drafter_configs import PEagleConfig
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import loaded
-from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer, randomize, start_as_target
+from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer, DeeperLayer, randomize, start_as_target
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary, with_no_token
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
 from draftsmith.models.drafter_parts.vocabulary import mask_token_of
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.errors import UserError
-from draftsmith.models.layers import RMSNorm, checkpoint_tensors, gather_columns, rotary_table, shift_left
+from draftsmith.models.layers import checkpoint_tensors, gather_columns, rotary_table, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.target.slots import Window, slot_attention
 from draftsmith.models.target.target import Features, Target
 
 SHARED_FIELDS = ("layer_ids", "draft_vocab_size", "intermediate_size", "feature_norm")  # of EAGLE-3's config, too
-
-
-class DeeperLayer(DecoderLayer):
-    """An ordinary layer of Llama, behind EAGLE-3's first one."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config, config.hidden_size)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def project(self, hidden: Tensor, rotary: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn.project(self.input_layernorm(hidden), rotary, positions)
 
 
 @dataclass

@@ -51,9 +51,9 @@ EAGLE3 = {
     "lm_head.weight": "R H",
 }
 P_EAGLE = {**EAGLE3, "mask_hidden": "1 1 A*T"}
-P_EAGLE_LATER_LAYER = {**LAYER, **ATTENTION, "layers.0.input_layernorm.weight": "H"}  # the first one is EAGLE-3's
+EAGLE3_LATER_LAYER = {**LAYER, **ATTENTION, "layers.0.input_layernorm.weight": "H"}  # the first one is EAGLE-3's
 DFLASH_LAYER = {
-    **P_EAGLE_LATER_LAYER,
+    **EAGLE3_LATER_LAYER,
     "layers.0.self_attn.q_norm.weight": "D",
     "layers.0.self_attn.k_norm.weight": "D",
 }
@@ -127,10 +127,16 @@ FEATURE_NORMS = {  # by the key of config.json with which they are there; {i}: a
     "fc_norm": {"fc_norm.{i}.weight": "T"},
 }
 EAGLE3_FIXED = {**EAGLE_FIXED, "norm_before_residual": False}  # what SGLang computes, whatever config.json says
-VLLM_EAGLE3_KEYS: dict[str, type] = {**EAGLE3_KEYS, "norm_before_residual": bool}  # speculators' format: default true
+VLLM_EAGLE3_KEYS: dict[str, type] = {
+    **EAGLE3_KEYS,
+    "num_hidden_layers": int,
+    "norm_before_residual": bool,  # speculators' format: default true
+}
+VLLM_EAGLE3_FIXED = {key: value for key, value in EAGLE_FIXED.items() if key != "num_hidden_layers"}
 P_EAGLE_KEYS: dict[str, type] = {**EAGLE3_KEYS, "num_hidden_layers": int, "pard_token": int}
 P_EAGLE_FIXED = {
-    **{key: value for key, value in EAGLE3_FIXED.items() if key != "num_hidden_layers"},
+    **VLLM_EAGLE3_FIXED,
+    "norm_before_residual": False,
     "mask_token_id": None,  # would win over pard_token
 }
 DFLASH_KEYS: dict[str, type] = {
@@ -213,8 +219,9 @@ VLLM_EAGLE3 = LoaderRules(
     architecture="LlamaForCausalLMEagle3",
     tensors=EAGLE3,
     optional_tensors={OWN_EMBEDDING: "V H"},
+    later_layers=EAGLE3_LATER_LAYER,
     required=VLLM_EAGLE3_KEYS,
-    fixed=EAGLE_FIXED,
+    fixed=VLLM_EAGLE3_FIXED,
     off=EAGLE3_OFF,
     unexpected=REFUSED,
     dropped=("*.bias",),
@@ -239,7 +246,6 @@ LOADER_RULES = {
         optional_tensors={},
         required=P_EAGLE_KEYS,
         fixed=P_EAGLE_FIXED,
-        later_layers=P_EAGLE_LATER_LAYER,
         parallel_drafting=True,
     ),
     ("vllm", "dflash"): LoaderRules(

@@ -51,6 +51,7 @@ def test_training_counts_what_the_decoder_counts(
         ("eagle", {"unroll_steps": 1, "bias": True}),  # depths beyond the trained ones
         ("eagle3", {"unroll_steps": 1}),
         ("eagle3", {"draft_vocab_size": 32}),
+        ("eagle3", {"num_layers": 2}),
     ],
 )
 def test_variants_are_counted_alike(

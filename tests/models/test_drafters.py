@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from draftsmith.models import DRAFTERS, Target, load_drafter, save_drafter
+from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN
 from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots
@@ -84,7 +84,14 @@ def test_padding_changes_nothing(kind: str, tiny_target: Target) -> None:
 @every_trainable
 def test_packing_changes_nothing(kind: str, tiny_target: Target) -> None:
     """Documents of 7, 12 and 9 tokens side by side, and each in a row of its own."""
-    drafter = build(kind, tiny_target)
+    assert_alike_when_packed(build(kind, tiny_target), tiny_target)
+
+
+def test_deeper_layers_see_one_document(tiny_target: Target) -> None:
+    assert_alike_when_packed(build("eagle3", tiny_target, num_layers=2), tiny_target)
+
+
+def assert_alike_when_packed(drafter: Drafter, tiny_target: Target) -> None:
     batch = random_batch(tiny_target)
     lengths = (7, 12, 9)
     apart = [
@@ -182,15 +189,18 @@ def test_variants_of_eagle3_train_as_they_draft(tiny_target: Target) -> None:
     [
         ("eagle3", {"feature_norm": "each", "norm_output": True}),
         ("eagle3", {"feature_norm": "all"}),
+        ("eagle3", {"num_layers": 3}),
+        ("eagle3", {"num_layers": 2, "norm_output": True}),
         ("p_eagle", {"feature_norm": "each"}),
     ],
 )
-def test_norms_of_eagle3_1_train_as_they_draft(kind: str, settings: dict[str, Any], tiny_target: Target) -> None:
+def test_norms_and_layers_train_as_they_draft(kind: str, settings: dict[str, Any], tiny_target: Target) -> None:
     assert_trained_as_decoded(build(kind, tiny_target, **settings), tiny_target)
 
 
-def test_recomputed_steps_have_the_same_gradient(tiny_target: Target) -> None:
-    drafter = build("eagle3", tiny_target)
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_recomputed_steps_have_the_same_gradient(num_layers: int, tiny_target: Target) -> None:
+    drafter = build("eagle3", tiny_target, num_layers=num_layers)
     batch = random_batch(tiny_target)
     features = tiny_target.features(batch, drafter.layer_ids)
     gradients = []

@@ -33,7 +33,7 @@ def test_public_checkpoints(layout: str, deep_target: Target, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speculators_model_type": "mtp"}, "'mtp': those that are read are eagle3, dflash, dspark"),
+        ({"speculators_model_type": "mtp"}, "'mtp': those that are read are eagle3, dflash, dflash2, dspark"),
         ({"transformer_layer_config": None}, "no transformer_layer_config"),
     ],
 )
@@ -99,6 +99,18 @@ def plain_drafts(
         first, second = x.chunk(2, -1)
         return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
 
+    def run_layer(layer: str, x: Tensor, residual: Tensor) -> Tensor:
+        """What a layer makes of what its attention reads [T, W] and of its residual [T, H]."""
+        q, k, v = (linear(x, f"{layer}.self_attn.{name}_proj").unflatten(1, (-1, head_dim)) for name in "qkv")
+        k, v = (part.repeat_interleave(heads // kv_heads, 1) for part in (rotated(k), v))
+        scores = torch.einsum("thd,shd->hts", rotated(q), k) / head_dim**0.5
+        scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), float("-inf"))
+        attended = torch.einsum("hts,shd->thd", scores.softmax(-1), v).flatten(1)
+        residual = residual + linear(attended, f"{layer}.self_attn.o_proj")
+        y = norm(residual, f"{layer}.post_attention_layernorm")
+        gated = torch.nn.functional.silu(linear(y, f"{layer}.mlp.gate_proj")) * linear(y, f"{layer}.mlp.up_proj")
+        return residual + linear(gated, f"{layer}.mlp.down_proj")
+
     if config.get("norm_before_fc"):
         features = norm(features, "input_norm")
     if config.get("fc_norm"):
@@ -107,16 +119,10 @@ def plain_drafts(
     for _ in range(count):
         normed = norm(hidden, "layers.0.hidden_norm")
         x = torch.cat([norm(embedding[fed], "layers.0.input_layernorm"), normed], -1)
-        q, k, v = (linear(x, f"layers.0.self_attn.{name}_proj").unflatten(1, (-1, head_dim)) for name in "qkv")
-        k, v = (part.repeat_interleave(heads // kv_heads, 1) for part in (rotated(k), v))
-        scores = torch.einsum("thd,shd->hts", rotated(q), k) / head_dim**0.5
-        scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), float("-inf"))
-        attended = torch.einsum("hts,shd->thd", scores.softmax(-1), v).flatten(1)
-        residual = normed if config.get("norm_before_residual") else hidden
-        residual = residual + linear(attended, "layers.0.self_attn.o_proj")
-        y = norm(residual, "layers.0.post_attention_layernorm")
-        gated = torch.nn.functional.silu(linear(y, "layers.0.mlp.gate_proj")) * linear(y, "layers.0.mlp.up_proj")
-        output = (residual + linear(gated, "layers.0.mlp.down_proj"))[-1:]
+        output = run_layer("layers.0", x, normed if config.get("norm_before_residual") else hidden)
+        for number in range(1, config["num_hidden_layers"]):  # ordinary layers of Llama
+            output = run_layer(f"layers.{number}", norm(output, f"layers.{number}.input_layernorm"), output)
+        output = output[-1:]
         newest = norm(output, "norm") if config.get("norm_output") else output
         drafted = int(linear(norm(output, "norm"), "lm_head").argmax())
         token = drafted + int(tensors["d2t"][drafted])
@@ -128,22 +134,26 @@ def plain_drafts(
 
 
 @pytest.mark.parametrize(
-    ("flags", "own"),
+    ("flags", "own", "num_layers"),
     [
-        ((), False),
-        ((), True),
-        (("norm_before_residual",), False),
-        (("norm_before_residual",), True),
-        (("norm_before_fc",), False),
-        (("fc_norm",), False),
-        (("fc_norm", "norm_output"), False),
+        ((), False, 1),
+        ((), True, 1),
+        (("norm_before_residual",), False, 1),
+        (("norm_before_residual",), True, 1),
+        (("norm_before_fc",), False, 1),
+        (("fc_norm",), False, 1),
+        (("fc_norm", "norm_output"), False, 1),
+        ((), False, 3),
+        (("norm_before_residual", "norm_output"), False, 2),
     ],
 )
-def test_variants_of_eagle3(flags: tuple[str, ...], own: bool, deep_target: Target, tmp_path: Path) -> None:
-    """An embedding of its own, and norms by their flags: the drafts of the plain forward, exported too."""
+def test_variants_of_eagle3(
+    flags: tuple[str, ...], own: bool, num_layers: int, deep_target: Target, tmp_path: Path
+) -> None:
+    """An embedding of its own, norms by their flags, several layers: the drafts of the plain forward, exported too."""
     torch.manual_seed(1)
     feature_norm = "all" if "norm_before_fc" in flags else "each" if "fc_norm" in flags else "none"
-    drafter = noisy("eagle3", deep_target, draft_vocab_size=40, feature_norm=feature_norm)
+    drafter = noisy("eagle3", deep_target, draft_vocab_size=40, feature_norm=feature_norm, num_layers=num_layers)
     tensors = {
         name: tensor * (6 if "layers." in name else 3) if tensor.is_floating_point() else tensor
         for name, tensor in drafter.engine_tensors().items()
@@ -152,11 +162,11 @@ def test_variants_of_eagle3(flags: tuple[str, ...], own: bool, deep_target: Targ
     tensors["t2d"] = torch.arange(deep_target.vocab_size) % 4 == 0
     tensors["t2d"][160:] = False
     tensors |= own_embedding(deep_target) if own else {}
-    config = llama_config(deep_target, draft_vocab_size=40, **dict.fromkeys(flags, True))
+    config = llama_config(deep_target, draft_vocab_size=40, num_hidden_layers=num_layers, **dict.fromkeys(flags, True))
     head = write(tmp_path / "head", config, tensors, "model.safetensors")
 
     export_checkpoint(head, "vllm", deep_target, tmp_path / "out")
-    if own or "norm_before_residual" in flags:
+    if own or "norm_before_residual" in flags or num_layers > 1:
         with pytest.raises(UserError, match=r"SGLang .* would not serve what was trained"):
             export_checkpoint(head, "sglang", deep_target, tmp_path / "sglang")
     text = deep_target.encode("heat the iron and strike it")

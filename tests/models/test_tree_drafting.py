@@ -21,6 +21,7 @@ from draftsmith.models.drafter_parts import tree_drafting
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft
 from draftsmith.models.drafter_parts.tree_drafting import candidates_of, grow, grow_ddtree, tree_indices
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
+from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Noise, Sampling, cut
 from draftsmith.models.sampling.trees import (
@@ -334,11 +335,16 @@ def test_nothing_is_drawn_where_nothing_is_left() -> None:
 # Drafters -------------------------------------------------------------------------------------------------------------
 
 
+TWO_LAYERS = "eagle3 of two layers"
+
+
 def drafter_of(kind: str, target: Target) -> Drafter:
     """Untrained; the draft model, two of the target's four layers, is right now and then."""
     torch.manual_seed(1)
     if kind == "draft_model":
         return DraftModel.from_target(DraftModelConfig(num_layers=2), target).eval()
+    if kind == TWO_LAYERS:
+        return Eagle3.from_target(Eagle3Config(num_layers=2), target).eval()
     return DRAFTERS[kind].from_target(DRAFTERS[kind].config_class(kind=kind), target).eval()
 
 
@@ -386,7 +392,7 @@ def logits_on_a_chain(engine: BatchEngine, tokens: Tensor, patch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("tree", [BUSHY, DynamicTree(40, 4, 4)], ids=["static", "dynamic"])
-@pytest.mark.parametrize("kind", BRANCHING)
+@pytest.mark.parametrize("kind", [*BRANCHING, TWO_LAYERS])
 def test_a_node_is_drafted_as_its_path_alone(
     kind: str, tree: StaticTree | DynamicTree, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

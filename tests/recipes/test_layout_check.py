@@ -80,7 +80,6 @@ EAGLE3_TRAPS: dict[str, tuple[Change, str]] = {
     "null": (new_key("use_cache", None), "use_cache null"),
     "tied": (new_key("tie_word_embeddings", True), "tie_word_embeddings True, not False"),
     "flag left out": (without("norm_before_residual"), "norm_before_residual None, "),
-    "two layers": (new_key("num_hidden_layers", 2), "num_hidden_layers 2, not 1"),
     "attention bias": (new_key("attention_bias", True), "attention_bias True"),
     "quantised as the target": (new_key("quantization_config", {"quant_method": "fp8"}), "quantization_config"),
     "older RoPE alone": (without("rope_parameters"), "rope_parameters None"),
@@ -234,6 +233,16 @@ def test_what_vllm_alone_reads(variant: str, tiny_target: Target) -> None:
     with pytest.raises(UserError) as caught:
         check_files("sglang", files, tiny_target)
     assert message in str(caught.value)
+
+
+def test_vllm_alone_reads_several_layers_of_eagle3(tiny_target: Target) -> None:
+    files = files_for("vllm", "eagle3", tiny_target, num_layers=2, layer_ids=[1, 2, 3])
+    assert engines_that_serve(files, tiny_target) == ("vllm",)
+    with pytest.raises(UserError, match="num_hidden_layers 2, not 1"):
+        check_files("sglang", files, tiny_target)
+    del files.tensors["layers.1.input_layernorm.weight"]
+    with pytest.raises(UserError, match=r"layers.1.input_layernorm.weight is missing"):
+        check_files("vllm", files, tiny_target)
 
 
 OTHER_TRAPS = [
