@@ -13,9 +13,9 @@ import random
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import httpx
 
@@ -116,6 +116,44 @@ class Server:
             "see to the server and give the same command again"
         )
 
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[Any]:
+        """Yield the JSON of each event of a streamed answer to a POST, sent once. The caller limits its time.
+
+        Raises `PassingError` or `UserError` where the server refuses, is silent or sends no such events.
+        """
+        try:
+            async with self._client.stream("POST", path, content=json.dumps(body).encode()) as response:
+                if not response.is_success:
+                    await self._refuse(path, response)
+                async for line in self._lines(path, response):
+                    if not line.startswith("data:"):
+                        continue
+                    text = line.removeprefix("data:").strip()
+                    if text == "[DONE]":
+                        return
+                    yield parse_json(text, f"{self.name}{path}")
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            raise PassingError(f"{type(error).__name__}: {self._shown(first_line(error))}") from None
+
+    async def _lines(self, path: str, response: httpx.Response) -> AsyncIterator[str]:
+        """Yield the lines of an answer as they arrive. Raises `UserError` where all of them are too large."""
+        num_bytes, begun = 0, b""
+        async for part in response.aiter_raw():
+            num_bytes += len(part)
+            self._check_size(path, num_bytes)
+            *lines, begun = (begun + part).split(b"\n")
+            for line in lines:
+                yield line.decode("utf-8", "replace")
+
+    async def _refuse(self, path: str, response: httpx.Response) -> NoReturn:
+        """Raise `PassingError` or `UserError` for an answer that is no success, with the beginning of what it says."""
+        received = bytearray()
+        async for part in response.aiter_raw():
+            received += part
+            if len(received) > SHOWN:
+                break
+        raise self._refusal(path, response, received.decode("utf-8", "replace"))
+
     def _once(self, send: Callable[[], T]) -> T:
         try:
             return send()
@@ -137,19 +175,23 @@ class Server:
         seconds = PAGE_TIMEOUT if seconds is None else seconds
         receiving = asyncio.wait_for(self._receive(path, body), seconds)
         try:
-            response, text = asyncio.run_coroutine_threadsafe(receiving, _event_loop()).result()
+            response, text = run_in_loop(receiving)
         except asyncio.TimeoutError:
             raise PassingError(f"no whole answer within {seconds:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             raise PassingError(f"{type(error).__name__}: {self._shown(first_line(error))}") from None
         if response.is_success:
             return text
+        raise self._refusal(path, response, text)
+
+    def _refusal(self, path: str, response: httpx.Response, text: str) -> PassingError | UserError:
+        """Return the failure that an answer is which is no success."""
         if response.status_code in PASSING:
-            raise _asked_later(response)
+            return _asked_later(response)
         if response.has_redirect_location:
             location = self._shown(response.headers["Location"])
-            raise UserError(f"{self.name}{path} redirects to {location}, which is not followed: give the final URL")
-        raise UserError(f"{self.name}{path} refuses: HTTP {response.status_code}: {self._shown(text)}")
+            return UserError(f"{self.name}{path} redirects to {location}, which is not followed: give the final URL")
+        return UserError(f"{self.name}{path} refuses: HTTP {response.status_code}: {self._shown(text)}")
 
     async def _receive(self, path: str, body: dict[str, Any] | None) -> tuple[httpx.Response, str]:
         """Return the head and the text of what the server sends. Raises `UserError` where that is too large."""
@@ -158,14 +200,27 @@ class Server:
         async with self._client.stream("GET" if body is None else "POST", path, content=content) as response:
             async for part in response.aiter_raw():  # never unpacked, which no request allows: a kilobyte may be a bomb
                 received += part
-                if len(received) > self.largest:
-                    raise UserError(f"{self.name}{path} answers with more than {self.largest:,} bytes; {self.mend}")
+                self._check_size(path, len(received))
             return response, received.decode("utf-8", "replace")
+
+    def _check_size(self, path: str, num_bytes: int) -> None:
+        if num_bytes > self.largest:
+            raise UserError(f"{self.name}{path} answers with more than {self.largest:,} bytes; {self.mend}")
 
     def _shown(self, text: str) -> str:
         """Return the beginning of what a server said, in one line and without the key."""
         hidden = text.replace(self._key, f"[{API_KEY}]") if self._key else text
         return " ".join(hidden.split())[:SHOWN]
+
+
+def run_in_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Return what a coroutine returns that runs in the loop of all requests; an interrupt cancels it."""
+    future = asyncio.run_coroutine_threadsafe(work, _event_loop())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
 
 
 @cache

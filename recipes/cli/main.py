@@ -22,7 +22,7 @@ from draftsmith.models.errors import UserError, first_line, is_out_of_memory, on
 from draftsmith.models.files import DISK_FAULTS
 from draftsmith.recipes.cli.flags import add_flags, settings_from
 from draftsmith.recipes.cli.output_folder import output_folder
-from draftsmith.recipes.configs import command_settings
+from draftsmith.recipes.configs import command_settings, server_settings
 
 EXIT_FAULT, EXIT_USER_ERROR = 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell tells them
@@ -41,7 +41,8 @@ COMMANDS: dict[str, tuple[str, type]] = {
     "replay": ("studies.replay", command_settings.ReplaySettings),
     "plan": ("studies.plan", command_settings.PlanSettings),
     "export": ("cli.export", command_settings.ExportSettings),
-    "watch": ("cli.watch", command_settings.WatchSettings),
+    "bench": ("cli.bench", server_settings.BenchSettings),
+    "watch": ("cli.watch", server_settings.WatchSettings),
     "generate": ("cli.generate", command_settings.GenerateSettings),
     "report": ("cli.report", command_settings.ReportSettings),
 }

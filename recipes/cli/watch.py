@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from draftsmith.recipes.configs.command_settings import WatchSettings
+from draftsmith.recipes.configs.server_settings import WatchSettings
 from draftsmith.recipes.serving.watch import watch
 
 

@@ -394,24 +394,6 @@ class ExportSettings(WithChats):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchSettings(Settings):
-    """Show the acceptance of a running vLLM, beside what was measured at export.
-
-    example:
-      draftsmith watch http://localhost:8000 --against exported
-    """
-
-    url: Name = option(INPUT, "such as http://localhost:8000", metavar="URL", positional=True)
-    against: FilePath | None = option(INPUT, "exported folder with its evaluation.json", None, "DIR")
-    interval: Annotated[Number, Field(ge=0.1)] = option(INPUT, "seconds between readings", 30.0, "X")
-    readings: Count | None = option(INPUT, "stop after so many (never)", None, "N")
-
-    def refuse_mistakes(self) -> None:
-        check_address(self.url, "watch")
-        super().refuse_mistakes()
-
-
-@dataclass(frozen=True, kw_only=True)
 class GenerateSettings(WithChats):
     """Stream text; tokens that were drafted and accepted are green.
 

@@ -44,6 +44,13 @@ class Counters:
         )
         return Counters(drafts, draft_tokens, accepted, tuple(per_position), self.started)
 
+    def __add__(self, other: "Counters") -> "Counters":
+        """Return what was counted in two stretches of time."""
+        drafts, draft_tokens, accepted, *per_position = (
+            mine + others for mine, others in zip_longest(self._all(), other._all(), fillvalue=0)
+        )
+        return Counters(drafts, draft_tokens, accepted, tuple(per_position), other.started)
+
     def _all(self) -> tuple[int, ...]:
         return self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens, *self.accepted_per_position
 

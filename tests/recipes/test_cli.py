@@ -500,6 +500,7 @@ tune --target {target} --drafter ngram+no/drafter --prompts {good} --out o | 2 |
 load-test --target {target} --drafter ngram --prompts {good} --rate 1 --schedule {cut} --out o | 2 | cut.json holds no
 replay --target {target} --drafter ngram --prompts {good} --tree {cut} --out o | 2 | cut.json is not JSON
 plan --target {good} --drafter eagle3 --out o | 2 | good.txt is a file
+bench ftp://host --prompts {good} --rate 1 --out o | 2 | is no URL
 export {run} --engine vllm --target {target} --out o | 2 | holds no config.json
 generate x --target {run} --drafter ngram | 2 | no target at
 generate x --target {target} --drafter ngram --schedule {cut} | 2 | cut.json holds no schedule

@@ -1,0 +1,1 @@
+"""Measures a running server under the user's own traffic: what do its users wait, and what does speculation change?"""

@@ -1,0 +1,171 @@
+"""Reads the requests that a vLLM or SGLang server has written to its log, with what they asked.
+
+    vLLM     --enable-log-requests --uvicorn-log-level debug, with VLLM_LOGGING_LEVEL=DEBUG
+    SGLang   --log-requests --log-requests-level 3, as text or --log-requests-format json
+
+A request is taken from the most exact of the lines about it: the JSON that a client sent, then the token ids that the
+server read, then the text of the prompt.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.progress import notice
+from draftsmith.data.prompts.prompt_formats import Prompt, to_prompt
+from draftsmith.models.errors import UserError
+from draftsmith.models.reading import parse_json, read_lines
+
+MONTH_AND_TIME = re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)\b")  # of vLLM, which writes no year
+DATE_AND_TIME = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")  # of SGLang
+SOME_LEAP_YEAR = "2024-"
+TEXT = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""  # as Python shows a text
+CUT = re.compile(rf"(?:{TEXT}|\]) \.\.\. ")  # SGLang leaves out the middle of what is long
+
+VLLM_BODY = re.compile(r"Request \S+ JSON body: (\{.*\})\s*$")
+VLLM_READ = re.compile(rf"Request (\S+) details: prompt: ({TEXT}|None), prompt_token_ids: (\[[\d, ]*\]|None), ")
+VLLM_READ_OF_OLD = re.compile(rf"Received request (\S+): prompt: ({TEXT}|None), .*prompt_token_ids: (\[[\d, ]*\]|None)")
+VLLM_PARAMETERS = re.compile(r"Received request (\S+): .*?params: SamplingParams\(.*?\bmax_tokens=(\d+)")
+SGLANG_BODY = re.compile(r"Receive OpenAI: obj=(\{.*\})")
+SGLANG_READ = re.compile(r"Receive: obj=GenerateReqInput\((.*)")
+SGLANG_JSON = ("request.received.openai", "request.received")
+
+
+@dataclass(frozen=True)
+class LoggedRequest:
+    """A request of a log."""
+
+    prompt: Prompt | list[int]
+    max_new_tokens: int | None
+    seconds: float
+
+
+@dataclass
+class Found:
+    """The requests of a log by the kind of line that they stand in, and how many lines were cut by the server."""
+
+    bodies: list[LoggedRequest]
+    read: dict[str, LoggedRequest]  # by the request's own id
+    limits: dict[str, int]  # longest answer, by the request's id
+    num_cut: int = 0
+
+
+def read_log(path: Path) -> list[LoggedRequest]:
+    """Return the requests of a server's log. Raises `UserError` where it holds none with their prompts."""
+    found = Found([], {}, {})
+    for place, line in read_lines(path):
+        _read_vllm(line, place, found)
+        _read_sglang(line, place, found)
+    requests = found.bodies or [
+        LoggedRequest(request.prompt, found.limits.get(name, request.max_new_tokens), request.seconds)
+        for name, request in found.read.items()
+    ]
+    if found.num_cut:
+        notice(
+            f"{path}: {found.num_cut} requests were cut when they were logged, and are left out: let SGLang log with "
+            "--log-requests-level 3"
+        )
+    if not requests:
+        raise UserError(
+            f"{path} holds no request with its prompt: start vLLM with VLLM_LOGGING_LEVEL=DEBUG and "
+            "--enable-log-requests, or SGLang with --log-requests --log-requests-level 3"
+        )
+    return requests
+
+
+def _read_vllm(line: str, place: str, found: Found) -> None:
+    if not (at := MONTH_AND_TIME.search(line)):
+        return
+    seconds = _seconds(SOME_LEAP_YEAR + at[1], place)
+    if match := VLLM_BODY.search(line):
+        found.bodies += _from_body(_json(match[1]), place, seconds)
+    elif match := VLLM_READ.search(line) or VLLM_READ_OF_OLD.search(line):
+        found.read.update(_from_reading(match[1], _literal(match[2]), _literal(match[3]), place, seconds))
+    if match := VLLM_PARAMETERS.search(line):
+        found.limits[match[1]] = int(match[2][:9])
+
+
+def _read_sglang(line: str, place: str, found: Found) -> None:
+    if line.startswith("{"):
+        _read_sglang_json(line, place, found)
+        return
+    match = SGLANG_BODY.search(line) or SGLANG_READ.search(line)
+    at = DATE_AND_TIME.search(line)
+    if not match or not at:
+        return
+    seconds = _seconds(at[1], place)
+    if CUT.search(match[1]):
+        found.num_cut += 1
+    elif match.re is SGLANG_BODY:
+        found.bodies += _from_body(_literal(match[1]), place, seconds)
+    else:
+        fields = {
+            name: _literal(value[1])
+            for name, form in (("text", f"({TEXT}|None)"), ("input_ids", r"(\[[\d, ]*\]|None)"))
+            if (value := re.search(rf"\b{name}={form}", match[1]))
+        }
+        found.read.update(_from_reading(place, fields.get("text"), fields.get("input_ids"), place, seconds))
+        if limit := re.search(r"'max_new_tokens': (\d+)", match[1]):
+            found.limits[place] = int(limit[1][:9])
+
+
+def _read_sglang_json(line: str, place: str, found: Found) -> None:
+    row = _json(line)
+    if not isinstance(row, dict) or row.get("event") not in SGLANG_JSON or not isinstance(row.get("obj"), dict):
+        return
+    seconds, asked = _seconds(str(row.get("timestamp"))[:26], place), row["obj"]
+    if row["event"] == SGLANG_JSON[0]:
+        found.bodies += _from_body(asked, place, seconds)
+        return
+    ids = asked.get("input_ids")
+    ids = ids if isinstance(ids, list) and all(isinstance(token, int) for token in ids) else None
+    found.read.update(_from_reading(place, asked.get("text"), ids, place, seconds))
+    parameters = asked.get("sampling_params")
+    if isinstance(parameters, dict) and isinstance(limit := parameters.get("max_new_tokens"), int) and limit > 0:
+        found.limits[place] = limit
+
+
+def _from_body(body: Any, place: str, seconds: float) -> Iterator[LoggedRequest]:
+    """Yield the request that a client sent, if it asks for text."""
+    if not isinstance(body, dict) or not ("messages" in body or isinstance(body.get("prompt"), str)):
+        return
+    kept = {name: body[name] for name in ("messages", "prompt", "tools") if body.get(name) is not None}
+    limits = [body[name] for name in ("max_completion_tokens", "max_tokens") if isinstance(body.get(name), int)]
+    if prompt := to_prompt(kept, place):
+        yield LoggedRequest(prompt, limits[0] if limits and limits[0] > 0 else None, seconds)
+
+
+def _from_reading(name: str, text: Any, token_ids: Any, place: str, seconds: float) -> dict[str, LoggedRequest]:
+    """Return the request by its name, if the line holds token ids or a text."""
+    if isinstance(token_ids, list) and token_ids:
+        return {name: LoggedRequest(token_ids, None, seconds)}
+    if isinstance(text, str) and text.strip():
+        return {name: LoggedRequest(Prompt(text=text, where=place), None, seconds)}
+    return {}
+
+
+def _literal(text: str) -> Any:
+    """Return the value that Python shows so; None for what is no plain value."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+
+
+def _json(text: str) -> Any:
+    """Return the content of a JSON text; None where a log cut it."""
+    try:
+        return parse_json(text, "a line of a log")
+    except UserError:
+        return None
+
+
+def _seconds(text: str, place: str) -> float:
+    try:
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).replace(tzinfo=timezone.utc).timestamp()
+    except ValueError:
+        raise UserError(f"{place} has the time {text[:40]!r}, which is none") from None

@@ -1,0 +1,99 @@
+"""The settings of the commands for a running server, as those in command_settings.py."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from draftsmith.models.errors import UserError
+from draftsmith.models.ranges import BatchSize, Count, FilePath, Name, Number, Positive, Seed, Temperature
+from draftsmith.recipes.configs.command_settings import (
+    DECODING,
+    INPUT,
+    MEASURING,
+    OUTPUT,
+    SAMPLED,
+    TRAFFIC,
+    Rate,
+    Requests,
+    Settings,
+    check_address,
+    option,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings(Settings):
+    """Put a running server under your own traffic, or two of them in turns.
+
+    example:
+      draftsmith bench http://localhost:8000 --beside http://localhost:8001 \\
+        --trace vllm.log --concurrency 1 4 16 --out runs/bench
+    """
+
+    url: Name = option(INPUT, "vLLM, SGLang or another OpenAI server", metavar="URL", positional=True)
+    beside: Name | None = option(INPUT, "another one, compared with the first", None, "URL")
+    trace: FilePath | None = option(INPUT, "requests with their times, docs/bench.md", None, "FILE")
+    prompts: Name | None = option(INPUT, "file, folder or Hub NAME:COLUMN", None, "P")
+    model: Name | None = option(INPUT, "name that the server knows (its first)", None, "NAME")
+    max_new_tokens: Count = option(DECODING, "longest answer, in tokens", 256, "N")
+    temperature: Temperature = option(DECODING, SAMPLED, 0.0, "X")
+    seed: Seed = option(DECODING, "another seed draws other requests", 0, "N")
+    rate: tuple[Rate, ...] = option(TRAFFIC, "requests a second, a stage each: an open test", (), "R")
+    concurrency: tuple[BatchSize, ...] = option(TRAFFIC, "clients that ask at once, a stage each", (), "N")
+    find_rate: bool = option(TRAFFIC, "search the highest rate within the limits", False)
+    burstiness: Positive = option(TRAFFIC, "spread of arrivals at a --rate: 1 is Poisson, 3 bursts", 1.0, "CV")
+    speed: Positive = option(TRAFFIC, "times the speed of the trace's own arrivals", 1.0, "X")
+    requests: Requests = option(TRAFFIC, "of each run: more narrows intervals", 50, "N")
+    repeats: Count = option(MEASURING, "runs of each stage and server", 3, "N")
+    sla_ttft_ms: Positive | None = option(MEASURING, "latest first token of 95 % of requests", None, "MS")
+    sla_tpot_ms: Positive | None = option(MEASURING, "longest later token of 95 % of requests", None, "MS")
+    sla_e2e_ms: Positive | None = option(MEASURING, "longest whole answer of 95 % of requests", None, "MS")
+    timeout: Annotated[Number, Field(ge=0.1)] = option(
+        MEASURING, "seconds until an answer counts as failed", 120.0, "X"
+    )
+    out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
+
+    def refuse_mistakes(self) -> None:
+        check_address(self.url, "bench")
+        if self.beside:
+            check_address(self.beside, "--beside")
+        if self.trace is None and self.prompts is None:
+            raise UserError("give --trace FILE or --prompts P: what to send")
+        loads = [bool(self.rate), bool(self.concurrency), self.find_rate]
+        if sum(loads) > 1:
+            raise UserError(
+                "give one of --rate, --concurrency and --find-rate; none replays the trace at its own times"
+            )
+        if not any(loads) and self.trace is None:
+            raise UserError("give --rate (requests a second), --concurrency (requests at once) or --find-rate")
+        if self.find_rate and not (self.sla_ttft_ms or self.sla_tpot_ms or self.sla_e2e_ms):
+            raise UserError(
+                "--find-rate needs limits to find the rate for: give --sla-ttft-ms, --sla-tpot-ms or --sla-e2e-ms"
+            )
+        if self.burstiness != 1 and not self.rate:
+            raise UserError("--burstiness has no effect without --rate: leave it out")
+        if self.speed != 1 and any(loads):
+            raise UserError("--speed is of the trace's own times: leave out --rate, --concurrency and --find-rate")
+        most = max(self.concurrency, default=0)
+        if self.requests < most:
+            raise UserError(f"--requests {self.requests}: give at least {most}, one for each client")
+        super().refuse_mistakes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchSettings(Settings):
+    """Show the acceptance of a running vLLM, beside what was measured at export.
+
+    example:
+      draftsmith watch http://localhost:8000 --against exported
+    """
+
+    url: Name = option(INPUT, "such as http://localhost:8000", metavar="URL", positional=True)
+    against: FilePath | None = option(INPUT, "exported folder with its evaluation.json", None, "DIR")
+    interval: Annotated[Number, Field(ge=0.1)] = option(INPUT, "seconds between readings", 30.0, "X")
+    readings: Count | None = option(INPUT, "stop after so many (never)", None, "N")
+
+    def refuse_mistakes(self) -> None:
+        check_address(self.url, "watch")
+        super().refuse_mistakes()
