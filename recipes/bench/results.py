@@ -21,7 +21,7 @@ Mode = Literal["rate", "concurrency", "trace"]
 
 @dataclass(frozen=True)
 class BenchLoad:
-    """A way for requests to arrive: at a rate, from so many clients at once, or as in the trace at so many times its speed."""
+    """A way to arrive: at a rate, from so many clients at once, or as in the trace at so many times its speed."""
 
     mode: Mode
     value: Annotated[float, Field(gt=0)]

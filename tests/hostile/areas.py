@@ -28,7 +28,8 @@ from damage import (
 )
 from hostile_server import HostileServer
 from judge import Attempt, Place
-from material import KINDS, run_arguments, stored_arguments
+from material import KINDS, TRACES, run_arguments, stored_arguments
+from public_checkpoints import PUBLIC
 
 from draftsmith.data.answers.changed_settings import flatten
 from draftsmith.data.prompts.checks import check_samples
@@ -40,6 +41,7 @@ from draftsmith.inference.measuring.results import read_evaluation
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import DynamicTree, StaticTree
+from draftsmith.recipes.bench.trace import read_trace
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.inputs import parse_tree
 from draftsmith.recipes.report_data.reading import read_report_data
@@ -149,6 +151,12 @@ def prompts(place: Place) -> Attempt:
     return Attempt(f"encode_prompts(read_prompts({source!r}))", lambda: encode_prompts(read_prompts(source), target))
 
 
+def traces(place: Place) -> Attempt:
+    """A damaged trace of requests, or log of a server."""
+    path = damaged_copy(place, f"traces/{place.random.choice(list(TRACES))}")
+    return Attempt(f"read_trace({str(path)!r})", lambda: read_trace(path))
+
+
 def samples(place: Place) -> Attempt:
     """Damaged samples: read, or trained on. Whatever was changed is refused."""
     path = place.copy("samples")
@@ -191,7 +199,7 @@ def drafter(place: Place) -> Attempt:
 
 def foreign_drafter(place: Place) -> Attempt:
     """A damaged checkpoint in the layout of another project."""
-    path = damaged_copy(place, f"foreign/{place.random.randrange(8)}")
+    path = damaged_copy(place, f"foreign/{place.random.randrange(len(PUBLIC))}")
     target = healthy_target(place.material)
     return Attempt(f"load_drafter({str(path)!r})", lambda: decoded(place, load_drafter(path, target)))
 
@@ -367,10 +375,13 @@ def server(place: Place) -> Attempt:
     random = place.random
     server = HostileServer.shared()
     told = server.behave(random, place)
-    if random.random() < 0.5:
+    draw, target, prompts = random.random(), place.material / "target", place.material / "prompts" / "p.txt"
+    if draw < 0.4:
         argv = ["watch", server.url, "--interval", "0.1", "--readings", "1"]
+    elif draw < 0.6:
+        argv = ["bench", server.url, "--prompts", str(prompts), "--concurrency", "2", "--requests", "10"]
+        argv += ["--repeats", "1", "--timeout", "0.5", "--out", str(place.out)]
     else:
-        target, prompts = place.material / "target", place.material / "prompts" / "p.txt"
         argv = ["prepare", "--target", str(target), "--prompts", str(prompts), "--out", str(place.out)]
         argv += ["--endpoint", server.url, "--max-new-tokens", "4"]
     attempt = command_attempt(place, argv, place.out)
@@ -452,9 +463,10 @@ def both_alike(decoder: SpeculativeDecoder, seed: int) -> None:
 
 Area = Callable[[Place], Attempt]
 AREAS: dict[str, tuple[Area, int]] = {  # with the share of the cases, in percent
-    "config_fields": (config_fields, 12),
+    "config_fields": (config_fields, 11),
     "config_text": (config_text, 7),
-    "prompts": (prompts, 10),
+    "prompts": (prompts, 9),
+    "traces": (traces, 2),
     "samples": (samples, 8),
     "drafter": (drafter, 12),
     "foreign_drafter": (foreign_drafter, 6),

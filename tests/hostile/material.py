@@ -19,7 +19,37 @@ from draftsmith.models.files import write_json
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.cli.main import main
 
-KINDS = ("eagle", "eagle3", "p_eagle", "medusa", "hydra", "mlp_speculator", "draft_model")
+KINDS = (
+    *("eagle", "eagle3", "p_eagle", "medusa", "hydra", "mlp_speculator", "draft_model"),
+    *("dflash", "dflash2", "dspark", "mtp"),
+)
+TRACES = {  # requests with their times, as docs/bench.md has them
+    "requests.jsonl": """\
+{"body": {"messages": [{"role": "user", "content": "heat"}], "max_tokens": 5}, "timestamp": 12.5}
+{"prompt": "strike the iron", "timestamp": "2026-05-27 20:00:05.25", "max_tokens": 4}
+""",
+    "lengths.jsonl": """\
+{"timestamp": 1000, "input_length": 70, "output_length": 5, "hash_ids": [1]}
+""",
+    "azure.csv": """\
+TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:47.6805900,9,1
+""",
+    "vllm.log": """\
+DEBUG 11-22 20:14:45 [request_logger.py:51] Request a details: prompt: 'it\\'s', prompt_token_ids: [5, 6], \
+prompt_embeds shape: None.
+INFO 11-22 20:14:45 [request_logger.py:66] Received request a: params: SamplingParams(n=1, max_tokens=16), \
+lora_request: None.
+DEBUG 11-22 20:14:46 [request_logger.py:75] Request N/A JSON body: {"prompt": "heat", "max_tokens": 3}
+""",
+    "sglang.log": """\
+[2026-05-27 20:00:05 TP0] Receive: obj=GenerateReqInput(rid='r', text='hello', input_ids=[4, 5], \
+sampling_params={'temperature': 0.7, 'max_new_tokens': 12}, stream=True)
+[2026-05-27 20:00:05] Receive OpenAI: obj={'messages': [{'role': 'user', 'content': 'hi'}], 'max_tokens': 4}
+{"timestamp": "2026-05-27T20:00:05.5", "event": "request.received", "rid": "r", "obj": {"text": "hello"}}
+""",
+}
 CONVERSATION = [{"role": "user", "content": "heat it"}, {"role": "assistant", "content": "It is hot."}]
 METRICS = """\
 # HELP vllm:spec_decode_num_drafts_total Number of drafts.
@@ -81,6 +111,9 @@ def write_texts(folder: Path) -> None:
     for name, content in schedules.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     (folder / "metrics.txt").write_text(METRICS)
+    (folder / "traces").mkdir()
+    for name, text in TRACES.items():
+        (folder / "traces" / name).write_text(text)
 
 
 def write_drafters(folder: Path, target: Target) -> None:
