@@ -25,6 +25,7 @@ FLOORS = tuple(WINGS)
 GROUND = {
     "models": (
         "batch",
+        "devices",
         "drafter_configs",
         "errors",
         "files",

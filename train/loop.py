@@ -15,8 +15,8 @@ from draftsmith.data.processes import locked, rank_and_num_ranks
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.samples.batches import MicroBatch
 from draftsmith.models.batch import Batch
+from draftsmith.models.devices import pick_device
 from draftsmith.models.files import write_json
-from draftsmith.models.target.target import pick_device
 from draftsmith.models.typed_json import to_json
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.evaluation.budget import lengths_without_gain

@@ -10,6 +10,7 @@ import torch
 
 from draftsmith.inference.measuring.speed import Outputs, num_passes
 from draftsmith.models import Target
+from draftsmith.models.target.target_files import common_field
 
 COPIED = 1 << 30  # bytes
 REPEATS = 10
@@ -44,8 +45,8 @@ def weight_bytes(target: Target) -> int:
 def cache_bytes_per_token(target: Target) -> int:
     """Return the bytes of the keys and values of one token in all layers."""
     config = target.text_config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = common_field(config, "num_key_value_heads") or config.num_attention_heads
+    width = common_field(config, "head_dim") or config.hidden_size // config.num_attention_heads
     return 2 * target.num_layers * heads * width * target.dtype.itemsize
 
 

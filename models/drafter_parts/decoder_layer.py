@@ -13,6 +13,7 @@ from draftsmith.models.drafter_parts.target_layers import final_norm_weight, lay
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import GatedMLP, MergedLinear, RMSNorm, checkpoint_tensors, rotate
 from draftsmith.models.target.target import Target
+from draftsmith.models.target.target_files import common_field
 
 
 class Attention(nn.Module):
@@ -121,8 +122,8 @@ def layer_config_for(intermediate_size: int | None, target: Target) -> LlamaConf
         intermediate_size=intermediate_size or int(getattr(text, "intermediate_size", 4 * target.hidden_size)),
         num_hidden_layers=1,
         num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        head_dim=getattr(text, "head_dim", None) or target.hidden_size // text.num_attention_heads,
+        num_key_value_heads=common_field(text, "num_key_value_heads") or text.num_attention_heads,
+        head_dim=common_field(text, "head_dim") or target.hidden_size // text.num_attention_heads,
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         max_position_embeddings=target.context,
         rope_parameters=rope,

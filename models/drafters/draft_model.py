@@ -37,7 +37,7 @@ from draftsmith.models.target.fused_layers import fuse
 from draftsmith.models.target.loading import drop_layers, load_model
 from draftsmith.models.target.slots import ATTENTION, Window, chain_window, run_causal, run_on_slots
 from draftsmith.models.target.target import Features, Target, find_decoder_layers
-from draftsmith.models.target.target_files import read_config
+from draftsmith.models.target.target_files import common_field, read_config
 
 SIMULATED_DEPTH = 4  # drafted tokens a round, of the acceptance length that the loss tells
 
@@ -259,7 +259,7 @@ def narrower(config: PretrainedConfig, width: int) -> PretrainedConfig:
     """Return the config of a model of another width with heads as wide as they were and the rest in proportion."""
     if not hasattr(config, "num_key_value_heads") or not hasattr(config, "intermediate_size"):
         raise UserError(f"drafter.hidden_size: {config.model_type} has no width to scale; give drafter.model instead")
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_width = common_field(config, "head_dim") or config.hidden_size // config.num_attention_heads
     if not 0 < width < config.hidden_size or width % head_width:
         raise UserError(
             f"drafter.hidden_size {width}: give a multiple of the target's head width {head_width} "

@@ -32,6 +32,7 @@ from draftsmith.models.losses.chain_loss import (
     teacher_rows,
 )
 from draftsmith.models.sampling.trees import Shape
+from draftsmith.models.target.loading import whole_of
 from draftsmith.models.target.slots import run_causal
 from draftsmith.models.target.target import Features, Target
 
@@ -70,6 +71,11 @@ class Medusa(Drafter):
         self.lm_heads.requires_grad_(config.output != "target")
         self.register_buffer("token_map", torch.arange(vocab) if vocab < target.vocab_size else None)
         if self.config.changes_target:
+            if whole_of(target.model) is not target.model:
+                raise UserError(
+                    f"drafter.adapt_target={config.adapt_target} writes a changed target, and of the multimodal "
+                    f"{target.name} the language model alone is loaded: give drafter.adapt_target=no"
+                )
             rank = config.adapter_rank if config.adapt_target == "low_rank" else 0
             self.corrections = Corrections(target.decoder_layers, rank, config.adapter_alpha)
 

@@ -2,6 +2,9 @@
 
 Transformers maps every file of a target privately, so that a limit on memory counts all of them, and downloads all.
 Where layers are left out, a file is fetched only for a wanted tensor in it, and no more of it gets into memory.
+
+Of a multimodal model, a `LanguageModel` is made: its *towers*, the modules that read images, video and sound, get no
+memory.
 """
 
 import copy
@@ -13,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    GenerationMixin,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -36,6 +42,86 @@ OF_LAYERS = "per_layer"  # in names of Gemma 4's second embedding, for its layer
 DeviceMap = dict[str, torch.device]  # of modules by their names
 
 
+class LanguageModel(PreTrainedModel, GenerationMixin):
+    """The language model of a multimodal one, `whole`, through whose own code its passes go.
+
+    Config and names of weights are those of a copy of the language model alone.
+    """
+
+    base_model_prefix = "model"
+    _can_compile_fullgraph = True  # as far as its decoder can
+    whole: PreTrainedModel
+
+    def __init__(self, whole: PreTrainedModel) -> None:
+        decoder, head = decoder_and_head(whole)
+        super().__init__(decoder.config)
+        self.model, self.lm_head = decoder, head
+        self.__dict__["whole"] = whole  # not as a module, which would be the decoder again under another name
+        self.generation_config = whole.generation_config
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # transformers looks for it in the text of a class's file
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.whole(**inputs)
+
+    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
+        self.model.set_attn_implementation(*args, **kwargs)
+
+
+def whole_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the multimodal model that a language model is of, without its towers; others are whole themselves."""
+    return model.whole if isinstance(model, LanguageModel) else model
+
+
+def is_multimodal(config: PretrainedConfig) -> bool:
+    """Return whether a config is of a language model among towers, which has a config of its own in it."""
+    return config.get_text_config(decoder=True) is not config
+
+
+def model_class_of(config: PretrainedConfig) -> Any:
+    """Return the class of transformers' that writes text with a model of this config; None where there is none."""
+    mapping: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING if is_multimodal(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    return mapping.get(type(config), None)
+
+
+def without_towers(model_class: Any) -> Any:
+    """Return a class of models like a multimodal one whose towers are dropped before they get memory."""
+
+    def make(self: Any, config: PretrainedConfig) -> None:
+        model_class.__init__(self, config)
+        drop_towers(self)
+
+    own = {"__init__": make, "__module__": model_class.__module__}  # by which transformers knows classes of its own
+    return type(model_class.__name__, (model_class,), own)
+
+
+def decoder_and_head(whole: Any) -> tuple[Any, Any]:
+    """Return the parts of a multimodal model that write text. Raises `UserError` where there are none."""
+    decoder, head = whole.get_decoder(), whole.get_output_embeddings()
+    if (own_head := decoder.get_output_embeddings()) is not None:  # Llama 4, whose decoder is a causal language model
+        return decoder.model, own_head
+    if head is None or decoder is whole:
+        raise UserError(f"no language model can be taken out of {type(whole).__name__}: give a target of text alone")
+    return decoder, head
+
+
+def drop_towers(whole: Any) -> None:
+    """Take all modules but decoder and head out of a multimodal model; `towers` keeps their names."""
+    (decoder, head), whole.towers = decoder_and_head(whole), []
+    for holder in [module for module in whole.modules() if module is not decoder and holds(module, decoder)]:
+        for name, child in list(holder.named_children()):
+            if child is not head and not holds(child, decoder):
+                delattr(holder, name)
+                whole.towers.append(name)
+    whole._keys_to_ignore_on_load_unexpected.update(whole.towers)
+
+
+def holds(module: nn.Module, part: nn.Module) -> bool:
+    return any(inner is part for inner in module.modules())
+
+
 def load_model(
     name: str | Path,
     config: PretrainedConfig,
@@ -54,11 +140,13 @@ def load_model(
     options: Any = {"dtype": dtype, "attn_implementation": ATTENTION, "output_loading_info": True}
     if isinstance(device, dict):
         options["device_map"] = device
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class = model_class_of(config)
     with library_errors_of(name):
-        model, report = model_class.from_pretrained(
+        model, report = (without_towers(model_class) if is_multimodal(config) else model_class).from_pretrained(
             name if tensors is None else None, config=config, state_dict=tensors, trust_remote_code=False, **options
         )
+        if is_multimodal(config):
+            model = LanguageModel(model)
         if isinstance(device, torch.device):
             model.to(device)
     if missing := sorted(key for key in report["missing_keys"] if tensors is None or OF_LAYERS not in key):
@@ -99,8 +187,13 @@ def check_sizes(config: PretrainedConfig, stored: dict[str, Tensor], what: str) 
 
 def model_without_memory(config: PretrainedConfig, what: str) -> PreTrainedModel:
     """Return a model of a config whose tensors have sizes and no values."""
+    auto_class = AutoModelForMultimodalLM if is_multimodal(config) else AutoModelForCausalLM
     with library_errors(f"{what} has a config.json of no model", "take another copy"), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, trust_remote_code=False)
+        model = auto_class.from_config(config, attn_implementation=ATTENTION, trust_remote_code=False)
+        if is_multimodal(config):
+            drop_towers(model)
+            return LanguageModel(model)
+        return model
 
 
 def load_first_layers(
@@ -113,7 +206,12 @@ def load_first_layers(
     """Return a model of a target's first layers alone, its embedding, final norm and head, and the tokenizer."""
     shortened = copy.deepcopy(config)
     drop_layers(shortened.get_text_config(), kept=list(range(num_layers)))
-    tensors = read_tensors(name, lambda key: _layer_of(key) < num_layers and OF_LAYERS not in key)
+    towers = getattr(whole_of(model_without_memory(shortened, f"target {str(name)!r}")), "towers", [])
+
+    def wanted(key: str) -> bool:
+        return _layer_of(key) < num_layers and OF_LAYERS not in key and not set(key.split(".")) & set(towers)
+
+    tensors = read_tensors(name, wanted)
     return load_model(name, shortened, device, dtype, tensors)
 
 

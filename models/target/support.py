@@ -11,11 +11,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 
 from draftsmith.models.errors import UserError, library_errors
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
 from draftsmith.models.target.fused_layers import FusedDecoder
+from draftsmith.models.target.loading import is_multimodal, model_class_of, whole_of
 from draftsmith.models.target.slots import ATTENTION, SlotCache, Window, chain_window
 
 RunOnSlots = Callable[[Tensor, Window, SlotCache], Tensor]  # new tokens [B, T] of a window -> last hidden [B, T, H]
@@ -74,18 +75,14 @@ def _why_not_these_layers(text: PretrainedConfig) -> str | None:
 
 
 def _why_not_this_class(config: PretrainedConfig, text: PretrainedConfig) -> str | None:
-    """Check the class that transformers would load: a causal one, of text alone, on its attention interface."""
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    is_of_text = model_class is not None and model_class.config_class is type(text)
-    if any(name.startswith(("vision", "audio")) for name in text.sub_configs) or (
-        text is not config and not is_of_text
-    ):
-        return (
-            f"{config.model_type} is a multimodal wrapper, and draftsmith reads text alone; save its language model by "
-            "itself and give that directory"
-        )
+    """Check the class that transformers would load: one that writes text, with layers on its attention interface."""
+    model_class = model_class_of(config)
     if model_class is None:
         return f"transformers has no causal language model of type {config.model_type}"
+    if any(name.startswith(("vision", "audio")) for name in text.sub_configs):
+        return f"no language model can be taken out of a multimodal {config.model_type}; give a target of text alone"
+    if is_multimodal(config):
+        model_class = MODEL_MAPPING.get(type(text), model_class)
     if model_class._is_stateful and not getattr(text, "layer_types", None):
         return "its layers carry a running state, which cannot go back to the accepted branch of a draft"
     module = sys.modules[model_class.__module__]
@@ -112,7 +109,7 @@ def check_decodes_exactly(
     text is read in two parts and a tree behind it; the eager model reads each branch as a text of its own. Sliding
     windows are cut short meanwhile: these few tokens would not reach past them. Raises `UserError`.
     """
-    family, text_config = type(model).__name__, model.config.get_text_config()
+    family, text_config = type(whole_of(model)).__name__, model.config.get_text_config()
     head_width = cast(Tensor, model.get_output_embeddings().weight).shape[1]
     if head_width != text_config.hidden_size:
         raise UserError(

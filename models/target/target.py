@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.batch import Batch
+from draftsmith.models.devices import pick_device, pick_dtype
 from draftsmith.models.errors import UserError, library_errors, shown, whole_number
 from draftsmith.models.layers import gather_columns
 from draftsmith.models.target.fused_layers import fuse
@@ -30,6 +31,7 @@ from draftsmith.models.target.loading import (
     load_first_layers,
     load_model,
     model_without_memory,
+    whole_of,
 )
 from draftsmith.models.target.slots import SlotCache, Window, context_of, run_causal, run_on_slots
 from draftsmith.models.target.support import check_decodes_exactly, check_served_family
@@ -182,7 +184,7 @@ class Target:
         config = read_config(name)
         check_served_family(config, str(name))
         shape = model_without_memory(config, f"target {str(name)!r}")
-        places = device_map(shape, find_decoder_layers(shape), of_layers, of_ends=device)
+        places = device_map(whole_of(shape), find_decoder_layers(shape), of_layers, of_ends=device)
         model, tokenizer = load_model(name, config, places, pick_dtype(dtype, device))
         return cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
 
@@ -240,6 +242,11 @@ class Target:
         return self.model.dtype
 
     @property
+    def architectures(self) -> list[str] | None:
+        """The names that the target's config.json gives to its class."""
+        return whole_of(self.model).config.architectures
+
+    @property
     def hidden_size(self) -> int:
         return self.text_config.hidden_size
 
@@ -261,7 +268,11 @@ class Target:
     def eos_token_ids(self) -> list[int]:
         """The ids that end a text, by the generation config, else the config, else the tokenizer."""
         tokenizer_eos = self.tokenizer.eos_token_id if self.tokenizer else None
-        for ids in (self.model.generation_config.eos_token_id, self.text_config.eos_token_id, tokenizer_eos):
+        for ids in (
+            self.model.generation_config.eos_token_id,
+            getattr(self.text_config, "eos_token_id", None),
+            tokenizer_eos,
+        ):
             if ids is not None:
                 ids = ids if isinstance(ids, list | tuple) else [ids]
                 return [whole_number(f"{self.name}: eos_token_id", token_id) for token_id in ids]
@@ -275,6 +286,8 @@ class Target:
             logits = logits * scale
         if scale := getattr(config, "logits_scaling", None):
             logits = logits * scale if config.model_type == "hyperclovax" else logits / scale  # else Granite
+        if scale := getattr(config, "output_multiplier", None):  # Muse
+            logits = logits * scale
         if cap := getattr(config, "final_logit_softcapping", None):  # Gemma and others
             logits = cap * torch.tanh(logits / cap)
         return logits
@@ -405,42 +418,3 @@ def spread_layer_ids(num_layers: int) -> list[int]:
     """Return the ids of a low, a middle and a high layer, as EAGLE-3 reads them; a shallow target's are spread out."""
     ids = [2, num_layers // 2, num_layers - 3]
     return ids if ids == sorted(set(ids)) else sorted({1, max(1, num_layers // 2), max(1, num_layers - 1)})
-
-
-def pick_device(device: str | torch.device | None) -> torch.device:
-    """Return the device that is asked for, else the GPU if there is one, else the CPU.
-
-    A GPU named by its index becomes the current one, on which Triton launches and CUDA graphs, events and new tensors
-    are. Raises `UserError` where there is no such device.
-    """
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        picked = torch.device(device)
-    except (RuntimeError, TypeError, ValueError):
-        raise UserError(f"device {shown(device)} is not a device: give cpu, cuda or cuda:N") from None
-    if picked.type not in ("cpu", "cuda"):
-        raise UserError(f"device {str(device)!r}: draftsmith runs on cpu and cuda")
-    if picked.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {str(device)!r} was asked for and there is no GPU: leave it out or give cpu")
-    if picked.type == "cuda" and picked.index is not None:
-        if picked.index >= torch.cuda.device_count():
-            last = torch.cuda.device_count() - 1
-            raise UserError(f"device {str(device)!r}: the last GPU of this machine is cuda:{last}")
-        torch.cuda.set_device(picked)
-    return picked
-
-
-def pick_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """Return the dtype that is asked for, else that of the device. Raises `UserError` where it is none."""
-    if dtype is None:
-        return default_dtype(device)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UserError(f"dtype {shown(dtype)}: give torch.float32, torch.bfloat16 or torch.float16")
-    return dtype
-
-
-def default_dtype(device: torch.device) -> torch.dtype:
-    """Return bfloat16 where the hardware computes in it, else fp32."""
-    in_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if in_bf16 else torch.float32

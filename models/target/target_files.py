@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import (
     GENERATION_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -40,9 +47,21 @@ def read_config(name: str | Path) -> PretrainedConfig:
         raise UserError(f"{path} has {other[0]}, which is not read: take it out, and check that it is not needed")
     with library_errors_of(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        text = config.get_text_config(decoder=True)
+        alone: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+        if text is not config and alone is not None:
+            text.architectures = [alone.__name__]  # as in a copy of the language model alone: fingerprints cover it
     if config.is_encoder_decoder:
         raise UserError(f"target {str(name)!r} is an encoder-decoder; draftsmith drafts for decoder-only models")
     return config
+
+
+def common_field(config: PretrainedConfig, name: str) -> Any:
+    """Return a field of a config, None where it has none; where layers differ in it (Gemma 4's), that of most layers.
+
+    transformers refuses such fields as ambiguous.
+    """
+    return vars(config)[name] if name in vars(config) else getattr(config, name, None)
 
 
 def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:

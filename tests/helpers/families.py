@@ -1,9 +1,15 @@
-"""Tiny configs of every family of targets that is served."""
+"""Tiny configs of every family of targets that is served: of language models, and of multimodal ones."""
 
 from typing import Any
 
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 VOCABULARY = 61
 SLIDING = 5
@@ -99,14 +105,95 @@ SERVED: dict[str, dict[str, Any]] = {
     "vaultgemma": {**GEMMA, "final_logit_softcapping": 2.0},
 }
 
+# A tower has as many layers as the decoder, whose layers must not be sought in it.
+TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+CLIP, SIGLIP = ({"model_type": kind, **TOWER} for kind in ("clip_vision_model", "siglip_vision_model"))
+PIXTRAL = {"model_type": "pixtral", **TOWER}
+QWEN_TOWER = {**TOWER, "depth": 3, "num_heads": 2, "out_hidden_size": 32}
+QWEN3_TOWER = {**QWEN_TOWER, "num_position_embeddings": 4, "deepstack_visual_indexes": [1]}
+LLAMA, QWEN2, QWEN3 = ({"model_type": kind} for kind in ("llama", "qwen2", "qwen3"))
+THREE_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+ROTARY_3D = {"rope_parameters": THREE_AXES}
+GLM_ROTARY = {"rope_parameters": {**THREE_AXES, "partial_rotary_factor": 1.0}}
+SMALL_SOUND = {**TOWER, "model_type": "voxtral_encoder", "num_mel_bins": 4, "max_source_positions": 8}
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "aria": {
+        "text_config": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+        "vision_config": TOWER,
+        "projector_patch_to_query_dict": {4: 4},
+    },
+    "exaone4_5": {
+        "text_config": {"model_type": "exaone4", **ALTERNATES},
+        "vision_config": {**QWEN_TOWER, "num_key_value_heads": 2},
+    },
+    "gemma3": {"text_config": GEMMA, "vision_config": TOWER, "mm_tokens_per_image": 4},
+    "gemma4": {
+        "text_config": {**SERVED["gemma4_text"], "final_logit_softcapping": 2.0, "global_head_dim": 16},
+        "vision_config": {**TOWER, "head_dim": 8, "position_embedding_size": 16},
+    },
+    "gemma4_unified": {
+        "text_config": {**ALTERNATES, "final_logit_softcapping": 2.0, "global_head_dim": 16},
+        "vision_config": {**TOWER, "mm_embed_dim": 16, "mm_posemb_size": 16, "output_proj_dims": 16},
+    },
+    "glm4v": {"text_config": GLM_ROTARY, "vision_config": QWEN_TOWER},
+    "glm4v_moe": {"text_config": {**ROUTED_EXPERTS, **GLM_ROTARY}, "vision_config": QWEN_TOWER},
+    "glm_ocr": {"text_config": GLM_ROTARY, "vision_config": QWEN_TOWER},
+    "hyperclovax_vision_v2": {
+        "text_config": {"model_type": "hyperclovax", "logits_scaling": 0.25},
+        "vision_config": {"model_type": "qwen2_5_vl_vision", **QWEN_TOWER},
+    },
+    "idefics3": {"text_config": LLAMA, "vision_config": TOWER, "scale_factor": 1},
+    "internvl": {
+        "text_config": QWEN3,
+        "vision_config": {**TOWER, "image_size": [16, 16], "patch_size": [8, 8]},
+        "tie_word_embeddings": False,
+    },
+    "lighton_ocr": {"text_config": QWEN3, "vision_config": PIXTRAL},
+    "llava": {"text_config": LLAMA, "vision_config": CLIP},
+    "llava_next": {"text_config": {"model_type": "mistral"}, "vision_config": CLIP},
+    "llava_onevision": {"text_config": QWEN2, "vision_config": SIGLIP},
+    "mistral3": {
+        "text_config": {"model_type": "ministral3"},
+        "vision_config": PIXTRAL,
+        "tie_word_embeddings": False,
+    },
+    "muse_glimmer": {
+        "text_config": ALTERNATES,
+        "vision_config": TOWER,
+        "projector_hidden_size": 16,
+        "out_hidden_size": 64,
+    },
+    "paddleocr_vl": {"text_config": ROTARY_3D, "vision_config": TOWER},
+    "qwen2_vl": {"text_config": ROTARY_3D, "vision_config": {**QWEN_TOWER, "embed_dim": 16, "hidden_size": 32}},
+    "qwen2_5_vl": {"text_config": ROTARY_3D, "vision_config": QWEN_TOWER},
+    "qwen3_vl": {"text_config": ROTARY_3D, "vision_config": QWEN3_TOWER},
+    "qwen3_vl_moe": {"text_config": {**EXPERTS, **ROTARY_3D}, "vision_config": QWEN3_TOWER},
+    "smolvlm": {"text_config": LLAMA, "vision_config": TOWER, "scale_factor": 1},
+    "video_llama_3": {"text_config": QWEN2, "vision_config": TOWER},
+    "vipllava": {"text_config": LLAMA, "vision_config": CLIP, "vision_feature_layers": [-1]},
+    "voxtral": {"text_config": LLAMA, "audio_config": SMALL_SOUND},
+}
+
 
 def family_config(model_type: str, changes: dict[str, Any]) -> PretrainedConfig:
+    if "text_config" in changes:
+        text_config = {**SIZES, **changes["text_config"]}
+        return CONFIG_MAPPING[model_type](**{**changes, "text_config": text_config})
     return CONFIG_MAPPING[model_type](**{**SIZES, **changes})
 
 
 def plain_model(config: PretrainedConfig) -> PreTrainedModel:
     """Random weights in eager attention; norms and biases are away from one and zero, so that none goes unnoticed."""
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    is_whole = config.get_text_config() is config
+    auto_class = AutoModelForCausalLM if is_whole else AutoModelForMultimodalLM
+    model = auto_class.from_config(config, attn_implementation="eager").eval()
     for parameter in model.parameters():
         if parameter.ndim == 1:
             nn.init.normal_(parameter, 1.0, 0.2)

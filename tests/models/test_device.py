@@ -9,9 +9,9 @@ import torch
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter
+from draftsmith.models.devices import default_dtype, pick_device
 from draftsmith.models.errors import UserError
 from draftsmith.models.kernels import has_flash_attention
-from draftsmith.models.target.target import default_dtype, pick_device
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from families import ALTERNATES, LOCAL_EXPERTS, SERVED, SIZES, SLIDES, VOCABULARY, family_config, plain_model
+from families import ALTERNATES, LOCAL_EXPERTS, MULTIMODAL, SERVED, SLIDES, VOCABULARY, family_config, plain_model
 from tiny_target import tiny_tokenizer
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -24,6 +24,7 @@ from transformers import (
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
+from draftsmith.models.target.loading import LanguageModel, is_multimodal
 from draftsmith.models.target.slots import ATTENTION, SlotCache, Window, chain_window
 from draftsmith.models.target.support import why_not_served
 
@@ -32,7 +33,7 @@ CHUNK = 5
 PARENTS = [[-1, -1, 0, 0, 2, 4], [-1, 0, 1, 1, 3, 0]]  # ragged trees, four and five deep
 KEPT = [[1, 3, 5], [1, 2, 4]]  # columns of the branch that is kept of each
 NEXT = 3  # tokens after it
-
+FAMILIES = SERVED | MULTIMODAL
 
 REFUSED: dict[str, str] = {
     "bart": "encoder-decoder",
@@ -65,8 +66,6 @@ REFUSED: dict[str, str] = {
     "falcon": "code of its own",
     "gptj": "code of its own",
     "xglm": "code of its own",
-    "gemma3": "multimodal",
-    "llava": "multimodal",
     "phi4_multimodal": "multimodal",
     "t5": "encoder-decoder",
     "clip_text_model": "no causal language model",
@@ -74,8 +73,11 @@ REFUSED: dict[str, str] = {
 
 
 def target_like(plain: PreTrainedModel, config: PretrainedConfig) -> Target:
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    auto_class = AutoModelForMultimodalLM if is_multimodal(config) else AutoModelForCausalLM
+    model = auto_class.from_config(config, attn_implementation=ATTENTION)
     model.load_state_dict(plain.state_dict())
+    if is_multimodal(config):
+        model = LanguageModel(model)
     return Target(model.eval().requires_grad_(False), None, config.model_type)
 
 
@@ -124,12 +126,12 @@ def on_their_own(plain: PreTrainedModel, texts: list[Tensor], layer_ids: tuple[i
     return output.logits[rows, last], layers
 
 
-@pytest.mark.parametrize("model_type", SERVED)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_trees_on_slots_are_their_branches_in_plain_attention(model_type: str) -> None:
-    config, layer_ids = family_config(model_type, SERVED[model_type]), (1, 2)
+    config, layer_ids = family_config(model_type, FAMILIES[model_type]), (1, 2)
     assert why_not_served(config) is None
     plain = plain_model(config)
-    on_slots = OnSlots(target_like(plain, family_config(model_type, SERVED[model_type])), layer_ids)
+    on_slots = OnSlots(target_like(plain, family_config(model_type, FAMILIES[model_type])), layer_ids)
     prompts, drafts, further = (torch.randint(3, VOCABULARY, (2, n)) for n in (max(LENGTHS), 7, NEXT))
     on_slots.read_prompts(prompts)
     found = [
@@ -151,7 +153,7 @@ def test_trees_on_slots_are_their_branches_in_plain_attention(model_type: str) -
 def test_the_page_names_the_families_that_are_tested() -> None:
     page = (Path(__file__).parents[2] / "docs" / "targets.md").read_text()
     rows = [line for line in page[: page.index("## What is refused")].splitlines() if line.startswith("|")]
-    assert set(re.findall(r"`(\w+)`", "".join(rows))) == set(SERVED)
+    assert set(re.findall(r"`(\w+)`", "".join(rows))) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
@@ -190,19 +192,3 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"lacks 1 of its weights, lm_head\.weight"):
         Target.from_pretrained(tmp_path, "cpu")
-
-
-@torch.no_grad()
-def test_the_language_model_of_a_multimodal_target_can_be_saved_alone(tmp_path: Path) -> None:
-    """As docs/targets.md shows it."""
-    image_encoder = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16, "patch_size": 8}
-    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
-    text = {**SIZES, "model_type": "llama"}
-    whole = AutoModelForImageTextToText.from_config(
-        CONFIG_MAPPING["llava"](text_config=text, vision_config={**image_encoder, **layers})
-    )
-    model = AutoModelForCausalLM.from_config(whole.config.get_text_config())
-    model.base_model.load_state_dict(whole.get_decoder().state_dict())
-    model.lm_head.load_state_dict(whole.lm_head.state_dict())
-    token_ids = torch.randint(3, VOCABULARY, (1, 9))
-    assert torch.equal(model(input_ids=token_ids).logits, whole(input_ids=token_ids).logits)

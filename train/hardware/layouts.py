@@ -19,8 +19,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.models import Drafter
+from draftsmith.models.devices import default_dtype, pick_device
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.target.target import default_dtype, pick_device
 from draftsmith.train.config import TrainConfig
 
 

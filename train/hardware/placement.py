@@ -13,8 +13,8 @@ from accelerate import Accelerator
 
 from draftsmith.data.progress import size_text
 from draftsmith.models import DRAFTERS, Target
+from draftsmith.models.devices import default_dtype
 from draftsmith.models.errors import UserError
-from draftsmith.models.target.target import default_dtype
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.hardware.estimates import Estimate, estimate, target_size
 from draftsmith.train.hardware.layouts import drafter_share, layout_of

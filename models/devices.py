@@ -1,0 +1,44 @@
+"""The device and the dtype that a target is loaded for."""
+
+import torch
+
+from draftsmith.models.errors import UserError, shown
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """Return the device that is asked for, else the GPU if there is one, else the CPU.
+
+    A GPU named by its index becomes the current one, on which Triton launches and CUDA graphs, events and new tensors
+    are. Raises `UserError` where there is no such device.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        picked = torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        raise UserError(f"device {shown(device)} is not a device: give cpu, cuda or cuda:N") from None
+    if picked.type not in ("cpu", "cuda"):
+        raise UserError(f"device {str(device)!r}: draftsmith runs on cpu and cuda")
+    if picked.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {str(device)!r} was asked for and there is no GPU: leave it out or give cpu")
+    if picked.type == "cuda" and picked.index is not None:
+        if picked.index >= torch.cuda.device_count():
+            last = torch.cuda.device_count() - 1
+            raise UserError(f"device {str(device)!r}: the last GPU of this machine is cuda:{last}")
+        torch.cuda.set_device(picked)
+    return picked
+
+
+def pick_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """Return the dtype that is asked for, else that of the device. Raises `UserError` where it is none."""
+    if dtype is None:
+        return default_dtype(device)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UserError(f"dtype {shown(dtype)}: give torch.float32, torch.bfloat16 or torch.float16")
+    return dtype
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """Return bfloat16 where the hardware computes in it, else fp32."""
+    in_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if in_bf16 else torch.float32
