@@ -124,11 +124,6 @@ ROTARY_3D = {"rope_parameters": THREE_AXES}
 GLM_ROTARY = {"rope_parameters": {**THREE_AXES, "partial_rotary_factor": 1.0}}
 SMALL_SOUND = {**TOWER, "model_type": "voxtral_encoder", "num_mel_bins": 4, "max_source_positions": 8}
 MULTIMODAL: dict[str, dict[str, Any]] = {
-    "aria": {
-        "text_config": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
-        "vision_config": TOWER,
-        "projector_patch_to_query_dict": {4: 4},
-    },
     "exaone4_5": {
         "text_config": {"model_type": "exaone4", **ALTERNATES},
         "vision_config": {**QWEN_TOWER, "num_key_value_heads": 2},
@@ -145,10 +140,6 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "glm4v": {"text_config": GLM_ROTARY, "vision_config": QWEN_TOWER},
     "glm4v_moe": {"text_config": {**ROUTED_EXPERTS, **GLM_ROTARY}, "vision_config": QWEN_TOWER},
     "glm_ocr": {"text_config": GLM_ROTARY, "vision_config": QWEN_TOWER},
-    "hyperclovax_vision_v2": {
-        "text_config": {"model_type": "hyperclovax", "logits_scaling": 0.25},
-        "vision_config": {"model_type": "qwen2_5_vl_vision", **QWEN_TOWER},
-    },
     "idefics3": {"text_config": LLAMA, "vision_config": TOWER, "scale_factor": 1},
     "internvl": {
         "text_config": QWEN3,
