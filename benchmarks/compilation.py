@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parent))
 from training import write_samples
 
 from draftsmith.data.samples.batches import BatchPlan
-from draftsmith.data.samples.samples import read_samples
+from draftsmith.data.samples.folder import read_samples
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.batch import Batch

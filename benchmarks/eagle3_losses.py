@@ -16,7 +16,7 @@ import torch
 from draftsmith.data.features.vocabulary import token_counts
 from draftsmith.data.prompts.prompts import encode_prompts
 from draftsmith.data.samples.batches import BatchPlan
-from draftsmith.data.samples.samples import read_samples
+from draftsmith.data.samples.folder import read_samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target

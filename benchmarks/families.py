@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,10 +25,13 @@ from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.data.samples.batches import BatchPlan
-from draftsmith.data.samples.samples import PREPARED, SAMPLES, Sample, Span, read_prepared, read_samples, sample_line
+from draftsmith.data.samples.folder import PREPARED, read_prepared, read_samples
+from draftsmith.data.samples.folder import write_samples as write_columns
+from draftsmith.data.samples.sample import Sample
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.measuring.results import Result
+from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side
@@ -98,12 +102,13 @@ def write_samples(runs: Path, num_prompts: int) -> None:
 
     given = runs / "given"
     given.mkdir(exist_ok=True)
-    with open(given / SAMPLES, "w") as file:
-        for answered in read_samples(runs / "samples"):
-            start, function = answered.spans[0].start, chosen[answered.prompt_index]
-            ids = (target.encode(function) + target.eos_token_ids)[: len(answered.token_ids)]
-            if len(ids) > start:
-                file.write(sample_line(Sample(ids, [Span(start, len(ids))], "given")))
+    samples = []
+    for answered in read_samples(runs / "samples"):
+        start, function = answered.spans[0].start, chosen[answered.prompt_index]
+        ids = (target.encode(function) + target.eos_token_ids)[: len(answered.token_ids)]
+        if len(ids) > start:
+            samples.append(Sample(ids, [Span(start, len(ids))], "given"))
+    write_columns(given, [samples], iter)
     prepared = {**read_prepared(runs / "samples"), "written_by": "given"}
     (given / PREPARED).write_text(json.dumps(prepared))
 
@@ -113,8 +118,14 @@ def write_samples(runs: Path, num_prompts: int) -> None:
 
 def steps_for(config: TrainConfig, minutes: float, target: Target) -> int:
     """Optimiser steps that take so many minutes of CPU time."""
-    samples = read_samples(Path(config.data.samples))[:256]
-    plan = BatchPlan(samples, config.data.batch_size, LENGTH, config.data.tokens_per_micro_batch, 0)
+    samples = read_samples(Path(config.data.samples))
+    plan = BatchPlan(
+        samples.select(np.arange(len(samples)) < 256),
+        config.data.batch_size,
+        LENGTH,
+        config.data.tokens_per_micro_batch,
+        0,
+    )
     drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, target)
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=0)
     num_timed = 12

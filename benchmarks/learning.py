@@ -18,7 +18,7 @@ import torch
 from draftsmith.data.features.vocabulary import token_counts
 from draftsmith.data.prompts.prompts import encode_prompts
 from draftsmith.data.samples.batches import BatchPlan
-from draftsmith.data.samples.samples import read_samples
+from draftsmith.data.samples.folder import read_samples
 from draftsmith.inference.decoding.counters import total_of
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.inference.replay.replay import Recording, expected_stats, record, replay

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.data.answers.prepare import AnswerJob, PrepareSettings, prepare
 from draftsmith.data.prompts.standard_library import stdlib_functions
-from draftsmith.data.samples.samples import read_samples
+from draftsmith.data.samples.folder import read_samples
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
 from draftsmith.models.sampling.sampling import Sampling
@@ -89,7 +89,7 @@ def main() -> None:
         after = clock(lambda: found.update({index: generate(index) for index in chosen[half:]}))
         samples = read_samples(Path(folder) / "out")
 
-    num_tokens = sum(len(sample.generated()) for sample in samples)
+    num_tokens = int(samples.num_generated().sum())
     num_generated = sum(map(len, found.values()))
     same = sum(samples[index].generated() == found[index] for index in chosen)
     print(f"{platform.machine()}, {args.num_threads} thread(s), torch {torch.__version__}, commit {git_commit()}")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.data.samples.samples import SAMPLES, read_samples
+from draftsmith.data.samples.folder import INDEX, read_samples
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
@@ -57,12 +57,12 @@ def main() -> None:
             kills += 1
             print(f"\nkilled: {journal.read_bytes().count(10)} answers written", flush=True)
         subprocess.run([*command, str(folder / "killed")], check=True)
-        digests = [sha256((folder / out / SAMPLES).read_bytes()).hexdigest()[:16] for out in ("whole", "killed")]
-        indices = [sample.prompt_index for sample in read_samples(folder / "killed")]
+        digests = [sha256((folder / out / INDEX).read_bytes()).hexdigest()[:16] for out in ("whole", "killed")]
+        indices = [int(index) for index in read_samples(folder / "killed").prompts]
     assert indices == list(range(args.prompts)), "an answer is missing or there twice"
     print(f"\ncommit {git_commit()}: {args.prompts} prompts, killed {kills} times; uninterrupted run: {whole:.0f} s")
     same = "the same" if digests[0] == digests[1] else "DIFFERENT"
-    print(f"samples.jsonl: {digests[0]} uninterrupted, {digests[1]} killed: {same}")
+    print(f"samples: {digests[0]} uninterrupted, {digests[1]} killed: {same}")
 
 
 if __name__ == "__main__":

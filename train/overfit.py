@@ -13,8 +13,10 @@ from draftsmith.data.console import say
 from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.samples.batches import BatchPlan
-from draftsmith.data.samples.samples import Sample, Span
+from draftsmith.data.samples.sample import Sample
+from draftsmith.data.samples.samples import Samples
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import load_drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, require_at_least
@@ -132,19 +134,22 @@ class Gate:
     def __init__(self, setup: Setup, num_sequences: int, config: EvaluationConfig) -> None:
         self.target, self.drafter = setup.target, setup.drafter
         self.draft_length = min(config.draft_length, self.drafter.max_draft_length or config.draft_length)
-        longest_first = sorted(setup.plan.samples, key=lambda sample: -len(sample.token_ids))
-        self.prompts = [sample.token_ids[: sample.spans[0].start] for sample in longest_first[:num_sequences]]
+        samples = setup.plan.samples
+        longest = (-samples.lengths).argsort(kind="stable")[:num_sequences]
+        self.prompts = [samples.token_ids(i)[: samples.spans(i)[0][0]].tolist() for i in longest]
         # a draft reaches beyond the last token that is asked for: learn that far
         room = self.target.context - max(map(len, self.prompts)) - self.draft_length
         self.num_tokens = min(config.max_new_tokens, room)
         plain = SpeculativeDecoder(self.target, load_drafter("none", self.target))
         self.answers = plain.generate(self.prompts, self.num_tokens + self.draft_length).token_ids
-        samples = [
+        learnt = [
             Sample(prompt + answer, [Span(len(prompt), len(prompt) + len(answer))])
             for prompt, answer in zip(self.prompts, self.answers, strict=True)
         ]
-        plan = BatchPlan(samples, len(samples), self.target.context, len(samples) * self.target.context, seed=0)
-        self.batch = plan.collate([[index] for index in range(len(samples))]).to(self.target.device)
+        plan = BatchPlan(
+            Samples.of(learnt), len(learnt), self.target.context, len(learnt) * self.target.context, seed=0
+        )
+        self.batch = plan.collate([[index] for index in range(len(learnt))]).to(self.target.device)
 
     def features(self, _: object, batch: Batch) -> Features:
         """Return the target's features of a batch, as a `FeatureSource`."""

@@ -22,7 +22,8 @@ from draftsmith.data.prompts.checks import (
     shown_sample,
 )
 from draftsmith.data.samples.batches import GPU_WIDTH, BatchPlan
-from draftsmith.data.samples.samples import Sample, held_out_samples, read_chat, read_samples
+from draftsmith.data.samples.folder import read_chat, read_samples
+from draftsmith.data.samples.samples import Samples, held_out_samples
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.models import CHANGED_TARGET, Drafter, Target
 from draftsmith.models.errors import UserError
@@ -97,13 +98,13 @@ def check_compiles(device: torch.device) -> None:
         raise UserError("run.compile needs a C++ compiler: install g++, or leave it out")
 
 
-def row_length(data: DataConfig, samples: list[Sample], target: Target) -> int:
+def row_length(data: DataConfig, samples: Samples, target: Target) -> int:
     """Return the most tokens of a row. Where none are asked for it holds any sample, as far as a micro-batch does."""
-    needed = max(ROW, *(len(sample.token_ids) for sample in samples))
+    needed = max(ROW, int(samples.lengths.max()))
     return min(data.max_length or min(needed, data.tokens_per_micro_batch), target.context)
 
 
-def plan_batches(config: TrainConfig, samples: list[Sample], target: Target, num_ranks: int) -> BatchPlan:
+def plan_batches(config: TrainConfig, samples: Samples, target: Target, num_ranks: int) -> BatchPlan:
     """Return the plan of the run's batches. Raises `UserError` where they cannot be made."""
     data = config.data
     in_tokens = data.batch_unit == "tokens"

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from draftsmith.data.answers.prepare import AnswerJob
 from draftsmith.data.progress import size_text
-from draftsmith.data.samples.samples import sample_line
+from draftsmith.data.samples.sample import Sample, sample_line
+from draftsmith.data.samples.samples import pieces
 
 SAMPLED_BATCHES = 2  # of prompts that are answered to measure on
 CAPTURED_LAYERS = (0, 1, 3)  # layers beside the last hidden state, for the size of stored features
@@ -49,7 +50,7 @@ class Estimate:
     num_sampled: int
     generated: Spread  # tokens
     stored: Spread  # tokens, prompts among them
-    disk: Spread  # bytes of samples.jsonl
+    disk: Spread  # bytes of the samples, and of the journals that they are in until all are written
     tokens_per_second: float
     finish_reasons: Counter[str]  # of the sampled samples
     memory: dict[str, float]  # bytes, by where
@@ -73,7 +74,7 @@ class Estimate:
             ("tokens generated", self.generated, "{:,.0f}".format),
             ("tokens stored, prompts among them", self.stored, "{:,.0f}".format),
             (f"time at {self.tokens_per_second:.0f} tokens/s, one process", self.hours, hours_text),
-            ("disk: samples", self.disk, size_text),
+            ("disk: samples, and their journals at first", self.disk, size_text),
         ]
         for num_layers in CAPTURED_LAYERS:
             layers = f"last hidden + {num_layers} layers" if num_layers else "last hidden"
@@ -86,6 +87,11 @@ class Estimate:
         cut = self.finish_reasons["length"] / max(1, self.finish_reasons.total())
         table.add_row("samples cut by --max-new-tokens", f"{cut:.0%}", "")
         return table
+
+
+def disk_bytes(samples: list[Sample]) -> int:
+    """Return the size of samples on disk, as columns and as lines of a journal."""
+    return sum(piece.nbytes for piece in pieces(samples)) + sum(len(sample_line(sample)) for sample in samples)
 
 
 def hours_text(hours: float) -> str:
@@ -109,7 +115,7 @@ def estimate(job: AnswerJob) -> Estimate:
 
     generated = [float(dialogue.num_tokens) for dialogue in dialogues]
     stored = [float(sum(len(sample.token_ids) for sample in dialogue.samples)) for dialogue in dialogues]
-    disk = [float(sum(len(sample_line(sample)) for sample in dialogue.samples)) for dialogue in dialogues]
+    disk = [float(disk_bytes(dialogue.samples)) for dialogue in dialogues]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     memory = {"memory: host, peak so far": float(peak)}
     if device.type == "cuda":

@@ -2,18 +2,22 @@
 
 Every process appends to a journal of its own, one line a prompt: its index, its samples, and a checksum of them and of
 the run, separated by tabs. A line that a kill cut short is dropped; one that is damaged, or of another run, is passed
-over. When all prompts are answered, the journals become samples.jsonl, in the order of the prompts, in one rename.
+over. When all prompts are answered, the journals become the shards of samples, in the order of the prompts.
 """
 
 import contextlib
 import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftsmith.data.samples.samples import Sample, sample_line, write_samples
+from draftsmith.data.samples.folder import shard_parts, write_samples
+from draftsmith.data.samples.sample import Sample, sample_line, to_sample
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import writing
-from draftsmith.models.reading import open_regular
+from draftsmith.models.files import whole_folder, writing
+from draftsmith.models.reading import open_regular, parse_json
+
+Place = tuple[Path, int]  # of a prompt's line: the journal, and the offset in it in bytes
 
 
 class Journal:
@@ -45,7 +49,7 @@ class Journal:
 class Answered:
     """The answers that the journals of a folder hold."""
 
-    places: dict[int, tuple[Path, int]] = field(default_factory=dict)  # of each prompt's line: journal, offset in bytes
+    places: dict[int, Place] = field(default_factory=dict)
     num_damaged: int = 0  # lines that are damaged or of another run
 
 
@@ -79,18 +83,22 @@ def checksum(answer: bytes, run: str) -> bytes:
 
 
 def merge_journals(folder: Path, run: str) -> None:
-    """Write all answers into samples.jsonl, in the order of their prompts, and remove the journals."""
+    """Write all answers into the shards of samples, in the order of their prompts, and remove the journals."""
     places = read_journals(folder, run).places
-    with contextlib.ExitStack() as opened:
-        files = {path: opened.enter_context(open(path, "rb")) for path in {path for path, _ in places.values()}}
-
-        def answers(index: int) -> list[bytes]:
-            path, offset = places[index]
-            files[path].seek(offset)
-            return [sample + b"\n" for sample in files[path].readline().split(b"\t")[1:-1]]
-
-        write_samples(folder, (sample for index in sorted(places) for sample in answers(index)))
+    parts = shard_parts([places[index] for index in sorted(places)])
+    with whole_folder(folder) as hidden:
+        write_samples(hidden, parts, samples_at)
     remove_journals(folder)
+
+
+def samples_at(places: Sequence[Place]) -> Iterator[Sample]:
+    """Yield the samples of answered prompts. Raises `UserError` for a line that holds none."""
+    with contextlib.ExitStack() as opened:
+        files = {path: opened.enter_context(open_regular(path)) for path in {path for path, _ in places}}
+        for path, offset in places:
+            files[path].seek(offset)
+            for text in files[path].readline().split(b"\t")[1:-1]:
+                yield to_sample(parse_json(text, str(path)), str(path))
 
 
 def remove_journals(folder: Path) -> None:

@@ -1,16 +1,22 @@
 """Conversations stored as they are: off-policy, for a user who insists on text that the target did not write."""
 
 import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from draftsmith.data.answers.prepare import keep_date, open_folder, show_written
+from draftsmith.data.answers.prepare import check_same_answers, has_answers, keep_date, show_written
 from draftsmith.data.processes import locked
 from draftsmith.data.prompts.conversations import encode_conversation
+from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_split
 from draftsmith.data.prompts.splits import HELD_OUT, write_prompts
-from draftsmith.data.samples.samples import Sample, sample_line, write_samples
+from draftsmith.data.samples.folder import PREPARED, shard_parts, write_samples
+from draftsmith.data.samples.sample import Sample
 from draftsmith.inference.measuring.spans import Markers
 from draftsmith.models import Target
+from draftsmith.models.files import whole_folder, write_json
 from draftsmith.models.target.identity import identity
 from draftsmith.models.typed_json import to_json
 
@@ -25,30 +31,44 @@ def store_conversations(
     """
     keep_date(target, out)
     split = read_split(source, held_out_share, refuse_surrogates)
-    markers, lines = Markers.of_target(target), []
-    for index, prompt in enumerate(split.train):
-        token_ids, answers = encode_conversation(prompt, target)
-        spans = []
-        for start, end in answers:
-            label = markers.open_label(token_ids[:start], target.eos_token_ids)
-            spans += markers.spans(token_ids[:end], start, label)
-        # nobody knows how the text was drawn: it is taken as drawn from the plain distribution
-        sample = Sample(token_ids, spans, "given", 1.0, 1.0, 0, index, prompt.domain)
-        lines.append(sample_line(sample))
     prepared = {
         "target": target.name,
         **identity(target),
         "chat": to_json(target.chat),
         "written_by": "given",
         "prompts": source,
-        "prompts_hash": hashlib.sha256("".join(lines).encode()).hexdigest()[:16],
-        "num_prompts": len(lines),
+        "prompts_hash": prompts_hash(split.train),
+        "num_prompts": len(split.train),
         "num_held_out": len(split.held_out),
         "settings": {"held_out_share": held_out_share},
     }
     with locked(out):
-        open_folder(out, prepared)
-        if split.held_out:
-            write_prompts(out / HELD_OUT, split.held_out)
-        write_samples(out, (line.encode() for line in lines))
+        if has_answers(out):
+            check_same_answers(out, prepared)
+        with whole_folder(out) as hidden:
+            write_json(hidden / PREPARED, prepared)
+            if split.held_out:
+                write_prompts(hidden / HELD_OUT, split.held_out)
+            parts = shard_parts(list(enumerate(split.train)))
+            write_samples(hidden, parts, partial(given_samples, target, Markers.of_target(target)))
     show_written(out, target)
+
+
+def prompts_hash(prompts: list[Prompt]) -> str:
+    """Return 16 hex digits that stand for conversations with their answers."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.messages, prompt.tools, prompt.domain]).encode())
+    return digest.hexdigest()[:16]
+
+
+def given_samples(target: Target, markers: Markers, part: Sequence[tuple[int, Prompt]]) -> Iterator[Sample]:
+    """Yield the sample of each conversation, given with its place among all."""
+    for index, prompt in part:
+        token_ids, answers = encode_conversation(prompt, target)
+        spans = []
+        for start, end in answers:
+            label = markers.open_label(token_ids[:start], target.eos_token_ids)
+            spans += markers.spans(token_ids[:end], start, label)
+        # nobody knows how the text was drawn: it is taken as drawn from the plain distribution
+        yield Sample(token_ids, spans, "given", 1.0, 1.0, 0, index, prompt.domain)

@@ -10,6 +10,7 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field
 from rich.filesize import decimal
 
@@ -31,7 +32,8 @@ from draftsmith.data.prompts.checks import (
 )
 from draftsmith.data.prompts.prompts import read_split
 from draftsmith.data.prompts.splits import HELD_OUT, write_prompts
-from draftsmith.data.samples.samples import PREPARED, SAMPLES, Sample, read_chat, read_prepared, read_samples
+from draftsmith.data.samples.folder import PREPARED, is_written, read_chat, read_prepared, read_samples
+from draftsmith.data.samples.samples import Samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.measuring.spans import Markers
@@ -125,7 +127,7 @@ def write_answers(job: "AnswerJob", out: Path) -> None:
     run = run_name(prepared)
     if rank == 0 and job.held_out:
         write_prompts(out / HELD_OUT, job.held_out)
-    if (out / SAMPLES).is_file():
+    if is_written(out):
         if rank == 0:
             show_written(out, job.target)
             finish_moving(out)  # these two are of a kill just after the file was there
@@ -168,10 +170,9 @@ def write_answers(job: "AnswerJob", out: Path) -> None:
 def show_written(out: Path, target: Target) -> None:
     """Check what a folder holds now, and show a sample of it. Raises `UserError` where it is not fit to train on."""
     samples = read_samples(out)
-    check_samples(samples, target, max(len(sample.token_ids) for sample in samples), str(out))
+    check_samples(samples, target, int(samples.lengths.max()), str(out))
     say(shown_sample(samples[0], target))
-    num_prompts = len({sample.prompt_index for sample in samples})
-    num_tokens = sum(len(sample.generated()) for sample in samples)
+    num_prompts, num_tokens = len(np.unique(samples.prompts)), samples.num_generated().sum()
     text = f"{out}: {len(samples)} samples of {num_prompts} prompts, {num_tokens} tokens to train on"
     if num_held_out := read_prepared(out).get("num_held_out"):
         text += f"; {num_held_out} prompts are held out in {out / HELD_OUT}"
@@ -182,10 +183,10 @@ def show_written(out: Path, target: Target) -> None:
         notice(text)
 
 
-def cut_text(samples: list[Sample], prepared: dict[str, Any]) -> str:
+def cut_text(samples: Samples, prepared: dict[str, Any]) -> str:
     """Return in words how many answers were cut and how many turns got none; empty where all is whole."""
-    num_cut = sum(sample.finish_reason == "length" for sample in samples)
-    stopped = [sample.unanswered_turns for sample in samples if sample.unanswered_turns]
+    num_cut = (samples.column("finish_reason") == "length").sum()
+    unanswered = samples.column("unanswered_turns")
     texts = []
     if num_cut:
         limit = prepared["settings"]["max_new_tokens"]
@@ -193,10 +194,10 @@ def cut_text(samples: list[Sample], prepared: dict[str, Any]) -> str:
             f"{num_cut} of {len(samples)} samples end in an answer that --max-new-tokens {limit} cut, so that how it "
             "ends is not learnt: raise it"
         )
-    if stopped:
+    if unanswered.any():
         texts.append(
-            f"{sum(stopped)} turns of {len(stopped)} conversations got no answer, because the one before was cut, the "
-            "context is full, or the target called a tool whose result nobody has"
+            f"{unanswered.sum()} turns of {(unanswered > 0).sum()} conversations got no answer, because the one before "
+            "was cut, the context is full, or the target called a tool whose result nobody has"
         )
     return "; ".join(texts)
 
@@ -323,11 +324,21 @@ def decode_answers(
 
 def open_folder(out: Path, prepared: dict) -> None:
     """Make the folder, where one without an answer may have been of other settings. `UserError` for other answers."""
-    begun = (out / PREPARED).is_file()
-    if not begun or not ((out / SAMPLES).is_file() or any(path.stat().st_size for path in journals_in(out))):
-        if begun and read_prepared(out).get("num_held_out"):
+    if not has_answers(out):
+        if (out / PREPARED).is_file() and read_prepared(out).get("num_held_out"):
             (out / HELD_OUT).unlink(missing_ok=True)
         write_json(out / PREPARED, prepared)
+    check_same_answers(out, prepared)
+
+
+def has_answers(out: Path) -> bool:
+    """Return whether a folder holds answers, some or all, and what they depend on."""
+    has_some = is_written(out) or any(path.stat().st_size for path in journals_in(out))
+    return has_some and (out / PREPARED).is_file()
+
+
+def check_same_answers(out: Path, prepared: dict) -> None:
+    """Raise `UserError` where the answers in a folder depend on something else than what is asked for."""
     defaults = {f"settings.{name}": value for name, value in asdict(PrepareSettings()).items()} | {"chat.date": None}
     stored = {**defaults, **flatten(read_prepared(out))}  # an older version did not write all settings
     changed = setting_changes(stored, {**defaults, **flatten(to_json(prepared))})

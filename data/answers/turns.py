@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from draftsmith.data.prompts.conversations import Chat
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.data.samples.samples import FinishReason, Sample
+from draftsmith.data.samples.sample import FinishReason, Sample
 from draftsmith.inference.measuring.spans import Markers, Span
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling

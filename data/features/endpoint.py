@@ -26,7 +26,7 @@ from draftsmith.data.answers.endpoint import Endpoint, Name
 from draftsmith.data.console import shell_path
 from draftsmith.data.http import PassingError
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
-from draftsmith.data.samples.samples import AGREEMENT, agreement
+from draftsmith.data.samples.folder import AGREEMENT, agreement, greedy_samples
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
@@ -187,7 +187,8 @@ class EndpointFeatures:
 
         The server's probabilities, the first layer and the samples show it.
         """
-        texts = [self.plan.samples[i].token_ids[: self.plan.lengths[i]] for i in self.plan.trained[:CHECKED_TEXTS]]
+        samples, chosen = self.plan.samples, self.plan.trained[:CHECKED_TEXTS]
+        texts = [samples.token_ids(index)[: self.plan.max_length].tolist() for index in chosen]
         readings = [self.read(text) for text in texts]
         errors = [abs(self._logits(reading.states[-1:])[0, reading.token] - reading.logprob) for reading in readings]
         error = float(torch.stack(errors).mean())
@@ -202,7 +203,8 @@ class EndpointFeatures:
                 f"{self._where}: what it gives as layer {self.layer_ids[0]} is not what comes out of that layer of "
                 f"{self.target.name} (relative error {error:.1e}): start it as `{self.command}`"
             )
-        cut = [replace(sample, token_ids=sample.token_ids[: self.plan.max_length]) for sample in self.plan.samples]
+        greedy = greedy_samples(samples)
+        cut = [replace(sample, token_ids=sample.token_ids[: self.plan.max_length]) for sample in greedy]
         share = agreement(cut, lambda text: self._logits(self.read(text).states).argmax(-1))
         if share < AGREEMENT:
             raise UserError(

@@ -233,7 +233,7 @@ def samples_hash(plan: BatchPlan) -> str:
     """Return 16 hex digits of the token ids that a plan reads, and of their places."""
     digest = hashlib.sha256()
     for index in plan.read:
-        ids = plan.samples[index].token_ids[: plan.max_length]
+        ids = plan.samples.token_ids(index)[: plan.max_length].tolist()
         digest.update(json.dumps([index, ids]).encode())
     return digest.hexdigest()[:16]
 

@@ -9,6 +9,7 @@ Shapes: R rows of hidden states, H hidden width, V target vocabulary, Vd draft v
 from collections import defaultdict
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from draftsmith.models import Target
 from draftsmith.models.layers import shift_left
 
 HELD_OUT = 16  # one sample in so many has no part in choosing the vocabulary
+COUNTED = 1024  # samples whose tokens are counted at a time
 MEASURED = 64  # of them, at most, of each domain
 CHUNK_ELEMENTS = 1 << 24  # rows x vocabulary of probabilities that exist at once
 
@@ -52,10 +54,11 @@ def choosing_and_held_out(trained: list[int]) -> tuple[list[int], list[int]]:
 
 def token_counts(plan: BatchPlan, vocab_size: int) -> Tensor:
     """Return how often the target wrote each token in the samples that choose the vocabulary, [V]."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for index in choosing_and_held_out(plan.trained)[0]:
-        counts += torch.bincount(plan.written(index), minlength=vocab_size)
-    return counts
+    counts, choosing = np.zeros(vocab_size, np.int64), choosing_and_held_out(plan.trained)[0]
+    for start in range(0, len(choosing), COUNTED):
+        written = [plan.written(index) for index in choosing[start : start + COUNTED]]
+        counts += np.bincount(np.concatenate(written), minlength=vocab_size)
+    return torch.from_numpy(counts)
 
 
 @torch.no_grad()
@@ -64,8 +67,9 @@ def measure_vocabulary(
 ) -> dict[str, Coverage]:
     """Return the shares that a draft vocabulary [Vd] holds, by domain, on held-out samples."""
     chosen: dict[str, list[int]] = defaultdict(list)
-    for index in choosing_and_held_out(plan.trained)[1]:
-        chosen[plan.samples[index].domain].append(index)
+    held_out = choosing_and_held_out(plan.trained)[1]
+    for index, domain in zip(held_out, plan.samples.column("domain")[held_out], strict=True):
+        chosen[domain].append(index)
     inside = torch.zeros(target.vocab_size, dtype=torch.bool, device=target.device)
     inside[token_ids] = True
     coverage: dict[str, Coverage] = {}

@@ -6,12 +6,15 @@ Each is a function that is called at one place; docs/data.md lists them. A `chec
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.text import Text
 
 from draftsmith.data.progress import notice, warn
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.data.samples.samples import Sample, has_checksum, read_prepared
+from draftsmith.data.samples.folder import has_checksum, read_prepared
+from draftsmith.data.samples.sample import Sample
+from draftsmith.data.samples.samples import Samples
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.errors import UserError
@@ -89,40 +92,46 @@ def check_prepared(folder: Path, target: Target) -> None:
     check_identity(f"what {folder} holds", read_prepared(folder), target, keys, mend)
 
 
-def check_samples(samples: list[Sample], target: Target, max_length: int, where: str) -> None:
+def check_samples(samples: Samples, target: Target, max_length: int, where: str) -> None:
     """Refuse samples with tokens that the target does not know, a doubled beginning of text, or a wrong loss mask.
 
     Text that the target read or wrote is never longer than its context; given text may be, and is cut.
     """
-    for sample in samples:
-        line = f" (line {sample.line})" if sample.line else ""
-        name = f"the sample of prompt {sample.prompt_index + 1} in {where}{line}"
-        check_token_ids(sample.token_ids, target, name)
-        if sample.finish_reason != "given" and len(sample.token_ids) > target.context:
-            raise UserError(
-                f"{name} has {len(sample.token_ids)} tokens, and {target.name} reads {target.context}: it did not "
-                "write that; prepare it again"
-            )
-        check_bos(sample.token_ids, target, name)
+    bos = target.tokenizer.bos_token_id if target.tokenizer else None
+    has_wrong_ids = samples.largest >= target.vocab_size
+    is_too_long = (samples.lengths > target.context) & (samples.column("finish_reason") != "given")
+    begins_twice = (samples.at(0) == bos) & (samples.at(1) == bos) & (samples.lengths > 1)
+    for index in np.flatnonzero(has_wrong_ids | is_too_long | begins_twice).tolist():  # the first of them ends it
+        name = f"the sample of prompt {samples.prompts[index] + 1} in {where} (sample {index + 1})"
+        token_ids = samples.token_ids(index).tolist()
+        check_token_ids(token_ids, target, name)
+        check_bos(token_ids, target, name)
+        raise UserError(
+            f"{name} has {len(token_ids)} tokens, and {target.name} reads {target.context}: it did not write that; "
+            "prepare it again"
+        )
     check_mask(samples, max_length, where)
 
 
-def check_mask(samples: list[Sample], max_length: int, where: str) -> None:
+def check_mask(samples: Samples, max_length: int, where: str) -> None:
     """Refuse samples of which no token is trained on after the cut at `max_length`, or every one."""
-    spans = [span for sample in samples for span in sample.spans]
-    num_trained = sum(max(0, min(span.end, max_length) - span.start) for span in spans)
-    if not num_trained and any(span.start < span.end for span in spans):
+    num_trained = samples.num_generated(0, max_length).sum()
+    if not num_trained and samples.num_generated().any():
         raise UserError(f"all answers in {where} begin beyond data.max_length={max_length}: raise it")
     if not num_trained:
         raise UserError(f"no token in {where} is trained on, its samples hold no answers: prepare them again")
-    if num_trained == sum(min(len(sample.token_ids), max_length) for sample in samples):
+    if num_trained == samples.lengths.clip(max=max_length).sum():
         raise UserError(f"every token in {where} is trained on, the prompts too: its spans are wrong, prepare it again")
 
 
-def notice_seen_prompts(evaluated: list[list[int]], samples: list[Sample]) -> None:
+def notice_seen_prompts(evaluated: list[list[int]], samples: Samples) -> None:
     """Say so where prompts of an evaluation are among those trained on: what is measured there is not held out."""
-    seen = {tuple(sample.token_ids[: sample.spans[0].start]) for sample in samples if sample.spans}
-    count = sum(tuple(token_ids) in seen for token_ids in evaluated)
+    answered = np.flatnonzero(samples.num_spans)
+    prompt_lengths = samples.span_starts[samples.first_spans[answered]]
+    alike = np.isin(prompt_lengths, [len(token_ids) for token_ids in evaluated])
+    pairs = zip(answered[alike].tolist(), prompt_lengths[alike].tolist(), strict=True)
+    seen = {samples.token_ids(index)[:length].tobytes() for index, length in pairs}
+    count = sum(np.array(token_ids, np.int32).tobytes() in seen for token_ids in evaluated)
     if count:
         warn(
             f"{count} of {len(evaluated)} prompts of the evaluation are also trained on, which flatters the drafter: "
@@ -130,7 +139,7 @@ def notice_seen_prompts(evaluated: list[list[int]], samples: list[Sample]) -> No
         )
 
 
-def notice_padding(samples: list[Sample], target: Target) -> None:
+def notice_padding(samples: Samples, target: Target) -> None:
     """Say so where the target's vocabulary goes on beyond its tokenizer, and how many samples hold such tokens."""
     known = num_known_tokens(target)
     if known < target.vocab_size:
@@ -140,10 +149,9 @@ def notice_padding(samples: list[Sample], target: Target) -> None:
         )
 
 
-def num_with_padding(samples: list[Sample], target: Target) -> int:
+def num_with_padding(samples: Samples, target: Target) -> int:
     """Return the number of samples with a token that the target's tokenizer does not know. The target sampled it."""
-    known = num_known_tokens(target)
-    return sum(max(sample.token_ids) >= known for sample in samples)
+    return int((samples.largest >= num_known_tokens(target)).sum())
 
 
 def notice_without_checksum(folder: Path) -> None:

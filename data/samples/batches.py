@@ -9,10 +9,10 @@ import itertools
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from draftsmith.data.samples.samples import Sample, loss_mask
+from draftsmith.data.samples.samples import Samples
 from draftsmith.models.batch import Batch
 
 GPU_WIDTH = 128  # rows are padded to a multiple of it on a GPU, where attention plans anew for each new shape
@@ -29,7 +29,7 @@ class BatchPlan:
     Samples of which `max_length` leaves nothing to train on are left out.
     """
 
-    samples: list[Sample]
+    samples: Samples
     batch_size: int  # samples a step, or tokens that it trains on, over all ranks and micro-batches
     max_length: int  # tokens of a row; longer samples are cut
     tokens_per_micro_batch: int  # rows x longest row, padding included; at least `max_length`
@@ -42,8 +42,9 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         assert self.max_length <= self.tokens_per_micro_batch
-        self.lengths = [min(len(sample.token_ids), self.max_length) for sample in self.samples]
-        self.num_trained = [int(self._mask(sample).sum()) for sample in self.samples]  # tokens of each sample
+        self.lengths: list[int] = self.samples.lengths.clip(max=self.max_length).tolist()
+        # tokens of each sample; a first one is predicted by nothing
+        self.num_trained: list[int] = self.samples.num_generated(1, self.max_length).tolist()
         self.read = [i for i, number in enumerate(self.num_trained) if number]  # samples of which a part is left
         self.trained = [i for i in self.read if i not in self.held_out]
         self.steps_per_epoch = len(self.trained) // self.batch_size
@@ -123,9 +124,9 @@ class BatchPlan:
             start = 0
             for document, index in enumerate(row):
                 end = start + self.lengths[index]
-                sample = self.samples[index]
-                token_ids[number, start:end] = torch.tensor(sample.token_ids[: end - start])
-                loss_mask[number, start:end] = self._mask(sample)
+                token_ids[number, start:end] = torch.tensor(self.samples.token_ids(index)[: end - start])
+                for first, last in self._trained_spans(index):
+                    loss_mask[number, start + first : start + last] = True
                 documents[number, start:end] = document
                 start = end
         return Batch(token_ids, loss_mask, documents if self.packing else None)
@@ -134,24 +135,22 @@ class BatchPlan:
         """Return the number of tokens of a micro-batch, without padding."""
         return sum(width(row, self.lengths) for row in micro_batch)
 
-    def _mask(self, sample: Sample) -> Tensor:
-        """Return a mask of what the target wrote, without a first token, which nothing predicts."""
-        mask = loss_mask(sample)[: self.max_length]
-        mask[:1] = False
-        return mask
+    def _trained_spans(self, index: int) -> list[tuple[int, int]]:
+        """Return the stretches of a sample that are trained on; not a first token, which nothing predicts."""
+        spans = self.samples.spans(index)
+        return [(max(start, 1), min(end, self.max_length)) for start, end in spans if start < self.max_length]
 
-    def written(self, index: int) -> Tensor:
-        """Return the tokens that the target wrote in a sample and that it is trained on, [N] int64."""
-        sample = self.samples[index]
-        return torch.tensor(sample.token_ids[: self.max_length])[self._mask(sample)]
+    def written(self, index: int) -> np.ndarray:
+        """Return the tokens that the target wrote in a sample and that it is trained on, [N] int32."""
+        token_ids = self.samples.token_ids(index)
+        return np.concatenate([token_ids[start:end] for start, end in self._trained_spans(index)])
 
     def describe_cut(self) -> str:
         """Return in words how much `max_length` cuts from the samples; empty where it cuts nothing."""
-        num_cut = sum(len(sample.token_ids) > self.max_length for sample in self.samples)
+        num_cut = int((self.samples.lengths > self.max_length).sum())
         if not num_cut:
             return ""
-        num_tokens = sum(len(sample.token_ids) for sample in self.samples)
-        share = 100 * (1 - sum(self.lengths) / num_tokens)
+        share = 100 * (1 - sum(self.lengths) / int(self.samples.lengths.sum()))
         num_left_out = len(self.samples) - len(self.read)
         left_out = f"; {num_left_out} are left out, their answers begin beyond it" if num_left_out else ""
         return (

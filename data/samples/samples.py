@@ -1,198 +1,159 @@
-"""Training text as the target wrote it: token ids kept as sampled, one JSON object a line.
+"""Samples in columns, as Arrow has them: a million samples of a thousand tokens are four gigabytes that all processes
+share through the page cache, and a start of training reads numbers of them, not lists.
 
-A folder of samples holds samples.jsonl, its checksum, and prepared.json, which says what wrote them. The loss mask is
-not stored: a sample is trained on in its `spans`, which the target generated. The rest, a prompt or the user's next
-turn, is read and not learned.
+S samples, N spans of all of them, T tokens of one.
 """
 
-import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from hashlib import sha256
-from pathlib import Path
-from shlex import quote
-from typing import Annotated, Any, ClassVar, Literal
+from heapq import nsmallest
+from itertools import islice
 
-import torch
-from pydantic import ConfigDict, Field
-from torch import Tensor
+import numpy as np
+import pyarrow as pa
 
-from draftsmith.inference.measuring.spans import Index, Span
-from draftsmith.models.batch import Batch
-from draftsmith.models.errors import UserError
-from draftsmith.models.files import file_hash, whole_folder, write_whole
-from draftsmith.models.ranges import AboveZero, Natural, NonNegative, checked
-from draftsmith.models.reading import read_json, read_json_lines, read_text
-from draftsmith.models.target.target import ChatSettings, Target
-from draftsmith.models.typed_json import from_json
+from draftsmith.data.samples.sample import Sample
+from draftsmith.inference.measuring.spans import Span
+from draftsmith.models.errors import UserError, first_line
 
-SAMPLES, PREPARED = "samples.jsonl", "prepared.json"
-CHECKSUM = f"{SAMPLES}.sha256"  # in the form of `sha256sum`
-WRITERS = ("target", "target_fingerprint", "written_by")  # keys of prepared.json without which nobody wrote the samples
-AGREEMENT = 0.9  # the target that wrote greedy text finds at least this share of its tokens likeliest, despite rounding
-CHECKED_SAMPLES = 8
 HELD_OUT = 32  # one prompt in so many, at most, is kept out of training
-REPAIR = "remove the file, and the same `draftsmith prepare` writes it anew"
-
-FinishReason = Literal["length", "eos", "given"]
-
-
-@dataclass
-class Sample:
-    """A text that the target read and wrote, token by token as it stood before it."""
-
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
-
-    token_ids: Annotated[list[Index], Field(min_length=1)]
-    spans: list[Span]  # ascending, without overlap
-    finish_reason: FinishReason = "length"  # the last answer was cut; or "eos"; or "given": the target did not write it
-    temperature: NonNegative = 0.0
-    top_p: AboveZero = 1.0
-    top_k: Natural = 0
-    prompt_index: Natural = 0  # place among the prompts
-    domain: str = ""  # kind of traffic, as the prompt has it
-    unanswered_turns: Natural = 0  # later ones: this answer was cut, the context is full, or a tool's result is missing
-    line: int = field(default=0, init=False, compare=False)  # number of its line in samples.jsonl, for messages
-
-    def generated(self) -> list[int]:
-        """Return the tokens that the target generated."""
-        return [token for span in self.spans for token in self.token_ids[span.start : span.end]]
+LONGEST = (1 << 31) - 1  # tokens of a sample
+ROWS = 1024  # samples of a piece, which are lists in memory while it is made
+SPAN = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("label", pa.string())])
+SCHEMA = pa.schema(
+    [
+        ("token_ids", pa.list_(pa.int32())),
+        ("spans", pa.list_(SPAN)),
+        ("finish_reason", pa.string()),
+        ("temperature", pa.float64()),
+        ("top_p", pa.float64()),
+        ("top_k", pa.int32()),
+        ("prompt_index", pa.int32()),
+        ("domain", pa.string()),
+        ("unanswered_turns", pa.int32()),
+    ]
+)  # the fields of `Sample`
 
 
-def loss_mask(sample: Sample) -> Tensor:
-    """Return a mask [T], true where the target generated."""
-    mask = torch.zeros(len(sample.token_ids), dtype=torch.bool)
-    for span in sample.spans:
-        mask[span.start : span.end] = True
-    return mask
+class Samples:
+    """Samples in columns. The token ids stay where they are, on the disk or in memory, until a sample is asked for."""
+
+    def __init__(self, table: pa.Table, rows: np.ndarray | None = None) -> None:
+        """`table` has the columns of `SCHEMA`; `rows` [S]: those of its rows that are the samples, None: all."""
+        self._table = table
+        self.rows = np.arange(len(table)) if rows is None else rows
+        lists, spans = table["token_ids"].chunks, table["spans"].chunks
+        self._ids = [part.values.to_numpy() for part in lists]
+        self._edges = [part.offsets.to_numpy() for part in lists]  # where each sample of a part begins, and its end
+        self._part = self._chosen([np.full(len(part), number) for number, part in enumerate(lists)])
+        self._first = self._chosen([edges[:-1] for edges in self._edges])
+        self.lengths = self._chosen([np.diff(edges) for edges in self._edges]).astype(np.int64)  # [S], in tokens
+        self.span_starts = np.concatenate([part.values.field("start").to_numpy() for part in spans])  # [N]
+        self.span_ends = np.concatenate([part.values.field("end").to_numpy() for part in spans])  # [N]
+        numbers = np.concatenate([np.diff(part.offsets.to_numpy()) for part in spans])
+        self.num_spans = numbers[self.rows]  # [S]
+        self.first_spans = (np.cumsum(numbers) - numbers)[self.rows]  # [S], places in the two above
+        self.prompts = table["prompt_index"].to_numpy()[self.rows]  # [S], places among the prompts
+
+    @classmethod
+    def of(cls, samples: list[Sample]) -> "Samples":
+        """Return the columns of samples in memory."""
+        return cls(pa.Table.from_batches(list(pieces(samples))))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        row = self._table.slice(int(self.rows[index]), 1).to_pylist()[0]
+        return Sample(**{**row, "spans": [Span(**span) for span in row["spans"]]})
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[index] for index in range(len(self)))
+
+    def select(self, chosen: np.ndarray) -> "Samples":
+        """Return those samples of which a mask [S] is true."""
+        return Samples(self._table, self.rows[chosen])
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a field of all samples, [S]: numbers, or texts as objects."""
+        return self._table[name].to_numpy()[self.rows]
+
+    def token_ids(self, index: int) -> np.ndarray:
+        """Return the token ids of a sample, [T] int32, without a copy."""
+        first = self._first[index]
+        return self._ids[self._part[index]][first : first + self.lengths[index]]
+
+    def spans(self, index: int) -> list[tuple[int, int]]:
+        """Return the stretches [start, end) of a sample that the target generated."""
+        first = self.first_spans[index]
+        inside = slice(first, first + self.num_spans[index])
+        return list(zip(self.span_starts[inside].tolist(), self.span_ends[inside].tolist(), strict=True))
+
+    def num_generated(self, first: int = 0, end: int = LONGEST) -> np.ndarray:
+        """Return how many tokens of each sample the target generated among its tokens [first, end), [S] int64."""
+        inside = np.minimum(self.span_ends, end).astype(np.int64) - np.maximum(self.span_starts, first)
+        total = np.concatenate([[0], np.cumsum(inside.clip(min=0))])
+        return total[self.first_spans + self.num_spans] - total[self.first_spans]
+
+    @cached_property
+    def largest(self) -> np.ndarray:
+        """The largest token id of each sample, [S] uint32, in which a negative one would be very large."""
+        parts = zip(self._ids, self._edges, strict=True)
+        return self._chosen([np.maximum.reduceat(ids.view(np.uint32), edges[:-1]) for ids, edges in parts])
+
+    def at(self, place: int) -> np.ndarray:
+        """Return the token at a place of each sample, [S]; of one that ends before it, the last."""
+        parts = zip(self._ids, self._edges, strict=True)
+        return self._chosen([ids[np.minimum(edges[:-1] + place, edges[1:] - 1)] for ids, edges in parts])
+
+    def _chosen(self, parts: list[np.ndarray]) -> np.ndarray:
+        """Return what stands in `parts` for the rows of the table, for the samples."""
+        return np.concatenate(parts)[self.rows]
 
 
-def held_out_samples(samples: list[Sample], num_prompts: int) -> frozenset[int]:
+def pieces(samples: Iterable[Sample]) -> Iterator[pa.RecordBatch]:
+    """Yield samples in columns, up to `ROWS` at a time."""
+    samples = iter(samples)
+    while rows := [
+        {**vars(sample), "spans": [span._asdict() for span in sample.spans]} for sample in islice(samples, ROWS)
+    ]:
+        yield pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
+
+
+def joined_samples(tables: Iterable[pa.Table], where: str) -> Samples:
+    """Return the samples of tables that anybody may have written. Raises `UserError` where they hold none."""
+    reason = "it holds no samples"
+    try:
+        table = pa.concat_tables(tables)
+        table.validate(full=True)
+        if not table.schema.equals(SCHEMA) or any(column.null_count for column in table.columns):
+            reason = "its columns are not those of samples"
+        elif len(table):
+            samples = Samples(table)
+            if are_sound(samples):
+                return samples
+            reason = "its spans overlap, are out of order, or reach beyond their tokens"
+    except pa.ArrowException as error:
+        reason = first_line(error)
+    raise UserError(f"{where} is damaged ({reason})")
+
+
+def are_sound(samples: Samples) -> bool:
+    """Return whether all samples of a table hold tokens, and their spans are in order and within them."""
+    before = np.roll(samples.span_ends, 1)  # [N], the end of the span before
+    before[samples.first_spans[samples.num_spans > 0]] = 0
+    ends = np.repeat(samples.lengths, samples.num_spans)
+    starts_behind = (before <= samples.span_starts) & (samples.span_starts <= samples.span_ends)
+    return bool(samples.lengths.all() and (starts_behind & (samples.span_ends <= ends)).all())
+
+
+def held_out_samples(samples: Samples, num_prompts: int) -> frozenset[int]:
     """Return the places of the samples of so many prompts, or of one prompt in 32 where there are fewer.
 
     All samples of a prompt go together, since they begin alike. The choice is the same for each run on these samples.
     """
-    prompts = sorted({sample.prompt_index for sample in samples}, key=lambda index: sha256(b"%d" % index).digest())
-    held_out = set(prompts[: min(num_prompts, len(prompts) // HELD_OUT)])
-    return frozenset(place for place, sample in enumerate(samples) if sample.prompt_index in held_out)
-
-
-def sample_line(sample: Sample) -> str:
-    """Return the line of samples.jsonl that holds a sample."""
-    fields = {name: value for name, value in vars(sample).items() if name != "line"}
-    return json.dumps(fields, separators=(",", ":")) + "\n"
-
-
-def write_samples(folder: Path, lines: Iterable[bytes]) -> None:
-    """Write samples.jsonl whole or not at all; its checksum stands beside it before it appears."""
-    with whole_folder(folder) as partial:
-        with open(partial / SAMPLES, "wb") as file:
-            file.writelines(lines)
-        write_whole(partial / CHECKSUM, f"{file_hash(partial / SAMPLES)}  {SAMPLES}\n")
-
-
-def read_samples(folder: Path, drop_cut: bool = False) -> list[Sample]:
-    """Return all samples of a folder that `prepare` wrote; `drop_cut` leaves out those that the length limit cut.
-
-    Raises `UserError` for a folder without samples, for a line that holds no sample, for a file that was changed since
-    `prepare` wrote it, and where all samples are left out.
-    """
-    if folder.is_file():
-        raise UserError(
-            f"{folder} is a file: give the folder that `draftsmith prepare --prompts {quote(str(folder))} --out FOLDER`"
-            " writes"
-        )
-    path = folder / SAMPLES
-    if not path.is_file() or not (folder / PREPARED).is_file():
-        state = "unfinished samples" if (folder / PREPARED).is_file() else "no prepared samples"
-        raise UserError(f"{folder} holds {state}: run `draftsmith prepare --out {quote(str(folder))}` first")
-    try:
-        samples = [_sample(content, place) for place, content in read_json_lines(path)]
-    except UserError as error:
-        raise UserError(f"{error}: {REPAIR}") from None
-    if has_checksum(folder) and read_text(folder / CHECKSUM).split()[:1] != [file_hash(path)]:
-        raise UserError(
-            f"{path} was changed since `draftsmith prepare` wrote it: {REPAIR}; or remove {CHECKSUM} beside it to "
-            "train on the changed file"
-        )
-    kept = [sample for sample in samples if not (drop_cut and sample.finish_reason == "length")]
-    if not kept:
-        raise UserError(f"all {len(samples)} samples in {folder} were cut: raise --max-new-tokens, or keep cut ones")
-    return kept
-
-
-def has_checksum(folder: Path) -> bool:
-    """Return whether it is known that samples.jsonl is as it was written; an older draftsmith kept no checksum."""
-    return (folder / CHECKSUM).is_file()
-
-
-def _sample(content: Any, place: str) -> Sample:
-    """Return the sample that a line holds. Raises `UserError` for wrong types and for spans outside of the text."""
-    try:
-        sample = checked(Sample, content)
-    except UserError as error:
-        raise UserError(f"{place} is damaged ({error})") from None
-    bounds = [0, *(bound for start, end, _ in sample.spans for bound in (start, end)), len(sample.token_ids)]
-    if bounds != sorted(bounds):
-        raise UserError(f"{place} is damaged (its spans overlap, are out of order, or reach beyond its tokens)")
-    sample.line = int(place.rpartition(" ")[2])
-    return sample
-
-
-def read_prepared(folder: Path) -> dict[str, Any]:
-    """Return the content of prepared.json: what wrote the samples, with which settings."""
-    content = read_json(folder / PREPARED)
-    if not isinstance(content, dict) or not all(isinstance(content.get(key, 0), str | None) for key in WRITERS):
-        raise UserError(f"{folder / PREPARED} does not say what wrote the samples: prepare them again")
-    return content
-
-
-def read_chat(folder: Path) -> ChatSettings:
-    """Return the settings that the chat template was rendered with. An older draftsmith gave it none."""
-    try:
-        return from_json(ChatSettings, read_prepared(folder).get("chat", {}))
-    except UserError as error:
-        raise UserError(f"{folder / PREPARED}: {error}: prepare the samples again") from None
-
-
-def check_same_target(folder: Path, target: Target) -> None:
-    """Raise `UserError` for samples that another target wrote."""
-    prepared = read_prepared(folder)
-    if prepared["target_fingerprint"] is None:  # written by a server, whose weights were not seen
-        share = agreement(read_samples(folder), partial(likeliest, target))
-        if share < AGREEMENT:
-            raise UserError(
-                f"{target.name} would write {share:.0%} of the greedy tokens in {folder}, which {prepared['target']} "
-                f"wrote behind an endpoint; the same target writes {AGREEMENT:.0%} or more: give the target that was "
-                "served, or prepare again"
-            )
-    elif prepared["target_fingerprint"] != target.fingerprint():
-        raise UserError(
-            f"the samples in {folder} were written by {prepared['target']} "
-            f"({prepared['target_fingerprint']}), not by {target.name} ({target.fingerprint()}): prepare them again"
-        )
-
-
-def likeliest(target: Target, token_ids: list[int]) -> Tensor:
-    """Return the token that the target finds likeliest after each token of a text, [T]."""
-    row = torch.tensor([token_ids], device=target.device)
-    features = target.features(Batch(row, torch.ones_like(row, dtype=torch.bool)))
-    return target.logits(features.last_hidden[0]).argmax(-1).cpu()
-
-
-def agreement(samples: list[Sample], likeliest: Callable[[list[int]], Tensor]) -> float:
-    """Return the share of the written tokens of a few greedy samples that are the likeliest; 1 where none is greedy."""
-    greedy = [sample for sample in samples if sample.temperature == 0 and sample.finish_reason != "given"]
-    if not greedy:
-        return 1.0
-    matches = []
-    for sample in greedy[:CHECKED_SAMPLES]:
-        match = likeliest(sample.token_ids)[:-1] == torch.tensor(sample.token_ids[1:])
-        matches.append(match[loss_mask(sample)[1:]].float())
-    return float(torch.cat(matches).mean())
-
-
-def data_hash(folder: Path) -> str:
-    """Return 16 hex digits that stand for the content of samples.jsonl."""
-    return file_hash(folder / SAMPLES)[:16]
+    prompts = np.unique(samples.prompts).tolist()
+    number = min(num_prompts, len(prompts) // HELD_OUT)
+    chosen = nsmallest(number, prompts, key=lambda index: sha256(b"%d" % index).digest())
+    return frozenset(np.flatnonzero(np.isin(samples.prompts, chosen)).tolist())

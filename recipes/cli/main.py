@@ -34,6 +34,7 @@ RESUMED = ("quickstart", "prepare", "train")  # commands that go on where they w
 COMMANDS: dict[str, tuple[str, type]] = {
     "quickstart": ("studies.quickstart", command_settings.QuickstartSettings),
     "prepare": ("cli.prepare", command_settings.PrepareCommandSettings),
+    "convert": ("cli.convert", command_settings.ConvertSettings),
     "train": ("cli.train", command_settings.TrainSettings),
     "evaluate": ("cli.evaluate", command_settings.EvaluateSettings),
     "tune": ("studies.tune", command_settings.TuneSettings),

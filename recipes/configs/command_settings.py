@@ -324,6 +324,18 @@ class PrepareCommandSettings(WithChats):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConvertSettings(Settings):
+    """Write samples as lines of JSON to look at or to edit, or such lines as the columns that training reads.
+
+    example:
+      draftsmith convert --samples data/my --out data/lines
+    """
+
+    samples: FilePath = option(INPUT, "folder that prepare or convert wrote", metavar="DIR")
+    out: FilePath = option(OUTPUT, "new folder, in the other form", metavar="DIR")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainSettings(Settings):
     """Train a drafter by a recipe; the same command resumes an interrupted run.
 

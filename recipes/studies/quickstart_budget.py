@@ -14,7 +14,8 @@ from draftsmith.data.answers.turns import Dialogue, Markers
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import tokenise
 from draftsmith.data.samples.batches import BatchPlan
-from draftsmith.data.samples.samples import Sample
+from draftsmith.data.samples.sample import Sample
+from draftsmith.data.samples.samples import Samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.measure import MeasureSettings
@@ -171,7 +172,7 @@ def time_step(kind: str, drafter: Drafter, target: Target, samples: list[Sample]
     """Return the time of a step of a new drafter on samples, after one batch to warm up."""
     config = RECIPES[f"quickstart_{kind}"]()
     tokens = config.data.batch_size * target.context
-    batches = BatchPlan(samples, config.data.batch_size, target.context, tokens, seed=0)
+    batches = BatchPlan(Samples.of(samples), config.data.batch_size, target.context, tokens, seed=0)
     times = []
     for step in range(1 + batches.steps_per_epoch):
         batch = batches.collate(batches.micro_batches(step, 0, 1)[0]).to(target.device)

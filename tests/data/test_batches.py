@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from draftsmith.data.samples.batches import LENGTH_GROUPS, BatchPlan, pack, padded_size, split, width
-from draftsmith.data.samples.samples import Sample, held_out_samples
+from draftsmith.data.samples.sample import Sample
+from draftsmith.data.samples.samples import Samples, held_out_samples
 from draftsmith.inference.measuring.spans import Span
 
 
-def make_samples(count: int) -> list[Sample]:
+def make_samples(count: int) -> Samples:
     """Sample i is i + 1 written three times or more, so that a token tells where it came from; some have two turns."""
-    return [make_sample([i + 1] * (3 + 7 * i % 11), 1 + i % 2) for i in range(count)]
+    return Samples.of([make_sample([i + 1] * (3 + 7 * i % 11), 1 + i % 2) for i in range(count)])
 
 
 def make_sample(token_ids: list[int], prompt_length: int) -> Sample:
@@ -64,11 +65,11 @@ def test_held_out_samples_are_read_but_not_trained_on(in_tokens: bool) -> None:
 def test_prompts_are_held_out_whole(asked: int, found: int) -> None:
     """At most one prompt in 32, and the same ones in whatever order the samples lie."""
     samples = [replace(sample, prompt_index=i % 100) for i, sample in enumerate(make_samples(250))]
-    held_out = held_out_samples(samples, asked)
+    held_out = held_out_samples(Samples.of(samples), asked)
     prompts = {samples[i].prompt_index for i in held_out}
     assert len(prompts) == found
     assert held_out == {i for i, sample in enumerate(samples) if sample.prompt_index in prompts}
-    backwards = held_out_samples(samples[::-1], asked)
+    backwards = held_out_samples(Samples.of(samples[::-1]), asked)
     assert {samples[::-1][i].prompt_index for i in backwards} == prompts
 
 
@@ -195,16 +196,17 @@ def test_what_is_cut_is_said() -> None:
         Sample([1] * 10, [Span(7, 10)]),
         Sample([1] * 5, [Span(2, 5)]),
     ]
-    assert "2 of 3 samples" in BatchPlan(samples, 1, 6, 6, 0).describe_cut()
-    assert "1 are left out" in BatchPlan(samples, 1, 6, 6, 0).describe_cut()
-    assert "32.0 %" in BatchPlan(samples, 1, 6, 6, 0).describe_cut()
-    assert BatchPlan(samples, 1, 10, 10, 0).describe_cut() == ""
+    plans = [BatchPlan(Samples.of(samples), 1, length, length, 0) for length in (6, 10)]
+    assert "2 of 3 samples" in plans[0].describe_cut()
+    assert "1 are left out" in plans[0].describe_cut()
+    assert "32.0 %" in plans[0].describe_cut()
+    assert plans[1].describe_cut() == ""
 
 
 def test_batches_pad_little() -> None:
     """Samples of like length share a batch: with lengths 1 to 64 in groups of 8 batches, far less than at random."""
     samples = [Sample([1] * (2 + i), [Span(1, 2 + i)]) for i in range(64)]
-    plan = BatchPlan(samples, 8, 65, 10_000, seed=0)
+    plan = BatchPlan(Samples.of(samples), 8, 65, 10_000, seed=0)
     batches = [plan.collate(plan.micro_batches(step, 0, 1)[0]) for step in range(plan.steps_per_epoch)]
     assert sum(batch.token_ids.numel() for batch in batches) == 8 * sum(range(9, 66, 8))  # sorted, all in one group
 

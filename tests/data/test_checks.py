@@ -20,7 +20,8 @@ from draftsmith.data.prompts.checks import (
     notice_seen_prompts,
     shown_sample,
 )
-from draftsmith.data.samples.samples import Sample
+from draftsmith.data.samples.sample import Sample
+from draftsmith.data.samples.samples import Samples
 from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import Target, load_drafter, save_drafter
 from draftsmith.models.drafters.medusa import Medusa, MedusaConfig
@@ -57,11 +58,11 @@ def sample_of(*spans: tuple[int, int]) -> Sample:
 def test_masks_of_nothing_and_of_everything_are_refused(spans: Any, max_length: int, reason: str) -> None:
     """Either trains to the end, with a loss that falls."""
     with pytest.raises(UserError, match=reason):
-        check_mask([sample_of(*pairs) for pairs in spans], max_length, "data")
+        check_mask(Samples.of([sample_of(*pairs) for pairs in spans]), max_length, "data")
 
 
 def test_masks_between_are_fine() -> None:
-    check_mask([sample_of((3, 9)), sample_of()], 4, "data")
+    check_mask(Samples.of([sample_of((3, 9)), sample_of()]), 4, "data")
 
 
 # --- tokens
@@ -71,23 +72,23 @@ def test_tokens_that_are_not_the_targets_are_refused() -> None:
     """Of five rows of padding the target may have sampled one; an id behind them is an index error on a GPU."""
     target = chat_target(CHATML, padding=5)
     last = target.vocab_size - 1
-    check_samples([sample([1, last])], target, 9, "data")
+    check_samples(Samples.of([sample([1, last])]), target, 9, "data")
     assert "⟦⟧" in shown_sample(sample([1, last]), target).plain  # it has no text
-    with pytest.raises(UserError, match=f"prompt 8 in data holds token id {last + 1}.*ends at {last}"):
-        check_samples([sample([1, 2]), sample([1, last + 1], index=7)], target, 9, "data")
+    with pytest.raises(UserError, match=f"prompt 8 in data .sample 2. holds token id {last + 1}.*ends at {last}"):
+        check_samples(Samples.of([sample([1, 2]), sample([1, last + 1], index=7)]), target, 9, "data")
 
 
 def test_texts_beyond_the_context_are_refused_unless_given() -> None:
     target = chat_target(CHATML)
     long = sample([1] * (target.context + 1))
-    with pytest.raises(UserError, match=f"prompt 1 in data has {target.context + 1} tokens"):
-        check_samples([long], target, 9, "data")
-    check_samples([replace(long, finish_reason="given")], target, 9, "data")
+    with pytest.raises(UserError, match=f"prompt 1 in data .sample 1. has {target.context + 1} tokens"):
+        check_samples(Samples.of([long]), target, 9, "data")
+    check_samples(Samples.of([replace(long, finish_reason="given")]), target, 9, "data")
 
 
 def test_padding_is_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
     """And how often the target wrote it, which is legitimate: it sampled from all of its rows."""
-    texts = [sample([1, 260]), sample([1, 259])]
+    texts = Samples.of([sample([1, 260]), sample([1, 259])])
     notice_padding(texts, chat_target(CHATML))
     assert not said(capsys)
     notice_padding(texts, chat_target(CHATML, padding=5))
@@ -100,9 +101,9 @@ def test_a_doubled_beginning_of_text_in_samples_is_refused() -> None:
     target = chat_target(LLAMA3)
     assert target.tokenizer is not None
     bos = target.tokenizer.bos_token_id
-    check_samples([sample([bos, 5, 6])], target, 9, "data")
-    with pytest.raises(UserError, match="prompt 4 in data begins with the beginning-of-text token twice"):
-        check_samples([sample([bos, 5, 6]), sample([bos, bos, 6], index=3)], target, 9, "data")
+    check_samples(Samples.of([sample([bos, 5, 6])]), target, 9, "data")
+    with pytest.raises(UserError, match="prompt 4 in data .sample 2. begins with the beginning-of-text token twice"):
+        check_samples(Samples.of([sample([bos, 5, 6]), sample([bos, bos, 6], index=3)]), target, 9, "data")
 
 
 # --- who wrote it, and for whom
@@ -154,7 +155,7 @@ def test_a_drafter_for_other_weights_is_mentioned(tmp_path: Path, capsys: pytest
 
 
 def test_prompts_that_were_trained_on_are_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
-    samples = [sample([1, 2, 3, 4], 2), sample([5, 6, 7], 2)]
+    samples = Samples.of([sample([1, 2, 3, 4], 2), sample([5, 6, 7], 2)])
     notice_seen_prompts([[1, 2, 3], [5]], samples)
     assert not said(capsys)
     notice_seen_prompts([[1, 2], [5]], samples)

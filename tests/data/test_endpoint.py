@@ -12,7 +12,7 @@ from draftsmith.data import http
 from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.answers.turns import Dialogue
-from draftsmith.data.samples.samples import SAMPLES, read_samples
+from draftsmith.data.samples.folder import INDEX, read_samples
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
@@ -57,7 +57,7 @@ def expected(source: str, tiny_target: Target, tmp_path_factory: pytest.TempPath
     """What the decoder in the process writes."""
     out = tmp_path_factory.mktemp("expected")
     prepare(tiny_target, source, out, SETTINGS)
-    return (out / SAMPLES).read_bytes()
+    return (out / INDEX).read_bytes()
 
 
 def asking(server: FakeServer) -> PrepareSettings:
@@ -71,7 +71,7 @@ def test_a_server_writes_the_same_file(
     """No text was ever tokenised again, and no more requests stood open than allowed."""
     server = make_server(form)
     prepare(served, source, tmp_path, asking(server))
-    assert (tmp_path / SAMPLES).read_bytes() == expected
+    assert (tmp_path / INDEX).read_bytes() == expected
     assert 1 < server.most_at_a_time <= SETTINGS.batch_size
     assert len(server.asked) == NUM_PROMPTS
 
@@ -130,7 +130,7 @@ def test_passing_trouble_leaves_no_trace(
     server = make_server()
     server.trouble = lambda number, answer: spoil(answer) if number <= 3 else None
     prepare(served, source, tmp_path, asking(server))
-    assert (tmp_path / SAMPLES).read_bytes() == expected
+    assert (tmp_path / INDEX).read_bytes() == expected
     assert len(server.asked) == NUM_PROMPTS + 3
 
 
@@ -160,7 +160,7 @@ def test_a_server_that_goes_away_ends_the_run_and_another_goes_on(
     assert kept == 5
     other = make_server()
     prepare(served, source, tmp_path, asking(other))
-    assert (tmp_path / SAMPLES).read_bytes() == expected
+    assert (tmp_path / INDEX).read_bytes() == expected
     assert len(other.asked) == NUM_PROMPTS - kept
 
 

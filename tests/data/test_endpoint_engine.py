@@ -10,7 +10,8 @@ from vllm_process import serving
 from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
-from draftsmith.data.samples.samples import Sample, check_same_target, loss_mask, read_prepared, read_samples
+from draftsmith.data.samples.folder import check_same_target, read_prepared, read_samples
+from draftsmith.data.samples.sample import Sample, loss_mask
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.sampling.sampling import Sampling

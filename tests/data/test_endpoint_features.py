@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 from draftsmith.data import http
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.features.endpoint import wait_until_written
-from draftsmith.data.samples.samples import PREPARED
+from draftsmith.data.samples.folder import PREPARED
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.train import train
@@ -148,7 +148,7 @@ def test_samples_and_features_of_a_server(
     """Of a target that was never in this process, whose fingerprint nobody knows."""
     samples = Path(base["data.samples"])
     (tmp_path / "samples").mkdir()
-    for file in samples.glob("*.json*"):
+    for file in filter(Path.is_file, samples.iterdir()):
         (tmp_path / "samples" / file.name).write_bytes(file.read_bytes())
     prepared = json.loads((samples / PREPARED).read_text())
     (tmp_path / "samples" / PREPARED).write_text(json.dumps({**prepared, "target_fingerprint": None}))

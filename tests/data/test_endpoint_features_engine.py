@@ -19,7 +19,9 @@ from draftsmith.data.features.endpoint import EndpointFeatures, serve_options
 from draftsmith.data.features.writer import write_shards
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.data.samples.batches import BatchPlan
-from draftsmith.data.samples.samples import Sample, read_samples
+from draftsmith.data.samples.folder import read_samples
+from draftsmith.data.samples.sample import Sample
+from draftsmith.data.samples.samples import Samples
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
@@ -56,16 +58,16 @@ def samples(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[Sa
     long = target.encode("\n".join(functions))[:300]
     (folder / "prompts.txt").write_text("".join(line + "\n" for line in lines))
     prepare(target, str(folder / "prompts.txt"), folder / "out", PrepareSettings(max_new_tokens=32))
-    short = read_samples(folder / "out")
+    short = list(read_samples(folder / "out"))
     return [*short, *(Sample([*long, *short[i].token_ids], short[i].spans, "given") for i in (0, 1))]
 
 
 def make_plan(samples: list[Sample]) -> BatchPlan:
-    return BatchPlan(samples, 4, max_length=400, tokens_per_micro_batch=2000, seed=0)
+    return BatchPlan(Samples.of(samples), 4, max_length=400, tokens_per_micro_batch=2000, seed=0)
 
 
 def test_stored_states_are_those_of_the_target(url: str, target: Target, samples: list[Sample], tmp_path: Path) -> None:
-    plan = BatchPlan(samples, 4, max_length=400, tokens_per_micro_batch=2000, seed=0)
+    plan = BatchPlan(Samples.of(samples), 4, max_length=400, tokens_per_micro_batch=2000, seed=0)
     ends = Target.head_from_pretrained(EMBEDDED_TARGET, target.fingerprint(), "cpu", torch.float32)
     stores = [make_store(tmp_path / name, target, plan, layer_ids=LAYER_IDS) for name in ("served", "own")]
     served = EndpointFeatures(url, ends, LAYER_IDS, plan)

@@ -24,7 +24,8 @@ from draftsmith.data.features.stored import HEADER, StoredFeatures, checksum, de
 from draftsmith.data.features.writer import check_disk, write_shards
 from draftsmith.data.processes import locked
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
-from draftsmith.data.samples.samples import Sample, read_samples
+from draftsmith.data.samples.folder import read_samples
+from draftsmith.data.samples.samples import Samples
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
@@ -50,7 +51,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "SHARD_BYTES", 50_000)
 
 
-def make_plan(samples: list[Sample], max_length: int = 40) -> BatchPlan:
+def make_plan(samples: Samples, max_length: int = 40) -> BatchPlan:
     return BatchPlan(samples, 4, max_length, 200, seed=0)
 
 
@@ -286,8 +287,9 @@ def test_features_of_other_samples_are_refused(samples: Path, tiny_target: Targe
     texts = read_samples(samples)
     write(make_store(tmp_path, tiny_target, make_plan(texts, 100)), tiny_target)
     assert not make_store(tmp_path, tiny_target, make_plan(texts, 90)).problems(0, 1)
-    texts[3].token_ids[-1] += 1
-    for plan in (make_plan(texts, 100), make_plan(read_samples(samples), 30)):
+    changed = list(texts)
+    changed[3].token_ids[-1] += 1
+    for plan in (make_plan(Samples.of(changed), 100), make_plan(read_samples(samples), 30)):
         other = make_store(tmp_path, tiny_target, plan)
         assert "samples_hash" in (other.problem(other.shards[0]) or "")
 

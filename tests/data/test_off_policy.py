@@ -10,7 +10,7 @@ from draftsmith.data.answers.off_policy import store_conversations
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.prompts.prompts import read_prompts
 from draftsmith.data.prompts.splits import HELD_OUT
-from draftsmith.data.samples.samples import read_prepared, read_samples
+from draftsmith.data.samples.folder import read_prepared, read_samples
 from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError

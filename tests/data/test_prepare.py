@@ -32,17 +32,18 @@ from draftsmith.data.answers.turns import Dialogue
 from draftsmith.data.prompts.checks import check_samples, notice_without_checksum, num_known_tokens
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import encode_prompts, read_prompts
-from draftsmith.data.samples.samples import (
-    CHECKSUM,
+from draftsmith.data.samples.folder import (
+    INDEX,
     PREPARED,
-    SAMPLES,
-    Sample,
     check_same_target,
     read_chat,
     read_prepared,
     read_samples,
-    sample_line,
+    shard_file,
 )
+from draftsmith.data.samples.lines import CHECKSUM, LINES
+from draftsmith.data.samples.sample import Sample, sample_line
+from draftsmith.data.samples.samples import Samples, pieces
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import Target, load_drafter
@@ -50,9 +51,11 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.target.chat_template import set_chat
 from draftsmith.models.target.target import ChatSettings
+from draftsmith.recipes.cli.main import main
 
 SAMPLINGS = (Sampling(0.0), Sampling(1.5, 0.9, 20))
 SETTINGS = PrepareSettings(max_new_tokens=12, samplings=SAMPLINGS, batch_size=2)
+SHARD = shard_file(0)
 NUM_PROMPTS = 10  # two whole shares of 4 and a short one; the middle one holds both temperatures
 
 
@@ -79,7 +82,7 @@ def folder(source: str, tiny_target: Target, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def samples(folder: Path) -> list[Sample]:
-    return read_samples(folder)
+    return list(read_samples(folder))
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +120,7 @@ def test_answers_are_what_the_target_decodes(
 def test_a_drafter_leaves_the_answers_alone(folder: Path, source: str, tiny_target: Target, tmp_path: Path) -> None:
     """Speculative decoding meets the same noise, sampled answers included: the files are the same to the byte."""
     prepare(tiny_target, source, tmp_path, replace(SETTINGS, drafter="ngram", batch_size=3))
-    assert (tmp_path / SAMPLES).read_bytes() == (folder / SAMPLES).read_bytes()
+    assert (tmp_path / INDEX).read_bytes() == (folder / INDEX).read_bytes()
 
 
 CHATTING = "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -186,8 +189,8 @@ def test_cut_answers_are_told(
     said = " ".join(capsys.readouterr().err.split())
     assert f"{NUM_PROMPTS} of {NUM_PROMPTS} samples end in an answer that --max-new-tokens 1 cut" in said
     samples = [Sample([1, 2], [Span(1, 2)], "eos", unanswered_turns=left) for left in (0, 2, 1)]
-    assert "3 turns of 2 conversations got no answer" in cut_text(samples, {})
-    assert cut_text(samples[:1], {}) == ""
+    assert "3 turns of 2 conversations got no answer" in cut_text(Samples.of(samples), {})
+    assert cut_text(Samples.of(samples[:1]), {}) == ""
 
 
 def test_finish_reason(source: str, tiny_target: Target, samples: list[Sample], tmp_path: Path) -> None:
@@ -200,7 +203,7 @@ def test_finish_reason(source: str, tiny_target: Target, samples: list[Sample], 
         prepare(tiny_target, source, tmp_path, SETTINGS)
     finally:
         generation_config.eos_token_id = before
-    found = read_samples(tmp_path)
+    found = list(read_samples(tmp_path))
     for sample in found:
         answer = sample.generated()
         assert not {before, eos} & set(answer[:-1])  # nothing follows the end of a text
@@ -208,7 +211,7 @@ def test_finish_reason(source: str, tiny_target: Target, samples: list[Sample], 
         assert sample.finish_reason == ("eos" if ended else "length")
         assert ended or len(answer) == SETTINGS.max_new_tokens
     assert {sample.finish_reason for sample in found} == {"eos", "length"}
-    assert read_samples(tmp_path, drop_cut=True) == [sample for sample in found if sample.finish_reason == "eos"]
+    assert list(read_samples(tmp_path, drop_cut=True)) == [sample for sample in found if sample.finish_reason == "eos"]
 
 
 @pytest.mark.parametrize("kept", [0, 0.05, 0.35, 0.5, 0.75, 0.97, 1])
@@ -225,8 +228,8 @@ def test_interrupted_anywhere_the_file_is_the_same(
         content = journal.path.read_bytes()
         journal.path.write_bytes(content[: int(len(content) * kept)])
     prepare(tiny_target, source, tmp_path, SETTINGS)
-    assert (tmp_path / SAMPLES).read_bytes() == (folder / SAMPLES).read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [PREPARED, SAMPLES, CHECKSUM]
+    assert (tmp_path / INDEX).read_bytes() == (folder / INDEX).read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [INDEX, PREPARED, SHARD]
 
 
 def test_whole_shares_are_not_decoded_again(
@@ -244,6 +247,12 @@ def test_whole_shares_are_not_decoded_again(
     monkeypatch.setattr(Dialogue, "take", lambda self, *args: (decoded.append(self.index), take(self, *args)))
     prepare(tiny_target, source, tmp_path, SETTINGS)
     assert sorted(decoded) == sorted(second)
+
+
+def in_lines(folder: Path, out: Path) -> Path:
+    """Write the samples of a folder as an older draftsmith did."""
+    assert main(["convert", "--samples", str(folder), "--out", str(out)]) == 0
+    return out
 
 
 def flipped(content: bytes) -> bytes:
@@ -287,7 +296,7 @@ def test_a_damaged_journal_loses_nothing_but_its_damaged_lines(
     journal.close()
     journal.path.write_bytes(damage(journal.path.read_bytes()))
     prepare(tiny_target, source, tmp_path, SETTINGS)
-    assert (tmp_path / SAMPLES).read_bytes() == (folder / SAMPLES).read_bytes()
+    assert (tmp_path / INDEX).read_bytes() == (folder / INDEX).read_bytes()
     assert "1 lines of" in capsys.readouterr().err
 
 
@@ -300,7 +309,7 @@ def test_a_finished_folder_is_checked_before_it_is_called_finished(
     prepare(tiny_target, source, tmp_path, SETTINGS)
     assert "holds all answers already" in capsys.readouterr().out
     (tmp_path / "answers-0.partial").touch()
-    (tmp_path / SAMPLES).write_bytes(flipped((folder / SAMPLES).read_bytes()))
+    (tmp_path / SHARD).write_bytes((folder / SHARD).read_bytes()[:-1])
     with pytest.raises(UserError, match="was changed since"):
         prepare(tiny_target, source, tmp_path, SETTINGS)
     assert "holds all answers already" not in capsys.readouterr().out
@@ -313,10 +322,10 @@ def test_processes_share_the_prompts(
     """The second of two processes leaves the merging to the first; together they write what one alone does."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("1", "0"):
-        assert not (tmp_path / SAMPLES).exists()
+        assert not (tmp_path / INDEX).exists()
         monkeypatch.setenv("RANK", rank)
         prepare(tiny_target, source, tmp_path, SETTINGS)
-    assert (tmp_path / SAMPLES).read_bytes() == (folder / SAMPLES).read_bytes()
+    assert (tmp_path / INDEX).read_bytes() == (folder / INDEX).read_bytes()
 
 
 def test_a_killed_process_goes_on_to_the_same_file(
@@ -334,7 +343,7 @@ def test_a_killed_process_goes_on_to_the_same_file(
     settings = PrepareSettings(100, (Sampling(0.0), Sampling(1.5)), batch_size=2)
     for out in ("killed", "whole"):
         prepare(tiny_target, source, tmp_path / out, settings)
-    assert (tmp_path / "killed" / SAMPLES).read_bytes() == (tmp_path / "whole" / SAMPLES).read_bytes()
+    assert (tmp_path / "killed" / INDEX).read_bytes() == (tmp_path / "whole" / INDEX).read_bytes()
 
 
 def test_unfinished_samples_are_not_trained_on(folder: Path, tmp_path: Path) -> None:
@@ -356,10 +365,10 @@ def test_folder_of_other_settings_is_refused(
     change: dict[str, Any], told: str, folder: Path, source: str, tiny_target: Target
 ) -> None:
     """Going on would mix answers that were asked for differently."""
-    before = (folder / SAMPLES).read_bytes()
+    before = (folder / INDEX).read_bytes()
     with pytest.raises(UserError, match=f"another target, prompts or settings .{told}"):
         prepare(tiny_target, source, folder, replace(SETTINGS, **change))
-    assert (folder / SAMPLES).read_bytes() == before
+    assert (folder / INDEX).read_bytes() == before
 
 
 def test_prompts_lie_where_they_like(folder: Path, source: str, tiny_target: Target, tmp_path: Path) -> None:
@@ -398,7 +407,8 @@ def test_samples_of_a_server_are_checked_by_what_it_wrote(
     folder: Path, tiny_target: Target, make_target_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
     """A server shows no weights to take a fingerprint of; greedy text shows who wrote it."""
-    (tmp_path / SAMPLES).write_bytes((folder / SAMPLES).read_bytes())
+    for name in (INDEX, SHARD):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "prepared.json").write_text(json.dumps({**read_prepared(folder), "target_fingerprint": None}))
     check_same_target(tmp_path, tiny_target)
     other = Target.from_pretrained(make_target_dir(initializer_range=0.1), "cpu")
@@ -432,25 +442,25 @@ DAMAGED_LINES: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("has_checksum", [True, False])
 def test_a_line_that_is_no_sample_is_named(damage: str, has_checksum: bool, folder: Path, tmp_path: Path) -> None:
     """All of these trained silently, or ended in a traceback; also in folders of before there were checksums."""
-    copy = shutil.copytree(folder, tmp_path / "samples")
-    lines = (copy / SAMPLES).read_text().splitlines()
+    copy = in_lines(folder, tmp_path / "samples")
+    lines = (copy / LINES).read_text().splitlines()
     lines[2] = json.dumps(DAMAGED_LINES[damage](json.loads(lines[2])))
-    (copy / SAMPLES).write_text("\n".join(lines) + "\n")
+    (copy / LINES).write_text("\n".join(lines) + "\n")
     if not has_checksum:
         (copy / CHECKSUM).unlink()
-    with pytest.raises(UserError, match="samples.jsonl line 3 is damaged .*: remove the file, and the same"):
+    with pytest.raises(UserError, match="samples.jsonl line 3 is damaged .*: remove samples.jsonl, and the same"):
         read_samples(copy)
 
 
 def test_edited_samples_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another id within the vocabulary, or a line less, is a text that the target did not write: no range shows it."""
-    copy = shutil.copytree(folder, tmp_path / "samples")
-    first, *others = (copy / SAMPLES).read_text().splitlines(keepends=True)
+    copy = in_lines(folder, tmp_path / "samples")
+    first, *others = (copy / LINES).read_text().splitlines(keepends=True)
     line = json.loads(first)
     line["token_ids"][-1] ^= 1
     for edited in ([json.dumps(line) + "\n", *others], others):
-        (copy / SAMPLES).write_text("".join(edited))
-        with pytest.raises(UserError, match="samples.jsonl was changed since .*or remove samples.jsonl.sha256"):
+        (copy / LINES).write_text("".join(edited))
+        with pytest.raises(UserError, match="samples.jsonl was changed since .*; remove samples.jsonl.sha256"):
             read_samples(copy)
     notice_without_checksum(copy)
     assert not capsys.readouterr().err
@@ -556,7 +566,8 @@ def test_estimate_of_a_fully_sampled_set_is_exact(source: str, samples: list[Sam
     found = estimate(AnswerJob(tiny_target, source, replace(SETTINGS, batch_size=NUM_PROMPTS)))
     assert found.generated == Spread(sum(len(sample.generated()) for sample in samples), 0)
     assert found.stored == Spread(sum(len(sample.token_ids) for sample in samples), 0)
-    assert found.disk == Spread(sum(len(sample_line(sample)) for sample in samples), 0)
+    columns = sum(piece.nbytes for sample in samples for piece in pieces([sample]))
+    assert found.disk == Spread(columns + sum(len(sample_line(sample)) for sample in samples), 0)
     assert found.feature_bytes(3, 2).total == found.stored.total * 4 * 32 * 2  # the tiny target is 32 wide
 
 

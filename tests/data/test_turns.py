@@ -8,7 +8,7 @@ import pytest
 from draftsmith.data.answers.prepare import PrepareSettings, decode_answers
 from draftsmith.data.answers.turns import Dialogue, split_turns
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.data.samples.samples import Sample, loss_mask
+from draftsmith.data.samples.sample import Sample, loss_mask
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.spans import Markers
 from draftsmith.models import Target, load_drafter

@@ -34,7 +34,7 @@ from public_checkpoints import PUBLIC
 from draftsmith.data.answers.changed_settings import flatten
 from draftsmith.data.prompts.checks import check_samples
 from draftsmith.data.prompts.prompts import encode_prompts, read_prompts
-from draftsmith.data.samples.samples import check_same_target, read_prepared, read_samples
+from draftsmith.data.samples.folder import check_same_target, read_prepared, read_samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.schedule import Adaptive, Confident, Schedule, read_schedule
 from draftsmith.inference.measuring.results import read_evaluation
@@ -160,14 +160,14 @@ def traces(place: Place) -> Attempt:
 def samples(place: Place) -> Attempt:
     """Damaged samples: read, or trained on. Whatever was changed is refused."""
     path = place.copy("samples")
-    file = path / place.random.choice(("samples.jsonl", "samples.jsonl", "prepared.json"))
+    file = path / place.random.choice(("samples-00000.arrow", "index.json", "prepared.json"))
     healthy = file.read_bytes()
     damage_file(place.random, file)
     changed = not file.is_file() or file.read_bytes() != healthy
     if place.random.random() < 0.2:
         command = f"train medusa target={place.material}/target data.samples={path} run.dir={place.out} run.steps=1"
         attempt = command_attempt(place, [*command.split(), "run.device=cpu", "data.batch_size=2"])
-        attempt.must_refuse = changed and file.name == "samples.jsonl"
+        attempt.must_refuse = changed and file.name == "samples-00000.arrow"
         return attempt
 
     def call() -> None:
@@ -362,7 +362,7 @@ def journal(place: Place) -> Attempt:
     def call() -> object:
         code = run()
         if code == 0:
-            found, expected = path / "samples.jsonl", made / "samples" / "samples.jsonl"
+            found, expected = path / "index.json", made / "samples" / "index.json"
             assert found.read_bytes() == expected.read_bytes(), "other samples than without the damage"
         return code
 

@@ -46,6 +46,7 @@ def healthy_flags(place: Place) -> dict[str, dict[str, list[str]]]:
         "prepare": [*target, *prompts, *short, *out],
         "train": ["medusa", f"target={made / 'target'}", f"data.samples={made / 'samples'}", f"run.dir={place.out}",
                   "run.steps=1", "run.device=cpu", "data.batch_size=2"],
+        "convert": ["--samples", str(made / "samples"), *out],
         "evaluate": [*few, *short, "--repeats", "1"],
         "tune": [*few, *short, "--repeats", "1"],
         "load-test": [*few, *short, "--repeats", "1", "--concurrency", "1", "--requests", "10"],
@@ -218,7 +219,7 @@ def cut_short(place: Place) -> Attempt:
         assert again == 0, f"the same command again, after exit code {code}: exit code {again}"
         if command == "prepare":
             expected, found = place.material / "samples", place.out
-            assert (found / "samples.jsonl").read_bytes() == (expected / "samples.jsonl").read_bytes(), "other samples"
+            assert (found / "index.json").read_bytes() == (expected / "index.json").read_bytes(), "other samples"
         if command == "export":
             names = {path.name for path in place.out.iterdir()}
             assert names == {path.name for path in (place.material / "export").iterdir()}, f"other files: {names}"

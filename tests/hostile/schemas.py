@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 from transformers import LlamaConfig
 
 from draftsmith.data.answers.prepare import PrepareSettings
-from draftsmith.data.samples.samples import Sample
+from draftsmith.data.samples.sample import Sample
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.traffic.load_test import LoadTest

@@ -16,7 +16,9 @@ from runs import arguments, make_config
 from safetensors.torch import load_file
 from tiny_target import save_target, tiny_tokenizer
 
-from draftsmith.data.samples.samples import PREPARED, SAMPLES, Sample, sample_line
+from draftsmith.data.samples.folder import PREPARED
+from draftsmith.data.samples.folder import write_samples as write_columns
+from draftsmith.data.samples.sample import Sample
 from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import Target, model_files
 from draftsmith.models.errors import UserError
@@ -32,7 +34,7 @@ def write_samples(folder: Path, target: Target) -> None:
     """Random text, which nothing has to decode."""
     folder.mkdir()
     samples = [Sample([3 + 7 * i + j for j in range(12)], [Span(4, 12)]) for i in range(8)]
-    (folder / SAMPLES).write_text("".join(map(sample_line, samples)))
+    write_columns(folder, [samples], iter)
     prepared = {"target": target.name, "target_fingerprint": target.fingerprint(), "written_by": "decoder"}
     (folder / PREPARED).write_text(json.dumps(prepared))
 

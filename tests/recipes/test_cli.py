@@ -490,6 +490,7 @@ train medusa target={target} data.samples={samples} run.dir=r evaluation.prompts
 prepare --target no/target --prompts {good} --out o | 2 | no target at 'no/target'
 prepare --target {target} --prompts {malformed} --out o | 2 | malformed.jsonl line 2
 prepare --target {target} --prompts {mixture} --out o | 2 | malformed.jsonl line 2
+convert --samples nowhere --out o | 2 | holds no prepared samples
 evaluate --target {target} --drafter no/drafter --prompts {good} --out o | 2 | no drafter at 'no/drafter'
 evaluate --target {target} --drafter ngram --prompts {malformed} --out o | 2 | malformed.jsonl line 2
 evaluate --target {target} --drafter ngram --prompts {pipe} --out o | 2 | a pipe or a device, which is read only once

@@ -22,7 +22,8 @@ from rich.console import Console
 from draftsmith.data.answers.journal import Journal, merge_journals
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.processes import locked
-from draftsmith.data.samples.samples import CHECKSUM, SAMPLES, Sample, read_samples, sample_line
+from draftsmith.data.samples.folder import INDEX, read_samples
+from draftsmith.data.samples.sample import Sample
 from draftsmith.inference.measuring.certify import CertifySettings
 from draftsmith.inference.measuring.results import Evaluation, upgraded
 from draftsmith.inference.measuring.spans import Span
@@ -97,7 +98,7 @@ def test_a_folder_in_use_is_refused(
     """Before anything is decoded or trained, with the process that holds it."""
     (tmp_path / "prompts.txt").write_text("heat the iron\nstrike it\n")
     (tmp_path / "samples").mkdir()
-    for name in (SAMPLES, "prepared.json"):
+    for name in (INDEX, "prepared.json"):
         (tmp_path / "samples" / name).touch()
     where = {"target": tiny_target.name, "prompts": tmp_path / "prompts.txt", "checkpoint": checkpoint}
     where["samples"], out = tmp_path / "samples", tmp_path / "out"
@@ -245,10 +246,9 @@ def test_a_measurement_killed_at_any_change_is_absent_or_whole(
 
 @pytest.mark.parametrize("kills", [False, True])
 def test_answers_are_merged_whole(kills: bool, tmp_path: Path) -> None:
-    """The journals stay until samples.jsonl is whole, and its checksum stands beside it as soon as it is there."""
+    """The journals stay until all samples are written, and index.json, which says so, is there last."""
     samples = [Sample([1, 2, 3, index], [Span(1, 4)], prompt_index=index) for index in range(6)]
     (tmp_path / "prepared.json").write_text("{}")
-    whole = "".join(map(sample_line, samples))
 
     def write_journals() -> None:
         for rank in (0, 1):
@@ -258,11 +258,9 @@ def test_answers_are_merged_whole(kills: bool, tmp_path: Path) -> None:
             journal.close()
 
     def check() -> None:
-        if (tmp_path / SAMPLES).is_file():
-            assert (tmp_path / SAMPLES).read_text() == whole
-            assert read_samples(tmp_path) == samples
-            (tmp_path / SAMPLES).unlink()
-            (tmp_path / CHECKSUM).unlink()
+        if (tmp_path / INDEX).is_file():
+            assert list(read_samples(tmp_path)) == samples
+            (tmp_path / INDEX).unlink()
             write_journals()
         assert len(list(tmp_path.glob("answers-*"))) == 2
 
@@ -315,6 +313,6 @@ def test_a_wrong_seed_costs_nothing(tiny_target: Target, tmp_path: Path, monkeyp
             prepare(tiny_target, str(source), out, wrong)
     assert (out / "held_out.jsonl").is_file()
     prepare(tiny_target, str(source), out, right)
-    assert names(out) == {"prepared.json", SAMPLES, CHECKSUM}  # nothing of the wrong ones
+    assert names(out) == {"prepared.json", INDEX, "samples-00000.arrow"}  # nothing of the wrong ones
     with pytest.raises(UserError, match=r"settings.seed 2 -> 1.*: give the same again"):
         prepare(tiny_target, str(source), out, wrong)

@@ -8,7 +8,8 @@ import torch
 from runs import base_of, final_weights, make_config
 
 from draftsmith.data.samples.batches import BatchPlan
-from draftsmith.data.samples.samples import held_out_samples, read_samples
+from draftsmith.data.samples.folder import read_samples
+from draftsmith.data.samples.samples import Samples, held_out_samples
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.train import train
@@ -51,7 +52,7 @@ def test_the_last_point_is_what_the_last_checkpoint_does(
     samples = read_samples(Path(base["data.samples"]))
     held_out = held_out_samples(samples, 64)
     assert held_out
-    plan = BatchPlan([samples[i] for i in sorted(held_out)], 1, 512, 512, 0)
+    plan = BatchPlan(Samples.of([samples[i] for i in sorted(held_out)]), 1, 512, 512, 0)
     sums: dict[str, list[float]] = {"loss": [0, 0], "simulated_acceptance_length": [0, 0]}
     with torch.no_grad():
         for place in plan.read:

@@ -29,7 +29,9 @@ from torch.distributed.tensor import DTensor
 
 import draftsmith.recipes
 from draftsmith.data.features import stored as features
-from draftsmith.data.samples.samples import PREPARED, Sample, held_out_samples, sample_line, write_samples
+from draftsmith.data.samples.folder import PREPARED, write_samples
+from draftsmith.data.samples.sample import Sample
+from draftsmith.data.samples.samples import Samples, held_out_samples
 from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
@@ -68,8 +70,8 @@ def base(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.Te
         length = chance.randrange(8, 60)
         ids = [chance.randrange(3, 300) for _ in range(length)]
         samples.append(Sample(ids, [Span(length // 3, length)], prompt_index=prompt))
-    assert held_out_samples(samples, 1) == {48, 49, 50}
-    write_samples(folder / "samples", (sample_line(sample).encode() for sample in samples))
+    assert held_out_samples(Samples.of(samples), 1) == {48, 49, 50}
+    write_samples(folder / "samples", [samples], iter)
     return base
 
 

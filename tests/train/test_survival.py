@@ -220,9 +220,9 @@ def test_a_line_that_is_no_metrics_is_named(line: str, tmp_path: Path) -> None:
 def test_truncated_samples_end_in_one_line(base: dict[str, Any], tmp_path: Path) -> None:
     samples = tmp_path / "samples"
     shutil.copytree(base["data.samples"], samples)
-    file = samples / "samples.jsonl"
+    file = samples / "samples-00000.arrow"
     file.write_bytes(file.read_bytes()[:-7])
-    with pytest.raises(UserError, match="samples.jsonl line 48 is not JSON: .*: remove"):
+    with pytest.raises(UserError, match="samples-00000.arrow was changed since .*: remove index.json"):
         train(make_config("medusa", {**base, "data.samples": samples}, tmp_path / "run", run=RUN))
 
 

@@ -16,7 +16,8 @@ import torch
 from reports import result, write_results
 from runs import arguments, base_of, final_weights, make_config, of_the_run, write_held_out
 
-from draftsmith.data.samples.samples import loss_mask, read_samples
+from draftsmith.data.samples.folder import read_samples
+from draftsmith.data.samples.sample import loss_mask
 from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.reading import read_yaml

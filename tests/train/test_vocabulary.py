@@ -1,6 +1,7 @@
 """The draft vocabulary: how it is chosen from what the target wrote, and the bound that it sets to acceptance."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from drafters import build, loss_of, random_batch
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.features.vocabulary import MEASURED, choosing_and_held_out, measure_vocabulary, token_counts
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
-from draftsmith.data.samples.samples import SAMPLES, Sample, read_samples, write_samples
+from draftsmith.data.samples.folder import read_samples, write_samples
+from draftsmith.data.samples.sample import Sample
+from draftsmith.data.samples.samples import Samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import Target, load_drafter, save_drafter
@@ -82,7 +85,7 @@ def make_plan(num_samples: int = 64) -> BatchPlan:
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(1, 300, (num_samples, 30), generator=generator).tolist()
     samples = [Sample(text, [Span(5, 30)], domain=("code", "chat")[i // 16 % 2]) for i, text in enumerate(texts)]
-    return BatchPlan(samples, 4, 24, 100, seed=0)
+    return BatchPlan(Samples.of(samples), 4, 24, 100, seed=0)
 
 
 def test_the_measured_samples_choose_nothing() -> None:
@@ -146,9 +149,8 @@ def test_a_run_tells_what_its_vocabulary_costs(
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"strike the iron {i}\n" for i in range(40)))
     prepare(tiny_target, str(prompts), tmp_path / "samples", PrepareSettings(16, (Sampling(0.0),)))
-    lines = [json.loads(line) for line in (tmp_path / "samples" / SAMPLES).read_text().splitlines()]
-    marked = [json.dumps({**line, "domain": "forge"}) for line in lines]
-    write_samples(tmp_path / "samples", (f"{line}\n".encode() for line in marked))
+    marked = [replace(sample, domain="forge") for sample in read_samples(tmp_path / "samples")]
+    write_samples(tmp_path / "samples", [marked], iter)
     arguments = {"target": tiny_target_dir, "data.samples": tmp_path / "samples", "run.dir": tmp_path / "run"}
     arguments |= {"drafter.draft_vocab_size": "null", "drafter.draft_vocab_coverage": 0.5, "run.device": "cpu"}
     arguments |= {"run.steps": 2, "data.batch_size": 8}

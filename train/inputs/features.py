@@ -13,7 +13,7 @@ from draftsmith.data.features.stored import Contents, FeatureSource, StoredFeatu
 from draftsmith.data.features.writer import check_disk, write_index, write_shards
 from draftsmith.data.prompts.checks import check_capture
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
-from draftsmith.data.samples.samples import check_same_target, read_prepared
+from draftsmith.data.samples.folder import check_same_target, read_prepared
 from draftsmith.models import Drafter, Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError

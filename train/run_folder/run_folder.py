@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from draftsmith.data.answers.changed_settings import changes_text, flatten, setting_changes
 from draftsmith.data.progress import notice
-from draftsmith.data.samples.samples import data_hash, read_prepared
+from draftsmith.data.samples.folder import data_hash, read_prepared
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.results import Result, place_of_best, read_evaluation
 from draftsmith.models import Target
