@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from draftsmith.data.answers.prepare import check_same_answers, has_answers, keep_date, show_written
+from draftsmith.data.bad_rows import BadRow, BadRows
 from draftsmith.data.processes import locked
 from draftsmith.data.prompts.conversations import encode_conversation
 from draftsmith.data.prompts.prompt_formats import Prompt
@@ -16,21 +17,29 @@ from draftsmith.data.samples.folder import PREPARED, shard_parts, write_samples
 from draftsmith.data.samples.sample import Sample
 from draftsmith.inference.measuring.spans import Markers
 from draftsmith.models import Target
+from draftsmith.models.errors import UserError
 from draftsmith.models.files import whole_folder, write_json
 from draftsmith.models.target.identity import identity
 from draftsmith.models.typed_json import to_json
 
 
 def store_conversations(
-    target: Target, source: str, out: Path, held_out_share: float = 0.0, refuse_surrogates: bool = False
+    target: Target,
+    source: str,
+    out: Path,
+    held_out_share: float = 0.0,
+    refuse_surrogates: bool = False,
+    max_bad_share: float = 0.0,
 ) -> None:
     """Write the conversations at `source`, with the spans of their answers, into the folder `out`.
 
     It writes the files of `prepare`, with "given" as the writer in prepared.json and as the reason that answers end.
-    Raises `UserError`, before anything is written, for a conversation that the target would never meet in this form.
+    A conversation that the target would never meet in this form is a bad row. Raises `UserError`, before anything is
+    written, for more than `max_bad_share` of them.
     """
     keep_date(target, out)
-    split = read_split(source, held_out_share, refuse_surrogates)
+    bad = BadRows(max_bad_share)
+    split = read_split(source, held_out_share, refuse_surrogates, bad)
     prepared = {
         "target": target.name,
         **identity(target),
@@ -50,7 +59,9 @@ def store_conversations(
             if split.held_out:
                 write_prompts(hidden / HELD_OUT, split.held_out)
             parts = shard_parts(list(enumerate(split.train)))
-            write_samples(hidden, parts, partial(given_samples, target, Markers.of_target(target)))
+            bad.found += write_samples(hidden, parts, partial(given_samples, target, max_bad_share))
+            bad.check()
+            bad.write(hidden)
     show_written(out, target)
 
 
@@ -62,13 +73,24 @@ def prompts_hash(prompts: list[Prompt]) -> str:
     return digest.hexdigest()[:16]
 
 
-def given_samples(target: Target, markers: Markers, part: Sequence[tuple[int, Prompt]]) -> Iterator[Sample]:
-    """Yield the sample of each conversation, given with its place among all."""
+def given_samples(
+    target: Target, max_bad_share: float, part: Sequence[tuple[int, Prompt]]
+) -> Iterator[Sample | BadRow]:
+    """Yield the sample of each conversation, given with its place among all, or why it gives none.
+
+    Raises `UserError` in place of the latter where no row may be bad.
+    """
+    markers, bad = Markers.of_target(target), BadRows(max_bad_share)
     for index, prompt in part:
-        token_ids, answers = encode_conversation(prompt, target)
+        try:
+            token_ids, answers = encode_conversation(prompt, target)
+        except UserError as error:
+            bad.add(prompt.where, error)
+            continue
         spans = []
         for start, end in answers:
             label = markers.open_label(token_ids[:start], target.eos_token_ids)
             spans += markers.spans(token_ids[:end], start, label)
         # nobody knows how the text was drawn: it is taken as drawn from the plain distribution
         yield Sample(token_ids, spans, "given", 1.0, 1.0, 0, index, prompt.domain)
+    yield from bad.found

@@ -4,8 +4,8 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +18,9 @@ from draftsmith.data.answers.changed_settings import changes_text, flatten, sett
 from draftsmith.data.answers.endpoint import MOST_REQUESTS, Endpoint
 from draftsmith.data.answers.journal import Journal, journals_in, merge_journals, read_journals, remove_journals
 from draftsmith.data.answers.turns import Dialogue
+from draftsmith.data.bad_rows import BadRow, BadRows
 from draftsmith.data.console import say
+from draftsmith.data.parallel import on_all_cores
 from draftsmith.data.processes import locked, rank_and_num_ranks
 from draftsmith.data.progress import notice, progress_bar
 from draftsmith.data.prompts.checks import (
@@ -32,7 +34,15 @@ from draftsmith.data.prompts.checks import (
 )
 from draftsmith.data.prompts.prompts import read_split
 from draftsmith.data.prompts.splits import HELD_OUT, write_prompts
-from draftsmith.data.samples.folder import PREPARED, is_written, read_chat, read_prepared, read_samples
+from draftsmith.data.samples.folder import (
+    PREPARED,
+    SHARD_INPUTS,
+    is_written,
+    read_chat,
+    read_prepared,
+    read_samples,
+    shard_parts,
+)
 from draftsmith.data.samples.samples import Samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import resolve_settings
@@ -65,6 +75,7 @@ class PrepareSettings:
     endpoint: Name | None = None  # URL of a server that answers instead of the decoder
     skip_long: bool = False  # leave out prompts that the context has no room for, rather than refuse them
     refuse_surrogates: bool = False  # raise `UserError` for prompts with lone surrogates, rather than replace them
+    max_bad_share: BelowOne = 0.0  # of all rows that give no prompt, and are left out; more raise `UserError`
     held_out_share: BelowOne = 0.0  # of the prompts, never answered and kept in held_out.jsonl to evaluate on
 
     def __post_init__(self) -> None:
@@ -125,8 +136,10 @@ def write_answers(job: "AnswerJob", out: Path) -> None:
     prepared = job.prepared()
     open_folder(out, prepared)
     run = run_name(prepared)
-    if rank == 0 and job.held_out:
-        write_prompts(out / HELD_OUT, job.held_out)
+    if rank == 0:
+        job.bad.write(out)
+        if job.held_out:
+            write_prompts(out / HELD_OUT, job.held_out)
     if is_written(out):
         if rank == 0:
             show_written(out, job.target)
@@ -202,6 +215,15 @@ def cut_text(samples: Samples, prepared: dict[str, Any]) -> str:
     return "; ".join(texts)
 
 
+@dataclass
+class EncodedPrompts:
+    """Facts of some prompts that were encoded."""
+
+    lengths: list[int] = field(default_factory=list)  # of each in tokens; 0: it is bad
+    hashed: bytearray = field(default_factory=bytearray)  # what answers depend on, of those that are not bad
+    bad: list[BadRow] = field(default_factory=list)
+
+
 class AnswerJob:
     """The prompts at a source, checked, and the settings by which the target answers them."""
 
@@ -215,20 +237,47 @@ class AnswerJob:
                 )
             self.endpoint = Endpoint(settings.endpoint, target, settings.max_new_tokens, settings.seed)
             self.context = self.endpoint.context
-        split = read_split(source, settings.held_out_share, settings.refuse_surrogates)
+        self.bad = BadRows(settings.max_bad_share)
+        split = read_split(source, settings.held_out_share, settings.refuse_surrogates, self.bad)
         self.prompts, self.held_out = split.train, split.held_out
         self._markers = Markers.of_target(target)
         notice_raw_texts(self.prompts, target)
         digest, self.lengths = hashlib.sha256(), []
-        for index, prompt in enumerate(self.prompts):  # token ids of all prompts at once may not fit in memory
-            check_not_rendered(prompt, target)
-            dialogue = self.dialogue(index)
-            check_bos(dialogue.context, target, dialogue.where)
-            check_token_ids(dialogue.context, target, dialogue.where)
-            self.lengths.append(len(dialogue.context))
-            digest.update(json.dumps([dialogue.context, prompt.messages, prompt.tools, prompt.domain]).encode())
+        with progress_bar(visible=len(self.prompts) > SHARD_INPUTS) as progress:
+            task = progress.add_task("prompts are encoded", total=len(self.prompts), detail="")
+            for part in on_all_cores(self._encode, shard_parts(range(len(self.prompts)))):
+                digest.update(part.hashed)
+                self.lengths += part.lengths
+                self.bad.found += part.bad
+                progress.update(task, completed=len(self.lengths))
+        self.bad.check()
         self.hash = digest.hexdigest()[:16]
         self.kept = self._kept_prompts()
+
+    def _encode(self, indices: Sequence[int]) -> "EncodedPrompts":
+        """Encode and check some prompts. Their token ids are not kept: those of all prompts may not fit in memory."""
+        part, bad = EncodedPrompts(), BadRows(self.settings.max_bad_share)
+        for index in indices:
+            prompt, length = self.prompts[index], 0
+            try:
+                dialogue = self.checked_dialogue(index)
+                length = len(dialogue.context)
+                part.hashed += json.dumps([dialogue.context, prompt.messages, prompt.tools, prompt.domain]).encode()
+            except UserError as error:
+                bad.add(prompt.where or f"prompt {index + 1}", error)
+            part.lengths.append(length)
+        part.bad = bad.found
+        return part
+
+    def checked_dialogue(self, index: int) -> Dialogue:
+        """Return a prompt, unanswered. Raises `UserError` for one that the target would never meet."""
+        check_not_rendered(self.prompts[index], self.target)
+        dialogue = self.dialogue(index)
+        check_bos(dialogue.context, self.target, dialogue.where)
+        check_token_ids(dialogue.context, self.target, dialogue.where)
+        if not dialogue.context:
+            raise UserError(f"{dialogue.where} is empty after tokenisation")
+        return dialogue
 
     def dialogue(self, index: int) -> Dialogue:
         """Return a prompt, unanswered."""
@@ -239,8 +288,6 @@ class AnswerJob:
         """Return the prompts that leave room for an answer. Raises `UserError` for others that may not be left out."""
         limit = self.context - self.settings.max_new_tokens
         long = [index for index, length in enumerate(self.lengths) if length > limit]
-        if 0 in self.lengths:
-            raise UserError(f"{self.dialogue(self.lengths.index(0)).where} is empty after tokenisation")
         if long and (not self.settings.skip_long or len(long) == len(self.lengths)):
             room = self.context - max(self.lengths)
             lower = f"give --max-new-tokens {room}" if room > 0 else "lower --max-new-tokens"
@@ -250,7 +297,7 @@ class AnswerJob:
                 f"{len(long)} of {len(self.lengths)} do: shorten it, {lower}, or leave long prompts out "
                 "with --skip-long"
             )
-        return [index for index, length in enumerate(self.lengths) if length <= limit]
+        return [index for index, length in enumerate(self.lengths) if 0 < length <= limit]
 
     def prepared(self) -> dict:
         """Return the content of prepared.json: all that the answers depend on."""

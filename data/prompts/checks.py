@@ -4,7 +4,9 @@ Each is a function that is called at one place; docs/data.md lists them. A `chec
 `notice_...` tells the user and goes on.
 """
 
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,8 +36,7 @@ def check_not_rendered(prompt: Prompt, target: Target) -> None:
 
     Answers are passed over: they may well begin with a token for thinking.
     """
-    assert target.tokenizer is not None
-    special = tuple(token.content for token in target.tokenizer.added_tokens_decoder.values() if token.special)
+    special = _special_tokens(target.tokenizer)
     for number, message in enumerate(prompt.messages or [], 1):
         content = (message.get("content") or "").lstrip()
         if message["role"] != "assistant" and special and content.startswith(special):
@@ -43,6 +44,11 @@ def check_not_rendered(prompt: Prompt, target: Target) -> None:
                 f"{prompt.where or 'the prompt'}: message {number} begins with {content[:20]!r}, a token of chat "
                 'templates: it has been rendered before; give the bare text, or the whole as a "prompt"'
             )
+
+
+@lru_cache(1)  # a tokenizer makes its table of added tokens anew each time
+def _special_tokens(tokenizer: Any) -> tuple[str, ...]:
+    return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
 
 
 def check_bos(token_ids: list[int], target: Target, where: str) -> None:
@@ -130,8 +136,10 @@ def notice_seen_prompts(evaluated: list[list[int]], samples: Samples) -> None:
     prompt_lengths = samples.span_starts[samples.first_spans[answered]]
     alike = np.isin(prompt_lengths, [len(token_ids) for token_ids in evaluated])
     pairs = zip(answered[alike].tolist(), prompt_lengths[alike].tolist(), strict=True)
-    seen = {samples.token_ids(index)[:length].tobytes() for index, length in pairs}
-    count = sum(np.array(token_ids, np.int32).tobytes() in seen for token_ids in evaluated)
+    texts = [np.array(token_ids, np.int32).tobytes() for token_ids in evaluated]
+    asked = set(texts)
+    seen = {text for index, length in pairs if (text := samples.token_ids(index)[:length].tobytes()) in asked}
+    count = sum(text in seen for text in texts)
     if count:
         warn(
             f"{count} of {len(evaluated)} prompts of the evaluation are also trained on, which flatters the drafter: "

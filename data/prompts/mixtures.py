@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
+from draftsmith.data.bad_rows import BadRows
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.sources import read_source
 from draftsmith.data.prompts.splits import deduplicate, prompt_hash
@@ -47,14 +48,14 @@ class Mixture:
     num_prompts: Count | None = None
 
 
-def read_mixture(path: Path) -> list[Prompt]:
+def read_mixture(path: Path, bad: BadRows | None = None) -> list[Prompt]:
     """Return the prompts of a mixture, source after source, without duplicates.
 
     The hashes of a source's prompts decide which of them are taken, so that a smaller mixture is part of a larger one.
     Raises `UserError` for a file that is no mixture, and for a mixture that its sources cannot fill.
     """
     mixture = load_mixture(path)
-    all_prompts = {part.source: _read_part(part) for part in mixture.sources}
+    all_prompts = {part.source: _read_part(part, bad) for part in mixture.sources}
     unique = set(map(id, deduplicate([prompt for prompts in all_prompts.values() for prompt in prompts])))
     sources = {name: [prompt for prompt in prompts if id(prompt) in unique] for name, prompts in all_prompts.items()}
     for name, prompts in sources.items():
@@ -81,13 +82,13 @@ def load_mixture(path: Path) -> Mixture:
     return mixture
 
 
-def _read_part(part: MixtureSource) -> list[Prompt]:
+def _read_part(part: MixtureSource, bad: BadRows | None) -> list[Prompt]:
     """Return all prompts of a source with the domain and form that the mixture gives them."""
     if part.domain is not None and part.domain_column != "domain":
         raise UserError(f"mixture: {part.source} has both domain and domain_column: give one")
     name = Path(part.source.partition(":")[0]).stem
     prompts = []
-    for prompt in read_source(part.source, part.domain_column):
+    for prompt in read_source(part.source, part.domain_column, bad):
         prompt = replace(prompt, domain=part.domain if part.domain is not None else prompt.domain or name)
         if part.chat and prompt.text is not None:
             prompt = replace(prompt, text=None, messages=[{"role": "user", "content": prompt.text}])

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from draftsmith.data.bad_rows import BadRows
 from draftsmith.data.progress import notice
 from draftsmith.data.prompts.checks import check_bos, check_not_rendered, check_token_ids, notice_raw_texts
 from draftsmith.data.prompts.conversations import opened_chat
@@ -17,25 +18,27 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.target.target import Target
 
 
-def read_prompts(source: str | Path) -> list[Prompt]:
+def read_prompts(source: str | Path, bad: BadRows | None = None) -> list[Prompt]:
     """Return all prompts of a source (sources.py) or of a mixture in a .yaml file (mixtures.py).
 
-    Raises `UserError` naming the file and line that is wrong.
+    `bad` takes the rows that give none. Raises `UserError` naming the file and line that is wrong.
     """
     if not isinstance(source, str | Path):
         raise UserError(f"prompts {source!r}: give a file, a folder, or a Hub dataset as NAME:COLUMN[:SPLIT]")
     source = str(source)
     path = Path(source)
-    return read_mixture(path) if path.suffix in (".yaml", ".yml") else read_source(source)
+    return read_mixture(path, bad) if path.suffix in (".yaml", ".yml") else read_source(source, bad=bad)
 
 
-def read_split(source: str, held_out_share: float, refuse_surrogates: bool = False) -> Split:
-    """Return the prompts of a source to train on and to hold out.
+def read_split(source: str, held_out_share: float, refuse_surrogates: bool, bad: BadRows) -> Split:
+    """Return the prompts of a source to train on and to hold out; `bad` takes the rows that give none.
 
     Duplicates are left out and lone surrogates replaced, and the user is told. Raises `UserError` for bad prompts, and
     for lone surrogates that are to be refused.
     """
-    prompts = read_prompts(source)
+    prompts = read_prompts(source, bad)
+    bad.num_rows = len(prompts) + len(bad.found)
+    bad.check()
     if text := replaced_text(prompts):
         if refuse_surrogates:
             raise UserError(f"{source}: {text}: mend them, or leave out --refuse-surrogates")

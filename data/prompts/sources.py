@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.bad_rows import BadRows
 from draftsmith.data.progress import notice
 from draftsmith.data.prompts.prompt_formats import Prompt, to_prompt
 from draftsmith.models.errors import UserError, first_line
@@ -33,8 +34,12 @@ CHECKED_ROWS = 1000  # that are read before anything else is done
 LONGEST_LINE = 1000  # characters; files with longer lines were not written by hand
 
 
-def read_source(source: str, domain_column: str = "domain") -> list[Prompt]:
-    """Return all prompts of a source. Raises `UserError` naming the file and line that is wrong."""
+def read_source(source: str, domain_column: str = "domain", bad: BadRows | None = None) -> list[Prompt]:
+    """Return all prompts of a source; `bad` takes the rows that give none.
+
+    Raises `UserError` naming the file and line that is wrong.
+    """
+    bad = bad or BadRows()
     name, _, rest = (source, "", "") if os.path.exists(source) else source.partition(":")
     path = Path(name)
     if not name:
@@ -42,12 +47,12 @@ def read_source(source: str, domain_column: str = "domain") -> list[Prompt]:
     if path.suffix in READERS:
         if not os.path.isfile(path):  # false, too, for a name that is too long
             raise UserError(f"no prompts file {name}")
-        prompts = _from_rows(READERS[path.suffix](path), source, rest, domain_column)
+        prompts = _from_rows(READERS[path.suffix](path), source, rest, domain_column, bad)
     elif os.path.isdir(path):
         prompts = read_folder(path, tuple(filter(None, rest.split(","))) or SOURCE_SUFFIXES)
     else:
         column, _, split = rest.partition(":")
-        prompts = _from_rows(hub_rows(name, column, split or "train"), source, column, domain_column)
+        prompts = _from_rows(hub_rows(name, column, split or "train"), source, column, domain_column, bad)
     if not prompts:
         raise UserError(f"{source} holds no prompts")
     return prompts
@@ -58,14 +63,17 @@ def check_beginning(source: str) -> None:
     name, _, column = (source, "", "") if os.path.exists(source) else source.partition(":")
     if (path := Path(name)).suffix in READERS and path.is_file():
         for where, row in islice(READERS[path.suffix](path), CHECKED_ROWS):
-            if not isinstance(row, Prompt):
-                to_prompt(row, where, column, "domain")
+            _to_prompt(row, where, column, "domain")
 
 
-def _from_rows(rows: RawRows, source: str, column: str, domain_column: str) -> list[Prompt]:
+def _from_rows(rows: RawRows, source: str, column: str, domain_column: str, bad: BadRows) -> list[Prompt]:
     prompts, left_out = [], []
     for where, row in rows:
-        prompt = row if isinstance(row, Prompt) else to_prompt(row, where, column, domain_column)
+        try:
+            prompt = _to_prompt(row, where, column, domain_column)
+        except UserError as error:
+            bad.add(where, error)
+            continue
         if prompt is None:
             left_out.append(where)
         else:
@@ -75,15 +83,26 @@ def _from_rows(rows: RawRows, source: str, column: str, domain_column: str) -> l
     return prompts
 
 
+def _to_prompt(row: Any, where: str, column: str, domain_column: str) -> Prompt | None:
+    """Return the prompt of a row, which may be a line of JSON that nobody has parsed yet."""
+    if isinstance(row, JsonLine):
+        row = parse_json(row, where, with_lone_surrogates=True)
+    return to_prompt(row, where, column, domain_column)
+
+
 # --- files
 
 
+class JsonLine(str):
+    """A line of JSON. It is parsed where a mistake in it leaves out no other line."""
+
+
 def _text_rows(path: Path) -> RawRows:
-    return ((place, Prompt(text=line, where=place)) for place, line in read_lines(path))
+    return ((place, {"prompt": line}) for place, line in read_lines(path))
 
 
 def _jsonl_rows(path: Path) -> RawRows:
-    return ((place, parse_json(line, place, with_lone_surrogates=True)) for place, line in read_lines(path))
+    return ((place, JsonLine(line)) for place, line in read_lines(path))
 
 
 def _json_rows(path: Path) -> RawRows:

@@ -6,7 +6,7 @@ older draftsmith wrote samples.jsonl, one sample a line, with a checksum beside 
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from draftsmith.data.bad_rows import BadRow
 from draftsmith.data.parallel import on_all_cores
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.samples.lines import CHECKSUM, LINES, read_lines_of
@@ -75,28 +76,41 @@ def shard_parts(inputs: Sequence[T]) -> list[Sequence[T]]:
     return [inputs[start : start + SHARD_INPUTS] for start in range(0, len(inputs), SHARD_INPUTS)]
 
 
-def write_samples(folder: Path, parts: Sequence[T], read: Callable[[T], Iterable[Sample]]) -> None:
-    """Write the samples that `read` gives of each part into a shard of its own; all cores share the parts.
+def write_samples(folder: Path, parts: Sequence[T], read: Callable[[T], Iterable[Sample | BadRow]]) -> list[BadRow]:
+    """Write the samples that `read` gives of each part into a shard of its own, and return the bad rows.
 
-    Whoever calls it gives a `whole_folder`, and sees to it that prepared.json stands there.
+    All cores share the parts. Whoever calls it gives a `whole_folder`, and sees to it that prepared.json stands there.
     """
+    bad: list[BadRow] = []
     with progress_bar(visible=len(parts) > 1) as progress:
         task = progress.add_task("writing samples", total=len(parts), detail="")
         index = Index([])
-        for sha256 in on_all_cores(partial(_write_shard, folder, read), list(enumerate(parts))):
+        for sha256, rows in on_all_cores(partial(_write_shard, folder, read), list(enumerate(parts))):
             index.sha256.append(sha256)
+            bad += rows
             progress.update(task, advance=1)
     write_json(folder / INDEX, to_json(index))
+    return bad
 
 
-def _write_shard(folder: Path, read: Callable[[T], Iterable[Sample]], part: tuple[int, T]) -> str:
-    """Write the samples of a part, given with its number, and return the checksum of its shard."""
-    path = folder / shard_file(part[0])
+def _write_shard(
+    folder: Path, read: Callable[[T], Iterable[Sample | BadRow]], part: tuple[int, T]
+) -> tuple[str, list[BadRow]]:
+    """Write the samples of a part, given with its number, and return the checksum of its shard, and the bad rows."""
+    path, bad = folder / shard_file(part[0]), []
+
+    def samples() -> Iterator[Sample]:
+        for row in read(part[1]):
+            if isinstance(row, Sample):
+                yield row
+            else:
+                bad.append(row)
+
     with writing(path):
         with open(path, "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
-            for piece in pieces(read(part[1])):
+            for piece in pieces(samples()):
                 writer.write_batch(piece)
-        return file_hash(path)
+        return file_hash(path), bad
 
 
 # --- reading

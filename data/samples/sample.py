@@ -1,4 +1,4 @@
-"""One text for training as the target wrote it: token ids kept as sampled, and the spans that it generated.
+"""A text for training as the target wrote it: token ids kept as sampled, and the spans that it generated.
 
 The loss mask is not stored: a sample is trained on in its `spans`. The rest, a prompt or the user's next turn, is read
 and not learned.

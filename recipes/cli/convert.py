@@ -9,7 +9,7 @@ from draftsmith.data.samples.folder import INDEX, PREPARED, read_samples, write_
 from draftsmith.data.samples.lines import LINES, check_checksum, line_parts, samples_in, write_lines
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import whole_folder, write_whole
-from draftsmith.recipes.configs.command_settings import ConvertSettings
+from draftsmith.recipes.configs.data_settings import ConvertSettings
 
 
 def run(settings: ConvertSettings, console: Console) -> None:

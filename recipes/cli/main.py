@@ -22,7 +22,7 @@ from draftsmith.models.errors import UserError, first_line, is_out_of_memory, on
 from draftsmith.models.files import DISK_FAULTS
 from draftsmith.recipes.cli.flags import add_flags, settings_from
 from draftsmith.recipes.cli.output_folder import output_folder
-from draftsmith.recipes.configs import command_settings, server_settings
+from draftsmith.recipes.configs import command_settings, data_settings, server_settings
 
 EXIT_FAULT, EXIT_USER_ERROR = 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell tells them
@@ -33,8 +33,8 @@ RESUMED = ("quickstart", "prepare", "train")  # commands that go on where they w
 # By name: the module below draftsmith.recipes whose `run(settings, console)` is the command, and its settings.
 COMMANDS: dict[str, tuple[str, type]] = {
     "quickstart": ("studies.quickstart", command_settings.QuickstartSettings),
-    "prepare": ("cli.prepare", command_settings.PrepareCommandSettings),
-    "convert": ("cli.convert", command_settings.ConvertSettings),
+    "prepare": ("cli.prepare", data_settings.PrepareCommandSettings),
+    "convert": ("cli.convert", data_settings.ConvertSettings),
     "train": ("cli.train", command_settings.TrainSettings),
     "evaluate": ("cli.evaluate", command_settings.EvaluateSettings),
     "tune": ("studies.tune", command_settings.TuneSettings),

@@ -17,7 +17,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.target.chat_template import set_chat
 from draftsmith.models.target.target import ChatSettings
-from draftsmith.recipes.configs.command_settings import PrepareCommandSettings
+from draftsmith.recipes.configs.data_settings import PrepareCommandSettings
 from draftsmith.recipes.evaluation.inputs import load_target
 
 T = TypeVar("T", int, float)
@@ -42,13 +42,15 @@ def run(settings: PrepareCommandSettings, console: Console) -> None:
         endpoint=settings.endpoint,
         skip_long=settings.skip_long,
         refuse_surrogates=settings.refuse_surrogates,
+        max_bad_share=settings.max_bad_share,
         held_out_share=settings.held_out_share,
     )
     if settings.dry_run:
         console.print(estimate(AnswerJob(target, settings.prompts, answers)).table())
         return
     if settings.as_given:
-        store_conversations(target, settings.prompts, settings.out, settings.held_out_share, settings.refuse_surrogates)
+        limits = settings.held_out_share, settings.refuse_surrogates, settings.max_bad_share
+        store_conversations(target, settings.prompts, settings.out, *limits)
     else:
         prepare(target, settings.prompts, settings.out, answers)
     if rank_and_num_ranks()[0] == 0:
