@@ -3,7 +3,7 @@
 Nothing slow is imported here, so that a mistake in a setting is told at once.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
@@ -189,7 +189,7 @@ class DFlashConfig(ReducedVocabulary, LayersLikeTarget):
     fixed_fields = (
         *ReducedVocabulary.fixed_fields,
         *("layer_ids", "intermediate_size", "num_layers", "block_size", "layout", "sliding_window"),
-        *("mask_token_id", "key_norm"),
+        *("full_layers", "mask_token_id", "key_norm"),
     )
     kind: str = "dflash"
     layer_ids: list[Natural] | None = None  # after-N-layers ids to read; None: one a layer, spread evenly
@@ -197,6 +197,7 @@ class DFlashConfig(ReducedVocabulary, LayersLikeTarget):
     block_size: Annotated[Depth, Field(ge=2)] = 8  # rows, of which the first reads the newest token
     layout: Literal["fill_in", "next_token"] = "fill_in"  # a row predicts the token at its place, or the one behind it
     sliding_window: Count | None = None  # tokens that each row sees, up to itself; None: all before it, and its block
+    full_layers: list[Natural] = field(default_factory=list)  # of the drafter, from 0 on, that have no such window
     mask_token_id: Natural | None = None  # whose embedding the other rows read; None: the end of text
     key_norm: bool = False  # norms of keys have weights, which vLLM's CPU build mixes up between layers
     anchor_share: AboveZero = 0.5  # of the slots whose blocks a step trains
@@ -209,6 +210,14 @@ class DFlashConfig(ReducedVocabulary, LayersLikeTarget):
         if self.position_weights != "decay" and self.decay_length is not None:
             raise UserError(
                 "drafter.decay_length is of position_weights=decay: set it to null, or position_weights to decay"
+            )
+        if self.full_layers and self.sliding_window is None:
+            raise UserError(
+                "drafter.full_layers are those without a window: give drafter.sliding_window, or leave it out"
+            )
+        if any(layer >= self.num_layers for layer in self.full_layers) or len({*self.full_layers}) == self.num_layers:
+            raise UserError(
+                f"drafter.full_layers {self.full_layers}: give some of the layers 0 to {self.num_layers - 1}, not all"
             )
 
     @property

@@ -206,9 +206,11 @@ def from_speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> tupl
     top = {key: config[key] for key in kept if config.get(key) is not None}
     if "aux_hidden_state_layer_ids" in top:
         top["eagle_aux_hidden_state_layer_ids"] = top.pop("aux_hidden_state_layer_ids")
-        types = layer.get("layer_types")
-        sliding = isinstance(types, list) and "sliding_attention" in types
-        top["is_causal"] = sliding and not config.get("sliding_window_non_causal", False)
+        types, causal = layer.get("layer_types"), not config.get("sliding_window_non_causal", False)
+        types = types if isinstance(types, list) else []
+        sliding = "sliding_attention" in types
+        if not (sliding and causal and "full_attention" in types):  # else each layer goes by its own type
+            top["is_causal"] = sliding and causal
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("verifier_")}
     return {**layer, **top, "architectures": [architecture]}, tensors
 

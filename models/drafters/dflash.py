@@ -79,7 +79,7 @@ class DFlash(Drafter):
         width, eps = layer_config.hidden_size, layer_config.rms_norm_eps
         self.fc = nn.Linear(len(self.layer_ids) * target.hidden_size, width, bias=False)
         self.hidden_norm, self.norm = RMSNorm(width, eps), RMSNorm(width, eps)
-        self.layers = nn.ModuleList([self.new_layer() for _ in range(config.num_layers)])
+        self.layers = nn.ModuleList([self.new_layer(self.window_of(number)) for number in range(config.num_layers)])
         self.rotary = LlamaRotaryEmbedding(layer_config)
         self.confidence_head: ConfidenceHead | None = None
         self.lm_head: nn.Linear | None = None  # with the whole vocabulary the target's own, frozen and not stored
@@ -89,8 +89,12 @@ class DFlash(Drafter):
             self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
             self.register_buffer("t2d", torch.arange(target.vocab_size) < vocab)
 
-    def new_layer(self) -> BlockLayer:
-        return BlockLayer(self.layer_config, self.config.key_norm, self.config.sliding_window)
+    def new_layer(self, window: int | None) -> BlockLayer:
+        return BlockLayer(self.layer_config, self.config.key_norm, window)
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the tokens that a row sees in a layer; None: all before it, and its block."""
+        return None if layer in self.config.full_layers else self.config.sliding_window
 
     @classmethod
     def from_target(cls, config: DFlashConfig, target: Target) -> "DFlash":
@@ -312,7 +316,7 @@ class DFlash(Drafter):
 
     def engine_config(self) -> dict[str, Any]:
         """Return the config of the plain layout, which vLLM and SGLang read; its layer ids count outputs from 0."""
-        sliding = self.config.sliding_window is not None
+        sliding = [layer.sliding_window is not None for layer in self.block_layers()]
         nested = {
             "mask_token_id": self.config.mask_token_id,
             "target_layer_ids": [layer_id - 1 for layer_id in self.layer_ids],
@@ -323,10 +327,11 @@ class DFlash(Drafter):
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
             "num_hidden_layers": self.config.num_layers,
-            "layer_types": ["sliding_attention" if sliding else "full_attention"] * self.config.num_layers,
-            "use_sliding_window": sliding,
+            "layer_types": ["sliding_attention" if slides else "full_attention" for slides in sliding],
+            "use_sliding_window": any(sliding),
             "sliding_window": self.config.sliding_window,
-            "is_causal": sliding,  # both engines read it, and their defaults differ
+            # Both engines read it for all layers, and their defaults differ unless layers do.
+            **({} if self.config.full_layers else {"is_causal": any(sliding)}),
             "block_size": self.config.block_size,
             "sample_from_anchor": self.config.layout == "next_token",
             "num_target_layers": self.target.num_layers,
@@ -347,6 +352,7 @@ class DFlash(Drafter):
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "DFlash":
         what = f"this {cls.__name__} drafter"
         check_same_shape(what, config, target)
+        window, full_layers = attention_of(config)
         norms = [name for name in tensors if name.endswith(KEY_NORM)]
         key_norm = any(bool((tensors[name] != 1).any()) for name in norms)
         if not key_norm:
@@ -358,7 +364,8 @@ class DFlash(Drafter):
             num_layers=config["num_hidden_layers"],
             block_size=config["block_size"],
             mask_token_id=config["mask_token_id"],
-            sliding_window=sliding_window_of(config),
+            sliding_window=window,
+            full_layers=full_layers,
             key_norm=key_norm,
             layout="next_token" if cls.predicts_next(config) else "fill_in",
             **cls.own_sizes(config),
@@ -407,15 +414,22 @@ def even_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
     return sorted({min(max(1, layer_id), num_target_layers - 1) for layer_id in ids})
 
 
-def sliding_window_of(config: dict[str, Any]) -> int | None:
-    """Return the window of a checkpoint whose layers are all of one type. Raises `UserError` for other attention."""
-    types = set(config.get("layer_types") or ["full_attention"])
-    if len(types) > 1:
-        raise UserError("this DFlash drafter mixes sliding and full attention, which draftsmith's does not know")
-    sliding = types == {"sliding_attention"}
-    if config.get("is_causal", sliding) != sliding:
+def attention_of(config: dict[str, Any]) -> tuple[int | None, list[int]]:
+    """Return the window of a checkpoint's layers, None without one, and the layers, from 0 on, that have none beside.
+
+    Raises `UserError` for attention that is not computed.
+    """
+    num_layers, causal = config["num_hidden_layers"], config.get("is_causal")
+    types = config.get("layer_types") or ["full_attention"] * num_layers
+    if len(types) != num_layers:
+        raise UserError(f"this drafter has {num_layers} layers and layer_types for {len(types)}: take another copy")
+    sliding = "sliding_attention" in types
+    mixed = sliding and "full_attention" in types
+    if causal is not None and (mixed or causal != sliding):
+        what = "sliding and full attention" if mixed else types[0]
         raise UserError(
-            f"this DFlash drafter has {types.pop()} with is_causal {config['is_causal']}: draftsmith's blocks see both "
-            "ways with full attention, and what is before with sliding attention"
+            f"this drafter has {what} with is_causal {causal}: draftsmith's blocks see both ways with full attention, "
+            "and what is before with sliding attention"
         )
-    return config["sliding_window"] if sliding else None
+    full_layers = [number for number, kind in enumerate(types) if kind == "full_attention"]
+    return config["sliding_window"] if sliding else None, full_layers if mixed else []

@@ -25,9 +25,9 @@ class DFlash2(DFlash):
     kind = "dflash2"
     config_class = DFlash2Config
 
-    def new_layer(self) -> ConvolvedLayer:
+    def new_layer(self, window: int | None) -> ConvolvedLayer:
         convolution = (self.config.block_size, self.config.conv_kernel_size, self.config.conv_group_size)
-        return ConvolvedLayer(self.layer_config, self.config.key_norm, self.config.sliding_window, convolution)
+        return ConvolvedLayer(self.layer_config, self.config.key_norm, window, convolution)
 
     @classmethod
     def from_target(cls, config: Any, target: Target) -> "DFlash2":

@@ -145,7 +145,6 @@ DFLASH_KEYS: dict[str, type] = {
     "num_target_layers": int,
     "block_size": int,
     "layer_types": list,
-    "is_causal": bool,  # without it vLLM and SGLang go by different entries
     "dflash_config": dict,  # layer ids, which count outputs from 0, and the mask token
 }
 DFLASH_FIXED = {

@@ -50,6 +50,8 @@ def loading_problems(rules: LoaderRules, files: Checkpoint, target: Target) -> I
     yield from value_problems(files)
     if files.kind in ("eagle3", "p_eagle"):
         yield from capture_problems(files, target)
+    if "dflash_config" in files.config:
+        yield from causality_problems(files.config)
 
 
 # --- config.json
@@ -81,6 +83,15 @@ def config_problems(rules: LoaderRules, files: Checkpoint, target: Target) -> It
         yield from rope_problems(files, target)
     if rules.method == "medusa":
         yield from medusa_problems(files)
+
+
+def causality_problems(config: dict[str, Any]) -> Iterator[str]:
+    """Yield what engines would take for a block's attention; without `is_causal` each layer goes by its own type."""
+    causal, mixed = config.get("is_causal"), len(set(config.get("layer_types") or ())) > 1
+    if mixed and causal is not None:
+        yield f"config.json has is_causal {causal}, which engines read for all layers, but their types differ"
+    elif not mixed and not isinstance(causal, bool):
+        yield f"config.json has is_causal {causal!r}, which must be of type bool"
 
 
 def rope_problems(files: Checkpoint, target: Target) -> Iterator[str]:

@@ -93,8 +93,13 @@ def block_entries(config: dict[str, Any]) -> dict[str, Any]:
     """Return the entries that speculators' format has for DFlash and DSpark, from the engines' config.
 
     vLLM serves full attention as causal unless `sliding_window_non_causal` is true, which speculators itself does not
-    read there.
+    read there. Raises `UserError` where layers differ: vLLM reads that entry for all of them.
     """
+    if "is_causal" not in config:
+        raise UserError(
+            "vLLM reads one kind of attention for all layers of a drafter in speculators' format, and here "
+            "drafter.full_layers differ: export it with --engine vllm"
+        )
     nested, keys = config["dflash_config"], (*SPECULATORS_LAYER_KEYS, "layer_types", "use_sliding_window")
     return {
         "transformer_layer_config": {**{key: config[key] for key in keys}, "sliding_window": config["sliding_window"]},

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 from block_witness import Tensors, part, witness_of, witnessed
-from drafters import build, loss_of, random_batch
+from drafters import assert_trained_as_decoded, build, loss_of, random_batch
 from torch import Tensor
 
 from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.checkpoints import build_drafter, checkpoint_of
 from draftsmith.models.drafter_configs import DFlashConfig
-from draftsmith.models.drafter_parts.layouts import in_engine_layout
+from draftsmith.models.drafter_parts.layouts import from_speculators, in_engine_layout
 from draftsmith.models.drafters.dflash import DFlash, even_layer_ids
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses.chain_loss import ChainLoss
@@ -87,6 +87,44 @@ def test_rows_of_a_block_see_each_other(window: int | None, tiny_target: Target)
     short = blocks(drafter, batch, layers, [6])[0]
     same = torch.isclose(whole[:3], short, atol=1e-6).all(1)
     assert same.tolist() == [window is not None] * 3
+
+
+@pytest.mark.parametrize("full_layers", [[0], [1]])
+def test_layers_may_differ(full_layers: list[int], tiny_target: Target) -> None:
+    """A row sees beyond the window, and what is behind it, through the full layer alone. Training is as drafting is."""
+    drafter = dflash(tiny_target, sliding_window=4, full_layers=full_layers)
+    assert [layer.sliding_window for layer in drafter.block_layers()] == [None, 4][:: 1 if full_layers == [0] else -1]
+    assert_trained_as_decoded(drafter, tiny_target)
+    batch, layers = text(drafter, None)
+    far = layers.clone()
+    far[0, 0] += 1
+    whole = blocks(drafter, batch, layers, [8])[0]
+    assert (blocks(drafter, batch, far, [8])[0] != whole).any(1).all()
+    checkpoint = checkpoint_of(drafter, torch.float32)
+    found = build_drafter(in_engine_layout(checkpoint.config, checkpoint.tensors, tiny_target), tiny_target)
+    assert found.config == drafter.config
+
+
+@pytest.mark.parametrize(("both_ways", "causal"), [(False, None), (True, False)])
+def test_layers_of_speculators_may_differ(both_ways: bool, causal: bool | None) -> None:
+    """Each layer then goes by its own type, unless windows see both ways: then none has what draftsmith computes."""
+    types = {"layer_types": ["full_attention", "sliding_attention"]}
+    config = {"aux_hidden_state_layer_ids": [1], "sliding_window_non_causal": both_ways}
+    top = {**config, "speculators_model_type": "dflash", "transformer_layer_config": types}
+    assert from_speculators(top, {})[0].get("is_causal") is causal
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"full_layers": [0]}, "drafter.full_layers are those without a window"),
+        ({"full_layers": [5], "sliding_window": 4}, "give some of the layers 0 to 4, not all"),
+        ({"full_layers": [0, 1], "sliding_window": 4, "num_layers": 2}, "give some of the layers 0 to 1, not all"),
+    ],
+)
+def test_layers_that_cannot_differ_are_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        DFlashConfig(**fields)
 
 
 def test_blocks_do_not_hang_on_which_others_are_trained(tiny_target: Target) -> None:
@@ -264,6 +302,9 @@ def test_a_config_says_what_engines_must_know(tiny_target: Target) -> None:
     sliding = checkpoint_of(dflash(tiny_target, sliding_window=4), torch.float32).config
     assert (sliding["is_causal"], sliding["use_sliding_window"], sliding["sliding_window"]) == (True, True, 4)
     assert sliding["layer_types"] == ["sliding_attention"] * 2
+    mixed = checkpoint_of(dflash(tiny_target, sliding_window=4, full_layers=[1]), torch.float32).config
+    assert (mixed["layer_types"], mixed["sliding_window"]) == (["sliding_attention", "full_attention"], 4)
+    assert "is_causal" not in mixed  # engines would read it for both layers
 
 
 def test_norms_of_keys_are_ones_unless_asked_for(tiny_target: Target) -> None:
@@ -279,7 +320,8 @@ def test_norms_of_keys_are_ones_unless_asked_for(tiny_target: Target) -> None:
     ("change", "reason"),
     [
         ({"is_causal": True}, "full_attention with is_causal True"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "mixes sliding and full"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding and full attention with is_causal False"),
+        ({"layer_types": ["full_attention"]}, "2 layers and layer_types for 1"),
         ({"dflash_config": {"mask_token_id": 1}}, "target_layer_ids"),
         ({"dflash_config": {"mask_token_id": -1, "target_layer_ids": [0, 2]}}, "mask_token_id"),
         ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 9]}}, "layer_ids"),

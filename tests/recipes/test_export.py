@@ -229,6 +229,14 @@ def test_block_drafters_in_the_format_of_speculators(
     assert drafted == load_drafter(tmp_path / "out", tiny_target).max_draft_length
 
 
+def test_layers_that_differ_are_not_exported_in_the_format_of_speculators(tiny_target: Target, tmp_path: Path) -> None:
+    fields = {"num_layers": 2, "sliding_window": 4, "full_layers": [0]}
+    checkpoint = save_checkpoint("dflash", tiny_target, tmp_path / "checkpoint", **fields)
+    with pytest.raises(UserError, match=r"drafter.full_layers differ"):
+        export_checkpoint(checkpoint, "speculators", tiny_target, tmp_path / "out")
+    export_checkpoint(checkpoint, "vllm", tiny_target, tmp_path / "vllm")
+
+
 @pytest.mark.parametrize("kind", ["medusa", "draft_model"])
 def test_speculators_holds_only_some_kinds(kind: str, tiny_target: Target, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"no {kind} drafters"):

@@ -167,6 +167,10 @@ P_EAGLE_TRAPS: dict[str, tuple[Change, str]] = {
 
 DFLASH_TRAPS: dict[str, tuple[Change, str]] = {
     "attention by default": (without("is_causal"), "is_causal None, which must be of type bool"),
+    "one attention for layers that differ": (
+        new_key("layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+        "is_causal False, which engines read for all layers",
+    ),
     "the other layout": (new_key("sample_from_anchor", True), "sample_from_anchor True, not False"),
     "norm of queries missing": (
         without("layers.1.self_attn.q_norm.weight"),
