@@ -280,10 +280,11 @@ class MedusaConfig(ReducedVocabulary):
 
 @dataclass
 class HydraConfig(DrafterConfig):
-    fixed_fields = ("num_heads", "num_layers")
+    fixed_fields = ("num_heads", "num_layers", "prefix_layer")
     kind: str = "hydra"
     num_heads: Depth = 4
-    num_layers: Depth = 1  # residual blocks a head; Hydra++ has 4, behind a prefix layer that is not here
+    num_layers: Depth = 1  # residual blocks a head; Hydra++ has 4
+    prefix_layer: bool = False  # heads read what a decoder layer makes of the target's states of the text, as Hydra++'s
     head_decay: Share = 0.8  # weight of head i is head_decay ** i
     divergence: Divergence = "forward_kl"
 

@@ -1,6 +1,8 @@
 """Hydra heads (arXiv 2402.05109): Medusa's heads, each of which also reads the tokens that were drafted before.
 
 Head i reads the target's last hidden state at t and the embeddings of x_{t+1} to x_{t+1+i}, and predicts x_{t+2+i}.
+With a prefix layer (Hydra++, in the same paper) it reads in place of the hidden state what a decoder layer of the
+drafter's own makes of the hidden states of the whole text up to t.
 
 Shapes: B rows, T tokens, W drafted tokens that are read, H hidden width, V vocabulary.
 """
@@ -11,17 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_configs import HydraConfig
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, loaded
+from draftsmith.models.drafter_parts.decoder_layer import DeeperLayer, layer_config_for, randomize
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
-from draftsmith.models.drafter_parts.tree_drafting import grow
+from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
 from draftsmith.models.drafters.medusa import ResidualBlocks
-from draftsmith.models.layers import gather_columns, shift_left
+from draftsmith.models.layers import gather_columns, rotary_table, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
 from draftsmith.models.sampling.trees import Shape
+from draftsmith.models.target.slots import Window, slot_attention
 from draftsmith.models.target.target import Features, Target
 
 
@@ -51,11 +56,19 @@ class Hydra(Drafter):
         width, heads = target.hidden_size, range(config.num_heads)
         self.blocks = nn.ModuleList([HydraBlocks(width, i + 2, config.num_layers) for i in heads])
         self.lm_heads = nn.ModuleList([nn.Linear(width, target.vocab_size, bias=False) for _ in heads])
+        self.prefix: DeeperLayer | None = None
+        if config.prefix_layer:
+            layer_config = layer_config_for(None, target)
+            self.prefix, self.rotary = DeeperLayer(layer_config), LlamaRotaryEmbedding(layer_config)
 
     @classmethod
     def from_target(cls, config: HydraConfig, target: Target) -> "Hydra":
-        """Blocks start by passing the hidden state on and heads as the target's: every head first predicts x_{t+1}."""
+        """Return heads that all predict x_{t+1} at first: layer and blocks pass the state on to the target's head."""
         drafter = cls(config, target)
+        if drafter.prefix is not None:
+            randomize(drafter.prefix)
+            nn.init.zeros_(drafter.prefix.self_attn.o_proj.weight)
+            nn.init.zeros_(drafter.prefix.mlp.down_proj.weight)
         for parameter in drafter.blocks.parameters():
             nn.init.zeros_(parameter)
         for block, head in zip(drafter.blocks, drafter.lm_heads, strict=True):
@@ -64,19 +77,46 @@ class Hydra(Drafter):
             head.load_state_dict({"weight": target.head_weight()})
         return drafter
 
+    @property
+    def layer_passes(self) -> float:
+        return self.training_passes + self.config.prefix_layer
+
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
         """Yield the heads: head i at t predicts x_{t+2+i}, whose distribution the target had at t+1+i."""
         embedded = self.target.embedding(batch.token_ids)  # [B, T, H]
-        read = features.last_hidden
+        read = self.behind_prefix(batch, features.last_hidden)
         for i, (block, head) in enumerate(zip(self.blocks[:depth], self.lm_heads[:depth], strict=True)):
             counted = chain_loss.next_depth()
             read = torch.cat([read, shift_left(embedded, 1 + i)], -1)  # [B, T, (i + 2) H]
             yield Depth(block(marked_rows(read, counted)), head, teacher_rows(counted, i), self.config.head_decay**i)
 
+    def behind_prefix(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """Return what the heads read [B, T, H] of the target's hidden states [B, T, H]."""
+        if self.prefix is None:
+            return hidden
+        rotary, positions = rotary_table(self.rotary, hidden.shape[1], hidden), batch.positions.expand(len(hidden), -1)
+        query, key, value = self.prefix.project(hidden, rotary, positions)
+        attended = slot_attention(self.prefix, query, key, value, batch.attention_mask())[0]
+        return self.prefix.finish(hidden, attended)
+
+    def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> Any:
+        if self.prefix is None:
+            return super().new_cache(num_rows, num_slots, shape)
+        return HydraCache(self, num_rows, num_slots, shape)
+
+    @torch.inference_mode()
+    def prefill(self, cache: Any, token_ids: Tensor, features: Features, window: Window) -> None:
+        if self.prefix is not None:
+            cache.read(features.last_hidden, window)
+
+    @torch.inference_mode()
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Draft head after head from the last position that the target read, each on what was drafted before."""
-        heads = zip(self.blocks, self.lm_heads, strict=True)
-        inputs = gather_columns(state.features.last_hidden, state.newest_column[:, None])  # [B, 1, H]
+        heads, tree, hidden = zip(self.blocks, self.lm_heads, strict=True), state.cache, state.features.last_hidden
+        if self.prefix is not None:
+            tree = state.cache.tree
+            hidden = state.cache.read(hidden, Window(state.positions, state.positions, state.positions[:, 0]))
+        inputs = gather_columns(hidden, state.newest_column[:, None])  # [B, 1, H]
 
         def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
             nonlocal inputs
@@ -85,7 +125,7 @@ class Hydra(Drafter):
             block, head = next(heads)
             return head(block(inputs))
 
-        return grow(shape, state.cache, read(state.newest()[:, None], None), read, state)
+        return grow(shape, tree, read(state.newest()[:, None], None), read, state)
 
     # --- checkpoints
 
@@ -105,3 +145,21 @@ class Hydra(Drafter):
         check_same_shape("these Hydra heads", config, target)
         own = HydraConfig.of_checkpoint(config)
         return loaded(lambda: cls(own, target), tensors, "these Hydra heads")
+
+
+class HydraCache(DrafterCache):
+    """Keys and values of the prefix layer."""
+
+    def __init__(self, drafter: Hydra, num_rows: int, num_slots: int, shape: Shape) -> None:
+        assert drafter.prefix is not None
+        like = drafter.prefix.self_attn.o_proj.weight
+        super().__init__(num_rows, num_slots, shape, like.device)
+        self.prefix, self.rotary = drafter.prefix, rotary_table(drafter.rotary, self.kv.num_slots, like)
+
+    def read(self, hidden: Tensor, window: Window) -> Tensor:
+        """Return what the layer makes of hidden states [B, T, H] of a window, and keep their keys and values."""
+        self.kv.write_to(window.slots)
+        query, key, value = self.prefix.project(hidden, self.rotary, window.positions)
+        keys, values = self.kv.update(key, value, 0)
+        mask = window.mask(self.kv.num_slots)
+        return self.prefix.finish(hidden, slot_attention(self.prefix, query, keys, values, mask)[0])

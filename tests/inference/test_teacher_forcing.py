@@ -52,6 +52,7 @@ def test_training_counts_what_the_decoder_counts(
         ("eagle3", {"unroll_steps": 1}),
         ("eagle3", {"draft_vocab_size": 32}),
         ("eagle3", {"num_layers": 2}),
+        ("hydra", {"prefix_layer": True}),
     ],
 )
 def test_variants_are_counted_alike(

@@ -87,8 +87,9 @@ def test_packing_changes_nothing(kind: str, tiny_target: Target) -> None:
     assert_alike_when_packed(build(kind, tiny_target), tiny_target)
 
 
-def test_deeper_layers_see_one_document(tiny_target: Target) -> None:
-    assert_alike_when_packed(build("eagle3", tiny_target, num_layers=2), tiny_target)
+@pytest.mark.parametrize(("kind", "fields"), [("eagle3", {"num_layers": 2}), ("hydra", {"prefix_layer": True})])
+def test_further_layers_see_one_document(kind: str, fields: dict[str, Any], tiny_target: Target) -> None:
+    assert_alike_when_packed(build(kind, tiny_target, **fields), tiny_target)
 
 
 def assert_alike_when_packed(drafter: Drafter, tiny_target: Target) -> None:
@@ -192,6 +193,7 @@ def test_variants_of_eagle3_train_as_they_draft(tiny_target: Target) -> None:
         ("eagle3", {"num_layers": 3}),
         ("eagle3", {"num_layers": 2, "norm_output": True}),
         ("p_eagle", {"feature_norm": "each"}),
+        ("hydra", {"prefix_layer": True}),
     ],
 )
 def test_norms_and_layers_train_as_they_draft(kind: str, settings: dict[str, Any], tiny_target: Target) -> None:
