@@ -13,7 +13,7 @@ import stat
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NoReturn, TypeVar
+from typing import IO, Annotated, Any, BinaryIO, NoReturn, TypeVar
 
 import yaml
 from pydantic import BeforeValidator
@@ -98,19 +98,24 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     """
     try:
         with open_regular(path) as file:
-            number = 0
-            while line := file.readline(LARGEST_LINE + 1):
-                number += 1
-                place = f"{path} line {number}"
-                if len(line) > LARGEST_LINE:
-                    raise UserError(f"{place} has more than {LARGEST_LINE:,} bytes: put each entry on its own line")
-                text = _decoded(line, place).rstrip("\r\n")
-                if text.strip():
-                    yield place, text
+            yield from lines_of(file, str(path))
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
         raise _unreadable(path, error) from None
+
+
+def lines_of(file: IO[bytes], name: str) -> Iterator[tuple[str, str]]:
+    """Yield the place, "NAME line N", and the text of each line of an opened file, as `read_lines` does."""
+    number = 0
+    while line := file.readline(LARGEST_LINE + 1):
+        number += 1
+        place = f"{name} line {number}"
+        if len(line) > LARGEST_LINE:
+            raise UserError(f"{place} has more than {LARGEST_LINE:,} bytes: put each entry on its own line")
+        text = _decoded(line, place).rstrip("\r\n")
+        if text.strip():
+            yield place, text
 
 
 def parse_json(text: str | bytes, place: str, with_lone_surrogates: bool = False) -> Any:

@@ -18,7 +18,7 @@ from pydantic import ConfigDict
 
 from draftsmith.data.bad_rows import BadRows
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.data.prompts.sources import read_source
+from draftsmith.data.prompts.sources import read_source, source_name
 from draftsmith.data.prompts.splits import deduplicate, prompt_hash
 from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import Count, Name, Positive, checked
@@ -86,7 +86,7 @@ def _read_part(part: MixtureSource, bad: BadRows | None) -> list[Prompt]:
     """Return all prompts of a source with the domain and form that the mixture gives them."""
     if part.domain is not None and part.domain_column != "domain":
         raise UserError(f"mixture: {part.source} has both domain and domain_column: give one")
-    name = Path(part.source.partition(":")[0]).stem
+    name = source_name(part.source)
     prompts = []
     for prompt in read_source(part.source, part.domain_column, bad):
         prompt = replace(prompt, domain=part.domain if part.domain is not None else prompt.domain or name)

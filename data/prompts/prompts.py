@@ -11,7 +11,7 @@ from draftsmith.data.prompts.checks import check_bos, check_not_rendered, check_
 from draftsmith.data.prompts.conversations import opened_chat
 from draftsmith.data.prompts.mixtures import read_mixture
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.data.prompts.sources import read_source
+from draftsmith.data.prompts.sources import read_source, source_name
 from draftsmith.data.prompts.splits import Split, deduplicate, split_prompts
 from draftsmith.inference.measuring.measure import PromptSet, pick_prompts
 from draftsmith.models.errors import UserError
@@ -106,7 +106,7 @@ def read_prompt_set(source: str, target: Target, num_prompts: int | None, max_ne
         prompts = pick_prompts(prompts, num_prompts)
     encoded = encode_prompts(prompts, target)
     check_lengths(prompts, encoded, max_new_tokens, target)
-    name, domains = Path(source.partition(":")[0]).stem, [prompt.domain for prompt in prompts]
+    name, domains = source_name(source), [prompt.domain for prompt in prompts]
     return PromptSet(name, encoded, domains, tokenise_seconds(prompts, target))
 
 

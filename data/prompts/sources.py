@@ -3,7 +3,8 @@
 FILE.jsonl, FILE.json, FILE.parquet [:COLUMN]    rows as in prompt_formats.py, or one column of them
 FILE.txt                                         a prompt a line
 FOLDER [:SUFFIXES]                               prompts cut from source files, as in FOLDER:py,md
-NAME[/CONFIG]:COLUMN[:SPLIT]                     a Hub data set; train[:1000] as SPLIT streams the first 1000 rows
+NAME[/CONFIG]:COLUMN[:SPLIT]                     a Hub data set, streamed; train[:1000] as SPLIT: its first 1000 rows
+s3://BUCKET/FILE.jsonl.gz [:COLUMN]              a file that fsspec reads: of an object store, or behind HTTPS; streamed
 """
 
 import os
@@ -11,13 +12,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from urllib.parse import urlsplit
 
 from draftsmith.data.bad_rows import BadRows
 from draftsmith.data.progress import notice
 from draftsmith.data.prompts.prompt_formats import Prompt, to_prompt
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.reading import parse_json, read_lines, read_text
+from draftsmith.models.reading import lines_of, parse_json, read_lines, read_text
 
 RawRows = Iterable[tuple[str, Any]]  # the place of a row, for messages to the user, and the row
 
@@ -40,11 +42,13 @@ def read_source(source: str, domain_column: str = "domain", bad: BadRows | None 
     Raises `UserError` naming the file and line that is wrong.
     """
     bad = bad or BadRows()
-    name, _, rest = (source, "", "") if os.path.exists(source) else source.partition(":")
+    name, rest = split_source(source)
     path = Path(name)
     if not name:
         raise UserError(f"prompts {source!r}: give a file, a folder, or a Hub dataset as NAME:COLUMN[:SPLIT]")
-    if path.suffix in READERS:
+    if "://" in name:
+        prompts = _from_rows(remote_rows(name), source, rest, domain_column, bad)
+    elif path.suffix in READERS:
         if not os.path.isfile(path):  # false, too, for a name that is too long
             raise UserError(f"no prompts file {name}")
         prompts = _from_rows(READERS[path.suffix](path), source, rest, domain_column, bad)
@@ -58,9 +62,25 @@ def read_source(source: str, domain_column: str = "domain", bad: BadRows | None 
     return prompts
 
 
+def split_source(source: str) -> tuple[str, str]:
+    """Return the file, folder, URL or Hub name of a source, and what stands behind the colon after it."""
+    if os.path.exists(source):
+        return source, ""
+    if "://" in source:
+        name, _, column = source.rpartition(":")
+        return (source, "") if "/" in column else (name, column)
+    name, _, rest = source.partition(":")
+    return name, rest
+
+
+def source_name(source: str) -> str:
+    """Return a short name of a source, such as `chat` of data/chat.jsonl:prompt."""
+    return Path(split_source(source)[0]).stem
+
+
 def check_beginning(source: str) -> None:
     """Read the first rows of a file of prompts. Raises `UserError` as `read_source` does; others are not looked at."""
-    name, _, column = (source, "", "") if os.path.exists(source) else source.partition(":")
+    name, column = split_source(source)
     if (path := Path(name)).suffix in READERS and path.is_file():
         for where, row in islice(READERS[path.suffix](path), CHECKED_ROWS):
             _to_prompt(row, where, column, "domain")
@@ -116,16 +136,20 @@ def _json_rows(path: Path) -> RawRows:
 
 
 def _parquet_rows(path: Path) -> RawRows:
-    from pyarrow import ArrowException, parquet  # comes with datasets
+    return _parquet_rows_of(path, str(path))
+
+
+def _parquet_rows_of(file: Path | IO[bytes], name: str) -> RawRows:
+    from pyarrow import ArrowException, parquet
 
     number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches(PARQUET_ROWS):
+        for batch in parquet.ParquetFile(file).iter_batches(PARQUET_ROWS):
             for row in batch.to_pylist():
                 number += 1
-                yield f"{path} row {number}", row
+                yield f"{name} row {number}", row
     except (ArrowException, OSError, ValueError, OverflowError) as error:  # the last two of wrong texts and dates
-        raise UserError(f"{path} is not a parquet file, or damaged behind row {number}: {first_line(error)}") from None
+        raise UserError(f"{name} is not a parquet file, or damaged behind row {number}: {first_line(error)}") from None
 
 
 READERS: dict[str, Callable[[Path], RawRows]] = {
@@ -195,11 +219,41 @@ def parts(lines: list[str]) -> Iterator[tuple[int, int]]:
         start = end
 
 
-# --- the Hub
+# --- elsewhere
+
+
+def remote_rows(url: str) -> RawRows:
+    """Yield the rows of a file that fsspec opens, as they arrive; one that is compressed is unpacked."""
+    import fsspec
+
+    if urlsplit(url).password:
+        raise UserError(f"prompts {url.partition('://')[0]}://...: the URL holds a password, which files would keep")
+    suffixes = [suffix for suffix in Path(url).suffixes if suffix in REMOTE]
+    if not suffixes:
+        raise UserError(
+            f"prompts {url}: give the URL of a {', '.join(REMOTE)} file, such as s3://BUCKET/chats.jsonl.gz"
+        )
+    try:
+        with fsspec.open(url, "rb", compression="infer") as file:
+            yield from REMOTE[suffixes[-1]](file, url)
+    except UserError:
+        raise
+    except Exception as error:  # each file system has errors of its own
+        raise UserError(f"{url} cannot be read: {first_line(error)}") from None
+
+
+REMOTE: dict[str, Callable[[IO[bytes], str], RawRows]] = {
+    ".jsonl": lambda file, url: ((place, JsonLine(line)) for place, line in lines_of(file, url)),
+    ".txt": lambda file, url: ((place, {"prompt": line}) for place, line in lines_of(file, url)),
+    ".parquet": _parquet_rows_of,
+}
 
 
 def hub_rows(name: str, column: str, split: str) -> RawRows:
-    """Yield the rows of a Hub data set; with a split such as `train[:1000]` the rest is not loaded."""
+    """Yield the rows of a Hub data set as they arrive; of another split than `train` or `train[:1000]`, once all have.
+
+    Nothing but the rows that are asked for is loaded.
+    """
     if not column:
         known = ", ".join(READERS)
         raise UserError(f"prompts {name!r}: give a {known} file, a folder, or a Hub dataset as NAME:COLUMN[:SPLIT]")
@@ -207,11 +261,12 @@ def hub_rows(name: str, column: str, split: str) -> RawRows:
     from huggingface_hub.utils import validate_repo_id
 
     path, config = "/".join(name.split("/")[:2]), "/".join(name.split("/")[2:]) or None
-    first = re.fullmatch(r"(.+)\[:(\d+)\]", split)
+    streamed = re.fullmatch(r"([^\[+]+)(?:\[:(\d+)\])?", split)
     try:
         validate_repo_id(path)  # of a path, all that lies below it would be looked through
-        if first:
-            rows = load_dataset(path, config, split=first[1], streaming=True).take(int(first[2]))
+        if streamed:
+            rows = load_dataset(path, config, split=streamed[1], streaming=True)
+            rows = rows.take(int(streamed[2])) if streamed[2] else rows
         else:
             rows = load_dataset(path, config, split=split)
         for number, row in enumerate(rows, 1):

@@ -1,16 +1,19 @@
 """Sources of prompts: every form that is accepted, and what is refused, by file and line."""
 
+import gzip
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFile
 
 from draftsmith.data.prompts import sources
 from draftsmith.data.prompts.prompt_formats import Prompt, to_prompt
 from draftsmith.data.prompts.prompts import read_prompts
-from draftsmith.data.prompts.sources import parts
+from draftsmith.data.prompts.sources import parts, remote_rows
 from draftsmith.models.errors import UserError
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hot?"}]
@@ -230,7 +233,7 @@ def test_hub_columns(hub: list[dict[str, Any]]) -> None:
     assert prompts == [Prompt(f"q{i}", domain="math") for i in range(10)]
     assert prompts[3].where == "org/name:question:train row 4"
     assert read_prompts("org/name:chat:train[2:4]") == [Prompt(messages=MESSAGES, domain="math")] * 2
-    assert [call["streaming"] for call in hub] == [False, False]
+    assert [call["streaming"] for call in hub] == [True, False]
     with pytest.raises(UserError, match="row 1 has nothing in a column 'answer'; its columns are question, chat, dom"):
         read_prompts("org/name:answer")
     with pytest.raises(UserError, match="does not load"):
@@ -246,3 +249,58 @@ def test_a_named_domain_column_must_be_there() -> None:
     assert to_prompt({"prompt": "a", "category": "code"}, "x", domain_column="category") == Prompt("a", domain="code")
     with pytest.raises(UserError, match="nothing in a column 'category'"):
         to_prompt({"prompt": "a"}, "x", domain_column="category")
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    """An object store, in memory."""
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+    yield files
+    files.rm("/bucket", recursive=True)
+
+
+def test_files_of_an_object_store_are_read_as_local_ones(store: Any, tmp_path: Path) -> None:
+    """Lines, columns and parquet; what is compressed is unpacked, and a place in it is told as in a file."""
+    rows = [{"prompt": f"strike {number}", "other": f"heat {number}", "domain": "forge"} for number in range(5)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    local = write_rows(tmp_path / "rows.parquet", rows)
+    store.pipe("/bucket/rows.jsonl.gz", gzip.compress(lines))
+    store.pipe("/bucket/rows.parquet", Path(local).read_bytes())
+    for column in ("", ":other"):
+        expected = read_prompts(local + column)
+        for name in ("rows.jsonl.gz", "rows.parquet"):
+            assert read_prompts(f"memory://bucket/{name}{column}") == expected
+    assert read_prompts("memory://bucket/rows.jsonl.gz")[2].where == "memory://bucket/rows.jsonl.gz line 3"
+    (tmp_path / "mixture.yaml").write_text("sources: [{source: 'memory://bucket/rows.jsonl.gz', domain_column: other}]")
+    assert [prompt.domain for prompt in read_prompts(tmp_path / "mixture.yaml")] == [row["other"] for row in rows]
+
+
+def test_an_object_store_streams(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is used before the next one is asked for."""
+    store.pipe("/bucket/rows.jsonl", b'{"prompt": "strike"}\n' * 100)
+    sent, read_line = [], MemoryFile.readline
+    monkeypatch.setattr(MemoryFile, "readline", lambda file, size: sent.append(size) or read_line(file, size))
+    place, row = next(iter(remote_rows("memory://bucket/rows.jsonl")))
+    assert (place, row) == ("memory://bucket/rows.jsonl line 1", '{"prompt": "strike"}')
+    assert len(sent) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("memory://bucket/nothing.jsonl", "nothing.jsonl cannot be read"),
+        ("memory://bucket/rows.csv", "give the URL of a .jsonl, .txt, .parquet file"),
+        ("nowhere://bucket/rows.jsonl", "cannot be read: Protocol not known: nowhere"),
+        ("https://me:secret@bucket/rows.jsonl", "https://...: the URL holds a password"),
+        ("memory://bucket/damaged.jsonl", "damaged.jsonl line 1 is not JSON"),
+        ("memory://bucket/damaged.jsonl.gz", "damaged.jsonl.gz cannot be read: Not a gzipped file"),
+        ("memory://bucket/damaged.parquet", "damaged.parquet is not a parquet file"),
+    ],
+)
+def test_what_an_object_store_lacks_is_one_line(url: str, message: str, store: Any) -> None:
+    for name in ("damaged.jsonl", "damaged.jsonl.gz", "damaged.parquet"):
+        store.pipe(f"/bucket/{name}", b"{")
+    with pytest.raises(UserError, match=message):
+        read_prompts(url)
