@@ -8,6 +8,7 @@ plan of batches. Memory is what is not shared through the page cache (RssAnon of
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -52,21 +54,33 @@ def make(folder: Path, num_samples: int, length: int) -> float:
     return time.perf_counter() - start
 
 
-def train(folder: Path, run: Path, num_processes: int) -> tuple[float, list[int]]:
-    """Take one step; return the seconds of the command and the peak of private memory of each process, in bytes."""
+@dataclass
+class Start:
+    """The cost of a command that takes one step."""
+
+    seconds: float  # by the clock
+    cpu_seconds: float  # of all its processes together
+    memory: list[int]  # bytes that each process has alone, at their peak
+
+
+def train(folder: Path, run: Path, num_processes: int) -> Start:
+    """Take one step on the samples of a folder."""
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(LAUNCHER)]
     launcher += ["--num_processes", str(num_processes), "--main_process_port", "0"]
     settings = f"target={EMBEDDED_TARGET} data.samples={folder} run.dir={run} run.steps=1 data.batch_size=2"
     command = [*(launcher if num_processes > 1 else []), "-m", "draftsmith.train", "eagle3", *settings.split()]
     peaks: dict[int, int] = {}
-    start = time.perf_counter()
+    start, before = time.perf_counter(), os.times()
     process = subprocess.Popen([sys.executable, *command, "run.device=cpu"], env={**os.environ, "OMP_NUM_THREADS": "1"})
     while process.poll() is None:
-        for member in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
-            peaks[member.pid] = max(peaks.get(member.pid, 0), private_bytes(member.pid))
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for member in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+                peaks[member.pid] = max(peaks.get(member.pid, 0), private_bytes(member.pid))
         time.sleep(0.05)
     assert process.returncode == 0
-    return time.perf_counter() - start, sorted(peaks.values())[-num_processes:]
+    seconds, after = time.perf_counter() - start, os.times()
+    cpu_seconds = after.children_user + after.children_system - before.children_user - before.children_system
+    return Start(seconds, cpu_seconds, sorted(peaks.values())[-num_processes:])
 
 
 def private_bytes(process_id: int) -> int:
@@ -87,20 +101,17 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = args.folder or Path(name) / "samples"
-        print(
-            f"{psutil.cpu_count()} cores, commit {git_commit()}: {args.samples} samples of about {args.length} tokens"
-        )
+        print(f"{psutil.cpu_count()} cores, commit {git_commit()}")
         if not folder.exists():
-            seconds = make(folder, args.samples, args.length)
-            size = sum(path.stat().st_size for path in folder.iterdir())
             print(
-                f"written in {seconds:.0f} s: {size / 1e9:.2f} GB, {args.samples / seconds:.0f} samples/s", flush=True
+                f"{args.samples} samples of about {args.length} tokens: {make(folder, args.samples, args.length):.0f} s"
             )
+        print(f"{sum(path.stat().st_size for path in folder.iterdir()) / 1e9:.2f} GB of samples", flush=True)
         for num_processes in sorted({1, args.processes}):
-            seconds, peaks = train(folder, Path(name) / f"run-{num_processes}", num_processes)
-            memory = ", ".join(f"{peak / 1e9:.2f} GB" for peak in peaks)
+            start = train(folder, Path(name) / f"run-{num_processes}", num_processes)
             print(
-                f"{num_processes} processes: one step is done after {seconds:.1f} s; private memory {memory}",
+                f"{num_processes} processes: done with one step after {start.seconds:.0f} s ({start.cpu_seconds:.0f} s "
+                f"of CPU time), each with {max(start.memory) / 1e9:.2f} GB of its own at most",
                 flush=True,
             )
 
