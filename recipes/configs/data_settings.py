@@ -71,7 +71,7 @@ class PrepareCommandSettings(WithChats):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertSettings(Settings):
-    """Write samples as lines of JSON to look at or to edit, or such lines as the columns that training reads.
+    """Write samples as lines of JSON, to look at or to edit, or such lines as columns to train on.
 
     example:
       draftsmith convert --samples data/my --out data/lines
