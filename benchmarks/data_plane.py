@@ -76,7 +76,7 @@ def train(folder: Path, run: Path, num_processes: int) -> Start:
         with contextlib.suppress(psutil.NoSuchProcess):
             for member in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
                 peaks[member.pid] = max(peaks.get(member.pid, 0), private_bytes(member.pid))
-        time.sleep(0.05)
+        time.sleep(0.25)
     assert process.returncode == 0
     seconds, after = time.perf_counter() - start, os.times()
     cpu_seconds = after.children_user + after.children_system - before.children_user - before.children_system
