@@ -115,7 +115,8 @@ def layer_config_for(intermediate_size: int | None, target: Target) -> LlamaConf
     rope = dict(getattr(text, "rope_parameters", None) or {})
     if "rope_theta" not in rope:  # learned positions, or one rotary embedding for each type of layer
         rope = {"rope_type": "default", "rope_theta": 10000.0}
-    rope.pop("partial_rotary_factor", None)
+    for name in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):  # axes of images: in text all are one
+        rope.pop(name, None)
     return LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,

@@ -63,8 +63,8 @@ class LanguageModel(PreTrainedModel, GenerationMixin):
     def _can_set_experts_implementation(cls) -> bool:
         return True  # transformers looks for it in the text of a class's file
 
-    def forward(self, **inputs: Any) -> Any:
-        return self.whole(**inputs)
+    def forward(self, input_ids: Tensor | None = None, **inputs: Any) -> Any:
+        return self.whole(input_ids=input_ids, **inputs)
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
         self.model.set_attn_implementation(*args, **kwargs)
@@ -238,5 +238,6 @@ def drop_layers(text_config: PretrainedConfig, kept: list[int]) -> None:
         text_config.num_kv_shared_layers = sum(layer >= first_shared for layer in kept)
     text_config.num_hidden_layers = len(kept)
     for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
-        if of_each := getattr(text_config, name, None):
+        of_each = getattr(text_config, name, None)
+        if of_each and len(of_each) != len(kept):  # some follow from the number of layers
             setattr(text_config, name, [of_each[layer] for layer in kept])

@@ -1,7 +1,8 @@
-"""Which targets can be served: refusals that need no more than a config, and a check of the loaded model in numbers.
+"""Which targets can be decoded, and which can be trained for: by the config, and by a check of the loaded model.
 
-A target is served when transformers' own modelling decodes trees on the slot cache: each layer keeps a key and a value
-of every token, takes the token's position, and attends through the function that `slots` registers.
+A target is decoded here when transformers' own modelling decodes trees on the slot cache: each layer keeps a key and a
+value of every token, takes the token's position, and attends through the function that `slots` registers. More targets
+can be trained for, because an engine may run one: then only its embedding, its final norm and its head are needed here.
 """
 
 import sys
@@ -18,77 +19,101 @@ from draftsmith.models.sampling.trees import ancestor_words, node_depths
 from draftsmith.models.target.fused_layers import FusedDecoder
 from draftsmith.models.target.loading import is_multimodal, model_class_of, whole_of
 from draftsmith.models.target.slots import ATTENTION, SlotCache, Window, chain_window
+from draftsmith.models.target.target_files import common_field
 
 RunOnSlots = Callable[[Tensor, Window, SlotCache], Tensor]  # new tokens [B, T] of a window -> last hidden [B, T, H]
 
 PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
 RECURRENT_LAYERS = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "recurrent"}
+RUNNING_STATE = "carry a running state, which cannot go back to the accepted branch of a draft"
 
 
 # --- by the config
 
 
-def check_served_family(config: PretrainedConfig, name: str) -> None:
-    """Refuse, before its weights are loaded, a target that cannot be served. Raises `UserError` with the reason."""
+def check_decoded(config: PretrainedConfig, name: str) -> None:
+    """Refuse, before its weights are loaded, a target that cannot be decoded here.
+
+    Raises `UserError` with the reason, and with the way to train for it where an engine runs it.
+    """
+    check_trained(config, name)
     with library_errors(f"target {name!r} has a config.json of no model", "take another copy"):
-        reason = why_not_served(config)
+        reason = why_not_decoded(config)
     if reason is not None:
-        raise UserError(f"target {name!r} cannot be served: {reason} (docs/targets.md lists what can)")
+        raise UserError(
+            f"target {name!r} cannot be decoded here: {reason}. To train for it, let an engine run it: prepare "
+            "--endpoint URL, then train data.features=stored data.features_endpoint=URL without evaluation.prompts; or "
+            "give another target (docs/targets.md lists those that are decoded here)"
+        )
 
 
-def why_not_served(config: PretrainedConfig) -> str | None:
+def check_trained(config: PretrainedConfig, name: str) -> None:
+    """Refuse a target that no drafter can be trained for, not even where an engine runs it.
+
+    Raises `UserError` with the reason.
+    """
+    with library_errors(f"target {name!r} has a config.json of no model", "take another copy"):
+        reason = why_not_trained(config)
+    if reason is not None:
+        raise UserError(
+            f"target {name!r} can be neither trained for nor decoded: {reason}; give another target (docs/targets.md "
+            "lists which can)"
+        )
+
+
+def why_not_decoded(config: PretrainedConfig) -> str | None:
     """Return what keeps a model of this config from decoding on slots, as config and class tell; None: nothing."""
-    if config.is_encoder_decoder:
-        return "it is an encoder-decoder; give a decoder-only model"
     text = config.get_text_config(decoder=True)
-    return _why_not_these_layers(text) or _why_not_this_class(config, text)
-
-
-def _why_not_these_layers(text: PretrainedConfig) -> str | None:
-    fields: dict[str, Any] = text.to_dict()
     kinds = set(getattr(text, "layer_types", None) or ())
-    if rank := fields.get("kv_lora_rank"):
-        return (
-            f"multi-head latent attention (kv_lora_rank {rank}) caches compressed keys, the slot cache whole ones; "
-            "give a target with plain, grouped or sliding attention"
-        )
+    if rank := common_field(text, "kv_lora_rank"):
+        return f"multi-head latent attention (kv_lora_rank {rank}) caches compressed keys, the slot cache whole ones"
     if recurrent := kinds & RECURRENT_LAYERS:
-        return (
-            f"its {' and '.join(sorted(recurrent))} layers carry a running state, which cannot go back to the accepted "
-            "branch of a draft; give a target with attention in every layer"
-        )
+        return f"its {' and '.join(sorted(recurrent))} layers {RUNNING_STATE}"
     if others := kinds - PLAIN_LAYERS - {"moe", "mlp"}:
-        return (
-            f"its {' and '.join(sorted(others))} layers choose by rules of their own what a token sees; "
-            "give a target with full or sliding attention"
-        )
+        return f"its {' and '.join(sorted(others))} layers choose by rules of their own what a token sees"
+    if not kinds and decoder_class(config)._is_stateful:
+        return f"its layers {RUNNING_STATE}"
+    return None
+
+
+def why_not_trained(config: PretrainedConfig) -> str | None:
+    """Return what keeps a drafter from being trained for a model of this config, whoever runs it; None: nothing."""
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder, and drafters are made for decoders alone"
+    text = config.get_text_config(decoder=True)
+    return _why_not_this_text(text) or _why_not_this_class(config, text)
+
+
+def _why_not_this_text(text: PretrainedConfig) -> str | None:
+    fields: dict[str, Any] = text.to_dict()
     if not hasattr(text, "num_hidden_layers"):
         return "it is not one stack of decoder layers"
     if text.model_type in ("bloom", "mpt") or fields.get("alibi"):
-        return (
-            "ALiBi counts distances in the cache's slots, and in a tree these are not the positions'; give one without"
-        )
+        return "ALiBi counts distances in the cache's slots, and in a tree these are not the positions'"
     both_ways = fields.get("use_bidirectional_attention") in (True, "all") or fields.get("is_causal") is False
     if both_ways or (fields.get("is_decoder") is False and "add_cross_attention" in fields):
-        return "it reads text in both directions; give a causal language model"
+        return "it reads text in both directions, and is no causal language model"
     return None
 
 
 def _why_not_this_class(config: PretrainedConfig, text: PretrainedConfig) -> str | None:
     """Check the class that transformers would load: one that writes text, with layers on its attention interface."""
-    model_class = model_class_of(config)
-    if model_class is None:
+    if model_class_of(config) is None:
         return f"transformers has no causal language model of type {config.model_type}"
     if any(name.startswith(("vision", "audio")) for name in text.sub_configs):
-        return f"no language model can be taken out of a multimodal {config.model_type}; give a target of text alone"
-    if is_multimodal(config):
-        model_class = MODEL_MAPPING.get(type(text), model_class)
-    if model_class._is_stateful and not getattr(text, "layer_types", None):
-        return "its layers carry a running state, which cannot go back to the accepted branch of a draft"
-    module = sys.modules[model_class.__module__]
-    if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+        return f"no language model can be taken out of a multimodal {config.model_type}"
+    model_class = decoder_class(config)
+    if not hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
+        if model_class._is_stateful:
+            return f"its layers {RUNNING_STATE}, and none is attention through transformers' interface"
         return f"{model_class.__name__} computes attention in code of its own, not through transformers' interface"
     return None
+
+
+def decoder_class(config: PretrainedConfig) -> Any:
+    """Return the class that holds the decoder's code: of a multimodal config, that of its language model."""
+    model_class = model_class_of(config)
+    return MODEL_MAPPING.get(type(config.get_text_config()), model_class) if is_multimodal(config) else model_class
 
 
 # --- by numbers
@@ -113,17 +138,17 @@ def check_decodes_exactly(
     head_width = cast(Tensor, model.get_output_embeddings().weight).shape[1]
     if head_width != text_config.hidden_size:
         raise UserError(
-            f"{family} cannot be served: its head reads {head_width} values where its layers give "
+            f"{family} cannot be decoded here: its head reads {head_width} values where its layers give "
             f"{text_config.hidden_size}"
         )
     token_ids = torch.arange(1, NUM_READ + len(PARENTS) + 2, device=model.device) % text_config.vocab_size
     text, drafts = token_ids[:NUM_READ], token_ids[NUM_READ:]
-    mend = "give another target (docs/targets.md lists what can be served)"
+    mend = "give another target (docs/targets.md lists those that are decoded here)"
     with short_windows(model, fused):
-        with library_errors(f"{family} cannot be served: it does not decode on slots", mend):
+        with library_errors(f"{family} cannot be decoded here: it does not decode on slots", mend):
             text_logits, tree_logits = logits(hidden_on_slots(run, text, drafts)).split([NUM_READ, len(drafts)])
         with (
-            library_errors(f"{family} cannot be served: transformers does not compute it", mend),
+            library_errors(f"{family} cannot be decoded here: transformers does not compute it", mend),
             eager_attention(model),
         ):
             branches = [torch.cat([text, drafts[columns]])[None] for columns in BRANCHES]
@@ -132,8 +157,8 @@ def check_decodes_exactly(
     difference, size = (on_slots - expected).norm(), expected.norm()
     if not difference < size * (1e-3 if model.dtype == torch.float32 else 0.1):
         raise UserError(
-            f"{family} cannot be served: on slots its logits differ from those of transformers' eager attention by "
-            f"{difference / size:.1e} of their size, in its layers or in its head"
+            f"{family} cannot be decoded here: on slots its logits differ from those of transformers' eager attention "
+            f"by {difference / size:.1e} of their size, in its layers or in its head"
         )
 
 

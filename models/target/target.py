@@ -34,7 +34,7 @@ from draftsmith.models.target.loading import (
     whole_of,
 )
 from draftsmith.models.target.slots import SlotCache, Window, context_of, run_causal, run_on_slots
-from draftsmith.models.target.support import check_decodes_exactly, check_served_family
+from draftsmith.models.target.support import check_decoded, check_decodes_exactly, check_trained
 from draftsmith.models.target.target_files import read_config, read_generation_config, read_tokenizer
 
 
@@ -140,11 +140,11 @@ class Target:
     ) -> "Target":
         """Load from a Hub name or a directory. By default: the GPU in bfloat16 if there is one, else the CPU in fp32.
 
-        Raises `UserError` where there is no such target or device, or the model is of a kind that cannot be served.
+        Raises `UserError` where there is no such target or device, or the model cannot be decoded here.
         """
         device = pick_device(device)
         config = read_config(name)
-        check_served_family(config, str(name))
+        check_decoded(config, str(name))
         model, tokenizer = load_model(name, config, device, pick_dtype(dtype, device))
         return cls(model, tokenizer, str(name), fuse_layers)
 
@@ -159,7 +159,7 @@ class Target:
         """
         device = pick_device(device)
         config = read_config(name)
-        check_served_family(config, str(name))
+        check_decoded(config, str(name))
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
             if turn == int(os.environ.get("LOCAL_RANK", "0")):
@@ -182,7 +182,7 @@ class Target:
         `from_pretrained`.
         """
         config = read_config(name)
-        check_served_family(config, str(name))
+        check_decoded(config, str(name))
         shape = model_without_memory(config, f"target {str(name)!r}")
         places = device_map(whole_of(shape), find_decoder_layers(shape), of_layers, of_ends=device)
         model, tokenizer = load_model(name, config, places, pick_dtype(dtype, device))
@@ -200,11 +200,11 @@ class Target:
 
         They alone get into memory, and of a Hub name the files that hold them are downloaded (but for a target that is
         not kept as safetensors). `fingerprint` is that of the whole target. Defaults and errors as those of
-        `from_pretrained`.
+        `from_pretrained`, but for targets that only an engine decodes: these are taken, too.
         """
         device = pick_device(device)
         config = read_config(name)
-        check_served_family(config, str(name))
+        check_trained(config, str(name))
         model, tokenizer = load_first_layers(name, config, 0, device, pick_dtype(dtype, device))
         return cls(model, tokenizer, str(name), full=FullTarget(config, fingerprint))
 
@@ -214,6 +214,7 @@ class Target:
     ) -> "Target":
         """Load a target that ends after its first layers, whose output its `features` have. Others are never read."""
         model, tokenizer = load_first_layers(name, read_config(name), num_layers, device, dtype)
+        model.set_attn_implementation("eager")  # for layers that read transformers' masks, such as sparse attention
         return cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
 
     @property
@@ -242,9 +243,9 @@ class Target:
         return self.model.dtype
 
     @property
-    def architectures(self) -> list[str] | None:
-        """The names that the target's config.json gives to its class."""
-        return whole_of(self.model).config.architectures
+    def config(self) -> PretrainedConfig:
+        """The config of the full target: of a multimodal one with that of its towers."""
+        return self._full.config if self._full else whole_of(self.model).config
 
     @property
     def hidden_size(self) -> int:

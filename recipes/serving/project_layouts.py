@@ -68,7 +68,7 @@ def in_speculators_layout(files: Checkpoint, target: Target) -> Checkpoint:
             "algorithm": files.kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": length}],
-            "verifier": {"name_or_path": target.name, "architectures": target.architectures},
+            "verifier": {"name_or_path": target.name, "architectures": target.config.architectures},
         },
     }
     return replace(files, config=config)

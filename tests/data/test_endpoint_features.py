@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import threading
 import time
@@ -12,17 +13,23 @@ from typing import Any
 import pytest
 import torch
 from fake_server import FakeServer
+from families import RUN_BY_ENGINES, family_config, plain_model
 from runs import make_config
 from safetensors.torch import load_file, save_file
+from tiny_target import tiny_tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from draftsmith.data import http
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.features.endpoint import wait_until_written
-from draftsmith.data.samples.folder import PREPARED
+from draftsmith.data.samples.folder import PREPARED, write_samples
+from draftsmith.data.samples.sample import Sample
+from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
+from draftsmith.models.target.loading import load_model
+from draftsmith.models.target.target_files import read_config
 from draftsmith.train import train
 from draftsmith.train.run_folder.tracking import read_metrics
 
@@ -65,7 +72,10 @@ class HiddenStatesServer(FakeServer):
         """States [T, A + 1, H] and the logits of what follows, [V]."""
         model: Any = self.target.model
         seen: list[Tensor] = []
-        hook = model.model.layers[-1].register_forward_hook(lambda *call: seen.append(call[2]))
+        last_layer = self.target.decoder_layers[-1]
+        hook = last_layer.register_forward_hook(
+            lambda *call: seen.append(call[2] if torch.is_tensor(call[2]) else call[2][0])
+        )
         output = model(torch.tensor([prompt]), output_hidden_states=True)
         hook.remove()
         states = [*output.hidden_states[:-1], output.hidden_states[-1] if self.post_norm else seen[0]]
@@ -156,6 +166,65 @@ def test_samples_and_features_of_a_server(
     done = run({**base, "data.samples": tmp_path / "samples"}, tmp_path, server)
     environment = json.loads((done / "environment.json").read_text())
     assert environment["target_fingerprint"] is None
+
+
+def target_of_an_engine(model_type: str, folder: Path) -> Target:
+    """Write a target that is not decoded here, and return it as an engine has it: in its own attention."""
+    changes = RUN_BY_ENGINES[model_type]
+    sizes = {"vocab_size": len(tiny_tokenizer()), "max_position_embeddings": 128}
+    if "text_config" in changes:
+        config = family_config(model_type, {**changes, "text_config": {**changes["text_config"], **sizes}})
+    else:
+        config = family_config(model_type, {**changes, **sizes})
+    plain_model(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    model, tokenizer = load_model(folder, read_config(folder), torch.device("cpu"), torch.float32)
+    model.set_attn_implementation("eager")
+    return Target(model, tokenizer, str(folder), fuse_layers=False, decodes=False)
+
+
+@torch.no_grad()
+def write_greedy_samples(target: Target, folder: Path) -> Path:
+    """What the target writes behind eight prompts of four tokens, as an engine wrote it."""
+    texts = torch.arange(3, 35).view(8, 4)
+    for _ in range(8):
+        logits = target.model(input_ids=texts, use_cache=False).logits[:, -1]
+        texts = torch.cat([texts, logits.argmax(-1, keepdim=True)], 1)
+    folder.mkdir()
+    samples = [Sample(text, [Span(4, 12)]) for text in texts.tolist()]
+    write_samples(folder, [samples], iter)
+    prepared = {"target": target.name, "target_fingerprint": None, "written_by": "vllm"}
+    (folder / PREPARED).write_text(json.dumps(prepared))
+    return folder
+
+
+@pytest.mark.parametrize("model_type", ["glm_moe_dsa", "llama4", "nemotron_h", "qwen3_5"])
+def test_a_target_that_only_an_engine_runs_is_trained_for(model_type: str, tmp_path: Path) -> None:
+    """Its ends are here, and no cache of ours holds what its layers keep. To decode it in the run is refused."""
+    target = target_of_an_engine(model_type, tmp_path / "target")
+    (tmp_path / "states").mkdir()
+    server = HiddenStatesServer(target, tmp_path / "states")
+    server.layer_ids = [1, 2, 3]
+    base: dict[str, Any] = {
+        "target": tmp_path / "target",
+        "run.device": "cpu",
+        "data.samples": write_greedy_samples(target, tmp_path / "samples"),
+        "data.batch_size": 8,
+        "data.features": "stored",
+        "data.features_dtype": "float32",
+        "drafter.layer_ids": [1, 2],
+    }
+    try:
+        losses = [line["loss"] for line in read_metrics(run(base, tmp_path / "done", server))]
+        (tmp_path / "prompts.txt").write_text("strike\n")
+        with pytest.raises(UserError, match=r"cannot be decoded here.*without evaluation\.prompts"):
+            run({**base, "evaluation.prompts": tmp_path / "prompts.txt"}, tmp_path / "decoded", server)
+    finally:
+        server.close()
+    assert all(map(math.isfinite, losses))
+    online = {key: value for key, value in base.items() if not key.startswith("data.features")}
+    with pytest.raises(UserError, match=r"cannot be decoded here.*features_endpoint"):
+        train(make_config("eagle3", online, tmp_path / "online", run=RUN))
 
 
 def without_states(answer: dict) -> dict:

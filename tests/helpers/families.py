@@ -43,12 +43,14 @@ SERVED: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.25},
     "cohere2": {**ALTERNATES, "logit_scale": 0.25},
     "ctrl": {},
+    "cohere2_moe": {**ALTERNATES, **EXPERTS, "logit_scale": 0.25},
     "cwm": ALTERNATES,
     "diffllama": {},
     "dots1": {**ALTERNATES, **ROUTED_EXPERTS, "first_k_dense_replace": 1},
     "ernie4_5": {},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 0},
     "exaone4": ALTERNATES,
+    "exaone_moe": {**ALTERNATES, **EXPERTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "flex_olmo": EXPERTS,
     "gemma": {},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0},
@@ -59,6 +61,7 @@ SERVED: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCABULARY,
     },
+    "gemma4_unified_text": {**ALTERNATES, "global_head_dim": 16, "final_logit_softcapping": 2.0},
     "glm": {},
     "glm4": {},
     "glm4_moe": {**ROUTED_EXPERTS, "first_k_dense_replace": 1},
@@ -67,6 +70,9 @@ SERVED: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "gpt_oss": {**ALTERNATES, **LOCAL_EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "granite_swa": {**ALTERNATES, "logits_scaling": 4.0},
+    "granitemoe_swa": {**ALTERNATES, **LOCAL_EXPERTS, "logits_scaling": 4.0},
+    "granitemoeshared": {**LOCAL_EXPERTS, "logits_scaling": 4.0},
     "granitemoehybrid": {
         **LOCAL_EXPERTS,
         "layer_types": ["full_attention"] * 3,
@@ -76,12 +82,17 @@ SERVED: dict[str, dict[str, Any]] = {
     "granitemoe": {**LOCAL_EXPERTS, "logits_scaling": 4.0},
     "helium": {},
     "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "hy_v3": EXPERTS,
     "hyperclovax": {"logits_scaling": 0.25},
     "jais2": {},
     "jetmoe": {"num_experts_per_tok": 2, "num_local_experts": 4, "kv_channels": 8},
+    "laguna": {**ALTERNATES, **EXPERTS},
     "llama": {},
+    "mellum": {**ALTERNATES, **LOCAL_EXPERTS, "moe_intermediate_size": 32},
     "minimax_m2": LOCAL_EXPERTS,
     "ministral": ALTERNATES,
+    "ministral3": {},
     "mistral": SLIDES,
     "mixtral": {**LOCAL_EXPERTS, **SLIDES},
     "nanochat": {"final_logit_softcapping": 2.0},
@@ -100,6 +111,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "solar_open": ROUTED_EXPERTS,
     "stablelm": {},
     "starcoder2": SLIDES,
     "vaultgemma": {**GEMMA, "final_logit_softcapping": 2.0},
@@ -170,6 +182,86 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "video_llama_3": {"text_config": QWEN2, "vision_config": TOWER},
     "vipllava": {"text_config": LLAMA, "vision_config": CLIP, "vision_feature_layers": [-1]},
     "voxtral": {"text_config": LLAMA, "audio_config": SMALL_SOUND},
+}
+
+# Targets that an engine has to run: here their ends are read, and their first layers.
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+LATENT_EXPERTS = {**LATENT, **ROUTED_EXPERTS, "first_k_dense_replace": 1}
+SPARSE = {**LATENT_EXPERTS, "index_topk": 4, "index_n_heads": 16, "index_head_dim": 8}
+LINEAR_SIZES = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+LINEAR = {**LINEAR_SIZES, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+LINEAR_EXPERTS = {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 4}
+CHUNKED = {
+    **LOCAL_EXPERTS,
+    "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+    "attention_chunk_size": 4,
+    "intermediate_size_mlp": 32,
+    "no_rope_layers": [1, 0, 1],
+    "moe_layers": [1],
+}
+RUN_BY_ENGINES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": LATENT_EXPERTS,
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "deepseek_v2": LATENT_EXPERTS,
+    "deepseek_v3": {**LATENT_EXPERTS, "head_dim": 4},
+    "deepseek_v32": SPARSE,
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
+    "glm4_moe_lite": LATENT_EXPERTS,
+    "glm_moe_dsa": SPARSE,
+    "kimi_k25": {
+        "text_config": {"model_type": "deepseek_v3", **LATENT_EXPERTS, "head_dim": 4},
+        "vision_config": {**TOWER, "projector_hidden_size": 16},
+    },
+    "kimi_linear": {**LATENT_EXPERTS, **LINEAR, "linear_num_heads": 4, "linear_head_dim": 8},
+    "lfm2": CONVOLUTIONS,
+    "lfm2_moe": {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1},
+    "lfm3": CONVOLUTIONS,
+    "llama4": {
+        "text_config": CHUNKED,
+        "vision_config": {
+            **TOWER,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+        },
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 1,
+        "ssm_state_size": 8,
+        "chunk_size": 4,
+    },
+    "olmo_hybrid": LINEAR,
+    "qwen3_5": {"text_config": LINEAR, "vision_config": QWEN3_TOWER},
+    "qwen3_5_moe": {"text_config": LINEAR_EXPERTS, "vision_config": QWEN3_TOWER},
+    "qwen3_next": LINEAR_EXPERTS,
+    "youtu": {**LATENT, "head_dim": 4},
+    "zamba2": {
+        "mamba_d_state": 8,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "layers_block_type": ["mamba", "hybrid", "mamba"],
+        "num_mem_blocks": 1,
+        "chunk_size": 4,
+        "num_key_value_heads": 4,
+    },
 }
 
 

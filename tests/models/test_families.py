@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from families import ALTERNATES, LOCAL_EXPERTS, MULTIMODAL, SERVED, SLIDES, VOCABULARY, family_config, plain_model
+from families import (
+    ALTERNATES,
+    LOCAL_EXPERTS,
+    MULTIMODAL,
+    RUN_BY_ENGINES,
+    SERVED,
+    SLIDES,
+    VOCABULARY,
+    family_config,
+    plain_model,
+)
 from tiny_target import tiny_tokenizer
 from torch import Tensor, nn
 from transformers import (
@@ -22,11 +32,12 @@ from transformers import (
 )
 
 from draftsmith.models import Target
+from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
 from draftsmith.models.target.loading import LanguageModel, is_multimodal
 from draftsmith.models.target.slots import ATTENTION, SlotCache, Window, chain_window
-from draftsmith.models.target.support import why_not_served
+from draftsmith.models.target.support import why_not_decoded, why_not_trained
 
 LENGTHS = [13, 8]  # of the prompts
 CHUNK = 5
@@ -129,7 +140,8 @@ def on_their_own(plain: PreTrainedModel, texts: list[Tensor], layer_ids: tuple[i
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_trees_on_slots_are_their_branches_in_plain_attention(model_type: str) -> None:
     config, layer_ids = family_config(model_type, FAMILIES[model_type]), (1, 2)
-    assert why_not_served(config) is None
+    assert why_not_trained(config) is None
+    assert why_not_decoded(config) is None
     plain = plain_model(config)
     on_slots = OnSlots(target_like(plain, family_config(model_type, FAMILIES[model_type])), layer_ids)
     prompts, drafts, further = (torch.randint(3, VOCABULARY, (2, n)) for n in (max(LENGTHS), 7, NEXT))
@@ -152,8 +164,35 @@ def test_trees_on_slots_are_their_branches_in_plain_attention(model_type: str) -
 
 def test_the_page_names_the_families_that_are_tested() -> None:
     page = (Path(__file__).parents[2] / "docs" / "targets.md").read_text()
-    rows = [line for line in page[: page.index("## What is refused")].splitlines() if line.startswith("|")]
-    assert set(re.findall(r"`(\w+)`", "".join(rows))) == set(FAMILIES)
+    for title, families in (("What is decoded here", FAMILIES), ("What an engine has to run", RUN_BY_ENGINES)):
+        section = page.partition(f"## {title}")[2].partition("\n## ")[0]
+        rows = [line for line in section.splitlines() if line.startswith("|")]
+        assert set(re.findall(r"`(\w+)`", "".join(rows))) == set(families)
+
+
+@pytest.mark.parametrize("model_type", RUN_BY_ENGINES)
+def test_what_an_engine_has_to_run_is_trained_for_without_decoding_here(model_type: str, tmp_path: Path) -> None:
+    """Two questions with answers of their own; the refusal of the one names the way of the other."""
+    config = family_config(model_type, RUN_BY_ENGINES[model_type])
+    assert why_not_trained(config) is None
+    assert why_not_decoded(config)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"cannot be decoded here.*prepare --endpoint.*data\.features_endpoint"):
+        Target.from_pretrained(tmp_path, "cpu")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", RUN_BY_ENGINES)
+def test_first_layers_of_what_an_engine_runs_are_its_own(model_type: str, tmp_path: Path) -> None:
+    """The states of an engine are compared with those of the first layers, which are read alone."""
+    whole = plain_model(family_config(model_type, RUN_BY_ENGINES[model_type]))
+    whole.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    token_ids = torch.randint(3, VOCABULARY - 8, (1, 9))
+    first = Target.first_layers_from_pretrained(tmp_path, 2, torch.device("cpu"), torch.float32)
+    found = first.features(Batch(token_ids, torch.ones_like(token_ids, dtype=torch.bool)), (2,)).layers
+    expected = whole(input_ids=token_ids, use_cache=False, output_hidden_states=True).hidden_states[2]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
@@ -167,7 +206,7 @@ def test_refusals_name_the_reason_before_weights_are_read(model_type: str, tmp_p
 
 
 def test_falcon_with_alibi_is_refused_for_it() -> None:
-    assert "ALiBi" in (why_not_served(CONFIG_MAPPING["falcon"](alibi=True)) or "")
+    assert "ALiBi" in (why_not_trained(CONFIG_MAPPING["falcon"](alibi=True)) or "")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +220,7 @@ def test_falcon_with_alibi_is_refused_for_it() -> None:
 )
 def test_what_no_config_tells_is_found_when_loaded(model_type: str, changes: dict[str, Any], reason: str) -> None:
     config = family_config(model_type, changes)
-    assert why_not_served(config) is None
+    assert why_not_decoded(config) is None
     with pytest.raises(UserError, match=reason):
         target_like(plain_model(config), family_config(model_type, changes))
 

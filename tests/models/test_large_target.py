@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import SERVED, VOCABULARY, family_config, plain_model
+from families import MULTIMODAL, RUN_BY_ENGINES, SERVED, VOCABULARY, family_config, plain_model
 from huggingface_hub.errors import LocalEntryNotFoundError
 from runs import arguments, make_config
 from safetensors.torch import load_file
@@ -23,9 +23,11 @@ from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import Target, model_files
 from draftsmith.models.errors import UserError
 from draftsmith.models.target import target_files
+from draftsmith.models.target.loading import decoder_and_head, is_multimodal
 from draftsmith.train import train
 from draftsmith.train.run_folder.tracking import read_metrics
 
+FAMILIES = SERVED | MULTIMODAL | RUN_BY_ENGINES
 ALLOWED = 500_000_000  # bytes of memory, of which Python, torch and draftsmith take 330 MB
 WIDE = {"hidden_size": 256, "intermediate_size": 16384, "num_hidden_layers": 11}  # 51 MB a layer
 
@@ -76,23 +78,25 @@ def of_layers(target: Path) -> set[Path]:
     return set(files.values()) - {file for name, file in files.items() if ".layers." not in name}
 
 
-@pytest.mark.parametrize("model_type", SERVED)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_ends_of_every_family_are_read_alone(model_type: str, tmp_path: Path) -> None:
     """What layers alone are in is not there, and final norm and head give what those of the whole target do."""
-    config = family_config(model_type, SERVED[model_type])
+    config = family_config(model_type, FAMILIES[model_type])
     whole = plain_model(config)
+    decoder = decoder_and_head(whole)[0] if is_multimodal(config) else whole.base_model
     whole.save_pretrained(tmp_path, max_shard_size="10KB")
     tiny_tokenizer().save_pretrained(tmp_path)
     for file in of_layers(tmp_path):
         file.unlink()
     ends = Target.head_from_pretrained(tmp_path, "0" * 16, "cpu", torch.float32)
-    hidden, token_ids = torch.randn(5, config.hidden_size), torch.arange(VOCABULARY)
-    assert torch.equal(ends.head_module(hidden), whole.get_output_embeddings()(hidden))
-    assert torch.equal(ends.embedding(token_ids), whole.get_input_embeddings()(token_ids))
+    hidden, token_ids = torch.randn(5, ends.hidden_size), torch.arange(VOCABULARY)
+    head = decoder_and_head(whole)[1] if is_multimodal(config) else whole.get_output_embeddings()
+    assert torch.equal(ends.head_module(hidden), head(hidden))
+    assert torch.equal(ends.embedding(token_ids), decoder.get_input_embeddings()(token_ids))
     seen: list[torch.Tensor] = []
-    last_layer = [m for m in whole.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 3][0][-1]
+    last_layer = [m for m in decoder.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 3][0][-1]
     last_layer.register_forward_hook(lambda *call: seen.append(call[2] if torch.is_tensor(call[2]) else call[2][0]))
-    expected = whole.base_model(token_ids[None, :9], use_cache=False).last_hidden_state
+    expected = decoder(token_ids[None, :9], use_cache=False).last_hidden_state
     assert torch.equal(ends.final_norm(seen[0]), expected)
 
 

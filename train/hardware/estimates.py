@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.losses.chain_loss import CHUNK_ELEMENTS, GPU_ROWS
-from draftsmith.models.target.loading import drop_layers
+from draftsmith.models.target.loading import drop_layers, model_without_memory
 from draftsmith.models.target.target import FullTarget
 from draftsmith.train.config import TrainConfig
 
@@ -86,15 +86,15 @@ def target_size(config: PretrainedConfig) -> TargetSize:
     layers = sum(sum(counted[kind]) - sum(ends) for kind in kinds)
     experts = sum(counted[kind][1] for kind in kinds)
     head = text.vocab_size * text.hidden_size
-    return TargetSize(layers, round(layers - experts * (1 - share)), head, 0 if text.tie_word_embeddings else head)
+    tied = getattr(text if hasattr(text, "tie_word_embeddings") else config, "tie_word_embeddings", False)
+    return TargetSize(layers, round(layers - experts * (1 - share)), head, 0 if tied else head)
 
 
 def _count(config: PretrainedConfig, kept: list[int]) -> tuple[int, int]:
     """Count the parameters outside and inside experts of a model of only the kept layers."""
     config = copy.deepcopy(config)
     drop_layers(config.get_text_config(), kept)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = model_without_memory(config, "the target")
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     return sum(p.numel() for p in model.parameters()) - experts, experts
 
@@ -103,8 +103,7 @@ def meta_target(config: PretrainedConfig, name: str) -> Target:
     """Return a target of only embedding and head, without numbers in them: enough to build a drafter of its shape."""
     without_layers = copy.deepcopy(config)
     drop_layers(without_layers.get_text_config(), [])
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(without_layers)
+    model = model_without_memory(without_layers, f"target {name!r}")
     return Target(model, None, name, full=FullTarget(config, fingerprint=""))
 
 

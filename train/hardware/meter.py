@@ -29,7 +29,7 @@ class Meter:
         self._peak = peak_of(accelerator.device)  # operations a second
         self._operations = 0.0  # a token
         if self._peak:
-            size = target_size(drafter.target.text_config)
+            size = target_size(drafter.target.config)
             self._operations = operations_per_token(config, size, drafter)
 
     def add(self, batch_sums: list[LossSums], tokens_read: int) -> None:

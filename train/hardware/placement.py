@@ -84,7 +84,7 @@ def memory_needed(config: TrainConfig, device: torch.device, target: Target) -> 
     with torch.device("meta"):
         drafter = DRAFTERS["none" if from_files else config.drafter.kind].from_target(config.drafter, target)
     itemsize, on_gpu = default_dtype(device).itemsize, device.type == "cuda"
-    return estimate(config, target.model.config, 1, drafter, itemsize, on_gpu)
+    return estimate(config, target.config, 1, drafter, itemsize, on_gpu)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def place(config: TrainConfig, accelerator: Accelerator, target: Target) -> Plac
 def check_room_to_store(config: TrainConfig, accelerator: Accelerator, target: Target) -> None:
     """Refuse a pass that stores features where the layers of `target`, which has none yet, cannot fit."""
     share = max(shares_of_layers(config, accelerator, target))
-    needed = default_dtype(accelerator.device).itemsize * target_size(target.text_config).layers * share
+    needed = default_dtype(accelerator.device).itemsize * target_size(target.config).layers * share
     if needed > (free := free_bytes(config, accelerator)):
         raise UserError(
             f"storing features takes {size_text(needed)} for the target's layers on each device, of {size_text(free)} "
