@@ -13,6 +13,7 @@ from draftsmith.inference.planning.costs import Costs
 from draftsmith.models.errors import printable
 from draftsmith.models.files import require_writable, write_json, write_whole
 from draftsmith.models.typed_json import to_json
+from draftsmith.recipes.configs.playground import playground_data
 from draftsmith.recipes.report_data.contents import ReportData
 from draftsmith.recipes.report_data.measured import checkpoint_names
 from draftsmith.recipes.report_data.reading import as_yaml, read_report_data, report_data_of
@@ -108,15 +109,8 @@ def as_page(
     profiles: list[Profile],
 ) -> str:
     """Return one page that needs no other file and no network. `figures`: SVG elements by name."""
-    environment = Environment(
-        loader=FunctionLoader(page_file),
-        autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else printable(value),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html.j2").render(
+    return rendered(
+        "report.html.j2",
         name=name,
         verdict=verdict,
         left_out=UNREADABLE,
@@ -128,8 +122,29 @@ def as_page(
         sample_source=lambda sample: ", ".join(filter(None, checkpoint_names(sample.drafter))),
         words=WORDS,
         settings=settings_of(data),
+    )
+
+
+def playground_page() -> str:
+    """Return the page of the playground alone, which needs no data, no other file and no network."""
+    return rendered("playground_page.html.j2")
+
+
+def rendered(template: str, **values: Any) -> str:
+    """Return a page from its template, with style, scripts and the playground's data, which all pages share."""
+    environment = Environment(
+        loader=FunctionLoader(page_file),
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else printable(value),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(
         style=page_file("report.css"),
-        script=page_file("panel.js"),
+        script=page_file("panel.js") + page_file("playground.js"),
+        playground=to_json(playground_data()),
+        **values,
     )
 
 

@@ -17,6 +17,7 @@ from draftsmith.data.console import shell_path
 from draftsmith.inference.measuring.results import Interval, Result
 from draftsmith.inference.planning.best_draft import acceptance_length, rates_of_rounds
 from draftsmith.inference.planning.costs import GOAL, Costs
+from draftsmith.inference.planning.roofline import RoundCosts
 from draftsmith.models.errors import printable
 from draftsmith.recipes.report_data.contents import ReportData
 from draftsmith.recipes.report_data.measured import MeasuredDrafter
@@ -25,16 +26,6 @@ from draftsmith.recipes.reports.tables import Section, Table, count, draft_text,
 
 ASSUMED_RATE = 0.7  # of acceptance at each depth, where a plan knows none
 REACH = 2  # times the longest draft and the largest batch that were measured is as far as the panel goes
-
-
-@dataclass(frozen=True)
-class RoundCosts:
-    """The cost of a round at one batch size, in steps of plain decoding, by draft length from 0 on."""
-
-    batch_size: int
-    draft: list[float]
-    verify: list[float]
-    host: float
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,13 @@ from typing import Any
 
 import matplotlib.image
 import pytest
+from playground import PAGE
 from reports import write_grid
 
+from draftsmith.inference.planning.roofline import Roofline, roofline_costs
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.report_data.reading import read_report_data
-from draftsmith.recipes.reports.report import build_report, page_file
+from draftsmith.recipes.reports.report import build_report, page_file, playground_page
 from draftsmith.recipes.reports.what_if import profiles_of, speedups
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -117,9 +119,11 @@ def test_screenshot(folder: Path) -> None:
 
 
 def computed(expression: str, **values: Any) -> Any:
-    """Evaluate an expression of panel.js in Node.js, of constants with these values."""
+    """Evaluate an expression of the page's scripts in Node.js, of constants with these values."""
     constants = "".join(f"const {name} = {json.dumps(to_json(value))};\n" for name, value in values.items())
-    script = f"{page_file('panel.js')}\n{constants}console.log(JSON.stringify({expression}));"
+    script = (
+        f"{page_file('panel.js')}\n{page_file('playground.js')}\n{constants}console.log(JSON.stringify({expression}));"
+    )
     done = subprocess.run(["node", "-"], input=script, capture_output=True, text=True, timeout=30, check=True)
     return json.loads(done.stdout)
 
@@ -156,3 +160,35 @@ def test_moving_acceptance_and_costs(folder: Path) -> None:
         "pays at no batch size shown",
     ]
     assert computed("changedRates([0.5, 0.25, 1, 0], 0.25)") == pytest.approx([0.25, 0.0625, 1, 0])
+
+
+@needs_node
+def test_the_playground_computes_what_the_planner_does() -> None:
+    """Chains and blocks, at light and heavy loads and contexts, to the digit."""
+    models = [
+        Roofline(draft_cost, parallel, ridge, cache_share, 0.05)
+        for draft_cost, parallel in ((0.0, False), (0.05, False), (0.2, True))
+        for ridge, cache_share in ((295.0, 8.7e-6), (153.0, 1e-4))
+    ]
+    places = [(1, 128), (64, 1024), (512, 131_072)]
+    call = "models.map((model) => places.map(([batch, context]) => rooflineCosts(model, batch, context, 16)))"
+    expected = [[to_json(roofline_costs(model, *place, 16)) for place in places] for model in models]
+    assert computed(call, models=models, places=places) == expected
+
+
+def test_where_the_roofline_bends() -> None:
+    """By hand: tokens are free up to the ridge, caches are read once a pass, and a block drafts all in one pass."""
+    model = Roofline(draft_cost=0.1, parallel=False, ridge=100.0, cache_share=0.001, host=0.0)
+    light, heavy = roofline_costs(model, 1, 0, 4), roofline_costs(model, 50, 0, 4)
+    assert (light.verify, light.draft[4]) == ([1.0] * 5, pytest.approx(0.4))
+    assert heavy.verify == pytest.approx([1.0, 1.0, 1.5, 2.0, 2.5])
+    assert roofline_costs(model, 10, 100, 4).verify == pytest.approx([1.0] * 5)  # a plain step reads the caches, too
+    assert roofline_costs(replace(model, parallel=True), 1, 0, 4).draft == pytest.approx([0.0, 0.1, 0.1, 0.1, 0.1])
+
+
+def test_the_playground_in_the_docs_is_the_one_of_today() -> None:
+    """It is written by tools/playground.py, asks for nothing and is small."""
+    page = playground_page()
+    assert PAGE.read_text() == page
+    assert not re.search(r"""(src|href)=|@import|<link|https?://""", page.replace("http://www.w3.org/2000/svg", ""))
+    assert len(page) < 100_000

@@ -1,0 +1,11 @@
+"""Write docs/playground.html anew: python tools/playground.py"""
+
+from pathlib import Path
+
+from draftsmith.models.files import write_whole
+from draftsmith.recipes.reports.report import playground_page
+
+PAGE = Path(__file__).parents[1] / "docs/playground.html"
+
+if __name__ == "__main__":
+    write_whole(PAGE, playground_page())
