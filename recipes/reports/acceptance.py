@@ -34,6 +34,10 @@ def acceptance(data: ReportData) -> Section:
         for drafter, row in rows
         if row.acceptance.num_drafts
     ]
+    predicted = teacher_forced(rows)
+    differ = any(row.teacher_forced_gap and row.teacher_forced_gap.flagged for _, row in rows)
+    if not differ:
+        predicted.title = "✓ Accepted as training predicts, up to chance"
     note = "The chance that a drafted token is accepted when all before it were; below it the share of all rounds."
     plots = [
         Plot(
@@ -51,8 +55,9 @@ def acceptance(data: ReportData) -> Section:
         "acceptance",
         "Acceptance",
         "How many tokens a round emits, and where in a draft the drafter loses the target.",
-        [table_of("Acceptance by position", by_position, note), teacher_forced(rows)],
-        plots if any(row.acceptance.num_drafts for _, row in data.at_leading_setting()) else [],
+        [table_of("Acceptance by position", by_position, note), *([predicted] if differ else [])],
+        folded=[] if differ else [predicted],
+        plots=plots if any(row.acceptance.num_drafts for _, row in data.at_leading_setting()) else [],
     )
 
 

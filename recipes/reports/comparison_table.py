@@ -5,6 +5,7 @@ from draftsmith.recipes.report_data.contents import ReportData
 from draftsmith.recipes.report_data.measured import DrafterResult, MeasuredDrafter, differing_conditions
 from draftsmith.recipes.reports.lossless import certificate_text, lossless_text
 from draftsmith.recipes.reports.tables import (
+    Bar,
     Cell,
     Row,
     Section,
@@ -31,8 +32,8 @@ def compared(data: ReportData) -> Section:
         "Drafters compared",
         "What counts is the speedup: green where its 95 % interval lies above 1, red where below. A round of plain "
         "decoding is one step.",
-        [comparison_table(first, blocks[first])],
-        folded=[comparison_table(setting, block) for setting, block in blocks.items() if setting != first],
+        [ranking_table(first, blocks[first])],
+        folded=[comparison_table(setting, block) for setting, block in blocks.items()],
         notes=[
             f"Certificate of losslessness, {certificate_text(drafter.name, drafter.evaluation.certificate)}"
             for drafter in data.drafters
@@ -66,6 +67,41 @@ def by_setting(drafters: list[MeasuredDrafter]) -> dict[str, list[DrafterResult]
     return blocks
 
 
+def ranking_table(setting: str, block: list[DrafterResult]) -> Table:
+    """Return what decides at one setting: the drafters by their speedup, the winner first, with bars."""
+    drafting = [(drafter, row) for drafter, row in block if drafter.kind != PLAIN]
+    drafting.sort(key=lambda pair: (pair[1].is_sound, pair[1].speed.speedup), reverse=True)
+    reach = max([1.0, *(max(ends_of(row)) for _, row in drafting)])
+    rows: list[Row] = [
+        {
+            "drafter": Cell(drafter.name, drafter.note),
+            "speedup": Cell(speedup_text(row), interval_note(row), tone_of(row), bar_of(row, reach)),
+            "tokens a round": f"{row.tokens_a_round:.2f}",
+            "output": Cell("✓ the target's", lossless_text(row))
+            if row.is_sound
+            else Cell(lossless_text(row), tone="alarm"),
+        }
+        for drafter, row in drafting
+    ]
+    plain: Row = {
+        "drafter": "plain decoding",
+        "speedup": Cell("1.00×", bar=Bar(1 / reach, 1 / reach, 1 / reach, 1 / reach)),
+    }
+    slower = [place for place, (_, row) in enumerate(drafting) if not row.is_sound or row.speed.speedup < 1]
+    rows.insert(slower[0] if slower else len(rows), plain | {"tokens a round": "1.00", "output": "reference"})
+    return table_of(setting[0].upper() + setting[1:], rows, words=("drafter", "output"))
+
+
+def ends_of(row: Result) -> tuple[float, float]:
+    """Return the ends of the interval of a speedup; the speedup itself where there is none."""
+    return row.speed.speedup_ci95 or (row.speed.speedup, row.speed.speedup)
+
+
+def bar_of(row: Result, reach: float) -> Bar:
+    low, high = ends_of(row)
+    return Bar(row.speed.speedup / reach, max(0.0, low) / reach, high / reach, 1 / reach)
+
+
 def comparison_table(setting: str, block: list[DrafterResult]) -> Table:
     """Return all drafters at one setting, plain decoding, and what transformers reached beside them."""
     rows = [comparison_cells(drafter, row) for drafter, row in block]
@@ -92,7 +128,7 @@ def comparison_cells(drafter: MeasuredDrafter, row: Result) -> Row:
         "plain tokens/s": f"{row.speed.baseline_tokens_per_second:.1f}",
         "ms a round": f"{phases.total:.2f}",
         "draft / verify / host": f"{phases.draft:.2f} / {phases.verify:.2f} / {phases.host:.2f}",
-        "step cost ratio": f"{row.speed.step_cost_ratio:.2f}",
+        "plain steps a round": f"{row.steps_a_round:.2f}",
         "identical outputs": sound,
     }
 
@@ -109,7 +145,7 @@ def plain_cells(row: Result, note: str) -> Row:
         "plain tokens/s": speed,
         "ms a round": f"{row.plain_step_ms:.2f}",
         "draft / verify / host": "–",
-        "step cost ratio": "1.00",
+        "plain steps a round": "1.00",
         "identical outputs": "reference",
     }
 
@@ -145,8 +181,8 @@ def idle_note(block: list[DrafterResult]) -> str:
     if not parts:
         return ""
     return (
-        f"{', '.join(parts)}. Acceptance length and draft acceptance count the rounds with a draft only; speedup and "
-        "milliseconds count all, so the step cost ratio sets one against the other and says less there."
+        f"{', '.join(parts)}. Acceptance length and draft acceptance count the rounds with a draft only; speedup, "
+        "milliseconds and plain steps count all."
     )
 
 

@@ -131,6 +131,14 @@ def interval_line(axes: Axes, x: list[int], measured: list[tuple[float, Interval
     axes.plot(x, y, style.dashes, marker="o", color=style.colour, label=style.label)
 
 
+def interval_band(axes: Axes, x: list[int], measured: list[tuple[float, Interval]], style: LineStyle) -> None:
+    """Draw measured values over x as a line, in a band of their intervals."""
+    y = [value for value, _ in measured]
+    ends = [interval or (value, value) for value, interval in measured]
+    axes.fill_between(x, *zip(*ends, strict=True), color=style.colour, alpha=0.15, linewidth=0)
+    axes.plot(x, y, style.dashes, marker="o", color=style.colour, label=style.label)
+
+
 def plain_line(axes: Axes) -> None:
     axes.axhline(1.0, color=INK, linewidth=1, label="plain decoding")
 

@@ -16,7 +16,7 @@ from draftsmith.recipes.reports.figures import (
     DASHES,
     INK,
     Plot,
-    interval_line,
+    interval_band,
     label,
     label_text,
     legend,
@@ -81,7 +81,7 @@ def draw_by_checkpoint(
     for run in data.comparable_runs:
         steps = [checkpoint.step for checkpoint in run.checkpoints]
         measured = [measure(checkpoint.first_result) for checkpoint in run.checkpoints]
-        interval_line(axes, steps, measured, styles[run.name])
+        interval_band(axes, steps, measured, styles[run.name])
     baselines = data.comparable_runs[0].best.baselines
     for (name, baseline), dashes in zip(baselines.items(), cycle(DASHES), strict=False):
         value, _ = measure(baseline.results[0])

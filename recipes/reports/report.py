@@ -37,8 +37,8 @@ WORDS = {
     "prompts, reading the prompt included. Intervals: paired bootstrap over prompts (over batches above batch size 1), "
     "95 %, of medians over repeats. Of a run the fastest checkpoint is shown; a checkpoint, draft length or drafter "
     "that was chosen by the number that is shown is flattered by it a little.",
-    "Step cost ratio": "Acceptance length over speedup: what a round costs, in steps of plain decoding. The acceptance "
-    "length has to exceed it.",
+    "Plain steps a round": "What a round costs, in steps of plain decoding: tokens a round over speedup. A round pays "
+    "where it emits more tokens than that.",
     "Identical outputs": "Outputs that equal plain decoding's token by token. Near tie: the first difference is "
     "between two tokens that the target holds equally likely up to rounding. Lossy: a mode that does not keep the "
     "target's law; its speed is no speedup of lossless decoding. Probabilistic verification keeps the distribution, "

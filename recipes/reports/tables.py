@@ -20,10 +20,21 @@ STYLES: dict[Tone, str] = {"": "", "good": "green", "bad": "red", "alarm": "bold
 
 
 @dataclass(frozen=True)
+class Bar:
+    """A value with its interval as a bar of a page, in shares of the width; `one` is where plain decoding stands."""
+
+    value: float
+    low: float
+    high: float
+    one: float
+
+
+@dataclass(frozen=True)
 class Cell:
     text: str
     note: str = ""  # a second, smaller line
     tone: Tone = ""
+    bar: Bar | None = None  # drawn by the page, and left out elsewhere
 
 
 Row = dict[str, Cell | str]  # by heading

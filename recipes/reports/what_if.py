@@ -281,7 +281,7 @@ def cost_model(data: ReportData) -> Section:
         plots=[
             Plot(
                 "predicted_speedup",
-                "Costs were measured apart from any text: what is off the line is due to prompts and emptying batches.",
+                "Below the line a drafter was slower than predicted. Costs were measured apart from these texts.",
                 partial(draw_predicted_speedup, predictions, line_styles(data)),
             )
         ],

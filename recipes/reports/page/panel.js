@@ -61,7 +61,8 @@ function drawChart(svg, chart) {
     line("grid", left, y(value), right, y(value));
     words("tick", left - 7, y(value) + 4, "end", `${+value.toFixed(2)}×`);
   }
-  chart.labels.forEach((label, i) => words("tick", x(i), bottom + 17, "middle", label));
+  const every = Math.ceil(22 * chart.labels.length / (right - left)); // labels that would touch are left out
+  chart.labels.forEach((label, i) => { if (i % every === 0) words("tick", x(i), bottom + 17, "middle", label); });
   words("axis", (left + right) / 2, height - 6, "middle", chart.axis);
   const cell = (right - left) / chart.labels.length;
   chart.predicted.forEach((value, i) => { // where speculation costs more than it brings

@@ -59,8 +59,9 @@ function startPlayground(root, data) {
   }
 
   function show() {
-    const value = (name) => +input(name).value;
-    const batch = 2 ** value("batch"), context = 2 ** value("context"), length = value("draft_length");
+    const value = (name) => +(input(`${name}_typed`) ?? input(name)).value; // what is typed counts: it may lie between notches
+    const batch = Math.max(1, value("batch")), context = value("context");
+    const length = Math.min(LONGEST_PLAYED, Math.max(1, Math.round(value("draft_length"))));
     const model = {
       draft_cost: value("draft_cost") / 100, parallel: data.families[value("family")].parallel,
       ridge: data.ridges[value("device")], cache_share: data.cache_share, host: value("host") / 100,
@@ -68,8 +69,6 @@ function startPlayground(root, data) {
     const costs = rooflineCosts(model, batch, context, LONGEST_PLAYED), profile = { rates: [value("rate") / 100] };
     const predicted = speedups(profile, costs, UNCHANGED), highest = Math.max(...predicted);
     const best = predicted.indexOf(highest) + 1;
-    output("batch", `${batch}`);
-    output("context", `${context} tokens`);
     output("speedup", `${predicted[length - 1].toFixed(2)}×`);
     root.querySelector("[data-output=speedup]").className = predicted[length - 1] > 1 ? "good" : "bad";
     output("best", highest > 1 ? `draft length ${best} (${highest.toFixed(2)}×)` : "no speculation");
@@ -84,9 +83,12 @@ function startPlayground(root, data) {
   }
 
   root.addEventListener("input", ({ target }) => {
-    const twin = input(target.name.endsWith("_typed") ? target.name.slice(0, -6) : `${target.name}_typed`);
-    if (twin) twin.value = target.value;
-    if (target.name === "family") chooseFamily(target.value);
+    if (target.type === "range") {
+      input(`${target.name}_typed`).value = "powers" in target.dataset ? 2 ** target.value : target.value;
+    } else if (target.type === "number") {
+      const range = input(target.name.replace("_typed", ""));
+      range.value = "powers" in range.dataset ? Math.log2(target.value) : target.value;
+    } else if (target.name === "family") chooseFamily(target.value);
     show();
   });
   for (const button of document.querySelectorAll("[data-rate]")) {
