@@ -31,7 +31,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports import report
-from draftsmith.recipes.reports.comparison_table import by_setting, comparison_table
+from draftsmith.recipes.reports.comparison_table import by_setting, comparison_table, ranking_table
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.tables import ratio_text
 from draftsmith.recipes.reports.terminal import print_evaluations, print_summary
@@ -433,6 +433,24 @@ def test_the_panel_of_a_plan_shows_what_the_plan_expects(tmp_path: Path) -> None
     (profile,) = profiles_of(read_report_data(tmp_path))
     assert speedups(profile, profile.costs[0])[3] == pytest.approx((1 + 0.5 + 0.25 + 0.125 + 0.0625) / 1.2)
     assert 'id="panel"' in build_report(tmp_path).read_text()
+
+
+def test_the_winner_stands_first(tmp_path: Path) -> None:
+    """Whether it was trained or not, with plain decoding where it belongs, and broken output at the end."""
+    speeds = {"eagle3": (1.1, 0), "medusa": (0.9, 0), "ngram": (1.3, 0), "hydra": (2.0, 3)}
+    for number, (name, (speedup, divergences)) in enumerate(speeds.items()):
+        (tmp_path / f"{number}-{name}").mkdir()
+        row = result(0.6, 1.0, divergences=divergences) | {"speedup": speedup, "speedup_ci95": [0.8, 2.6]}
+        drafter = name if name == "ngram" else f"{name}/best"
+        write_results(tmp_path / f"{number}-{name}/evaluation.json", [row], drafter, name)
+    (block,) = by_setting(read_report_data(tmp_path).all_drafters).values()
+    table = ranking_table("s", block)
+    names = table.column("drafter")
+    assert [name.partition("/")[0] for name in names] == ["ngram", "eagle3", "plain decoding", "medusa", "hydra"]
+    assert table.headings == ["drafter", "speedup", "tokens a round", "output"]
+    bars = [cell.bar for cell in (row[1] for row in table.rows) if cell.bar]
+    assert [bar.value * 2.6 for bar in bars] == pytest.approx([1.3, 1.1, 1.0, 0.9, 2.0])
+    assert all(bar.one == pytest.approx(1 / 2.6) for bar in bars)
 
 
 # --- damaged files
