@@ -135,7 +135,8 @@ def interval_band(axes: Axes, x: list[int], measured: list[tuple[float, Interval
     """Draw measured values over x as a line, in a band of their intervals."""
     y = [value for value, _ in measured]
     ends = [interval or (value, value) for value, interval in measured]
-    axes.fill_between(x, *zip(*ends, strict=True), color=style.colour, alpha=0.15, linewidth=0)
+    low, high = [end[0] for end in ends], [end[1] for end in ends]
+    axes.fill_between(x, low, high, color=style.colour, alpha=0.15, linewidth=0)
     axes.plot(x, y, style.dashes, marker="o", color=style.colour, label=style.label)
 
 
