@@ -1,4 +1,4 @@
-"""What the playground starts with: devices, the costs of families, and the acceptance that others reached.
+"""Data that the playground starts with: devices, the costs of families, and the acceptance that others reached.
 
 Costs of families are counts of weights for the shape of Llama-3.1-8B, that is what a pass of the drafter reads over
 what a step of the target reads. They leave out the host and the launches of kernels, so that they are lower bounds.
