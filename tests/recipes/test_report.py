@@ -398,7 +398,7 @@ def test_a_report_without_costs_says_what_measures_them(tmp_path: Path) -> None:
     costs = replace(costs, held_out=HeldOutErrors(settings=1), fitted_on=[RoundTimes(4, 1, 64, 4, False, 1, 10, 11)])
     (run / "costs.json").write_text(json.dumps(to_json(costs)))
     page = build_report(run).read_text()
-    assert "draftsmith plan" not in page
+    assert "draftsmith plan --target" not in page
     assert "the median error is" in page[page.index('id="cost-model"') :]
 
 
