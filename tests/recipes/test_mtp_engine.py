@@ -27,11 +27,15 @@ WIDE = {
 }  # as vLLM's CPU has heads
 
 
-def test_vllm_accepts_what_we_accept(tmp_path: Path) -> None:
-    """Rough norms and noise in the weights, so that a wrong state, order or norm changes the counters."""
+@pytest.mark.parametrize("family", ["qwen2", "glm4_moe"])
+def test_vllm_accepts_what_we_accept(family: str, tmp_path: Path) -> None:
+    """In MiMo's layout and in GLM-4.5's.
+
+    Rough norms and noise in the weights, so that a wrong state, order or norm changes the counters.
+    """
     if not (venv := os.environ.get("DRAFTSMITH_VLLM")):
         pytest.skip("DRAFTSMITH_VLLM names no environment with vLLM")
-    weights = save_head_target(tmp_path / "target", "qwen2", **WIDE, initializer_range=0.12) / "model.safetensors"
+    weights = save_head_target(tmp_path / "target", family, **WIDE, initializer_range=0.12) / "model.safetensors"
     tensors = load_file(weights)
     torch.manual_seed(3)
     tensors["model.norm.weight"] = 1 + 0.8 * torch.randn(64)
