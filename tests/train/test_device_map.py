@@ -27,7 +27,9 @@ GPUS = [torch.device("cuda", index) for index in range(2)]
 # Without CUDA fake tensors of a GPU cannot be sorted to experts, nor some constants be made there.
 NOT_FAKED = {"afmoe", "apertus", "dots1", "ernie4_5_moe", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_text"}
 NOT_FAKED |= {"glm4_moe", "gpt_oss", "granitemoe", "granitemoehybrid", "jetmoe", "minimax_m2", "mixtral", "olmoe"}
-NOT_FAKED |= {"qwen2_moe", "qwen3_moe", "vaultgemma"}
+NOT_FAKED |= {"qwen2_moe", "qwen3_moe", "vaultgemma", "cohere2_moe", "exaone_moe", "gemma4_unified_text"}
+NOT_FAKED |= {"granite_swa", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "laguna", "mellum"}
+NOT_FAKED |= {"solar_open"}
 
 
 class Indexing(TorchFunctionMode):
