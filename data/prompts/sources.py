@@ -104,10 +104,7 @@ def _from_rows(rows: RawRows, source: str, column: str, domain_column: str, bad:
 
 
 def _to_prompt(row: Any, where: str, column: str, domain_column: str) -> Prompt | None:
-    """Return the prompt of a row, which may be a line of JSON that nobody has parsed yet."""
-    if isinstance(row, JsonLine):
-        row = parse_json(row, where, with_lone_surrogates=True)
-    return to_prompt(row, where, column, domain_column)
+    return to_prompt(parsed(row, where), where, column, domain_column)
 
 
 # --- files
@@ -115,6 +112,11 @@ def _to_prompt(row: Any, where: str, column: str, domain_column: str) -> Prompt 
 
 class JsonLine(str):
     """A line of JSON. It is parsed where a mistake in it leaves out no other line."""
+
+
+def parsed(row: Any, where: str) -> Any:
+    """Return the content of a row. Raises `UserError` for a line that is no JSON."""
+    return parse_json(row, where, with_lone_surrogates=True) if isinstance(row, JsonLine) else row
 
 
 def _text_rows(path: Path) -> RawRows:

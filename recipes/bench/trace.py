@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.prompts.prompt_formats import FIELDS, Prompt, to_prompt
-from draftsmith.data.prompts.sources import READERS, RawRows, read_source
+from draftsmith.data.prompts.sources import READERS, RawRows, parsed, read_source
 from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import MOST
 from draftsmith.models.reading import read_lines
@@ -73,7 +73,7 @@ def _requests(path: Path) -> Iterator[TraceRequest]:
     for place, row in _csv_rows(path) if path.suffix == ".csv" else READERS[path.suffix](path):
         if isinstance(row, Prompt):
             yield TraceRequest(row, None, None, False, None)
-        elif (request := _from_row(row, place)) is not None:
+        elif (request := _from_row(parsed(row, place), place)) is not None:
             yield request
 
 
