@@ -46,6 +46,7 @@ WORDS = {
     "Break-even": "The batch size at which the speedup falls to 1, on the line between the two measured sizes around "
     "it, over the logarithm of the batch size.",
 }
+SCRIPTS = ("panel.js", "playground.js", "story.js")
 UNREADABLE = "These files could not be read, and nothing in this report is of them:"
 
 
@@ -120,9 +121,25 @@ def as_page(
         profiles=to_json(profiles),
         samples=data.samples,
         sample_source=lambda sample: ", ".join(filter(None, checkpoint_names(sample.drafter))),
+        story_rounds=[[{"num_tokens": round.num_tokens} for round in sample.rounds] for sample in data.samples],
+        story_times=story_times(data),
         words=WORDS,
         settings=settings_of(data),
     )
+
+
+def story_times(data: ReportData) -> dict[str, float] | None:
+    """Return the milliseconds of a round and of a plain step, at which samples are played; None without a drafter.
+
+    Samples are of the drafter that the report leads with, and decoded alone, so that its rounds at batch size 1 count.
+    """
+    if not data.samples or not data.drafters:
+        return None
+    drafter = data.find(data.samples[0].drafter) or data.leader[0]
+    rows = [row for row in drafter.results if row.setting.batch_size == 1 and row.acceptance.num_drafts]
+    if not rows:
+        return None
+    return {"round_ms": rows[0].speed.milliseconds_per_round.total, "plain_ms": rows[0].plain_step_ms}
 
 
 def playground_page() -> str:
@@ -142,7 +159,7 @@ def rendered(template: str, **values: Any) -> str:
     )
     return environment.get_template(template).render(
         style=page_file("report.css"),
-        script=page_file("panel.js") + page_file("playground.js"),
+        script="\n".join(map(page_file, SCRIPTS)),
         playground=to_json(playground_data()),
         **values,
     )

@@ -18,7 +18,7 @@ from reports import write_grid
 from draftsmith.inference.planning.roofline import Roofline, roofline_costs
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.report_data.reading import read_report_data
-from draftsmith.recipes.reports.report import build_report, page_file, playground_page
+from draftsmith.recipes.reports.report import SCRIPTS, build_report, page_file, playground_page
 from draftsmith.recipes.reports.what_if import profiles_of, speedups
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -121,9 +121,8 @@ def test_screenshot(folder: Path) -> None:
 def computed(expression: str, **values: Any) -> Any:
     """Evaluate an expression of the page's scripts in Node.js, of constants with these values."""
     constants = "".join(f"const {name} = {json.dumps(to_json(value))};\n" for name, value in values.items())
-    script = (
-        f"{page_file('panel.js')}\n{page_file('playground.js')}\n{constants}console.log(JSON.stringify({expression}));"
-    )
+    scripts = "\n".join(map(page_file, SCRIPTS))
+    script = f"{scripts}\n{constants}console.log(JSON.stringify({expression}));"
     done = subprocess.run(["node", "-"], input=script, capture_output=True, text=True, timeout=30, check=True)
     return json.loads(done.stdout)
 
@@ -160,6 +159,15 @@ def test_moving_acceptance_and_costs(folder: Path) -> None:
         "pays at no batch size shown",
     ]
     assert computed("changedRates([0.5, 0.25, 1, 0], 0.25)") == pytest.approx([0.25, 0.0625, 1, 0])
+
+
+@needs_node
+def test_the_story_runs_on_one_clock() -> None:
+    """Three rounds of 15 ms beside plain steps of 10 ms: at 30 ms two rounds have given 5 tokens, plain decoding 3."""
+    rounds, times = [{"num_tokens": 1}, {"num_tokens": 4}, {"num_tokens": 3}], {"round_ms": 15, "plain_ms": 10}
+    call = "[0, 14, 30, 45, 1000].map((ms) => storyAt(rounds, times, ms))"
+    found = [(at["done"], at["tokens"], at["plain"], at["total"]) for at in computed(call, rounds=rounds, times=times)]
+    assert found == [(0, 0, 0, 8), (0, 0, 1, 8), (2, 5, 3, 8), (3, 8, 4, 8), (3, 8, 8, 8)]
 
 
 @needs_node
