@@ -257,12 +257,16 @@ class SpeculativeDecoder:
     ) -> Iterator[StreamedRound]:
         """Decode one prompt, `chat` as in `generate`, `draft` as in `resolve_settings`.
 
-        Yield what reading the prompt, then each round, adds.
+        Return what reading the prompt, then each round, adds.
         """
         settings = resolve_settings(self.drafter, sampling, max_new_tokens, draft, seed=seed)
         with self.target.turn():
             token_ids = self.token_ids([prompt], settings.max_new_tokens, chat)
             generation = Generation(self.engine_for(settings, 1, len(token_ids[0])), token_ids, lag=0)
+        return self.stream_rounds(generation)
+
+    def stream_rounds(self, generation: Generation) -> Iterator[StreamedRound]:
+        """Run a generation of one request, whose lag is 0; yield what reading its prompt, then each round, adds."""
         new_ids: list[int] = []
         drafted: list[bool] = []  # whether each new token was proposed by the drafter
         num_written = 0  # characters in earlier pieces

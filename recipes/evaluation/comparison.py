@@ -102,7 +102,7 @@ def evaluate_side_by_side(
     texts, costs = None, {}
     if options.sample_texts:
         leader = report_data_of(evaluations).leader[0].evaluation.drafter
-        texts = sample_texts(target, drafters[leader], leader, prompt_sets[0], grid[0])
+        texts = sample_texts(target, drafters[leader], leader, prompt_sets[0], grid)
     if options.costs:
         with cpu_threads(options.num_threads):
             costs = affordable_costs(target, drafters, evaluations, prompt_sets[0], COSTS_SHARE * measuring_seconds)

@@ -1,5 +1,6 @@
 """report.html of a run, of a folder of runs, or of an evaluation; report.md and report.json with the same beside it."""
 
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from markupsafe import Markup
 
 from draftsmith.data.progress import notice
 from draftsmith.inference.measuring.results import Evaluation
+from draftsmith.inference.measuring.sample_texts import SampleRound, SampleText
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models.errors import printable
 from draftsmith.models.files import require_writable, write_json, write_whole
@@ -121,25 +123,29 @@ def as_page(
         profiles=to_json(profiles),
         samples=data.samples,
         sample_source=lambda sample: ", ".join(filter(None, checkpoint_names(sample.drafter))),
-        story_rounds=[[{"num_tokens": round.num_tokens} for round in sample.rounds] for sample in data.samples],
-        story_times=story_times(data),
+        stories=[to_json(story_of(sample, data)) for sample in data.samples],
         words=WORDS,
         settings=settings_of(data),
     )
 
 
-def story_times(data: ReportData) -> dict[str, float] | None:
-    """Return the milliseconds of a round and of a plain step, at which samples are played; None without a drafter.
+@dataclass(frozen=True)
+class Story:
+    """What the page plays of a sample text. Its rounds and steps are given the same time each."""
 
-    Samples are of the drafter that the report leads with, and decoded alone, so that its rounds at batch size 1 count.
-    """
-    if not data.samples or not data.drafters:
-        return None
-    drafter = data.find(data.samples[0].drafter) or data.leader[0]
-    rows = [row for row in drafter.results if row.setting.batch_size == 1 and row.acceptance.num_drafts]
-    if not rows:
-        return None
-    return {"round_ms": rows[0].speed.milliseconds_per_round.total, "plain_ms": rows[0].plain_step_ms}
+    rounds: list[SampleRound]
+    round_ms: float
+    plain_ms: float
+
+
+def story_of(sample: SampleText, data: ReportData) -> Story | None:
+    """Return the rounds of a sample text with the times measured at batch size 1; None where there are none."""
+    drafter = data.find(sample.drafter)
+    for row in drafter.results if drafter else []:
+        setting = row.setting
+        if setting.batch_size == 1 and setting.temperature == sample.temperature and row.acceptance.num_drafts:
+            return Story(sample.rounds, row.speed.milliseconds_per_round.total, row.plain_step_ms)
+    return None
 
 
 def playground_page() -> str:

@@ -109,7 +109,13 @@ def write_run(folder: Path, keep: float, draft_ms: float, divergences: int = 0) 
 
 def write_samples(folder: Path) -> None:
     pieces = [{"text": "    if a <b>&", "accepted": True}, {"text": " 1:\n", "accepted": False}]
-    rounds = [{"text": "    if a <b>& 1:\n", "num_tokens": 4, "num_accepted": 3, "pieces": pieces}] * 3
+    drafted = [
+        {"text": text, "target_probability": p, "drafter_probability": q}
+        for text, p, q in (("    if", 0.9, 0.8), (" a", 0.7, 0.5), (" <b>&", 0.6, None), ("</script>", 0.003, 0.25))
+    ]
+    rounds = [
+        {"text": "    if a <b>& 1:\n", "num_tokens": 4, "num_accepted": 3, "pieces": pieces, "drafted": drafted}
+    ] * 3
     drafter = str(folder / "eagle3/checkpoints/step-000400")
     prompt = "<script>alert(1)</script>\ndef f(a):\n"
     samples = [{"prompt": prompt, "drafter": drafter, "temperature": 0.0, "rounds": rounds}]

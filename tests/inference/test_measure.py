@@ -10,15 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from drafters import build
+from transformers import AutoModelForCausalLM
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.decoding.decoder import resolve_settings
+from draftsmith.inference.decoding.generation import Generation
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.interleaving import decode_in_turns
 from draftsmith.inference.measuring.lossless import compare_outputs, in_fp32, next_logits, target_uniform
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure, pick_prompts
 from draftsmith.inference.measuring.results import LosslessCheck, Result
+from draftsmith.inference.measuring.sample_texts import WatchedEngine, sample_texts
 from draftsmith.inference.measuring.spans import Markers
 from draftsmith.inference.measuring.speed import bootstrap_ratio
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
@@ -338,3 +343,44 @@ def test_nothing_is_built_or_recorded_in_what_is_timed(tiny_target: Target, monk
     measure(tiny_target, drafters, prompts, MeasureSettings(batch_size=2, draft=draft, repeats=1))
     assert len(built) == 2
     assert kinds() == kinds_before
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_sample_texts_show_what_was_drafted(temperature: float, tiny_target_dir: Path) -> None:
+    """The p of each drafted token is that of transformers' model; what is drawn by chance is accepted where p / q >= 1.
+
+    A text is of one drafted and accepted part after the other, each followed by a token of the target's own.
+    """
+    target = Target.from_pretrained(tiny_target_dir, "cpu", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
+    drafter = build("medusa", target)
+    sampling, prompt = Sampling(temperature), target.encode("heat the iron")
+    settings = resolve_settings(drafter, sampling, 24, 3)
+    engine = WatchedEngine(target, drafter, settings, 64)
+    generation = Generation(engine, [prompt], lag=0)
+    ids = prompt + generation.step()[0].token_ids
+    assert not engine.drafted
+    while generation.running():
+        (emission,) = generation.step()
+        tokens = [token for token, _, _ in engine.drafted]
+        assert len(tokens) == 3
+        accepted, so_far = emission.num_accepted, len(ids) - 1
+        assert emission.token_ids[:accepted] == tokens[:accepted]
+        scores = model(torch.tensor([ids + tokens])).logits[0, so_far : so_far + 3].float()
+        p = (scores / (temperature or 1)).softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+        assert [found for _, found, _ in engine.drafted] == pytest.approx(p, abs=1e-5)
+        for i, (_, p_token, q_token) in enumerate(engine.drafted[: accepted + 1]):
+            if temperature:
+                assert q_token is not None
+                assert i < accepted or p_token < q_token or generation.num_finished
+            else:
+                assert q_token is None
+                assert (i < accepted) == (tokens[i] == scores[i].argmax()) or generation.num_finished
+        ids += emission.token_ids
+    prompts = PromptSet("some", [prompt] * 3)
+    grid = [MeasureSettings(heat, draft=3, max_new_tokens=24) for heat in (0.0, temperature)]
+    texts = sample_texts(target, drafter, "medusa", prompts, grid)
+    assert [text.temperature for text in texts] == ([0.0, 0.7, 0.0] if temperature else [0.0] * 3)
+    followed = texts[1 if temperature else 0]
+    assert "".join(round.text for round in followed.rounds) == target.tokenizer.decode(ids[len(prompt) :])
+    assert all(len(round.drafted) == 3 >= round.num_accepted for round in followed.rounds[1:])

@@ -164,9 +164,9 @@ def test_moving_acceptance_and_costs(folder: Path) -> None:
 @needs_node
 def test_the_story_runs_on_one_clock() -> None:
     """Three rounds of 15 ms beside plain steps of 10 ms: at 30 ms two rounds have given 5 tokens, plain decoding 3."""
-    rounds, times = [{"num_tokens": 1}, {"num_tokens": 4}, {"num_tokens": 3}], {"round_ms": 15, "plain_ms": 10}
-    call = "[0, 14, 30, 45, 1000].map((ms) => storyAt(rounds, times, ms))"
-    found = [(at["done"], at["tokens"], at["plain"], at["total"]) for at in computed(call, rounds=rounds, times=times)]
+    story = {"rounds": [{"num_tokens": 1}, {"num_tokens": 4}, {"num_tokens": 3}], "round_ms": 15, "plain_ms": 10}
+    call = "[0, 14, 30, 45, 1000].map((ms) => storyAt(story, ms))"
+    found = [(at["done"], at["tokens"], at["plain"], at["total"]) for at in computed(call, story=story)]
     assert found == [(0, 0, 0, 8), (0, 0, 1, 8), (2, 5, 3, 8), (3, 8, 4, 8), (3, 8, 8, 8)]
 
 

@@ -229,8 +229,8 @@ class Evaluator:
                     rows[name].append(row)
             env = environment(target)
             if self.accelerator.is_main_process:
-                drafter, first = drafters[str(checkpoint)], evaluation_settings(config, repeats)[0]
-                texts = sample_texts(target, drafter, str(checkpoint), prompts, first)
+                grid = evaluation_settings(config, repeats)
+                texts = sample_texts(target, drafters[str(checkpoint)], str(checkpoint), prompts, grid)
                 write_json(checkpoint / "samples.json", to_json(texts), indent=1)
         return {
             "evaluation.json" if name == str(checkpoint) else f"evaluation.{name}.json": Evaluation(
