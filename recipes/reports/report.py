@@ -131,7 +131,7 @@ def as_page(
 
 @dataclass(frozen=True)
 class Story:
-    """What the page plays of a sample text. Its rounds and steps are given the same time each."""
+    """The rounds of a sample text as the page plays them, with one time for every round and one for every plain step."""
 
     rounds: list[SampleRound]
     round_ms: float
