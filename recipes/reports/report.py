@@ -131,7 +131,7 @@ def as_page(
 
 @dataclass(frozen=True)
 class Story:
-    """The rounds of a sample text as the page plays them, with one time for every round and one for every plain step."""
+    """The rounds of a sample text as the page plays them; one time for every round, one for every plain step."""
 
     rounds: list[SampleRound]
     round_ms: float
