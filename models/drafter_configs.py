@@ -64,6 +64,11 @@ class DrafterConfig:
         return cls(**{**own, **sizes})
 
     @property
+    def starts_from_layers(self) -> bool:
+        """Whether a new drafter is made of the target's layers, which features that are stored do not bring along."""
+        return False
+
+    @property
     def changes_target(self) -> bool:
         """Whether the target is trained along, so that a checkpoint holds a target of its own in `target/`."""
         return False
@@ -320,6 +325,10 @@ class DraftModelConfig(DrafterConfig):
     @property
     def starts_from_files(self) -> bool:
         return self.model is not None
+
+    @property
+    def starts_from_layers(self) -> bool:
+        return self.model is None
 
 
 @dataclass

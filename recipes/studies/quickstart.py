@@ -132,7 +132,7 @@ def quickstart_config(kind: str, budget: Budget, out: Path, device: str | None) 
     config.target = budget.target
     config.data.samples = str(out / "samples")
     config.data.max_length = 512
-    if budget.stored_layers is not None:
+    if budget.stored_layers is not None and not config.drafter.starts_from_layers:
         config.data.features, config.data.features_layers = "stored", budget.stored_layers
         config.data.features_dir = str(out / FEATURES)
     config.evaluation.prompts = str(out / "prompts" / "checkpoints.jsonl")

@@ -147,15 +147,17 @@ def steps_in(
 ) -> dict[str, int]:
     """Return the steps of each drafter in so many seconds for all.
 
-    `num_stored` is the number of samples whose features are stored first; None: the target runs in each step.
+    `num_stored` is the number of samples whose features are stored first; None: the target runs in each step. It does so
+    in any case for drafters that are made of its layers.
     """
     times = {kind: time_step(kind, drafter, target, samples) for kind, drafter in drafters.items()}
     if num_stored is not None:
         features = max(time.features for time in times.values())
         seconds = max(seconds / 2, seconds - features * num_stored / RECIPES["quickstart_eagle3"]().data.batch_size)
     per_weight = seconds / sum(WEIGHTS[kind] for kind in drafters)
+    runs_target = {kind: num_stored is None or drafters[kind].config.starts_from_layers for kind in drafters}
     return {
-        kind: max(8, int(per_weight * WEIGHTS[kind] / (time.loss + (time.features if num_stored is None else 0))))
+        kind: max(8, int(per_weight * WEIGHTS[kind] / (time.loss + runs_target[kind] * time.features)))
         for kind, time in times.items()
     }
 

@@ -25,7 +25,7 @@ from draftsmith.recipes.evaluation import comparison
 from draftsmith.recipes.evaluation.comparison import evaluation_paths
 from draftsmith.recipes.studies import quickstart
 from draftsmith.recipes.studies.quickstart import fastest_served, quickstart_config, ranked
-from draftsmith.recipes.studies.quickstart_budget import Budget, load_budget
+from draftsmith.recipes.studies.quickstart_budget import WEIGHTS, Budget, load_budget
 from draftsmith.train import TrainConfig
 from draftsmith.train.evaluation import evaluate
 
@@ -220,3 +220,11 @@ def test_a_quickstart_killed_at_any_change_goes_on(tried: slice, tiny_target: Ta
         assert found.keys() == whole.keys(), number
         assert num_lines(found) == num_lines(whole), number
         assert not [name for name in whole if found[name] != whole[name] and not OF_RUN.search(name)], number
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_features_are_stored_for_drafters_that_need_no_layers(kind: str, tmp_path: Path) -> None:
+    """A draft model is made of the target's layers, which are not there beside stored features."""
+    budget = replace(BUDGET, steps=dict.fromkeys(WEIGHTS, 8), stored_layers=[1])
+    config = quickstart_config(kind, budget, tmp_path, None)
+    assert config.data.features == ("online" if kind == "draft_model" else "stored")
