@@ -147,8 +147,8 @@ def steps_in(
 ) -> dict[str, int]:
     """Return the steps of each drafter in so many seconds for all.
 
-    `num_stored` is the number of samples whose features are stored first; None: the target runs in each step. It does so
-    in any case for drafters that are made of its layers.
+    `num_stored` is the number of samples whose features are stored first; None: the target runs in each step, as
+    it does in any case for drafters that are made of its layers.
     """
     times = {kind: time_step(kind, drafter, target, samples) for kind, drafter in drafters.items()}
     if num_stored is not None:
