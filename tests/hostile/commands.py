@@ -93,6 +93,8 @@ def commanded(place: Place) -> Attempt:
             flags.pop(flag, None)
         else:
             flags[flag] = values
+    if name == "export" and "--prompts" in flags:
+        flags.setdefault("--num-prompts", ["1"])  # else all are measured, for minutes
     argv = argv_of(name, flags)
     written = [word for flag, word in zip(argv, argv[1:], strict=False) if flag == "--out"]
     written += [word.removeprefix("run.dir=") for word in argv if word.startswith("run.dir=")]
