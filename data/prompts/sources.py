@@ -228,7 +228,11 @@ def remote_rows(url: str) -> RawRows:
     """Yield the rows of a file that fsspec opens, as they arrive; one that is compressed is unpacked."""
     import fsspec
 
-    if urlsplit(url).password:
+    try:
+        password = urlsplit(url).password
+    except ValueError as error:  # such as brackets around no address
+        raise UserError(f"prompts {url} is no URL ({error})") from None
+    if password:
         raise UserError(f"prompts {url.partition('://')[0]}://...: the URL holds a password, which files would keep")
     suffixes = [suffix for suffix in Path(url).suffixes if suffix in REMOTE]
     if not suffixes:

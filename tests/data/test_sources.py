@@ -293,6 +293,7 @@ def test_an_object_store_streams(store: Any, monkeypatch: pytest.MonkeyPatch) ->
         ("memory://bucket/nothing.jsonl", "nothing.jsonl cannot be read"),
         ("memory://bucket/rows.csv", "give the URL of a .jsonl, .txt, .parquet file"),
         ("nowhere://bucket/rows.jsonl", "cannot be read: Protocol not known: nowhere"),
+        ("https://[bucket/rows.jsonl", r"is no URL \(Invalid IPv6 URL\)"),
         ("https://me:secret@bucket/rows.jsonl", "https://...: the URL holds a password"),
         ("memory://bucket/damaged.jsonl", "damaged.jsonl line 1 is not JSON"),
         ("memory://bucket/damaged.jsonl.gz", "damaged.jsonl.gz cannot be read: Not a gzipped file"),
