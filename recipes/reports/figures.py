@@ -151,10 +151,12 @@ def label(axes: Axes, title: str, x: str, y: str = "") -> None:
 
 
 def legend(figure: Figure) -> None:
-    """Draw one legend for all panels of a figure, below them."""
+    """Draw one legend for all panels of a figure, below them; none where nothing in them has a name."""
     named: dict[str, Artist] = {}
     for axes in figure.axes:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             named.setdefault(name, handle)
+    if not named:
+        return
     columns = max(1, min(4, len(named), WIDEST_LEGEND // max(map(len, named))))
     figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=columns, frameon=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from load_tests import load_test, stage
+from matplotlib.figure import Figure
 from reports import (
     ENVIRONMENT,
     TEMPERATURES,
@@ -32,6 +33,7 @@ from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports import report
 from draftsmith.recipes.reports.comparison_table import by_setting, comparison_table, ranking_table
+from draftsmith.recipes.reports.figures import legend
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.tables import ratio_text
 from draftsmith.recipes.reports.terminal import print_evaluations, print_summary
@@ -541,3 +543,11 @@ def test_a_damaged_file_is_named_and_the_rest_reported(
         assert "eagle3" in page[page.index("<main>") :]
         assert str(run / name) in (run / "report.md").read_text().replace("\\", "")
         assert str(run / name) in capsys.readouterr().err
+
+
+def test_a_figure_of_nothing_has_no_legend() -> None:
+    """Such as one of an evaluation whose rows could not be read."""
+    figure = Figure()
+    figure.subplots(1, 2)
+    legend(figure)
+    assert not figure.legends
