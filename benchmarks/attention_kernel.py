@@ -20,7 +20,10 @@ from torch import Tensor, nn
 
 from draftsmith.models.kernels import counting_with, new_counters
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
-from draftsmith.models.target import attention_kernel, cache_kernels, slots
+from draftsmith.models.slots import attention_kernel, cache_kernels
+from draftsmith.models.slots import cache as slots
+from draftsmith.models.slots.attention import slot_attention
+from draftsmith.models.slots.window import Window, chain_window
 
 QUERY_HEADS, KV_HEADS, WIDTH, LAYERS = 32, 8, 128, 32
 CONTEXTS, COLUMNS, BATCHES = (512, 4096, 16384), (1, 5, 16, 64), (1, 8, 32)
@@ -54,16 +57,16 @@ def bytes_per_microsecond() -> float:
     return 2 * source.nbytes / microseconds([lambda: target.copy_(source)])
 
 
-def tree_window(batch: int, context: int, columns: int) -> slots.Window:
+def tree_window(batch: int, context: int, columns: int) -> Window:
     """Rows at `context`, with a binary tree each."""
     prefix = torch.full((batch,), context, device="cuda")
-    window = slots.chain_window(prefix, columns)
+    window = chain_window(prefix, columns)
     if columns == 1:
         return window
     parents = ((torch.arange(columns - 1, device="cuda") + 1) // 2 - 1).expand(batch, -1)
     depth = columns.bit_length()
     positions = prefix[:, None] + node_depths(parents, depth)
-    return slots.Window(window.slots, positions, prefix, ancestor_words(parents, depth))
+    return Window(window.slots, positions, prefix, ancestor_words(parents, depth))
 
 
 class Case:
@@ -88,7 +91,7 @@ class Case:
         return microseconds([partial(self.run_twin, *cache) for cache in self.caches])
 
     def run_twin(self, key: Tensor, value: Tensor) -> Tensor:
-        return slots.slot_attention(nn.Identity(), self.query, key, value, self.mask)[0]
+        return slot_attention(nn.Identity(), self.query, key, value, self.mask)[0]
 
     def error(self) -> float:
         return (self.run_kernel(*self.caches[0]) - self.run_twin(*self.caches[0])).abs().max().item()

@@ -27,7 +27,8 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
-from draftsmith.models.target.slots import SlotCache, Window, chain_window
+from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.window import Window, chain_window
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 
 DRAFT_LENGTH = 4

@@ -38,7 +38,7 @@ from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.sampling.sampling import Sampling
-from draftsmith.models.target.slots import ATTENTION
+from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 
 K = 4

@@ -55,7 +55,7 @@ def our_step(hidden: int, vocab: int, draft_vocab: int, length: int, unroll: int
     from draftsmith.models import Target
     from draftsmith.models.batch import Batch
     from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
-    from draftsmith.models.target.slots import ATTENTION
+    from draftsmith.models.slots.attention import ATTENTION
     from draftsmith.models.target.target import Features
 
     config = layer_config(hidden, vocab, NUM_LAYERS)

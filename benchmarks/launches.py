@@ -39,7 +39,7 @@ from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import DynamicTree, Shape, StaticTree
-from draftsmith.models.target.slots import ATTENTION
+from draftsmith.models.slots.attention import ATTENTION
 
 LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256,

@@ -29,7 +29,7 @@ from draftsmith.inference.measuring.environment import environment
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
-from draftsmith.models.target.slots import ATTENTION
+from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.models.target.target import Features
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 

@@ -14,7 +14,7 @@ from draftsmith.models import DRAFTERS
 
 ROOT = Path(__file__).parents[1]
 WINGS = {  # the floors from the ground up, and the wings of each from the ground up
-    "models": ("sampling", "target", "losses", "drafter_parts", "block_parts", "drafters", "training_free"),
+    "models": ("sampling", "slots", "target", "losses", "drafter_parts", "block_parts", "drafters", "training_free"),
     "inference": ("verification", "decoding", "replay", "measuring", "planning", "traffic", "diagnosis"),
     "data": ("samples", "prompts", "answers", "features"),
     "train": ("process", "hardware", "inputs", "run_folder", "evaluation"),

@@ -113,6 +113,11 @@ def plan_batches(config: TrainConfig, samples: Samples, target: Target, num_rank
         raise UserError(
             f"data.batch_size={data.batch_size}: {num_ranks} processes share it; give data.batch_size={near}"
         )
+    if data.packing and data.features == "online" and target.carries_states:
+        raise UserError(
+            f"data.packing: layers of {target.name} carry a running state along a row, from one sample into the next: "
+            "leave it out"
+        )
     length = row_length(data, samples, target)
     multiple = GPU_WIDTH if target.device.type == "cuda" else 1
 

@@ -30,7 +30,8 @@ from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.sampling.drawing import cut, uniforms
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, sample
 from draftsmith.models.sampling.trees import Chain, Shape
-from draftsmith.models.target.slots import SlotCache, Window, chain_window
+from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.window import Window, chain_window
 from draftsmith.models.target.target import Features, Target
 
 PREFILL_CHUNK = 512  # prompt tokens a row that the target reads at once
@@ -74,7 +75,7 @@ class BatchEngine:
         self.num_rows, self.num_slots = num_rows, num_slots
         self.rules, self.round_steps = rules_on(target.device), round_steps_on(target.device)
         device, depth = target.device, settings.shape.depth
-        self.cache = SlotCache(num_rows, num_slots)
+        self.cache = SlotCache(num_rows, num_slots, settings.shape.num_nodes + 1)
         rates = [*settings.synthetic_rates, *[0.0] * depth][:depth]  # 0 for depths without one
         self.synthetic_rates = torch.tensor(rates, device=device)
         self.numbers = torch.arange(settings.shape.num_nodes + 1, device=device)  # 0, 1, ... of nodes and of depths
@@ -195,7 +196,8 @@ class BatchEngine:
         newest: Features | None = None
         for start in range(0, token_ids.shape[1] - 1, PREFILL_CHUNK):
             end = min(start + PREFILL_CHUNK, token_ids.shape[1] - 1)
-            window = chain_window(torch.full_like(lengths, start), end - start)
+            num_text = (lengths - start).clamp(0, end - start)
+            window = chain_window(torch.full_like(lengths, start), end - start, num_text)
             features = self.target.run(token_ids[:, start:end], window, cache, self.drafter.layer_ids)
             self.drafter.prefill(drafter_cache, token_ids, features, window)
             column = lengths - 1 - start

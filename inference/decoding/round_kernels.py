@@ -17,7 +17,7 @@ from draftsmith.inference.verification.acceptance_rules import Verified
 from draftsmith.inference.verification.sampled_draft_kernels import load_tree, tree_of
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.sampling.trees import WORD
-from draftsmith.models.target.slots import Window
+from draftsmith.models.slots.window import Window
 from draftsmith.models.target.target import Features
 
 BLOCK = 2048  # values of the features that a program copies

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftsmith.inference.verification.acceptance_rules import Verified
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
-from draftsmith.models.target.slots import Window, chain_window
+from draftsmith.models.slots.window import Window, chain_window
 from draftsmith.models.target.target import Features
 
 

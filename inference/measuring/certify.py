@@ -22,7 +22,7 @@ from draftsmith.inference.measuring.results import Certificate, ChiSquareTest, L
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.sampling.sampling import Sampling, probabilities
-from draftsmith.models.target.slots import run_causal
+from draftsmith.models.slots.forward import run_causal
 
 BINS = 20
 ALPHA = 1e-4  # a lossless drafter fails one test in ten thousand

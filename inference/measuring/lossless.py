@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from draftsmith.inference.decoding.batch_engine import GenerationSettings
 from draftsmith.inference.measuring.results import Difference, LosslessCheck
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, probabilities
-from draftsmith.models.target.slots import run_causal
+from draftsmith.models.slots.forward import run_causal
 from draftsmith.models.target.target import Target
 
 GREEDY = GenerationSettings()

@@ -16,7 +16,7 @@ from draftsmith.inference.verification.acceptance_rules import Verified
 from draftsmith.models import Drafter, Target
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.sampling.trees import Shape
-from draftsmith.models.target.slots import SlotCache
+from draftsmith.models.slots.cache import SlotCache
 
 
 class ForcedBatchEngine(BatchEngine):

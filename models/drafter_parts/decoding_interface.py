@@ -11,7 +11,7 @@ from torch import Tensor
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.drafter_parts.tree_drafting import tree_indices
 from draftsmith.models.sampling.trees import Chain, Shape
-from draftsmith.models.target.slots import Window
+from draftsmith.models.slots.window import Window
 from draftsmith.models.target.target import Features, Target
 
 

@@ -31,9 +31,10 @@ from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.layers import DecodingNorm, gather_columns, rotary_angles, rotary_table, store_by_columns
 from draftsmith.models.losses.chain_loss import ChainLoss
 from draftsmith.models.sampling.trees import Shape
+from draftsmith.models.slots.attention import slot_attention
+from draftsmith.models.slots.window import Window
 from draftsmith.models.target.fused_layers import steps_on
 from draftsmith.models.target.layer_steps import Beside
-from draftsmith.models.target.slots import Window, slot_attention
 
 # --- training
 
@@ -303,7 +304,7 @@ class EagleCache(FeatureCache):
         self, steps: ModuleType, token_ids: Tensor, hidden: Tensor, window: Window
     ) -> tuple[Tensor, Tensor]:
         attention, (batch, length) = self.attention, token_ids.shape
-        self.kv.reserve(0, attention.num_kv_heads, attention.head_dim, like=hidden)
+        self.kv.reserve(0, attention.num_kv_heads, (attention.head_dim, attention.head_dim), like=hidden)
         beside = self.input_norms and Beside(hidden.flatten(0, 1), self.input_norms)
         entry = steps.enter(token_ids, self.embedding.weight, window, self.kv, {None}, beside)
         self.mask = entry.mask  # of the tokens that are written; `finish` reads the same ones

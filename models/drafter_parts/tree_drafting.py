@@ -19,7 +19,8 @@ from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draf
 from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.layers import gather_columns
 from draftsmith.models.sampling.trees import WORD, Chain, DDTree, DynamicTree, Shape, StaticTree, pack
-from draftsmith.models.target.slots import SlotCache, Window
+from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.window import Window
 
 if TYPE_CHECKING:
     from typing_extensions import Self

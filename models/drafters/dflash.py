@@ -44,7 +44,9 @@ from draftsmith.models.layers import RMSNorm, checkpoint_tensors, rotary_table, 
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
 from draftsmith.models.losses.position_weights import chances_of, d_pace
 from draftsmith.models.sampling.trees import WORD, Shape, pack
-from draftsmith.models.target.slots import SlotCache, Window, slot_attention
+from draftsmith.models.slots.attention import slot_attention
+from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.window import Window
 from draftsmith.models.target.target import Features, Target, check_layer_ids
 
 DECAY_LENGTH = 4.0  # of position weights; the paper has it for blocks of 8, and 7 for blocks of 16

@@ -33,9 +33,12 @@ from draftsmith.models.losses.chain_loss import (
     teacher_rows,
 )
 from draftsmith.models.sampling.trees import Chain, Shape
+from draftsmith.models.slots.attention import ATTENTION
+from draftsmith.models.slots.forward import run_causal, run_on_slots
+from draftsmith.models.slots.window import Window, chain_window
 from draftsmith.models.target.fused_layers import fuse
 from draftsmith.models.target.loading import drop_layers, load_model
-from draftsmith.models.target.slots import ATTENTION, Window, chain_window, run_causal, run_on_slots
+from draftsmith.models.target.support import carries_states
 from draftsmith.models.target.target import Features, Target, find_decoder_layers
 from draftsmith.models.target.target_files import common_field, read_config
 
@@ -57,6 +60,11 @@ class DraftModel(Drafter):
             raise UserError(
                 f"this draft model has a vocabulary of {vocab_size}, but {target.name} has {target.vocab_size}: "
                 "a draft model must share the target's vocabulary"
+            )
+        if carries_states(model.config):  # it reads again what the target has corrected, and a state cannot go back
+            raise UserError(
+                f"a draft model of {model.config.model_type} is not built: its layers carry a running state; give "
+                "another drafter.model, or train another kind of drafter"
             )
 
     @classmethod

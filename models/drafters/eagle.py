@@ -39,7 +39,7 @@ from draftsmith.models.drafter_parts.eagle_layer import (
 from draftsmith.models.layers import checkpoint_tensors
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth
 from draftsmith.models.sampling.trees import Shape
-from draftsmith.models.target.slots import Window
+from draftsmith.models.slots.window import Window
 from draftsmith.models.target.target import Features, Target
 
 

@@ -47,7 +47,7 @@ from draftsmith.models.layers import RMSNorm, as_computed
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth
 from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.sampling.trees import Shape
-from draftsmith.models.target.slots import Window
+from draftsmith.models.slots.window import Window
 from draftsmith.models.target.target import Features, Target, check_layer_ids, spread_layer_ids
 
 

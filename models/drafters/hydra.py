@@ -26,7 +26,8 @@ from draftsmith.models.drafters.medusa import ResidualBlocks
 from draftsmith.models.layers import gather_columns, rotary_table, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
 from draftsmith.models.sampling.trees import Shape
-from draftsmith.models.target.slots import Window, slot_attention
+from draftsmith.models.slots.attention import slot_attention
+from draftsmith.models.slots.window import Window
 from draftsmith.models.target.target import Features, Target
 
 

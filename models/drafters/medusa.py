@@ -32,8 +32,8 @@ from draftsmith.models.losses.chain_loss import (
     teacher_rows,
 )
 from draftsmith.models.sampling.trees import Shape
+from draftsmith.models.slots.forward import run_causal
 from draftsmith.models.target.loading import whole_of
-from draftsmith.models.target.slots import run_causal
 from draftsmith.models.target.target import Features, Target
 
 

@@ -32,8 +32,9 @@ from draftsmith.models.drafters.mtp_stitching import write_with_head
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth
 from draftsmith.models.sampling.trees import Shape
+from draftsmith.models.slots.attention import ATTENTION
+from draftsmith.models.slots.window import Window
 from draftsmith.models.target.loading import drop_layers, model_without_memory
-from draftsmith.models.target.slots import ATTENTION, Window
 from draftsmith.models.target.target import Features, Target
 from draftsmith.models.target.target_files import read_tensors
 

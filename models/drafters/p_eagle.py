@@ -29,7 +29,8 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.layers import checkpoint_tensors, gather_columns, rotary_table, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
 from draftsmith.models.sampling.trees import Shape
-from draftsmith.models.target.slots import Window, slot_attention
+from draftsmith.models.slots.attention import slot_attention
+from draftsmith.models.slots.window import Window
 from draftsmith.models.target.target import Features, Target
 
 SHARED_FIELDS = ("layer_ids", "draft_vocab_size", "intermediate_size", "feature_norm")  # of EAGLE-3's config, too

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.layers import DecodingNorm
+from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.window import Window
 from draftsmith.models.target import layer_steps as llama_steps
-from draftsmith.models.target.slots import SlotCache, Window
 
 FAMILIES = ("cwm", "llama", "ministral", "mistral", "qwen2", "qwen3", "seed_oss")  # whose layers `FusedLayer` computes
 STEADY_ROTARY = ("default", "linear", "llama3", "yarn")  # kinds whose angles do not depend on the text's length
@@ -77,7 +78,7 @@ class FusedDecoder:
         hidden = self.embedding.new_empty(batch, length, width)  # like the cache, it outlives inference mode
         captured = self.embedding.new_empty(batch, length, len(layer_ids), width)
         for layer in self.layers:
-            cache.reserve(layer.number, layer.kv_heads, layer.head_dim, like=hidden)
+            cache.reserve(layer.number, layer.kv_heads, (layer.head_dim, layer.head_dim), like=hidden)
         if cache.angles is None:
             cache.angles = self._angles_of(cache.num_slots)
         with torch.inference_mode():

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import DecodingNorm
+from draftsmith.models.slots.attention_kernel import attend as attend_slots
+from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.window import Window
 from draftsmith.models.target import product_kernel
-from draftsmith.models.target.attention_kernel import attend as attend_slots
 from draftsmith.models.target.layer_steps import Beside, Ending, Entry, multiply
-from draftsmith.models.target.slots import SlotCache, Window
 
 HEADS = tl.constexpr(4)  # heads that a program rotates
 SWITCH = "DRAFTSMITH_PRODUCTS"  # this environment variable set to `fused` or `separate` chooses without measuring

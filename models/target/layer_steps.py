@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.models.layers import DecodingNorm
-from draftsmith.models.target.slots import SlotCache, Window, last_seen
+from draftsmith.models.slots.attention import last_seen
+from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.window import Window
 
 
 class Beside(NamedTuple):

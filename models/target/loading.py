@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from draftsmith.models.errors import UserError, library_errors
-from draftsmith.models.target.slots import ATTENTION
+from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.models.target.target_files import (
     library_errors_of,
     read_generation_config,

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from draftsmith.models.kernels import NUM_COUNTERS, counters
 from draftsmith.models.layers import DecodingNorm
+from draftsmith.models.slots.splitting import is_last, num_multiprocessors
 from draftsmith.models.target.layer_steps import Ending
-from draftsmith.models.target.splitting import is_last, num_multiprocessors
 
 MOST_ROWS = 8
 ROWS = tl.constexpr(MOST_ROWS)  # of a tile, the narrow side of a tensor core's smallest product

@@ -16,16 +16,19 @@ from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 
 from draftsmith.models.errors import UserError, library_errors
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
+from draftsmith.models.slots.attention import ATTENTION
+from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.running_states import has_rule
+from draftsmith.models.slots.window import Window, chain_window
 from draftsmith.models.target.fused_layers import FusedDecoder
 from draftsmith.models.target.loading import is_multimodal, model_class_of, whole_of
-from draftsmith.models.target.slots import ATTENTION, SlotCache, Window, chain_window
-from draftsmith.models.target.target_files import common_field
 
 RunOnSlots = Callable[[Tensor, Window, SlotCache], Tensor]  # new tokens [B, T] of a window -> last hidden [B, T, H]
 
-PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
+SPARSE_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}  # the second one until transformers 5.20
+PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"} | SPARSE_LAYERS
 RECURRENT_LAYERS = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "recurrent"}
-RUNNING_STATE = "carry a running state, which cannot go back to the accepted branch of a draft"
+RUNNING_STATE = "carry a running state by a rule of their own, which cannot go back to the accepted branch of a draft"
 
 
 # --- by the config
@@ -65,15 +68,20 @@ def why_not_decoded(config: PretrainedConfig) -> str | None:
     """Return what keeps a model of this config from decoding on slots, as config and class tell; None: nothing."""
     text = config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ())
-    if rank := common_field(text, "kv_lora_rank"):
-        return f"multi-head latent attention (kv_lora_rank {rank}) caches compressed keys, the slot cache whole ones"
-    if recurrent := kinds & RECURRENT_LAYERS:
-        return f"its {' and '.join(sorted(recurrent))} layers {RUNNING_STATE}"
-    if others := kinds - PLAIN_LAYERS - {"moe", "mlp"}:
+    if others := kinds - PLAIN_LAYERS - RECURRENT_LAYERS - {"moe", "mlp"}:
         return f"its {' and '.join(sorted(others))} layers choose by rules of their own what a token sees"
-    if not kinds and decoder_class(config)._is_stateful:
-        return f"its layers {RUNNING_STATE}"
+    recurrent = kinds & RECURRENT_LAYERS
+    if carries_states(config) and not has_rule(sys.modules[decoder_class(config).__module__], recurrent):
+        return " ".join(["its", *filter(None, [" and ".join(sorted(recurrent))]), f"layers {RUNNING_STATE}"])
     return None
+
+
+def carries_states(config: PretrainedConfig) -> bool:
+    """Return whether layers of a model of this config carry a running state along the text."""
+    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    if kinds:
+        return bool(kinds & RECURRENT_LAYERS)
+    return model_class_of(config) is not None and bool(decoder_class(config)._is_stateful)
 
 
 def why_not_trained(config: PretrainedConfig) -> str | None:
@@ -121,7 +129,11 @@ def decoder_class(config: PretrainedConfig) -> Any:
 NUM_READ = 11  # tokens of text before the tree
 PARENTS = [-1, -1, 0, 1, 2]  # two branches side by side, of three nodes and of two
 BRANCHES = [[0, 1, 3, 5], [0, 2, 4]]  # the columns of each, from the root on
-SHORT_WINDOW = 4
+SHORT = {  # tokens that layers see at most: in a window, in a chunk, and chosen by DeepSeek's sparse attention
+    "sliding_window": 4,
+    "attention_chunk_size": 4,
+    "index_topk": 12,  # the last of those chosen may be near ties, which rounding decides: so most of the text
+}
 
 
 @torch.no_grad()
@@ -131,8 +143,8 @@ def check_decodes_exactly(
     """Refuse a target whose logits on slots differ from transformers' own eager attention without a cache.
 
     `run` decodes as the target does, through `fused` layers where it has them, and `logits` is its head. On slots a
-    text is read in two parts and a tree behind it; the eager model reads each branch as a text of its own. Sliding
-    windows are cut short meanwhile: these few tokens would not reach past them. Raises `UserError`.
+    text is read in two parts and a tree behind it; the eager model reads each branch as a text of its own. Windows and
+    choices are cut short meanwhile: these few tokens would not reach past them. Raises `UserError`.
     """
     family, text_config = type(whole_of(model)).__name__, model.config.get_text_config()
     head_width = cast(Tensor, model.get_output_embeddings().weight).shape[1]
@@ -169,24 +181,25 @@ def hidden_on_slots(run: RunOnSlots, text: Tensor, drafts: Tensor) -> Tensor:
     tree = chain_window(end, len(drafts))
     tree = Window(tree.slots, end[:, None] + node_depths(parents, depth), end, ancestor_words(parents, depth))
     cache = SlotCache(1, NUM_READ + len(drafts))
-    first = run(text[None, :half], chain_window(start, half), cache)
-    second = run(text[None, half:], chain_window(start + half, NUM_READ - half), cache)
+    first = run(text[None, :half], chain_window(start, half, start + half), cache)
+    rest = NUM_READ - half
+    second = run(text[None, half:], chain_window(start + half, rest, start + rest), cache)
     return torch.cat([first, second, run(drafts[None], tree, cache)], 1)[0]
 
 
 @contextmanager
 def short_windows(model: PreTrainedModel, fused: FusedDecoder | None) -> Iterator[None]:
-    """Let sliding layers see the last SHORT_WINDOW tokens, wherever transformers and the fused layers keep that."""
+    """Let layers see few tokens, wherever transformers and the fused layers keep how many they see or choose."""
     holders: list[Any] = [model.config.get_text_config(), *model.modules(), *(fused.layers if fused else [])]
-    sliding = [(holder, getattr(holder, "sliding_window", None)) for holder in holders]
-    sliding = [(holder, size) for holder, size in sliding if isinstance(size, int)]
-    for holder, _ in sliding:
-        holder.sliding_window = SHORT_WINDOW
+    limits = [(holder, name, getattr(holder, name, None)) for holder in holders for name in SHORT]
+    limits = [(holder, name, limit) for holder, name, limit in limits if isinstance(limit, int)]
+    for holder, name, _ in limits:
+        setattr(holder, name, SHORT[name])
     try:
         yield
     finally:
-        for holder, size in sliding:
-            holder.sliding_window = size
+        for holder, name, limit in limits:
+            setattr(holder, name, limit)
 
 
 @contextmanager

@@ -25,6 +25,11 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.devices import pick_device, pick_dtype
 from draftsmith.models.errors import UserError, library_errors, shown, whole_number
 from draftsmith.models.layers import gather_columns
+from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.forward import context_of, run_causal, run_on_slots
+from draftsmith.models.slots.latent_attention import keep_latents
+from draftsmith.models.slots.running_states import replace_rules
+from draftsmith.models.slots.window import Window
 from draftsmith.models.target.fused_layers import fuse
 from draftsmith.models.target.loading import (
     device_map,
@@ -33,8 +38,7 @@ from draftsmith.models.target.loading import (
     model_without_memory,
     whole_of,
 )
-from draftsmith.models.target.slots import SlotCache, Window, context_of, run_causal, run_on_slots
-from draftsmith.models.target.support import check_decoded, check_decodes_exactly, check_trained
+from draftsmith.models.target.support import carries_states, check_decoded, check_decodes_exactly, check_trained
 from draftsmith.models.target.target_files import read_config, read_generation_config, read_tokenizer
 
 
@@ -108,6 +112,8 @@ class Target:
 
         `decodes`: whether it will be asked for more than `features`; else that is not checked.
         """
+        if model.base_model is model:  # Llama4ForCausalLM names its decoder as the multimodal model does
+            model.base_model_prefix = "model"
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
@@ -126,6 +132,8 @@ class Target:
                 )
         if full is None:
             self.decoder_layers = find_decoder_layers(model)
+            keep_latents(model)
+            replace_rules(model)
             self.fused_decoder = fuse(model) if fuse_layers else None  # what `run` takes instead of stock modelling
             if decodes and model.device.type != "meta":
                 check_decodes_exactly(model, self.fused_decoder, self._last_hidden, self.logits)
@@ -220,6 +228,11 @@ class Target:
     @property
     def has_layers(self) -> bool:
         return self._full is None
+
+    @property
+    def carries_states(self) -> bool:
+        """Whether layers carry a running state along a text: then no two texts may lie in one row."""
+        return carries_states(self.text_config)
 
     @classmethod
     def without_weights(cls, name: str | Path) -> "Target":

@@ -17,7 +17,7 @@ from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, chain, 
 from draftsmith.models.errors import UserError
 from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.sampling.trees import Shape
-from draftsmith.models.target.slots import Window
+from draftsmith.models.slots.window import Window
 from draftsmith.models.target.target import Features, Target
 from draftsmith.models.training_free.ngram import Ngram
 from draftsmith.models.training_free.suffix import Suffix

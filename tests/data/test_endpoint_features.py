@@ -170,12 +170,8 @@ def test_samples_and_features_of_a_server(
 
 def target_of_an_engine(model_type: str, folder: Path) -> Target:
     """Write a target that is not decoded here, and return it as an engine has it: in its own attention."""
-    changes = RUN_BY_ENGINES[model_type]
     sizes = {"vocab_size": len(tiny_tokenizer()), "max_position_embeddings": 128}
-    if "text_config" in changes:
-        config = family_config(model_type, {**changes, "text_config": {**changes["text_config"], **sizes}})
-    else:
-        config = family_config(model_type, {**changes, **sizes})
+    config = family_config(model_type, {**RUN_BY_ENGINES[model_type], **sizes})
     plain_model(config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     model, tokenizer = load_model(folder, read_config(folder), torch.device("cpu"), torch.float32)
@@ -198,7 +194,7 @@ def write_greedy_samples(target: Target, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("model_type", ["glm_moe_dsa", "llama4", "nemotron_h", "qwen3_5"])
+@pytest.mark.parametrize("model_type", RUN_BY_ENGINES)
 def test_a_target_that_only_an_engine_runs_is_trained_for(model_type: str, tmp_path: Path) -> None:
     """Its ends are here, and no cache of ours holds what its layers keep. To decode it in the run is refused."""
     target = target_of_an_engine(model_type, tmp_path / "target")

@@ -12,7 +12,7 @@ from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.checkpoints import build_drafter, checkpoint_of
 from draftsmith.models.drafter_parts.layouts import in_engine_layout
 from draftsmith.models.drafters.dflash import DFlash
-from draftsmith.models.target.slots import ATTENTION
+from draftsmith.models.slots.attention import ATTENTION
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 Tensors = dict[str, Tensor]

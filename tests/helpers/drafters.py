@@ -12,7 +12,8 @@ from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState
 from draftsmith.models.losses.chain_loss import LossSums
 from draftsmith.models.sampling.sampling import Noise, Sampling
 from draftsmith.models.sampling.trees import Chain
-from draftsmith.models.target.slots import SlotCache, chain_window
+from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.window import chain_window
 
 TRAINABLE = [kind for kind, drafter_class in DRAFTERS.items() if drafter_class.depths is not Drafter.depths]
 

@@ -34,17 +34,40 @@ ROUTED_EXPERTS = {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 
 SLIDES = {"sliding_window": SLIDING}
 ALTERNATES = {**SLIDES, "layer_types": ALTERNATING}
 GEMMA = {**ALTERNATES, "query_pre_attn_scalar": 8}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+LATENT_EXPERTS = {**LATENT, **ROUTED_EXPERTS, "first_k_dense_replace": 1}
+SPARSE = {**LATENT_EXPERTS, "index_topk": 4, "index_n_heads": 16, "index_head_dim": 8}
+CHUNKED = {
+    **LOCAL_EXPERTS,
+    "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+    "attention_chunk_size": 4,
+    "intermediate_size_mlp": 32,
+    "no_rope_layers": [1, 0, 1],
+    "moe_layers": [1],
+}
 SERVED: dict[str, dict[str, Any]] = {
     "afmoe": {**ALTERNATES, **EXPERTS, "num_dense_layers": 1},
     "apertus": {},
     "arcee": {},
+    "axk1": {**LATENT_EXPERTS, "head_dim": 4},
+    "axk2": SPARSE,
     "biogpt": {},
     "bitnet": {},
     "cohere": {"logit_scale": 0.25},
     "cohere2": {**ALTERNATES, "logit_scale": 0.25},
-    "ctrl": {},
     "cohere2_moe": {**ALTERNATES, **EXPERTS, "logit_scale": 0.25},
+    "ctrl": {},
     "cwm": ALTERNATES,
+    "deepseek_v2": LATENT_EXPERTS,
+    "deepseek_v3": {**LATENT_EXPERTS, "head_dim": 4},
+    "deepseek_v32": SPARSE,
     "diffllama": {},
     "dots1": {**ALTERNATES, **ROUTED_EXPERTS, "first_k_dense_replace": 1},
     "ernie4_5": {},
@@ -65,21 +88,23 @@ SERVED: dict[str, dict[str, Any]] = {
     "glm": {},
     "glm4": {},
     "glm4_moe": {**ROUTED_EXPERTS, "first_k_dense_replace": 1},
+    "glm4_moe_lite": LATENT_EXPERTS,
+    "glm_moe_dsa": SPARSE,
     "gpt2": {},
     "gpt_bigcode": {},
     "gpt_neox": {},
     "gpt_oss": {**ALTERNATES, **LOCAL_EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
     "granite_swa": {**ALTERNATES, "logits_scaling": 4.0},
+    "granitemoe": {**LOCAL_EXPERTS, "logits_scaling": 4.0},
     "granitemoe_swa": {**ALTERNATES, **LOCAL_EXPERTS, "logits_scaling": 4.0},
-    "granitemoeshared": {**LOCAL_EXPERTS, "logits_scaling": 4.0},
     "granitemoehybrid": {
         **LOCAL_EXPERTS,
         "layer_types": ["full_attention"] * 3,
         "mamba_n_heads": 4,
         "mamba_d_head": 16,
     },
-    "granitemoe": {**LOCAL_EXPERTS, "logits_scaling": 4.0},
+    "granitemoeshared": {**LOCAL_EXPERTS, "logits_scaling": 4.0},
     "helium": {},
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
@@ -89,9 +114,12 @@ SERVED: dict[str, dict[str, Any]] = {
     "jetmoe": {"num_experts_per_tok": 2, "num_local_experts": 4, "kv_channels": 8},
     "laguna": {**ALTERNATES, **EXPERTS},
     "llama": {},
+    "llama4_text": CHUNKED,
     "mellum": {**ALTERNATES, **LOCAL_EXPERTS, "moe_intermediate_size": 32},
+    "minicpm3": {**LATENT, "head_dim": 4},
     "minimax_m2": LOCAL_EXPERTS,
     "ministral": ALTERNATES,
+    "mimo_v2_flash": {},
     "ministral3": {},
     "mistral": SLIDES,
     "mixtral": {**LOCAL_EXPERTS, **SLIDES},
@@ -115,6 +143,45 @@ SERVED: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "starcoder2": SLIDES,
     "vaultgemma": {**GEMMA, "final_logit_softcapping": 2.0},
+    "youtu": {**LATENT, "head_dim": 4},
+}
+# Decoders with layers that carry a running state.
+LINEAR_SIZES = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+LINEAR = {**LINEAR_SIZES, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+LINEAR_EXPERTS = {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 4}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
+    "kimi_linear": {**LATENT_EXPERTS, **LINEAR, "linear_num_heads": 4, "linear_head_dim": 8},
+    "lfm2": CONVOLUTIONS,
+    "lfm2_moe": {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 1,
+        "ssm_state_size": 8,
+        "chunk_size": 4,
+    },
+    "olmo_hybrid": LINEAR,
+    "qwen3_next": LINEAR_EXPERTS,
+    "zamba2": {
+        "mamba_d_state": 8,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "layers_block_type": ["mamba", "hybrid", "mamba"],
+        "num_mem_blocks": 1,
+        "chunk_size": 4,
+        "num_key_value_heads": 4,
+    },
 }
 
 # A tower has as many layers as the decoder, whose layers must not be sought in it.
@@ -158,7 +225,21 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         "vision_config": {**TOWER, "image_size": [16, 16], "patch_size": [8, 8]},
         "tie_word_embeddings": False,
     },
+    "kimi_k25": {
+        "text_config": {"model_type": "deepseek_v3", **LATENT_EXPERTS, "head_dim": 4},
+        "vision_config": {**TOWER, "projector_hidden_size": 16},
+    },
+    "lfm2_vl": {"text_config": {"model_type": "lfm2", **CONVOLUTIONS}, "vision_config": TOWER},
     "lighton_ocr": {"text_config": QWEN3, "vision_config": PIXTRAL},
+    "llama4": {
+        "text_config": CHUNKED,
+        "vision_config": {
+            **TOWER,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+        },
+    },
     "llava": {"text_config": LLAMA, "vision_config": CLIP},
     "llava_next": {"text_config": {"model_type": "mistral"}, "vision_config": CLIP},
     "llava_onevision": {"text_config": QWEN2, "vision_config": SIGLIP},
@@ -178,6 +259,8 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"text_config": ROTARY_3D, "vision_config": QWEN_TOWER},
     "qwen3_vl": {"text_config": ROTARY_3D, "vision_config": QWEN3_TOWER},
     "qwen3_vl_moe": {"text_config": {**EXPERTS, **ROTARY_3D}, "vision_config": QWEN3_TOWER},
+    "qwen3_5": {"text_config": LINEAR, "vision_config": QWEN3_TOWER},
+    "qwen3_5_moe": {"text_config": LINEAR_EXPERTS, "vision_config": QWEN3_TOWER},
     "smolvlm": {"text_config": LLAMA, "vision_config": TOWER, "scale_factor": 1},
     "video_llama_3": {"text_config": QWEN2, "vision_config": TOWER},
     "vipllava": {"text_config": LLAMA, "vision_config": CLIP, "vision_feature_layers": [-1]},
@@ -185,83 +268,9 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 }
 
 # Targets that an engine has to run: here their ends are read, and their first layers.
-LATENT = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-}
-LATENT_EXPERTS = {**LATENT, **ROUTED_EXPERTS, "first_k_dense_replace": 1}
-SPARSE = {**LATENT_EXPERTS, "index_topk": 4, "index_n_heads": 16, "index_head_dim": 8}
-LINEAR_SIZES = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-LINEAR = {**LINEAR_SIZES, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-LINEAR_EXPERTS = {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}
-CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 4}
-CHUNKED = {
-    **LOCAL_EXPERTS,
-    "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
-    "attention_chunk_size": 4,
-    "intermediate_size_mlp": 32,
-    "no_rope_layers": [1, 0, 1],
-    "moe_layers": [1],
-}
 RUN_BY_ENGINES: dict[str, dict[str, Any]] = {
-    "bailing_hybrid": LATENT_EXPERTS,
-    "bamba": {**MAMBA, "attn_layer_indices": [1]},
-    "deepseek_v2": LATENT_EXPERTS,
-    "deepseek_v3": {**LATENT_EXPERTS, "head_dim": 4},
-    "deepseek_v32": SPARSE,
-    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
-    "glm4_moe_lite": LATENT_EXPERTS,
-    "glm_moe_dsa": SPARSE,
-    "kimi_k25": {
-        "text_config": {"model_type": "deepseek_v3", **LATENT_EXPERTS, "head_dim": 4},
-        "vision_config": {**TOWER, "projector_hidden_size": 16},
-    },
-    "kimi_linear": {**LATENT_EXPERTS, **LINEAR, "linear_num_heads": 4, "linear_head_dim": 8},
-    "lfm2": CONVOLUTIONS,
-    "lfm2_moe": {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1},
-    "lfm3": CONVOLUTIONS,
-    "llama4": {
-        "text_config": CHUNKED,
-        "vision_config": {
-            **TOWER,
-            "vision_output_dim": 16,
-            "projector_input_dim": 16,
-            "projector_output_dim": 16,
-        },
-    },
-    "nemotron_h": {
-        "layers_block_type": ["mamba", "attention", "mlp"],
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 16,
-        "n_groups": 1,
-        "ssm_state_size": 8,
-        "chunk_size": 4,
-    },
-    "olmo_hybrid": LINEAR,
-    "qwen3_5": {"text_config": LINEAR, "vision_config": QWEN3_TOWER},
-    "qwen3_5_moe": {"text_config": LINEAR_EXPERTS, "vision_config": QWEN3_TOWER},
-    "qwen3_next": LINEAR_EXPERTS,
-    "youtu": {**LATENT, "head_dim": 4},
-    "zamba2": {
-        "mamba_d_state": 8,
-        "mamba_ngroups": 1,
-        "n_mamba_heads": 4,
-        "mamba_headdim": 16,
-        "layers_block_type": ["mamba", "hybrid", "mamba"],
-        "num_mem_blocks": 1,
-        "chunk_size": 4,
-        "num_key_value_heads": 4,
-    },
+    "jamba": {**EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_expand": 1},
+    "minimax": {**LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
 }
 
 
@@ -273,11 +282,18 @@ def family_config(model_type: str, changes: dict[str, Any]) -> PretrainedConfig:
 
 
 def plain_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Random weights in eager attention; norms and biases are away from one and zero, so that none goes unnoticed."""
+    """Random weights in eager attention; norms and biases are away from one and zero, so that none goes unnoticed.
+
+    Running states last for several tokens.
+    """
     is_whole = config.get_text_config() is config
     auto_class = AutoModelForCausalLM if is_whole else AutoModelForMultimodalLM
     model = auto_class.from_config(config, attn_implementation="eager").eval()
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            nn.init.uniform_(parameter, -2.0, 0.5)
+        elif name.endswith("dt_bias"):
+            nn.init.normal_(parameter, 0.0, 0.5)
+        elif parameter.ndim == 1:
             nn.init.normal_(parameter, 1.0, 0.2)
     return model

@@ -25,7 +25,8 @@ from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, chain
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import DynamicTree, Shape, StaticTree, node_depths
-from draftsmith.models.target.slots import SlotCache, chain_window
+from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.window import chain_window
 from draftsmith.models.training_free.no_drafter import NoDrafter, NoneConfig
 
 PROMPTS = ["The smith heats the iron", "def strike(iron):", "A draft is cheap, a draft is cheap, a", "x"]

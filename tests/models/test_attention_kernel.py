@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
-from draftsmith.models.target.slots import Window, chain_window, slot_attention
+from draftsmith.models.slots.attention import slot_attention
+from draftsmith.models.slots.window import Window, chain_window
 
 pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
 from draftsmith.models.kernels import counters
-from draftsmith.models.target.attention_kernel import MOST_SCRATCH, attend, num_splits
+from draftsmith.models.slots.attention_kernel import MOST_SCRATCH, attend, num_splits
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")  # splits that see nothing
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from draftsmith.models.target import slots
+from draftsmith.models.slots import cache as slots
 
 pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
 from shadow_memory import ShadowMemory
 
-from draftsmith.models.target import cache_kernels
+from draftsmith.models.slots import cache_kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # there the interpreter runs them (conftest.py)
 NUM_SLOTS = 20

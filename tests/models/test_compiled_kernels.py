@@ -76,7 +76,7 @@ def launches() -> dict[str, Callable[[], object]]:
 
 def attention() -> dict[str, Callable[[], object]]:
     """Every dtype and width in the tiles that 4, 32 and 64 query rows give; chains and trees, with and without all."""
-    from draftsmith.models.target import attention_kernel
+    from draftsmith.models.slots import attention_kernel
 
     def call(length: int, width: int, dtype: torch.dtype, num_words: int, everything: bool, splits: int) -> object:
         query, cached = meta(2, 32, length, width, dtype=dtype), meta(2, 8, 4096, width, dtype=dtype)
@@ -104,9 +104,10 @@ def attention() -> dict[str, Callable[[], object]]:
 def steps() -> dict[str, Callable[[], object]]:
     """Return calls of a fused layer's steps but products, for chunks of 512 tokens in 256 rows, and for one token."""
     from draftsmith.models.layers import DecodingNorm
+    from draftsmith.models.slots.cache import SlotCache
+    from draftsmith.models.slots.window import Window
     from draftsmith.models.target import layer_kernels as llama_kernels
     from draftsmith.models.target.layer_steps import Beside
-    from draftsmith.models.target.slots import SlotCache, Window
 
     many, queries, kv_heads, half = 256 * 512, 32, 8, 64
 
@@ -174,7 +175,7 @@ def products() -> dict[str, Callable[[], object]]:
 
 
 def cache() -> dict[str, Callable[[], object]]:
-    from draftsmith.models.target import cache_kernels
+    from draftsmith.models.slots import cache_kernels
 
     def write(length: int, width: int, dtype: torch.dtype) -> None:
         new, slots = meta(2, 8, length, width, dtype=dtype), meta(2 * length, dtype=torch.int64)

@@ -15,7 +15,8 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.drafters.medusa import Medusa, MedusaConfig
 from draftsmith.models.errors import UserError
-from draftsmith.models.target.slots import ATTENTION
+from draftsmith.models.slots.attention import ATTENTION
+from draftsmith.models.slots.forward import run_causal
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.config import DataConfig, resolve
@@ -59,6 +60,8 @@ def test_a_model_with_another_tokenizer_is_refused(tiny_target: Target, make_tar
 
 
 DEPENDS_ON_PLACE = {
+    "llama4_text": "their tensors do not fit a smaller llama4_text",  # layers with experts stand in a list of their own
+    "minicpm3": "residual_scale of layer 0 depends on its place",
     "diffllama": "self_attn.lambda_init of layer 2 depends on its place",
     "gemma4_text": r"layers 0, 2 of gemma4_text \(The set of layer types",  # the shared keys are those of layer 1
 }
@@ -85,7 +88,10 @@ def test_layers_compute_what_they_did_in_the_target(model_type: str) -> None:
     if types:
         model.config.layer_types = [types[0], types[2]]
     token_ids = torch.arange(1, 12)[None]
-    found, expected = (one.eval()(token_ids, use_cache=False).logits for one in (draft, model))
+    for module in model.modules():  # by which Llama 4 looks up what kind of layer it is
+        if getattr(module, "layer_idx", None) == 2:
+            module.layer_idx = 1
+    found, expected = (run_causal(one.eval(), token_ids) for one in (draft, model))
     torch.testing.assert_close(found, expected)
 
 

@@ -20,7 +20,7 @@ from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.layers import checkpoint_tensors
 from draftsmith.models.losses.divergences import DIVERGENCES
-from draftsmith.models.target.slots import ATTENTION
+from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.models.target.target import Features
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import MULTIMODAL, RUN_BY_ENGINES, SERVED, VOCABULARY, family_config, plain_model
+from families import MULTIMODAL, RECURRENT, RUN_BY_ENGINES, SERVED, VOCABULARY, family_config, plain_model
 from huggingface_hub.errors import LocalEntryNotFoundError
 from runs import arguments, make_config
 from safetensors.torch import load_file
@@ -27,7 +27,7 @@ from draftsmith.models.target.loading import decoder_and_head, is_multimodal
 from draftsmith.train import train
 from draftsmith.train.run_folder.tracking import read_metrics
 
-FAMILIES = SERVED | MULTIMODAL | RUN_BY_ENGINES
+FAMILIES = SERVED | RECURRENT | MULTIMODAL | RUN_BY_ENGINES
 ALLOWED = 620_000_000  # bytes of memory, of which Python, torch, pyarrow and draftsmith take 490 MB
 WIDE = {"hidden_size": 256, "intermediate_size": 16384, "num_hidden_layers": 13}  # 51 MB a layer
 
@@ -84,6 +84,7 @@ def test_ends_of_every_family_are_read_alone(model_type: str, tmp_path: Path) ->
     config = family_config(model_type, FAMILIES[model_type])
     whole = plain_model(config)
     decoder = decoder_and_head(whole)[0] if is_multimodal(config) else whole.base_model
+    decoder = whole.model if decoder is whole else decoder
     whole.save_pretrained(tmp_path, max_shard_size="10KB")
     tiny_tokenizer().save_pretrained(tmp_path)
     for file in of_layers(tmp_path):

@@ -13,11 +13,12 @@ import torch
 from draftsmith.models.errors import UserError
 from draftsmith.models.kernels import counters
 from draftsmith.models.layers import DecodingNorm
+from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.window import Window, chain_window
 from draftsmith.models.target import layer_kernels as llama_kernels
 from draftsmith.models.target import layer_steps as llama_steps
 from draftsmith.models.target import product_kernel
 from draftsmith.models.target.layer_steps import Beside, Ending
-from draftsmith.models.target.slots import SlotCache, Window, chain_window
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 pytestmark = pytest.mark.usefixtures("watched_memory")

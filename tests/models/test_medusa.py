@@ -13,7 +13,7 @@ from draftsmith.models import CHANGED_TARGET, Target, load_drafter, save_drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.medusa import Medusa, MedusaConfig
 from draftsmith.models.errors import UserError
-from draftsmith.models.target.slots import run_causal
+from draftsmith.models.slots.forward import run_causal
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.config import resolve

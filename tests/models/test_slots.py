@@ -22,16 +22,10 @@ from transformers import (
 from draftsmith.models import Target
 from draftsmith.models.batch import document_edges, pairs_mask
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
-from draftsmith.models.target.slots import (
-    ATTENTION,
-    SlotCache,
-    Window,
-    chain_window,
-    last_seen,
-    mask_of_documents,
-    run_on_slots,
-    slot_attention,
-)
+from draftsmith.models.slots.attention import ATTENTION, last_seen, mask_of_documents, slot_attention
+from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.forward import run_on_slots
+from draftsmith.models.slots.window import Window, chain_window
 
 PARENTS = [[-1, -1, 0, 0, 2, 4, 5], [-1, 0, 1, 2, 3, 4, 5]]  # a tree with a long branch, and a chain
 TREE = torch.tensor(PARENTS)
@@ -122,7 +116,7 @@ def test_trees_on_slots_are_their_paths_in_plain_attention(family: str) -> None:
 def test_the_kernel_gets_its_mask_through_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed, it is no mask that transformers knows, and must reach the attention as it is."""
     attention_kernel = pytest.importorskip(
-        "draftsmith.models.target.attention_kernel", reason="triton is for Linux only"
+        "draftsmith.models.slots.attention_kernel", reason="triton is for Linux only"
     )
     model = tiny_models(FAMILIES[family])[1]
     text, drafts = torch.randint(1, 50, (2, 13)), torch.randint(1, 50, (2, TREE.shape[1] + 1))

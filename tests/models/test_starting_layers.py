@@ -19,7 +19,7 @@ from draftsmith.models.drafters.eagle3 import Eagle3
 from draftsmith.models.drafters.p_eagle import PEagle
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import checkpoint_tensors
-from draftsmith.models.target.slots import ATTENTION
+from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.recipes.configs.recipes import recipe_named
 from draftsmith.train.starting_drafter import fit_starting_layers
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.sampling.trees import WORD, ancestor_words, node_depths
-from draftsmith.models.target.slots import Window
+from draftsmith.models.slots.window import Window
 
 
 def random_parents(num_nodes: int, seed: int, rows: int = 3) -> Tensor:

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
+from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.models.target.loading import DeviceMap, device_map
-from draftsmith.models.target.slots import ATTENTION
 from draftsmith.models.target.target import find_decoder_layers
 
 GPUS = [torch.device("cuda", index) for index in range(2)]
@@ -30,6 +30,8 @@ NOT_FAKED |= {"glm4_moe", "gpt_oss", "granitemoe", "granitemoehybrid", "jetmoe",
 NOT_FAKED |= {"qwen2_moe", "qwen3_moe", "vaultgemma", "cohere2_moe", "exaone_moe", "gemma4_unified_text"}
 NOT_FAKED |= {"granite_swa", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "laguna", "mellum"}
 NOT_FAKED |= {"solar_open"}
+NOT_FAKED |= {"axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "youtu"}
+NOT_FAKED |= {"minicpm3"}
 
 
 class Indexing(TorchFunctionMode):

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftsmith.models.kernels import NUM_COUNTERS, counters
-from draftsmith.models.target.splitting import is_last, num_multiprocessors
+from draftsmith.models.slots.splitting import is_last, num_multiprocessors
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 PACKED = tl.constexpr(3)  # slot, position and prefix, then the ancestor words

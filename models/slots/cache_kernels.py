@@ -1,7 +1,7 @@
 """Writing and moving keys and values in a slot cache, in Triton; the twins of the same names stand in `slots`.
 
-Shapes: B rows, T new tokens, M slots and one for padding, R = B * (M + 1), Hkv key-value heads, D head width, L nodes
-on a path.
+Shapes: B rows, T new tokens, M slots and one for padding, R = B * (M + 1), Hkv key-value heads, D head width of keys,
+Dv of values, S = Hkv * (D + Dv) values that a slot holds, L nodes on a path.
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,18 @@ from torch import Tensor
 
 
 def write_slots(key: Tensor, value: Tensor, written: Tensor, flat: Tensor) -> None:
-    """Store key and value [B, Hkv, T, D] of new tokens in rows `written` [B * T] of flat [R, 2 * Hkv * D].
+    """Store key [B, Hkv, T, D] and value [B, Hkv, T, Dv] of new tokens in rows `written` [B * T] of flat [R, S].
 
     One launch for both. `written` is int64 and contiguous.
     """
     batch, heads, length, width = key.shape
-    assert key.shape == value.shape
+    assert key.shape[:3] == value.shape[:3]
     assert key.stride(3) == value.stride(3) == 1
     assert flat.is_contiguous()
     assert written.is_contiguous()
-    block = min(1024, triton.next_power_of_2(heads * width))
-    write_kernel[(triton.cdiv(heads * width, block), length, batch)](
+    widest = heads * max(width, value.shape[3])
+    block = min(1024, triton.next_power_of_2(widest))
+    write_kernel[(triton.cdiv(widest, block), length, batch)](
         key,
         value,
         written,
@@ -32,6 +33,7 @@ def write_slots(key: Tensor, value: Tensor, written: Tensor, flat: Tensor) -> No
         *value.stride()[:3],
         HEADS=heads,
         D=width,
+        VALUE_D=value.shape[3],
         BLOCK=block,
     )
 
@@ -50,18 +52,20 @@ def write_kernel(
     value_t,
     HEADS: tl.constexpr,
     D: tl.constexpr,
+    VALUE_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Store BLOCK elements of the key and of the value of one token."""
     t = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < HEADS * D
-    head, d = i // D, i % D
-    kept = flat + tl.load(written + b * tl.num_programs(1) + t) * (2 * HEADS * D) + i
-    tl.store(kept, tl.load(key + b * key_b + head * key_h + t * key_t + d, mask=inside), mask=inside)
-    kept += HEADS * D
-    tl.store(kept, tl.load(value + b * value_b + head * value_h + t * value_t + d, mask=inside), mask=inside)
+    kept = flat + tl.load(written + b * tl.num_programs(1) + t) * (HEADS * (D + VALUE_D)) + i
+    of_key, of_value = i < HEADS * D, i < HEADS * VALUE_D
+    tl.store(kept, tl.load(key + b * key_b + i // D * key_h + t * key_t + i % D, mask=of_key), mask=of_key)
+    if VALUE_D > 0:  # the keys of an indexer have no values
+        kept += HEADS * D
+        values = tl.load(value + b * value_b + i // VALUE_D * value_h + t * value_t + i % VALUE_D, mask=of_value)
+        tl.store(kept, values, mask=of_value)
 
 
 @dataclass

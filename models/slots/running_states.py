@@ -1,0 +1,425 @@
+"""Running states on the slot cache: what gated DeltaNet, Kimi delta attention, Mamba-2 and short convolutions carry on.
+
+Such a layer keeps no keys of the text but one state, which every token changes. A draft must not change it until the
+target's verdict is known. So a window of drafts is read from the state that stands, by a closed form over each token's
+ancestors, and its inputs wait. The next window tells by its first slot how many tokens were kept: only then these enter
+the state, one by one. A state is thereby a function of the text alone, however its tokens fell into rounds.
+
+transformers' modules run as they are, with two functions of their files replaced while `reading` is on: the causal
+convolution, and the rule by which the state changes. Gated DeltaNet: arXiv 2412.06464, equation 10; Kimi delta
+attention: arXiv 2510.26692, equation 1; Mamba-2: arXiv 2405.21060, section 3.
+
+Shapes: B rows, T new tokens a row, H heads, Dk and Dv widths of keys and values, C channels of a convolution, k its
+taps, G groups, N width of a Mamba-2 state, P of its heads. States and inputs of rules are fp32.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from draftsmith.models.slots.window import Window
+
+CONVOLUTION = "causal_conv1d_fn"
+_running = threading.local()  # .window_read: what this thread's pass reads, while one is running
+
+
+# --- what a cache holds
+
+
+@dataclass
+class Buffer:
+    """The state of one part of a layer, of all rows, and the inputs of the newest draft, which wait in `columns`."""
+
+    state: Tensor  # [num_rows, ...]
+    inputs: list[Tensor]  # each [num_rows, columns, ...]
+
+
+@dataclass
+class RunningStates:
+    """The running states of a cache, of all rows."""
+
+    num_rows: int
+    num_columns: int  # that wait at most; more are made room for, which a recorded round must not need
+    buffers: dict[tuple[str, int], Buffer] = field(default_factory=dict)  # by part and layer
+    num_held: Tensor | None = None  # [num_rows] int64, tokens that the states have taken up
+    num_waiting: Tensor | None = None  # [num_rows] int64, columns that wait behind these
+
+    def make_counts(self, device: torch.device) -> None:
+        if self.num_held is None:
+            self.num_held = torch.zeros(self.num_rows, dtype=torch.int64, device=device)
+            self.num_waiting = torch.zeros_like(self.num_held)
+
+    def buffer(self, name: tuple[str, int], shape: tuple[int, ...], inputs: list[Tensor], dtype: torch.dtype) -> Buffer:
+        """Return a part of a layer, made where there is none, with room for inputs [B, T, ...]."""
+        columns = max(self.num_columns, inputs[0].shape[1])
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.inputs[0].shape[1] < columns:
+            device = inputs[0].device
+            state = torch.zeros(self.num_rows, *shape, dtype=dtype, device=device) if buffer is None else buffer.state
+            room = [part.new_zeros(self.num_rows, columns, *part.shape[2:]) for part in inputs]
+            for new, old in zip(room, buffer.inputs if buffer else [], strict=bool(buffer)):
+                new[:, : old.shape[1]] = old
+            self.buffers[name] = buffer = Buffer(state, room)
+        return buffer
+
+    def keep_path(self, rows: Tensor | slice, path: Tensor) -> None:
+        """Leave of the waiting columns of rows [B] the first one and those of a path [B, D], in this order."""
+        if not self.buffers:
+            return
+        assert self.num_waiting is not None
+        columns = F.pad(path, (1, 0))
+        self.num_waiting[rows] = columns.shape[1]
+        for buffer in self.buffers.values():
+            for part in buffer.inputs:
+                index = columns.view(*columns.shape, *[1] * (part.ndim - 2)).expand(-1, -1, *part.shape[2:])
+                part[rows, : columns.shape[1]] = part[rows].gather(1, index)
+
+
+# --- what one pass reads
+
+
+class WindowRead:
+    """A window that is being read, by its rows of a cache. Everything is computed once for all layers."""
+
+    def __init__(self, states: RunningStates, rows: Tensor | slice, window: Window) -> None:
+        self.states, self.rows, self.window = states, rows, window
+        self.layer = -1  # whose convolution or rule is called next
+        states.make_counts(window.slots.device)
+        assert states.num_held is not None
+        assert states.num_waiting is not None
+        first, length = window.slots[:, 0], window.slots.shape[1]
+        held, waiting = states.num_held[rows], states.num_waiting[rows]
+        self.is_new = first == 0  # [B] rows in which another text begins
+        self.num_kept = torch.minimum((first - held).clamp(min=0), waiting)  # [B] of the waiting columns
+        if window.num_text is None:
+            states.num_held[rows] = first
+            states.num_waiting[rows] = length
+        else:
+            held = torch.where(window.num_text > 0, first + window.num_text, held)
+            states.num_held[rows] = torch.where(self.is_new, window.num_text, held)
+            states.num_waiting[rows] = 0
+        on_gpu = first.device.type == "cuda"
+        self.most_kept = states.num_columns if on_gpu else int(self.num_kept.max())  # a GPU is not waited for
+        self._ancestors: Tensor | None = None
+        self._taps: Tensor | None = None
+
+    @property
+    def num_text(self) -> Tensor | None:
+        return self.window.num_text
+
+    @property
+    def ancestors(self) -> Tensor:
+        """Which columns each column follows, itself among them: bool [B, T, T]."""
+        if self._ancestors is None:
+            length, device = self.window.slots.shape[1], self.window.slots.device
+            if self.window.ancestors is None:
+                chain = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+                self._ancestors = chain.expand(len(self.window.slots), -1, -1)
+            else:
+                bits = (self.window.ancestors[..., None] >> torch.arange(32, device=device)) & 1
+                self._ancestors = bits.flatten(2)[..., :length].bool()
+        return self._ancestors
+
+    def taps(self, num_taps: int) -> Tensor:
+        """Return where the inputs of a convolution stand, oldest first: int64 [B, T, k].
+
+        Places count from the oldest of the k - 1 inputs of the state, behind which the T new ones stand.
+        """
+        if self._taps is None or self._taps.shape[2] != num_taps:
+            num_after = self.ancestors.flip(2).cumsum(2).flip(2)  # [B, T, T] ancestors of t from column s on
+            depth = num_after[..., :1]  # [B, T, 1] of each column, 1 for the first
+            back = torch.arange(num_taps, device=depth.device)  # 0: the column itself
+            is_back = self.ancestors[:, :, None] & (num_after[:, :, None] == back[:, None] + 1)  # [B, T, k, T]
+            new = num_taps - 1 + is_back.int().argmax(3)
+            self._taps = torch.where(back < depth, new, num_taps - 1 - (back - depth + 1)).flip(2)
+        return self._taps
+
+    def begin(self, buffer: Buffer) -> Tensor:
+        """Return the states of these rows [B, ...], zero where a text begins."""
+        state = buffer.state[self.rows]
+        return state.masked_fill(self.is_new.view(-1, *[1] * (state.ndim - 1)), 0)
+
+    def waiting(self, buffer: Buffer) -> list[Tensor]:
+        """Return what waits in these rows, as many columns as may be kept."""
+        return [part[self.rows, : self.most_kept] for part in buffer.inputs]
+
+    def let_wait(self, buffer: Buffer, inputs: list[Tensor]) -> None:
+        for part, new in zip(buffer.inputs, inputs, strict=True):
+            part[self.rows, : new.shape[1]] = new.to(part.dtype)
+
+
+@contextmanager
+def reading(states: RunningStates, rows: Tensor | slice, window: Window) -> Iterator[None]:
+    """Let this thread's pass over a window of these rows of a cache read and change their states."""
+    _running.read, _running.start = None, partial(WindowRead, states, rows, window)
+    try:
+        yield
+    finally:
+        _running.read = _running.start = None
+
+
+def enter_layer(layer: int) -> None:
+    """Note the layer whose functions are called next, as transformers' modules tell the cache."""
+    _running.read = _running.read or _running.start()
+    _running.read.layer = layer
+
+
+# --- the replaced functions
+
+
+def replace_rules(model: PreTrainedModel) -> None:
+    """Let the functions of the files that a model's modules come from look for states while a pass reads them.
+
+    Time steps of Mamba-2 get the limits of the checkpoint. transformers' modules raise small ones to a limit that is
+    meant for initialisation, and only where they read several tokens at once.
+    """
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            limit = getattr(model.config.get_text_config(), "time_step_limit", None) or (0.0, float("inf"))
+            module.time_step_limit = tuple(map(float, limit))
+    for name in {type(part).__module__ for part in model.modules()}:
+        namespace: Any = sys.modules[name]
+        for function, on_states in REPLACED.items():
+            stock = getattr(namespace, function, None)
+            if stock is not None and not isinstance(stock, Replaced):
+                setattr(namespace, function, Replaced(stock, on_states))
+
+
+def has_rule(namespace: Any, layer_types: set[str]) -> bool:
+    """Return whether a file of transformers' has the functions that are replaced in layers of these types."""
+    functions = {function for function in REPLACED if hasattr(namespace, function)}
+    return CONVOLUTION in functions and (layer_types == {"conv"} or len(functions) > 1)
+
+
+@dataclass
+class Replaced:
+    """A function of transformers' that another takes the place of while a pass reads states."""
+
+    stock: Callable[..., Any]
+    on_states: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_running, "read", None) is None:
+            return self.stock(*args, **kwargs)
+        return self.on_states(self.stock, _running.read, *args, **kwargs)
+
+
+def convolve(
+    stock: Callable[..., Tensor],
+    read: WindowRead,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Return the causal convolution [B, C, T] of inputs [B, C, T], weight [C, k], behind the inputs of the state."""
+    inputs, num_taps = hidden_states.transpose(1, 2), weight.shape[1]
+    name, shape = ("convolution", read.layer), (num_taps - 1, inputs.shape[2])
+    buffer = read.states.buffer(name, shape, [inputs[:, :1] if read.num_text is not None else inputs], inputs.dtype)
+    past = torch.cat([read.begin(buffer), *read.waiting(buffer)], 1)
+    state = newest(past, read.num_kept, num_taps - 1)  # [B, k - 1, C]
+    known = torch.cat([state, inputs], 1)  # [B, k - 1 + T, C]
+    if read.num_text is not None:
+        buffer.state[read.rows] = newest(known, read.num_text, num_taps - 1)
+        return stock(known.transpose(1, 2), weight, bias, activation=activation)[..., num_taps - 1 :]
+    buffer.state[read.rows] = state
+    read.let_wait(buffer, [inputs])
+    places = read.taps(num_taps).flatten(1)[..., None].expand(-1, -1, inputs.shape[2])
+    tapped = known.to(weight.dtype).gather(1, places).unflatten(1, (-1, num_taps))  # [B, T, k, C]
+    output = (tapped * weight.T).sum(2)
+    if bias is not None:
+        output = output + bias
+    output = output if activation is None else ACT2FN[activation](output)
+    return output.to(inputs.dtype).transpose(1, 2)
+
+
+def newest(inputs: Tensor, num_new: Tensor, count: int) -> Tensor:
+    """Return the newest `count` of inputs [B, count + T, C] of which the first `num_new` [B] of the T are kept."""
+    places = num_new[:, None] + torch.arange(count, device=inputs.device)
+    return inputs.gather(1, places[..., None].expand(-1, -1, inputs.shape[2]))
+
+
+def gated_delta(
+    stock: Callable[..., Any],
+    read: WindowRead,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return what heads read of the states [B, T, H, Dv], and the states, for queries and keys [B, T, Hk, Dk].
+
+    `g` is the logarithm of the decay: of a head [B, T, H], or of each of its channels [B, T, H, Dk].
+    """
+    shape = (value.shape[2], key.shape[3], value.shape[3])
+    name = ("rule", read.layer)
+    if read.num_text is not None:
+        waiting = delta_inputs(key[:, :1], value[:, :1], g[:, :1], beta[:, :1], use_qk_l2norm_in_kernel)
+        buffer = read.states.buffer(name, shape, waiting, torch.float32)
+        state = advance_delta(read.begin(buffer), read.waiting(buffer), read.num_kept)
+        is_text = torch.arange(key.shape[1], device=key.device) < read.num_text[:, None]  # [B, T]
+        g = g.masked_fill(~is_text.view(*is_text.shape, *[1] * (g.ndim - 2)), 0)
+        beta = beta.masked_fill(~is_text[..., None], 0)
+        output, state = stock(
+            query,
+            key,
+            value,
+            g=g,
+            beta=beta,
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )
+        buffer.state[read.rows] = state
+        return output, state
+    waiting = delta_inputs(key, value, g, beta, use_qk_l2norm_in_kernel)
+    buffer = read.states.buffer(name, shape, waiting, torch.float32)
+    state = advance_delta(read.begin(buffer), read.waiting(buffer), read.num_kept)
+    buffer.state[read.rows] = state
+    read.let_wait(buffer, waiting)
+    queries = query.repeat_interleave(value.shape[2] // query.shape[2], 2).float()
+    queries = normalized(queries) if use_qk_l2norm_in_kernel else queries
+    return read_delta(queries, waiting, state, read.ancestors).to(query.dtype), state
+
+
+def delta_inputs(key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalize: bool) -> list[Tensor]:
+    """Return what changes a state: keys [B, T, H, Dk], values [B, T, H, Dv], g [B, T, H, 1 or Dk], beta [B, T, H]."""
+    keys = key.repeat_interleave(value.shape[2] // key.shape[2], 2).float()
+    keys = normalized(keys) if normalize else keys
+    return [keys, value.float(), (g if g.ndim == 4 else g[..., None]).float(), beta.float()]
+
+
+def normalized(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def advance_delta(state: Tensor, inputs: list[Tensor], num_kept: Tensor) -> Tensor:
+    """Return states [B, H, Dk, Dv] after the first `num_kept` [B] of the inputs, exactly as after a token at a time."""
+    for i, (key, value, g, beta) in enumerate(zip(*(part.unbind(1) for part in inputs), strict=True)):
+        is_kept = (i < num_kept)[:, None]
+        g, beta = g.masked_fill(~is_kept[..., None], 0), beta.masked_fill(~is_kept, 0)
+        state = state * g.exp()[..., None]
+        change = (value - (state * key[..., None]).sum(2)) * beta[..., None]
+        state = state + key[..., None] * change[:, :, None]
+    return state
+
+
+def read_delta(query: Tensor, inputs: list[Tensor], state: Tensor, ancestors: Tensor) -> Tensor:
+    """Return what each token reads of the state after its ancestors and itself, [B, T, H, Dv], by one solve a head.
+
+    U are the changes that the tokens make: (I + beta K K' D) U = beta (V - K e^G S), with G the sum of a token's g and
+    its ancestors', and D the decay between two of them.
+    """
+    key, value, g, beta = inputs
+    query, key, value = (part.transpose(1, 2) for part in (query * query.shape[3] ** -0.5, key, value))  # [B, H, T, D]
+    g, beta = g.transpose(1, 2), beta.transpose(1, 2)[..., None]  # [B, H, T, 1 or Dk], [B, H, T, 1]
+    ancestors = ancestors[:, None]
+    total = ancestors.float() @ g  # G
+    if g.shape[3] == 1:
+        decay = decay_between(total[..., 0], ancestors)
+        products, reads = (part @ key.transpose(2, 3) * decay for part in (key, query))  # [B, H, T, T]
+    else:
+        decay = decay_between(total.transpose(2, 3), ancestors[:, :, None])  # [B, H, Dk, T, T]
+        products, reads = (torch.einsum("bhtd,bhsd,bhdts->bhts", part, key, decay) for part in (key, query))
+    system = (beta * products).tril(-1)  # with ones on the diagonal, which the solver takes for granted
+    known = beta * (value - (key * total.exp()) @ state)
+    changes = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    return (reads @ changes + (query * total.exp()) @ state).transpose(1, 2)
+
+
+def decay_between(total: Tensor, ancestors: Tensor) -> Tensor:
+    """Return e^(total_t - total_s) [..., T, T] where s is an ancestor of t, else 0, of sums of logarithms [..., T]."""
+    return (total[..., :, None] - total[..., None, :]).masked_fill(~ancestors, float("-inf")).exp()
+
+
+def mamba2(
+    stock: Callable[..., Any],
+    read: WindowRead,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return what heads read of the states [B, T, H, P], and the states [B, H, P, N].
+
+    `hidden_states` [B, T, H, P] and `dt` [B, T, H] change them by `B` [B, T, G, N] and A [H]; `C` [B, T, G, N] reads.
+    """
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    heads, width = hidden_states.shape[2:]
+    shape = (heads, width, B.shape[3])
+    name = ("rule", read.layer)
+    if read.num_text is not None:
+        waiting = mamba2_inputs(hidden_states[:, :1], dt[:, :1], A, B[:, :1])
+        buffer = read.states.buffer(name, shape, waiting, torch.float32)
+        state = advance_mamba2(read.begin(buffer), read.waiting(buffer), read.num_kept)
+        is_text = torch.arange(dt.shape[1], device=dt.device) < read.num_text[:, None]
+        dt = dt.masked_fill(~is_text[..., None], 0)
+        output, state = stock(
+            hidden_states, dt, A, B, C, chunk_size=chunk_size, D=D, initial_states=state, return_final_states=True
+        )
+        buffer.state[read.rows] = state
+        return output, state
+    waiting = mamba2_inputs(hidden_states, dt, A, B)
+    buffer = read.states.buffer(name, shape, waiting, torch.float32)
+    state = advance_mamba2(read.begin(buffer), read.waiting(buffer), read.num_kept)
+    buffer.state[read.rows] = state
+    read.let_wait(buffer, waiting)
+    output = read_mamba2(C.repeat_interleave(heads // C.shape[2], 2).float(), waiting, state, read.ancestors)
+    output = output if D is None else output + D[..., None] * hidden_states.float()
+    return output.contiguous(), state
+
+
+def mamba2_inputs(hidden: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> list[Tensor]:
+    """Return what changes a state: dt x [B, T, H, P], B [B, T, H, N] and the decays' logarithms dt A [B, T, H]."""
+    dt = dt.float()
+    return [hidden.float() * dt[..., None], B.repeat_interleave(hidden.shape[2] // B.shape[2], 2).float(), dt * A]
+
+
+def advance_mamba2(state: Tensor, inputs: list[Tensor], num_kept: Tensor) -> Tensor:
+    """Return states [B, H, P, N] after the first `num_kept` [B] of the inputs, exactly as after a token at a time."""
+    for i, (written, B, decay) in enumerate(zip(*(part.unbind(1) for part in inputs), strict=True)):
+        is_kept = (i < num_kept)[:, None]
+        decay, written = decay.masked_fill(~is_kept, 0), written.masked_fill(~is_kept[..., None], 0)
+        state = state * decay.exp()[..., None, None] + written[..., None] * B[:, :, None]
+    return state
+
+
+def read_mamba2(C: Tensor, inputs: list[Tensor], state: Tensor, ancestors: Tensor) -> Tensor:
+    """Return what each token reads of the state after its ancestors and itself, [B, T, H, P]."""
+    written, B, decay = inputs
+    C, written, B = (part.transpose(1, 2) for part in (C, written, B))  # [B, H, T, N or P]
+    ancestors = ancestors[:, None]
+    total = ancestors.float() @ decay.transpose(1, 2)[..., None]  # [B, H, T, 1]
+    reads = C @ B.transpose(2, 3) * decay_between(total[..., 0], ancestors)
+    return (reads @ written + (C * total.exp()) @ state.transpose(2, 3)).transpose(1, 2)
+
+
+REPLACED: dict[str, Callable[..., Any]] = {
+    CONVOLUTION: convolve,
+    "torch_chunk_gated_delta_rule": gated_delta,
+    "chunk_kimi_delta_attention": gated_delta,
+    "mamba2_chunk_scan": mamba2,
+}
