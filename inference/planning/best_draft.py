@@ -9,7 +9,7 @@ import torch
 from scipy.optimize import brentq, isotonic_regression
 
 from draftsmith.inference.decoding.schedule import Schedule
-from draftsmith.inference.planning.costs import GOAL, Costs
+from draftsmith.inference.planning.costs import GOAL, CostModel, Costs
 from draftsmith.inference.replay.forced_decoding import force_answers
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError
@@ -50,7 +50,7 @@ def equal_rates(length: float, draft_length: int) -> list[float]:
     return [float(rate)] * draft_length
 
 
-def best_draft_length(rates: Rates, costs: Costs, batch: int, context: int) -> int:
+def best_draft_length(rates: Rates, costs: CostModel, batch: int, context: int) -> int:
     """Return the draft length of the highest predicted speedup, of equal ones the shortest; 0 where none exceeds 1."""
 
     def speedup(draft_length: int) -> float:

@@ -13,7 +13,7 @@ docs/cost_model.md explains them.
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import numpy as np
 from pydantic import Field
@@ -27,6 +27,20 @@ KINKS = (4, 8, 16, 32, 64, 128, 256)  # tokens of a pass from which on each may 
 GOAL = 0.05  # error of a predicted speedup that is as good as measuring
 
 Terms = dict[str, NonNegative]  # by the name of a term: how often it is paid, or its milliseconds
+
+
+class CostModel(Protocol):
+    """Whatever tells the milliseconds of rounds: by measurements as `Costs` does, or by a roofline."""
+
+    def plain(self, batch: int, context: int) -> float: ...
+
+    def round(self, draft_length: int, batch: int, context: int, nodes: int | None = None) -> float: ...
+
+    def break_even(self, draft_length: int, batch: int, context: int, nodes: int | None = None) -> float: ...
+
+    def speedup(
+        self, acceptance_length: float, draft_length: int, batch: int, context: int, nodes: int | None = None
+    ) -> float: ...
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""The content of plan.json: what rounds cost on a device, what acceptance pays there, and what to expect of it."""
+"""The content of plan.json: what rounds cost on a device, what acceptance pays there, and what to expect of it.
+
+That of gpu_plan.json, too, whose device is not here.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -6,7 +9,9 @@ from typing import Annotated
 from pydantic import Field
 
 from draftsmith.inference.measuring.results import Environment
-from draftsmith.models.ranges import Natural, NonNegative, Share
+from draftsmith.inference.planning.gpu_roofline import DrafterShape, Machine
+from draftsmith.models.ranges import Count, Natural, NonNegative, Positive, Share
+from draftsmith.models.target.shape import TargetShape
 from draftsmith.models.typed_json import flat, optional, with_flat_parts
 
 
@@ -83,3 +88,45 @@ class Plan:
     context: Annotated[Natural, Field(ge=1)]
     environment: Environment
     drafters: Annotated[list[DrafterPlan], Field(min_length=1)]
+
+
+# --- on a GPU that is not here
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The times of plain steps at a context, and what fits."""
+
+    context: Count
+    milliseconds: dict[str, NonNegative]  # by batch size
+    bound_from: Natural | None  # batch size from which on a step computes longer than it reads
+    rows_that_fit: Natural
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The speed of decoding at a batch size, in one way."""
+
+    batch_size: Count
+    drafter: str
+    accepting: str
+    draft_length: Natural  # 0: plain decoding
+    tokens_a_second: NonNegative  # of the whole batch
+    reply_seconds: NonNegative
+    dollars_per_million: NonNegative | None
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """The content of gpu_plan.json."""
+
+    target: TargetShape
+    machine: Machine
+    context: Count
+    reply_tokens: Count
+    free_tokens: Natural  # of a pass, whose products take no longer than reading its weights
+    shapes: list[DrafterShape]
+    steps: list[StepTimes]
+    drafters: list[DrafterPlan]
+    outcomes: list[Outcome]
+    price: Positive | None = optional()  # dollars an hour, of one GPU

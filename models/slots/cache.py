@@ -104,6 +104,10 @@ class SlotCache:
             self._layers[layer_idx] = LayerSlots(kept, keys, values)
             self._move_tables = None
 
+    def slot_sizes(self) -> dict[int, int]:
+        """Return how many values a slot of each layer holds, S."""
+        return {layer: slots.kept.shape[2] for layer, slots in self._layers.items()}
+
     def flat(self, layer_idx: int) -> Tensor:
         """Return a layer's slots of all rows, for writing: [num_rows * (M + 1), S], keys before values."""
         return self._layers[layer_idx].kept.flatten(0, 1)

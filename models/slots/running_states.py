@@ -108,8 +108,8 @@ class WindowRead:
             held = torch.where(window.num_text > 0, first + window.num_text, held)
             states.num_held[rows] = torch.where(self.is_new, window.num_text, held)
             states.num_waiting[rows] = 0
-        on_gpu = first.device.type == "cuda"
-        self.most_kept = states.num_columns if on_gpu else int(self.num_kept.max())  # a GPU is not waited for
+        on_cpu = first.device.type == "cpu"
+        self.most_kept = int(self.num_kept.max()) if on_cpu else states.num_columns  # a GPU is not waited for
         self._ancestors: Tensor | None = None
         self._taps: Tensor | None = None
 

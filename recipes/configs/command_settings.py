@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 VerificationMode = Literal["greedy", "one_hot", "probabilistic", "block", "without_replacement", "typical"]
 Engine = Literal["vllm", "sglang", "speculators", "safeailab", "fasterdecoding"]
 Baseline = Literal["generate", "assisted", "prompt_lookup"]
+WeightType = Literal["bf16", "fp8", "int8", "int4", "fp4"]
 Minutes = Annotated[Number, Field(ge=0.001)]
 Requests = Annotated[Count, Field(ge=10, le=1_000_000)]
 Rate = Annotated[Number, Field(ge=0.001)]
@@ -49,7 +50,8 @@ DRAWN = "sample from the likeliest tokens with this probability"
 
 # Groups of flags, in the order of `--help`.
 INPUT, DECODING, TRAFFIC, MEASURING, OUTPUT = "input", "decoding", "traffic", "measuring", "output and machine"
-GROUPS = (INPUT, DECODING, TRAFFIC, MEASURING, OUTPUT)
+ELSEWHERE = "a GPU that is not here"
+GROUPS = (INPUT, DECODING, TRAFFIC, MEASURING, ELSEWHERE, OUTPUT)
 
 
 def option(
@@ -237,10 +239,11 @@ class ReplaySettings(OfDrafters):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings(OfTarget):
-    """Say before training whether a drafter can pay, from what it costs on this device.
+    """Say before training whether a drafter can pay, from what it costs on this device or, predicted, on another.
 
     example:
       draftsmith plan --target MODEL --drafter eagle3 --drafter medusa --out runs/plan
+      draftsmith plan --target llama_3_1_8b --gpu H100 --price 2.5 --drafter eagle3 --out runs/plan-h100
     """
 
     drafter: tuple[Name, ...] = option(
@@ -251,8 +254,30 @@ class PlanSettings(OfTarget):
     context: Count | None = option(DECODING, "tokens of a request so far (256, at most half)", None, "N")
     draft_length: tuple[Depth, ...] = option(DECODING, "tokens drafted a round (1 to 8, or as it can)", (), "K")
     tree_nodes: tuple[TwoOrMore, ...] = option(DECODING, "plan trees of so many drafted tokens, too", (), "N")
+    gpu: Name | None = option(ELSEWHERE, "predict for this GPU from the target's config.json alone", None, "GPU")
+    num_gpus: Count | None = option(ELSEWHERE, "GPUs among which the target is divided (1)", None, "N")
+    weights: WeightType | None = option(ELSEWHERE, "bf16, fp8, int8, int4, fp4 (as config.json says)", None, "TYPE")
+    price: Positive | None = option(ELSEWHERE, "dollars that one GPU costs an hour", None, "X")
+    reply: Count | None = option(ELSEWHERE, "tokens of a typical reply (300)", None, "N")
     num_threads: Count | None = option(OUTPUT, "CPU threads (PyTorch's default)", None, "N")
     out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
+
+    def refuse_mistakes(self) -> None:
+        if self.gpu is None:
+            self.refuse(("num_gpus", "weights", "price", "reply"), "without --gpu")
+            super().refuse_mistakes()
+            return
+        self.refuse(("device", "num_threads", "tree_nodes"), "with --gpu, which measures nothing here")
+        from draftsmith.inference.planning.gpus import gpu_named  # here, as `--help` needs neither
+        from draftsmith.recipes.configs.public_targets import public_target
+
+        gpu_named(self.gpu)
+        check_names({"out": self.out} if public_target(self.target) else {"target": self.target, "out": self.out})
+
+    def refuse(self, names: tuple[str, ...], where: str) -> None:
+        """Refuse settings that were given and have no effect."""
+        if given := next((name for name in names if getattr(self, name)), None):
+            raise UserError(f"--{given.replace('_', '-')} has no effect {where}: leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

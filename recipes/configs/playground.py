@@ -6,6 +6,7 @@ what a step of the target reads. They leave out the host and the launches of ker
 
 from dataclasses import dataclass
 
+from draftsmith.inference.planning.gpus import GPUS
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 from draftsmith.recipes.configs.published import PUBLISHED
 
@@ -59,11 +60,8 @@ class PlaygroundData:
     target: str
 
 
-DEVICES = [  # from NVIDIA's data sheets
-    PlaygroundDevice("H100 SXM", 989e12, 3.35e12),
-    PlaygroundDevice("A100 SXM 80 GB", 312e12, 2.04e12),
-    PlaygroundDevice("L40S", 362e12, 0.864e12),
-    PlaygroundDevice("RTX 4090", 165e12, 1.008e12),
+DEVICES = [
+    PlaygroundDevice(name, GPUS[name].bf16, GPUS[name].bandwidth) for name in ("H100", "A100-80GB", "L40S", "RTX-4090")
 ]
 
 

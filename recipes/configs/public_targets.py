@@ -10,6 +10,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.models.drafter_configs import LayersLikeTarget
@@ -128,6 +129,25 @@ PUBLIC_TARGETS: dict[str, PublicTarget] = {
         },
     ),
 }
+
+
+def public_target(name: str) -> PublicTarget | None:
+    """Return a target of the list by its key or its name on the Hub; None for others, and for a folder."""
+    if Path(name).is_dir():
+        return None
+    return next((public for key, public in PUBLIC_TARGETS.items() if name in (key, public.name)), None)
+
+
+def target_config(name: str) -> tuple["PretrainedConfig", str]:
+    """Return the config of a target and its name on the Hub; that of a target of the list needs no download.
+
+    `name`: one of `PUBLIC_TARGETS` or its name on the Hub, or whatever `read_config` takes. Raises `UserError`.
+    """
+    if public := public_target(name):
+        return public.config, public.name
+    from draftsmith.models.target.target_files import read_config
+
+    return read_config(name), name
 
 
 def for_target(general: Callable[[], TrainConfig], target: str, size: str) -> TrainConfig:

@@ -1,5 +1,6 @@
 """report.html of a run, of a folder of runs, or of an evaluation; report.md and report.json with the same beside it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -153,7 +154,7 @@ def playground_page() -> str:
     return rendered("playground_page.html.j2")
 
 
-def rendered(template: str, **values: Any) -> str:
+def rendered(template: str, scripts: Sequence[str] = SCRIPTS, **values: Any) -> str:
     """Return a page from its template, with style, scripts and the playground's data, which all pages share."""
     environment = Environment(
         loader=FunctionLoader(page_file),
@@ -165,7 +166,7 @@ def rendered(template: str, **values: Any) -> str:
     )
     return environment.get_template(template).render(
         style=page_file("report.css"),
-        script="\n".join(map(page_file, SCRIPTS)),
+        script="\n".join(map(page_file, scripts)),
         playground=to_json(playground_data()),
         **values,
     )

@@ -47,7 +47,7 @@ from draftsmith.recipes.evaluation.inputs import parse_tree
 from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.serving.vllm_counters import parse_metrics
 from draftsmith.recipes.serving.watch import describe, read_reference
-from draftsmith.recipes.studies.plan import read_acceptance
+from draftsmith.recipes.studies.expectations import read_acceptance
 from draftsmith.train.config import contents, dump, resolve
 
 PROMPTS = [[1, 5, 9], [2, 4]]

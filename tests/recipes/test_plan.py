@@ -11,13 +11,14 @@ from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.inference.planning.best_draft import acceptance_length
 from draftsmith.inference.planning.cost_measurement import CostRange
 from draftsmith.inference.planning.costs import Costs
+from draftsmith.inference.planning.plans import Acceptance, Plan
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.command_settings import TuneSettings
 from draftsmith.recipes.configs.published import PUBLISHED
-from draftsmith.recipes.studies.plan import Acceptance, Plan, drafter_plan
+from draftsmith.recipes.studies.expectations import drafter_plan
 from draftsmith.recipes.studies.tune import prompts_to_fit
 
 

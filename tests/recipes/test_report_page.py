@@ -4,41 +4,23 @@ import html
 import json
 import math
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import matplotlib.image
 import pytest
+from pages import CHROMIUM, browse, computed, needs_node
 from playground import PAGE
 from reports import write_grid
 
 from draftsmith.inference.planning.roofline import Roofline, roofline_costs
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.report_data.reading import read_report_data
-from draftsmith.recipes.reports.report import SCRIPTS, build_report, page_file, playground_page
+from draftsmith.recipes.reports.report import build_report, playground_page
 from draftsmith.recipes.reports.what_if import profiles_of, speedups
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-    "--hide-scrollbars",
-    "--allow-file-access-from-files",
-    "--disable-web-security",
-    "--enable-logging=stderr",
-    "--virtual-time-budget=4000",
-]
 WIDTHS = (400, 1200)
 UNMOVED = {"first_rate": None, "draft_scale": 1, "verify_scale": 1}  # where the panel's sliders stand at first
-needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
 HARNESS = """<!doctype html><pre id="found"></pre>
 <iframe src="report.html" width="400" height="900"></iframe>
 <iframe src="report.html" width="1200" height="900"></iframe>
@@ -77,12 +59,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def browse(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    profile = folder / "browser"
-    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-
-
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_in_a_browser(folder: Path) -> None:
     (folder / "harness.html").write_text(HARNESS)
@@ -116,15 +92,6 @@ def test_screenshot(folder: Path) -> None:
     assert pixels.shape[:2] == (1000, 1200)
     rows_with_content = (pixels[..., :3].std(axis=(1, 2)) > 0.02).mean()
     assert rows_with_content > 0.5
-
-
-def computed(expression: str, **values: Any) -> Any:
-    """Evaluate an expression of the page's scripts in Node.js, of constants with these values."""
-    constants = "".join(f"const {name} = {json.dumps(to_json(value))};\n" for name, value in values.items())
-    scripts = "\n".join(map(page_file, SCRIPTS))
-    script = f"{scripts}\n{constants}console.log(JSON.stringify({expression}));"
-    done = subprocess.run(["node", "-"], input=script, capture_output=True, text=True, timeout=30, check=True)
-    return json.loads(done.stdout)
 
 
 @needs_node

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from draftsmith.inference.planning.gpus import GPUS, Gpu, gpu_of_device
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.losses.chain_loss import CHUNK_ELEMENTS, GPU_ROWS
 from draftsmith.models.target.loading import drop_layers, model_without_memory
@@ -24,41 +25,15 @@ LOGIT_COPIES = 6  # copies of a chunk of logits that exist at once on a CPU: two
 UTILISATION = 0.35  # share of the device's dense bf16 peak that a run is assumed to reach
 
 
-@dataclass(frozen=True)
-class Device:
-    """A GPU, as its data sheet describes it."""
-
-    name: str
-    peak: float  # dense bf16 operations a second
-    memory: float  # bytes
-
-
-H100 = Device("H100 80 GB", 989e12, 80e9)
-H200 = Device("H200 141 GB", 989e12, 141e9)
-
-# Dense bf16 peaks by CUDA's name of the device, from NVIDIA's data sheets; of workstation cards with fp32 sums.
-PEAKS = {
-    "A100": 312e12,
-    "A10": 125e12,
-    "A40": 150e12,
-    "L4": 121e12,
-    "L40S": 362e12,
-    "H20": 148e12,
-    "H100": H100.peak,
-    "H200": H200.peak,
-    "GH200": H200.peak,
-    "B200": 2250e12,
-    "RTX 3090": 71e12,
-    "RTX 4090": 165e12,
-}
+H100 = GPUS["H100"]
 
 
 def peak_of(device: torch.device) -> float | None:
     """Return a device's dense bf16 operations a second; None for a CPU, and for a GPU that is not in the table."""
     if device.type != "cuda":
         return None
-    name = f" {torch.cuda.get_device_name(device)} ".replace("-", " ")
-    return next((peak for known, peak in PEAKS.items() if f" {known} " in name), None)
+    gpu = gpu_of_device(torch.cuda.get_device_name(device))
+    return None if gpu is None else gpu.bf16
 
 
 @dataclass(frozen=True)
@@ -121,9 +96,9 @@ class Estimate:
     def total_bytes(self) -> float:
         return self.ends_bytes + self.layer_bytes + self.drafter_bytes + self.working_bytes
 
-    def hours(self, device: Device, num_devices: int = 1) -> float:
+    def hours(self, device: Gpu, num_devices: int = 1) -> float:
         """Return the hours that the run takes at `UTILISATION` of the devices' peak."""
-        return self.operations / (device.peak * UTILISATION * num_devices) / 3600
+        return self.operations / (device.bf16 * UTILISATION * num_devices) / 3600
 
 
 def estimate(

@@ -44,6 +44,24 @@ function drawTimeline(svg, costs, length, tokens) {
   svg.setAttribute("aria-label", `A round of ${round.toFixed(2)} plain steps beside ${tokens.toFixed(2)} of plain decoding`);
 }
 
+// What is typed and what is slid follow each other; then all is shown anew. What is typed counts: it may lie between notches.
+function typedValue(root, name) {
+  return +(root.elements[`${name}_typed`] ?? root.elements[name]).value;
+}
+
+function followInputs(root, show) {
+  root.addEventListener("input", ({ target }) => {
+    if (target.type === "range") {
+      root.elements[`${target.name}_typed`].value = "powers" in target.dataset ? 2 ** target.value : target.value;
+    } else if (target.type === "number" && target.name.endsWith("_typed")) {
+      const range = root.elements[target.name.replace("_typed", "")];
+      range.value = "powers" in range.dataset ? Math.log2(target.value) : target.value;
+    }
+    show(target);
+  });
+  window.addEventListener("resize", () => show());
+}
+
 function startPlayground(root, data) {
   const input = (name) => root.elements[name];
   const [chart, timeline] = root.querySelectorAll("svg.drawn");
@@ -59,7 +77,7 @@ function startPlayground(root, data) {
   }
 
   function show() {
-    const value = (name) => +(input(`${name}_typed`) ?? input(name)).value; // what is typed counts: it may lie between notches
+    const value = (name) => typedValue(root, name);
     const batch = Math.max(1, value("batch")), context = value("context");
     const length = Math.min(LONGEST_PLAYED, Math.max(1, Math.round(value("draft_length"))));
     const model = {
@@ -82,13 +100,8 @@ function startPlayground(root, data) {
     root.dataset.speedups = JSON.stringify(predicted);
   }
 
-  root.addEventListener("input", ({ target }) => {
-    if (target.type === "range") {
-      input(`${target.name}_typed`).value = "powers" in target.dataset ? 2 ** target.value : target.value;
-    } else if (target.type === "number") {
-      const range = input(target.name.replace("_typed", ""));
-      range.value = "powers" in range.dataset ? Math.log2(target.value) : target.value;
-    } else if (target.name === "family") chooseFamily(target.value);
+  followInputs(root, (changed) => {
+    if (changed?.name === "family") chooseFamily(changed.value);
     show();
   });
   for (const button of document.querySelectorAll("[data-rate]")) {
@@ -98,7 +111,6 @@ function startPlayground(root, data) {
       root.scrollIntoView({ behavior: "smooth" });
     });
   }
-  window.addEventListener("resize", show);
   root.closest("details")?.addEventListener("toggle", show); // a closed one has no width to draw in
   input("family").value = 1;
   chooseFamily(1);

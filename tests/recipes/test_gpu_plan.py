@@ -1,0 +1,213 @@
+"""`draftsmith plan --gpu`: what it writes and says without a target's weights, its page, and what it refuses."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import CHROMIUM, browse, computed, needs_node
+
+from draftsmith.inference.planning.gpu_roofline import (
+    BYTES,
+    DrafterShape,
+    Machine,
+    RooflineCosts,
+    TargetTimes,
+    dollars_per_million,
+)
+from draftsmith.inference.planning.gpus import GPUS
+from draftsmith.inference.planning.plans import GpuPlan
+from draftsmith.models.drafter_configs import DRAFTER_CONFIGS
+from draftsmith.models.target.shape import CachedLayers, RoutedExperts, TargetShape
+from draftsmith.models.typed_json import from_json, to_json
+from draftsmith.recipes.cli.main import main
+from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
+from draftsmith.recipes.reports.report import SCRIPTS
+from draftsmith.recipes.studies.drafter_shapes import DRAFT_MODELS, PASSES, drafter_shape
+
+ROOT = Path(__file__).parents[2]
+PLAN = ["plan", "--target", "llama_3_1_8b", "--gpu", "H100", "--drafter", "eagle3"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan for a target whose shape is known here, of which no file is on this machine."""
+    out = tmp_path_factory.mktemp("plan")
+    more = "--drafter ngram --batch-size 1 64 512 --price 2.5 --acceptance 0.8 --draft-length 2 4"
+    assert main([*PLAN, *more.split(), "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def plan(folder: Path) -> GpuPlan:
+    content = json.loads((folder / "gpu_plan.json").read_text())
+    plan = from_json(GpuPlan, content)
+    assert to_json(plan) == content
+    return plan
+
+
+def test_a_plan_for_a_gpu_that_is_not_here(plan: GpuPlan) -> None:
+    """Its numbers are those of the roofline, and batches that do not fit have no outcome."""
+    times = TargetTimes(plan.target, Machine(GPUS["H100"]))
+    costs = RooflineCosts(times, plan.shapes[0])
+    assert plan.context == 2048
+    (row,) = (row for row in plan.steps if row.context == 2048)
+    assert row.milliseconds == {str(batch): times.plain(batch, 2048) for batch in (1, 64, 512)}
+    assert row.rows_that_fit == 208
+    eagle3 = plan.drafters[0]
+    assert eagle3.by_batch_size[1].break_even_acceptance_length == {
+        str(length): costs.break_even(length, 64, 2048) for length in (2, 4)
+    }
+    assert [(one.batch_size, one.drafter) for one in plan.outcomes] == [
+        (batch, drafter) for batch in (1, 64) for drafter in ("none", "eagle3", "ngram")
+    ]
+    plain, drafted, _ = plan.outcomes[:3]
+    best = eagle3.expected[0].by_batch_size[0]
+    assert plain.reply_seconds == pytest.approx(300 * times.plain(1, 2048) / 1000)
+    assert plain.reply_seconds / drafted.reply_seconds == pytest.approx(best.speedup)
+    assert drafted.dollars_per_million is not None
+    assert drafted.dollars_per_million == pytest.approx(2.5 / 3600 / drafted.tokens_a_second * 1e6)
+
+
+def test_the_page_stands_alone(folder: Path, plan: GpuPlan) -> None:
+    page = (folder / "plan.html").read_text()
+    assert len(page) < 150_000
+    assert not re.search(r"""(src|href)=["'](?!#)|@import|<link""", page)
+    assert "Only 208 texts of 2048 tokens fit" in page
+    assert "90% of the data sheet" in page  # the assumptions
+    for outcome in plan.outcomes:
+        assert f"{outcome.reply_seconds:.2f} s" in page
+    for gpu in GPUS.values():
+        assert gpu.source in page
+
+
+MIXTURE = TargetShape(
+    "mixture",
+    24,
+    10**9,
+    10**8,
+    10**8,
+    [RoutedExperts(24, 64, 4, 2 * 10**6)],
+    [CachedLayers(12, 1024, 512), CachedLayers(12, 1024, None)],
+    10**6,
+)
+DRAFTERS = [
+    DrafterShape("eagle3", "token", 4 * 10**8, 1, 2048, None),
+    DrafterShape("medusa", "head", 4 * 10**8, 0, 0, 4),
+    DrafterShape("dflash", "block", 10**9, 5, 10_240, 15),
+    DrafterShape("ngram", "none", 0, 0, 0, None),
+]
+
+
+@needs_node
+def test_the_panel_computes_what_python_does(plan: GpuPlan) -> None:
+    """To the digit: dense targets and mixtures, every kind of draft, types of weights, GPUs, loads and contexts."""
+    machines = [Machine(GPUS["H100"]), Machine(GPUS["B200"], 4, "fp4"), Machine(GPUS["L4"], weights="fp8")]
+    places = [(1, 128), (16, 4096), (200, 65_536)]
+    call = """[...machines].map(({ gpu, num_gpus, weights }) => targets.map((target) => {
+      const machine = machineOf({ machine: machines[0], bytes }, gpu, num_gpus, weights);
+      return places.map(([batch, context]) => ({
+        rows: rowsThatFit(machine, target, context), dollars: dollarsPerMillion(2, num_gpus, batch, 5),
+        rounds: drafters.map((drafter) => {
+          const costs = planCosts(machine, target, drafter, batch, context, 4);
+          return [costs.plain_ms, ...costs.draft.map((draft, i) => draft + costs.verify[i] + costs.host)];
+        }),
+      }));
+    }))"""
+    values: dict[str, Any] = {
+        "machines": machines, "targets": [plan.target, MIXTURE], "drafters": DRAFTERS, "places": places, "bytes": BYTES
+    }  # fmt: skip
+    found = computed(call, (*SCRIPTS, "plan_panel.js"), **values)
+    for machine, by_target in zip(machines, found, strict=True):
+        for target, by_place in zip(values["targets"], by_target, strict=True):
+            times = TargetTimes(target, machine)
+            for (batch, context), seen in zip(places, by_place, strict=True):
+                assert seen["rows"] == times.rows_that_fit(context)
+                assert seen["dollars"] == pytest.approx(dollars_per_million(2, machine.num_gpus, batch, 5))
+                for drafter, rounds in zip(DRAFTERS, seen["rounds"], strict=True):
+                    costs = RooflineCosts(times, drafter)
+                    steps = [costs.break_even(length, batch, context) for length in range(5)]
+                    assert rounds == pytest.approx([times.plain(batch, context), *steps], rel=1e-12)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_the_page_in_a_browser(folder: Path, plan: GpuPlan) -> None:
+    """It logs no error, and the panel starts with the plan's own speedup."""
+    seen = browse(folder, "--dump-dom", "--window-size=390,900", f"file://{folder}/plan.html")
+    assert "CONSOLE" not in seen.stderr
+    found = re.search(r'data-speedups="\[(.*?)\]"', seen.stdout)
+    assert found is not None
+    best = plan.drafters[0].expected[0].by_batch_size[0]
+    assert float(found[1].split(",")[best.draft_length - 1]) == pytest.approx(best.speedup)
+
+
+def test_every_kind_of_drafter_has_its_passes() -> None:
+    """And sizes for the shape of Llama-3.1-8B, in millions of weights as algorithms count them."""
+    priceless = {"lookahead", "none"}  # what the first costs depends on the text
+    assert set(PASSES) | priceless == set(DRAFTER_CONFIGS)
+    config = PUBLIC_TARGETS["llama_3_1_8b"].config
+    for kind, millions in {"eagle3": 425, "eagle": 777, "p_eagle": 1079, "dflash": 1700}.items():
+        assert round(drafter_shape(kind, config, "8B")[0].weights / 1e6) == millions
+    for kind in PASSES.keys() - DRAFT_MODELS:
+        shape, found = drafter_shape(kind, config, "8B")
+        assert (found, shape.passes) == (kind, PASSES[kind])
+    draft_model, kind = drafter_shape("qwen3_0_6b", config, "8B")
+    assert (kind, draft_model.passes, draft_model.layers, draft_model.cache_values) == (
+        "draft_model",
+        "token",
+        28,
+        57_344,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--gpu H101", "give one of B200, H200, H100"),
+        ("--price 2", "--price has no effect without --gpu"),
+        ("--gpu H100 --device cpu", "--device has no effect with --gpu"),
+        ("--gpu H100 --context 200000", "131072 tokens at most"),
+        ("--gpu H100 --target short --draft-length 5 --drafter medusa", "up to 4 tokens"),
+        ("--gpu H100 --target short --drafter lookahead", "its cost is not known"),
+        ("--gpu H100 --target short --drafter draft_model", "for a draft model its name or folder"),
+        ("--gpu A10 --target wide", "give --num-gpus 3"),
+        ("--gpu H100 --target nothing", "does not load"),
+        ("--gpu H100 --target packed", "quantised by new: give --weights"),
+    ],
+)
+def test_mistakes(
+    arguments: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    one_layer = {"model_type": "llama", "num_hidden_layers": 1}
+    configs = {
+        "nothing": {"model_type": "nothing"},
+        "packed": {"quantization_config": {"quant_method": "new"}, **one_layer},
+        "short": {"model_type": "llama", "num_hidden_layers": 8},
+        "wide": {**one_layer, "hidden_size": 32_768, "intermediate_size": 200_000},  # 26.1 billion weights
+    }
+    for name, content in configs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
+    given = ["plan", "--target", "llama_3_1_8b", "--drafter", "eagle3", "--out", "out", *arguments.split()]
+    assert main(given) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_the_documented_errors_are_those_of_today() -> None:
+    """Of the figures for one target, which a moment computes; `python benchmarks/roofline.py` prints them all."""
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "roofline.py"))
+    figures = [one for one in benchmark["PUBLISHED"] if one.target == "Llama-3.1-8B"]
+    assert len(figures) > 10
+    page = (ROOT / "docs" / "roofline.md").read_text()
+    for row in benchmark["table"](figures).splitlines()[2:]:
+        assert row in page
