@@ -227,14 +227,15 @@ def _too_deep(place: str) -> UserError:
 # --- safetensors
 
 
-def open_tensors(path: Path) -> safe_open:
+def open_tensors(path: Path, mapped: bool = False) -> safe_open:
     """Return an opened safetensors file, also a context manager; its tensors stay on disk until they are asked for.
 
+    `mapped`: they stay there even then, until they are used, and a limit on memory counts the whole file.
     Raises `UserError` where it cannot be read, is cut or damaged, or is another kind of file than its name says.
     """
     beginning = refuse_stand_in(path)
     try:
-        return safe_open(path, "pt", backend="pread")
+        return safe_open(path, "pt", backend="mmap" if mapped else "pread")
     except SafetensorError as error:
         if beginning.startswith((PICKLE, ZIP)):  # as the length at the beginning of a good file may happen to
             raise UserError(f"{path} is a pickle, which may run code when it is read: get it as safetensors") from None

@@ -18,24 +18,38 @@ from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.reading import open_tensors, refuse_stand_in
 
 PARTS = re.compile(r"(n|num)_(\w+_)?(layers?|experts)|num_heads|n_predict")  # fields that count parts with own tensors
+OTHER_TYPES = {  # of safetensors: those that quantised weights are stored in
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+}
 REPEATED = 2  # at most so many times may a pickle's tensors hold its bytes: an embedding may be the head, too
 
 
 def read_weights(
-    path: Path, device: str = "cpu", wanted: Callable[[str], bool] = lambda name: True
+    path: Path, device: str = "cpu", wanted: Callable[[str], bool] = lambda name: True, mapped: bool = False
 ) -> dict[str, Tensor]:
     """Return the wanted tensors of a .safetensors file, or else of a file of `torch.save`.
 
-    On `meta` they are their sizes alone. Raises `UserError` for a file that is damaged, is not what its name says, or
-    holds more than tensors.
+    On `meta` they have sizes and no values, and fp32 stands for all floating-point types of 16 bits or more. `mapped`:
+    those of a .safetensors file get into memory when they are used. Raises `UserError` for a file that is damaged, is
+    not what its name says, or holds more than tensors.
     """
     if path.suffix != ".safetensors":
         return {name: tensor for name, tensor in _read_pickle(path, device).items() if wanted(name)}
-    with open_tensors(path) as file:
+    with open_tensors(path, mapped) as file:
         names = filter(wanted, file.keys())
         if device == "meta":
-            return {name: torch.empty(file.get_slice(name).get_shape(), device="meta") for name in names}
+            return {name: _without_values(file.get_slice(name)) for name in names}
         return {name: file.get_tensor(name) for name in names}
+
+
+def _without_values(part: Any) -> Tensor:
+    """Return a tensor on `meta` for a slice of an opened safetensors file."""
+    dtype = OTHER_TYPES.get(part.get_dtype(), torch.float32)
+    return torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
 
 def _read_pickle(path: Path, device: str) -> dict[str, Tensor]:

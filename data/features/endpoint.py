@@ -32,6 +32,7 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.reading import open_tensors
 from draftsmith.models.target.target import Features
+from draftsmith.models.target.target_files import why_not_read
 from draftsmith.models.typed_json import from_json
 
 SETTING = "data.features_endpoint"
@@ -198,7 +199,8 @@ class EndpointFeatures:
                 f"than the server does (they differ by a factor of e^{error:.2g}): serve this target, as "
                 f"`{self.command}`"
             )
-        if self.layer_ids and not (error := self._first_layer_error(texts[0], readings[0].states)) < STATE_ERROR:
+        checked = self.layer_ids if why_not_read(self.target.name) is None else ()  # no layers can be had of the others
+        if checked and not (error := self._first_layer_error(texts[0], readings[0].states)) < STATE_ERROR:
             raise UserError(
                 f"{self._where}: what it gives as layer {self.layer_ids[0]} is not what comes out of that layer of "
                 f"{self.target.name} (relative error {error:.1e}): start it as `{self.command}`"

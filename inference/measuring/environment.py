@@ -26,6 +26,7 @@ def environment(target: Target) -> Environment:
         target_fingerprint=target.fingerprint(),
         git_commit=git_commit(),
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        quantisation=target.quantisation,
     )
 
 

@@ -310,6 +310,7 @@ class Environment:
     target_fingerprint: str | None
     git_commit: str | None
     command: str
+    quantisation: str | None = optional()  # in which the target's files hold its weights; None: plain
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Shapes: H hidden width, N heads, D head width.
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -29,8 +30,6 @@ def why_not_copied(target: Target, intermediate_size: int | None, num_layers: in
     rope = getattr(text, "rope_parameters", None) or {}
     if text.model_type not in FAMILIES or text.hidden_act != "silu":
         return f"layers of {text.model_type} compute otherwise than Llama's, which the drafter's are"
-    if getattr(text, "quantization_config", None) is not None:
-        return f"the weights of {target.name} are quantised"
     if rope.get("partial_rotary_factor", 1) != 1:
         return f"{target.name} rotates a part of each head, and the drafter all of it"
     if intermediate_size not in (None, text.intermediate_size):
@@ -48,7 +47,7 @@ def layer_tensors(target: Target, index: int) -> dict[str, Tensor]:
     if target.has_layers:
         return {name: _whole(tensor) for name, tensor in target.decoder_layers[index].state_dict().items()}
     place = f"layers.{index}."
-    read = read_tensors(target.name, lambda name: place in name)
+    read = read_tensors(target.name, lambda name: place in name, torch.float32)
     return {name.partition(place)[2]: tensor for name, tensor in read.items()}
 
 

@@ -79,11 +79,6 @@ class Mtp(Drafter):
                 "drafter.starting_layers=target"
             )
         config = replace(config, starting_layers=config.starting_layers or "target")
-        if config.starting_layers == "target" and getattr(target.text_config, "quantization_config", None) is not None:
-            raise UserError(
-                f"drafter.starting_layers=target: the weights of {target.name} are quantised; give "
-                "drafter.starting_layers=random"
-            )
         drafter = cls(config, target)
         drafter._start_new()
         return drafter
@@ -239,7 +234,8 @@ def native_tensors(target: Target) -> dict[str, Tensor]:
     if not num_heads(config, layout):
         return {}
     prefix = layout.prefix.format(layers=config.num_hidden_layers)
-    return from_layout(read_tensors(target.name, lambda name: name.startswith(prefix)), layout, config)
+    tensors = read_tensors(target.name, lambda name: name.startswith(prefix), torch.float32)
+    return from_layout(tensors, layout, config)
 
 
 def number_of_layer(config: PretrainedConfig) -> int:

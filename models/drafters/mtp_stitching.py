@@ -21,6 +21,8 @@ from draftsmith.models.errors import UserError, library_errors
 from draftsmith.models.files import write_json
 from draftsmith.models.model_files import CONFIG
 from draftsmith.models.reading import open_tensors, read_json_object
+from draftsmith.models.target.quantised import CODES
+from draftsmith.models.target.target_files import read_quantisation, stored_tensors
 from draftsmith.models.weights import file_of_index, read_weights
 
 NEW_FILE = "model-mtp.safetensors"  # of a head that the target's own files did not have
@@ -40,6 +42,13 @@ def write_with_head(
     if not head.keys() <= places.keys() and together(head).keys() <= places.keys():
         head = together(head)  # as these files hold the experts of their own head
     is_new = head.keys().isdisjoint(places)
+    own = stored_tensors(name, head.keys().__contains__, "meta")
+    is_plain = len(own) == len(head) and not any(tensor.dtype in CODES for tensor in own.values())
+    if read_quantisation(name) is not None and not is_plain:
+        raise UserError(
+            f"the weights of {name} are quantised, and engines take no plain head among such: export the head for the "
+            "BF16 model that they were made from"
+        )
     if is_new:
         content, beside = with_new_head(config, content, layout)
         head = head | beside

@@ -39,7 +39,9 @@ def fuse(model: PreTrainedModel) -> "FusedDecoder | None":
     if model.device.type == "cpu" and model.dtype != torch.float32:
         return None
     ends = [end for layer in base.layers for end in (layer.self_attn.o_proj, layer.mlp.down_proj)]
-    return FusedDecoder(model) if all(end.bias is None for end in ends) else None
+    products = [module for module in base.layers.modules() if isinstance(module, nn.Linear)]
+    is_plain = all(type(product) is nn.Linear for product in products)  # BitNet's round what they multiply
+    return FusedDecoder(model) if is_plain and all(end.bias is None for end in ends) else None
 
 
 def steps_on(device: torch.device) -> ModuleType:

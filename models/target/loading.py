@@ -2,12 +2,14 @@
 
 Transformers maps every file of a target privately, so that a limit on memory counts all of them, and downloads all.
 Where layers are left out, a file is fetched only for a wanted tensor in it, and no more of it gets into memory.
+Quantised weights are unpacked one by one while transformers loads them as plain ones.
 
 Of a multimodal model, a `LanguageModel` is made: its *towers*, the modules that read images, video and sound, get no
 memory.
 """
 
 import copy
+from collections.abc import Mapping
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -27,19 +29,23 @@ from transformers import (
 
 from draftsmith.models.errors import UserError, library_errors
 from draftsmith.models.slots.attention import ATTENTION
+from draftsmith.models.target.quantised import CODES, MEND, Packed
 from draftsmith.models.target.target_files import (
     library_errors_of,
+    plain_tensors,
     read_generation_config,
-    read_tensors,
+    read_quantisation,
     read_tokenizer,
+    stored_tensors,
+    why_not_read,
 )
 from draftsmith.models.weights import check_finite
 
 LARGEST_SHARE = 3  # of the values held that a config may claim: constants are held nowhere
-PACKED = 8  # quantised values at most that are held as one
 OF_LAYERS = "per_layer"  # in names of Gemma 4's second embedding, for its layers alone and larger than the first
 
 DeviceMap = dict[str, torch.device]  # of modules by their names
+Weights = Mapping[str, Tensor | Packed]  # by their names on disk
 
 
 class LanguageModel(PreTrainedModel, GenerationMixin):
@@ -127,15 +133,19 @@ def load_model(
     config: PretrainedConfig,
     device: torch.device | DeviceMap,
     dtype: torch.dtype,
-    tensors: dict[str, Tensor] | None = None,
+    tensors: Weights | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load all weights of a model of this config (transformers would make up missing ones), and the tokenizer.
 
     `device`: one, or by a map several, between which accelerate then moves what modules are called with. `tensors`: the
     weights by their names on disk, where they have been read already.
     """
-    what = f"target {str(name)!r}"
-    check_sizes(config, read_tensors(name, lambda key: True, "meta") if tensors is None else tensors, what)
+    what, is_whole = f"target {str(name)!r}", tensors is None
+    if is_whole and read_quantisation(name) is not None:
+        if reason := why_not_read(name):
+            raise UserError(f"{what} is not read: {reason}")
+        tensors = plain_tensors(name, stored_tensors(name, lambda key: True, mapped=True), dtype)
+    check_sizes(config, stored_tensors(name, lambda key: True, "meta") if tensors is None else tensors, what)
     tokenizer, generation_config = read_tokenizer(name), read_generation_config(name)
     options: Any = {"dtype": dtype, "attn_implementation": ATTENTION, "output_loading_info": True}
     if isinstance(device, dict):
@@ -149,7 +159,7 @@ def load_model(
             model = LanguageModel(model)
         if isinstance(device, torch.device):
             model.to(device)
-    if missing := sorted(key for key in report["missing_keys"] if tensors is None or OF_LAYERS not in key):
+    if missing := sorted(key for key in report["missing_keys"] if is_whole or OF_LAYERS not in key):
         raise UserError(
             f"{what} lacks {len(missing)} of its weights, {missing[0]} among them: give a whole causal language model"
         )
@@ -159,17 +169,19 @@ def load_model(
     return model.eval().requires_grad_(False), tokenizer
 
 
-def check_sizes(config: PretrainedConfig, stored: dict[str, Tensor], what: str) -> None:
-    """Refuse a config.json that describes another model than the weights are of, before memory is taken for it.
-
-    Quantised weights have names and shapes of their own: of these only the number of values is compared.
-    """
-    plain, num_layers = getattr(config, "quantization_config", None) is None, config.get_text_config().num_hidden_layers
+def check_sizes(config: PretrainedConfig, stored: Weights, what: str) -> None:
+    """Refuse a config.json that describes another model than the weights are of, before memory is taken for it."""
+    num_layers = config.get_text_config().num_hidden_layers
     if num_layers > len(stored):
         raise UserError(f"{what}: its config.json has {num_layers} layers, and its weights are {len(stored)} tensors")
     model = model_without_memory(config, what)
     expected = model.state_dict()
-    for name in sorted(expected.keys() & stored.keys()) if plain else ():
+    for name in sorted(expected.keys() & stored.keys()):
+        if expected[name].is_floating_point() and stored[name].dtype in CODES:
+            raise UserError(
+                f"{what}: {name} is stored as {str(stored[name].dtype)[6:]}, quantised in a form that its config.json "
+                f"does not tell or draftsmith does not unpack: {MEND}"
+            )
         if sorted(expected[name].shape) != sorted(stored[name].shape):  # transformers turns some while it loads them
             raise UserError(
                 f"{what}: {name} has the shape {list(stored[name].shape)}, and {list(expected[name].shape)} by its "
@@ -178,7 +190,7 @@ def check_sizes(config: PretrainedConfig, stored: dict[str, Tensor], what: str) 
     all_tensors = chain(model.named_parameters(), model.named_buffers())  # the latter also of what no file holds
     claimed = sum(tensor.numel() for name, tensor in all_tensors if OF_LAYERS not in name)
     held = sum(tensor.numel() for tensor in stored.values())
-    if claimed > (LARGEST_SHARE if plain else PACKED * LARGEST_SHARE) * held:
+    if claimed > LARGEST_SHARE * held:
         raise UserError(
             f"{what}: its config.json is of a model of {claimed:,} values, and its weights hold {held:,}: these files "
             "are not of one model, take another copy"
@@ -211,7 +223,7 @@ def load_first_layers(
     def wanted(key: str) -> bool:
         return _layer_of(key) < num_layers and OF_LAYERS not in key and not set(key.split(".")) & set(towers)
 
-    tensors = read_tensors(name, wanted)
+    tensors = plain_tensors(name, stored_tensors(name, wanted), dtype)
     return load_model(name, shortened, device, dtype, tensors)
 
 

@@ -22,6 +22,7 @@ from draftsmith.models.slots.running_states import has_rule
 from draftsmith.models.slots.window import Window, chain_window
 from draftsmith.models.target.fused_layers import FusedDecoder
 from draftsmith.models.target.loading import is_multimodal, model_class_of, whole_of
+from draftsmith.models.target.target_files import why_not_read
 
 RunOnSlots = Callable[[Tensor, Window, SlotCache], Tensor]  # new tokens [B, T] of a window -> last hidden [B, T, H]
 
@@ -42,6 +43,7 @@ def check_decoded(config: PretrainedConfig, name: str) -> None:
     check_trained(config, name)
     with library_errors(f"target {name!r} has a config.json of no model", "take another copy"):
         reason = why_not_decoded(config)
+    reason = reason or why_not_read(name)
     if reason is not None:
         raise UserError(
             f"target {name!r} cannot be decoded here: {reason}. To train for it, let an engine run it: prepare "

@@ -39,7 +39,12 @@ from draftsmith.models.target.loading import (
     whole_of,
 )
 from draftsmith.models.target.support import carries_states, check_decoded, check_decodes_exactly, check_trained
-from draftsmith.models.target.target_files import read_config, read_generation_config, read_tokenizer
+from draftsmith.models.target.target_files import (
+    read_config,
+    read_generation_config,
+    read_quantisation,
+    read_tokenizer,
+)
 
 
 @dataclass
@@ -118,6 +123,7 @@ class Target:
         self.tokenizer = tokenizer
         self.name = name
         self.chat = ChatSettings()
+        self.quantisation: str | None = None  # in which its files hold the weights that were unpacked
         self.text_config = (full.config if full else model.config).get_text_config()
         self.head_module: nn.Module = model.get_output_embeddings()
         self.embedding: nn.Module = model.get_input_embeddings()
@@ -154,7 +160,10 @@ class Target:
         config = read_config(name)
         check_decoded(config, str(name))
         model, tokenizer = load_model(name, config, device, pick_dtype(dtype, device))
-        return cls(model, tokenizer, str(name), fuse_layers)
+        target = cls(model, tokenizer, str(name), fuse_layers)
+        if (quantisation := read_quantisation(name)) is not None:
+            target.quantisation = str(quantisation)
+        return target
 
     @classmethod
     def sharded_from_pretrained(

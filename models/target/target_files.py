@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -27,9 +28,12 @@ from transformers.utils import (
 from draftsmith.models.errors import UserError, library_errors
 from draftsmith.models.model_files import find_file, target_config_file
 from draftsmith.models.reading import read_json_object
+from draftsmith.models.target.quantised import Packed, Quantisation, unpacked
+from draftsmith.models.typed_json import from_json
 from draftsmith.models.weights import check_counts, file_of_index, read_weights
 
 MOST_PARTS = 2000  # layers or experts of one model; the largest have some hundreds
+QUANTISATION = "quantization_config"  # a field of config.json
 OTHER_FILES = ("transformers_weights", "fusion_config")  # fields of config.json that change what transformers loads
 
 
@@ -39,7 +43,10 @@ def library_errors_of(name: str | Path) -> Any:
 
 
 def read_config(name: str | Path) -> PretrainedConfig:
-    """Return the config of a target. Raises `UserError` where there is none that transformers knows."""
+    """Return the config of a target, without a quantisation of its weights: they are unpacked where they are read.
+
+    Raises `UserError` where there is none that transformers knows.
+    """
     path = target_config_file(name)
     content = read_json_object(path)
     check_counts(content, MOST_PARTS, str(path))
@@ -51,6 +58,10 @@ def read_config(name: str | Path) -> PretrainedConfig:
         alone: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
         if text is not config and alone is not None:
             text.architectures = [alone.__name__]  # as in a copy of the language model alone: fingerprints cover it
+    quantisation = read_quantisation(name)
+    if quantisation is not None and not quantisation.is_computed:
+        for part in (config, text):
+            vars(part).pop(QUANTISATION, None)
     if config.is_encoder_decoder:
         raise UserError(f"target {str(name)!r} is an encoder-decoder; draftsmith drafts for decoder-only models")
     return config
@@ -80,14 +91,47 @@ def read_generation_config(name: str | Path) -> GenerationConfig | None:
         return GenerationConfig.from_dict(read_json_object(path))
 
 
-def read_tensors(name: str | Path, wanted: Callable[[str], bool], device: str = "cpu") -> dict[str, Tensor]:
-    """Return the tensors whose names are wanted, as the files have them; on `meta` their sizes alone.
+def read_quantisation(name: str | Path) -> Quantisation | None:
+    """Return how a target's weights are quantised by its config.json; None where they are plain."""
+    path = target_config_file(name)
+    content = read_json_object(path)
+    parts = [content, *(part for part in content.values() if isinstance(part, dict))]  # Kimi K2.5: in its text_config
+    found = next((part[QUANTISATION] for part in parts if part.get(QUANTISATION) is not None), None)
+    return None if found is None else from_json(Quantisation, found, f"{path}: {QUANTISATION}")
+
+
+def why_not_read(name: str | Path) -> str | None:
+    """Return why a target's quantised weights cannot be read, in a clause; None where they can be, or are plain."""
+    quantisation = read_quantisation(name)
+    return None if quantisation is None else quantisation.why_not_read()
+
+
+def read_tensors(name: str | Path, wanted: Callable[[str], bool], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the tensors whose names are wanted, those that are quantised unpacked to a dtype.
 
     `name`: a directory or a Hub name. Raises `UserError` naming a file that is not there or damaged.
     """
+    tensors = stored_tensors(name, wanted)
+    return {key: tensor[...] for key, tensor in plain_tensors(name, tensors, dtype).items()}
+
+
+def plain_tensors(name: str | Path, stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor | Packed]:
+    """Return the stored tensors of a target as plain parameters, each of a dtype that is unpacked when it is read."""
+    quantisation = read_quantisation(name)
+    return {**stored} if quantisation is None else unpacked(stored, quantisation, dtype, f"target {str(name)!r}")
+
+
+def stored_tensors(
+    name: str | Path, wanted: Callable[[str], bool], device: str = "cpu", mapped: bool = False
+) -> dict[str, Tensor]:
+    """Return the tensors whose names are wanted, as the files have them; on `meta` their sizes and types alone.
+
+    `mapped`: they get into memory when they are used. `name`: a directory or a Hub name. Raises `UserError` naming a
+    file that is not there or damaged.
+    """
     tensors: dict[str, Tensor] = {}
     for path in _weight_files(name, wanted):
-        tensors |= read_weights(path, device, wanted)
+        tensors |= read_weights(path, device, wanted, mapped)
     return tensors
 
 

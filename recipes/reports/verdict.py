@@ -225,6 +225,12 @@ def caveats_of(data: ReportData) -> list[str]:
             f"At {beaten} of {len(blocks)} settings no trained drafter beats plain decoding and the drafters "
             "that need no training."
         )
+    if (quantisation := data.environment.quantisation) is not None:
+        caveats.append(
+            f"The target's files hold its weights in {quantisation}; here they were unpacked to "
+            f"{data.environment.dtype}. An engine that computes with the quantised weights accepts about as much, for "
+            "only its activations are rounded besides, but its speed is another: measure it there, by draftsmith bench."
+        )
     for setting, block in blocks.items():
         warnings = [(drafter.name, gap_warning(row)) for drafter, row in block]
         caveats += [f"{name} at {setting}: {warning}." for name, warning in warnings if warning]

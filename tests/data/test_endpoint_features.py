@@ -14,6 +14,7 @@ import pytest
 import torch
 from fake_server import FakeServer
 from families import RUN_BY_ENGINES, family_config, plain_model
+from quantised import set_config
 from runs import make_config
 from safetensors.torch import load_file, save_file
 from tiny_target import tiny_tokenizer
@@ -33,6 +34,7 @@ from draftsmith.models.target.target_files import read_config
 from draftsmith.train import train
 from draftsmith.train.run_folder.tracking import read_metrics
 
+GPTQ = "gptq"  # a form of quantised weights that is not unpacked
 LAYER_IDS = [1, 2, 4]  # two for the drafter, and the last
 RUN = {"steps": 3}
 
@@ -168,15 +170,26 @@ def test_samples_and_features_of_a_server(
     assert environment["target_fingerprint"] is None
 
 
-def target_of_an_engine(model_type: str, folder: Path) -> Target:
+def target_of_an_engine(kind: str, folder: Path) -> Target:
     """Write a target that is not decoded here, and return it as an engine has it: in its own attention."""
     sizes = {"vocab_size": len(tiny_tokenizer()), "max_position_embeddings": 128}
-    config = family_config(model_type, {**RUN_BY_ENGINES[model_type], **sizes})
+    config = family_config("llama" if kind == GPTQ else kind, {**RUN_BY_ENGINES.get(kind, {}), **sizes})
     plain_model(config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     model, tokenizer = load_model(folder, read_config(folder), torch.device("cpu"), torch.float32)
     model.set_attn_implementation("eager")
+    if kind == GPTQ:
+        pack_layers(folder)
     return Target(model, tokenizer, str(folder), fuse_layers=False, decodes=False)
+
+
+def pack_layers(folder: Path) -> None:
+    """Put tensors of GPTQ in the place of a target's layers; their values are not read by anybody here."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[name.replace("weight", "qweight")] = tensors.pop(name).int()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    set_config(folder, quantization_config={"quant_method": GPTQ, "bits": 4})
 
 
 @torch.no_grad()
@@ -194,10 +207,10 @@ def write_greedy_samples(target: Target, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("model_type", RUN_BY_ENGINES)
-def test_a_target_that_only_an_engine_runs_is_trained_for(model_type: str, tmp_path: Path) -> None:
-    """Its ends are here, and no cache of ours holds what its layers keep. To decode it in the run is refused."""
-    target = target_of_an_engine(model_type, tmp_path / "target")
+@pytest.mark.parametrize("kind", [*RUN_BY_ENGINES, GPTQ])
+def test_a_target_that_only_an_engine_runs_is_trained_for(kind: str, tmp_path: Path) -> None:
+    """Its ends are here, and its layers are not to be had or not on our cache. To decode it in the run is refused."""
+    target = target_of_an_engine(kind, tmp_path / "target")
     (tmp_path / "states").mkdir()
     server = HiddenStatesServer(target, tmp_path / "states")
     server.layer_ids = [1, 2, 3]

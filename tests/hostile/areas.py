@@ -28,7 +28,7 @@ from damage import (
 )
 from hostile_server import HostileServer
 from judge import Attempt, Place
-from material import KINDS, TRACES, run_arguments, stored_arguments
+from material import KINDS, QUANTISED, TRACES, run_arguments, stored_arguments
 from public_checkpoints import PUBLIC
 
 from draftsmith.data.answers.changed_settings import flatten
@@ -207,7 +207,7 @@ def foreign_drafter(place: Place) -> Attempt:
 def target(place: Place) -> Attempt:
     """A damaged target, loaded whole, without weights, or in part."""
     random = place.random
-    path = place.copy(random.choice(("target", "sharded", "chat")))
+    path = place.copy(random.choice(("target", "sharded", "chat", *QUANTISED)))
     file = random.choice(
         [file for file in sorted(path.rglob("*")) if file.suffix != ".safetensors" or random.random() < 0.3]
     )

@@ -10,6 +10,7 @@ from chats import CHATML_TOKENS, FAMILIES
 from disturbances import disk_full
 from load_tests import load_test, stage
 from public_checkpoints import PUBLIC
+from quantised import FORMS, quantise
 from reports import choice_content, write_comparison, write_grid, write_run, write_samples
 from tiny_target import save_target
 from transformers import AutoTokenizer
@@ -51,6 +52,7 @@ sampling_params={'temperature': 0.7, 'max_new_tokens': 12}, stream=True)
 """,
 }
 CONVERSATION = [{"role": "user", "content": "heat it"}, {"role": "assistant", "content": "It is hot."}]
+QUANTISED = {"fp8": "fp8 in blocks", "int4": "compressed int4, columns in another order"}
 METRICS = """\
 # HELP vllm:spec_decode_num_drafts_total Number of drafts.
 # TYPE vllm:spec_decode_num_drafts_total counter
@@ -67,6 +69,8 @@ def make_material(folder: Path) -> None:
     save_target(folder / "target", num_hidden_layers=8)  # as many as the public layouts need
     save_target(folder / "sharded", max_shard_size="30KB")
     save_target(folder / "chat")
+    for name, form in QUANTISED.items():
+        quantise(folder / "chat", folder / name, folder / f"{name}-unpacked", FORMS[form])
     tokenizer = AutoTokenizer.from_pretrained(folder / "chat")
     tokenizer.add_special_tokens({"additional_special_tokens": CHATML_TOKENS[1:]})
     tokenizer.chat_template = FAMILIES["chatml"].template

@@ -155,7 +155,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an end that is no token": (text("generation_config.json", '{"eos_token_id": 9999}'), "mend eos_token_id"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "unknown rope": (with_config(rope_parameters={"rope_type": "x", "rope_theta": 1.0}), "does not load|no model"),
-    "unknown quantisation": (with_config(quantization_config={"quant_method": "awq"}), "does not load"),
+    "unknown quantisation": (with_config(quantization_config={"quant_method": "awq"}), "quantised by .awq."),
     "weights elsewhere": (with_config(transformers_weights="../x"), "has transformers_weights, which is not read"),
 }  # fmt: skip
 

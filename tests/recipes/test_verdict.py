@@ -109,6 +109,17 @@ def test_sampled_outputs_are_not_said_to_be_identical(tmp_path: Path) -> None:
     assert "identical" not in text
 
 
+def test_says_that_an_engine_computes_with_the_quantised_weights(tmp_path: Path) -> None:
+    write_results(tmp_path / "evaluation.json", [paying()])
+    path = tmp_path / "evaluation.json"
+    content = json.loads(path.read_text())
+    assert not any("quantised" in caveat for caveat in verdict_of(read_report_data(tmp_path)).caveats)
+    content["environment"]["quantisation"] = "compressed-tensors (nvfp4-pack-quantized)"
+    path.write_text(json.dumps(content))
+    told = [caveat for caveat in verdict_of(read_report_data(tmp_path)).caveats if "nvfp4-pack" in caveat]
+    assert "its speed is another: measure it there" in told[0]
+
+
 def test_break_even_lies_on_the_line_over_the_logarithm(tmp_path: Path) -> None:
     above = {**paying(2), "speedup": 1.5, "speedup_ci95": [1.4, 1.6]}
     below = {**paying(32), "speedup": 0.5, "speedup_ci95": [0.4, 0.6]}
