@@ -13,7 +13,7 @@ import random
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from functools import cache
 from typing import Any, NoReturn, TypeVar
 
@@ -82,13 +82,16 @@ class Server:
                 "what cannot be used: mend or unset it"
             ) from None
 
-    def text(self, path: str) -> str:
-        """Return the page at a path. Raises `UserError` where the server is silent or refuses."""
-        return self._once(lambda: self._send(path))
+    def text(self, path: str, body: dict[str, Any] | None = None) -> str:
+        """Return the page at a path, or the answer to a POST of `body`, in one attempt.
 
-    def json(self, path: str) -> Any:
-        """Return the page of JSON at a path, in one attempt. Raises `UserError`, as `text` does."""
-        return self._once(lambda: self._send_json(path))
+        Raises `UserError` where the server is silent or refuses.
+        """
+        return self._once(lambda: self._send(path, body, self.timeout if body is not None else None))
+
+    def json(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Return the same where it is JSON. Raises `UserError`, as `text` does."""
+        return self._once(lambda: self._send_json(path, body, self.timeout if body is not None else None))
 
     def ask(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
         """Return what `read` makes of the answer to a POST; it raises `PassingError` to have the request sent again.
@@ -239,6 +242,20 @@ def _asked_later(response: httpx.Response) -> PassingError:
         return PassingError(f"HTTP {response.status_code}", asked)
     kept = f"asks to wait {asked:g} s, of which {LONGEST_ASKED_WAIT:g} are waited"
     return PassingError(f"HTTP {response.status_code}, and it {kept}", LONGEST_ASKED_WAIT)
+
+
+def named_urls(values: Iterable[str], setting: str) -> dict[str, str]:
+    """Return the addresses of several servers, each given as NAME=URL, by their names.
+
+    Raises `UserError` for one without a name or with that of another, and for what is no address.
+    """
+    urls: dict[str, str] = {}
+    for value in values:
+        name, _, url = value.partition("=")
+        if not (name.replace("_", "").replace("-", "").isalnum() and url) or name in urls:
+            raise UserError(f"{setting} {value[:SHOWN]!r}: give NAME=URL, each with a name of its own")
+        urls[name] = checked_url(url, f"{setting} {name}")
+    return urls
 
 
 def checked_url(url: str, setting: str) -> str:

@@ -17,7 +17,7 @@ WINGS = {  # the floors from the ground up, and the wings of each from the groun
     "models": ("sampling", "slots", "target", "losses", "drafter_parts", "block_parts", "drafters", "training_free"),
     "inference": ("verification", "decoding", "replay", "measuring", "planning", "traffic", "diagnosis"),
     "data": ("samples", "prompts", "answers", "features"),
-    "train": ("process", "hardware", "inputs", "run_folder", "evaluation"),
+    "train": ("process", "hardware", "inputs", "run_folder", "engine", "evaluation"),
     "recipes": ("configs", "report_data", "reports", "evaluation", "serving", "bench", "studies", "cli"),
 }
 FLOORS = tuple(WINGS)
@@ -215,8 +215,9 @@ READS_FILES = {  # what reads JSON, YAML and tensors without bounds on what it r
 MAY_READ = {
     "models/reading.py",
     "models/weights.py",  # the pickles of torch.save
-    "recipes/serving/vllm_medusa.py",  # the last two run in an engine's environment, and import nothing of ours
+    "recipes/serving/vllm_medusa.py",  # the last three run in an engine's environment, and import nothing of ours
     "recipes/serving/vllm_script.py",
+    "recipes/serving/vllm_swap.py",
 }
 
 

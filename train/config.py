@@ -94,6 +94,9 @@ class EvaluationConfig:
     baselines: list[Name] = field(default_factory=lambda: ["ngram"])  # training-free drafters measured beside
     time_share: Share | None = 0.2  # of training's time, kept by fewer repeats, then prompts; None: no limit
     patience: Count | None = None  # stop after so many checkpoints without longer acceptance; None: never
+    engine: Name | None = None  # URL of a vLLM that takes each checkpoint and measures it; None: draftsmith decodes
+    # Servers of the same target beside it, as NAME=URL: none=URL drafts nothing, others such as ngram=URL do.
+    engine_beside: list[Name] = field(default_factory=list)
 
 
 @dataclass
@@ -247,6 +250,19 @@ def _check_evaluation(config: TrainConfig) -> None:
     for name in evaluation.baselines:
         if name not in DRAFTER_CONFIGS:
             raise UserError(f"evaluation.baselines: no drafter {name!r}; there are {', '.join(DRAFTER_CONFIGS)}")
+    if evaluation.engine is None:
+        if evaluation.engine_beside:
+            raise UserError("evaluation.engine_beside: these servers stand beside evaluation.engine: give that, too")
+        return
+    from draftsmith.data.http import checked_url, named_urls  # here, since whoever reads a config needs no httpx
+
+    checked_url(evaluation.engine, "evaluation.engine")
+    named_urls(evaluation.engine_beside, "evaluation.engine_beside")
+    if evaluation.prompts is None:
+        raise UserError("evaluation.engine has nothing to answer: give evaluation.prompts, too")
+    for key, mend in (("baselines", "give evaluation.engine_beside"), ("num_threads", "leave it out")):
+        if getattr(evaluation, key) != getattr(EvaluationConfig(), key):
+            raise UserError(f"evaluation.{key} is of draftsmith's own decoder, and evaluation.engine decodes: {mend}")
 
 
 def dump(config: TrainConfig) -> str:

@@ -137,7 +137,7 @@ class TrainingRun:
                 self.stages.enter("data")
         if self.tracker:
             self.tracker.finish()
-            if self.config.evaluation.untrained and self.evaluator:
+            if self.measures_untrained and self.evaluator:
                 say(what_training_brought(self.folder))
 
     def saves_at(self, step: int) -> bool:
@@ -225,7 +225,12 @@ class TrainingRun:
             return None
         if checkpoints(self.folder):
             return self.evaluator.newest(self.earlier_seconds)
-        return self.save_and_measure(0) if self.config.evaluation.untrained else None
+        return self.save_and_measure(0) if self.measures_untrained else None
+
+    @property
+    def measures_untrained(self) -> bool:
+        """Whether the drafter is measured before its first step; by an engine always, which shows that it can be."""
+        return self.config.evaluation.untrained or self.config.evaluation.engine is not None
 
     def save_and_measure(self, step: int, stopped_by: int | None = None) -> str | None:
         """Save a checkpoint, measure it, and thin out old ones; return why training should stop early, if it should.

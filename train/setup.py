@@ -29,6 +29,7 @@ from draftsmith.models import CHANGED_TARGET, Drafter, Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.chat_template import set_chat
 from draftsmith.train.config import DataConfig, TrainConfig
+from draftsmith.train.evaluation.by_engine import check_swappable
 from draftsmith.train.evaluation.evaluate import check_evaluation, evaluation_prompts
 from draftsmith.train.hardware.layouts import make_accelerator
 from draftsmith.train.hardware.placement import check_placement, place
@@ -82,7 +83,9 @@ def set_up(config: TrainConfig) -> Setup:
     drafter.compile_loss = config.run.compile
     if target.has_layers:
         check_capture(target, drafter.layer_ids, samples[0].token_ids)
-    if prompts:
+    if config.evaluation.engine:
+        check_swappable(drafter)
+    elif prompts:
         check_evaluation(config.evaluation, drafter, target)
     store = open_store(config, drafter, target, plan)
     share = config.data.on_policy_share

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, StrictInt
+from pydantic import Field, FiniteFloat, StrictInt
 
 from draftsmith.data.answers.turns import Dialogue
 from draftsmith.data.console import shell_path
@@ -31,6 +31,7 @@ MOST_REQUESTS = 1024  # that are open at once; each has a thread
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=1000)]
+One = Field(min_length=1, max_length=1)
 
 
 # --- what a server answers
@@ -64,7 +65,28 @@ class Choice:
 class Completion:
     """The answer at /v1/completions."""
 
-    choices: Annotated[list[Choice], Field(min_length=1, max_length=1)]
+    choices: Annotated[list[Choice], One]
+
+
+@dataclass
+class TopLogprobs:
+    """The log-probabilities of the likeliest tokens, by their text, of the one token that was asked for."""
+
+    top_logprobs: Annotated[list[Annotated[dict[str, FiniteFloat], Field(min_length=2)]], One]
+
+
+@dataclass
+class RatedChoice:
+    """A text of a completion with the likeliest tokens beside each of its own."""
+
+    logprobs: TopLogprobs
+
+
+@dataclass
+class Rated:
+    """The answer at /v1/completions where the likeliest tokens are asked for, too."""
+
+    choices: Annotated[list[RatedChoice], One]
 
 
 @dataclass
@@ -115,7 +137,7 @@ class Endpoint:
         self.target, self.max_new_tokens, self.seed = target, max_new_tokens, seed
         self.model, served_context = self._served_model()
         self.context = min(target.context, served_context or target.context)
-        self._is_sglang = not self._completes_in_token_ids()
+        self.is_sglang = not self._completes_in_token_ids()
 
     def answers(self, dialogues: Iterator[Dialogue], most_at_a_time: int) -> Iterator[Dialogue]:
         """Answer all turns of the dialogues and yield each as it finishes; then the server is asked no more.
@@ -172,16 +194,27 @@ class Endpoint:
         }
         limit = self.max_new_tokens
         body: dict[str, Any]
-        if self._is_sglang:
+        if self.is_sglang:
             path, body = "/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": limit, **settings}}
         else:
             path, body = "/v1/completions", {"model": self.model, "prompt": prompt, "max_tokens": limit, **settings}
             body |= {"seed": seed, "return_token_ids": True}
         return self.server.ask(path, body, lambda answer: self._read(answer, prompt))
 
+    def top_two_gap(self, text: list[int]) -> float:
+        """Return how far apart vLLM holds the log-probabilities of the two likeliest tokens behind a text."""
+        body = {"model": self.model, "prompt": text, "max_tokens": 1, "temperature": 0.0, "logprobs": 2}
+
+        def read(answer: Any) -> float:
+            ((likeliest,),) = (choice.logprobs.top_logprobs for choice in read_answer(Rated, answer).choices)
+            first, second = sorted(likeliest.values(), reverse=True)[:2]
+            return first - second
+
+        return self.server.ask("/v1/completions", {**body, "return_tokens_as_token_ids": True}, read)
+
     def _read(self, answer: Any, prompt: list[int]) -> list[int]:
         """Return the token ids of an answer to `prompt`. Raises `PassingError` where it is no answer to that."""
-        new_ids, reason = self._generated(answer) if self._is_sglang else self._completed(answer, prompt)
+        new_ids, reason = self._generated(answer) if self.is_sglang else self._completed(answer, prompt)
         if reason not in ("stop", "length"):
             raise PassingError(f"an answer that ended by {reason!r}")
         known = all(0 <= token < self.target.vocab_size for token in new_ids)

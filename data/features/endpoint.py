@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import IO, Annotated, Any
 
 import torch
-from pydantic import Field, FiniteFloat, StrictInt
+from pydantic import FiniteFloat, StrictInt
 from safetensors import SafetensorError
 from torch import Tensor
 
-from draftsmith.data.answers.endpoint import Endpoint, Name
+from draftsmith.data.answers.endpoint import Endpoint, Name, One
 from draftsmith.data.console import shell_path
 from draftsmith.data.http import PassingError
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
@@ -40,9 +40,6 @@ REQUESTS = 32  # at a time
 CHECKED_TEXTS = 16
 LOGPROB_ERROR = 0.2  # on the mean, between the server's and the head's; bf16 logits of 20 err by 0.06
 STATE_ERROR = 0.1  # of a state's norm, on the mean; a layer changes far more
-
-
-One = Field(min_length=1, max_length=1)
 
 
 @dataclass

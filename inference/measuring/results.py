@@ -14,6 +14,7 @@ from pydantic import Field, PlainValidator
 
 from draftsmith.inference.decoding.counters import DraftLength, Interval, PairedDifference, Stats
 from draftsmith.inference.decoding.schedule import AnySchedule, schedule_from_json
+from draftsmith.inference.measuring.judged import JudgedResult
 from draftsmith.inference.verification.acceptance_rules import LOSSY, VerificationMode
 from draftsmith.models.files import write_json
 from draftsmith.models.ranges import Natural, NonNegative, Positive, Share
@@ -326,31 +327,48 @@ class EvaluationCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The content of evaluation.json: a drafter at every setting."""
+    """The content of evaluation.json: a drafter at every setting, as draftsmith's decoder or an engine measured it."""
 
     target: str
     drafter: str  # as it was given: a checkpoint, a name on the Hub, or a training-free drafter
     drafter_kind: str
     environment: Environment
-    results: Annotated[list[Annotated[Result, with_flat_parts(Result)]], Field(min_length=1)]
+    results: list[Annotated[Result, with_flat_parts(Result)]]  # of draftsmith's decoder
+    judged: list[Annotated[JudgedResult, with_flat_parts(JudgedResult)]] | None = optional()  # of an engine
     certificate: Certificate | None = optional()
     seconds: NonNegative | None = optional()  # that the whole comparison took, all its drafters
     cost: EvaluationCost | None = optional()
 
+    def __post_init__(self) -> None:
+        """Refuse an evaluation without rows, and one with rows of both kinds."""
+        if bool(self.results) == bool(self.judged):
+            raise ValueError("an evaluation has either results or judged rows")
 
-def place_of_best(rows: Sequence[Result]) -> int:
+    @property
+    def first(self) -> Result | JudgedResult:
+        """The row at its first setting."""
+        return (self.judged or self.results)[0]
+
+
+def place_of_best(rows: Sequence[Result | JudgedResult]) -> int:
     """Return the place of the best of a run's checkpoints, given the first row of each, oldest first.
 
     All of them draft with one architecture, so a round of each costs the same. They rank by tokens a round over that
-    cost, pooled over the rows of one setting, since the times of each alone are too noisy to choose by. Those with
-    divergences come last, and of equal ones the later is the better.
+    cost, pooled over the rows of one setting, since the times of each alone are too noisy to choose by. Rows that an
+    engine judged are of one setting, so their cost plays no part. Those with divergences come last, and of equal ones
+    the later is the better.
     """
+
+    def cost(row: Result) -> float:
+        alike = [other for other in rows if isinstance(other, Result)]
+        return fmean(
+            other.steps_a_round for other in alike if other.setting.differs_only_in(row.setting, "num_prompts")
+        )
 
     def key(place: int) -> tuple[bool, float, int]:
         row = rows[place]
-        alike = [other for other in rows if other.setting.differs_only_in(row.setting, "num_prompts")]
-        cost = fmean(other.steps_a_round for other in alike)
-        return row.lossless.divergences == 0, row.tokens_a_round / cost, place
+        value = row.tokens_a_round / cost(row) if isinstance(row, Result) else row.acceptance.mean_acceptance_length
+        return row.is_sound, value, place
 
     return max(range(len(rows)), key=key)
 

@@ -11,7 +11,7 @@ from scipy import stats
 from draftsmith.inference.decoding.counters import Interval
 from draftsmith.models.ranges import Natural, NonNegative
 from draftsmith.recipes.bench.client import Reply
-from draftsmith.recipes.serving.vllm_counters import Counters
+from draftsmith.train.engine.vllm_counters import Counters
 
 CONFIDENCE = 0.95
 SLA_SHARE = 0.95  # of the requests that must keep the limits

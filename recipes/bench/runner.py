@@ -11,7 +11,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.recipes.bench.arrivals import Mix, Planned, plan
 from draftsmith.recipes.bench.client import LARGEST_ANSWER, Reply, ask
 from draftsmith.recipes.bench.results import BenchLoad, BenchStage, Limits, stage_of
-from draftsmith.recipes.serving.vllm_counters import Counters, read_counters
+from draftsmith.train.engine.vllm_counters import Counters, read_counters
 
 MEND = "give the address of a running vLLM, SGLang, or another server with OpenAI's interface"
 WARM_UP = 4  # requests before each stage, which do not count

@@ -1,5 +1,7 @@
 """`draftsmith evaluate`, also as `accelerate launch -m draftsmith.inference`."""
 
+from pathlib import Path
+
 from rich.console import Console
 
 from draftsmith.data.processes import device_of_process
@@ -10,6 +12,7 @@ from draftsmith.recipes.evaluation.inputs import DEFAULT_MINUTES, load_target, r
 from draftsmith.recipes.reports.lossless import certificate_text
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.terminal import print_evaluations
+from draftsmith.recipes.studies.by_engine import evaluate_by_engine
 
 
 def run(settings: EvaluateSettings, console: Console) -> None:
@@ -18,6 +21,10 @@ def run(settings: EvaluateSettings, console: Console) -> None:
     Several processes share the prompts, and the first one writes and prints. Raises `UserError` for what cannot be
     measured.
     """
+    if settings.engine:
+        print_evaluations(evaluate_by_engine(settings), console)
+        tell_reports(settings.out, console)
+        return
     grid = settings_grid(settings)
     device = settings.device or device_of_process()
     target = load_target(settings.target, device, settings.chat_template_kwargs)
@@ -31,13 +38,18 @@ def run(settings: EvaluateSettings, console: Console) -> None:
         return
     print_evaluations(evaluations, console)
     console.print(f"{repeats_text(evaluations, minutes)}; all took {(evaluations[0].seconds or 0.0) / 60:.1f} minutes")
-    console.print(f"evaluation: {settings.out / 'evaluation.md'}")
-    console.print(f"report: {build_report(settings.out)}")
-    folders = settings.out.absolute().parents
-    if run := next((folder for folder in folders if (folder / "report.json").is_file()), None):
-        console.print(f"report: {build_report(run)}")  # it shows this evaluation, too
+    tell_reports(settings.out, console)
     for evaluation in evaluations if settings.certify else []:
         console.print(certificate_text(evaluation.drafter, evaluation.certificate))
+
+
+def tell_reports(out: Path, console: Console) -> None:
+    """Build the report of an evaluation, and that of the run or the runs that it lies in; say where they are."""
+    console.print(f"evaluation: {out / 'evaluation.md'}")
+    console.print(f"report: {build_report(out)}")
+    folders = out.absolute().parents
+    if run := next((folder for folder in folders if (folder / "report.json").is_file()), None):
+        console.print(f"report: {build_report(run)}")  # it shows this evaluation, too
 
 
 def repeats_text(evaluations: list[Evaluation], minutes: float | None) -> str:

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 
 
 VerificationMode = Literal["greedy", "one_hot", "probabilistic", "block", "without_replacement", "typical"]
+# Flags of `evaluate` that say how draftsmith decodes.
+ENGINE_LACKS = (
+    *("baseline", "tree", "schedule", "verification_mode", "synthetic_acceptance", "minutes", "certify"),
+    *("num_threads", "device"),
+)
 Engine = Literal["vllm", "sglang", "speculators", "safeailab", "fasterdecoding"]
 Baseline = Literal["generate", "assisted", "prompt_lookup"]
 WeightType = Literal["bf16", "fp8", "int8", "int4", "fp4"]
@@ -137,6 +142,9 @@ class EvaluateSettings(OfDrafters):
 
     prompts: tuple[Name, ...] = option(INPUT, "files, folders, Hub NAME:COLUMN, .yaml", metavar="P")
     baseline: tuple[Baseline, ...] = option(INPUT, "generate, assisted, prompt_lookup", (), metavar="NAME")
+    engine: Name | None = option(INPUT, "a vLLM measures them, docs/serving.md", None, "URL")
+    beside: tuple[Name, ...] = option(INPUT, "other servers of the target; none=URL has no drafter", (), "N=URL")
+    as_served: bool = option(INPUT, "--engine serves the drafter already: swap nothing", False)
     temperature: tuple[Temperature, ...] = option(DECODING, SAMPLED, (0.0,), "X")
     batch_size: tuple[BatchSize, ...] = option(DECODING, "prompts decoded at a time; measure at each", (1,), "N")
     draft_length: tuple[Depth, ...] = option(DECODING, "tokens drafted a round (4, none beside --tree)", (), "K")
@@ -153,12 +161,33 @@ class EvaluateSettings(OfDrafters):
             raise UserError("--synthetic-acceptance is a verification mode of its own: leave out --verification-mode")
         if self.repeats is not None and self.minutes is not None:
             raise UserError("--minutes chooses the repeats: leave out --repeats")
+        self._refuse_beside_engine()
         from draftsmith.data.processes import rank_and_num_ranks  # here, as `--help` needs no rich
 
         num_processes = rank_and_num_ranks()[1]
         if self.certify and num_processes > 1:
             raise UserError(f"--certify cannot be shared by {num_processes} processes: start `draftsmith evaluate`")
+        if self.engine and num_processes > 1:
+            raise UserError(f"--engine is asked by one process, not {num_processes}: start `draftsmith evaluate`")
         super().refuse_mistakes()
+
+    def _refuse_beside_engine(self) -> None:
+        """Refuse what is of draftsmith's own decoder beside --engine, and what is of --engine without it."""
+        if self.engine is None:
+            if self.beside or self.as_served:
+                raise UserError("--beside and --as-served are of a running engine: give --engine URL, too")
+            return
+        for name in ENGINE_LACKS:
+            if getattr(self, name) != getattr(type(self), name):
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{flag} is of draftsmith's own decoder, and --engine decodes: leave out {flag}")
+        if len(self.draft_length) > 1:
+            raise UserError("--draft-length: an engine has one, with which it was started: give that, or leave it out")
+        if self.as_served and len(self.drafter) > 1:
+            raise UserError("--as-served: an engine serves one drafter: give one --drafter")
+        if len(set(self.drafter)) < len(self.drafter):
+            raise UserError("--drafter: give each drafter once")
+        check_address(self.engine, "--engine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,6 +403,7 @@ class ExportSettings(WithChats):
     repeats: Count = option(MEASURING, "decode so often; more narrow the intervals", 3, "N")
     check: Name | None = option(MEASURING, "compare with a vLLM: its venv or URL", None, "VENV_OR_URL")
     push: Name | None = option(OUTPUT, "upload it to the Hub", None, "NAME")
+    swappable: bool = option(OUTPUT, "add a script that serves it for evaluate --engine", False)
     out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from draftsmith.inference.decoding.schedule import Schedule
-from draftsmith.inference.measuring.results import Environment, Interval, Setting
+from draftsmith.inference.measuring.results import Environment, Evaluation, Interval, Setting
 from draftsmith.inference.measuring.sample_texts import SampleText
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.plans import Plan
@@ -74,6 +74,7 @@ class ReportData:
     extras: dict[str, list[Any]] = field(default_factory=dict)  # values of the files of EXTRAS by name
     contents: dict[str, list[Any]] = field(default_factory=dict)  # and what stands in these files
     samples: list[SampleText] = field(default_factory=list)
+    judged: list[Evaluation] = field(default_factory=list)  # by an engine: in tables of their own
     unreadable: list[str] = field(default_factory=list)  # why files of the folder are left out
 
     @property
@@ -87,9 +88,9 @@ class ReportData:
         return [run for run in self.runs if conditions(run.best.evaluation.environment) == here]
 
     @property
-    def studies(self) -> list[LoadTest | Plan | Replay]:
-        """Load tests, plans and replays of the folder."""
-        return [study for name in STUDIES for study in self.extras.get(name, [])]
+    def studies(self) -> list[Evaluation | LoadTest | Plan | Replay]:
+        """Judged evaluations, load tests, plans and replays of the folder."""
+        return [*self.judged, *(study for name in STUDIES for study in self.extras.get(name, []))]
 
     @property
     def target(self) -> str:

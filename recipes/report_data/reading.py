@@ -28,6 +28,8 @@ from draftsmith.train.run_folder.run_folder import measured_checkpoints
 from draftsmith.train.run_folder.stored_run import Reader, read_config
 from draftsmith.train.run_folder.vocabulary import read_vocabulary, vocabulary_text
 
+EVALUATIONS = ("evaluation.json", "evaluation.*.json")  # of a drafter, and of what was measured beside it
+
 
 def read_report_data(folder: Path) -> ReportData:
     """Read what lies in the folder of a run, of several runs, of an evaluation, or of a study.
@@ -51,7 +53,8 @@ def read_report_data(folder: Path) -> ReportData:
         pairs = reader.read_all(partial(_read_extra, kind), _files(folder, name))
         if pairs:
             data.extras[name], data.contents[name] = map(list, zip(*pairs, strict=True))
-    if not drafters and (configs or not data.studies):
+    data.judged = [evaluation for evaluation in _every_evaluation(folder, reader) if evaluation.judged]
+    if not drafters and not data.judged and (configs or not data.studies):
         raise UserError(_nothing_text(folder, bool(configs), reader.unreadable))
     data.costs = reader.read_all(partial(read_typed, Costs), _files(folder, "costs"))
     samples = reader.read_all(_read_samples, _files(folder, "samples"))
@@ -79,7 +82,9 @@ def _nothing_text(folder: Path, has_runs: bool, unreadable: list[str]) -> str:
 
 def report_data_of(evaluations: list[Evaluation]) -> ReportData:
     """Return the data of a report on evaluations alone."""
-    return _by_conditions([], fastest_first(compared(evaluations)))
+    data = _by_conditions([], fastest_first(compared([evaluation for evaluation in evaluations if evaluation.results])))
+    data.judged = [evaluation for evaluation in evaluations if evaluation.judged]
+    return data
 
 
 def _by_conditions(runs: list[EvaluatedRun], drafters: list[MeasuredDrafter]) -> ReportData:
@@ -99,8 +104,17 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def _evaluations(folder: Path, reader: Reader) -> list[Evaluation]:
-    """Read what `evaluate` has written into a folder, one evaluation a drafter."""
-    return reader.read_all(read_evaluation, _in_folder_or_below(folder, "evaluation.json"))
+    """Read what `evaluate` has measured into a folder by draftsmith's decoder, one evaluation a drafter."""
+    evaluations = reader.read_all(read_evaluation, _in_folder_or_below(folder, "evaluation.json"))
+    return [evaluation for evaluation in evaluations if evaluation.results]
+
+
+def _every_evaluation(folder: Path, reader: Reader) -> list[Evaluation]:
+    """Read all evaluations of a folder: those of checkpoints, and what `evaluate` wrote into folders within it."""
+    places = ("", "*/", "checkpoints/*/", "*/checkpoints/*/", "*/[0-9]*-*/")
+    paths = [path for place in places for name in EVALUATIONS for path in sorted(folder.glob(place + name))]
+    seen = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    return reader.read_all(read_evaluation, list(dict.fromkeys(path.resolve() for path in seen)))  # `best` is a link
 
 
 def _comparison(folder: Path, reader: Reader) -> list[Evaluation]:
@@ -139,7 +153,7 @@ def _read_run(folder: Path, reader: Reader) -> EvaluatedRun | None:
 
 def _read_checkpoint(folder: Path, reader: Reader) -> EvaluatedCheckpoint | None:
     evaluation = reader.read(read_evaluation, folder / "evaluation.json")
-    if evaluation is None:
+    if evaluation is None or not evaluation.results:
         return None
     beside = {path: reader.read(read_evaluation, path) for path in sorted(folder.glob("evaluation.*.json"))}
     return EvaluatedCheckpoint(
@@ -148,7 +162,7 @@ def _read_checkpoint(folder: Path, reader: Reader) -> EvaluatedCheckpoint | None
         baselines={
             path.name.removeprefix("evaluation.").removesuffix(".json"): baseline
             for path, baseline in beside.items()
-            if baseline
+            if baseline and baseline.results
         },
         samples=reader.read(_read_samples, folder / "samples.json") or [],
     )

@@ -26,7 +26,7 @@ from draftsmith.recipes.reports.figures import draw_plots
 from draftsmith.recipes.reports.history import history
 from draftsmith.recipes.reports.lossless import differences
 from draftsmith.recipes.reports.markdown import escaped, fenced
-from draftsmith.recipes.reports.serving import choices, load_tests
+from draftsmith.recipes.reports.serving import choices, judged, load_tests
 from draftsmith.recipes.reports.speed import batches, speed
 from draftsmith.recipes.reports.studies import planned, replayed
 from draftsmith.recipes.reports.tables import Section, markdown
@@ -82,7 +82,7 @@ def evaluation_markdown(evaluations: list[Evaluation], costs: list[Costs]) -> st
 def sections_of(data: ReportData, profiles: list[Profile]) -> list[Section]:
     """Return the sections that there is data for, in order."""
     if not data.drafters:
-        studies = [planned(data), load_tests(data), what_if(profiles), replayed(data)]
+        studies = [judged(data), planned(data), load_tests(data), what_if(profiles), replayed(data)]
         return [section for section in studies if section.has_data]
     sections = [
         compared(data),
@@ -94,6 +94,7 @@ def sections_of(data: ReportData, profiles: list[Profile]) -> list[Section]:
         cost_model(data),
         domains(data),
         history(data),
+        judged(data),
         diagnosis(data),
         calibration(data),
         load_tests(data),

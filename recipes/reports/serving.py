@@ -1,4 +1,4 @@
-"""The sections on what to serve with: what `tune` chose, and load tests.
+"""The sections on what to serve with: what `tune` chose, what an engine measured, and load tests.
 
 The figure of a load test is throughput against the 95th percentiles of TPOT and TTFT.
 """
@@ -10,10 +10,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from draftsmith.inference.decoding.schedule import for_vllm
+from draftsmith.inference.measuring.judged import JudgedResult, JudgedSetting
+from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.planning.tuning import PredictedDraft
 from draftsmith.inference.traffic.load_test import LoadTest
 from draftsmith.inference.traffic.stages import Gain, StageResult, gains, latency_text, operating_points
 from draftsmith.recipes.report_data.contents import Choice, ReportData
+from draftsmith.recipes.report_data.measured import checkpoint_names
 from draftsmith.recipes.reports.figures import BASELINE_COLOUR, COLOURS, INK, Plot, label, label_text, legend
 from draftsmith.recipes.reports.tables import (
     Cell,
@@ -22,6 +25,7 @@ from draftsmith.recipes.reports.tables import (
     Table,
     Tone,
     draft_text,
+    interval_text,
     ratio_text,
     speedup_text,
     table_of,
@@ -78,6 +82,77 @@ def choice_text(name: str, choice: Choice) -> str:
         f"{name}, fitted on {choice.fitted_on}. Schedule by running requests: {', '.join(steps)} "
         f"(vLLM: num_speculative_tokens_per_batch_size {for_vllm(choice.schedule)}); {shape}."
     )
+
+
+# --- load tests
+
+
+# --- what an engine measured
+
+
+def judged(data: ReportData) -> Section:
+    """Show what an engine counted and took for each drafter, in tables of its own."""
+    return Section(
+        "judged",
+        "Judged by an engine",
+        "A serving engine drafted, counted and decoded; nothing here was measured by draftsmith's own decoder.",
+        judged_tables(data.judged),
+    )
+
+
+def judged_tables(evaluations: list[Evaluation]) -> list[Table]:
+    """Return a table for each setting of one engine, a row for each drafter."""
+    tables: dict[str, list[Row]] = {}
+    for evaluation in evaluations:
+        for row in evaluation.judged or []:
+            tables.setdefault(judged_name(row.setting), []).append(judged_cells(evaluation, row))
+    note = (
+        "Acceptance is of the engine's own counters, tokens/s of the client's clock from sending a batch to its last "
+        "answer, with prompts in the prefix cache. Intervals: over batches of prompts, 95 %. Speedup and identical "
+        "texts are beside the server without a drafter, where there was one."
+    )
+    return [table_of(name, rows, note) for name, rows in tables.items()]
+
+
+def judged_name(setting: JudgedSetting) -> str:
+    """Return all that two rows of one table share."""
+    top_p = f", top-p {setting.top_p:g}" if setting.top_p < 1 else ""
+    return (
+        f"{setting.judge.engine}: temperature {setting.temperature:g}{top_p}, batch size {setting.batch_size}, "
+        f"{setting.prompt_set}, up to {setting.max_new_tokens} new tokens"
+    )
+
+
+def judged_cells(evaluation: Evaluation, row: JudgedResult) -> Row:
+    speed, texts = row.speed, row.texts
+    name, note = checkpoint_names(evaluation.drafter)
+    return {
+        "drafter": Cell(name, note),
+        "acceptance length": Cell(
+            f"{row.acceptance.mean_acceptance_length:.2f}", interval_text(row.mean_acceptance_length_ci95)
+        ),
+        "draft length": str(row.setting.draft_length),
+        "tokens/s": f"{speed.tokens_per_second:.1f}",
+        "speedup": ratio_text(speed.speedup, speed.speedup_ci95) if speed.speedup else "–",
+        "identical texts": f"{texts.identical}/{texts.checked}" if texts else "–",
+        "prompts": str(row.setting.num_prompts),
+    }
+
+
+def judged_line(data: ReportData) -> str:
+    """Return in a sentence which of the judged drafters was accepted longest at the first setting."""
+    first = data.judged[0].first
+    assert isinstance(first, JudgedResult)
+    rows = [
+        (row, evaluation.drafter)
+        for evaluation in data.judged
+        for row in evaluation.judged or []
+        if row.setting == first.setting
+    ]
+    row, drafter = max(rows, key=lambda pair: pair[0].acceptance.mean_acceptance_length)
+    speedup = f", and makes it {row.speed.speedup:.2f} times as fast" if row.speed.speedup else ""
+    length = f"acceptance length {row.acceptance.mean_acceptance_length:.2f}"
+    return f"Judged by {first.setting.judge.engine}: {' '.join(checkpoint_names(drafter))} reaches {length}{speedup}."
 
 
 # --- load tests

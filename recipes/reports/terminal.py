@@ -11,6 +11,7 @@ from draftsmith.recipes.report_data.measured import MeasuredDrafter, compared
 from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports.acceptance import diagnosis_lines
 from draftsmith.recipes.reports.comparison_table import by_setting, comparison_table, domain_table, span_table
+from draftsmith.recipes.reports.serving import judged_tables
 from draftsmith.recipes.reports.tables import Cell, for_terminal
 
 COLUMNS = ("drafter", "acceptance length", "speedup", "tokens/s", "ms a round", "identical outputs")  # that fit
@@ -22,8 +23,10 @@ def print_summary(folder: Path, console: Console) -> None:
 
 
 def print_evaluations(evaluations: list[Evaluation], console: Console) -> None:
-    """Print evaluations as tables, one a setting."""
-    print_drafters(compared(evaluations), console)
+    """Print evaluations as tables, one a setting; those of an engine in tables of their own."""
+    print_drafters(compared([evaluation for evaluation in evaluations if evaluation.results]), console)
+    for table in judged_tables(evaluations):
+        console.print(Text(table.title, style="bold"), for_terminal(table))
 
 
 def print_drafters(drafters: list[MeasuredDrafter], console: Console) -> None:

@@ -13,6 +13,7 @@ from draftsmith.recipes.report_data.contents import Replay, ReportData
 from draftsmith.recipes.report_data.measured import DrafterResult, MeasuredDrafter
 from draftsmith.recipes.reports.comparison_table import PLAIN, by_setting
 from draftsmith.recipes.reports.lossless import divergences
+from draftsmith.recipes.reports.serving import judged_line
 from draftsmith.recipes.reports.speed import batch_curve, break_even
 from draftsmith.recipes.reports.tables import Tone, count, draft_text, speedup_text, tone_of
 
@@ -52,8 +53,9 @@ def verdict_of(data: ReportData) -> Verdict:
 
 
 def verdict_of_studies(data: ReportData) -> Verdict:
-    """Return what load tests, plans and replays say where no drafter was measured beside plain decoding."""
-    lines = [f"Under load: {test.verdict}." for test in data.extras.get("load", [])]
+    """Return what an engine, load tests, plans and replays say where no drafter was measured by the own decoder."""
+    lines = [judged_line(data)] if data.judged else []
+    lines += [f"Under load: {test.verdict}." for test in data.extras.get("load", [])]
     lines += [f"Planned, not measured. {line}." for plan in data.extras.get("plan", []) for line in plan_lines(plan)]
     lines += [replay_line(data, replay) for replay in data.extras.get("replay", [])]
     first, *others = lines

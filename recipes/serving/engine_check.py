@@ -18,8 +18,8 @@ from draftsmith.inference.measuring.results import LosslessCheck
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.serving.engine_speed import EngineSpeed, engine_speed
-from draftsmith.recipes.serving.vllm_counters import Counters
 from draftsmith.recipes.serving.vllm_run import EngineRun, run_address, run_environment
+from draftsmith.train.engine.vllm_counters import Counters
 
 TOLERANCE = 0.02  # largest relative difference of mean acceptance lengths that counts as agreement
 OUR_BATCH_SIZE = 16

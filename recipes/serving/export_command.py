@@ -20,7 +20,12 @@ from draftsmith.recipes.serving.engine_check import EngineReport, add_speed, che
 from draftsmith.recipes.serving.engine_key_names import TRAINING_FREE
 from draftsmith.recipes.serving.export import WEIGHT_FILES, Exported, export_folder, served_names, write_drafter
 from draftsmith.recipes.serving.model_card import schedule_of, served_result, write_card
-from draftsmith.recipes.serving.serve_commands import at_most_drafted, speculative_config, write_scripts
+from draftsmith.recipes.serving.serve_commands import (
+    at_most_drafted,
+    speculative_config,
+    write_scripts,
+    write_swappable,
+)
 
 DRAFT_LENGTH = 4  # where nothing is measured or asked for
 
@@ -41,6 +46,8 @@ def export(settings: ExportSettings, target: Target, console: Console, measured:
     prompts = None
     if settings.prompts:
         prompts = read_prompt_set(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
+    if settings.swappable and settings.engine != "vllm":
+        raise UserError("--swappable: only a vLLM takes other weights while it runs: give --engine vllm")
     out, evaluation, report, schedule = settings.out, None, None, None
     with export_folder(settings.checkpoint, target, out) as folder:
         names = served_names(out, settings.push)
@@ -55,6 +62,10 @@ def export(settings: ExportSettings, target: Target, console: Console, measured:
             draft_length = served_result(evaluation).setting.draft_length
             schedule = schedule_of(exported.kind, evaluation)
         commands = write_scripts(exported, settings.push or out, draft_length, schedule)
+        if settings.swappable:
+            if exported.in_target or exported.kind in TRAINING_FREE:
+                raise UserError(f"--swappable: {exported.kind} has no weights of its own that a server could swap")
+            commands["vllm, swappable"] = write_swappable(exported, out, draft_length)
         if settings.check and prompts:
             report = check_exported(exported, settings.check, target, prompts, draft_length, settings.max_new_tokens)
             print_reports([report], console)

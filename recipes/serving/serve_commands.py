@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ from draftsmith.data.console import shell_path
 from draftsmith.inference.decoding.schedule import Schedule, for_sglang, for_vllm
 from draftsmith.models.drafter_configs import NgramConfig
 from draftsmith.models.files import write_json, write_whole
+from draftsmith.recipes.serving import vllm_swap
 from draftsmith.recipes.serving.engine_key_names import SGLANG, TRAINING_FREE, VLLM, rules_for
 from draftsmith.recipes.serving.export import PLUGIN, Exported
 from draftsmith.recipes.serving.vllm_medusa import MedusaProposer
+from draftsmith.recipes.serving.vllm_swap import DraftSwap
 
 SGLANG_ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms whose draft length SGLang can change
+SWAP = Path(vllm_swap.__file__)  # lies beside a drafter whose weights a vLLM may swap
 SGLANG_SCHEDULE = "sglang_schedule.json"
 
 
@@ -83,6 +87,21 @@ def plugin_command(exported: Exported, where: Path | str, draft_length: int) -> 
     return shlex.join([*words, "--speculative-config", settings])
 
 
+def write_swappable(exported: Exported, where: Path, draft_length: int) -> str:
+    """Write serve_vllm_swappable.sh and what it needs into the folder; return its command.
+
+    A vLLM that was started so takes other checkpoints of the drafter while it runs. Its developer mode answers whoever
+    reaches it: it is for measuring, and not for the open.
+    """
+    shutil.copy(SWAP, exported.directory)
+    where = where.resolve()
+    environment = ["env", "VLLM_SERVER_DEV_MODE=1", f"PYTHONPATH={shell_path(where)}"]
+    extension = ["--worker-extension-cls", f"{SWAP.stem}.{DraftSwap.__name__}"]
+    command = shlex.join([*environment, *shlex.split(serve_command(exported, "vllm", where, draft_length)), *extension])
+    write_script(exported.directory / "serve_vllm_swappable.sh", VLLM, where, command)
+    return command
+
+
 def at_most_drafted(exported: Exported, draft_length: int) -> int:
     """Return a draft length, cut to the longest that the drafter can propose."""
     return min(draft_length, exported.max_draft_length or draft_length)
@@ -97,16 +116,20 @@ def write_scripts(
     heads with a vLLM newer than 0.32. Paths in commands are as they were given, so a script goes to where they hold,
     unless it is made for a name on the Hub.
     """
-    here = f"cd {shlex.quote(str(Path.cwd()))} || exit\n" if isinstance(where, Path) else ""
     commands = {engine: serve_command(exported, engine, where, draft_length, schedule) for engine in exported.served_by}
     if (exported.directory / PLUGIN.name).is_file():
         commands["vllm_plugin"] = plugin_command(exported, where, draft_length)
     if schedule is not None and SGLANG_SCHEDULE in commands.get("sglang", ""):
         write_json(exported.directory / SGLANG_SCHEDULE, for_sglang(schedule))
     for engine, command in commands.items():
-        script = exported.directory / f"serve_{engine}.sh"
         version = SGLANG if engine == "sglang" else VLLM
-        lines = ("#!/bin/sh", f"# checked against the loader rules of {version}", f"{here}exec {command}\n")
-        write_whole(script, os.fsencode("\n".join(lines)))  # a path may hold bytes that are no text
-        script.chmod(0o755)
+        write_script(exported.directory / f"serve_{engine}.sh", version, where, command)
     return commands
+
+
+def write_script(script: Path, version: str, where: Path | str, command: str) -> None:
+    """Write a command as a script; with a path in it, for the folder in which the path holds."""
+    here = f"cd {shlex.quote(str(Path.cwd()))} || exit\n" if isinstance(where, Path) else ""
+    lines = ("#!/bin/sh", f"# checked against the loader rules of {version}", f"{here}exec {command}\n")
+    write_whole(script, os.fsencode("\n".join(lines)))  # a path may hold bytes that are no text
+    script.chmod(0o755)

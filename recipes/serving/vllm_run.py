@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.answers.endpoint import Endpoint, Name
+from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.reading import read_typed
 from draftsmith.models.sampling.sampling import Sampling
-from draftsmith.models.typed_json import from_json
 from draftsmith.recipes.serving.engine_speed import TimedRequest
-from draftsmith.recipes.serving.vllm_counters import MEND, Counters, read_counters
+from draftsmith.train.engine.vllm_counters import Counters, read_counters, read_version
 
 SCRIPT = Path(__file__).with_name("vllm_script.py")
 ENVIRONMENT = {
@@ -29,13 +28,6 @@ LOGGED = re.compile(r"(\(\w+ pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?(
 ERROR = re.compile(r"[\w.]*(?:Error|Exception)(?:: |$)")
 WRAPPED = "root cause"  # in errors that only point to another one
 PYDANTIC = re.compile(r"\d+ validation errors? for ")
-
-
-@dataclass
-class Version:
-    """The answer at /version."""
-
-    version: Name
 
 
 @dataclass
@@ -97,10 +89,7 @@ def run_address(url: str, target: Target, prompts: list[list[int]], max_new_toke
     Raises `UserError` where it cannot be reached, refuses or is none.
     """
     endpoint = Endpoint(url, target, max_new_tokens, setting="--check")
-    try:
-        version = from_json(Version, endpoint.server.json("/version")).version
-    except UserError as error:
-        raise UserError(f"{endpoint.server.name} does not say which vLLM it is ({error}): {MEND}") from None
+    version = read_version(endpoint.server)
     before = read_counters(endpoint.server)
     token_ids = [endpoint.complete(prompt, Sampling(), number) for number, prompt in enumerate(prompts)]
     return EngineRun(f"vLLM {version}", token_ids, read_counters(endpoint.server) - before)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from draftsmith.inference.measuring.results import Result, read_evaluation
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.serving.vllm_counters import Counters, read_counters, vllm_at
+from draftsmith.train.engine.vllm_counters import Counters, read_counters, vllm_at
 
 TOLERANCE = 0.1  # share of the extra tokens of a round that traffic may cost before retraining is worth a thought
 NORMAL_QUANTILE = 1.96  # of a 95 % interval

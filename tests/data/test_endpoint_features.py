@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fake_engine import DRAFT_LENGTH, FakeEngine
 from fake_server import FakeServer
 from families import RUN_BY_ENGINES, family_config, plain_model
 from quantised import set_config
@@ -26,12 +28,15 @@ from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.features.endpoint import wait_until_written
 from draftsmith.data.samples.folder import PREPARED, write_samples
 from draftsmith.data.samples.sample import Sample
+from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.measuring.results import read_evaluation
 from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.loading import load_model
 from draftsmith.models.target.target_files import read_config
 from draftsmith.train import train
+from draftsmith.train.run_folder.checkpoint import checkpoints
 from draftsmith.train.run_folder.tracking import read_metrics
 
 GPTQ = "gptq"  # a form of quantised weights that is not unpacked
@@ -207,12 +212,35 @@ def write_greedy_samples(target: Target, folder: Path) -> Path:
     return folder
 
 
+class EagerEngine(FakeEngine):
+    """An engine that runs a target in its own attention; one token of every draft is accepted, whatever the drafter."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self.decoder = self
+        self.drafts, self.stats = True, Stats(DRAFT_LENGTH)
+
+    def take(self, folder: str) -> None:
+        assert load_file(Path(folder) / "model.safetensors")
+
+    @torch.no_grad()
+    def generate(self, prompts: list[list[int]], limit: int) -> Any:
+        text = torch.tensor(prompts)
+        for _ in range(limit):
+            text = torch.cat([text, self.target.model(text, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        self.stats += Stats(DRAFT_LENGTH, 1, DRAFT_LENGTH, 1, limit, 1, [0, 1, 0, 0, 0])
+        return SimpleNamespace(token_ids=text[:, -limit:].tolist())
+
+
 @pytest.mark.parametrize("kind", [*RUN_BY_ENGINES, GPTQ])
 def test_a_target_that_only_an_engine_runs_is_trained_for(kind: str, tmp_path: Path) -> None:
-    """Its ends are here, and its layers are not to be had or not on our cache. To decode it in the run is refused."""
+    """Its ends are here, and its layers are not to be had or not on our cache. To decode it in the run is refused.
+
+    An engine that serves it measures every checkpoint.
+    """
     target = target_of_an_engine(kind, tmp_path / "target")
     (tmp_path / "states").mkdir()
-    server = HiddenStatesServer(target, tmp_path / "states")
+    server, engine = HiddenStatesServer(target, tmp_path / "states"), EagerEngine(target)
     server.layer_ids = [1, 2, 3]
     base: dict[str, Any] = {
         "target": tmp_path / "target",
@@ -228,8 +256,13 @@ def test_a_target_that_only_an_engine_runs_is_trained_for(kind: str, tmp_path: P
         (tmp_path / "prompts.txt").write_text("strike\n")
         with pytest.raises(UserError, match=r"cannot be decoded here.*without evaluation\.prompts"):
             run({**base, "evaluation.prompts": tmp_path / "prompts.txt"}, tmp_path / "decoded", server)
+        changes = {"prompts": tmp_path / "prompts.txt", "engine": engine.url, "max_new_tokens": 4, "repeats": 1}
+        judged = run({**base, **{f"evaluation.{key}": value for key, value in changes.items()}}, tmp_path, server)
     finally:
         server.close()
+        engine.close()
+    rows = [read_evaluation(path / "evaluation.json").first for path in checkpoints(judged)]
+    assert [row.acceptance.mean_acceptance_length for row in rows] == [2.0, 2.0]
     assert all(map(math.isfinite, losses))
     online = {key: value for key, value in base.items() if not key.startswith("data.features")}
     with pytest.raises(UserError, match=r"cannot be decoded here.*features_endpoint"):

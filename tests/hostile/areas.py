@@ -45,10 +45,10 @@ from draftsmith.recipes.bench.trace import read_trace
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.inputs import parse_tree
 from draftsmith.recipes.report_data.reading import read_report_data
-from draftsmith.recipes.serving.vllm_counters import parse_metrics
 from draftsmith.recipes.serving.watch import describe, read_reference
 from draftsmith.recipes.studies.expectations import read_acceptance
 from draftsmith.train.config import contents, dump, resolve
+from draftsmith.train.engine.vllm_counters import parse_metrics
 
 PROMPTS = [[1, 5, 9], [2, 4]]
 NEW_TOKENS = 6

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.measuring.results import read_evaluation
 from draftsmith.models import Target, load_drafter, save_drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
@@ -22,7 +23,6 @@ from draftsmith.train import train
 from draftsmith.train.config import DataConfig, resolve
 from draftsmith.train.evaluation.evaluate import what_training_brought
 from draftsmith.train.inputs.on_policy import OnPolicy
-from draftsmith.train.run_folder.run_folder import first_result
 
 
 def test_an_existing_model_drafts_as_it_is(tiny_target: Target, tiny_target_dir: Path, make_target_dir: Any) -> None:
@@ -165,5 +165,8 @@ def test_training_is_measured_against_the_untrained_model(
         "optimizer.learning_rate": 0.1,
     }
     run = train(resolve(RECIPES["draft_model"](), None, [f"{key}={value}" for key, value in changes.items()]))
-    assert first_result(run / "checkpoints" / "step-000000").acceptance.mean_acceptance_length == 5
+    assert (
+        read_evaluation(run / "checkpoints" / "step-000000" / "evaluation.json").first.acceptance.mean_acceptance_length
+        == 5
+    )
     assert what_training_brought(run).startswith("training brought nothing: acceptance length 5.00 -> ")

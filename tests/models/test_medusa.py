@@ -9,6 +9,7 @@ import torch
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.measuring.results import read_evaluation
 from draftsmith.models import CHANGED_TARGET, Target, load_drafter, save_drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.medusa import Medusa, MedusaConfig
@@ -17,7 +18,6 @@ from draftsmith.models.slots.forward import run_causal
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.config import resolve
-from draftsmith.train.run_folder.run_folder import first_result
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_medusa_2_is_measured_on_the_changed_target(tiny_target: Target, tiny_ta
         "run.steps": 2,
     }
     run = train(resolve(RECIPES["medusa"](), None, [f"{key}={value}" for key, value in changes.items()]))
-    result = first_result(run / "best")
+    result = read_evaluation(run / "best" / "evaluation.json").results[0]
     assert result.lossless.identical == result.lossless.checked == 2
     assert (run / "best" / CHANGED_TARGET / "model.safetensors").is_file()
     evaluation = json.loads((run / "best" / "evaluation.json").read_text())

@@ -41,11 +41,11 @@ from draftsmith.recipes.serving.export import export_checkpoint
 from draftsmith.recipes.serving.layout_check import tensor_problems
 from draftsmith.recipes.serving.model_card import DYNAMIC_KINDS
 from draftsmith.recipes.serving.serve_commands import plugin_config, serve_command, speculative_config
-from draftsmith.recipes.serving.vllm_counters import Counters, read_counters, vllm_at
 from draftsmith.recipes.serving.vllm_run import ENVIRONMENT, run_environment
 from draftsmith.recipes.serving.watch import watch
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.train import train
+from draftsmith.train.engine.vllm_counters import Counters, read_counters, vllm_at
 
 pytestmark = pytest.mark.engine
 STEPS = 30

@@ -12,8 +12,8 @@ from reports import result, write_results
 from rich.console import Console
 
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.serving.vllm_counters import Counters, parse_metrics
 from draftsmith.recipes.serving.watch import Reference, judgement, read_reference, watch
+from draftsmith.train.engine.vllm_counters import Counters, parse_metrics
 
 LABELS = 'engine="{engine}",model_name="tiny, \\"quoted\\""'
 

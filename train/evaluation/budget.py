@@ -1,8 +1,10 @@
 """The amount of evaluation that a share of training's time allows, and the end of training that brings nothing more."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from draftsmith.inference.measuring.judged import JudgedResult
 from draftsmith.inference.measuring.results import EvaluationCost, Result
 from draftsmith.train.config import EvaluationConfig
 
@@ -50,7 +52,7 @@ def lengths_without_gain(lengths: list[float]) -> int:
     return len(lengths) - 1 - lengths.index(max(lengths)) if lengths else 0
 
 
-def checkpoints_without_gain(rows: list[Result]) -> int:
+def checkpoints_without_gain(rows: Sequence[Result | JudgedResult]) -> int:
     """Return how many of the newest checkpoints bring no longer acceptance, given the first row of each, oldest first.
 
     A better one is lossless, and the whole interval of its acceptance length lies above that of the last better one;
@@ -60,7 +62,7 @@ def checkpoints_without_gain(rows: list[Result]) -> int:
     for row in rows:
         length = row.acceptance.mean_acceptance_length
         low, _ = row.mean_acceptance_length_ci95 or (length, None)
-        if row.lossless.divergences == 0 and low > best:
+        if row.is_sound and low > best:
             best, count = length, 0
         else:
             count += 1

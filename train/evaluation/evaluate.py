@@ -15,6 +15,7 @@ from draftsmith.data.progress import progress_bar, warn
 from draftsmith.data.prompts.prompts import read_prompt_set
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.environment import environment
+from draftsmith.inference.measuring.judged import JudgedResult
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, check_settings, measure
 from draftsmith.inference.measuring.results import (
     Evaluation,
@@ -32,13 +33,23 @@ from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import write_json, write_whole
 from draftsmith.models.typed_json import to_json
 from draftsmith.train.config import EvaluationConfig, TrainConfig
+from draftsmith.train.engine.judging import EngineJudge
 from draftsmith.train.evaluation.budget import Amount, affordable, checkpoints_without_gain, seconds_left
+from draftsmith.train.evaluation.by_engine import (
+    drafting_beside,
+    file_beside,
+    first_judge_failure,
+    judge_settings,
+    judged_evaluations,
+    loads_of,
+    log_judged,
+)
 from draftsmith.train.evaluation.pooling import pool, share_of, subset
 from draftsmith.train.inputs.features import whole_target
 from draftsmith.train.process.signals import Stopped, StopRequest
 from draftsmith.train.process.stages import Stages
 from draftsmith.train.run_folder.checkpoint import checkpoint_step, checkpoints
-from draftsmith.train.run_folder.run_folder import best_checkpoint, first_result, link_best, measured_checkpoints
+from draftsmith.train.run_folder.run_folder import best_checkpoint, compared_rows, link_best, measured_checkpoints
 from draftsmith.train.run_folder.tracking import Tracker
 
 ERROR = "evaluation.error.txt"
@@ -74,8 +85,8 @@ def check_evaluation(config: EvaluationConfig, drafter: Drafter, target: Target)
 
 def is_measured(checkpoint: Path, config: EvaluationConfig) -> bool:
     """Return whether everything that an evaluation writes is there."""
-    files = ["evaluation.json", *(f"evaluation.{name}.json" for name in config.baselines)]
-    return all((checkpoint / file).is_file() for file in files)
+    beside = config.baselines if config.engine is None else drafting_beside(config)
+    return all((checkpoint / file).is_file() for file in ["evaluation.json", *map(file_beside, beside)])
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,7 @@ class Evaluator:
     tracker: Tracker | None  # on the main process
     stages: Stages
     stop: StopRequest
+    _judge: EngineJudge | None = None  # on the main process, from the first evaluation by an engine on
 
     def newest(self, training_seconds: float) -> str | None:
         """Measure the newest checkpoint where that is due and not done; return why training should stop, if it should.
@@ -131,12 +143,11 @@ class Evaluator:
         if self.tracker and (checkpoint / "evaluation.json").is_file():
             log_evaluation(checkpoint, self.tracker)
             link_best(self.run)
-            rows = [first_result(measured) for measured in measured_checkpoints(self.run)]
-            without_gain = checkpoints_without_gain(rows)
+            without_gain = checkpoints_without_gain(list(compared_rows(self.run).values()))
             reason = reason_to_stop(
                 without_gain, self.config.evaluation.patience, checkpoint_step(checkpoint), self.tracker
             )
-            if reason or checkpoint_step(checkpoint) == run.steps:
+            if (reason or checkpoint_step(checkpoint) == run.steps) and self.config.evaluation.engine is None:
                 self._measure_costs(training_seconds)
         return broadcast_object_list([reason])[0]
 
@@ -150,6 +161,8 @@ class Evaluator:
         earlier = evaluation_costs(self.run)
         amount = self._agreed(affordable(config, num_prompts, earlier, training_seconds))
         measured = self._measure_amount(checkpoint, amount)
+        if measured.failures and not earlier and self.config.evaluation.engine:
+            raise UserError(first_judge_failure(measured.failures, checkpoint, self.config.target))
         if not earlier and not measured.failures:
             first = cost_since(start, training_seconds, amount, config)
             more = self._agreed(affordable(config, num_prompts, [first], training_seconds))
@@ -166,6 +179,8 @@ class Evaluator:
         """Measure so much on all processes. Raises `Stopped` where a signal came meanwhile."""
         num_ranks, size = self.accelerator.num_processes, self.config.evaluation.batch_size
         shares = [share_of(amount.num_prompts, rank, num_ranks, size) for rank in range(num_ranks)]
+        if self.config.evaluation.engine:  # which one process asks for all
+            shares = [list(range(amount.num_prompts)), *([] for _ in range(1, num_ranks))]
         of_ranks = gather_object([self._measure_share(checkpoint, shares[self.accelerator.process_index], amount)])
         if any(of_rank.stopped for of_rank in of_ranks):
             raise Stopped(self.stop.received or signal.SIGTERM, checkpoint.name)
@@ -196,7 +211,10 @@ class Evaluator:
             if not share:
                 return ShareResult()
             repeats = amount.repeats if rank == 0 else 1
-            return ShareResult(self._own_evaluations(checkpoint, subset(self.prompts, share), repeats))
+            prompts = subset(self.prompts, share)
+            if self.config.evaluation.engine:
+                return ShareResult(self._judged_evaluations(checkpoint, prompts, repeats))
+            return ShareResult(self._own_evaluations(checkpoint, prompts, repeats))
         except Stopped:
             return ShareResult(stopped=True)
         except Exception as error:  # whatever it is, it is no reason to end a training of days
@@ -214,12 +232,7 @@ class Evaluator:
 
         def on_batch() -> None:
             progress.advance(task)
-            self._raise_if_stopped(checkpoint)
-            if self.accelerator.num_processes > 1 and time.perf_counter() > deadline:
-                raise UserError(
-                    f"evaluation takes more than half of run.timeout={self.config.run.timeout:g} s, after which the "
-                    "other processes would give up: raise it, or take fewer evaluation.num_prompts"
-                )
+            self._check_going_on(checkpoint, deadline)
 
         rows: dict[str, list[Result]] = {name: [] for name in drafters}
         with progress_bar(self.accelerator.is_main_process) as progress, cpu_threads(config.num_threads):
@@ -238,6 +251,28 @@ class Evaluator:
             )
             for name, drafter in drafters.items()
         }
+
+    def _judged_evaluations(self, checkpoint: Path, prompts: PromptSet, repeats: int) -> dict[str, Evaluation]:
+        """Return what an engine measures, by the name of its file: of the checkpoint, and of the servers beside it."""
+        if self._judge is None:
+            self._judge = EngineJudge(judge_settings(self.config.evaluation), self.target)
+        deadline = time.perf_counter() + self.config.run.timeout / 2
+        self._judge.swap(checkpoint)
+        rows = self._judge.measure(
+            prompts,
+            loads_of(self.config.evaluation, repeats),
+            lambda: self._check_going_on(checkpoint, deadline),
+        )
+        return judged_evaluations(rows, checkpoint, self.config.drafter.kind, self.target)
+
+    def _check_going_on(self, checkpoint: Path, deadline: float) -> None:
+        """Raise `Stopped` where a signal came meanwhile, and `UserError` where other processes would wait too long."""
+        self._raise_if_stopped(checkpoint)
+        if self.accelerator.num_processes > 1 and time.perf_counter() > deadline:
+            raise UserError(
+                f"evaluation takes more than half of run.timeout={self.config.run.timeout:g} s, after which the "
+                "other processes would give up: raise it, or take fewer evaluation.num_prompts"
+            )
 
     def _raise_if_stopped(self, checkpoint: Path) -> None:
         """Tell that the evaluation goes on, and raise `Stopped` where a signal came meanwhile."""
@@ -318,8 +353,11 @@ def evaluation_costs(run: Path) -> list[EvaluationCost]:
 def log_evaluation(checkpoint: Path, tracker: Tracker) -> None:
     """Tell the tracker and the console what the checkpoint's first setting gave."""
     evaluation = read_evaluation(checkpoint / "evaluation.json")
-    first, cost = evaluation.results[0], evaluation.cost
+    first, cost = evaluation.first, evaluation.cost
     assert cost
+    if isinstance(first, JudgedResult):
+        log_judged(checkpoint, first, cost, tracker)
+        return
     acceptance, speed, interval = first.acceptance, first.speed, first.speed.speedup_ci95
     metrics = {
         "acceptance_length": acceptance.mean_acceptance_length,
@@ -345,12 +383,13 @@ def log_evaluation(checkpoint: Path, tracker: Tracker) -> None:
 
 def what_training_brought(run: Path) -> str:
     """Return a line on the best trained checkpoint beside the drafter before its first step, on the same prompts."""
-    measured = measured_checkpoints(run)
-    if len(measured) < 2 or checkpoint_step(measured[0]):
+    rows = compared_rows(run)
+    if len(rows) < 2 or checkpoint_step(next(iter(rows))):
         return "what training brought is not known: its evaluations failed"
-    untrained, *trained = map(first_result, measured)
+    untrained, *trained = rows.values()
     best = trained[place_of_best(trained)]
     before, after = untrained.acceptance.mean_acceptance_length, best.acceptance.mean_acceptance_length
     change = f"acceptance length {before:.2f} -> {after:.2f}"
-    change += f", speedup {untrained.speed.speedup:.2f} -> {best.speed.speedup:.2f}"
+    if untrained.speed.speedup and best.speed.speedup:
+        change += f", speedup {untrained.speed.speedup:.2f} -> {best.speed.speedup:.2f}"
     return f"training brought nothing: {change}" if after <= before else f"what training brought: {change}"

@@ -34,7 +34,7 @@ def check_placement(config: TrainConfig, accelerator: Accelerator) -> None:
         f"needs several GPUs, and this process has {len(devices)}": placement == "device_map" and len(devices) < 2,
         "has no effect beside data.features_endpoint": config.data.features_endpoint is not None,
         "leaves no process a target to evaluate with: leave out evaluation.prompts, and run draftsmith evaluate": (
-            config.evaluation.prompts is not None
+            config.evaluation.prompts is not None and config.evaluation.engine is None
         ),
         f"puts layers on GPUs, and this run is on {accelerator.device.type}: leave out run.device": any(
             device.type != accelerator.device.type for device in devices

@@ -11,6 +11,7 @@ from draftsmith.data.answers.changed_settings import changes_text, flatten, sett
 from draftsmith.data.progress import notice
 from draftsmith.data.samples.folder import data_hash, read_prepared
 from draftsmith.inference.measuring.environment import environment
+from draftsmith.inference.measuring.judged import JudgedResult
 from draftsmith.inference.measuring.results import Result, place_of_best, read_evaluation
 from draftsmith.models import Target
 from draftsmith.models.drafter_parts.layouts import checkpoint_hash
@@ -89,7 +90,7 @@ def check_same_run(run: Path, config: TrainConfig, environment: dict[str, Any]) 
     if changed:
         text = f"{run} goes on with {changes_text(changed)}"
         if any(key.startswith("evaluation.") for key in changed):
-            text += "; `best` compares checkpoints as each was measured"
+            text += "; `best` compares checkpoints as each was measured, those of the newest one's judge"
         notice(text)
 
 
@@ -150,10 +151,11 @@ def link_best(run: Path) -> Path | None:
 def best_measured(run: Path) -> Path | None:
     """Return the best checkpoint, which emits the most tokens a round; None where none was measured.
 
-    Where nothing was decoded, it is the one with the longest acceptance on held-out samples; of equal ones the later.
+    Those are compared that were measured as the newest one was. Where nothing was decoded, it is the one with the
+    longest acceptance on held-out samples; of equal ones the later.
     """
-    if measured := measured_checkpoints(run):
-        return measured[place_of_best(list(map(first_result, measured)))]
+    if rows := compared_rows(run):
+        return list(rows)[place_of_best(list(rows.values()))]
     lengths = {point.step: point.acceptance_length for point in learning_curve(run)}
     followed = [checkpoint for checkpoint in checkpoints(run) if checkpoint_step(checkpoint) in lengths]
     return max(reversed(followed), key=lambda checkpoint: lengths[checkpoint_step(checkpoint)], default=None)
@@ -172,6 +174,13 @@ def best_checkpoint(run: Path) -> Path:
     return best
 
 
-def first_result(checkpoint: Path) -> Result:
-    """Return a checkpoint's row at the first evaluated setting."""
-    return read_evaluation(checkpoint / "evaluation.json").results[0]
+def compared_rows(run: Path) -> dict[Path, Result | JudgedResult]:
+    """Return the first row of each checkpoint that was measured as the newest one was, oldest first.
+
+    Rows of draftsmith's own decoder are never compared with those of an engine, nor those of one engine with another's.
+    """
+    first = {path: read_evaluation(path / "evaluation.json").first for path in measured_checkpoints(run)}
+    newest = next(reversed(first.values()), None)
+    if isinstance(newest, JudgedResult):
+        return {path: row for path, row in first.items() if row.setting == newest.setting}
+    return {path: row for path, row in first.items() if isinstance(row, Result)}

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from operator import lt
+from typing import Annotated
 
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import Field
 
 from draftsmith.data.http import Server
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.typed_json import from_json
 
 PREFIX = "vllm:spec_decode_num_"  # of vLLM's counters, whose names end in _total
 MEND = "give the address of a running vLLM"
@@ -134,6 +137,21 @@ def position_of(label: str) -> int:
     return int(label)
 
 
+@dataclass
+class Version:
+    """The answer at /version."""
+
+    version: Annotated[str, Field(max_length=100)]
+
+
+def read_version(server: Server) -> str:
+    """Return the version of a vLLM. Raises `UserError` where the server is silent or tells none."""
+    try:
+        return from_json(Version, server.json("/version")).version
+    except UserError as error:
+        raise UserError(f"{server.name} does not say which vLLM it is ({error}): {MEND}") from None
+
+
 def vllm_at(url: str) -> Server:
     """Return the vLLM that runs at `url` (http://HOST:PORT, with or without /metrics or /v1)."""
     return Server(url, "watch", MEND)
@@ -142,3 +160,8 @@ def vllm_at(url: str) -> Server:
 def read_counters(server: Server) -> Counters:
     """Return the counters of a server as they stand now. Raises `UserError` where it is silent or drafts nothing."""
     return parse_metrics(server.text("/metrics"))
+
+
+def has_drafter(server: Server) -> bool:
+    """Return whether a server counts drafts. Raises `UserError` where it is silent."""
+    return any(line.startswith(PREFIX) for line in server.text("/metrics").splitlines())

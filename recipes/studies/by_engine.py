@@ -1,0 +1,118 @@
+"""`draftsmith evaluate --engine URL`: a running vLLM measures drafters, one after the other, on the same prompts."""
+
+import time
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from draftsmith.data.http import named_urls
+from draftsmith.data.progress import progress_bar, waiting
+from draftsmith.inference.measuring.environment import environment
+from draftsmith.inference.measuring.judged import JudgedResult
+from draftsmith.inference.measuring.results import Evaluation
+from draftsmith.models import Target, read_checkpoint
+from draftsmith.models.errors import UserError
+from draftsmith.models.files import made_folder, require_writable
+from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.target.chat_template import set_chat
+from draftsmith.models.target.target import ChatSettings
+from draftsmith.recipes.configs.command_settings import EvaluateSettings
+from draftsmith.recipes.evaluation.comparison import refuse_other_evaluations, write_evaluations
+from draftsmith.recipes.evaluation.inputs import DEFAULT_REPEATS, read_prompt_sets
+from draftsmith.recipes.serving.export import is_training_free, write_drafter
+from draftsmith.train.engine.answers import Load
+from draftsmith.train.engine.judging import ENGINE, PLAIN, EngineJudge, JudgeSettings
+
+
+def evaluate_by_engine(settings: EvaluateSettings) -> list[Evaluation]:
+    """Let the engine measure each drafter at each setting; write and return one evaluation a drafter.
+
+    The target's embedding, head and tokenizer are loaded, its layers are not: an engine runs targets that cannot be
+    decoded here. Raises `UserError` for drafters that the engine cannot take, and for servers that are not there.
+    """
+    start = time.perf_counter()
+    assert settings.engine
+    beside = named_urls(settings.beside, "--beside")
+    names = [*settings.drafter, *(name for name in beside if name != PLAIN)]
+    if len(set(names)) < len(names):
+        raise UserError("--beside: give its servers other names than the drafters")
+    require_writable(settings.out)
+    refuse_other_evaluations(settings.out, names)
+    with waiting(f"loading the head of {settings.target} ..."):
+        target = Target.head_from_pretrained(settings.target, None, "cpu")
+    set_chat(target, ChatSettings(settings.chat_template_kwargs or {}))
+    judge = EngineJudge(
+        JudgeSettings(
+            settings.engine,
+            "--engine",
+            beside,
+            settings.max_new_tokens,
+            next(iter(settings.draft_length), None),
+            settings.seed,
+        ),
+        target,
+    )
+    rows, kinds = judged_rows(judge, target, settings)
+    evaluations = [
+        Evaluation(
+            target=target.name,
+            drafter=name,
+            drafter_kind=kinds.get(name, name),
+            environment=environment(target),
+            results=[],
+            judged=rows[name],
+        )
+        for name in names
+    ]
+    evaluations = [replace(evaluation, seconds=time.perf_counter() - start) for evaluation in evaluations]
+    write_evaluations(evaluations, {}, None, settings.out)
+    return evaluations
+
+
+def judged_rows(
+    judge: EngineJudge, target: Target, settings: EvaluateSettings
+) -> tuple[dict[str, list[JudgedResult]], dict[str, str]]:
+    """Return the rows of each drafter, and of each server beside the engine, by name; and the drafters' kinds."""
+    prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
+    repeats = settings.repeats or DEFAULT_REPEATS
+    loads = [
+        Load(Sampling(temperature, settings.top_p), size, repeats)
+        for temperature, size in product(settings.temperature, settings.batch_size)
+    ]
+    rows: dict[str, list[JudgedResult]] = {}
+    kinds = {}
+    with progress_bar() as progress:
+        task = progress.add_task("asking the engine", total=None, detail="")
+        for name in settings.drafter:
+            kinds[name] = (
+                kind_as_served(name, target) if settings.as_served else swap_in(judge, name, target, settings.out)
+            )
+            measured = [judge.measure(prompts, loads, lambda: progress.advance(task)) for prompts in prompt_sets]
+            for server in measured[0]:
+                rows[server or name] = [row for of_set in measured for row in of_set[server]]
+    assert ENGINE not in rows
+    return rows, kinds
+
+
+def swap_in(judge: EngineJudge, name: str, target: Target, out: Path) -> str:
+    """Let the engine take a drafter as it is exported for it; return its kind.
+
+    It is exported beside `out`, which the engine sees where it sees what is written there.
+    """
+    if is_training_free(name):
+        raise UserError(
+            f"--drafter {name} has no weights that a running engine could take: start a vLLM with it, and give "
+            f"--beside {name}=URL"
+        )
+    folder = out.absolute().parent
+    with made_folder(folder), TemporaryDirectory(prefix=f".{out.name}-", dir=folder) as temporary:
+        Path(temporary).chmod(0o755)  # an engine may run as another user
+        exported = write_drafter(name, "vllm", target, {}, Path(temporary))
+        judge.swap(Path(temporary))
+    return exported.kind
+
+
+def kind_as_served(name: str, target: Target) -> str:
+    """Return the kind of a drafter that the engine was started with."""
+    return name if is_training_free(name) else read_checkpoint(name, target).kind

@@ -1,0 +1,104 @@
+"""A real vLLM judges: counters after a swap equal those of one that was started with the drafter.
+
+DRAFTSMITH_VLLM=VENV pytest -m engine -s tests/train/test_judging_engine.py     VENV holds vLLM 0.32.0 for CPU
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from vllm_process import serving
+
+from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.inference.measuring.judged import JudgedResult
+from draftsmith.inference.measuring.measure import PromptSet
+from draftsmith.models import Target
+from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.recipes.cli.main import main
+from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.serving.serve_commands import speculative_config
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
+from draftsmith.train import train
+from draftsmith.train.engine.answers import Load
+from draftsmith.train.engine.judging import ENGINE, EngineJudge, JudgeSettings
+from draftsmith.train.run_folder.checkpoint import checkpoints
+
+pytestmark = pytest.mark.engine
+KINDS = ("eagle3", "eagle", "draft_model")
+NUM_PROMPTS, NUM_NEW_TOKENS, DRAFT_LENGTH = 12, 48, 4
+LOAD = Load(Sampling(), batch_size=1, repeats=1)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target.from_pretrained(EMBEDDED_TARGET.resolve(), "cpu", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts(target: Target) -> PromptSet:
+    held_out = prompts_for(target, held_out=True)[:NUM_PROMPTS]
+    return PromptSet("held_out", [target.encode(prompt.text) for prompt in held_out if prompt.text])
+
+
+@pytest.fixture(scope="module")
+def runs(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of each kind with an early and a late checkpoint, the early one exported for swapping."""
+    folder = tmp_path_factory.mktemp("judged")
+    write_jsonl(folder / "prompts.jsonl", prompts_for(target, held_out=False)[:32])
+    settings = PrepareSettings(max_new_tokens=48, samplings=(Sampling(0.0),), batch_size=32)
+    prepare(target, str(folder / "prompts.jsonl"), folder / "samples", settings)
+    found = {}
+    for place, kind in enumerate(KINDS):
+        config = RECIPES[f"quickstart_{kind}"]()
+        config.target, config.data.samples = target.name, str(folder / "samples")
+        config.run.dir, config.run.device = str(folder / str(place) / "run"), "cpu"
+        config.run.steps, config.run.checkpoint_every = 24, 4
+        found[kind] = train(config)
+        words = ["export", str(checkpoints(found[kind])[0]), "--engine", "vllm", "--swappable"]
+        assert main([*words, "--target", target.name, "--out", str(folder / str(place) / "served")]) == 0
+    return found
+
+
+def options(kind: str, drafter: Path) -> list[str]:
+    settings = speculative_config(kind, str(drafter), DRAFT_LENGTH)
+    return ["--max-model-len", "256", "--speculative-config", json.dumps(settings)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_counters_after_a_swap_are_those_of_a_fresh_engine(
+    kind: str, target: Target, prompts: PromptSet, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """The checkpoint is taken from the run as it lies there, swapped in and out again; the texts never change.
+
+    Drafters of other kinds are refused by name, and the engine goes on with the one that it has.
+    """
+    served, newest = runs[kind].parent / "served", checkpoints(runs[kind])[-1]
+    other = checkpoints(runs[KINDS[KINDS.index(kind) - 1]])[-1]
+    swap = ["--worker-extension-cls", "vllm_swap.DraftSwap"]
+    environment = {"PYTHONPATH": str(served), "VLLM_SERVER_DEV_MODE": "1"}
+    rows: list[JudgedResult] = []
+    with serving(target.name, tmp_path / "swapped.log", *options(kind, served), *swap, **environment) as url:
+        judge = EngineJudge(JudgeSettings(url, "--engine", {}, NUM_NEW_TOKENS, DRAFT_LENGTH), target)
+        rows += judge.measure(prompts, [LOAD], lambda: None)[ENGINE]
+        for drafter in (newest, served):
+            judge.swap(drafter)
+            rows += judge.measure(prompts, [LOAD], lambda: None)[ENGINE]
+        with pytest.raises(UserError, match="differs from that of the served drafter in"):
+            judge.swap(other)
+        rows += judge.measure(prompts, [LOAD], lambda: None)[ENGINE]
+    fresh = tmp_path / "fresh"
+    assert main(["export", str(newest), "--engine", "vllm", "--target", target.name, "--out", str(fresh)]) == 0
+    with serving(target.name, tmp_path / "fresh.log", *options(kind, fresh)) as url:
+        judge = EngineJudge(JudgeSettings(url, "--engine", {}, NUM_NEW_TOKENS, DRAFT_LENGTH), target)
+        (expected,) = judge.measure(prompts, [LOAD], lambda: None)[ENGINE]
+        with pytest.raises(UserError, match="takes no other drafter while it runs"):
+            judge.swap(newest)
+    first, swapped, back, after_refusal = (row.acceptance for row in rows)
+    print(f"{kind}: {first}, swapped {swapped}, fresh {expected.acceptance}; {rows[1].swap_seconds:.3f} s")
+    assert swapped == expected.acceptance
+    assert swapped != first
+    assert first == back == after_refusal
+    assert rows[0].setting == replace(expected.setting, num_prompts=0)

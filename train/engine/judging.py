@@ -1,0 +1,169 @@
+"""A running vLLM as the judge of drafters: each is swapped into it, and its own counters tell the acceptance.
+
+Servers beside it run the same target and stay as they are: a plain one, named `none`, and others such as `ngram` or the
+target's own `mtp`. They do not hang on the drafter, so each is measured once.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from draftsmith.data.answers.endpoint import Endpoint
+from draftsmith.data.http import Server
+from draftsmith.inference.decoding.counters import length_interval, total_of
+from draftsmith.inference.measuring.judged import Judge, JudgedResult, JudgedSetting
+from draftsmith.inference.measuring.measure import PromptSet
+from draftsmith.models import Target
+from draftsmith.models.errors import UserError
+from draftsmith.models.typed_json import from_json
+from draftsmith.train.engine.answers import (
+    Load,
+    ServerRun,
+    compare_texts,
+    run_on_server,
+    speed_beside,
+    stats_by_batch,
+)
+from draftsmith.train.engine.vllm_counters import has_drafter, read_counters, read_version
+
+ENGINE, PLAIN = "", "none"  # names of the server that takes drafters, and of the one without a drafter
+METHOD = "swap_drafter"  # of the worker extension recipes/serving/vllm_swap.py
+MEND = (
+    "start it as serve_vllm_swappable.sh of `draftsmith export CHECKPOINT --engine vllm --swappable` does; one that "
+    "serves the drafter already is measured by `draftsmith evaluate --engine URL --as-served`"
+)
+
+
+@dataclass
+class SwapAnswer:
+    """The answer at /collective_rpc: why each worker did not take the drafter; an empty text where it did."""
+
+    results: Annotated[list[Annotated[str, Field(max_length=10_000)]], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class JudgeSettings:
+    """The servers that judge, and how long their answers may get."""
+
+    url: str  # of the vLLM that drafters are swapped into
+    setting: str  # where the user gave it, such as `--engine`
+    beside: dict[str, str] = field(default_factory=dict)  # name -> URL of servers that stay as they are
+    max_new_tokens: int = 64
+    draft_length: int | None = None  # that the engine must have; None: whatever it has
+    seed: int = 0
+
+
+class EngineJudge:
+    """A vLLM and the servers beside it. Raises `UserError` where one of them is not there or is not what it should."""
+
+    def __init__(self, settings: JudgeSettings, target: Target) -> None:
+        self.settings = settings
+        urls = {ENGINE: settings.url, **settings.beside}
+        self._servers = {name: self._endpoint(name, url, target) for name, url in urls.items()}
+        self._judges = {
+            name: Judge(f"vLLM {read_version(endpoint.server)}", endpoint.server.url)
+            for name, endpoint in self._servers.items()
+        }
+        for name, endpoint in self._servers.items():
+            if name != PLAIN:
+                read_counters(endpoint.server)
+            elif has_drafter(endpoint.server):
+                raise UserError(f"{endpoint.server.name} has a drafter: start it without --speculative-config")
+        drafted = len(read_counters(self._servers[ENGINE].server).accepted_per_position)
+        if settings.draft_length not in (None, drafted):
+            raise UserError(
+                f"{self._servers[ENGINE].server.name} drafts {drafted} tokens, and the draft length is "
+                f"{settings.draft_length}: start it with that num_speculative_tokens, or give {drafted}"
+            )
+        self._runs: dict[tuple[str, str, int, Load], ServerRun] = {}  # of the servers beside it
+        self._swap_seconds: float | None = None
+
+    def _endpoint(self, name: str, url: str, target: Target) -> Endpoint:
+        setting = self.settings.setting + (f", beside it {name}" if name else "")
+        endpoint = Endpoint(url, target, self.settings.max_new_tokens, self.settings.seed, setting)
+        if endpoint.is_sglang:
+            raise UserError(
+                f"{endpoint.server.name} is an SGLang, which takes no other drafter while it runs, and does not count "
+                "drafts as vLLM does: give a vLLM, or measure it with `draftsmith bench`"
+            )
+        return endpoint
+
+    def swap(self, drafter: Path) -> None:
+        """Let the engine take the drafter in a folder that it sees, in the layout that engines load.
+
+        Raises `UserError` where it cannot, with the reason.
+        """
+        self._swap_seconds = swap_drafter(self._servers[ENGINE].server, drafter)
+
+    def measure(
+        self, prompts: PromptSet, loads: list[Load], on_batch: Callable[[], None]
+    ) -> dict[str, list[JudgedResult]]:
+        """Return a row for each load: of the drafter that the engine has now, and of those of the servers beside it.
+
+        They stand by the names of the servers; that of the engine is `ENGINE`. Servers beside it are measured once.
+        """
+        return {
+            name: [self._row(name, prompts, load, on_batch) for load in loads]
+            for name in self._servers
+            if name != PLAIN
+        }
+
+    def _run(self, name: str, prompts: PromptSet, load: Load, on_batch: Callable[[], None]) -> ServerRun:
+        key = name, prompts.name, len(prompts.token_ids), load
+        if name == ENGINE or key not in self._runs:
+            drafts = name != PLAIN
+            self._runs[key] = run_on_server(self._servers[name], prompts.token_ids, load, drafts, on_batch)
+        return self._runs[key]
+
+    def _row(self, name: str, prompts: PromptSet, load: Load, on_batch: Callable[[], None]) -> JudgedResult:
+        run = self._run(name, prompts, load, on_batch)
+        by_batch = stats_by_batch(run, load.batch_size)
+        total = total_of(by_batch)
+        if name == ENGINE and not total.num_drafts:
+            raise UserError(f"{self._servers[name].server.name} drafted nothing: give other prompts or longer answers")
+        plain = self._run(PLAIN, prompts, load, on_batch) if PLAIN in self._servers else None
+        texts = None
+        if plain and load.sampling.greedy:
+            texts = compare_texts(prompts.token_ids, run.texts, self._servers[PLAIN], plain.texts)
+        setting = JudgedSetting(
+            judge=self._judges[name],
+            prompt_set=prompts.name,
+            num_prompts=len(prompts.token_ids),
+            temperature=load.sampling.temperature,
+            top_p=load.sampling.top_p,
+            batch_size=load.batch_size,
+            draft_length=total.draft_length,
+            max_new_tokens=self.settings.max_new_tokens,
+        )
+        return JudgedResult(
+            setting=setting,
+            acceptance=total,
+            mean_acceptance_length_ci95=length_interval(by_batch),
+            speed=speed_beside(run, plain, load.repeats),
+            texts=texts,
+            swap_seconds=self._swap_seconds if name == ENGINE else None,
+        )
+
+
+def swap_drafter(server: Server, drafter: Path) -> float:
+    """Let a running vLLM take the drafter in a folder; return the seconds that it took.
+
+    Its prefix cache is emptied, for it holds keys of the drafter before. Raises `UserError` with the reason where it
+    cannot.
+    """
+    start, body = time.perf_counter(), {"method": METHOD, "args": [str(drafter.resolve())]}
+    try:
+        reasons = from_json(SwapAnswer, server.json("/collective_rpc", body)).results
+    except UserError as error:
+        raise UserError(f"{server.name} takes no other drafter while it runs ({error}): {MEND}") from None
+    if reason := next(filter(None, reasons), ""):
+        raise UserError(
+            f"{server.name} cannot take {drafter} while it runs: {reason}. Export it, restart the engine with the "
+            "exported folder, and measure with `draftsmith evaluate --engine URL --as-served`"
+        )
+    server.text("/reset_prefix_cache", {})
+    return time.perf_counter() - start
