@@ -69,6 +69,7 @@ class Quantisation:
     config_groups: dict[str, Group | list[str]] | None = None  # of compressed-tensors
     transform_config: dict[str, Any] | None = None  # of compressed-tensors
     quantization_mode: str | None = None  # of BitNet
+    bits: int | None = None  # of AWQ and GPTQ
 
     def __str__(self) -> str:
         form = self.format or self.quant_algo

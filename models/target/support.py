@@ -8,6 +8,7 @@ can be trained for, because an engine may run one: then only its embedding, its 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from draftsmith.models.slots.running_states import has_rule
 from draftsmith.models.slots.window import Window, chain_window
 from draftsmith.models.target.fused_layers import FusedDecoder
 from draftsmith.models.target.loading import is_multimodal, model_class_of, whole_of
-from draftsmith.models.target.target_files import why_not_read
+from draftsmith.models.target.target_files import read_config, why_not_read
 
 RunOnSlots = Callable[[Tensor, Window, SlotCache], Tensor]  # new tokens [B, T] of a window -> last hidden [B, T, H]
 
@@ -35,15 +36,25 @@ RUNNING_STATE = "carry a running state by a rule of their own, which cannot go b
 # --- by the config
 
 
-def check_decoded(config: PretrainedConfig, name: str) -> None:
+def read_decoded(name: str | Path) -> PretrainedConfig:
+    """Return the config of a target that is decoded here: its layers and the form of its weights are known.
+
+    Raises `UserError` as `check_decoded` does.
+    """
+    config = read_config(name)
+    check_decoded(config, str(name), why_not_read(name))
+    return config
+
+
+def check_decoded(config: PretrainedConfig, name: str, of_weights: str | None = None) -> None:
     """Refuse, before its weights are loaded, a target that cannot be decoded here.
 
-    Raises `UserError` with the reason, and with the way to train for it where an engine runs it.
+    `of_weights`: what keeps its weights from being read, if anything does. Raises `UserError` with the reason, and with
+    the way to train for it where an engine runs it.
     """
     check_trained(config, name)
     with library_errors(f"target {name!r} has a config.json of no model", "take another copy"):
-        reason = why_not_decoded(config)
-    reason = reason or why_not_read(name)
+        reason = why_not_decoded(config) or of_weights
     if reason is not None:
         raise UserError(
             f"target {name!r} cannot be decoded here: {reason}. To train for it, let an engine run it: prepare "

@@ -38,7 +38,7 @@ from draftsmith.models.target.loading import (
     model_without_memory,
     whole_of,
 )
-from draftsmith.models.target.support import carries_states, check_decoded, check_decodes_exactly, check_trained
+from draftsmith.models.target.support import carries_states, check_decodes_exactly, check_trained, read_decoded
 from draftsmith.models.target.target_files import (
     read_config,
     read_generation_config,
@@ -157,8 +157,7 @@ class Target:
         Raises `UserError` where there is no such target or device, or the model cannot be decoded here.
         """
         device = pick_device(device)
-        config = read_config(name)
-        check_decoded(config, str(name))
+        config = read_decoded(name)
         model, tokenizer = load_model(name, config, device, pick_dtype(dtype, device))
         target = cls(model, tokenizer, str(name), fuse_layers)
         if (quantisation := read_quantisation(name)) is not None:
@@ -175,8 +174,7 @@ class Target:
         as those of `from_pretrained`.
         """
         device = pick_device(device)
-        config = read_config(name)
-        check_decoded(config, str(name))
+        config = read_decoded(name)
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
             if turn == int(os.environ.get("LOCAL_RANK", "0")):
@@ -198,8 +196,7 @@ class Target:
         Embedding, norm and head are on `device`, where all features arrive. Defaults and errors as those of
         `from_pretrained`.
         """
-        config = read_config(name)
-        check_decoded(config, str(name))
+        config = read_decoded(name)
         shape = model_without_memory(config, f"target {str(name)!r}")
         places = device_map(whole_of(shape), find_decoder_layers(shape), of_layers, of_ends=device)
         model, tokenizer = load_model(name, config, places, pick_dtype(dtype, device))

@@ -5,7 +5,6 @@ roofline and its assumptions are those of inference/planning/gpu_roofline.py.
 """
 
 import math
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -26,9 +25,10 @@ from draftsmith.models.files import whole_folder, write_json, write_whole
 from draftsmith.models.slots.forward import context_of
 from draftsmith.models.target.shape import target_shape
 from draftsmith.models.target.support import check_decoded
+from draftsmith.models.target.target_files import read_quantisation
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import PlanSettings
-from draftsmith.recipes.configs.public_targets import target_config
+from draftsmith.recipes.configs.public_targets import public_target, target_config
 from draftsmith.recipes.studies.drafter_shapes import drafter_shape
 from draftsmith.recipes.studies.expectations import LONGEST, batch_costs, expectations, known_acceptance, verdicts
 from draftsmith.recipes.studies.gpu_plan_page import assumption_lines, machine_text, memory_lines, plan_page
@@ -63,7 +63,7 @@ def gpu_plan(settings: PlanSettings) -> GpuPlan:
     context = settings.context or min(CONTEXT, longest_text)
     if context > longest_text:
         raise UserError(f"--context {context}: {name} reads {longest_text} tokens at most")
-    weights = settings.weights or stored_weights(config.to_dict(), name)
+    weights = settings.weights or stored_weights(settings.target)
     machine = Machine(gpu_named(settings.gpu), settings.num_gpus or 1, weights)
     times = TargetTimes(target_shape(config, name), machine)
     check_memory(times, context)
@@ -92,15 +92,15 @@ def gpu_plan(settings: PlanSettings) -> GpuPlan:
     )
 
 
-def stored_weights(config: dict[str, Any], name: str) -> WeightType:
+def stored_weights(name: str) -> WeightType:
     """Return the type of a target's weights by its config.json. Raises `UserError` where it names another method."""
-    quantised = config.get("quantization_config")
-    if not quantised:
+    quantisation = None if public_target(name) else read_quantisation(name)
+    if quantisation is None:
         return "bf16"
-    method = str(quantised.get("quant_method"))
+    method = str(quantisation.quant_method)
     if method not in QUANTISED:
         raise UserError(f"target {name!r} is quantised by {method}: give --weights, one of {', '.join(BYTES)}")
-    return "int8" if quantised.get("bits") == 8 else QUANTISED[method]
+    return "int8" if quantisation.bits == 8 else QUANTISED[method]
 
 
 def check_memory(times: TargetTimes, context: int) -> None:

@@ -23,9 +23,11 @@ from draftsmith.models.drafter_configs import DRAFTER_CONFIGS
 from draftsmith.models.target.shape import CachedLayers, RoutedExperts, TargetShape
 from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.recipes.cli.main import main
+from draftsmith.recipes.configs.command_settings import PlanSettings
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 from draftsmith.recipes.reports.report import SCRIPTS
 from draftsmith.recipes.studies.drafter_shapes import DRAFT_MODELS, PASSES, drafter_shape
+from draftsmith.recipes.studies.gpu_plan import gpu_plan
 
 ROOT = Path(__file__).parents[2]
 PLAN = ["plan", "--target", "llama_3_1_8b", "--gpu", "H100", "--drafter", "eagle3"]
@@ -201,6 +203,18 @@ def test_mistakes(
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "weights"),
+    [(None, "bf16"), ({"quant_method": "fp8"}, "fp8"), ({"quant_method": "gptq", "bits": 8}, "int8")],
+)
+def test_weights_are_counted_as_they_are_stored(quantisation: Any, weights: str, tmp_path: Path) -> None:
+    """Also where draftsmith does not unpack them: an engine serves them."""
+    config = {"model_type": "llama", "num_hidden_layers": 8, "quantization_config": quantisation}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = PlanSettings(target=str(tmp_path), gpu="H100", drafter=("eagle3",), out=tmp_path / "out")
+    assert gpu_plan(settings).machine.weights == weights
 
 
 def test_the_documented_errors_are_those_of_today() -> None:

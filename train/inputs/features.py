@@ -17,9 +17,8 @@ from draftsmith.data.samples.folder import check_same_target, read_prepared
 from draftsmith.models import Drafter, Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
-from draftsmith.models.target.support import check_decoded
+from draftsmith.models.target.support import read_decoded
 from draftsmith.models.target.target import Features, check_layer_ids
-from draftsmith.models.target.target_files import read_config
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.hardware.placement import check_room_to_store, devices_of_layers
 from draftsmith.train.process.stages import Stages
@@ -31,7 +30,7 @@ def load_target(config: TrainConfig, device: torch.device) -> Target:
     Raises `UserError` where it cannot be had, or has to decode in this run and cannot.
     """
     if config.evaluation.prompts is not None and config.evaluation.engine is None:
-        check_decoded(read_config(config.target), config.target)
+        read_decoded(config.target)
     fingerprint = read_prepared(Path(config.data.samples))["target_fingerprint"]
     if config.data.features == "online":
         return load_whole(config, device)
