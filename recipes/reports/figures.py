@@ -12,6 +12,7 @@ from typing import Any
 import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from draftsmith.inference.measuring.results import Interval
@@ -67,10 +68,11 @@ def draw_plots(plots: list[Plot], folder: Path) -> dict[str, str]:
 def save_plot(path: Path, draw: Callable[[Figure], None], size: tuple[float, float] = SIZE) -> str:
     """Write a figure as PNG and return it as SVG. Size in inches."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
         draw(figure)
         png, svg = io.BytesIO(), io.StringIO()
-        figure.savefig(png, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
+        FigureCanvasAgg(figure).print_png(png, metadata={"Software": None})
+        figure.set_layout_engine(None)  # it is laid out: `savefig` would draw it once more for that
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
     write_whole(path, png.getvalue())
     return svg.getvalue()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -157,19 +158,20 @@ def playground_page() -> str:
 
 def rendered(template: str, scripts: Sequence[str] = SCRIPTS, **values: Any) -> str:
     """Return a page from its template, with style, scripts and the playground's data, which all pages share."""
-    environment = Environment(
+    shared = {"style": page_file("report.css"), "script": "\n".join(map(page_file, scripts))}
+    return templates().get_template(template).render(playground=to_json(playground_data()), **shared, **values)
+
+
+@cache
+def templates() -> Environment:
+    """Return the templates of pages, each compiled once in a process."""
+    return Environment(
         loader=FunctionLoader(page_file),
         autoescape=True,
         finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else printable(value),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    )
-    return environment.get_template(template).render(
-        style=page_file("report.css"),
-        script="\n".join(map(page_file, scripts)),
-        playground=to_json(playground_data()),
-        **values,
     )
 
 

@@ -6,25 +6,29 @@ import signal
 import subprocess
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from random import Random
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+from unittest import mock
 
 from damage import NUMBERS, TEXTS, hostile_text
 from disturbances import STARTS, disk_full, interrupted
 from judge import Attempt, Place
 
+from draftsmith.models.files import write_whole
 from draftsmith.recipes.cli.main import COMMANDS, main
+from draftsmith.recipes.reports import figures
+from draftsmith.recipes.studies import load_test
 
 # Settings whose large values rightly take as long as they say.
 OTHER_SECONDS = 30  # of a second process
 LASTING = ("repeats", "requests", "minutes", "readings", "interval", "num_threads")
 
 
-FILES = """target drafters drafters/eagle3 foreign/5 export samples run grid prompts prompts/p.txt prompts/chats.jsonl
+FILES = """target drafters drafters/eagle3 foreign/9 export samples run grid prompts prompts/p.txt prompts/chats.jsonl
 tree.json schedule.json adaptive.json metrics.txt"""
 WORDS = """cpu cuda cuda:9 meta mps 0,0,0 2,2,2 4,2,1 1,2,3,4 -1,2,2 9999999999,2,2 ngram suffix lookahead none eagle3
 medusa,hydra ngram+ngram generate"""
@@ -210,6 +214,7 @@ def cut_short(place: Place) -> Attempt:
     seconds, size = random.uniform(0.001, 0.15), random.choice((0, 10, 300, 2000, 20_000))
     full = random.random() < 0.5
 
+    @figures_undrawn()
     def call() -> object:
         with disk_full(size) if full else interrupted(seconds):
             code = run_quietly(argv)
@@ -236,6 +241,18 @@ def run_quietly(argv: list[str]) -> object:
         return main(argv)
     except SystemExit as exit:
         return exit.code
+
+
+@contextlib.contextmanager
+def figures_undrawn() -> Iterator[None]:
+    """Write something in the place of figures, which take longer than all else: for commands that draw healthy data."""
+
+    def save(path: Path, draw: object, size: object = None) -> str:
+        write_whole(path, bytes(1000))
+        return '<svg viewBox="0 0 1 1"></svg>'
+
+    with mock.patch.object(figures, "save_plot", save), mock.patch.object(load_test, "save_plot", save):
+        yield
 
 
 # --- two at once
@@ -291,6 +308,7 @@ def killed(place: Place) -> Attempt:
     argv, log = argv_of(command, healthy_flags(place)[command]), place.folder / "cwd" / "log"
     seconds = place.random.uniform(0.01, 1.0)
 
+    @figures_undrawn()
     def call() -> object:
         child = forked(lambda: run_quietly(argv), log)
         time.sleep(seconds)

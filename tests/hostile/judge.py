@@ -21,15 +21,23 @@ from pathlib import Path
 from random import Random
 from types import FrameType
 from typing import ClassVar
+from unittest import mock
 
 import torch
 import yaml
 from markdown_it import MarkdownIt
 from safetensors import SafetensorError, safe_open
 
+from draftsmith.inference.planning import cost_measurement
+from draftsmith.inference.traffic import load_test
 from draftsmith.models.errors import UserError, first_line, printable
+from draftsmith.recipes.reports import figures
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+QUICK = (  # of what only takes longer where there is more of it
+    *((cost_measurement, "LEAST_VISITS", 1), (cost_measurement, "MOST_VISITS", 1)),
+    *((load_test, "TIMED_ROUNDS", 1), (figures, "DOTS_PER_INCH", 20)),
+)
 CPU_SECONDS, SECONDS = 20, 45  # of a case
 MEMORY = 1 << 30  # bytes that a case may add to those of the process
 ADDRESS_SPACE = 6 << 30  # that it may add: what asks for more is refused by the system
@@ -100,7 +108,7 @@ def judged(case: str, place: Place, make: Callable[[Place], Attempt]) -> Fault |
     for folder in (place.given, place.folder / "cwd"):
         folder.mkdir(parents=True)
     attempt = make(place)
-    before = state_of(place.folder), state_of(place.material)
+    before = state_of(place.folder), STATES.get(place.material) or state_of(place.material)
     encoding = "ascii" if place.random.random() < 0.05 else "utf-8"
     out = io.TextIOWrapper(io.BytesIO(), encoding, write_through=True)
     err = io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace", write_through=True)
@@ -151,22 +159,29 @@ def broken_rule(code: object, told: str, out: str, attempt: Attempt) -> str | No
 
 
 State = dict[str, tuple[int, int]]
+STATES: dict[Path, State] = {}  # of healthy files, after the latest case
 
 
 def state_of(folder: Path) -> State:
     """Return size and time of change of everything below a folder."""
     found: State = {}
-    for root, _, files in os.walk(folder):
-        for name in (*files, ""):
-            path = os.path.join(root, name)
-            status = os.lstat(path)
-            found[path] = (status.st_size, status.st_mtime_ns) if name else (0, 0)
+    folders = [str(folder)]
+    for path in folders:  # which grows meanwhile
+        found[f"{path}/"] = (0, 0)
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                else:
+                    status = entry.stat(follow_symlinks=False)
+                    found[entry.path] = (status.st_size, status.st_mtime_ns)
     return found
 
 
 def changes(before: tuple[State, State], place: Place, attempt: Attempt) -> str | None:
     """Return what changed outside of what may be written, and what was left in half."""
     after = state_of(place.folder), state_of(place.material)
+    STATES[place.material] = after[1]
     changed = [
         path
         for old, new in zip(before, after, strict=True)
@@ -185,16 +200,17 @@ def changes(before: tuple[State, State], place: Place, attempt: Attempt) -> str 
 def wrong_with(path: Path) -> str | None:
     """Return what is wrong with a file that was written: cut in half, or with foreign markup in it."""
     text = path.read_text("utf-8", "replace") if path.suffix in (".md", ".html", ".json", ".yaml", ".jsonl") else ""
-    page = MarkdownIt("gfm-like").render(text) if path.suffix == ".md" else text
-    if path.suffix in (".md", ".html") and any(markup in page for markup in MARKUP):
-        return f"markup: in {path.name}"
+    if path.suffix in (".md", ".html") and any(markup in text for markup in MARKUP):
+        page = MarkdownIt("gfm-like").render(text) if path.suffix == ".md" else text  # what is fenced stays text
+        if any(markup in page for markup in MARKUP):
+            return f"markup: in {path.name}"
     try:
         if path.suffix == ".json":
             json.loads(text)
         elif path.suffix == ".jsonl":
             [json.loads(line) for line in text.splitlines()]
         elif path.suffix == ".yaml":
-            yaml.safe_load(text)
+            yaml.load(text, yaml.CSafeLoader)
         elif path.suffix == ".safetensors":
             with safe_open(path, "pt"):
                 pass
@@ -252,15 +268,18 @@ def surroundings(place: Place) -> Iterator[None]:
     directory, environment, threads = os.getcwd(), dict(os.environ), torch.get_num_threads()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     os.chdir(place.folder / "cwd")
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` takes longer than many a case
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore")
+            for module, name, value in QUICK:
+                stack.enter_context(mock.patch.object(module, name, value))
             yield
     finally:
         os.chdir(directory)
-        os.environ.clear()
-        os.environ.update(environment)
+        if dict(os.environ) != environment:
+            os.environ.clear()
+            os.environ.update(environment)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         if threading.current_thread() is threading.main_thread():

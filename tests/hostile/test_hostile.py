@@ -3,6 +3,7 @@
 The long form is `python tests/hostile/campaign.py`, which also tries a single case again by its name.
 """
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     offline = huggingface_hub.constants.HF_HUB_OFFLINE
     folder = tmp_path_factory.mktemp("hostile") / "campaign"
     prepare_folder(folder)
+    gc.freeze()  # the collector would look through all libraries again and again
     yield folder
+    gc.unfreeze()
     huggingface_hub.constants.HF_HUB_OFFLINE = offline
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from load_tests import load_test, stage
 from matplotlib.figure import Figure
+from matplotlib.image import imread
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from reports import (
     ENVIRONMENT,
     TEMPERATURES,
@@ -33,7 +35,7 @@ from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports import report
 from draftsmith.recipes.reports.comparison_table import by_setting, comparison_table, ranking_table
-from draftsmith.recipes.reports.figures import legend
+from draftsmith.recipes.reports.figures import DOTS_PER_INCH, SIZE, legend, save_plot
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.tables import ratio_text
 from draftsmith.recipes.reports.terminal import print_evaluations, print_summary
@@ -551,3 +553,20 @@ def test_a_figure_of_nothing_has_no_legend() -> None:
     figure.subplots(1, 2)
     legend(figure)
     assert not figure.legends
+
+
+def test_a_figure_is_laid_out_once_for_both_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Laying it out takes longer than drawing it."""
+    laid_out, lay_out = [], ConstrainedLayoutEngine.execute
+    monkeypatch.setattr(
+        ConstrainedLayoutEngine, "execute", lambda engine, figure: laid_out.append(lay_out(engine, figure))
+    )
+
+    def draw(figure: Figure) -> None:
+        figure.subplots().plot([1, 2], label="eagle3")
+        legend(figure)
+
+    svg = save_plot(tmp_path / "speed.png", draw)
+    assert len(laid_out) == 1
+    assert "eagle3" in svg
+    assert imread(tmp_path / "speed.png").shape[:2] == tuple(round(DOTS_PER_INCH * inches) for inches in SIZE[::-1])
