@@ -89,16 +89,16 @@ def test_first_layers_are_read_without_towers(model_type: str, tmp_path: Path, m
     What lies beside the layers of a tower may be read, where it has other names on disk than in the model.
     """
     read: list[str] = []
-    read_tensors = loading.read_tensors
+    stored_tensors = loading.stored_tensors
 
     def noted(name: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-        tensors = read_tensors(name, wanted)
+        tensors = stored_tensors(name, wanted)
         read.extend(tensors)
         return tensors
 
     whole = whole_model(model_type)
     save(whole, tmp_path)
-    monkeypatch.setattr(loading, "read_tensors", noted)
+    monkeypatch.setattr(loading, "stored_tensors", noted)
     target = Target.first_layers_from_pretrained(tmp_path, 2, torch.device("cpu"), torch.float32)
     token_ids = tokens()
     target.model.set_attn_implementation("eager")
