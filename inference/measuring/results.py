@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
-from draftsmith.inference.decoding.counters import DraftLength, Interval, PairedDifference, Stats
+from draftsmith.inference.decoding.counters import Counted, DraftLength, Interval, PairedDifference, Stats
 from draftsmith.inference.decoding.schedule import AnySchedule, schedule_from_json
 from draftsmith.inference.measuring.judged import JudgedResult
 from draftsmith.inference.verification.acceptance_rules import LOSSY, VerificationMode
@@ -150,9 +150,24 @@ class DomainResult:
     mean_acceptance_length: NonNegative
     mean_acceptance_length_ci95: Interval
     draft_acceptance_rate: float
+    num_rounds: Counted | None = optional()
+    acceptance_histogram: list[Counted] | None = optional()  # drafts by accepted tokens
     speedup: NonNegative | None = optional()
     speedup_ci95: Interval = optional(beside="speedup")
     timed_prompts: Natural | None = optional()
+
+    @property
+    def counters(self) -> Stats:
+        """Return its counters; files of before have neither rounds nor a histogram."""
+        return Stats(
+            len(self.acceptance_histogram or [0]) - 1,
+            self.num_drafts,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
+            self.num_emitted_tokens,
+            self.num_rounds or 0,
+            list(self.acceptance_histogram or []),
+        )
 
     @classmethod
     def of(cls, num_prompts: int, total: Stats, length_ci95: Interval) -> "DomainResult":
@@ -166,6 +181,8 @@ class DomainResult:
             mean_acceptance_length=total.mean_acceptance_length,
             mean_acceptance_length_ci95=length_ci95,
             draft_acceptance_rate=total.draft_acceptance_rate,
+            num_rounds=total.num_rounds,
+            acceptance_histogram=list(total.acceptance_histogram),
         )
 
 

@@ -1,6 +1,11 @@
-"""The report's first table, drafters side by side at one setting, and the table by domain below it."""
+"""The report's first table, drafters side by side at one setting, and what speculation makes of each kind of text."""
 
-from draftsmith.inference.measuring.results import DomainResult, Result
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from draftsmith.inference.measuring.results import DomainResult, Interval, Result
+from draftsmith.inference.planning.best_draft import rates_of_rounds
+from draftsmith.inference.planning.costs import GOAL
 from draftsmith.recipes.report_data.contents import ReportData
 from draftsmith.recipes.report_data.measured import DrafterResult, MeasuredDrafter, differing_conditions
 from draftsmith.recipes.reports.lossless import certificate_text, lossless_text
@@ -10,6 +15,7 @@ from draftsmith.recipes.reports.tables import (
     Row,
     Section,
     Table,
+    Tone,
     count,
     interval_text,
     percent,
@@ -19,6 +25,7 @@ from draftsmith.recipes.reports.tables import (
     table_of,
     tone_of,
 )
+from draftsmith.recipes.reports.what_if import chains, profile_of, speedups
 
 PLAIN = "none"  # the kind of plain decoding among drafters
 
@@ -39,16 +46,6 @@ def compared(data: ReportData) -> Section:
             for drafter in data.drafters
             if drafter.evaluation.certificate
         ],
-    )
-
-
-def domains(data: ReportData) -> Section:
-    return Section(
-        "domains",
-        "Domains",
-        "The same drafter on each kind of prompt, and in each kind of span. What falls behind wants training text of "
-        "its own.",
-        [domain_table(data.at_leading_setting()), span_table(data.at_leading_setting())],
     )
 
 
@@ -230,3 +227,112 @@ def domain_text(domain: DomainResult) -> str:
     """Return acceptance length and speedup, which is there at batch size 1 only, where a batch is of one domain."""
     length = f"{domain.mean_acceptance_length:.2f} {interval_text(domain.mean_acceptance_length_ci95)}".rstrip()
     return length if domain.speedup is None else f"{length}, {ratio_text(domain.speedup, domain.speedup_ci95)}"
+
+
+# --- where speculation pays
+
+
+def traffic(data: ReportData) -> Section:
+    """Show where the leading drafter pays, by domain of the prompts and by kind of span; the others are folded."""
+    kinds = kinds_of_traffic(data)
+    says = {"pays": "Speculation pays in", "does not pay": "It does not pay in", TOO_FEW: "Too little was measured of"}
+    by_verdict = {verdict: [kind.name for kind in kinds if kind.verdict == verdict] for verdict in says}
+    note = " ".join(f"{says[verdict]} {', '.join(names)}." for verdict, names in by_verdict.items() if names)
+    return Section(
+        "domains",
+        "Traffic by kind",
+        "The same drafter on each domain of the prompts, and in each kind of span. What falls behind wants training "
+        "text of its own; where speculation does not pay, plain decoding is faster.",
+        [traffic_table(data, kinds)],
+        folded=[domain_table(data.at_leading_setting()), span_table(data.at_leading_setting())],
+        notes=[note] if note else [],
+    )
+
+
+TOO_FEW = "too little to tell"
+TONES: dict[str, Tone] = {"pays": "good", "does not pay": "bad"}  # by verdict
+
+
+@dataclass(frozen=True)
+class KindOfTraffic:
+    """A domain of prompts or a kind of span, and what the leading drafter makes of it."""
+
+    name: str
+    part: DomainResult
+    tokens_a_round: float  # rounds without a draft counted
+    tokens_ci95: Interval
+    speedup: float
+    speedup_ci95: Interval
+    measured: bool  # the speedup; else it is that of the tokens a round, at the mean cost of a round
+
+    @property
+    def verdict(self) -> str:
+        if self.speedup_ci95 is None or self.speedup_ci95[0] <= 1 <= self.speedup_ci95[1]:
+            return TOO_FEW
+        return "pays" if self.speedup_ci95[0] > 1 else "does not pay"
+
+
+def kinds_of_traffic(data: ReportData) -> list[KindOfTraffic]:
+    """Return the kinds that the leading result tells apart: domains, then kinds of spans."""
+    _, row = data.leader
+    if not row.acceptance.num_drafts:
+        return []
+    domains = [(name or "no domain", part) for name, part in (row.domains or {}).items()]
+    spans = [(f"{name.replace('_', ' ')} (span)", part) for name, part in (row.spans or {}).items()]
+    return [kind_of_traffic(name, part, row) for name, part in domains + spans]
+
+
+def kind_of_traffic(name: str, part: DomainResult, row: Result) -> KindOfTraffic:
+    """Return a kind with its measured speedup, else with the one that its tokens a round give in that result.
+
+    Where an older file does not tell its rounds, each is taken to have had a draft.
+    """
+    drafted = part.num_drafts / part.num_rounds if part.num_rounds else 1.0  # share of its rounds
+    interval = part.mean_acceptance_length_ci95
+    tokens = 1 + (part.mean_acceptance_length - 1) * drafted
+    ends = None if interval is None else (1 + (interval[0] - 1) * drafted, 1 + (interval[1] - 1) * drafted)
+    if part.speedup is not None:
+        return KindOfTraffic(name, part, tokens, ends, part.speedup, part.speedup_ci95, True)
+    steps = row.steps_a_round
+    predicted = None if ends is None else (ends[0] / steps, ends[1] / steps)
+    return KindOfTraffic(name, part, tokens, ends, tokens / steps, predicted, False)
+
+
+def traffic_table(data: ReportData, kinds: list[KindOfTraffic]) -> Table:
+    drafter, _ = data.leader
+    rows: list[Row] = [
+        {
+            "kind": Cell(kind.name, f"{count(kind.part.num_prompts, 'text')}, {kind.part.num_emitted_tokens} tokens"),
+            "tokens a round": Cell(f"{kind.tokens_a_round:.2f}", interval_text(kind.tokens_ci95)),
+            "speedup": Cell(
+                ratio_text(kind.speedup, kind.speedup_ci95), "measured" if kind.measured else "by its tokens a round"
+            ),
+            "best draft length": best_lengths_text(data, kind),
+            "verdict": Cell(kind.verdict, tone=TONES.get(kind.verdict, "")),
+        }
+        for kind in kinds
+    ]
+    note = (
+        "Intervals: 95 %, over texts. The best draft length is predicted from the acceptance of the kind and the costs "
+        f"of the panel, for the batch sizes that were measured; off where less than {100 * GOAL:.0f} % is gained."
+    )
+    return table_of(f"What {drafter.name} makes of each kind", rows, note, words=("kind", "verdict"))
+
+
+def best_lengths_text(data: ReportData, kind: KindOfTraffic) -> str:
+    """Return the best draft length by batch size, such as "4, off from batch 16"; a dash where it cannot be told."""
+    drafter, _ = data.leader
+    counters = kind.part.counters
+    known = list(takewhile(lambda rate: rate is not None, counters.conditional_acceptance_rates))
+    if kind.verdict == TOO_FEW or not known or not chains(data, drafter):
+        return "–"
+    rates = [rate or 0.0 for rate in rates_of_rounds(known, counters.num_drafts, counters.num_rounds)]
+    profile = replace(profile_of(data, drafter), rates=rates)
+    parts: list[tuple[int, int]] = []  # batch size from which on, and draft length
+    for costs in profile.costs:
+        predicted = speedups(profile, costs)[: len(rates)]
+        best = 0 if max(predicted) <= 1 + GOAL else predicted.index(max(predicted)) + 1
+        if costs.batch_size <= profile.known_batch and (not parts or parts[-1][1] != best):
+            parts.append((costs.batch_size, best))
+    first, *later = [str(length or "off") for _, length in parts]
+    return ", ".join([first, *(f"{text} from batch {size}" for text, (size, _) in zip(later, parts[1:], strict=True))])

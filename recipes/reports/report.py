@@ -22,7 +22,7 @@ from draftsmith.recipes.report_data.contents import ReportData
 from draftsmith.recipes.report_data.measured import checkpoint_names
 from draftsmith.recipes.report_data.reading import as_yaml, read_report_data, report_data_of
 from draftsmith.recipes.reports.acceptance import acceptance, calibration, diagnosis
-from draftsmith.recipes.reports.comparison_table import compared, domains
+from draftsmith.recipes.reports.comparison_table import compared, traffic
 from draftsmith.recipes.reports.figures import draw_plots
 from draftsmith.recipes.reports.history import history
 from draftsmith.recipes.reports.lossless import differences
@@ -93,7 +93,7 @@ def sections_of(data: ReportData, profiles: list[Profile]) -> list[Section]:
         choices(data),
         what_if(profiles),
         cost_model(data),
-        domains(data),
+        traffic(data),
         history(data),
         judged(data),
         diagnosis(data),

@@ -89,7 +89,7 @@ def facts_of(plan: GpuPlan) -> list[Fact]:
     return [
         Fact("plain step", f"{milliseconds:.2f} ms", f"batch size {batch}, {plan.context} tokens of context"),
         Fact("predicted speedup", f"{best.speedup:.2f}×", f"{plan.drafters[0].drafter}, {first.acceptance.where}"),
-        Fact("read for nothing", f"{plan.free_tokens} tokens", "of a pass, while its weights are read"),
+        Fact("bound by memory", f"to {plan.free_tokens} tokens", "of a pass, by its weights alone"),
         Fact("texts that fit", str(row.rows_that_fit), f"of {plan.context} tokens, beside the weights"),
     ]
 
@@ -140,9 +140,10 @@ def steps(plan: GpuPlan) -> Section:
         }
         for row in plan.steps
     ]
+    more = "though more tokens read more experts" if plan.target.experts else "and cost nothing"
     lead = (
-        f"Up to {plan.free_tokens} tokens of a pass are multiplied while its weights are read, and cost nothing; from "
-        "some batch on a step computes longer than it reads weights and caches together."
+        f"Up to {plan.free_tokens} tokens of a pass are multiplied while its weights are read, {more}; from some batch "
+        "on a step computes longer than it reads weights and caches together."
     )
     return Section("steps", "Plain steps", lead, [table_of("", rows, words=())])
 

@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from load_tests import load_test, stage
@@ -34,7 +35,14 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports import report
-from draftsmith.recipes.reports.comparison_table import by_setting, comparison_table, ranking_table
+from draftsmith.recipes.reports.comparison_table import (
+    TOO_FEW,
+    by_setting,
+    comparison_table,
+    kinds_of_traffic,
+    ranking_table,
+    traffic,
+)
 from draftsmith.recipes.reports.figures import DOTS_PER_INCH, SIZE, legend, save_plot
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.tables import ratio_text
@@ -179,6 +187,48 @@ def test_domains_stand_below_their_setting(tmp_path: Path) -> None:
     assert ">tool call</th>" in page
     assert "77 tokens" in page
     assert printed.count("1.23") == 3  # once by domain, twice by kind of span; not in the row of plain decoding
+
+
+def kind(accepted: int, interval: list[float] | None, rounds: int = 100, **speedup: Any) -> dict[str, Any]:
+    """The counters of a kind of text with 100 drafts of 4 tokens, of which each time the first ones were accepted."""
+    histogram = [100 if number == accepted else 0 for number in range(5)]
+    return {
+        "num_prompts": 7, "num_drafts": 100, "num_draft_tokens": 400, "num_accepted_tokens": 100 * accepted,
+        "num_emitted_tokens": 100 + 100 * accepted, "mean_acceptance_length": 1 + accepted,
+        "mean_acceptance_length_ci95": interval, "draft_acceptance_rate": accepted / 4, "num_rounds": rounds,
+        "acceptance_histogram": histogram, **speedup,
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("_no_figures")
+def test_where_speculation_pays(tmp_path: Path) -> None:
+    """A round costs (1 + 10 + 1) / 10 = 1.2 plain steps here, which a kind's tokens a round must exceed for sure."""
+    write_run(tmp_path / "eagle3", keep=0.9, draft_ms=1.0)
+    domains = {"chat": kind(2, [2.9, 3.1], speedup=1.9, speedup_ci95=[0.9, 2.9])}
+    spans = {
+        "code": kind(4, [4.8, 5.2]),
+        "answer": kind(0, [1.0, 1.1]),
+        "thinking": kind(4, None),
+        "tool_call": kind(2, [2.8, 3.2], rounds=200),
+    }
+    write_comparison(tmp_path, 1, result={"domains": domains, "spans": spans})
+    data = read_report_data(tmp_path)
+    kinds = {one.name: one for one in kinds_of_traffic(data)}
+    assert [one.verdict for one in kinds.values()] == [TOO_FEW, "pays", "does not pay", TOO_FEW, "pays"]
+    assert (kinds["chat"].measured, kinds["chat"].speedup) == (True, 1.9)
+    code = kinds["code (span)"]
+    assert code.speedup == pytest.approx(5 / 1.2)
+    assert code.speedup_ci95 == pytest.approx((4.8 / 1.2, 5.2 / 1.2))
+    tool_call = kinds["tool call (span)"]  # half of its rounds had no draft
+    assert tool_call.tokens_a_round == 2.0
+    assert tool_call.speedup_ci95 == pytest.approx((1.9 / 1.2, 2.1 / 1.2))
+    section = traffic(data)
+    assert section.tables[0].column("best draft length") == ["–", "4", "off", "–", "2"]
+    assert section.notes == [
+        "Speculation pays in code (span), tool call (span). It does not pay in answer (span). "
+        "Too little was measured of chat, thinking (span)."
+    ]
+    assert "Speculation pays in code (span)" in build_report(tmp_path).read_text()
 
 
 def test_a_speedup_without_interval_decides_nothing(tmp_path: Path) -> None:

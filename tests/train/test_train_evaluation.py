@@ -190,13 +190,15 @@ def test_pooled_counters_are_those_of_all_prompts(tiny_target: Target) -> None:
     for domain, of_all in whole.domains.items():
         own = pooled.domains[domain]
         assert counts_of(own) == pytest.approx(counts_of(of_all))
+        assert own.acceptance_histogram == of_all.acceptance_histogram
         assert own.timed_prompts == timed[domain]
         assert (own.speedup is not None) == (timed[domain] > 0)
 
 
 def counts_of(domain: DomainResult) -> dict[str, float]:
     """Return all that several processes count together."""
-    return to_json(replace(domain, mean_acceptance_length_ci95=0.0, speedup=None, timed_prompts=None))
+    others = {"mean_acceptance_length_ci95": 0.0, "speedup": None, "timed_prompts": None, "acceptance_histogram": None}
+    return to_json(replace(domain, **others))
 
 
 def test_differences_name_their_prompt_of_the_whole_set() -> None:

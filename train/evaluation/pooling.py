@@ -6,7 +6,7 @@ Acceptance is a count and may be pooled; a speed is that of one process, and is 
 from dataclasses import replace
 from typing import TypeVar
 
-from draftsmith.inference.decoding.counters import Stats, total_of
+from draftsmith.inference.decoding.counters import total_of
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.inference.measuring.results import DomainResult, LosslessCheck, Result
 
@@ -74,12 +74,7 @@ def of_whole_set(check: LosslessCheck, share: list[int]) -> LosslessCheck:
 def pool_domain(rows: list[DomainResult | None]) -> DomainResult:
     """Return one domain's acceptance on all ranks, None for one without such prompts. The speed is rank 0's, if any."""
     own, measured = rows[0], [row for row in rows if row]
-    total = total_of(
-        [
-            Stats(0, row.num_drafts, row.num_draft_tokens, row.num_accepted_tokens, row.num_emitted_tokens)
-            for row in measured
-        ]
-    )
+    total = total_of([row.counters for row in measured])
     interval = measured[0].mean_acceptance_length_ci95 if len(measured) == 1 else None
     pooled = DomainResult.of(sum(row.num_prompts for row in measured), total, interval)
     if own is None:
