@@ -4,7 +4,6 @@ The model is built on the meta device, where tensors have sizes and no values, a
 are those of the decoder itself, for every family that it decodes: latents and indexer keys, windows, running states.
 """
 
-import copy
 from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -73,8 +72,6 @@ class TargetShape:
 
 def target_shape(config: PretrainedConfig, name: str) -> TargetShape:
     """Return the sizes of a target with this config. Raises `UserError` where the decoder cannot tell them."""
-    config = copy.deepcopy(config)
-    vars(config).pop("quantization_config", None)  # other types of numbers, but as many of them
     target = Target(model_without_memory(config, f"target {name!r}").bfloat16(), None, name, fuse_layers=False)
     model, text = target.model, target.text_config
     experts = routed_experts(model, text, name)

@@ -37,10 +37,11 @@ from draftsmith.recipes.studies.plan_tables import print_break_even, print_expec
 CONTEXT, REPLY = 2048, 300  # tokens, where nothing else is asked for
 CONTEXTS = (1024, 4096, 16_384, 65_536)  # that steps are shown at, as far as the target goes
 ASSUMED_RATE = 0.7  # of acceptance at each depth, where none is known
-QUANTISED: dict[str, WeightType] = {  # by the name of a method in config.json
-    **dict.fromkeys(("fp8", "fbgemm_fp8", "finegrained_fp8"), "fp8"),
+QUANTISED: dict[str, WeightType] = {  # by the format, algorithm or method that config.json names
+    **dict.fromkeys(("fp8", "fbgemm_fp8", "mxfp8", "float-quantized", "FP8"), "fp8"),
+    **dict.fromkeys(("mxfp4", "nvfp4-pack-quantized", "NVFP4"), "fp4"),
     **dict.fromkeys(("awq", "gptq"), "int4"),
-    "mxfp4": "fp4",
+    "int-quantized": "int8",
 }
 
 
@@ -93,14 +94,14 @@ def gpu_plan(settings: PlanSettings) -> GpuPlan:
 
 
 def stored_weights(name: str) -> WeightType:
-    """Return the type of a target's weights by its config.json. Raises `UserError` where it names another method."""
+    """Return the type of a target's weights by its config.json. Raises `UserError` where that does not tell it."""
     quantisation = None if public_target(name) else read_quantisation(name)
     if quantisation is None:
         return "bf16"
-    method = str(quantisation.quant_method)
-    if method not in QUANTISED:
-        raise UserError(f"target {name!r} is quantised by {method}: give --weights, one of {', '.join(BYTES)}")
-    return "int8" if quantisation.bits == 8 else QUANTISED[method]
+    form = quantisation.format or quantisation.quant_algo or quantisation.quant_method
+    if form not in QUANTISED:
+        raise UserError(f"target {name!r} is quantised by {quantisation}: give --weights, one of {', '.join(BYTES)}")
+    return "int8" if quantisation.bits == 8 else QUANTISED[form]
 
 
 def check_memory(times: TargetTimes, context: int) -> None:

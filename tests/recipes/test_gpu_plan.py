@@ -207,7 +207,13 @@ def test_mistakes(
 
 @pytest.mark.parametrize(
     ("quantisation", "weights"),
-    [(None, "bf16"), ({"quant_method": "fp8"}, "fp8"), ({"quant_method": "gptq", "bits": 8}, "int8")],
+    [
+        (None, "bf16"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "gptq", "bits": 8}, "int8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "fp4"),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "int8"),
+    ],
 )
 def test_weights_are_counted_as_they_are_stored(quantisation: Any, weights: str, tmp_path: Path) -> None:
     """Also where draftsmith does not unpack them: an engine serves them."""
