@@ -1,7 +1,11 @@
 """Comparison of speculative output with plain decoding, token by token, near ties told apart.
 
 A differently shaped matrix product rounds otherwise, and may turn the choice between two tokens around. So the first
-difference of each output is re-scored in one plain pass over the text before it: in the dtype of the run, and in fp32.
+difference of each output is re-scored in plain passes over the text before it: one in fp32, and `NUM_ROUNDINGS` in the
+dtype of the run, which but for the first are rounded otherwise. There each layer's output is moved at random by up to
+one unit in its last place (Monte Carlo arithmetic: Parker, Pierce and Eggert 2000), and tokens follow that the text
+does not see, which give all products another shape. Where a model chooses, its experts or the tokens that it attends
+to, a choice by a hair changes then as it does in decoding, and all logits with it.
 
 Greedy: a computation that errs by up to e at each logit can prefer the one of two tokens or the other only while their
 true logits are at most 2 e apart. Here e is what the run's dtype errs by at that place: the largest difference over the
@@ -10,15 +14,20 @@ which another factor of 2 allows for: two tokens are a near tie when they are at
 
 Sampled on the same noise: the token is the one in whose share of the distribution function the uniform number lies. A
 computation that errs by up to e in the mass of any set of tokens can draw another token only while the number lies at
-most e outside that token's share. Here e is the total variation between the re-scored distributions of the run's dtype
-and of fp32, plus 2 ulp of fp32 at the largest logit over the temperature; with the same factor of 2, two tokens are a
-near tie when the number lies at most 2 e outside the share of each. Where top-p cuts, the cut may fall elsewhere: the
-limit grows by the mass of the tokens that stand within 2 e of its edge, with e of the distribution before the cut.
+most e outside that token's share. Here e is the largest total variation between the re-scored distributions of the
+run's dtype and that of fp32, plus 2 ulp of fp32 at the largest logit over the temperature; with the same factor of 2,
+two tokens are a near tie when the number lies at most 2 e outside the share of each. Where top-p cuts, the cut may fall
+elsewhere: the limit grows by the mass of the tokens that stand within 2 e of its edge, with e of the distribution
+before the cut.
+
+Shapes: N passes in the dtype of the run, V vocabulary.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +40,7 @@ from draftsmith.models.target.target import Target
 
 GREEDY = GenerationSettings()
 EPSILON = torch.finfo(torch.float32).eps
+NUM_ROUNDINGS = 9  # passes in the dtype of the run
 
 
 def compare_outputs(
@@ -67,7 +77,7 @@ def first_difference(
     position = same.index(False) if False in same else len(same)
     plain, speculative = (answer[position] if position < len(answer) else None for answer in (expected, actual))
     text = torch.tensor([prompt + expected[:position]], device=target.device)
-    logits = next_logits(target, text)
+    logits = torch.stack([rounded_logits(target, text, number) for number in range(NUM_ROUNDINGS)])
     with in_fp32(target.model):
         exact = next_logits(target, text)
     token_gap = share_gap = None
@@ -83,7 +93,7 @@ def first_difference(
         position,
         plain,
         speculative,
-        top_two_gap(logits),
+        top_two_gap(logits[0]),
         top_two_gap(exact),
         token_gap,
         share_gap,
@@ -93,9 +103,30 @@ def first_difference(
 
 
 @torch.no_grad()
-def next_logits(target: Target, text: Tensor) -> Tensor:
-    """Return the target's logits after a text [1, T], in one pass without a cache: fp32 [V]."""
-    return target.logits(run_causal(target.model, text)[:, -1:])[0, 0].float()
+def next_logits(target: Target, text: Tensor, unseen: int = 0) -> Tensor:
+    """Return the target's logits after a text [1, T] without its last `unseen` tokens, in one pass: fp32 [V]."""
+    end = text.shape[1] - unseen
+    return target.logits(run_causal(target.model, text)[:, end - 1 : end])[0, 0].float()
+
+
+def rounded_logits(target: Target, text: Tensor, number: int) -> Tensor:
+    """Return the same logits, rounded in another way for each number; 0: not changed."""
+
+    def move(layer: nn.Module, _: object, output: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        generator = torch.Generator(hidden.device).manual_seed(next(seeds))
+        share = torch.empty_like(hidden, dtype=torch.float32).uniform_(-1, 1, generator=generator)
+        hidden = (hidden.float() * (1 + share * torch.finfo(hidden.dtype).eps)).to(hidden.dtype)
+        return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+
+    seeds = count(number << 16)
+    hooks = [layer.register_forward_hook(move) for layer in target.decoder_layers if number]
+    try:
+        unseen = min(number**2, target.context - text.shape[1])
+        return next_logits(target, nn.functional.pad(text, (0, unseen)), unseen)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def top_two_gap(logits: Tensor) -> float:
@@ -104,7 +135,7 @@ def top_two_gap(logits: Tensor) -> float:
 
 
 def near_tie_gap(logits: Tensor, exact: Tensor) -> float:
-    """Return 4 e of logits [V] that should be `exact` [V]; see above."""
+    """Return 4 e of logits [N, V] that should be `exact` [V]; see above."""
     return 4 * ((logits - exact).abs().max().item() + 2 * ulp(exact))
 
 
@@ -125,23 +156,23 @@ def outside_share(probability: Tensor, token: int, uniform: float) -> float:
 
 
 def near_tie_share(logits: Tensor, exact: Tensor, sampling: Sampling) -> float:
-    """Return 2 e of the distribution of logits [V] that should be `exact` [V], and more where top-p cuts; see above."""
+    """Return 2 e of the distributions of logits [N, V] that should be `exact` [V], more where top-p cuts; see above."""
     largest = 2 * distribution_error(logits, exact, sampling)
     if sampling.top_p < 1:
         moved = 2 * distribution_error(logits, exact, replace(sampling, top_p=1.0))
         edges = max(sampling.top_p - moved, EPSILON), min(sampling.top_p + moved, 1.0)
-        largest += total_variation(*(probabilities(exact, replace(sampling, top_p=edge)) for edge in edges))
+        largest += total_variation(*(probabilities(exact, replace(sampling, top_p=edge)) for edge in edges)).item()
     return largest
 
 
 def distribution_error(logits: Tensor, exact: Tensor, sampling: Sampling) -> float:
     """Return e: what the mass of any set of tokens errs by."""
     variation = total_variation(probabilities(logits, sampling), probabilities(exact, sampling))
-    return variation + 2 * ulp(exact / sampling.temperature)
+    return variation.max().item() + 2 * ulp(exact / sampling.temperature)
 
 
-def total_variation(p: Tensor, q: Tensor) -> float:
-    return (p.double() - q.double()).abs().sum().item() / 2
+def total_variation(p: Tensor, q: Tensor) -> Tensor:
+    return (p.double() - q.double()).abs().sum(-1) / 2
 
 
 def ulp(values: Tensor) -> float:
@@ -151,13 +182,17 @@ def ulp(values: Tensor) -> float:
 
 @contextmanager
 def in_fp32(model: nn.Module) -> Iterator[None]:
-    """Let a frozen model compute in fp32 meanwhile; each module's weights are widened for the time of its own call."""
+    """Let a frozen model compute in fp32 meanwhile; each module's weights are widened for the time of its own call.
+
+    So are its inputs, which some models cast to the dtype of the weights before the call.
+    """
     kept: dict[nn.Module, list[Tensor]] = {}
 
-    def widen(module: nn.Module, _: object) -> None:
+    def widen(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         kept[module] = [parameter.data for parameter in module.parameters(recurse=False)]
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.float()
+        return tuple(x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
 
     def restore(module: nn.Module, _: object, __: object) -> None:
         for parameter, data in zip(module.parameters(recurse=False), kept.pop(module), strict=True):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -10,6 +11,10 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+
+from draftsmith.models import Target
+from draftsmith.models.slots.attention import ATTENTION
+from draftsmith.models.target.loading import LanguageModel, is_multimodal
 
 VOCABULARY = 61
 SLIDING = 5
@@ -273,6 +278,24 @@ RUN_BY_ENGINES: dict[str, dict[str, Any]] = {
     "minimax": {**LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
 }
 
+# A target of each kind of layers, for whole texts.
+LONG = {"max_position_embeddings": 128}
+DENSE = {**LONG, "first_k_dense_replace": 3}  # no experts, which transformers does not compute in fp64
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gated DeltaNet": ("qwen3_next", {**RECURRENT["qwen3_next"], **LONG, "mlp_only_layers": [0, 1, 2]}),
+    "gated DeltaNet in a multimodal model": (
+        "qwen3_5",
+        {**MULTIMODAL["qwen3_5"], "text_config": {**MULTIMODAL["qwen3_5"]["text_config"], **LONG}},
+    ),
+    "Kimi delta attention": ("kimi_linear", {**RECURRENT["kimi_linear"], **DENSE}),
+    "Mamba-2": ("nemotron_h", {**RECURRENT["nemotron_h"], **LONG}),
+    "Mamba-2 beside attention": ("falcon_h1", {**RECURRENT["falcon_h1"], **LONG}),
+    "short convolutions": ("lfm2", {**RECURRENT["lfm2"], **LONG}),
+    "latent attention": ("deepseek_v3", {**SERVED["deepseek_v3"], **DENSE}),
+    "sparse attention": ("deepseek_v32", {**SERVED["deepseek_v32"], **DENSE}),
+    "chunks": ("llama4_text", {**SERVED["llama4_text"], **LONG, "moe_layers": []}),
+}
+
 
 def family_config(model_type: str, changes: dict[str, Any]) -> PretrainedConfig:
     if "text_config" in changes:
@@ -297,3 +320,19 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
         elif parameter.ndim == 1:
             nn.init.normal_(parameter, 1.0, 0.2)
     return model
+
+
+def target_and_plain_model(
+    model_type: str, changes: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> tuple[Target, PreTrainedModel]:
+    """Return a target, and transformers' own model of the same weights."""
+    torch.manual_seed(5)
+    plain = plain_model(family_config(model_type, changes)).to(dtype)
+    padding = plain.get_input_embeddings().weight.data[0]
+    padding.copy_(0.02 * torch.randn_like(padding))  # of zeros all scores would be alike by which slots are chosen
+    config = family_config(model_type, changes)
+    auto_class = AutoModelForMultimodalLM if is_multimodal(config) else AutoModelForCausalLM
+    model = auto_class.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
+    model.load_state_dict(plain.state_dict())
+    model = LanguageModel(model) if is_multimodal(config) else model
+    return Target(model.eval().requires_grad_(False), None, model_type), plain
