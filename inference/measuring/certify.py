@@ -106,9 +106,10 @@ def sampled_check(
     chosen = [prompts[i % len(prompts)] for i in range(settings.num_texts)]
     output = decoder.decode(chosen, generation, batch_size=min(settings.batch_size, settings.num_texts))
     # a text's first token is plain sampling in any mode: leave it out
+    parts = (slice(i, i + RESCORED) for i in range(0, len(chosen), RESCORED))
+    generator = torch.Generator().manual_seed(0)  # one for all: the same shares in each part would add up
     uniforms = [
-        uniforms_of(decoder.target, chosen[i : i + RESCORED], output.token_ids[i : i + RESCORED], sampling)
-        for i in range(0, len(chosen), RESCORED)
+        uniforms_of(decoder.target, chosen[part], output.token_ids[part], sampling, generator) for part in parts
     ]
     counts = torch.histc(torch.cat(uniforms), BINS, 0, 1)
     statistic, p_value = chi_square(counts, counts.sum() / BINS)
@@ -116,12 +117,20 @@ def sampled_check(
 
 
 @torch.no_grad()
-def uniforms_of(target: Target, prompts: list[list[int]], answers: list[list[int]], sampling: Sampling) -> Tensor:
-    """Return where each answer token after the first lies in the target's distribution: fp64, uniform if drawn so."""
+def uniforms_of(
+    target: Target,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    sampling: Sampling,
+    generator: torch.Generator,
+) -> Tensor:
+    """Return where each answer token after the first lies in the target's distribution: fp64, uniform if drawn so.
+
+    The share of a token's own mass comes from the generator.
+    """
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True)  # [B, T]
     hidden = run_causal(target.model, rows.to(target.device))
-    generator = torch.Generator().manual_seed(0)
     uniforms = []
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         start, end = len(prompt) + 1, len(text)  # places of the tokens judged

@@ -5,6 +5,7 @@ texts are enough to find each of the wrong rules below; `pytest -m long` tries 1
 """
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding import batch_engine
 from draftsmith.inference.decoding.decoder import resolve_settings
-from draftsmith.inference.measuring.certify import ALPHA, CertifySettings, certify, chi_square
+from draftsmith.inference.measuring.certify import (
+    ALPHA,
+    RESCORED,
+    CertifySettings,
+    certify,
+    chi_square,
+    sampled_check,
+)
 from draftsmith.inference.measuring.results import LosslessCheck
 from draftsmith.inference.verification import acceptance_rules
 from draftsmith.inference.verification.acceptance_rules import VerificationMode, Verified
-from draftsmith.models import DRAFTERS, Drafter, Target
+from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, probabilities
 from draftsmith.models.sampling.trees import DynamicTree, StaticTree
@@ -172,6 +180,15 @@ def test_the_certificate(tiny_target: Target, medusa: Drafter) -> None:
     assert certificate.passed
     assert certificate.control_found
     assert certificate.greedy["batch_size_8"] == LosslessCheck(checked=4, identical=4)
+
+
+def test_a_sure_target_is_certified(make_target_dir: Callable[..., Path]) -> None:
+    """Where nearly every token has a probability of 1, all that a test judges are the random shares of that."""
+    target = Target.from_pretrained(make_target_dir(), "cpu", torch.float32)
+    target.head_module.weight.data *= 100
+    settings = CertifySettings(max_new_tokens=8, num_texts=4 * RESCORED)
+    none = SpeculativeDecoder(target, load_drafter("none", target))
+    assert sampled_check(none, "one_hot", [target.encode("The smith")], settings).p_value >= ALPHA
 
 
 def test_no_certificate_for_a_wrong_rule(tiny_target: Target, medusa: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
