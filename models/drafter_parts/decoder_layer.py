@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens, H hidden width, W width of what the attention reads, N heads, D head width.
 """
 
+import math
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.layers import GatedMLP, MergedLinear, RMSNorm, checkpoint_tensors, rotate
 from draftsmith.models.target.target import Target
 from draftsmith.models.target.target_files import common_field
+
+USUAL_HEAD, USUAL_KEY_HEADS = 128, 8  # width of a head and number of key-value heads, of Llama and of Qwen3
 
 
 class Attention(nn.Module):
@@ -110,21 +113,30 @@ def copy_layer(layer: DecoderLayer, weights: dict[str, Tensor]) -> None:
 
 
 def layer_config_for(intermediate_size: int | None, target: Target) -> LlamaConfig:
-    """Return a one-layer Llama with the target's width, heads, rotary embedding and, if None, `intermediate_size`."""
+    """Return a one-layer Llama with the target's width, heads, rotary embedding and, if None, `intermediate_size`.
+
+    A Llama's heads divide its width. Where the target's do not, it has heads of the usual width, as public drafters do.
+    """
     text = target.text_config
     rope = dict(getattr(text, "rope_parameters", None) or {})
     if "rope_theta" not in rope:  # learned positions, or one rotary embedding for each type of layer
         rope = {"rope_type": "default", "rope_theta": 10000.0}
     for name in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):  # axes of images: in text all are one
         rope.pop(name, None)
+    heads, head_dim = text.num_attention_heads, common_field(text, "head_dim")
+    key_heads = common_field(text, "num_key_value_heads") or heads
+    if target.hidden_size % heads:
+        head_dim = min(USUAL_HEAD, target.hidden_size)
+        heads = target.hidden_size // head_dim
+        key_heads = math.gcd(heads, USUAL_KEY_HEADS)
     return LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         intermediate_size=intermediate_size or int(getattr(text, "intermediate_size", 4 * target.hidden_size)),
         num_hidden_layers=1,
-        num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=common_field(text, "num_key_value_heads") or text.num_attention_heads,
-        head_dim=common_field(text, "head_dim") or target.hidden_size // text.num_attention_heads,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=head_dim or target.hidden_size // heads,
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         max_position_embeddings=target.context,
         rope_parameters=rope,

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 SIZES = {"smoke": (2_000, 1), "usable": (70_000, 3), "production": (530_000, 3)}  # samples, epochs
 MICRO_BATCH = 8192  # tokens: what a device computes at a time, in gigabytes still, not tens of them
-WITH_MTP = ("llama", "qwen3")  # of the types below, those whose heads for further tokens mtp_layouts.py knows
+WITH_MTP = (
+    "llama",
+    "qwen3",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)  # of the types below, those whose heads for further tokens mtp_layouts.py knows
 TOKENS_PER_SAMPLE = 800  # of a conversation of the ShareGPT kind, prompt and answer
 
 
@@ -73,6 +78,19 @@ def _qwen3(name: str, hidden: int, layers: int, heads: int, inner: int, tied: bo
     }
     return PublicTarget(name, "qwen3", QWEN3 | shape)
 
+
+QWEN3_5: dict[str, Any] = {
+    "vocab_size": 248320,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "eos_token_id": 248046,
+    "tie_word_embeddings": False,
+}
+NEMOTRON_3_NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+NEMOTRON_LAYERS = {"M": "mamba", "E": "moe", "*": "attention"}
 
 PUBLIC_TARGETS: dict[str, PublicTarget] = {
     "llama_3_1_8b": _llama("meta-llama/Llama-3.1-8B-Instruct", 4096, 32, 32, 14336),
@@ -128,6 +146,99 @@ PUBLIC_TARGETS: dict[str, PublicTarget] = {
             "tie_word_embeddings": False,
         },
     ),
+    "qwen3_6_27b": PublicTarget(
+        "Qwen/Qwen3.6-27B",
+        "qwen3_5_text",
+        {
+            **QWEN3_5,
+            "hidden_size": 5120,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 4,
+            "intermediate_size": 17408,
+            "linear_num_value_heads": 48,
+        },
+    ),
+    "qwen3_6_35b_a3b": PublicTarget(
+        "Qwen/Qwen3.6-35B-A3B",
+        "qwen3_5_moe_text",
+        {
+            **QWEN3_5,
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "linear_num_value_heads": 32,
+        },
+    ),
+    "gemma_4_31b": PublicTarget(
+        "google/gemma-4-31B-it",
+        "gemma4_text",
+        {
+            "vocab_size": 262144,
+            "hidden_size": 5376,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "num_global_key_value_heads": 4,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "attention_k_eq_v": True,
+            "intermediate_size": 21504,
+            "sliding_window": 1024,
+            "hidden_size_per_layer_input": 0,
+            "max_position_embeddings": 262144,
+            "eos_token_id": 1,
+        },
+    ),
+    "nemotron_3_nano": PublicTarget(
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        "nemotron_h",
+        {
+            "vocab_size": 131072,
+            "hidden_size": 2688,
+            "layers_block_type": [NEMOTRON_LAYERS[letter] for letter in NEMOTRON_3_NANO],
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "mamba_num_heads": 64,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712,
+            "max_position_embeddings": 262144,
+            "eos_token_id": 11,
+        },
+    ),
+    "glm_4_7_flash": PublicTarget(
+        "zai-org/GLM-4.7-Flash",
+        "glm4_moe_lite",
+        {
+            "vocab_size": 154880,
+            "hidden_size": 2048,
+            "num_hidden_layers": 47,
+            "num_attention_heads": 20,
+            "num_key_value_heads": 20,
+            "intermediate_size": 10240,
+            "moe_intermediate_size": 1536,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 256,
+            "max_position_embeddings": 202752,
+            "eos_token_id": 154820,
+        },
+    ),
 }
 
 
@@ -153,13 +264,13 @@ def target_config(name: str) -> tuple["PretrainedConfig", str]:
 def for_target(general: Callable[[], TrainConfig], target: str, size: str) -> TrainConfig:
     """Return a general recipe for a public target; the samples and the folder are left to the user.
 
-    The dense part of a sparse target sets the drafter's width: layers as wide as four times the hidden size.
+    The dense part of a sparse target sets the drafter's width: layers as wide as four times the hidden size. A head
+    for further tokens (MTP) has experts as the target has.
     """
     public, config = PUBLIC_TARGETS[target], general()
     num_samples, epochs = SIZES[size]
     config.target = public.name
-    if "num_experts_per_tok" in public.shape:
-        assert isinstance(config.drafter, LayersLikeTarget)
+    if "num_experts_per_tok" in public.shape and isinstance(config.drafter, LayersLikeTarget):
         config.drafter.intermediate_size = 4 * public.shape["hidden_size"]
     config.data.tokens_per_micro_batch = min(MICRO_BATCH, config.data.tokens_per_micro_batch)
     config.run.steps = num_samples * epochs // config.data.batch_size

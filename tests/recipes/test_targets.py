@@ -23,6 +23,11 @@ PUBLISHED = {
     "qwen3_30b_a3b": (30.5, 3.3),
     "gemma_3_1b": (1.0, 1.0),
     "gpt_oss_20b": (20.9, 3.6),
+    "qwen3_6_27b": (26.9, 25.6),  # text alone: cards count the tower for images, too
+    "qwen3_6_35b_a3b": (34.7, 3.0),
+    "gemma_4_31b": (30.1, 30.1),
+    "nemotron_3_nano": (31.6, 3.2),
+    "glm_4_7_flash": (30.0, 3.6),
 }
 
 
@@ -46,6 +51,7 @@ def test_drafters_build_for_the_real_shape(name: str) -> None:
     assert shapes["fc.weight"] == [width, 3 * width]
     assert shapes["lm_head.weight"] == [32000, width]
     assert shapes["layers.0.self_attn.q_proj.weight"][1] == 2 * width
+    assert width % drafter.layer_config.num_attention_heads == 0  # of 24 and of 20 heads some targets' are not
     assert drafter.layer_ids == (2, public.num_hidden_layers // 2, public.num_hidden_layers - 3)
 
 

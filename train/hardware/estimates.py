@@ -22,6 +22,8 @@ from draftsmith.train.config import TrainConfig
 TRAINED_BYTES = 4 + 4 + 8  # fp32 weight, gradient and AdamW's two moments
 VALUES_KEPT = 8  # values that a pass keeps a token for the gradients, in units of a layer's widths; as measured
 LOGIT_COPIES = 6  # copies of a chunk of logits that exist at once on a CPU: two sides, their logarithms, gradients
+PER_LAYER = ("layer_types", "mlp_layer_types")  # fields of a config that say of what kind each layer is
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # their number, by family
 UTILISATION = 0.35  # share of the device's dense bf16 peak that a run is assumed to reach
 
 
@@ -53,10 +55,11 @@ class TargetSize:
 def target_size(config: PretrainedConfig) -> TargetSize:
     """Count a target's weights on the meta device from one layer of each kind, which takes a moment for the largest."""
     text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None) or ["layer"] * text.num_hidden_layers
+    of_layers = (getattr(text, name, None) or ["layer"] * text.num_hidden_layers for name in PER_LAYER)
+    kinds = list(zip(*of_layers, strict=True))
     ends = _count(config, [])
     counted = {kind: _count(config, [kinds.index(kind)]) for kind in set(kinds)}
-    num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    num_experts = next((n for name in EXPERTS if (n := getattr(text, name, None))), 1)
     share = getattr(text, "num_experts_per_tok", 1) / num_experts
     layers = sum(sum(counted[kind]) - sum(ends) for kind in kinds)
     experts = sum(counted[kind][1] for kind in kinds)
