@@ -30,6 +30,7 @@ LARGEST_LINE = 1 << 25  # bytes of a line of a file that is read line by line
 LARGEST_YAML = 1 << 18  # bytes of a YAML file, of which PyYAML reads so many in seconds
 MOST_YAML_VALUES = 1_000_000  # values of a YAML file, each counted as often as its aliases repeat it
 DEEPEST = 100  # levels of lists and objects in each other, which whoever walks through them recursively can follow
+MANY_BRACKETS = re.compile(rf"([\[{{]\s*){{{DEEPEST + 1}}}")  # in a row, of which PyYAML reads a thousand in seconds
 SURROGATE_ESCAPE = re.compile(r"\\(u|U0000)[dD][89a-fA-F]")
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which no encoding has
 STAND_INS = {  # how files begin that stand for another one: what they are, and what to do
@@ -177,6 +178,8 @@ def parse_yaml(text: str, place: str) -> Any:
     """Return the content of a YAML text, in which no key stands twice. Raises `UserError` that names `place`."""
     if SURROGATE_ESCAPE.search(text):  # of which YAML makes no whole characters
         raise UserError(f"{place} holds a surrogate, half of a character: write the character itself")
+    if MANY_BRACKETS.search(text):
+        raise _too_deep(place)
     try:
         content = yaml.load(text, _Loader)
     except RecursionError:

@@ -101,7 +101,8 @@ def fail(message: str, exit_code: int = EXIT_USER_ERROR) -> int:
     return exit_code
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of all commands; only those that are named have their flags, which take a moment to make."""
     parser = OneLineParser(
         "draftsmith",
         description="Train drafters for speculative decoding, and measure them.",
@@ -114,13 +115,14 @@ def build_parser() -> argparse.ArgumentParser:
         subparser = subparsers.add_parser(
             name, help=text, description=text, epilog=epilog, formatter_class=OneLineHelp, add_help=False
         )
-        add_flags(subparser, settings_class)
+        if name in argv:
+            add_flags(subparser, settings_class)
     return parser
 
 
 def parse(argv: Sequence[str]) -> Call:
     """Return the command that was given; `key=value` overrides may stand before and after options."""
-    parser = build_parser()
+    parser = build_parser(argv)
     if argv[:1] == ["evaluate"]:
         for flag in (word.partition("=")[0] for word in argv):
             if flag in MOVED:

@@ -18,6 +18,7 @@ from draftsmith.models.errors import UserError, one_line
 from draftsmith.models.reading import (
     open_tensors,
     parse_json,
+    parse_yaml,
     read_json,
     read_json_lines,
     read_lines,
@@ -45,6 +46,7 @@ BAD_JSON = {
 }
 BAD_YAML = {
     "deep": b"[" * 5000,
+    "deep lists of lines": b"- " * 5000 + b"x",
     "bomb": BOMB.encode(),
     "loop": b"a: &a [*a]",
     "merges": MERGES.encode(),
@@ -86,6 +88,14 @@ def test_a_bad_line_is_named(tmp_path, name):
 def test_yaml_that_is_none_is_one_line(tmp_path, name):
     (path := tmp_path / "x.yaml").write_bytes(BAD_YAML[name])
     assert refusal(read_yaml, path)
+
+
+@pytest.mark.parametrize("text", ["[" * 101, "[ {\n" * 51])
+def test_yaml_of_many_open_brackets_is_not_parsed(text, monkeypatch):
+    """PyYAML takes a second for a thousand of them, and a config has many values."""
+    monkeypatch.setattr(yaml, "load", lambda *_: pytest.fail("it is parsed"))
+    with pytest.raises(UserError, match="nested too deeply"):
+        parse_yaml(text, "x")
 
 
 def test_what_cannot_be_opened_is_one_line(tmp_path):
