@@ -6,22 +6,18 @@ import signal
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from random import Random
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
-from unittest import mock
 
 from damage import NUMBERS, TEXTS, hostile_text
 from disturbances import STARTS, disk_full, interrupted
-from judge import Attempt, Place
+from judge import Attempt, Place, figures_undrawn
 
-from draftsmith.models.files import write_whole
 from draftsmith.recipes.cli.main import COMMANDS, main
-from draftsmith.recipes.reports import figures
-from draftsmith.recipes.studies import load_test
 
 # Settings whose large values rightly take as long as they say.
 OTHER_SECONDS = 30  # of a second process
@@ -241,18 +237,6 @@ def run_quietly(argv: list[str]) -> object:
         return main(argv)
     except SystemExit as exit:
         return exit.code
-
-
-@contextlib.contextmanager
-def figures_undrawn() -> Iterator[None]:
-    """Write something in the place of figures, which take longer than all else: for commands that draw healthy data."""
-
-    def save(path: Path, draw: object, size: object = None) -> str:
-        write_whole(path, bytes(1000))
-        return '<svg viewBox="0 0 1 1"></svg>'
-
-    with mock.patch.object(figures, "save_plot", save), mock.patch.object(load_test, "save_plot", save):
-        yield
 
 
 # --- two at once

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from chats import CHATML_TOKENS, FAMILIES
 from disturbances import disk_full
+from judge import figures_undrawn
 from load_tests import load_test, stage
 from public_checkpoints import PUBLIC
 from quantised import FORMS, quantise
@@ -81,7 +82,8 @@ def make_material(folder: Path) -> None:
     write_texts(folder)
     write_drafters(folder)
     write_measurements(folder)
-    train(folder)
+    with figures_undrawn():
+        train(folder)
 
 
 def write_texts(folder: Path) -> None:
