@@ -1,0 +1,97 @@
+"""A drafter for targets with layers of each kind: it learns their text, and vLLM's folder holds what was learnt."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import LINEAR_SIZES, MULTIMODAL, RECURRENT, SERVED, family_config, plain_model
+from runs import make_config
+from safetensors.torch import load_file
+from tiny_target import CONTEXT, tiny_tokenizer
+
+from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.recipes.serving.export import export_checkpoint
+from draftsmith.train import train
+from draftsmith.train.run_folder.checkpoint import checkpoints
+
+ALTERNATING = {"layer_types": ["linear_attention", "full_attention"] * 2}
+LIKE_GEMMA_4_31B = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": False,  # as it is tied a random model writes one token over and over
+}
+TARGETS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {**MULTIMODAL["qwen3_5"], "text_config": {**LINEAR_SIZES, **ALTERNATING}},
+    "nemotron_h": {**RECURRENT["nemotron_h"], "layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
+    "deepseek_v3": {**SERVED["deepseek_v3"], "num_hidden_layers": 7},  # whose first layer SGLang cannot hand on
+    "gemma4": {
+        **MULTIMODAL["gemma4"],
+        "text_config": {**MULTIMODAL["gemma4"]["text_config"], **LIKE_GEMMA_4_31B},
+        "tie_word_embeddings": False,
+    },
+}
+# What vLLM's LlamaForCausalLMEagle3 loads (vllm/model_executor/models/llama_eagle3.py).
+KEYS = {"fc.weight", "norm.weight", "lm_head.weight"}
+KEYS |= {f"layers.0.{norm}.weight" for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+KEYS |= {f"layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}
+KEYS |= {f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+
+
+def save_target_of(model_type: str, directory: Path) -> Path:
+    """Write a tiny random target of four layers with a tokenizer."""
+    tokenizer, changes = tiny_tokenizer(), TARGETS[model_type]
+    fields = {
+        "num_hidden_layers": 4,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if "text_config" in changes:
+        changes = {**changes, "text_config": {**changes["text_config"], **fields}}
+    else:
+        changes = {**fields, **changes}
+    torch.manual_seed(0)
+    plain_model(family_config(model_type, changes)).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("model_type", TARGETS)
+def test_eagle3_learns_and_is_exported(model_type: str, tmp_path: Path) -> None:
+    """100 steps on the answers to four prompts, on which untrained and trained drafters are compared."""
+    folder = save_target_of(model_type, tmp_path / "target")
+    target = Target.from_pretrained(folder, "cpu", torch.float32)
+    prompts = [f"strike {'the iron ' * number}" for number in range(4)]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n")
+    prepare(target, str(tmp_path / "prompts.txt"), tmp_path / "samples", PrepareSettings(max_new_tokens=24))
+    base = {"target": folder, "data.samples": tmp_path / "samples", "data.batch_size": 4, "data.held_out_prompts": 0}
+    config = make_config(
+        "eagle3", base, tmp_path / "run", run={"steps": 100, "device": "cpu"}, optimizer={"learning_rate": 1e-2}
+    )
+    torch.manual_seed(0)
+    untrained = DRAFTERS["eagle3"].from_target(config.drafter, target)
+    train(config)
+    checkpoint = checkpoints(tmp_path / "run")[-1]
+
+    export_checkpoint(checkpoint, "vllm", target, tmp_path / "export")
+    weights = load_file(tmp_path / "export" / "model.safetensors")
+    written = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert set(weights) == KEYS
+    assert written["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (written["vocab_size"], written["target_hidden_size"]) == (target.vocab_size, target.hidden_size)
+
+    def acceptance_length(drafter: Drafter) -> float:
+        decoder = SpeculativeDecoder(target, drafter.eval())
+        return decoder.generate(prompts, max_new_tokens=24, draft_length=4).stats.total.mean_acceptance_length
+
+    assert acceptance_length(load_drafter(tmp_path / "export", target)) > acceptance_length(untrained) + 0.2
