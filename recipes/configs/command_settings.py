@@ -268,7 +268,7 @@ class ReplaySettings(OfDrafters):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings(OfTarget):
-    """Say before training whether a drafter can pay, from what it costs on this device or, predicted, on another.
+    """Say before training whether a drafter can pay: from its costs here or, predicted, on another GPU.
 
     example:
       draftsmith plan --target MODEL --drafter eagle3 --drafter medusa --out runs/plan
