@@ -1,5 +1,6 @@
 """Tiny configs of every family of targets that is served: of language models, and of multimodal ones."""
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -298,6 +299,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def family_config(model_type: str, changes: dict[str, Any]) -> PretrainedConfig:
+    changes = deepcopy(changes)  # Gemma 4 writes into the list of its layers' kinds
     if "text_config" in changes:
         text_config = {**SIZES, **changes["text_config"]}
         return CONFIG_MAPPING[model_type](**{**changes, "text_config": text_config})
