@@ -57,7 +57,7 @@ def acceptance(data: ReportData) -> Section:
         "How many tokens a round emits, and where in a draft the drafter loses the target.",
         [table_of("Acceptance by position", by_position, note), *([predicted] if differ else [])],
         folded=[] if differ else [predicted],
-        plots=plots if any(row.acceptance.num_drafts for _, row in data.at_leading_setting()) else [],
+        plots=plots if any(row.acceptance.num_drafts for _, row in longest_chains(data)) else [],
     )
 
 

@@ -99,7 +99,8 @@ def commanded(place: Place) -> Attempt:
     written = [word for flag, word in zip(argv, argv[1:], strict=False) if flag == "--out"]
     written += [word.removeprefix("run.dir=") for word in argv if word.startswith("run.dir=")]
     written += ["runs"] if name == "quickstart" else []
-    written_to = [place.folder / "cwd" / os.path.normpath(word).partition("/")[0] for word in written if word]
+    tops = [os.path.normpath(word).partition("/")[0] for word in written if word]  # may be ".."
+    written_to = [Path(os.path.normpath(place.folder / "cwd" / top)) for top in tops]
     return command_attempt(place, argv, place.given, *written_to)
 
 

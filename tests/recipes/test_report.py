@@ -35,6 +35,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports import report
+from draftsmith.recipes.reports.acceptance import acceptance
 from draftsmith.recipes.reports.comparison_table import (
     TOO_FEW,
     by_setting,
@@ -136,6 +137,7 @@ def test_a_lossy_mode_is_labelled_and_no_headline(tmp_path: Path) -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     print_summary(tmp_path, console)
     assert "LOSSY" in console.export_text()
+    assert acceptance(read_report_data(tmp_path)).plots == []  # which show sound results, and there are none
 
 
 @pytest.mark.usefixtures("_no_figures")
