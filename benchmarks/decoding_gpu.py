@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import GenerationSettings, Output, resolve_settings
-from draftsmith.inference.measuring.bandwidth import cache_bytes_per_token, memory_bandwidth, weight_bytes
+from draftsmith.inference.measuring.bandwidth import memory_bandwidth, weight_bytes
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
@@ -39,6 +39,7 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.slots.attention import ATTENTION
+from draftsmith.models.target.shape import shape_of
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 
 K = 4
@@ -139,7 +140,8 @@ def bytes_read(target: Target, texts: list[list[int]], num_columns: int) -> floa
 def measure(target: Target, drafter: Drafter, setting: Setting, args: argparse.Namespace) -> None:
     """Print speeds of plain decoding and of rounds at one setting, beside their floors."""
     bandwidth = memory_bandwidth(target.device) or CPU_BANDWIDTH
-    cached = setting.batch_size * (setting.context + args.max_new_tokens // 2) * cache_bytes_per_token(target)
+    kept = shape_of(target).kept_bytes(setting.context + args.max_new_tokens // 2, target.dtype.itemsize)
+    cached = setting.batch_size * kept
     print(f"\ncontext {setting.context}, batch {setting.batch_size}, temperature {setting.temperature:g}")
     plain = decode(target, load_drafter("none", target), setting, args)
     step = 1000 * (plain.timing.total - plain.timing.to_first_token) / (args.max_new_tokens - 1)

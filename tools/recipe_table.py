@@ -1,8 +1,9 @@
 """Print the tables of docs/recipes.md: what the recipes for public targets take, by formulae."""
 
+from draftsmith.models.target.shape import target_weights
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, TOKENS_PER_SAMPLE
 from draftsmith.recipes.configs.recipes import RECIPES
-from draftsmith.train.hardware.estimates import H100, estimate, target_size
+from draftsmith.train.hardware.estimates import H100, estimate
 
 KINDS = ("eagle3", "dflash", "dflash2", "dspark", "domino", "mtp")
 
@@ -12,12 +13,12 @@ def table() -> str:
     head = ["recipe", "parameters (active)", *(f"hours, {size}" for size in SIZES), "GB on each GPU", "one H100 80 GB?"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for name, public in PUBLIC_TARGETS.items():
-        weights = target_size(public.config)
+        weights = target_weights(public.config, name)
         taken = {size: estimate(RECIPES[f"eagle3_{name}_{size}"](), public.config, TOKENS_PER_SAMPLE) for size in SIZES}
         memory = taken["usable"].total_bytes
         row = [
             f"`eagle3_{name}_SIZE`",
-            f"{weights.total / 1e9:.1f} B ({(weights.active_layers + weights.head) / 1e9:.1f} B)",
+            f"{weights.num_weights / 1e9:.1f} B ({weights.active_weights / 1e9:.1f} B)",
             *(
                 f"{hours:.2f}" if hours < 10 else f"{hours:.0f}"
                 for hours in (cost.hours(H100) for cost in taken.values())

@@ -3,9 +3,10 @@
 `python tools/scale_table.py` prints the table of docs/scale.md.
 """
 
+from draftsmith.models.target.shape import target_weights
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, TOKENS_PER_SAMPLE
 from draftsmith.recipes.configs.recipes import RECIPES
-from draftsmith.train.hardware.estimates import H100, estimate, meta_drafter, target_size
+from draftsmith.train.hardware.estimates import H100, estimate, meta_drafter
 from draftsmith.train.hardware.layouts import drafter_share
 
 TARGETS = ("llama_3_1_8b", "qwen3_32b", "llama_3_3_70b", "qwen3_30b_a3b")
@@ -19,9 +20,13 @@ def bytes_on_each(name: str, count: int, layout: str, placement: str) -> float:
     `layout` is the drafter's, as in train/hardware/layouts.py; the target is `replicated`, `sharded` or `stored`.
     """
     config, public = RECIPES[f"eagle3_{name}_{SIZE}"](), PUBLIC_TARGETS[name].config
-    size, taken = target_size(public), estimate(config, public, TOKENS_PER_SAMPLE)
-    layers = {"replicated": float(size.layers), "sharded": size.layers / count, "stored": 0.0}[placement]
-    target = 2 * (layers + size.head + size.embedding)
+    weights, taken = target_weights(public, name), estimate(config, public, TOKENS_PER_SAMPLE)
+    layers = {
+        "replicated": float(weights.weights_of_layers),
+        "sharded": weights.weights_of_layers / count,
+        "stored": 0.0,
+    }[placement]
+    target = 2 * (layers + weights.head_weights + weights.other_weights)
     return target + taken.drafter_bytes * drafter_share(layout, count) + taken.working_bytes
 
 

@@ -1,7 +1,7 @@
 """Speed of a pass of the target beside what memory allows: on a GPU, decoding a few rows is bound by reading.
 
-The floor of a pass is the time to read the target's weights once, and the keys and values of the texts in the batch,
-at the bandwidth that a large copy reaches on the same device.
+The floor of a pass is the time to read the target's weights once, and what is kept of the texts in the batch, at the
+bandwidth that a large copy reaches on the same device.
 """
 
 import functools
@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.inference.measuring.speed import Outputs, num_passes
 from draftsmith.models import Target
-from draftsmith.models.target.target_files import common_field
+from draftsmith.models.target.shape import shape_of
 
 COPIED = 1 << 30  # bytes
 REPEATS = 10
@@ -42,14 +42,6 @@ def weight_bytes(target: Target) -> int:
     return sum(weight.numel() * weight.element_size() for weight in parameters)
 
 
-def cache_bytes_per_token(target: Target) -> int:
-    """Return the bytes of the keys and values of one token in all layers."""
-    config = target.text_config
-    heads = common_field(config, "num_key_value_heads") or config.num_attention_heads
-    width = common_field(config, "head_dim") or config.hidden_size // config.num_attention_heads
-    return 2 * target.num_layers * heads * width * target.dtype.itemsize
-
-
 def bandwidth_floor_share(
     target: Target, prompts: list[list[int]], outputs: Outputs, bandwidth: float | None
 ) -> float | None:
@@ -58,16 +50,16 @@ def bandwidth_floor_share(
     A request's text counts with its mean length. None where the bandwidth is unknown, and for mixtures of experts, of
     which a pass reads as many experts as its tokens ask for.
     """
-    config = target.text_config
-    if bandwidth is None or getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+    if bandwidth is None or (shape := shape_of(target)).experts:
         return None
-    weights, per_token = weight_bytes(target), cache_bytes_per_token(target)
+    weights = weight_bytes(target)
     read, seconds, first = 0.0, 0.0, 0
     for batch in outputs:
         for run in batch:
             read += weights * num_passes(run)
             for number, (ids, stats) in enumerate(zip(run.token_ids, run.stats.requests, strict=True), first):
-                read += per_token * stats.num_rounds * (len(prompts[number]) + len(ids) / 2)
+                kept = shape.kept_bytes(len(prompts[number]) + len(ids) / 2, target.dtype.itemsize)
+                read += stats.num_rounds * kept
             seconds += run.timing.phases["verify"] / 1000
         first += len(batch[0].token_ids)
     return read / bandwidth / seconds if seconds else None

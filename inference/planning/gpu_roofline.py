@@ -96,9 +96,8 @@ class TargetTimes:
     machine: Machine
 
     def kept_bytes(self, context: int) -> float:
-        """Return the bytes that are kept of a text of so many tokens: keys and values, or latents, and states."""
-        seen = (group.layers * group.values * min(context, group.window or context) for group in self.shape.caches)
-        return self.machine.assumptions.cache_bytes * sum(seen) + self.shape.state_bytes
+        """Return the bytes that are kept of a text of so many tokens."""
+        return self.shape.kept_bytes(context, self.machine.assumptions.cache_bytes)
 
     def moved_bytes(self, context: int) -> float:
         """Return the bytes that a pass reads and writes of what is kept; running states are written anew."""

@@ -49,6 +49,7 @@ class Weights:
     """The form of the weights of a group of layers in a config of compressed-tensors."""
 
     block_structure: tuple[int, int] | None = None
+    num_bits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,25 @@ class Quantisation:
     quantization_mode: str | None = None  # of BitNet
     bits: int | None = None  # of AWQ and GPTQ
 
+    @property
+    def most_bits(self) -> int | None:
+        """Number of bits of a weight, in the group of layers that has most of them; None where no number is named."""
+        return max((bits for bits in (self.bits, *(weights.num_bits for weights in self.groups)) if bits), default=None)
+
     def __str__(self) -> str:
         form = self.format or self.quant_algo
         return f"{self.quant_method} ({form})" if form else str(self.quant_method)
 
     @property
+    def groups(self) -> list[Weights]:
+        """The forms of the groups of layers in a config of compressed-tensors."""
+        groups = [group.weights for group in (self.config_groups or {}).values() if isinstance(group, Group)]
+        return [weights for weights in groups if weights]
+
+    @property
     def blocks(self) -> list[tuple[int, int]]:
         """Sizes of the blocks that share a scale."""
-        groups = [group.weights for group in (self.config_groups or {}).values() if isinstance(group, Group)]
-        named = [self.weight_block_size, *(weights.block_structure for weights in groups if weights)]
+        named = [self.weight_block_size, *(weights.block_structure for weights in self.groups)]
         return [block for block in (*named, (128, 128)) if block and min(block) > 0]
 
     @property

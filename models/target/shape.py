@@ -46,52 +46,82 @@ class CachedLayers:
 
 
 @dataclass(frozen=True)
-class TargetShape:
-    """The sizes of a target. All numbers of weights are numbers of values, whatever type they have."""
+class TargetWeights:
+    """The numbers of a target's weights: of values, whatever type they have."""
 
-    name: str
-    layers: Natural
     layer_weights: Amount  # of all layers, without routed experts; every pass reads them
     head_weights: Amount  # every pass reads them
     other_weights: Amount  # looked up by rows: embeddings that are not the head
     experts: list[RoutedExperts]
-    caches: list[CachedLayers]
-    state_bytes: Amount  # of running states, of a text of any length
+
+    @property
+    def weights_of_layers(self) -> int:
+        """Number of weights of all layers, with all their experts."""
+        return self.layer_weights + sum(group.layers * group.experts * group.weights for group in self.experts)
+
+    @property
+    def active_weights_of_layers(self) -> int:
+        """Number of weights of all layers that a token is multiplied by."""
+        return self.layer_weights + sum(group.layers * group.chosen * group.weights for group in self.experts)
 
     @property
     def num_weights(self) -> int:
-        routed = sum(group.layers * group.experts * group.weights for group in self.experts)
-        return self.layer_weights + self.head_weights + self.other_weights + routed
+        return self.weights_of_layers + self.head_weights + self.other_weights
 
     @property
     def active_weights(self) -> int:
         """Number of weights that a token is multiplied by."""
-        routed = sum(group.layers * group.chosen * group.weights for group in self.experts)
-        return self.layer_weights + self.head_weights + routed
+        return self.active_weights_of_layers + self.head_weights
+
+
+@dataclass(frozen=True)
+class TargetShape(TargetWeights):
+    """The sizes of a target."""
+
+    name: str
+    layers: Natural
+    caches: list[CachedLayers]
+    state_bytes: Amount  # of running states, of a text of any length
+
+    def kept_bytes(self, num_tokens: float, value_bytes: float) -> float:
+        """Return the bytes that are kept of a text: keys and values, or latents, of so many bytes each, and states."""
+        seen = (group.layers * group.values * min(num_tokens, group.window or num_tokens) for group in self.caches)
+        return value_bytes * sum(seen) + self.state_bytes
+
+
+def target_weights(config: PretrainedConfig, name: str) -> TargetWeights:
+    """Return the numbers of weights of a target with this config, whether or not it is decoded here."""
+    return weights_of(model_without_memory(config, f"target {name!r}"), name)
 
 
 def target_shape(config: PretrainedConfig, name: str) -> TargetShape:
     """Return the sizes of a target with this config. Raises `UserError` where the decoder cannot tell them."""
-    target = Target(model_without_memory(config, f"target {name!r}").bfloat16(), None, name, fuse_layers=False)
-    model, text = target.model, target.text_config
-    experts = routed_experts(model, text, name)
-    head = target.head_weight()
+    model = model_without_memory(config, f"target {name!r}").bfloat16()
+    return shape_of(Target(model, None, name, fuse_layers=False))
+
+
+def shape_of(target: Target) -> TargetShape:
+    """Return the sizes of a target, which reads a token for that, on the meta device or where it is."""
+    cache = cache_of_a_token(target.model, target.name)
+    states = (buffer.state[0] for buffer in cache.states.buffers.values())
+    return TargetShape(
+        **vars(weights_of(target.model, target.name)),
+        name=target.name,
+        layers=target.text_config.num_hidden_layers,
+        caches=cached_layers(cache, target.text_config),
+        state_bytes=sum(state.numel() * STATE_BYTES for state in states),
+    )
+
+
+def weights_of(model: PreTrainedModel, name: str) -> TargetWeights:
+    """Return the numbers of a model's weights. Raises `UserError` where a config does not tell of its experts."""
+    experts = routed_experts(model, model.config.get_text_config(), name)
+    head = model.get_output_embeddings().weight
     looked_up = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     other = sum(weight.numel() for weight in looked_up if weight is not head)
     routed = sum(group.layers * group.experts * group.weights for group in experts)
     total = sum(parameter.numel() for parameter in model.parameters())
-    cache = cache_of_a_token(model, name)
-    states = (buffer.state[0] for buffer in cache.states.buffers.values())
-    return TargetShape(
-        name,
-        text.num_hidden_layers,
-        total - routed - other - head.numel(),
-        head.numel(),
-        other,
-        experts,
-        cached_layers(cache, text),
-        sum(state.numel() * STATE_BYTES for state in states),
-    )
+    return TargetWeights(total - routed - other - head.numel(), head.numel(), other, experts)
 
 
 def routed_experts(model: PreTrainedModel, text: PretrainedConfig, name: str) -> list[RoutedExperts]:
@@ -116,9 +146,9 @@ def routed_experts(model: PreTrainedModel, text: PretrainedConfig, name: str) ->
 
 @torch.no_grad()
 def cache_of_a_token(model: PreTrainedModel, name: str) -> SlotCache:
-    """Return the cache of a model on the meta device after one token of text."""
+    """Return the cache of a model after one token of text, on the model's device."""
     cache = SlotCache(1, 1)
-    with torch.device("meta"), library_errors(f"target {name!r} cannot be planned for", "give another target"):
+    with model.device, library_errors(f"target {name!r} cannot be planned for", "give another target"):
         zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
         run_on_slots(model, zero[None], chain_window(zero, 1, one), cache)
     return cache

@@ -39,8 +39,8 @@ CONTEXTS = (1024, 4096, 16_384, 65_536)  # that steps are shown at, as far as th
 ASSUMED_RATE = 0.7  # of acceptance at each depth, where none is known
 QUANTISED: dict[str, WeightType] = {  # by the format, algorithm or method that config.json names
     **dict.fromkeys(("fp8", "fbgemm_fp8", "mxfp8", "float-quantized", "FP8"), "fp8"),
-    **dict.fromkeys(("mxfp4", "nvfp4-pack-quantized", "NVFP4"), "fp4"),
-    **dict.fromkeys(("awq", "gptq"), "int4"),
+    **dict.fromkeys(("mxfp4", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "NVFP4"), "fp4"),
+    **dict.fromkeys(("awq", "gptq", "pack-quantized"), "int4"),  # of 8 bits: int8
     "int-quantized": "int8",
 }
 
@@ -101,7 +101,7 @@ def stored_weights(name: str) -> WeightType:
     form = quantisation.format or quantisation.quant_algo or quantisation.quant_method
     if form not in QUANTISED:
         raise UserError(f"target {name!r} is quantised by {quantisation}: give --weights, one of {', '.join(BYTES)}")
-    return "int8" if quantisation.bits == 8 else QUANTISED[form]
+    return "int8" if QUANTISED[form] == "int4" and quantisation.most_bits == 8 else QUANTISED[form]
 
 
 def check_memory(times: TargetTimes, context: int) -> None:

@@ -17,7 +17,7 @@ from draftsmith.inference.planning.gpus import GPUS, gpu_named, gpu_of_device
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.shape import CachedLayers, RoutedExperts, TargetShape
 
-LLAMA_8B = TargetShape("8B", 32, 6_979_588_096, 525_336_576, 525_336_576, [], [CachedLayers(32, 2048, None)], 0)
+LLAMA_8B = TargetShape(6_979_588_096, 525_336_576, 525_336_576, [], "8B", 32, [CachedLayers(32, 2048, None)], 0)
 EAGLE3 = DrafterShape("eagle3", "token", 424_689_664, 1, 2048, None)
 H100 = TargetTimes(LLAMA_8B, Machine(GPUS["H100"]))
 
@@ -68,7 +68,7 @@ def test_a_batch_touches_more_experts(tokens: int, experts: int) -> None:
 def test_mixtures_windows_and_states() -> None:
     """By hand, in bytes: a layer's experts by the tokens of the pass, a window at most, states read and written."""
     shape = TargetShape(
-        "mixture", 2, 100, 10, 0, [RoutedExperts(2, 4, 2, 50)], [CachedLayers(1, 8, 16), CachedLayers(1, 8, None)], 1000
+        100, 10, 0, [RoutedExperts(2, 4, 2, 50)], "mixture", 2, [CachedLayers(1, 8, 16), CachedLayers(1, 8, None)], 1000
     )
     times = TargetTimes(shape, Machine(GPUS["H100"]))
     assert times.weight_bytes(1) == 2 * (100 + 10 + 2 * 2 * 50)

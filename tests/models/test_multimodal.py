@@ -17,7 +17,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.target import loading
-from draftsmith.train.hardware.estimates import target_size
+from draftsmith.models.target.shape import target_weights
 
 TOWERS = ("vision", "visual", "audio", "projector", "connector", "aligner")  # in the names of their tensors
 COPIED = ("exaone4_5", "gemma3", "gemma4", "gemma4_unified", "internvl", "llava", "llava_next", "mistral3", "voxtral")
@@ -142,5 +142,7 @@ def test_the_changed_target_of_medusa_2_is_refused(tmp_path: Path) -> None:
 def test_the_size_of_the_language_model_is_counted(model_type: str, tmp_path: Path) -> None:
     """Without towers, from which a run's needs are estimated; transformers has no causal class for two of them."""
     whole = whole_model(model_type)
-    size = target_size(Target.without_weights(save(whole, tmp_path)).config)
-    assert size.layers == sum(weight.numel() for weight in whole.get_decoder().layers.parameters())
+    weights = target_weights(Target.without_weights(save(whole, tmp_path)).config, model_type)
+    norm = whole.config.get_text_config().hidden_size
+    layers = sum(weight.numel() for weight in whole.get_decoder().layers.parameters())
+    assert weights.weights_of_layers == layers + norm

@@ -22,9 +22,9 @@ from draftsmith.models.drafters.mtp_layouts import QWEN
 from draftsmith.models.drafters.mtp_stitching import write_with_head
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.fused_layers import fuse
+from draftsmith.models.target.shape import target_weights
 from draftsmith.models.target.target_files import read_config
 from draftsmith.train import train
-from draftsmith.train.hardware.estimates import target_size
 from draftsmith.train.run_folder.checkpoint import checkpoints
 
 SIZES = {"hidden_size": 160, "intermediate_size": 192, "num_hidden_layers": 1, "head_dim": 32}  # blocks of 128 are cut
@@ -148,11 +148,9 @@ def test_it_is_the_plain_target_for_samples_and_drafters(pair: tuple[Path, Path]
     assert_same(*(layer_tensors(part, 1) for part in (ends, plain_ends)))
     spread = Target.spread_from_pretrained(pair[0], torch.device("cpu"), [torch.device("cpu")] * 3, torch.float32)
     assert_same(parameters(spread), parameters(plain))
-    size = target_size(read_config(pair[0]))
-    assert size == target_size(read_config(pair[1]))
-    assert (
-        abs(size.layers + size.head + size.embedding - sum(part.numel() for part in parameters(target).values())) < 1000
-    )
+    weights = target_weights(read_config(pair[0]), "quantised")
+    assert weights == target_weights(read_config(pair[1]), "plain")
+    assert weights.num_weights == sum(part.numel() for part in parameters(target).values())
 
 
 def test_greedy_text_and_training_are_those_of_the_plain_target(pair: tuple[Path, Path], tmp_path: Path) -> None:

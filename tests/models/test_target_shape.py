@@ -1,12 +1,19 @@
 """The sizes of a target from its config alone: those of the books for known models, and of every kind of layer."""
 
 import pytest
-from families import RECURRENT, SERVED, family_config
+from families import RECURRENT, SERVED, family_config, target_and_plain_model
 from transformers import AutoConfig
 
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.loading import model_without_memory
-from draftsmith.models.target.shape import CachedLayers, RoutedExperts, target_shape
+from draftsmith.models.target.shape import (
+    CachedLayers,
+    RoutedExperts,
+    TargetShape,
+    shape_of,
+    target_shape,
+    target_weights,
+)
 
 
 def test_llama_by_hand() -> None:
@@ -37,10 +44,20 @@ CACHES = {
 
 @pytest.mark.parametrize("family", CACHES)
 def test_what_a_text_keeps(family: str) -> None:
-    shape = target_shape(family_config(family, {**SERVED, **RECURRENT}[family]), family)
+    changes = {**SERVED, **RECURRENT}[family]
+    shape = target_shape(family_config(family, changes), family)
     caches, state_bytes = CACHES[family]
     assert sorted(shape.caches, key=str) == sorted(caches, key=str)
     assert shape.state_bytes == state_bytes
+    loaded, _ = target_and_plain_model(family, changes)
+    assert shape_of(loaded) == shape
+
+
+def test_bytes_of_a_text() -> None:
+    """A window holds at most its tokens; states are as large for any text."""
+    shape = TargetShape(0, 0, 0, [], "windows", 3, [CachedLayers(2, 32, 5), CachedLayers(1, 8, None)], 100)
+    assert shape.kept_bytes(4, 2) == 2 * (2 * 32 * 4 + 8 * 4) + 100
+    assert shape.kept_bytes(7, 2) == 2 * (2 * 32 * 5 + 8 * 7) + 100
 
 
 @pytest.mark.parametrize(
@@ -59,6 +76,13 @@ def test_experts(family: str, experts: RoutedExperts) -> None:
     held = sum(parameter.numel() for parameter in model_without_memory(config, family).parameters())
     assert shape.num_weights == held
     assert held - shape.active_weights == shape.other_weights + experts.layers * 2 * experts.weights
+
+
+def test_deepseek_v3_as_published() -> None:
+    """671 B parameters, 37 B of them activated for a token (arXiv 2412.19437, section 4.2)."""
+    weights = target_weights(AutoConfig.for_model("deepseek_v3"), "deepseek_v3")
+    assert weights.num_weights == pytest.approx(671e9, rel=1e-3)
+    assert weights.active_weights == pytest.approx(37e9, rel=0.02)
 
 
 def test_a_target_that_the_decoder_cannot_read_without_values() -> None:

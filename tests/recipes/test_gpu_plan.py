@@ -85,13 +85,14 @@ def test_the_page_stands_alone(folder: Path, plan: GpuPlan) -> None:
         assert gpu.source in page
 
 
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 MIXTURE = TargetShape(
-    "mixture",
-    24,
     10**9,
     10**8,
     10**8,
     [RoutedExperts(24, 64, 4, 2 * 10**6)],
+    "mixture",
+    24,
     [CachedLayers(12, 1024, 512), CachedLayers(12, 1024, None)],
     10**6,
 )
@@ -213,6 +214,8 @@ def test_mistakes(
         ({"quant_method": "gptq", "bits": 8}, "int8"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "fp4"),
         ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "int8"),
+        ({**PACKED, "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, "int4"),
+        ({**PACKED, "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, "int8"),
     ],
 )
 def test_weights_are_counted_as_they_are_stored(quantisation: Any, weights: str, tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.losses import chain_loss
 from draftsmith.models.losses.chain_loss import CHUNK_ELEMENTS
+from draftsmith.models.target.shape import target_weights
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 from draftsmith.train.hardware import estimates
-from draftsmith.train.hardware.estimates import LOGIT_COPIES, estimate, num_logits, num_trained, target_size
+from draftsmith.train.hardware.estimates import LOGIT_COPIES, estimate, num_logits, num_trained
 from draftsmith.train.optimizer import optimizer_of
 
 
@@ -32,7 +33,7 @@ def test_the_documented_table_is_what_the_formulae_give() -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_pieces_add_up_to_the_whole(name: str) -> None:
     """Sharding on n devices spares each (n - 1) / n of the layers; stored features all of them."""
-    layers = 2 * target_size(PUBLIC_TARGETS[name].config).layers
+    layers = 2 * target_weights(PUBLIC_TARGETS[name].config, name).weights_of_layers
     whole = bytes_on_each(name, 8, "DDP", "replicated")
     assert whole - bytes_on_each(name, 8, "DDP", "sharded") == pytest.approx(layers * 7 / 8)
     assert whole - bytes_on_each(name, 8, "DDP", "stored") == pytest.approx(layers)
@@ -49,7 +50,7 @@ def test_operations_of_a_target_are_those_counted() -> None:
     tokens = torch.arange(32)[None]
     with FlopCounterMode(display=False) as counter:
         target.model.model(input_ids=tokens, use_cache=False)
-    predicted = 2 * target_size(target.model.config).active_layers * tokens.numel()
+    predicted = 2 * target_weights(target.model.config, target.name).active_weights_of_layers * tokens.numel()
     assert counter.get_total_flops() == pytest.approx(predicted, rel=0.005)
 
 

@@ -16,14 +16,13 @@ from draftsmith.inference.planning.gpus import GPUS, Gpu, gpu_of_device
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.losses.chain_loss import CHUNK_ELEMENTS, GPU_ROWS
 from draftsmith.models.target.loading import drop_layers, model_without_memory
+from draftsmith.models.target.shape import TargetWeights, target_weights
 from draftsmith.models.target.target import FullTarget
 from draftsmith.train.config import TrainConfig
 
 TRAINED_BYTES = 4 + 4 + 8  # fp32 weight, gradient and AdamW's two moments
 VALUES_KEPT = 8  # values that a pass keeps a token for the gradients, in units of a layer's widths; as measured
 LOGIT_COPIES = 6  # copies of a chunk of logits that exist at once on a CPU: two sides, their logarithms, gradients
-PER_LAYER = ("layer_types", "mlp_layer_types")  # fields of a config that say of what kind each layer is
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # their number, by family
 UTILISATION = 0.35  # share of the device's dense bf16 peak that a run is assumed to reach
 
 
@@ -36,45 +35,6 @@ def peak_of(device: torch.device) -> float | None:
         return None
     gpu = gpu_of_device(torch.cuda.get_device_name(device))
     return None if gpu is None else gpu.bf16
-
-
-@dataclass(frozen=True)
-class TargetSize:
-    """Numbers of a target's weights."""
-
-    layers: int
-    active_layers: int  # of the layers, without the experts that a token is not sent to
-    head: int  # vocabulary x hidden
-    embedding: int  # 0 where it is tied to the head
-
-    @property
-    def total(self) -> int:
-        return self.layers + self.head + self.embedding
-
-
-def target_size(config: PretrainedConfig) -> TargetSize:
-    """Count a target's weights on the meta device from one layer of each kind, which takes a moment for the largest."""
-    text = config.get_text_config()
-    of_layers = (getattr(text, name, None) or ["layer"] * text.num_hidden_layers for name in PER_LAYER)
-    kinds = list(zip(*of_layers, strict=True))
-    ends = _count(config, [])
-    counted = {kind: _count(config, [kinds.index(kind)]) for kind in set(kinds)}
-    num_experts = next((n for name in EXPERTS if (n := getattr(text, name, None))), 1)
-    share = getattr(text, "num_experts_per_tok", 1) / num_experts
-    layers = sum(sum(counted[kind]) - sum(ends) for kind in kinds)
-    experts = sum(counted[kind][1] for kind in kinds)
-    head = text.vocab_size * text.hidden_size
-    tied = getattr(text if hasattr(text, "tie_word_embeddings") else config, "tie_word_embeddings", False)
-    return TargetSize(layers, round(layers - experts * (1 - share)), head, 0 if tied else head)
-
-
-def _count(config: PretrainedConfig, kept: list[int]) -> tuple[int, int]:
-    """Count the parameters outside and inside experts of a model of only the kept layers."""
-    config = copy.deepcopy(config)
-    drop_layers(config.get_text_config(), kept)
-    model = model_without_memory(config, "the target")
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    return sum(p.numel() for p in model.parameters()) - experts, experts
 
 
 def meta_target(config: PretrainedConfig, name: str) -> Target:
@@ -118,7 +78,7 @@ def estimate(
     its numbers. `bytes_per_value` is that of the target's weights, 2 in bf16.
     `on_gpu`: more logits exist at once there.
     """
-    size = target_size(target_config)
+    weights = target_weights(target_config, config.target)
     drafter = drafter or meta_drafter(config, target_config)
     tokens = config.run.steps * config.data.batch_size
     if config.data.batch_unit == "samples":  # else only answers are counted: how much prompt is with them is unknown
@@ -135,9 +95,9 @@ def estimate(
         tokens_at_once = config.data.tokens_per_micro_batch
         logits = bytes_per_value * num_logits(text.vocab_size, draft_vocab_size, passes, tokens_at_once)
     return Estimate(
-        operations=tokens * operations_per_token(config, size, drafter),
-        ends_bytes=bytes_per_value * (size.head + size.embedding),
-        layer_bytes=bytes_per_value * size.layers,
+        operations=tokens * operations_per_token(config, weights, drafter),
+        ends_bytes=bytes_per_value * (weights.head_weights + weights.other_weights),
+        layer_bytes=bytes_per_value * weights.weights_of_layers,
         drafter_bytes=TRAINED_BYTES * num_trained(drafter),
         working_bytes=bytes_per_value * kept * config.data.tokens_per_micro_batch + logits,
     )
@@ -174,13 +134,13 @@ def num_multiplied(drafter: Drafter) -> int:
     return num_trained(drafter) - sum(looked_up)
 
 
-def operations_per_token(config: TrainConfig, size: TargetSize, drafter: Drafter) -> float:
+def operations_per_token(config: TrainConfig, target: TargetWeights, drafter: Drafter) -> float:
     """Return the operations of target and drafter together; stored features need no layers.
 
     A token passes once through the target's layers and head, whose distribution teaches all depths, and
     `training_passes` times through what the drafter trains. Where a drafter's logits come from the target's own head,
     each of its `head_passes` takes 2 operations a weight forward and 2 backward, for the head stays frozen.
     """
-    layers = size.active_layers if config.data.features == "online" else 0
-    own_logits = 4 * size.head * drafter.head_passes if drafter.drafts_by_target_head else 0
-    return 2 * layers + 2 * size.head + own_logits + 6 * drafter.training_passes * num_multiplied(drafter)
+    layers = target.active_weights_of_layers if config.data.features == "online" else 0
+    own_logits = 4 * target.head_weights * drafter.head_passes if drafter.drafts_by_target_head else 0
+    return 2 * layers + 2 * target.head_weights + own_logits + 6 * drafter.training_passes * num_multiplied(drafter)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from draftsmith.models import Drafter
 from draftsmith.models.losses.chain_loss import LossSums
+from draftsmith.models.target.shape import target_weights
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.hardware.estimates import operations_per_token, peak_of, target_size
+from draftsmith.train.hardware.estimates import operations_per_token, peak_of
 from draftsmith.train.hardware.placement import target_devices
 from draftsmith.train.process.stages import STAGES, Stages
 
@@ -29,8 +30,8 @@ class Meter:
         self._peak = peak_of(accelerator.device)  # operations a second
         self._operations = 0.0  # a token
         if self._peak:
-            size = target_size(drafter.target.config)
-            self._operations = operations_per_token(config, size, drafter)
+            weights = target_weights(drafter.target.config, config.target)
+            self._operations = operations_per_token(config, weights, drafter)
 
     def add(self, batch_sums: list[LossSums], tokens_read: int) -> None:
         """Add a step: its sums, and the number of tokens that this rank read."""

@@ -15,8 +15,9 @@ from draftsmith.data.progress import size_text
 from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.devices import default_dtype
 from draftsmith.models.errors import UserError
+from draftsmith.models.target.shape import target_weights
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.hardware.estimates import Estimate, estimate, target_size
+from draftsmith.train.hardware.estimates import Estimate, estimate
 from draftsmith.train.hardware.layouts import drafter_share, layout_of
 
 
@@ -149,7 +150,8 @@ def place(config: TrainConfig, accelerator: Accelerator, target: Target) -> Plac
 def check_room_to_store(config: TrainConfig, accelerator: Accelerator, target: Target) -> None:
     """Refuse a pass that stores features where the layers of `target`, which has none yet, cannot fit."""
     share = max(shares_of_layers(config, accelerator, target))
-    needed = default_dtype(accelerator.device).itemsize * target_size(target.config).layers * share
+    weights = target_weights(target.config, config.target)
+    needed = default_dtype(accelerator.device).itemsize * weights.weights_of_layers * share
     if needed > (free := free_bytes(config, accelerator)):
         raise UserError(
             f"storing features takes {size_text(needed)} for the target's layers on each device, of {size_text(free)} "
