@@ -20,6 +20,7 @@ from draftsmith.data.samples.samples import Samples
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.errors import UserError
+from draftsmith.models.slots.forward import causal_rows
 from draftsmith.models.target.chat_template import has_template
 from draftsmith.models.target.identity import check_identity
 from draftsmith.models.target.target import Target
@@ -200,7 +201,8 @@ def check_capture(target: Target, layer_ids: tuple[int, ...], token_ids: list[in
     """
     row = torch.tensor([token_ids[:CAPTURE_TOKENS]], device=target.device)
     features = target.features(Batch(row, torch.ones_like(row, dtype=torch.bool)), layer_ids)
-    plain = target.model(input_ids=row, output_hidden_states=True, use_cache=False)
+    mask = causal_rows(target.model, row)
+    plain = target.model(input_ids=row, attention_mask=mask, output_hidden_states=True, use_cache=False)
     pairs = {"the last hidden state": (features.last_hidden, plain.hidden_states[-1])}
     if features.layers is not None:
         captured = features.layers.split(target.hidden_size, dim=-1)

@@ -62,7 +62,14 @@ def run_causal(
     Padding at the end needs no mask: no real token looks to its right. Packed rows need their positions [B, T] and a
     mask of what each token sees, bool [B, 1, T, T].
     """
-    if mask is None and reads_masks(model):
-        mask = chain_window(token_ids.new_zeros(len(token_ids)), token_ids.shape[1]).bool_mask(token_ids.shape[1])
+    mask = causal_rows(model, token_ids) if mask is None else mask
     output = model.base_model(input_ids=token_ids, position_ids=positions, attention_mask=mask, use_cache=False)
     return output.last_hidden_state
+
+
+def causal_rows(model: PreTrainedModel, token_ids: Tensor) -> Tensor | None:
+    """Return the mask that a model needs to read whole rows [B, T] causally, bool [B, 1, T, T]; None: it needs none."""
+    if not reads_masks(model):
+        return None
+    num_tokens = token_ids.shape[1]
+    return chain_window(token_ids.new_zeros(len(token_ids)), num_tokens).bool_mask(num_tokens)

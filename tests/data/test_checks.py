@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from chats import FAMILIES, changed, chat_target
+from families import KINDS, target_and_plain_model
 from rich.console import Console
 
 from draftsmith.data.prompts.checks import (
@@ -163,6 +164,12 @@ def test_prompts_that_were_trained_on_are_mentioned(capsys: pytest.CaptureFixtur
 
 
 # --- features
+
+
+def test_the_capture_of_layers_that_read_masks() -> None:
+    """DeepSeek's sparse attention chooses by the mask, also in the plain forward that is compared with."""
+    target, _ = target_and_plain_model(*KINDS["sparse attention"])
+    check_capture(target, (1, 2), list(range(3, 20)))
 
 
 def test_the_capture_is_that_of_a_plain_forward(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

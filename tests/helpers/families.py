@@ -254,6 +254,12 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         "vision_config": PIXTRAL,
         "tie_word_embeddings": False,
     },
+    "mistral4": {  # the text of Mistral Small 4, in the wrapper of Mistral 3
+        "model_type": "mistral3",
+        "text_config": {"model_type": "mistral4", **LATENT_EXPERTS},
+        "vision_config": PIXTRAL,
+        "tie_word_embeddings": False,
+    },
     "muse_glimmer": {
         "text_config": ALTERNATES,
         "vision_config": TOWER,
@@ -299,7 +305,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def family_config(model_type: str, changes: dict[str, Any]) -> PretrainedConfig:
+    """Return the config of a family, or of the `model_type` in its changes."""
     changes = deepcopy(changes)  # Gemma 4 writes into the list of its layers' kinds
+    model_type = changes.pop("model_type", model_type)
     if "text_config" in changes:
         text_config = {**SIZES, **changes["text_config"]}
         return CONFIG_MAPPING[model_type](**{**changes, "text_config": text_config})

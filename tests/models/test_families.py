@@ -148,7 +148,6 @@ def test_trees_on_slots_are_their_branches_in_plain_attention(model_type: str) -
     expected = on_their_own(plain, texts, layer_ids)
     for ours, theirs in zip(found, expected, strict=True):
         size = theirs.abs().max().clamp(min=1)
-        print("err", float((ours.flatten(0, 1) - theirs).abs().max() / size))
         assert (ours.flatten(0, 1) - theirs).abs().max() <= 1e-5 * size
 
 
