@@ -40,6 +40,7 @@ FOREIGN = {  # names of other projects that the code itself does not write
     "GPUModelRunner.load_model",
     "GPUModelRunner.propose_draft_token_ids",
     "VllmConfig",
+    "bailing_hybrid",
     "create_custom_proposer",
 }
 RIDDLES = (
