@@ -15,6 +15,15 @@ from draftsmith.train.run_folder.checkpoint import checkpoints
 
 # A draft vocabulary is larger than the tiny target's; what is drawn by chance differs from batch to batch.
 CHANGES = {"draft_vocab_size": None, "noise": 0.0, "keep_ratio": 1.0, "anchor_share": 1.0}
+# Block drafters are as small as the quickstart's: tests train many of them.
+BLOCKS: dict[str, Any] = {"num_layers": 2, "block_size": 5}
+SMALLER: dict[str, dict[str, Any]] = {
+    "dflash": BLOCKS,
+    "dflash2": BLOCKS,
+    "dspark": {**BLOCKS, "markov_rank": 16},
+    "domino": {**BLOCKS, "memory_size": 32, "code_size": 16},
+    "p_eagle": {"num_layers": 2, "num_depths": 4},
+}
 OF_MACHINE = ("tokens_per_second", "time_share", "peak_memory", "model_flop")  # metrics that no two runs share
 
 
@@ -52,6 +61,8 @@ def make_config(kind: str, base: dict[str, Any], folder: Path, **parts: dict[str
     recipe = RECIPES[kind]()
     for name in CHANGES.keys() & vars(recipe.drafter).keys():
         setattr(recipe.drafter, name, CHANGES[name])
+    for name, value in SMALLER.get(kind, {}).items():
+        setattr(recipe.drafter, name, value)
     return resolve(recipe, None, arguments(base, folder, **parts))
 
 

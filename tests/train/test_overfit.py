@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import SMALLER
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.models import DRAFTERS, Target
@@ -35,12 +36,9 @@ def make_config(kind: str, base: dict[str, Any], **drafter: Any) -> TrainConfig:
     return resolve(RECIPES[kind](), None, [f"{key}={value}" for key, value in {**base, **changes}.items()])
 
 
-CHEAPER: dict[str, dict[str, Any]] = {"p_eagle": {"num_layers": 2, "num_depths": 4}}  # than the recipe's
-
-
 @pytest.mark.parametrize("kind", [kind for kind in DRAFTERS if kind in RECIPES])
 def test_every_family_learns_a_few_answers_by_heart(kind: str, base: dict[str, Any]) -> None:
-    result = overfit(make_config(kind, base, **CHEAPER.get(kind, {})), 2)
+    result = overfit(make_config(kind, base, **SMALLER.get(kind, {})), 2)
     assert result.acceptance_length >= GOAL * 5
 
 
