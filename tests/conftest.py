@@ -16,9 +16,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     with suppress(ImportError):  # triton exists for Linux only
-        from fast_interpreter import patch_language_once
+        from fast_interpreter import speed_up
 
-        patch_language_once()
+        speed_up()
 
 from tiny_target import save_target
 
