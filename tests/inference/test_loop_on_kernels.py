@@ -6,6 +6,7 @@ shape, with drafters, batch sizes and lags taking turns. `pytest -m long` on thi
 
 import functools
 import itertools
+import os
 from collections import Counter
 from typing import get_args
 
@@ -44,9 +45,18 @@ def target_dir(make_target_dir) -> str:
     return str(make_target_dir(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1))
 
 
-@functools.lru_cache
+@functools.cache
 def plain_target(directory: str) -> Target:
     return Target.from_pretrained(directory, "cpu", torch.float32)
+
+
+@functools.cache
+def target_on_kernels(directory: str, products: str) -> Target:
+    """Load it once for each way of multiplying: its loader decodes on kernels, too, to check that it can."""
+    assert DEVICE.type == "cuda" or os.environ[PRODUCTS] == products
+    target = Target.from_pretrained(directory, DEVICE, torch.float32)
+    assert runs_kernels(target.device)
+    return target
 
 
 def drafter_of(kind: str, target: Target, weights: Drafter | None = None) -> Drafter:
@@ -57,14 +67,21 @@ def drafter_of(kind: str, target: Target, weights: Drafter | None = None) -> Dra
     return drafter
 
 
-def settings_of(case: Case, target: Target) -> GenerationSettings | None:
+@functools.cache
+def drafter_to_ask(kind: str, directory: str) -> Drafter:
+    return drafter_of(kind, plain_target(directory))
+
+
+@functools.cache
+def settings_of(case: Case, directory: str) -> GenerationSettings | None:
     """Return the settings of a case; None where the drafter cannot follow them."""
     kind, mode, shape_name = case
     sampling = Sampling() if mode in ("greedy", "synthetic") else Sampling(0.8, *CUT.get(mode, ()))
     shape: int | Shape = 0 if kind == "none" else SHAPES[shape_name]
     try:
         rates = (0.5, 0.3) if mode == "synthetic" else ()
-        return resolve_settings(drafter_of(kind, target), sampling, NEW_TOKENS, shape, mode, synthetic_rates=rates)
+        drafter = drafter_to_ask(kind, directory)
+        return resolve_settings(drafter, sampling, NEW_TOKENS, shape, mode, synthetic_rates=rates)
     except UserError:
         return None
 
@@ -80,15 +97,15 @@ def decode(target: Target, drafter: Drafter, settings: GenerationSettings, num_r
 
 def assert_kernels_agree(case: Case, num_rows: int, lag: int, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = plain_target(directory)
-    settings = settings_of(case, plain)
+    settings = settings_of(case, directory)
     assert settings is not None
     drafter = drafter_of(case[0], plain)
     expected = decode(plain, drafter, settings, num_rows, lag)
+    products = "fused" if num_rows == 1 and lag else "separate"  # fused ones are slow in the interpreter
     if DEVICE.type == "cpu":
         monkeypatch.setenv(SWITCH, "interpreter")
-        monkeypatch.setenv(PRODUCTS, "fused" if num_rows == 1 and lag else "separate")  # fused ones are slow there
-    on_kernels = Target.from_pretrained(directory, DEVICE, torch.float32)
-    assert runs_kernels(on_kernels.device)
+        monkeypatch.setenv(PRODUCTS, products)
+    on_kernels = target_on_kernels(directory, products)
     for graphs in ("off", "on")[: 1 + (DEVICE.type == "cuda")]:
         monkeypatch.setenv(GRAPHS, graphs)
         found = decode(on_kernels, drafter_of(case[0], on_kernels, drafter), settings, num_rows, lag)
@@ -99,7 +116,7 @@ def followed_cases(directory: str) -> list[Case]:
     """Return every combination that its drafter can follow."""
     shapes = ((kind, shape) for kind in DRAFTERS for shape in SHAPES if kind != "none" or shape == "chain")
     every = [(kind, mode, shape) for (kind, shape), mode in itertools.product(shapes, MODES)]
-    return [case for case in every if settings_of(case, plain_target(directory)) is not None]
+    return [case for case in every if settings_of(case, directory) is not None]
 
 
 def covering_cases(directory: str) -> list[Case]:
