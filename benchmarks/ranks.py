@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import draftsmith.recipes.cli.train
-import draftsmith.recipes.studies.quickstart  # noqa: F401
+import draftsmith.recipes.reports.report  # noqa: F401
 from draftsmith.recipes.cli.main import main
 
 for name in ("deepspeed", "torch._dynamo", "transformers.models.llama.modeling_llama"):  # imported late, by others

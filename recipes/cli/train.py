@@ -4,7 +4,6 @@ from accelerate import PartialState
 from rich.console import Console
 
 from draftsmith.recipes.configs.command_settings import TrainSettings
-from draftsmith.recipes.reports.report import build_report
 from draftsmith.train import train
 from draftsmith.train.overfit import overfit
 from draftsmith.train.run_folder.checkpoint import checkpoints
@@ -21,6 +20,8 @@ def run(settings: TrainSettings, console: Console) -> None:
     if not PartialState().is_main_process:
         return
     if measured_checkpoints(folder):
+        from draftsmith.recipes.reports.report import build_report  # with matplotlib: a quarter of a start of training
+
         console.print(f"report: {build_report(folder)}")
         best = f"best checkpoint: {folder / 'best'}, which is {best_checkpoint(folder).name}"
     else:
