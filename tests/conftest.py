@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
         speed_up()
 
 from tiny_target import save_target
+from warm_python import warm_python
 
 from draftsmith.models import Target
 
@@ -49,6 +50,13 @@ def tiny_target_dir(make_target_dir: Callable[..., Path]) -> Path:
 def tiny_target(tiny_target_dir: Path) -> Target:
     """On the CPU in fp32. Frozen, so that all tests may share it."""
     return Target.from_pretrained(tiny_target_dir, "cpu", torch.float32)
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Path of a Python in which programs of training start at once (helpers/warm_python.py)."""
+    with warm_python(tmp_path_factory.mktemp("python")) as path:
+        yield path
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,14 @@ LAUNCH = Path(draftsmith.recipes.__file__).parent / "launch"
 COUNTED = ("num_rounds", "num_drafts", "num_accepted_tokens", "num_emitted_tokens", "acceptance_histogram", "lossless")
 
 
-def test_two_processes_count_what_one_does(tiny_target: Target, tmp_path: Path) -> None:
+def test_two_processes_count_what_one_does(python: str, tiny_target: Target, tmp_path: Path) -> None:
     """The acceptance of all prompts, the speed of some; one table, one file, and as many files as drafters."""
     texts = [f"strike {'the iron ' * (i % 5)}{i}" for i in range(20)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     words = ["--target", tiny_target.name, "--drafter", "ngram", "--prompts", str(tmp_path / "p.jsonl")]
     words += ["--batch-size", "3", "2", "--max-new-tokens", "12", "--repeats", "2", "--device", "cpu"]
     assert main(["evaluate", *words, "--out", str(tmp_path / "alone")]) == 0
-    start = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / "cpu.yaml")]
+    start = [python, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / "cpu.yaml")]
     start += ["--main_process_port", "0", "-m", "draftsmith.inference", *words, "--out", str(tmp_path / "shared")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(start, env=environment, capture_output=True, text=True, timeout=400)

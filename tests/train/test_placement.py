@@ -101,19 +101,19 @@ def run_words(base: dict[str, Any], run: Path) -> list[str]:
 
 
 def start(
-    config: str, words: list[str], *options: str, script: bool = True, **environment: str
+    python: str, config: str, words: list[str], *options: str, script: bool = True, **environment: str
 ) -> subprocess.Popen[str]:
-    """`accelerate launch` with a config of recipes/launch, in a fresh process."""
+    """`accelerate launch` with a config of recipes/launch."""
     program = [str(TESTS / "helpers" / "as_gpus.py")] if script else ["-m", "draftsmith.train"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / f"{config}.yaml")]
+    command = [python, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / f"{config}.yaml")]
     command += [*options, *program, *words]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", **environment}
     return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def launch(config: str, words: list[str], *options: str, **how: Any) -> tuple[int, str, str]:
+def launch(python: str, config: str, words: list[str], *options: str, **how: Any) -> tuple[int, str, str]:
     """The exit code and what was printed."""
-    process = start(config, words, *options, "--main_process_port", "0", **how)
+    process = start(python, config, words, *options, "--main_process_port", "0", **how)
     output, errors = process.communicate(timeout=400)
     return process.returncode, output, errors
 
@@ -181,25 +181,25 @@ def assert_same_state(run: Path, one_process: Path) -> None:
 
 @pytest.mark.parametrize("config", LAYOUTS)
 def test_layouts_go_on_with_the_trajectory(
-    config: str, base: dict[str, Any], one_process: Path, interrupted: Path, tmp_path: Path
+    config: str, python: str, base: dict[str, Any], one_process: Path, interrupted: Path, tmp_path: Path
 ) -> None:
     """Two steps by one process, two in the layout; what it saves is what one process would have saved."""
     layout, options = LAYOUTS[config]
     placed = {"run.target_placement": "sharded"} if "sharded" in layout else {}
     shutil.copytree(interrupted, tmp_path / "run")
     words = run_words({**base, **placed}, tmp_path / "run")
-    code, output, errors = launch(config, words, *options, script=config in OF_GPUS)
+    code, output, errors = launch(python, config, words, *options, script=config in OF_GPUS)
     assert code == 0, errors[-3000:]
     assert " ".join(output.split()).startswith(layout)
     assert_trajectory(tmp_path / "run", one_process)
     assert_same_state(tmp_path / "run", one_process)
 
 
-def test_muon_moves_whole_matrices_alike_in_two_processes(base: dict[str, Any], tmp_path: Path) -> None:
+def test_muon_moves_whole_matrices_alike_in_two_processes(python: str, base: dict[str, Any], tmp_path: Path) -> None:
     """Its bf16 rounds the two sums of gradients apart, which weights of this size feel in their fourth digit."""
     base = {**base, "optimizer.matrices": "muon"}
     expected = final_weights(train(make_config("eagle3", base, tmp_path / "one", run=RUN)))
-    code, _, errors = launch("cpu", run_words(base, tmp_path / "two"), script=False)
+    code, _, errors = launch(python, "cpu", run_words(base, tmp_path / "two"), script=False)
     assert code == 0, errors[-3000:]
     for name, weight in final_weights(tmp_path / "two").items():
         torch.testing.assert_close(weight, expected[name], atol=1e-3, rtol=0)
@@ -215,10 +215,15 @@ def test_pieces_of_zero3_are_equally_long(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_two_machines_give_the_trajectory(base: dict[str, Any], one_process: Path, tmp_path: Path) -> None:
-    """Two launchers, with a process each; the second one's name for the run's folder is the same."""
+    """Two launchers, with a process each; the second one's name for the run's folder is the same.
+
+    All four are started by themselves, each with a hash seed of its own.
+    """
     where = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(get_free_port())]
     machines = [
-        start("two_machines", run_words(base, tmp_path), *where, "--machine_rank", str(rank), script=False)
+        start(
+            sys.executable, "two_machines", run_words(base, tmp_path), *where, "--machine_rank", str(rank), script=False
+        )
         for rank in range(2)
     ]
     outputs = [machine.communicate(timeout=400) for machine in machines]
@@ -232,7 +237,7 @@ SHARD_BYTES = 350_000
 
 
 @pytest.fixture(scope="module")
-def in_pieces(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def in_pieces(python: str, base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three runs of two processes by one launch, of the target in pieces and of a wrong mean."""
     folder = tmp_path_factory.mktemp("pieces")
     sharded = {**base, "run.target_placement": "sharded"}
@@ -244,7 +249,7 @@ def in_pieces(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
         *run_words(base, folder / "means"),
         "--per-rank-mean",
     ]
-    code, _, errors = launch("fsdp2", words, "--num_processes", "2", SHARD_BYTES=str(SHARD_BYTES))
+    code, _, errors = launch(python, "fsdp2", words, "--num_processes", "2", SHARD_BYTES=str(SHARD_BYTES))
     assert code == 0, errors[-3000:]
     return folder
 
@@ -401,10 +406,10 @@ def test_layers_that_cannot_be_stored_from_are_refused(
 
 
 def test_asking_a_cpu_for_fsdp_is_refused(
-    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    python: str, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    code, _, errors = launch("fsdp2", run_words(base, tmp_path / "run"), "--num_processes", "1", script=False)
+    code, _, errors = launch(python, "fsdp2", run_words(base, tmp_path / "run"), "--num_processes", "1", script=False)
     assert code != 0
     assert "start with recipes/launch/cpu.yaml" in errors
 

@@ -77,11 +77,13 @@ def test_processes_look_at_a_folder_at_once(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def findings(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def findings(
+    python: str, base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("survive")
     (folder / "held_out.txt").write_text("".join(f"heat the iron {i} times\n" for i in range(11)))
     program = str(ROOT / "tests" / "helpers" / "survive.py")
-    command = [sys.executable, program, str(folder), json.dumps(base), json.dumps(CHAIN)]
+    command = [python, program, str(folder), json.dumps(base), json.dumps(CHAIN)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     log = (folder / "log").read_text() if (folder / "log").is_file() else ""
     assert done.returncode == 0, done.stderr + log
@@ -145,9 +147,9 @@ def test_a_failing_evaluation_is_told_and_training_goes_on(findings: Any) -> Non
     assert (folder / "evaluated" / "best").resolve() == measured.resolve()
 
 
-def test_killed_processes_go_on_bit_for_bit(base: dict[str, Any]) -> None:
+def test_killed_processes_go_on_bit_for_bit(python: str, base: dict[str, Any]) -> None:
     """The short form of the campaign in benchmarks/sigkill.py."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "sigkill.py"), "--kills", "2"]
+    command = [python, str(ROOT / "benchmarks" / "sigkill.py"), "--kills", "2"]
     command += ["--target", base["target"], "--samples", base["data.samples"]]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
