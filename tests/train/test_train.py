@@ -59,18 +59,18 @@ def test_micro_batches_do_not_change_the_gradient(kind: str, base: dict[str, Any
     """Sums are divided once, by the tokens of the whole step: means of means would weigh short rows more.
 
     Cut at 30 tokens, rows hold different numbers of trained tokens; 16 samples make five micro-batches of 3 and a
-    single one. AdamW hides the size of a gradient, so its norm is compared, too.
+    single one, or one of 16. AdamW hides the size of a gradient, so its norm is compared, too.
     """
     runs = {}
-    for size in (3, 8, 16):
+    for size in (3, 16):
         data = {"tokens_per_micro_batch": 30 * size, "max_length": 30}
         runs[size] = train(make_config(kind, base, tmp_path / str(size), data=data, run={"steps": 4}))
-    for size in (3, 8):
-        for name, weight in final_weights(runs[size]).items():
-            torch.testing.assert_close(weight, final_weights(runs[16])[name], atol=1e-5, rtol=1e-5)
-        for line, expected in zip(read_metrics(runs[size]), read_metrics(runs[16]), strict=True):
-            for name, value in of_the_run(expected).items():
-                assert line[name] == pytest.approx(value, rel=1e-4), name
+    expected_weights = final_weights(runs[16])
+    for name, weight in final_weights(runs[3]).items():
+        torch.testing.assert_close(weight, expected_weights[name], atol=1e-5, rtol=1e-5)
+    for line, expected in zip(read_metrics(runs[3]), read_metrics(runs[16]), strict=True):
+        for name, value in of_the_run(expected).items():
+            assert line[name] == pytest.approx(value, rel=1e-4), name
 
 
 def test_a_token_weighs_the_same_in_every_step(base: dict[str, Any], tmp_path: Path) -> None:
@@ -152,10 +152,12 @@ def command(base: dict[str, Any], run: Path) -> list[str]:
     return [sys.executable, "-m", "draftsmith.train", "medusa", *arguments(base, run, run=changes)]
 
 
+@pytest.mark.long
 def test_killed_run_goes_on_bit_for_bit(base: dict[str, Any], tmp_path: Path) -> None:
     """SIGKILL at any moment: the same command ends with the weights of the uninterrupted run.
 
     Optimiser, scheduler, data order and random state must all come back, and nothing half written may be read.
+    By default `test_killed_processes_go_on_bit_for_bit` in test_survival.py shows it of two processes.
     """
     config = make_config("medusa", base, tmp_path / "whole", run={"steps": 40, "checkpoint_every": 4})
     whole = train(config)
