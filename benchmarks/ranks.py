@@ -15,7 +15,8 @@ import draftsmith.recipes.cli.train
 import draftsmith.recipes.reports.report  # noqa: F401
 from draftsmith.recipes.cli.main import main
 
-for name in ("deepspeed", "torch._dynamo", "transformers.models.llama.modeling_llama"):  # imported late, by others
+LATE = ("deepspeed", "pandas", "torch._dynamo", "transformers.models.llama.modeling_llama")  # imported late, by others
+for name in LATE:
     if importlib.util.find_spec(name.partition(".")[0]):
         importlib.import_module(name)
 

@@ -16,7 +16,7 @@ from draftsmith.inference.decoding.generation import Generation
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.sampling.sampling import Sampling
 
-NUM_THREADS, NUM_CALLS = 8, 200
+NUM_THREADS, NUM_CALLS = 8, 140  # `call` repeats itself behind them
 
 
 @pytest.fixture(autouse=True)
