@@ -16,6 +16,7 @@ from draftsmith.data.prompts.checks import (
     check_capture,
     check_prepared,
     check_samples,
+    notice_images,
     notice_padding,
     notice_seen_prompts,
     notice_without_checksum,
@@ -33,7 +34,7 @@ from draftsmith.train.evaluation.by_engine import check_swappable
 from draftsmith.train.evaluation.evaluate import check_evaluation, evaluation_prompts
 from draftsmith.train.hardware.layouts import make_accelerator
 from draftsmith.train.hardware.placement import check_placement, place
-from draftsmith.train.inputs.features import load_target, open_store
+from draftsmith.train.inputs.features import check_images, load_target, open_store
 from draftsmith.train.inputs.on_policy import OnPolicy
 from draftsmith.train.run_folder.vocabulary import DraftVocabulary, vocabulary_text
 from draftsmith.train.starting_drafter import fit_starting_layers, fit_vocabulary_size, starting_drafter
@@ -68,8 +69,10 @@ def set_up(config: TrainConfig) -> Setup:
         say(placement.text())
     folder = Path(config.data.samples)
     samples = read_samples(folder, config.data.drop_cut)
+    check_images(config, samples)
     if accelerator.is_main_process:
         notice_without_checksum(folder)
+        notice_images(samples)
     with waiting(f"loading {config.target} ...", accelerator.is_main_process):
         target = load_target(config, accelerator.device)
     set_chat(target, read_chat(folder))  # prompts of the evaluation are rendered as those trained on

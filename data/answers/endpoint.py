@@ -1,21 +1,34 @@
 """A server that runs the target answers prompts: vLLM by /v1/completions, SGLang by its own /generate.
 
-Token ids go out and token ids come back; no text is tokenised again, and a server that cannot do that is refused.
+Token ids go out and token ids come back; no text is tokenised again, and a server that cannot do that is refused. Texts
+with images go to another path of vLLM's (with_images.py).
 """
 
 import hashlib
 import queue
 import shlex
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, FiniteFloat, StrictInt
 
 from draftsmith.data.answers.turns import Dialogue
+from draftsmith.data.answers.with_images import (
+    OPTION,
+    PATH,
+    TOO_LONG,
+    Answer,
+    ImageAnswer,
+    Name,
+    One,
+    check_takes_images,
+    request_with_images,
+)
 from draftsmith.data.console import shell_path
 from draftsmith.data.http import LARGEST_PAGE, PassingError, Server
+from draftsmith.data.samples.images import Image
 from draftsmith.models.errors import UserError, shown
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.target.target import Target
@@ -30,8 +43,6 @@ BYTES_PER_TOKEN = 64  # of an answer: ids of prompt and answer, and its text
 MOST_REQUESTS = 1024  # that are open at once; each has a thread
 
 T = TypeVar("T")
-Name = Annotated[str, Field(max_length=1000)]
-One = Field(min_length=1, max_length=1)
 
 
 # --- what a server answers
@@ -155,9 +166,12 @@ class Endpoint:
                     if dialogue is None:
                         break
                     while not dialogue.finished:
-                        new_ids = self.complete(dialogue.context, dialogue.sampling, dialogue.request_id)
+                        answer = self._answer(dialogue)
                         with lock:
-                            dialogue.take(new_ids, self.context - self.max_new_tokens)
+                            if answer is None:
+                                dialogue.stop()
+                            else:
+                                dialogue.take(answer.new_ids, self.context - self.max_new_tokens, answer.read_ids)
                     results.put(dialogue)
                 results.put(None)
             except BaseException as error:  # panics of the Rust tokenizers are no `Exception`
@@ -178,28 +192,69 @@ class Endpoint:
         finally:
             self.server.stopped.set()
 
+    def _answer(self, dialogue: Dialogue) -> Answer | None:
+        """Return the answer to a dialogue; None where its images make it longer than the context."""
+        context, sampling, request_id = dialogue.context, dialogue.sampling, dialogue.request_id
+        if not dialogue.images:
+            return Answer(self.complete(context, sampling, request_id), context)
+        try:
+            return self.complete_with_images(context, dialogue.images, sampling, request_id)
+        except UserError as error:
+            if TOO_LONG in str(error):
+                return None
+            raise UserError(f"{dialogue.where}: {error}") from None
+
     def complete(self, prompt: list[int], sampling: Sampling, request_id: int) -> list[int]:
         """Return the token ids of the server's answer to a prompt, its end of text included."""
-        seed = int(hashlib.sha256(f"{self.seed}/{request_id}".encode()).hexdigest()[:7], 16)
-        settings: dict[str, Any] = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "min_p": 0.0,  # this and the following are sent so that no default of the server's comes in
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "skip_special_tokens": False,
-            "stop_token_ids": self.target.eos_token_ids,
-        }
+        settings = self._settings(sampling)
         limit = self.max_new_tokens
         body: dict[str, Any]
         if self.is_sglang:
             path, body = "/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": limit, **settings}}
         else:
             path, body = "/v1/completions", {"model": self.model, "prompt": prompt, "max_tokens": limit, **settings}
-            body |= {"seed": seed, "return_token_ids": True}
+            body |= {"seed": self._seed(request_id), "return_token_ids": True}
         return self.server.ask(path, body, lambda answer: self._read(answer, prompt))
+
+    def complete_with_images(
+        self, prompt: list[int], images: Sequence[Image], sampling: Sampling, request_id: int
+    ) -> Answer:
+        """Return vLLM's answer to a prompt with images, in which each stands as the chat template writes it."""
+        settings = {"max_tokens": self.max_new_tokens, "seed": self._seed(request_id), **self._settings(sampling)}
+
+        def read(answer: Any) -> Answer:
+            written = read_answer(ImageAnswer, answer)
+            (choice,) = written.choices
+            self._check_tokens(written.prompt_token_ids, self.context)
+            return Answer(self._checked(choice.token_ids, choice.finish_reason), written.prompt_token_ids)
+
+        return self.server.ask(PATH, request_with_images(self.model, prompt, images, settings), read)
+
+    def check_takes_images(self) -> None:
+        """Raise `UserError` where the server takes no images beside token ids."""
+        if self.is_sglang:
+            raise UserError(
+                f"{self.server.name} is an SGLang, which does not tell the tokens that the target reads for an image: "
+                f"serve with vLLM 0.32 or later and {OPTION}"
+            )
+        check_takes_images(self.server, self.model, self.target.eos_token_ids[0])
+
+    def _settings(self, sampling: Sampling) -> dict[str, Any]:
+        """Return what tells a server how to draw, and nothing of which is left to its own defaults."""
+        return {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "skip_special_tokens": False,
+            "stop_token_ids": self.target.eos_token_ids,
+        }
+
+    def _seed(self, request_id: int) -> int:
+        return int(hashlib.sha256(f"{self.seed}/{request_id}".encode()).hexdigest()[:7], 16)
 
     def top_two_gap(self, text: list[int]) -> float:
         """Return how far apart vLLM holds the log-probabilities of the two likeliest tokens behind a text."""
@@ -214,18 +269,24 @@ class Endpoint:
 
     def _read(self, answer: Any, prompt: list[int]) -> list[int]:
         """Return the token ids of an answer to `prompt`. Raises `PassingError` where it is no answer to that."""
-        new_ids, reason = self._generated(answer) if self.is_sglang else self._completed(answer, prompt)
+        return self._checked(*(self._generated(answer) if self.is_sglang else self._completed(answer, prompt)))
+
+    def _checked(self, new_ids: list[int], reason: str | None) -> list[int]:
+        """Return the token ids of an answer. Raises `PassingError` for none that a target gives."""
         if reason not in ("stop", "length"):
             raise PassingError(f"an answer that ended by {reason!r}")
-        known = all(0 <= token < self.target.vocab_size for token in new_ids)
-        if not (known and 1 <= len(new_ids) <= self.max_new_tokens):
-            raise PassingError(f"{len(new_ids)} tokens, of at most {self.max_new_tokens} of the target's vocabulary")
+        self._check_tokens(new_ids, self.max_new_tokens)
         if reason == "stop" and new_ids[-1] not in self.target.eos_token_ids:
             raise UserError(
                 f"{self.server.name} ends texts at token {new_ids[-1]}, which is none of the target's ends of text "
                 f"{self.target.eos_token_ids}: serve the same generation_config.json that --target has"
             )
         return new_ids
+
+    def _check_tokens(self, token_ids: list[int], most: int) -> None:
+        known = all(0 <= token < self.target.vocab_size for token in token_ids)
+        if not (known and 1 <= len(token_ids) <= most):
+            raise PassingError(f"{len(token_ids)} tokens, of at most {most} of the target's vocabulary")
 
     def _completed(self, answer: Any, prompt: list[int]) -> tuple[list[int], str | None]:
         """Return the token ids of a completion, and why it ended."""

@@ -18,6 +18,7 @@ from draftsmith.data.answers.changed_settings import changes_text, flatten, sett
 from draftsmith.data.answers.endpoint import MOST_REQUESTS, Endpoint
 from draftsmith.data.answers.journal import Journal, journals_in, merge_journals, read_journals, remove_journals
 from draftsmith.data.answers.turns import Dialogue
+from draftsmith.data.answers.with_images import OPTION
 from draftsmith.data.bad_rows import BadRow, BadRows
 from draftsmith.data.console import say
 from draftsmith.data.parallel import on_all_cores
@@ -43,6 +44,7 @@ from draftsmith.data.samples.folder import (
     read_samples,
     shard_parts,
 )
+from draftsmith.data.samples.images import keep_image, read_image
 from draftsmith.data.samples.samples import Samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import resolve_settings
@@ -165,6 +167,8 @@ def write_answers(job: "AnswerJob", out: Path) -> None:
             num_tokens += dialogue.num_tokens
             if dialogue.index in done:  # decoded again for the sake of its share
                 continue
+            for image in dialogue.images:
+                keep_image(out, image)
             journal.append(dialogue.index, dialogue.samples)
             num_written += 1
             rate = num_tokens / (time.perf_counter() - start)
@@ -192,8 +196,11 @@ def show_written(out: Path, target: Target) -> None:
     if number := num_with_padding(samples, target):
         text += f"; {number} samples hold tokens that {target.name} has and its tokenizer does not: they are kept"
     say(text)
-    if text := cut_text(samples, read_prepared(out)):
+    prepared = read_prepared(out)
+    if text := cut_text(samples, prepared):
         notice(text)
+    if prepared["written_by"] == "endpoint" and (number := prepared["num_prompts"] - num_prompts):
+        notice(f"{number} prompts have no answer: with what the target reads for their images they exceed the context")
 
 
 def cut_text(samples: Samples, prepared: dict[str, Any]) -> str:
@@ -240,6 +247,7 @@ class AnswerJob:
         self.bad = BadRows(settings.max_bad_share)
         split = read_split(source, settings.held_out_share, settings.refuse_surrogates, self.bad)
         self.prompts, self.held_out = split.train, split.held_out
+        self._check_images(source)
         self._markers = Markers.of_target(target)
         notice_raw_texts(self.prompts, target)
         digest, self.lengths = hashlib.sha256(), []
@@ -254,6 +262,18 @@ class AnswerJob:
         self.hash = digest.hexdigest()[:16]
         self.kept = self._kept_prompts()
 
+    def _check_images(self, source: str) -> None:
+        """Raise `UserError` for prompts with images that nobody here can read."""
+        number = sum(bool(prompt.image_urls) for prompt in self.prompts)
+        if number and self.endpoint is None:
+            raise UserError(
+                f"{source}: {number} of {len(self.prompts)} prompts hold images, and draftsmith does not load the "
+                f"towers of {self.target.name} that read them: give --endpoint URL of a vLLM that serves it with "
+                f"{OPTION}"
+            )
+        if number and self.endpoint is not None:
+            self.endpoint.check_takes_images()
+
     def _encode(self, indices: Sequence[int]) -> "EncodedPrompts":
         """Encode and check some prompts. Their token ids are not kept: those of all prompts may not fit in memory."""
         part, bad = EncodedPrompts(), BadRows(self.settings.max_bad_share)
@@ -263,6 +283,8 @@ class AnswerJob:
                 dialogue = self.checked_dialogue(index)
                 length = len(dialogue.context)
                 part.hashed += json.dumps([dialogue.context, prompt.messages, prompt.tools, prompt.domain]).encode()
+                images = [read_image(url, dialogue.where).name for url in prompt.image_urls]
+                part.hashed += "".join(images).encode()
             except UserError as error:
                 bad.add(prompt.where or f"prompt {index + 1}", error)
             part.lengths.append(length)

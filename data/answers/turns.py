@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from draftsmith.data.prompts.conversations import Chat
-from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.prompt_formats import Prompt, image_urls
+from draftsmith.data.samples.images import Image, read_image
 from draftsmith.data.samples.sample import FinishReason, Sample
 from draftsmith.inference.measuring.spans import Markers, Span
 from draftsmith.models.errors import UserError
@@ -80,9 +81,13 @@ class Dialogue:
         self.finished = False
         self.num_answers = 0
         self.num_tokens = 0  # generated
+        self.images: list[Image] = []  # of the turns so far, in the order of the text
         self._history: list[Message] = []
         self._turns: deque[Turn] = deque()
         self._spans: list[Span] = []
+        self._read_ids: list[int] = []  # what the target read and wrote so far
+        self._sent_ids: list[int] = []  # the same as it was sent, with each image as the template writes it
+        self._num_images = 0  # in them
         self._rendered = ""
         if prompt.messages is None:
             self.context = target.encode(cast(str, prompt.text))
@@ -98,12 +103,19 @@ class Dialogue:
         """The number that keys the noise of the next answer."""
         return self.index + (self.num_answers << 32)
 
-    def take(self, new_ids: list[int], most: int) -> None:
-        """Go on with the target's answer to `context`. `most`: tokens that the next context may have."""
+    def take(self, new_ids: list[int], most: int, read_ids: list[int] | None = None) -> None:
+        """Go on with the target's answer to `context`. `most`: tokens that the next context may have.
+
+        `read_ids`: the context as a target with towers read it, with the placeholder tokens of its images.
+        """
         ends = self.target.eos_token_ids
-        token_ids, ended = self.context + new_ids, new_ids[-1] in ends
-        label = self.markers.open_label(self.context, ends)
-        self._spans += self.markers.spans(token_ids, len(self.context), label)
+        read_ids = self.context if read_ids is None else read_ids
+        if self._spans and read_ids[: len(self._read_ids)] != self._read_ids:
+            self._close("eos")
+        self._read_ids, self._sent_ids, ended = read_ids + new_ids, self.context + new_ids, new_ids[-1] in ends
+        self._num_images = len(self.images)
+        label = self.markers.open_label(read_ids, ends)
+        self._spans += self.markers.spans(self._read_ids, len(read_ids), label)
         self.num_answers += 1
         self.num_tokens += len(new_ids)
         answered = self._turns.popleft() if self._turns else None
@@ -111,7 +123,7 @@ class Dialogue:
         text = str(self.target.tokenizer.decode(new_ids[:-1], skip_special_tokens=False))
         message = (answered and answered.kept_answer) or answer_message(text)
         if not ended or not self._turns or not message:
-            self._finish(token_ids, "eos" if ended else "length")
+            self.stop("eos" if ended else "length")
             return
 
         self._history.append(message)
@@ -119,29 +131,36 @@ class Dialogue:
         self._open_turn()
         added = self._encode(self._rendered[len(written) :]) if self._rendered.startswith(written) else []
         if added[:1] == new_ids[-1:]:  # the template goes on where the target ended its turn
-            self.context = token_ids + added[1:]
+            self.context = self._sent_ids + added[1:]
         else:
-            self._close(token_ids, "eos")
+            self._close("eos")
             self.context = self._encode(self._rendered)
-        if len(self.context) > most:
-            self._finish(token_ids, "eos")
+        if len(self.context) + len(self._read_ids) - len(self._sent_ids) > most:
+            self.stop()
 
     def _open_turn(self) -> None:
-        self._history += self._turns[0].messages
+        turn = self._turns[0].messages
+        self.images += [read_image(url, self.where) for url in image_urls(turn)]
+        self._history += turn
         seen = replace(self.prompt, messages=self._history, where=self.where)
         self._rendered = Chat(seen, self.target).text(len(self._history), opened=True)
 
     def _encode(self, text: str) -> list[int]:
         return self.target.encode(text, add_special_tokens=False)
 
-    def _finish(self, token_ids: list[int], finish_reason: FinishReason) -> None:
+    def stop(self, finish_reason: FinishReason = "eos") -> None:
         """Close the sample that is open, if one is, and tell in the last one how many turns are left."""
         if self._spans:
-            self._close(token_ids, finish_reason)
-        self.samples[-1].unanswered_turns = len(self._turns)
+            self._close(finish_reason)
+        if self.samples:
+            self.samples[-1].unanswered_turns = len(self._turns)
         self.finished = True
 
-    def _close(self, token_ids: list[int], finish_reason: FinishReason) -> None:
+    def _close(self, finish_reason: FinishReason) -> None:
         drawn = self.sampling.temperature, self.sampling.top_p, self.sampling.top_k
-        self.samples.append(Sample(token_ids, self._spans, finish_reason, *drawn, self.index, self.prompt.domain))
+        sample = Sample(self._read_ids, self._spans, finish_reason, *drawn, self.index, self.prompt.domain)
+        if self._num_images:
+            sample.images = [image.name for image in self.images[: self._num_images]]
+            sample.sent_ids = self._sent_ids
+        self.samples.append(sample)
         self._spans = []

@@ -4,6 +4,8 @@ The server writes them to a file for each text, in a folder that this process se
 A layer id means there what it means here. The state after the last layer is the one before the final norm, which is
 applied here (vllm/model_executor/models/llama.py; layers come in ascending order).
 
+Samples with images are sent with their images to another path (answers/with_images.py), and whole.
+
 Shapes: B rows, T tokens, V vocabulary, H hidden width, A number of layers asked for.
 """
 
@@ -15,18 +17,21 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, TypeVar
 
 import torch
-from pydantic import FiniteFloat, StrictInt
+from pydantic import Field, FiniteFloat, StrictInt
 from safetensors import SafetensorError
 from torch import Tensor
 
-from draftsmith.data.answers.endpoint import Endpoint, Name, One
+from draftsmith.data.answers.endpoint import Endpoint
+from draftsmith.data.answers.with_images import OPTION, PATH, Name, One, request_with_images
 from draftsmith.data.console import shell_path
 from draftsmith.data.http import PassingError
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
 from draftsmith.data.samples.folder import AGREEMENT, agreement, greedy_samples
+from draftsmith.data.samples.images import kept_image
+from draftsmith.data.samples.sample import Sample
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
@@ -40,6 +45,8 @@ REQUESTS = 32  # at a time
 CHECKED_TEXTS = 16
 LOGPROB_ERROR = 0.2  # on the mean, between the server's and the head's; bf16 logits of 20 err by 0.06
 STATE_ERROR = 0.1  # of a state's norm, on the mean; a layer changes far more
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -73,10 +80,50 @@ class TextAnswer:
 
 
 @dataclass
+class TokenLogprob:
+    """The log-probability of a token."""
+
+    logprob: FiniteFloat
+
+
+@dataclass
+class ImageLogprobs:
+    """The log-probability of the token that follows a text with images."""
+
+    content: Annotated[list[TokenLogprob], One]
+
+
+@dataclass
+class ImageTokenChoice:
+    """The one token that follows a text with images."""
+
+    token_ids: Annotated[list[StrictInt], One]
+    logprobs: ImageLogprobs
+
+
+@dataclass
+class Placeholders:
+    """The place of an image's tokens among those that the target read."""
+
+    offset: Annotated[StrictInt, Field(ge=0)]
+
+
+@dataclass
+class ImageTextAnswer:
+    """The answer to a text with images whose hidden states are wanted."""
+
+    choices: Annotated[list[ImageTokenChoice], One]
+    prompt_token_ids: list[StrictInt]
+    mm_placeholders: Annotated[dict[Name, Annotated[list[Placeholders], Field(min_length=1)]], Field(min_length=1)]
+    kv_transfer_params: Transfer
+
+
+@dataclass
 class TextStates:
     """The states that the server computed on a text."""
 
     states: Tensor  # [T, A + 1, H], the last ones before the final norm
+    num_before_images: int  # tokens before the first image, T where there is none
     token: int  # the likeliest to follow
     logprob: float  # of that token
 
@@ -87,13 +134,18 @@ class EndpointFeatures:
     Raises `UserError` where the server gives no hidden states, those of other layers or of another target.
     """
 
-    def __init__(self, url: str, target: Target, layer_ids: tuple[int, ...], plan: BatchPlan) -> None:
-        self.target, self.layer_ids, self.plan = target, layer_ids, plan
+    def __init__(self, url: str, target: Target, layer_ids: tuple[int, ...], plan: BatchPlan, folder: Path) -> None:
+        self.target, self.layer_ids, self.plan, self.folder = target, layer_ids, plan, folder
         options = serve_options([*layer_ids, target.num_layers], "/dev/shm/hidden_states")
+        if plan.samples.has_images.any():
+            options.append(OPTION)
         self.command = shlex.join(["vllm", "serve", shell_path(target.name), *options])
         self.endpoint = Endpoint(url, target, 1, setting=SETTING, command=self.command)
         self._where = self.endpoint.server.name
-        longest = max(plan.lengths[index] for index in plan.read)
+        if plan.samples.has_images.any():
+            self.endpoint.check_takes_images()
+        sent_whole = plan.samples.has_images
+        longest = max(int(plan.samples.lengths[i]) if sent_whole[i] else plan.lengths[i] for i in plan.read)
         if longest >= self.endpoint.context:
             raise UserError(
                 f"{self._where} takes {self.endpoint.context} tokens, and it writes one after the longest sample's "
@@ -103,11 +155,11 @@ class EndpointFeatures:
         self._check()
 
     def __call__(self, rows: MicroBatch, batch: Batch) -> Features:
-        texts = [batch.token_ids[number, : self.plan.lengths[index]].tolist() for number, (index,) in enumerate(rows)]
+        indices = [index for (index,) in rows]
         states = torch.zeros(*batch.token_ids.shape, len(self.layer_ids) + 1, self.target.hidden_size)
         with ThreadPoolExecutor(REQUESTS) as pool:
             try:
-                for row, reading in zip(states, pool.map(self.read, texts), strict=True):
+                for row, reading in zip(states, pool.map(self._read_sample, indices), strict=True):
                     row[: len(reading.states)] = reading.states
             except BaseException:
                 self.endpoint.server.stopped.set()  # the pool waits for its threads, which ask no more
@@ -116,29 +168,71 @@ class EndpointFeatures:
         layers = states[:, :, :-1].flatten(2) if self.layer_ids else None
         return Features(self._last_hidden(states), layers)
 
+    def _read_sample(self, index: int) -> TextStates:
+        """Return what the server computes on a sample, as far as the plan reads it."""
+        reading = self._read(self._sent(self.plan.samples[index]))
+        return replace(reading, states=reading.states[: self.plan.lengths[index]])
+
+    def _sent(self, sample: Sample) -> Sample:
+        """Return a sample as far as the plan reads it; one with images whole, since these are sent with all of it."""
+        return sample if sample.images else replace(sample, token_ids=sample.token_ids[: self.plan.max_length])
+
+    def _read(self, sample: Sample) -> TextStates:
+        """Return what the server computes on a sample."""
+        return self.read_with_images(sample) if sample.images else self.read(sample.token_ids)
+
     def read(self, token_ids: list[int]) -> TextStates:
         """Return what the server computes on a text. Raises `UserError` where it fails or is no such server."""
         body = {"model": self.endpoint.model, "prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "logprobs": 1}
+
+        def read(answer: Any) -> TextStates:
+            written = self._typed(TextAnswer, answer)
+            (choice,) = written.choices
+            (token,), (logprob,) = choice.token_ids, choice.logprobs.token_logprobs
+            return self._states(written.kv_transfer_params, token_ids, len(token_ids), token, logprob)
+
+        return self.endpoint.server.ask("/v1/completions", {**body, "return_token_ids": True}, read)
+
+    def read_with_images(self, sample: Sample) -> TextStates:
+        """Return what the server computes on a sample with images, the whole of it. Raises `UserError` as `read`."""
+        images = [kept_image(self.folder, name) for name in sample.images]
+        sampling = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1}
+
+        def read(answer: Any) -> TextStates:
+            written = self._typed(ImageTextAnswer, answer)
+            if written.prompt_token_ids != sample.token_ids:
+                raise UserError(
+                    f"{self._where} reads other tokens for the images of prompt {sample.prompt_index + 1} than the "
+                    "server that answered it: serve with the same version, processor and options, or prepare again"
+                )
+            (choice,) = written.choices
+            (token,), (logprob,) = choice.token_ids, choice.logprobs.content
+            before = min(place.offset for places in written.mm_placeholders.values() for place in places)
+            return self._states(written.kv_transfer_params, sample.token_ids, before, token, logprob.logprob)
+
         return self.endpoint.server.ask(
-            "/v1/completions", {**body, "return_token_ids": True}, lambda answer: self._read_answer(answer, token_ids)
+            PATH, request_with_images(self.endpoint.model, sample.sent_ids, images, sampling), read
         )
 
-    def _read_answer(self, answer: Any, token_ids: list[int]) -> TextStates:
-        """Return what an answer tells. Raises `PassingError` where it is not about this text."""
+    def _typed(self, kind: type[T], answer: Any) -> T:
+        """Return an answer as a value of its type. Raises `UserError` where the server gives no hidden states."""
         try:
-            written = from_json(TextAnswer, answer)
+            return from_json(kind, answer)
         except UserError:
             raise UserError(f"{self._where} gives no hidden states: start it as `{self.command}`") from None
-        (choice,) = written.choices
-        (token,), (logprob,) = choice.token_ids, choice.logprobs.token_logprobs
-        path = Path(written.kv_transfer_params.hidden_states_path)
+
+    def _states(
+        self, transfer: Transfer, token_ids: list[int], num_before: int, token: int, logprob: float
+    ) -> TextStates:
+        """Return what an answer tells. Raises `PassingError` where it is not about this text."""
+        path = Path(transfer.hidden_states_path)
         if not 0 <= token < self.target.vocab_size:
             raise UserError(
                 f"{self._where} writes token {token}, which {self.target.name} has not: serve this target, as "
                 f"`{self.command}`"
             )
         wait_until_written(path, self.endpoint.server.timeout)
-        return TextStates(self._take_states(path, token_ids), token, logprob)
+        return TextStates(self._take_states(path, token_ids), num_before, token, logprob)
 
     def _take_states(self, path: Path, token_ids: list[int]) -> Tensor:
         """Return the states [T, A + 1, H] that a file holds, and remove it with its lock.
@@ -185,9 +279,8 @@ class EndpointFeatures:
 
         The server's probabilities, the first layer and the samples show it.
         """
-        samples, chosen = self.plan.samples, self.plan.trained[:CHECKED_TEXTS]
-        texts = [samples.token_ids(index)[: self.plan.max_length].tolist() for index in chosen]
-        readings = [self.read(text) for text in texts]
+        samples = [self._sent(self.plan.samples[index]) for index in self.plan.trained[:CHECKED_TEXTS]]
+        readings = [self._read(sample) for sample in samples]
         errors = [abs(self._logits(reading.states[-1:])[0, reading.token] - reading.logprob) for reading in readings]
         error = float(torch.stack(errors).mean())
         if not error < LOGPROB_ERROR:
@@ -197,14 +290,13 @@ class EndpointFeatures:
                 f"`{self.command}`"
             )
         checked = self.layer_ids if why_not_read(self.target.name) is None else ()  # no layers can be had of the others
-        if checked and not (error := self._first_layer_error(texts[0], readings[0].states)) < STATE_ERROR:
+        if checked and not (error := self._first_layer_error(samples, readings)) < STATE_ERROR:
             raise UserError(
                 f"{self._where}: what it gives as layer {self.layer_ids[0]} is not what comes out of that layer of "
                 f"{self.target.name} (relative error {error:.1e}): start it as `{self.command}`"
             )
-        greedy = greedy_samples(samples)
-        cut = [replace(sample, token_ids=sample.token_ids[: self.plan.max_length]) for sample in greedy]
-        share = agreement(cut, lambda text: self._logits(self.read(text).states).argmax(-1))
+        greedy = [self._sent(sample) for sample in greedy_samples(self.plan.samples)]
+        share = agreement(greedy, lambda sample: self._logits(self._read(sample).states).argmax(-1))
         if share < AGREEMENT:
             raise UserError(
                 f"{self._where} would write {share:.0%} of the greedy tokens of the samples; the target that wrote "
@@ -216,18 +308,23 @@ class EndpointFeatures:
         last = self._last_hidden(states.to(self.target.device, self.target.dtype))
         return self.target.logits(last).float().log_softmax(-1).cpu()
 
-    def _first_layer_error(self, token_ids: list[int], states: Tensor) -> float:
-        """Return the relative error of the first layer's states.
+    def _first_layer_error(self, samples: list[Sample], readings: list[TextStates]) -> float:
+        """Return the relative error of the first layer's states on the sample with the most tokens before an image.
 
-        It is taken against the target's own first layers, which are read for this alone.
+        It is taken against the target's own first layers, which are read for this alone and know no images: 0 where
+        every text begins with one.
         """
         target, layer_id = self.target, self.layer_ids[0]
+        sample, reading = max(zip(samples, readings, strict=True), key=lambda pair: pair[1].num_before_images)
+        number = reading.num_before_images
+        if not number:
+            return 0.0
         first = Target.first_layers_from_pretrained(target.name, layer_id, target.device, target.dtype)
-        row = torch.tensor([token_ids], device=target.device)
+        row = torch.tensor([sample.token_ids[:number]], device=target.device)
         own = first.features(Batch(row, torch.ones_like(row, dtype=torch.bool)), (layer_id,)).layers
         assert own is not None
         expected = own[0].float().cpu()
-        difference = (states[:, 0].float() - expected).norm(dim=-1)
+        difference = (reading.states[:number, 0].float() - expected).norm(dim=-1)
         return float((difference / expected.norm(dim=-1).clamp(min=1e-6)).mean())
 
 

@@ -230,11 +230,12 @@ def _shards(lengths: list[int], bytes_per_token: int) -> Iterator[Shard]:
 
 
 def samples_hash(plan: BatchPlan) -> str:
-    """Return 16 hex digits of the token ids that a plan reads, and of their places."""
+    """Return 16 hex digits of the token ids and the images that a plan reads, and of their places."""
     digest = hashlib.sha256()
     for index in plan.read:
         ids = plan.samples.token_ids(index)[: plan.max_length].tolist()
-        digest.update(json.dumps([index, ids]).encode())
+        images = plan.samples[index].images if plan.samples.has_images[index] else []
+        digest.update(json.dumps([index, ids, *images]).encode())
     return digest.hexdigest()[:16]
 
 

@@ -13,7 +13,7 @@ import torch
 from rich.text import Text
 
 from draftsmith.data.progress import notice, warn
-from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.prompt_formats import Prompt, text_of
 from draftsmith.data.samples.folder import has_checksum, read_prepared
 from draftsmith.data.samples.sample import Sample
 from draftsmith.data.samples.samples import Samples
@@ -39,7 +39,7 @@ def check_not_rendered(prompt: Prompt, target: Target) -> None:
     """
     special = _special_tokens(target.tokenizer)
     for number, message in enumerate(prompt.messages or [], 1):
-        content = (message.get("content") or "").lstrip()
+        content = text_of(message).lstrip()
         if message["role"] != "assistant" and special and content.startswith(special):
             raise UserError(
                 f"{prompt.where or 'the prompt'}: message {number} begins with {content[:20]!r}, a token of chat "
@@ -155,6 +155,17 @@ def notice_padding(samples: Samples, target: Target) -> None:
         notice(
             f"the vocabulary of {target.name} has {target.vocab_size} rows and its tokenizer {known} tokens: the rows "
             f"beyond are padding without text, which the target wrote in {num_with_padding(samples, target)} samples"
+        )
+
+
+def notice_images(samples: Samples) -> None:
+    """Say so where samples hold images: engines differ in what a drafter gets to read there."""
+    if number := int(samples.has_images.sum()):
+        notice(
+            f"{number} of {len(samples)} samples hold images. The drafter learns with the embedding of their "
+            "placeholder tokens and with positions that count tokens, as vLLM's V2 model runner serves EAGLE drafters. "
+            "vLLM's V1 runner counts M-RoPE's first axis instead; its MTP heads, and all drafters of SGLang, read the "
+            "image's own embeddings. There, expect fewer accepted tokens behind images"
         )
 
 

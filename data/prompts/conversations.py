@@ -55,9 +55,20 @@ class Chat:
             raise UserError(f'{where} has "messages", but {reason}: give "prompt" texts')
         assert self.prompt.messages is not None
         try:
-            return render(self.target, self.prompt.messages[:num_messages], self.prompt.tools, *options)
+            return render(self.target, template_form(self.prompt.messages[:num_messages]), self.prompt.tools, *options)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
+
+
+def template_form(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as chat templates read them: an image is a part of the type "image", wherever it comes from."""
+    image = {"type": "image"}
+    return [
+        {**message, "content": [part if "text" in part else image for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
 
 
 def opened_chat(prompt: Prompt, target: Target) -> list[int]:
@@ -74,6 +85,11 @@ def encode_conversation(prompt: Prompt, target: Target) -> tuple[list[int], list
     never meet in this form: history that the template rewrites, tokens that reach over the beginning of an answer.
     """
     check_not_rendered(prompt, target)
+    if prompt.image_urls:
+        raise UserError(
+            f"{prompt.where or 'the prompt'} holds images, and only a server knows which tokens the target reads for "
+            "them: let it answer anew, with --endpoint and without --as-given"
+        )
     chat = Chat(prompt, target)
     turns = [i for i, message in enumerate(prompt.messages or []) if message["role"] == "assistant"]
     if not turns or turns[0] == 0:

@@ -5,7 +5,8 @@
     {"conversations": [...]}                            ShareGPT's "from" and "value", or "role" and "content"
     {"custom_id": ..., "body": {"messages": [...]}}     a line of an OpenAI batch
 
-Beside these a row may hold "tools", offered to the chat template, and "domain".
+Beside these a row may hold "tools", offered to the chat template, and "domain". The content of a message is a text, or
+a list of parts in OpenAI's form: {"type": "text", "text": ...}, {"type": "image_url", "image_url": {"url": ...}}.
 """
 
 import json
@@ -49,7 +50,7 @@ class Prompt:
             written = json.dumps(asked, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f"{where} holds a value that JSON does not have: {first_line(error)}") from None
-        if len(written) > LONGEST_PROMPT:
+        if len(written) - sum(map(len, self.image_urls)) > LONGEST_PROMPT:
             raise UserError(
                 f"{where} has more than {LONGEST_PROMPT:,} characters, too many for any target: leave it out"
             )
@@ -58,15 +59,46 @@ class Prompt:
             self.text, self.messages, self.tools, self.domain = parse_json(written, where)
             self.num_replaced += number
 
+    @property
+    def image_urls(self) -> list[str]:
+        """The images of its messages in their order, as URLs or paths."""
+        return image_urls(self.messages or [])
+
 
 def is_chat(messages: Any) -> bool:
-    """Return whether a value is a list of messages, each an object with a "role" and no content other than text."""
+    """Return whether a value is a list of messages, each an object with a "role" and text or images as content."""
     return isinstance(messages, list) and all(
         isinstance(message, dict)
         and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str | None)
+        and (isinstance(content := message.get("content"), str | None) or is_parts(content))
         for message in messages
     )
+
+
+def is_parts(content: Any) -> bool:
+    """Return whether a value is a list of texts and images in OpenAI's form."""
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text") if part.get("type") == "text" else _url(part), str)
+        for part in content
+    )
+
+
+def _url(part: dict[str, Any]) -> Any:
+    """Return the URL of an image, None for a part that is none."""
+    image = part.get("image_url")
+    return image.get("url") if part.get("type") == "image_url" and isinstance(image, dict) else None
+
+
+def image_urls(messages: list[dict[str, Any]]) -> list[str]:
+    """Return the URLs of the images that messages hold, in their order."""
+    parts = [part for message in messages for part in message.get("content") or [] if isinstance(part, dict)]
+    return [_url(part) for part in parts if part["type"] == "image_url"]
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """Return the text of a message, without its images."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
 
 
 def to_prompt(row: Any, where: str, column: str = "", domain_column: str = "domain") -> Prompt | None:
@@ -143,15 +175,26 @@ def _from_sharegpt(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _plain_content(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a message with its content as one text; parts of text are joined by line breaks, as vLLM joins them."""
+    """Return a message with its content as one text, joined by line breaks as vLLM joins it; images stay parts."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return message
-    parts = content if isinstance(content, list) else []
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"{where} has a message whose content is not text: draftsmith trains on text only")
-    return {**message, "content": "\n".join(map(str, texts))}
+    parts = [_part(part) for part in content] if isinstance(content, list) else []
+    if not parts or not is_parts(parts):
+        raise UserError(
+            f"{where} has a message whose content is neither text nor images in OpenAI's form: draftsmith reads parts "
+            'of the types "text" and "image_url"'
+        )
+    if image_urls([{"content": parts}]):
+        if message["role"] == "assistant":
+            raise UserError(f"{where} has an image in an answer, which no target writes: leave it out")
+        return {**message, "content": parts}
+    return {**message, "content": text_of({"content": parts})}
+
+
+def _part(part: Any) -> Any:
+    """Return a part of a content with its type, which some data sets leave out beside a text."""
+    return {"type": "text", **part} if isinstance(part, dict) and "text" in part else part
 
 
 def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:

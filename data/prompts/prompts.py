@@ -64,6 +64,11 @@ def encode_prompts(prompts: Iterable[Prompt], target: Target) -> list[list[int]]
     for number, prompt in enumerate(prompts, 1):
         prompt = replace(prompt, where=prompt.where or f"prompt {number}")
         check_not_rendered(prompt, target)
+        if prompt.image_urls:
+            raise UserError(
+                f"{prompt.where} holds images, which draftsmith's own decoder does not read: leave it out, or measure "
+                "drafters on it with `draftsmith bench`"
+            )
         ids = tokenise(prompt, target)
         check_bos(ids, target, prompt.where)
         check_token_ids(ids, target, prompt.where)

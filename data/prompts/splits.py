@@ -10,7 +10,7 @@ import unicodedata
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.prompt_formats import Prompt, image_urls, text_of
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import write_whole
 
@@ -25,7 +25,7 @@ def normalise(text: str) -> str:
 
 def prompt_hash(prompt: Prompt) -> str:
     """Return 16 hex digits of all that the target is asked: texts, system and tool messages, tools; not of answers."""
-    turns = [[message["role"], normalise(message.get("content") or "")] for message in _asked(prompt)]
+    turns = [[message["role"], _asked_text(message)] for message in _asked(prompt)]
     return _hash(json.dumps([turns, prompt.tools], sort_keys=True))
 
 
@@ -35,14 +35,19 @@ def opening_hash(prompt: Prompt) -> str:
     The split goes by it: a conversation stays on the side of every shorter or longer one with the same beginning, of
     the same question under another system message, and of the same question as a bare text.
     """
-    texts = [message.get("content") or "" for message in _asked(prompt) if message["role"] == "user"]
-    return _hash(normalise(texts[0] if texts else json.dumps(prompt.messages)))
+    texts = [_asked_text(message) for message in _asked(prompt) if message["role"] == "user"]
+    return _hash(texts[0] if texts else normalise(json.dumps(prompt.messages)))
 
 
 def _asked(prompt: Prompt) -> list[dict]:
     """Return the messages that are no answers; a bare text as one of the user."""
     messages = prompt.messages or [{"role": "user", "content": prompt.text}]
     return [message for message in messages if message["role"] != "assistant"]
+
+
+def _asked_text(message: dict) -> str:
+    """Return the normalised text of a message, and behind it the URLs of its images."""
+    return "\n".join([normalise(text_of(message)), *image_urls([message])])
 
 
 def _hash(text: str) -> str:

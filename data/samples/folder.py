@@ -186,7 +186,8 @@ def check_same_target(folder: Path, target: Target) -> None:
     """Raise `UserError` for samples that another target wrote."""
     prepared = read_prepared(folder)
     if prepared["target_fingerprint"] is None:  # written by a server, whose weights were not seen
-        share = agreement(greedy_samples(read_samples(folder)), partial(likeliest, target))
+        samples = read_samples(folder)
+        share = agreement(greedy_samples(samples.select(~samples.has_images)), partial(likeliest, target))
         if share < AGREEMENT:
             raise UserError(
                 f"{target.name} would write {share:.0%} of the greedy tokens in {folder}, which {prepared['target']} "
@@ -200,9 +201,9 @@ def check_same_target(folder: Path, target: Target) -> None:
         )
 
 
-def likeliest(target: Target, token_ids: list[int]) -> Tensor:
-    """Return the token that the target finds likeliest after each token of a text, [T]."""
-    row = torch.tensor([token_ids], device=target.device)
+def likeliest(target: Target, sample: Sample) -> Tensor:
+    """Return the token that the target finds likeliest after each token of a sample without images, [T]."""
+    row = torch.tensor([sample.token_ids], device=target.device)
     features = target.features(Batch(row, torch.ones_like(row, dtype=torch.bool)))
     return target.logits(features.last_hidden[0]).argmax(-1).cpu()
 
@@ -213,12 +214,12 @@ def greedy_samples(samples: Samples) -> list[Sample]:
     return [samples[int(index)] for index in greedy.nonzero()[0][:CHECKED_SAMPLES]]
 
 
-def agreement(greedy: list[Sample], likeliest: Callable[[list[int]], Tensor]) -> float:
+def agreement(greedy: list[Sample], likeliest: Callable[[Sample], Tensor]) -> float:
     """Return the share of the written tokens of greedy samples that are the likeliest; 1 where there are no samples."""
     if not greedy:
         return 1.0
     matches = []
     for sample in greedy:
-        match = likeliest(sample.token_ids)[:-1] == torch.tensor(sample.token_ids[1:])
+        match = likeliest(sample)[:-1] == torch.tensor(sample.token_ids[1:])
         matches.append(match[loss_mask(sample)[1:]].float())
     return float(torch.cat(matches).mean())

@@ -5,7 +5,7 @@ and not learned.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -16,6 +16,7 @@ from draftsmith.inference.measuring.spans import Index, Span
 from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import AboveZero, Natural, NonNegative, checked
 
+ImageName = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\.(png|jpeg|gif|webp)$")]
 FinishReason = Literal["length", "eos", "given"]
 
 
@@ -34,6 +35,10 @@ class Sample:
     prompt_index: Natural = 0  # place among the prompts
     domain: str = ""  # kind of traffic, as the prompt has it
     unanswered_turns: Natural = 0  # later ones: this answer was cut, the context is full, or a tool's result is missing
+    images: list[ImageName] = field(default_factory=list)  # files in the folder of images, in the order of the text
+    # The text as servers take it beside the images: each stands there as the chat template writes it, mostly as one
+    # token, where `token_ids` holds the placeholder tokens that the target read. Empty for a text without images.
+    sent_ids: list[Index] = field(default_factory=list)
 
     def generated(self) -> list[int]:
         """Return the tokens that the target generated."""

@@ -32,8 +32,11 @@ SCHEMA = pa.schema(
         ("prompt_index", pa.int32()),
         ("domain", pa.string()),
         ("unanswered_turns", pa.int32()),
+        ("images", pa.list_(pa.string())),
+        ("sent_ids", pa.list_(pa.int32())),
     ]
 )  # the fields of `Sample`
+OLDER_SCHEMA = pa.schema(list(SCHEMA)[:-2])  # of an older draftsmith, which had no images
 
 
 class Samples:
@@ -102,6 +105,12 @@ class Samples:
         parts = zip(self._ids, self._edges, strict=True)
         return self._chosen([np.maximum.reduceat(ids.view(np.uint32), edges[:-1]) for ids, edges in parts])
 
+    @cached_property
+    def has_images(self) -> np.ndarray:
+        """Whether each sample holds images, [S] bool."""
+        lengths = [np.diff(part.offsets.to_numpy()) for part in self._table["images"].chunks]
+        return self._chosen(lengths) > 0
+
     def at(self, place: int) -> np.ndarray:
         """Return the token at a place of each sample, [S]; of one that ends before it, the last."""
         parts = zip(self._ids, self._edges, strict=True)
@@ -125,7 +134,7 @@ def joined_samples(tables: Iterable[pa.Table], where: str) -> Samples:
     """Return the samples of tables that anybody may have written. Raises `UserError` where they hold none."""
     reason = "it holds no samples"
     try:
-        table = pa.concat_tables(tables)
+        table = pa.concat_tables(map(with_images, tables))
         table.validate(full=True)
         if not table.schema.equals(SCHEMA) or any(column.null_count for column in table.columns):
             reason = "its columns are not those of samples"
@@ -137,6 +146,15 @@ def joined_samples(tables: Iterable[pa.Table], where: str) -> Samples:
     except pa.ArrowException as error:
         reason = first_line(error)
     raise UserError(f"{where} is damaged ({reason})")
+
+
+def with_images(table: pa.Table) -> pa.Table:
+    """Return a table of samples that an older draftsmith wrote with the columns that are empty without images."""
+    if not table.schema.equals(OLDER_SCHEMA):
+        return table
+    for column in list(SCHEMA)[-2:]:
+        table = table.append_column(column, pa.array([[]] * len(table), column.type))
+    return table
 
 
 def are_sound(samples: Samples) -> bool:

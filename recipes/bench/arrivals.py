@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.prompt_formats import Prompt, text_of
 from draftsmith.recipes.bench.client import Asked, request_of
 from draftsmith.recipes.bench.results import BenchLoad
 from draftsmith.recipes.bench.trace import TraceRequest
@@ -71,4 +71,4 @@ def nearest(lengths: np.ndarray, wanted: float, rng: np.random.Generator) -> int
 def _num_characters(prompt: Prompt) -> int:
     if prompt.messages is None:
         return len(prompt.text or "")
-    return sum(len(message.get("content") or "") for message in prompt.messages)
+    return sum(len(text_of(message)) for message in prompt.messages)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.data.http import PassingError, Server
-from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.prompt_formats import Prompt, text_of
+from draftsmith.data.samples.images import with_data_urls
 from draftsmith.models.errors import UserError, first_line
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -24,7 +25,7 @@ class Asked:
     def num_characters(self) -> int:
         """Characters of the prompt; 0 for token ids."""
         if "messages" in self.body:
-            return sum(len(message.get("content") or "") for message in self.body["messages"])
+            return sum(len(text_of(message)) for message in self.body["messages"])
         return len(self.body["prompt"]) if isinstance(self.body["prompt"], str) else 0
 
 
@@ -74,7 +75,7 @@ def request_of(prompt: Prompt | list[int], max_new_tokens: int, temperature: flo
     if is_exact:
         body["ignore_eos"] = True  # vLLM and SGLang know it
     if isinstance(prompt, Prompt) and prompt.messages is not None:
-        body["messages"] = prompt.messages
+        body["messages"] = with_data_urls(prompt.messages, prompt.where)
         if prompt.tools is not None:
             body["tools"] = prompt.tools
         return Asked(CHATS, body)

@@ -1,11 +1,14 @@
 """`draftsmith convert`."""
 
+import shutil
+
 from rich.console import Console
 
 from draftsmith.data.console import shell_path
 from draftsmith.data.processes import locked
 from draftsmith.data.prompts.splits import HELD_OUT
 from draftsmith.data.samples.folder import INDEX, PREPARED, read_samples, write_samples
+from draftsmith.data.samples.images import IMAGES
 from draftsmith.data.samples.lines import LINES, check_checksum, line_parts, samples_in, write_lines
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import whole_folder, write_whole
@@ -27,4 +30,6 @@ def run(settings: ConvertSettings, console: Console) -> None:
         for name in (PREPARED, HELD_OUT):
             if (folder / name).is_file():
                 write_whole(hidden / name, (folder / name).read_bytes())
+        if (folder / IMAGES).is_dir():
+            shutil.copytree(folder / IMAGES, hidden / IMAGES)
     console.print(f"next: draftsmith train eagle3 target=MODEL data.samples={shell_path(out)} run.dir=runs/NAME")

@@ -4,7 +4,6 @@ import fcntl
 import json
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 from fake_engine import DRAFT_LENGTH, FakeEngine
-from fake_server import FakeServer
 from families import RUN_BY_ENGINES, family_config, plain_model
 from quantised import set_config
 from runs import make_config
 from safetensors.torch import load_file, save_file
+from states_server import LAYER_IDS, HiddenStatesServer
 from tiny_target import tiny_tokenizer
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from draftsmith.data import http
@@ -40,53 +38,7 @@ from draftsmith.train.run_folder.checkpoint import checkpoints
 from draftsmith.train.run_folder.tracking import read_metrics
 
 GPTQ = "gptq"  # a form of quantised weights that is not unpacked
-LAYER_IDS = [1, 2, 4]  # two for the drafter, and the last
 RUN = {"steps": 3}
-
-
-class HiddenStatesServer(FakeServer):
-    """A vLLM that extracts hidden states, as its method and connector do; transformers computes them."""
-
-    def __init__(self, target: Target, folder: Path) -> None:
-        super().__init__(target, "vllm")
-        self.folder, self.layer_ids, self.post_norm = folder, LAYER_IDS, False
-        self.change: Callable[[dict], dict | None] = lambda answer: answer
-
-    def post(self, path: str, body: dict) -> tuple[int, dict]:
-        if isinstance(body["prompt"], str):
-            return super().post(path, body)
-        with self._lock:
-            self.asked.append(body)
-            states, logits = self.compute(body["prompt"])
-        file = self.folder / f"{len(self.asked)}-{threading.get_ident()}.safetensors"
-        lock = open(f"{file}.lock", "w")  # noqa: SIM115 (closed by the thread that writes)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-
-        def write() -> None:
-            time.sleep(0.01)
-            save_file({"hidden_states": states, "token_ids": torch.tensor(body["prompt"])}, file)
-            lock.close()
-
-        threading.Thread(target=write).start()
-        token = int(logits.argmax())
-        answer = self.answer(path, body["prompt"], [token], "length")
-        answer["choices"][0]["logprobs"] = {"token_logprobs": [float(logits.log_softmax(-1)[token])]}
-        answer["kv_transfer_params"] = {"hidden_states_path": str(file)}
-        return 200, self.change(answer) or answer
-
-    @torch.no_grad()
-    def compute(self, prompt: list[int]) -> tuple[Tensor, Tensor]:
-        """States [T, A + 1, H] and the logits of what follows, [V]."""
-        model: Any = self.target.model
-        seen: list[Tensor] = []
-        last_layer = self.target.decoder_layers[-1]
-        hook = last_layer.register_forward_hook(
-            lambda *call: seen.append(call[2] if torch.is_tensor(call[2]) else call[2][0])
-        )
-        output = model(torch.tensor([prompt]), output_hidden_states=True)
-        hook.remove()
-        states = [*output.hidden_states[:-1], output.hidden_states[-1] if self.post_norm else seen[0]]
-        return torch.stack([states[i][0] for i in self.layer_ids], 1).contiguous(), output.logits[0, -1]
 
 
 @pytest.fixture(autouse=True)

@@ -70,7 +70,7 @@ def test_stored_states_are_those_of_the_target(url: str, target: Target, samples
     plan = BatchPlan(Samples.of(samples), 4, max_length=400, tokens_per_micro_batch=2000, seed=0)
     ends = Target.head_from_pretrained(EMBEDDED_TARGET, target.fingerprint(), "cpu", torch.float32)
     stores = [make_store(tmp_path / name, target, plan, layer_ids=LAYER_IDS) for name in ("served", "own")]
-    served = EndpointFeatures(url, ends, LAYER_IDS, plan)
+    served = EndpointFeatures(url, ends, LAYER_IDS, plan, tmp_path)
     for store, source in zip(stores, (served, source_of(stores[1], target)), strict=True):
         write_shards(store, store.missing(), source)
     for shard in stores[0].shards:
@@ -81,6 +81,7 @@ def test_stored_states_are_those_of_the_target(url: str, target: Target, samples
             assert difference < 1e-5
 
 
-def test_a_server_with_other_layers_is_refused(url: str, target: Target, samples: list[Sample]) -> None:
+def test_a_server_with_other_layers_is_refused(url: str, samples: list[Sample], tmp_path: Path) -> None:
+    ends = Target.head_from_pretrained(EMBEDDED_TARGET, None, "cpu")
     with pytest.raises(UserError, match="layer 3 is not what comes out of that layer"):
-        EndpointFeatures(url, Target.head_from_pretrained(EMBEDDED_TARGET, None, "cpu"), (3, 7, 11), make_plan(samples))
+        EndpointFeatures(url, ends, (3, 7, 11), make_plan(samples), tmp_path)

@@ -73,10 +73,15 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two prompts": ({"prompt": "a", "messages": MESSAGES}, "name the column to read"),
     "an unknown speaker": ({"conversations": [{"from": "narrator", "value": "x"}]}, "'narrator'"),
-    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "not text"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "neither text nor images",
+    ),
+    "an image in an answer": ({"messages": [{"role": "assistant", "content": [IMAGE]}]}, "image in an answer"),
     "a role that is no text": ({"conversations": [{"role": ["user"], "content": "x"}]}, "from"),
     "a speaker that is no text": ({"conversations": [{"from": ["human"], "value": "x"}]}, "'human'"),
     "a role that is a number": ({"messages": [{"role": 1, "content": "x"}]}, "role"),

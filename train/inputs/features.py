@@ -14,6 +14,7 @@ from draftsmith.data.features.writer import check_disk, write_index, write_shard
 from draftsmith.data.prompts.checks import check_capture
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
 from draftsmith.data.samples.folder import check_same_target, read_prepared
+from draftsmith.data.samples.samples import Samples
 from draftsmith.models import Drafter, Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
@@ -37,6 +38,16 @@ def load_target(config: TrainConfig, device: torch.device) -> Target:
     if fingerprint is None and config.data.features_endpoint is None:  # a server wrote the samples, its weights unseen
         fingerprint = load_whole(config, device).fingerprint()
     return Target.head_from_pretrained(config.target, fingerprint, device)
+
+
+def check_images(config: TrainConfig, samples: Samples) -> None:
+    """Refuse samples with images where no server computes the features: the towers that read them are not loaded."""
+    number = int(samples.has_images.sum())
+    if number and config.data.features_endpoint is None:
+        raise UserError(
+            f"{number} of {len(samples)} samples in {config.data.samples} hold images, which only a server reads: "
+            "give data.features=stored data.features_endpoint=URL"
+        )
 
 
 def load_whole(config: TrainConfig, device: torch.device) -> Target:
@@ -126,7 +137,8 @@ def source_to_store(config: TrainConfig, store: StoredFeatures, target: Target, 
     """
     if config.data.features_endpoint is not None:
         layer_ids = store.contents.layer_ids
-        compute: FeatureSource = EndpointFeatures(config.data.features_endpoint, target, layer_ids, store.plan)
+        folder = Path(config.data.samples)
+        compute: FeatureSource = EndpointFeatures(config.data.features_endpoint, target, layer_ids, store.plan, folder)
     else:
         compute = source_of_layers(config, store, target)
 
