@@ -10,7 +10,7 @@ import shlex
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat, StrictInt
 
@@ -24,11 +24,12 @@ from draftsmith.data.answers.with_images import (
     Name,
     One,
     check_takes_images,
+    gap_with_images,
+    read_answer,
     request_with_images,
 )
 from draftsmith.data.console import shell_path
 from draftsmith.data.http import LARGEST_PAGE, PassingError, Server
-from draftsmith.data.samples.images import Image
 from draftsmith.models.errors import UserError, shown
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.target.target import Target
@@ -41,8 +42,6 @@ TOKENIZER_CHECK = (
 
 BYTES_PER_TOKEN = 64  # of an answer: ids of prompt and answer, and its text
 MOST_REQUESTS = 1024  # that are open at once; each has a thread
-
-T = TypeVar("T")
 
 
 # --- what a server answers
@@ -198,14 +197,17 @@ class Endpoint:
         if not dialogue.images:
             return Answer(self.complete(context, sampling, request_id), context)
         try:
-            return self.complete_with_images(context, dialogue.images, sampling, request_id)
+            urls = [image.url for image in dialogue.images]
+            return self.complete_with_images(context, urls, sampling, request_id)
         except UserError as error:
             if TOO_LONG in str(error):
                 return None
             raise UserError(f"{dialogue.where}: {error}") from None
 
-    def complete(self, prompt: list[int], sampling: Sampling, request_id: int) -> list[int]:
-        """Return the token ids of the server's answer to a prompt, its end of text included."""
+    def complete(self, prompt: list[int], sampling: Sampling, request_id: int, images: Sequence[str] = ()) -> list[int]:
+        """Return the token ids of the server's answer to a prompt, its end of text included. `images`: data: URLs."""
+        if images:
+            return self.complete_with_images(prompt, images, sampling, request_id).new_ids
         settings = self._settings(sampling)
         limit = self.max_new_tokens
         body: dict[str, Any]
@@ -217,7 +219,7 @@ class Endpoint:
         return self.server.ask(path, body, lambda answer: self._read(answer, prompt))
 
     def complete_with_images(
-        self, prompt: list[int], images: Sequence[Image], sampling: Sampling, request_id: int
+        self, prompt: list[int], images: Sequence[str], sampling: Sampling, request_id: int
     ) -> Answer:
         """Return vLLM's answer to a prompt with images, in which each stands as the chat template writes it."""
         settings = {"max_tokens": self.max_new_tokens, "seed": self._seed(request_id), **self._settings(sampling)}
@@ -256,8 +258,11 @@ class Endpoint:
     def _seed(self, request_id: int) -> int:
         return int(hashlib.sha256(f"{self.seed}/{request_id}".encode()).hexdigest()[:7], 16)
 
-    def top_two_gap(self, text: list[int]) -> float:
+    def top_two_gap(self, text: list[int], images: Sequence[str] = ()) -> float:
         """Return how far apart vLLM holds the log-probabilities of the two likeliest tokens behind a text."""
+        if images:
+            settings = {"max_tokens": 1, "temperature": 0.0, "logprobs": 2}
+            return self.server.ask(PATH, request_with_images(self.model, text, images, settings), gap_with_images)
         body = {"model": self.model, "prompt": text, "max_tokens": 1, "temperature": 0.0, "logprobs": 2}
 
         def read(answer: Any) -> float:
@@ -357,11 +362,3 @@ class Endpoint:
             return None
         read = generated.meta_info.input_token_logprobs or []
         return [token for _, token, _ in read] if generated.output_ids else None
-
-
-def read_answer(kind: type[T], answer: Any) -> T:
-    """Return the answer as a value of its type. Raises `PassingError` for what is none."""
-    try:
-        return from_json(kind, answer)
-    except UserError as error:
-        raise PassingError(f"an answer that is no completion ({error})") from None

@@ -7,19 +7,21 @@ answers are tokenised again, as they would be at /v1/chat/completions.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, StrictInt
+from pydantic import Field, FiniteFloat, StrictInt
 
-from draftsmith.data.http import Server
-from draftsmith.data.samples.images import Image
+from draftsmith.data.http import PassingError, Server
 from draftsmith.models.errors import UserError
+from draftsmith.models.typed_json import from_json
 
 PATH = "/inference/v1/generate"
 OPTION = "--enable-scale-out"  # of `vllm serve`, without which it has no such path
 TOO_LONG = "maximum context length"  # in vLLM's refusal of a text with more tokens than its --max-model-len
 Name = Annotated[str, Field(max_length=1000)]
 One = Field(min_length=1, max_length=1)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -39,20 +41,71 @@ class ImageAnswer:
 
 
 @dataclass
+class Candidate:
+    """The log-probability of a token that might follow."""
+
+    logprob: FiniteFloat
+
+
+@dataclass
+class Candidates:
+    """The likeliest tokens at a place."""
+
+    top_logprobs: Annotated[list[Candidate], Field(min_length=2)]
+
+
+@dataclass
+class CandidatesOfText:
+    """The likeliest tokens at each place of an answer of one token."""
+
+    content: Annotated[list[Candidates], One]
+
+
+@dataclass
+class RatedImageChoice:
+    """An answer with the likeliest tokens beside each of its own."""
+
+    logprobs: CandidatesOfText
+
+
+@dataclass
+class RatedImageAnswer:
+    """The answer at `PATH` where the likeliest tokens are asked for, too."""
+
+    choices: Annotated[list[RatedImageChoice], One]
+
+
+@dataclass
 class Answer:
-    """What a server wrote, and the text before it as the target read it."""
+    """An answer of a server, and the text before it as the target read it."""
 
     new_ids: list[int]
     read_ids: list[int]
 
 
 def request_with_images(
-    model: str, token_ids: list[int], images: Sequence[Image], sampling_params: dict[str, Any]
+    model: str, token_ids: list[int], images: Sequence[str], sampling_params: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the body of a request. `sampling_params`: fields of vLLM's SamplingParams."""
-    parts = [{"type": "image_url", "url": image.url} for image in images]
+    """Return the body of a request. `images`: data: URLs. `sampling_params`: fields of vLLM's SamplingParams."""
+    parts = [{"type": "image_url", "url": url} for url in images]
     asked = {"token_ids": token_ids, "content_parts": parts, "sampling_params": sampling_params}
     return {"model": model, **asked, "return_token_ids": True}
+
+
+def gap_with_images(answer: Any) -> float:
+    """Return how far apart the log-probabilities of the two likeliest tokens of an answer are."""
+    (choice,) = read_answer(RatedImageAnswer, answer).choices
+    (candidates,) = choice.logprobs.content
+    first, second = sorted((candidate.logprob for candidate in candidates.top_logprobs), reverse=True)[:2]
+    return first - second
+
+
+def read_answer(kind: type[T], answer: Any) -> T:
+    """Return the answer as a value of its type. Raises `PassingError` for what is none."""
+    try:
+        return from_json(kind, answer)
+    except UserError as error:
+        raise PassingError(f"an answer that is no completion ({error})") from None
 
 
 def check_takes_images(server: Server, model: str, end_of_text: int) -> None:

@@ -195,7 +195,7 @@ class EndpointFeatures:
 
     def read_with_images(self, sample: Sample) -> TextStates:
         """Return what the server computes on a sample with images, the whole of it. Raises `UserError` as `read`."""
-        images = [kept_image(self.folder, name) for name in sample.images]
+        images = [kept_image(self.folder, name).url for name in sample.images]
         sampling = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1}
 
         def read(answer: Any) -> TextStates:

@@ -13,6 +13,7 @@ from draftsmith.data.prompts.mixtures import read_mixture
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.sources import read_source, source_name
 from draftsmith.data.prompts.splits import Split, deduplicate, split_prompts
+from draftsmith.data.samples.images import read_image
 from draftsmith.inference.measuring.measure import PromptSet, pick_prompts
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.target import Target
@@ -49,8 +50,8 @@ def read_split(source: str, held_out_share: float, refuse_surrogates: bool, bad:
     return split_prompts(unique, held_out_share)
 
 
-def encode_prompts(prompts: Iterable[Prompt], target: Target) -> list[list[int]]:
-    """Return the token ids of each prompt, a chat opened for the answer.
+def encode_prompts(prompts: Iterable[Prompt], target: Target, with_images: bool = False) -> list[list[int]]:
+    """Return the token ids of each prompt, a chat opened for the answer. `with_images`: images may stand in them.
 
     Raises `UserError`, naming file and line, for one that the target cannot take or that was rendered before.
     """
@@ -64,10 +65,10 @@ def encode_prompts(prompts: Iterable[Prompt], target: Target) -> list[list[int]]
     for number, prompt in enumerate(prompts, 1):
         prompt = replace(prompt, where=prompt.where or f"prompt {number}")
         check_not_rendered(prompt, target)
-        if prompt.image_urls:
+        if prompt.image_urls and not with_images:
             raise UserError(
-                f"{prompt.where} holds images, which draftsmith's own decoder does not read: leave it out, or measure "
-                "drafters on it with `draftsmith bench`"
+                f"{prompt.where} holds images, which draftsmith's own decoder does not read: leave it out, or let an "
+                "engine measure drafters on it, with `draftsmith evaluate --engine URL`"
             )
         ids = tokenise(prompt, target)
         check_bos(ids, target, prompt.where)
@@ -101,18 +102,23 @@ def tokenise_seconds(prompts: list[Prompt], target: Target) -> list[float]:
     return [end - start for start, end in zip(times[:-1], times[1:], strict=True)]
 
 
-def read_prompt_set(source: str, target: Target, num_prompts: int | None, max_new_tokens: int) -> PromptSet:
+def read_prompt_set(
+    source: str, target: Target, num_prompts: int | None, max_new_tokens: int, with_images: bool = False
+) -> PromptSet:
     """Return prompts to decode, all or `num_prompts` of a source, encoded and with their domains.
+
+    `with_images`: images may stand in them, for a server that reads them.
 
     Raises `UserError`, naming file and line, for one that does not fit the target.
     """
     prompts = read_prompts(source)
     if num_prompts is not None:
         prompts = pick_prompts(prompts, num_prompts)
-    encoded = encode_prompts(prompts, target)
+    encoded = encode_prompts(prompts, target, with_images)
     check_lengths(prompts, encoded, max_new_tokens, target)
     name, domains = source_name(source), [prompt.domain for prompt in prompts]
-    return PromptSet(name, encoded, domains, tokenise_seconds(prompts, target))
+    images = [[read_image(url, prompt.where).url for url in prompt.image_urls] for prompt in prompts]
+    return PromptSet(name, encoded, domains, tokenise_seconds(prompts, target), images if any(images) else [])
 
 
 def check_lengths(prompts: list[Prompt], encoded: list[list[int]], max_new_tokens: int, target: Target) -> None:

@@ -82,6 +82,11 @@ class PromptSet:
     token_ids: list[list[int]]
     domains: list[str] = field(default_factory=list)  # of each prompt; empty where they were not told apart
     tokenise_seconds: list[float] = field(default_factory=list)  # of each prompt; empty where they came as token ids
+    images: list[list[str]] = field(default_factory=list)  # of each prompt, as data: URLs; empty where none has one
+
+    def images_of(self, number: int) -> list[str]:
+        """Return the images of a prompt, as data: URLs in the order of its text."""
+        return self.images[number] if self.images else []
 
     @property
     def by_domain(self) -> dict[str, list[int]]:

@@ -33,10 +33,12 @@ def load_target(name: str, device: str | None, chat_template_kwargs: dict[str, A
 
 
 def read_prompt_sets(
-    sources: Sequence[str], target: Target, num_prompts: int | None, max_new_tokens: int
+    sources: Sequence[str], target: Target, num_prompts: int | None, max_new_tokens: int, with_images: bool = False
 ) -> list[PromptSet]:
-    """Read and encode several sets of prompts. Raises `UserError` for bad prompts and for two sets of one name."""
-    prompt_sets = [read_prompt_set(source, target, num_prompts, max_new_tokens) for source in sources]
+    """Read and encode several sets of prompts, which hold images only where a server reads them (`with_images`).
+
+    Raises `UserError` for bad prompts and for two sets of one name."""
+    prompt_sets = [read_prompt_set(source, target, num_prompts, max_new_tokens, with_images) for source in sources]
     names = [prompts.name for prompts in prompt_sets]
     if len(set(names)) < len(names):
         raise UserError(f"--prompts: the sets {', '.join(names)} cannot be told apart by name: rename one of the files")

@@ -74,7 +74,9 @@ def judged_rows(
     judge: EngineJudge, target: Target, settings: EvaluateSettings
 ) -> tuple[dict[str, list[JudgedResult]], dict[str, str]]:
     """Return the rows of each drafter, and of each server beside the engine, by name; and the drafters' kinds."""
-    prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
+    prompt_sets = read_prompt_sets(
+        settings.prompts, target, settings.num_prompts, settings.max_new_tokens, with_images=True
+    )
     repeats = settings.repeats or DEFAULT_REPEATS
     loads = [
         Load(Sampling(temperature, settings.top_p), size, repeats)

@@ -4,6 +4,7 @@ import base64
 from pathlib import Path
 from typing import Any
 
+from fake_engine import FakeEngine
 from states_server import HiddenStatesServer
 from transformers import AutoTokenizer
 
@@ -34,6 +35,23 @@ def give_template(target_dir: Path) -> Path:
 def image_url(pixels: bytes) -> str:
     """Return an image whose patches are these bytes: as many tokens."""
     return "data:image/png;base64," + base64.b64encode(PNG + pixels).decode()
+
+
+def expanded(body: dict, placeholder: int) -> tuple[list[int], list[int], list[int]]:
+    """What the target reads: its token ids, the place of each image in them, and what the images are seen as."""
+    read_ids: list[int] = []
+    seen_ids: list[int] = []
+    places = []
+    contents = [base64.b64decode(part["url"].partition(",")[2])[len(PNG) :] for part in body.get("content_parts", [])]
+    assert body["token_ids"].count(placeholder) == len(contents)
+    for token in body["token_ids"]:
+        seen = [token]
+        if token == placeholder:
+            places.append(len(read_ids))
+            seen = list(contents[len(places) - 1])
+        read_ids += [token] * len(seen)
+        seen_ids += seen
+    return read_ids, places, seen_ids
 
 
 class ImageServer(HiddenStatesServer):
@@ -77,19 +95,22 @@ class ImageServer(HiddenStatesServer):
         return [*new_ids, self.target.eos_token_ids[0]] if self.ends else new_ids
 
     def expanded(self, body: dict) -> tuple[list[int], list[int], list[int]]:
-        """What the target reads: its token ids, the place of each image in them, and what the images are seen as."""
-        read_ids: list[int] = []
-        seen_ids: list[int] = []
-        places = []
-        contents = [
-            base64.b64decode(part["url"].partition(",")[2])[len(PNG) :] for part in body.get("content_parts", [])
-        ]
-        assert body["token_ids"].count(self.placeholder) == len(contents)
-        for token in body["token_ids"]:
-            seen = [token]
-            if token == self.placeholder:
-                places.append(len(read_ids))
-                seen = list(contents[len(places) - 1])
-            read_ids += [token] * len(seen)
-            seen_ids += seen
-        return read_ids, places, seen_ids
+        """What the target reads of a request, as the function of this name tells."""
+        return expanded(body, self.placeholder)
+
+
+class ImageEngine(FakeEngine):
+    """An engine whose target reads images likewise, in which drafters are swapped and counted."""
+
+    def post(self, path: str, body: dict) -> tuple[int, dict]:
+        if path != "/inference/v1/generate":
+            return super().post(path, body)
+        (placeholder,) = self.target.encode(IMAGE, add_special_tokens=False)
+        read_ids, _, seen_ids = expanded(body, placeholder)
+        sampling = body["sampling_params"]
+        with self._lock:
+            (new_ids,) = self.decoder.generate([seen_ids], sampling["max_tokens"]).token_ids
+        choice: dict[str, Any] = {"token_ids": new_ids, "finish_reason": "length"}
+        if "logprobs" in sampling:
+            choice["logprobs"] = {"content": [{"top_logprobs": [{"logprob": -0.5}, {"logprob": -0.75}]}]}
+        return 200, {"choices": [choice], "prompt_token_ids": read_ids}

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 from fake_engine import DRAFT_LENGTH, FakeEngine
+from image_server import IMAGE, ImageEngine, image_url
 from reports import ENVIRONMENT, result
 from runs import base_of, make_config, write_held_out
 
 from draftsmith.data import http
+from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats, length_interval, total_of
 from draftsmith.inference.measuring.judged import Judge, JudgedResult, JudgedSetting, JudgedSpeed
@@ -92,6 +94,29 @@ def own_stats(target: Target, drafter: Path, prompts: PromptSet) -> list[Stats]:
     """Return draftsmith's own counters of each prompt."""
     decoder = SpeculativeDecoder(target, load_drafter(str(drafter), target))
     return decoder.generate(prompts.token_ids, NUM_NEW_TOKENS, draft_length=DRAFT_LENGTH).stats.requests
+
+
+def test_prompts_with_images_are_judged(tiny_target: Target, folders: dict[str, Path]) -> None:
+    """They go with their images, to the engine and to the plain server, and count as what the target sees does."""
+    pixels = [bytes([90, 60, 33]), bytes([70, 80])]
+    (placeholder,) = tiny_target.encode(IMAGE, add_special_tokens=False)
+    texts = [[5, placeholder, 9, 20], [placeholder, 30, 31], [8, 9, 10]]
+    images = [[image_url(pixels[0])], [image_url(pixels[1])], []]
+    seen = PromptSet("seen", [[5, *pixels[0], 9, 20], [*pixels[1], 30, 31], [8, 9, 10]])
+    engine, plain = ImageEngine(tiny_target, str(folders["one"])), ImageEngine(tiny_target)
+    try:
+        judge = judge_at(engine, tiny_target, none=plain)
+        (row,) = judge.measure(PromptSet("images", texts, images=images), [LOAD], lambda: None)[ENGINE]
+        blind, sighted = (plain.decoder.generate(of, NUM_NEW_TOKENS).token_ids[0] for of in (texts, seen.token_ids))
+        gap = Endpoint(plain.url, tiny_target, NUM_NEW_TOKENS).top_two_gap(texts[0], images[0])
+    finally:
+        engine.close()
+        plain.close()
+    assert row.acceptance == total_of(own_stats(tiny_target, folders["one"], seen))
+    assert row.texts is not None
+    assert row.texts.identical == len(texts)
+    assert blind != sighted
+    assert gap == 0.25
 
 
 def test_a_row_counts_what_the_engine_counted_of_the_swapped_drafter(

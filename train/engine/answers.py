@@ -1,7 +1,7 @@
 """The answers of a running server to all prompts of a set: their texts, their times, and the server's own counters."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,6 +9,7 @@ from itertools import pairwise
 from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.measuring.judged import ComparedTexts, JudgedSpeed, TextDifference
+from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.inference.measuring.speed import bootstrap_ratio
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
@@ -39,20 +40,22 @@ class ServerRun:
 
 
 def run_on_server(
-    endpoint: Endpoint, prompts: Sequence[list[int]], load: Load, drafts: bool, on_batch: Callable[[], None]
+    endpoint: Endpoint, prompts: PromptSet, load: Load, drafts: bool, on_batch: Callable[[], None]
 ) -> ServerRun:
     """Send all prompts once for texts and counters, then `load.repeats` times for times.
 
     So prompts lie in the prefix cache of every server alike when times are taken. `drafts`: the server has a drafter,
     whose counters are read. Raises `UserError` where the server fails.
     """
-    batches = [
-        range(start, min(start + load.batch_size, len(prompts))) for start in range(0, len(prompts), load.batch_size)
-    ]
+    count = len(prompts.token_ids)
+    batches = [range(start, min(start + load.batch_size, count)) for start in range(0, count, load.batch_size)]
+
+    def answer(number: int) -> list[int]:
+        return endpoint.complete(prompts.token_ids[number], load.sampling, number, prompts.images_of(number))
 
     def answers(batch: range) -> list[list[int]]:
         with ThreadPoolExecutor(len(batch)) as pool:
-            return list(pool.map(lambda number: endpoint.complete(prompts[number], load.sampling, number), batch))
+            return list(pool.map(answer, batch))
 
     texts: list[list[int]] = []
     readings = [read_counters(endpoint.server)] if drafts else []
@@ -118,16 +121,16 @@ def speed_beside(run: ServerRun, plain: ServerRun | None, repeats: int) -> Judge
 
 
 def compare_texts(
-    prompts: Sequence[list[int]], texts: list[list[int]], plain: Endpoint, plain_texts: list[list[int]]
+    prompts: PromptSet, texts: list[list[int]], plain: Endpoint, plain_texts: list[list[int]]
 ) -> ComparedTexts:
     """Compare greedy answers with the plain server's, which is asked how near the two tokens are where they part."""
     differences = []
-    for request, (prompt, text, plain_text) in enumerate(zip(prompts, texts, plain_texts, strict=True)):
+    for request, (prompt, text, plain_text) in enumerate(zip(prompts.token_ids, texts, plain_texts, strict=True)):
         if text == plain_text:
             continue
         same = [a == b for a, b in zip(text, plain_text, strict=False)]
         position = same.index(False) if False in same else len(same)
         own, expected = (answer[position] if position < len(answer) else None for answer in (text, plain_text))
-        gap = plain.top_two_gap(prompt + plain_text[:position])
+        gap = plain.top_two_gap(prompt + plain_text[:position], prompts.images_of(request))
         differences.append(TextDifference(request, position, expected, own, gap))
     return ComparedTexts(len(texts), len(texts) - len(differences), differences)

@@ -106,6 +106,9 @@ class EngineJudge:
 
         They stand by the names of the servers; that of the engine is `ENGINE`. Servers beside it are measured once.
         """
+        if prompts.images:
+            for endpoint in self._servers.values():
+                endpoint.check_takes_images()
         return {
             name: [self._row(name, prompts, load, on_batch) for load in loads]
             for name in self._servers
@@ -116,7 +119,7 @@ class EngineJudge:
         key = name, prompts.name, len(prompts.token_ids), load
         if name == ENGINE or key not in self._runs:
             drafts = name != PLAIN
-            self._runs[key] = run_on_server(self._servers[name], prompts.token_ids, load, drafts, on_batch)
+            self._runs[key] = run_on_server(self._servers[name], prompts, load, drafts, on_batch)
         return self._runs[key]
 
     def _row(self, name: str, prompts: PromptSet, load: Load, on_batch: Callable[[], None]) -> JudgedResult:
@@ -128,7 +131,7 @@ class EngineJudge:
         plain = self._run(PLAIN, prompts, load, on_batch) if PLAIN in self._servers else None
         texts = None
         if plain and load.sampling.greedy:
-            texts = compare_texts(prompts.token_ids, run.texts, self._servers[PLAIN], plain.texts)
+            texts = compare_texts(prompts, run.texts, self._servers[PLAIN], plain.texts)
         setting = JudgedSetting(
             judge=self._judges[name],
             prompt_set=prompts.name,

@@ -59,7 +59,8 @@ def evaluation_prompts(config: EvaluationConfig, target: Target) -> PromptSet | 
     """Return the prompts to evaluate on, encoded. Raises `UserError` where one of them does not fit the target."""
     if config.prompts is None:
         return None
-    return read_prompt_set(config.prompts, target, config.num_prompts, config.max_new_tokens)
+    by_engine = config.engine is not None
+    return read_prompt_set(config.prompts, target, config.num_prompts, config.max_new_tokens, with_images=by_engine)
 
 
 def evaluation_settings(config: EvaluationConfig, repeats: int) -> list[MeasureSettings]:
