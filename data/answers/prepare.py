@@ -33,6 +33,7 @@ from draftsmith.data.prompts.checks import (
     num_with_padding,
     shown_sample,
 )
+from draftsmith.data.prompts.conversations import check_images_written
 from draftsmith.data.prompts.prompts import read_split
 from draftsmith.data.prompts.splits import HELD_OUT, write_prompts
 from draftsmith.data.samples.folder import (
@@ -144,7 +145,7 @@ def write_answers(job: "AnswerJob", out: Path) -> None:
             write_prompts(out / HELD_OUT, job.held_out)
     if is_written(out):
         if rank == 0:
-            show_written(out, job.target)
+            show_written(out, job.target, len(job.kept))
             finish_moving(out)  # these two are of a kill just after the file was there
             remove_journals(out)
             say(f"{out} holds all answers already")
@@ -181,11 +182,14 @@ def write_answers(job: "AnswerJob", out: Path) -> None:
     if rank == 0:
         wait_for_answers(out, run, job.kept)
         merge_journals(out, run)
-        show_written(out, job.target)
+        show_written(out, job.target, len(job.kept))
 
 
-def show_written(out: Path, target: Target) -> None:
-    """Check what a folder holds now, and show a sample of it. Raises `UserError` where it is not fit to train on."""
+def show_written(out: Path, target: Target, num_asked: int = 0) -> None:
+    """Check what a folder holds now, and show a sample of it. `num_asked`: prompts that should have an answer.
+
+    Raises `UserError` where it is not fit to train on.
+    """
     samples = read_samples(out)
     check_samples(samples, target, int(samples.lengths.max()), str(out))
     say(shown_sample(samples[0], target))
@@ -196,11 +200,13 @@ def show_written(out: Path, target: Target) -> None:
     if number := num_with_padding(samples, target):
         text += f"; {number} samples hold tokens that {target.name} has and its tokenizer does not: they are kept"
     say(text)
-    prepared = read_prepared(out)
-    if text := cut_text(samples, prepared):
+    if text := cut_text(samples, read_prepared(out)):
         notice(text)
-    if prepared["written_by"] == "endpoint" and (number := prepared["num_prompts"] - num_prompts):
-        notice(f"{number} prompts have no answer: with what the target reads for their images they exceed the context")
+    if num_asked > num_prompts:
+        notice(
+            f"{num_asked - num_prompts} prompts have no answer: with what the target reads for their images they "
+            "exceed its context"
+        )
 
 
 def cut_text(samples: Samples, prepared: dict[str, Any]) -> str:
@@ -294,6 +300,7 @@ class AnswerJob:
     def checked_dialogue(self, index: int) -> Dialogue:
         """Return a prompt, unanswered. Raises `UserError` for one that the target would never meet."""
         check_not_rendered(self.prompts[index], self.target)
+        check_images_written(self.prompts[index], self.target)
         dialogue = self.dialogue(index)
         check_bos(dialogue.context, self.target, dialogue.where)
         check_token_ids(dialogue.context, self.target, dialogue.where)

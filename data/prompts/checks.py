@@ -164,7 +164,7 @@ def notice_images(samples: Samples) -> None:
         notice(
             f"{number} of {len(samples)} samples hold images. The drafter learns with the embedding of their "
             "placeholder tokens and with positions that count tokens, as vLLM's V2 model runner serves EAGLE drafters. "
-            "vLLM's V1 runner counts M-RoPE's first axis instead; its MTP heads, and all drafters of SGLang, read the "
+            "vLLM's V1 runner counts M-RoPE's first axis instead; its MTP heads, and the drafters of SGLang, read the "
             "image's own embeddings. There, expect fewer accepted tokens behind images"
         )
 

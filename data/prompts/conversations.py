@@ -7,7 +7,7 @@ when later turns follow. Both are verified; a template that rewrites history is 
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from os.path import commonprefix
 from typing import Any, TypeVar, cast
@@ -69,6 +69,25 @@ def template_form(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else message
         for message in messages
     ]
+
+
+def check_images_written(prompt: Prompt, target: Target) -> None:
+    """Refuse a prompt whose images leave no trace in the chat template: there is no place for what a tower makes."""
+    if not prompt.image_urls:
+        return
+    assert prompt.messages is not None
+    texts = [
+        {**message, "content": [part for part in message["content"] if "text" in part]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in prompt.messages
+    ]
+    whole, without = (Chat(replace(prompt, messages=own), target).text(len(texts)) for own in (prompt.messages, texts))
+    if whole == without:
+        raise UserError(
+            f"{prompt.where or 'the prompt'} holds images, for which the chat template of {target.name} writes "
+            "nothing: give a target that reads images, with the template that its model card names"
+        )
 
 
 def opened_chat(prompt: Prompt, target: Target) -> list[int]:

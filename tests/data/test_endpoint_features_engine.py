@@ -1,10 +1,5 @@
-"""Hidden states of a real vLLM are those of the target: DRAFTSMITH_VLLM names the folder of its virtual environment.
+"""Hidden states of a real vLLM are those of the target: DRAFTSMITH_VLLM names the folder of its virtual environment."""
 
-Its CPU build has the method but cannot write the files (`pin_memory=True requires a CUDA ... backend`), so the one copy
-that needs a GPU is replaced (cpu_hidden_states.py).
-"""
-
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +7,10 @@ import pytest
 import torch
 from feature_stores import make_store, source_of
 from safetensors.torch import load_file
-from vllm_process import serving
+from vllm_process import extraction_options, serving
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
-from draftsmith.data.features.endpoint import EndpointFeatures, serve_options
+from draftsmith.data.features.endpoint import EndpointFeatures
 from draftsmith.data.features.writer import write_shards
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.data.samples.batches import BatchPlan
@@ -39,9 +34,7 @@ def target() -> Target:
 def url(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Long texts are read in parts, and beginnings that two texts share are read once."""
     folder = tmp_path_factory.mktemp("vllm")
-    *speculation, transfer = serve_options([*LAYER_IDS, target.num_layers], str(folder / "states"))
-    connector = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "cpu_hidden_states"}
-    options = [*speculation, json.dumps({**json.loads(transfer), **connector})]
+    options = extraction_options([*LAYER_IDS, target.num_layers], folder)
     options += ["--max-model-len", "512", "--max-num-seqs", "8", "--max-num-batched-tokens", "128"]
     with serving(
         str(EMBEDDED_TARGET), folder / "log.txt", *options, PYTHONPATH=str(Path(__file__).parents[1] / "helpers")

@@ -153,6 +153,15 @@ def test_without_a_server_they_are_refused(target_dir: Path, served: Target, tmp
         encode_conversation(given[0], served)
 
 
+def test_a_template_without_images_is_refused(server: ImageServer, target_dir: Path, tmp_path: Path) -> None:
+    """Text alone would reach the server, which then says only that something in it went wrong."""
+    target = Target.without_weights(target_dir)
+    assert target.tokenizer is not None
+    target.tokenizer.chat_template = str(target.tokenizer.chat_template).replace("\x01", "")
+    with pytest.raises(UserError, match=r"line 1.* holds images, for which the chat template .* writes nothing"):
+        answered(server, target, tmp_path, [user("a ", FIRST, " b")])
+
+
 def test_other_servers_are_refused(server: ImageServer, served: Target, tmp_path: Path) -> None:
     server.takes_images = False
     with pytest.raises(UserError, match=r"does not take token ids with images.*404.*vLLM 0.32 or later and --enable"):

@@ -74,7 +74,8 @@ def save_image_target(directory: Path) -> Path:
     )
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(directory)
     pixels = {"min_pixels": (PATCH * MERGED) ** 2, "max_pixels": (8 * PATCH * MERGED) ** 2}
-    sizes = {"patch_size": PATCH, "merge_size": MERGED, "temporal_patch_size": 2, **pixels}
+    values = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    sizes = {"patch_size": PATCH, "merge_size": MERGED, "temporal_patch_size": 2, **pixels, **values}
     for name, kind in (("preprocessor", "image_processor"), ("video_preprocessor", "video_processor")):
         form = {f"{kind}_type": "Qwen2VL" + kind.title().replace("_", ""), "processor_class": "Qwen2_5_VLProcessor"}
         (directory / f"{name}_config.json").write_text(json.dumps({**form, **sizes}))

@@ -1,6 +1,7 @@
 """A real vLLM server for tests: DRAFTSMITH_VLLM names the folder of its virtual environment."""
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -11,7 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.data.features.endpoint import serve_options
+
 START_UP = 300  # seconds
+
+
+def extraction_options(layer_ids: list[int], folder: Path) -> list[str]:
+    """The options of a server that writes hidden states to a folder below this one.
+
+    vLLM's CPU build has the method but cannot write the files (`pin_memory=True requires a CUDA ... backend`), so the
+    one copy that needs a GPU is replaced (cpu_hidden_states.py, which has to be on its PYTHONPATH).
+    """
+    *speculation, transfer = serve_options(layer_ids, str(folder / "states"))
+    connector = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "cpu_hidden_states"}
+    return [*speculation, json.dumps({**json.loads(transfer), **connector})]
 
 
 @contextlib.contextmanager
