@@ -127,7 +127,7 @@ class TrainingRun:
                     progress.update(task, detail=self.log(done, outcome))
                 progress.update(task, completed=done)
                 profiler_step()
-                if self.held_out.micro_batches and (is_on_curve(done) or self.saves_at(done)):
+                if self.held_out.micro_batches and (is_on_curve(done, run.steps) or self.saves_at(done)):
                     self.follow_curve(done)
                 if self.saves_at(done) or outcome.stopped_by:
                     reason_to_stop = self.save_and_measure(done, outcome.stopped_by)

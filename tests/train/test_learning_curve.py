@@ -34,8 +34,24 @@ def config_of(kind: str, base: dict[str, Any], folder: Path, **data: Any) -> Tra
     return make_config(kind, base, folder, data={"held_out_prompts": 64, **data}, run=RUN)
 
 
-def test_points_lie_a_half_octave_apart() -> None:
-    assert [step for step in range(100) if is_on_curve(step)] == [8, 11, 16, 23, 32, 45, 64, 91]
+def test_points_lie_closer_in_the_first_tenth() -> None:
+    assert [step for step in range(300) if is_on_curve(step, 200)] == [
+        8,
+        10,
+        11,
+        13,
+        16,
+        19,
+        20,
+        23,
+        32,
+        45,
+        64,
+        91,
+        128,
+        181,
+        256,
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)

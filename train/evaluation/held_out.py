@@ -18,12 +18,18 @@ from draftsmith.train.run_folder.learning_curve import CurvePoint
 FIRST_POINT = 8  # steps
 
 
-def is_on_curve(step: int) -> bool:
-    """Return whether the learning curve has a point after so many steps: 8, 11, 16, 23, 32, 45, ..."""
-    if step < FIRST_POINT:
-        return False
-    half_octave = round(2 * math.log2(step / FIRST_POINT))
-    return step == round(FIRST_POINT * 2 ** (half_octave / 2))
+def is_on_curve(step: int, num_steps: int) -> bool:
+    """Return whether the learning curve of a run of `num_steps` has a point after `step` steps.
+
+    It has 4 an octave in the first tenth (8, 10, 11, 13, 16, ...), which the forecast is made of, one at the end of
+    that, and 2 an octave after it (23, 32, 45, ...).
+    """
+    tenth = num_steps // 10
+    if step < FIRST_POINT or step == tenth:
+        return step >= FIRST_POINT
+    an_octave = 4 if step < tenth else 2
+    number = round(an_octave * math.log2(step / FIRST_POINT))
+    return step == round(FIRST_POINT * 2 ** (number / an_octave))
 
 
 class HeldOutSamples:
