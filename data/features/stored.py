@@ -154,7 +154,7 @@ class StoredFeatures:
         if shard.number not in self._open:
             path = self.folder / shard.file
             try:
-                self._open[shard.number] = open_tensors(path)
+                self._open[shard.number] = open_tensors(path, mapped=True)  # which a slice else reads whole
             except UserError as error:
                 raise UserError(
                     f"{error}; put it back, or remove what is left of it: the same command stores it anew"

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,24 @@ def test_what_is_read_is_what_the_target_computes(samples: Path, tiny_target: Ta
             torch.testing.assert_close(found.last_hidden[real], expected.last_hidden[real])
             torch.testing.assert_close(found.layers[real], expected.layers[real])
             assert not found.last_hidden[~real].any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts what a process reads")
+def test_a_sample_is_read_without_its_shard(samples: Path, tiny_target: Target, tmp_path: Path) -> None:
+    """safetensors read the whole shard for each sample, when the file was not mapped into memory."""
+    plan = make_plan(read_samples(samples))
+    store = write(make_store(tmp_path / "store", tiny_target, plan), tiny_target)
+    rows = plan.micro_batches(0, 0, 1)[0]
+    batch = plan.collate(rows)
+    store.read(rows, batch, tiny_target)  # opens shards
+    before = bytes_read()
+    store.read(rows, batch, tiny_target)
+    assert bytes_read() - before < store.shards[0].num_tokens * store.contents.bytes_per_token
+
+
+def bytes_read() -> int:
+    """Return how many bytes this process has read from files by system calls."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def make_config(
