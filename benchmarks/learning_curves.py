@@ -1,6 +1,6 @@
 """Learning curves of runs of many families and lengths, and how far a tenth of each foretells its end.
 
-    python benchmarks/learning_curves.py train RUNS [--kinds KIND ...] [--steps N ...] [--seeds N ...] [--decays NAME ...]
+    python benchmarks/learning_curves.py train RUNS [--kinds ...] [--steps ...] [--seeds ...] [--decays ...]
     python benchmarks/learning_curves.py check RUNS
 
 `train` lets the embedded target write samples where RUNS/samples is missing, as the quickstart does, and makes the runs
@@ -22,6 +22,7 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.run_folder.learning_curve import learning_curve
 
 NUM_PROMPTS = 2048  # so that 64 of them can be held out
+MAX_LENGTH = 80  # tokens, so that a run takes a minute
 KINDS = ["eagle3", "eagle", "p_eagle", "dflash", "dspark", "medusa", "hydra", "mlp_speculator", "draft_model"]
 
 
@@ -35,7 +36,7 @@ def config_of(kind: str, steps: int, seed: int, decay: str, runs: Path, layers: 
     """Return the quickstart's recipe for a run that only follows its learning curve, on features stored for all."""
     config = RECIPES[f"quickstart_{kind}"]()
     config.target, config.data.samples = str(EMBEDDED_TARGET), str(runs / "samples")
-    config.data.max_length, config.run.seed = 512, seed
+    config.data.max_length, config.run.seed = MAX_LENGTH, seed
     config.optimizer.decay = "late" if decay == "late" else "cosine"
     if not config.drafter.starts_from_layers:
         config.data.features, config.data.features_layers = "stored", layers
