@@ -1,17 +1,26 @@
-"""Learning curves of runs of many families and lengths, and how far a tenth of each foretells its end.
+"""Learning curves of short runs of many families, and how well a tenth of each foretells its end.
 
-    python benchmarks/learning_curves.py train RUNS [--kinds ...] [--steps ...] [--seeds ...] [--decays ...]
-    python benchmarks/learning_curves.py check RUNS
+    python benchmarks/learning_curves.py train FOLDER
+    python benchmarks/learning_curves.py check FOLDER
 
-`train` lets the embedded target write samples where RUNS/samples is missing, as the quickstart does, and makes the runs
-that are missing, one after the other. Each writes the curve of `data.held_out_prompts` into its metrics.jsonl. `check`
-tells, for each run, what `train/evaluation/forecast.py` says after a tenth of the steps and what came of it.
+`train` lets the embedded target write samples where there are none in FOLDER, as the quickstart does, and makes the
+runs that are missing, one after the other, on features that are stored once. `check` prints what the runs of
+`FINISHED` give for `FINISHED_RUNS` of train/evaluation/forecast.py, and for each run of `CHECKED`, none of which is
+among these, the forecast after a tenth of its steps and what came of it.
 """
 
 import argparse
+import math
+import platform
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
 
 from draftsmith.data.answers.prepare import prepare
+from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.inputs import load_target
@@ -19,55 +28,111 @@ from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for, 
 from draftsmith.recipes.studies.quickstart_budget import ANSWERS, new_drafter
 from draftsmith.train import train
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.run_folder.learning_curve import learning_curve
+from draftsmith.train.evaluation.forecast import FINISHED_RUNS, FinishedRun, accepted_after, forecast
+from draftsmith.train.run_folder.learning_curve import CurvePoint, learning_curve
 
-NUM_PROMPTS = 2048  # so that 64 of them can be held out
+NUM_PROMPTS = 2048
 MAX_LENGTH = 80  # tokens, so that a run takes a minute
-KINDS = ["eagle3", "eagle", "p_eagle", "dflash", "dspark", "medusa", "hydra", "mlp_speculator", "draft_model"]
+KINDS = ["eagle3", "eagle", "p_eagle", "dflash", "medusa", "hydra", "mlp_speculator"]
 
 
-def prepare_samples(runs: Path, target: Target) -> None:
+@dataclass
+class Run:
+    """One of the runs, by the quickstart's recipe."""
+
+    kind: str
+    steps: int
+    batch_size: int  # samples
+    decay: Literal["cosine", "late"] = "cosine"
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Name of its folder."""
+        return f"{self.kind}-{self.steps}x{self.batch_size}-{self.decay}-{self.seed}"
+
+
+FINISHED = [
+    *[Run(kind, 200, 8) for kind in ("medusa", "eagle3", "hydra", "dflash", "eagle", "mlp_speculator")],
+    Run("medusa", 600, 2),
+]
+CHECKED = [
+    Run("hydra", 200, 2),
+    *[Run(kind, 200, 2, seed=1) for kind in ("medusa", "hydra", "mlp_speculator", "eagle", "eagle3", "dflash")],
+    *[Run(kind, 300, 2, "late", 1) for kind in ("medusa", "hydra", "eagle")],
+    *[Run(kind, 300, 2, seed=1) for kind in ("mlp_speculator", "eagle3", "p_eagle")],
+]
+
+
+def prepare_samples(folder: Path, target: Target) -> None:
     """Let the target write the quickstart's training text."""
-    write_jsonl(runs / "prompts.jsonl", prompts_for(target, held_out=False)[:NUM_PROMPTS])
-    prepare(target, str(runs / "prompts.jsonl"), runs / "samples", ANSWERS)
+    write_jsonl(folder / "prompts.jsonl", prompts_for(target, held_out=False)[:NUM_PROMPTS])
+    prepare(target, str(folder / "prompts.jsonl"), folder / "samples", ANSWERS)
 
 
-def config_of(kind: str, steps: int, seed: int, decay: str, runs: Path, layers: list[int]) -> TrainConfig:
-    """Return the quickstart's recipe for a run that only follows its learning curve, on features stored for all."""
-    config = RECIPES[f"quickstart_{kind}"]()
-    config.target, config.data.samples = str(EMBEDDED_TARGET), str(runs / "samples")
-    config.data.max_length, config.run.seed = MAX_LENGTH, seed
-    config.optimizer.decay = "late" if decay == "late" else "cosine"
-    if not config.drafter.starts_from_layers:
-        config.data.features, config.data.features_layers = "stored", layers
-    config.run.dir = str(runs / "runs" / f"{kind}-{steps}-{decay}-{seed}")
-    config.run.steps = config.run.checkpoint_every = steps
-    config.run.keep_checkpoints, config.run.log_every = 1, steps
+def config_of(run: Run, folder: Path, layers: list[int]) -> TrainConfig:
+    """Return the config of a run that only follows its learning curve, on features stored for all runs."""
+    config = RECIPES[f"quickstart_{run.kind}"]()
+    config.target, config.data.samples = str(EMBEDDED_TARGET), str(folder / "samples")
+    config.data.max_length, config.data.batch_size = MAX_LENGTH, run.batch_size
+    config.data.held_out_prompts = 8 * run.batch_size
+    config.data.features, config.data.features_layers = "stored", layers
+    config.optimizer.decay = run.decay
+    config.run.dir, config.run.seed = str(folder / run.name), run.seed
+    config.run.steps = config.run.checkpoint_every = run.steps
+    config.run.keep_checkpoints, config.run.log_every = 1, run.steps
     return config
+
+
+def train_all(folder: Path) -> None:
+    """Make all runs that are missing."""
+    target = load_target(str(EMBEDDED_TARGET), "cpu")
+    if not (folder / "samples").is_dir():
+        prepare_samples(folder, target)
+    layers = sorted({layer_id for kind in KINDS for layer_id in new_drafter(kind, target).layer_ids})
+    for run in [*FINISHED, *CHECKED]:
+        train(config_of(run, folder, layers))
+
+
+def finished_run(points: list[CurvePoint], num_steps: int) -> FinishedRun:
+    """Return what later forecasts need to know of a run."""
+    tenth = accepted_after(num_steps // 10, points)
+    assert tenth
+    steps, lengths = [point.step for point in points], [point.acceptance_length for point in points]
+    fifth = float(np.interp(math.log(2 * (num_steps // 10)), np.log(steps), lengths))  # between the points beside it
+    return FinishedRun(round(tenth, 3), round(fifth - 1, 3), round(lengths[-1] - 1, 3))
+
+
+def check(folder: Path) -> None:
+    """Print the finished runs as the forecast wants them, and the forecast of each other run with its end."""
+    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, commit {git_commit()}")
+    for run in FINISHED:
+        points = learning_curve(folder / run.name)
+        made = points and points[-1].step == run.steps
+        print(f"{finished_run(points, run.steps)},  # {run.name}" if made else f"{run.name}: not made")
+    num_inside = num_foretold = 0
+    for run in CHECKED:
+        points = learning_curve(folder / run.name)
+        found = forecast(points, run.steps, FINISHED_RUNS) if points and points[-1].step == run.steps else None
+        if found is None:
+            print(f"{run.name}: not made, or nothing foretold")
+            continue
+        reached = points[-1].acceptance_length
+        inside = found.low <= reached <= found.high
+        num_foretold, num_inside = num_foretold + 1, num_inside + inside
+        print(f"| {run.name} | {found.text} | {reached:.2f} | {'inside' if inside else 'outside'} |")
+    print(f"{num_inside} of {num_foretold} inside")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=["train", "check"])
-    parser.add_argument("runs", type=Path)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--steps", nargs="+", type=int, default=[200, 400, 800])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--decays", nargs="+", choices=["cosine", "late"], default=["cosine"])
+    parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
     if arguments.task == "train":
-        target = load_target(str(EMBEDDED_TARGET), "cpu")
-        if not (arguments.runs / "samples").is_dir():
-            prepare_samples(arguments.runs, target)
-        layers = sorted({layer_id for kind in KINDS for layer_id in new_drafter(kind, target).layer_ids})
-        for steps in arguments.steps:
-            for seed in arguments.seeds:
-                for decay in arguments.decays:
-                    for kind in arguments.kinds:
-                        train(config_of(kind, steps, seed, decay, arguments.runs, layers))
+        train_all(arguments.folder)
         return
-    for run in sorted((arguments.runs / "runs").iterdir()):
-        print(run.name, *(f"{point.step}:{point.acceptance_length:.3f}" for point in learning_curve(run)))
+    check(arguments.folder)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from draftsmith.models.typed_json import to_json
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.evaluation.budget import lengths_without_gain
 from draftsmith.train.evaluation.evaluate import Evaluator, reason_to_stop, what_training_brought
+from draftsmith.train.evaluation.forecast import FINISHED_RUNS, forecast, forecast_text, outcome_text
 from draftsmith.train.evaluation.held_out import HeldOutSamples, is_on_curve
 from draftsmith.train.hardware.layouts import gather_as_one, steps_in_backward
 from draftsmith.train.hardware.meter import Meter
@@ -32,7 +33,7 @@ from draftsmith.train.process.profiling import profiled
 from draftsmith.train.process.signals import Stopped, StopRequest
 from draftsmith.train.process.stages import Stages, watched
 from draftsmith.train.run_folder.checkpoint import checkpoint_name, checkpoints, resume, rotate, save_checkpoint
-from draftsmith.train.run_folder.learning_curve import learning_curve, log_point
+from draftsmith.train.run_folder.learning_curve import learning_curve, log_forecast, log_point, newest_forecast
 from draftsmith.train.run_folder.run_folder import best_measured, link_best, open_run
 from draftsmith.train.run_folder.tracking import Tracker
 from draftsmith.train.run_folder.vocabulary import VOCABULARY, vocabulary_of
@@ -200,10 +201,17 @@ class TrainingRun:
         return "" if values["loss"] is None else f"loss {values['loss']:.3f}"
 
     def follow_curve(self, step: int) -> None:
-        """Measure the drafter on the held-out samples, and log what it reached."""
-        point = self.held_out.measure(step)
-        if self.tracker:
-            log_point(point, self.tracker)
+        """Measure the drafter on the held-out samples; log what it reached, and after a tenth what that foretells."""
+        point, num_steps = self.held_out.measure(step), self.config.run.steps
+        if self.tracker is None:
+            return
+        log_point(point, self.tracker)
+        if step == num_steps // 10 and (found := forecast(learning_curve(self.folder), num_steps, FINISHED_RUNS)):
+            log_forecast(found, self.tracker)
+            say(forecast_text(found))
+        earlier = newest_forecast(self.folder)
+        if step == num_steps and earlier and earlier.num_steps == num_steps:
+            say(outcome_text(earlier, point.acceptance_length))
 
     def judge_by_curve(self, step: int) -> str | None:
         """Point `best` at the best checkpoint on held-out samples; return why training should stop, if it should.

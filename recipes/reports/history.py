@@ -101,6 +101,10 @@ def draw_training(data: ReportData, figure: Figure) -> None:
         lengths.plot(*series(run, "simulated_acceptance_length"), color=colour, linewidth=0.6, alpha=0.5)
         lengths.plot(*series(run, "held_out_acceptance_length"), color=colour, linewidth=1.4)
         lengths.plot(*series(run, "acceptance_length"), "o", color=colour)
+        for line in run.metrics:
+            if line.forecast_num_steps is not None:
+                ends, limits = [line.forecast_num_steps] * 2, [line.forecast_low, line.forecast_high]
+                lengths.plot(ends, limits, color=colour, linewidth=5, alpha=0.3)
     label(losses, "Training loss", "training step", "loss")
     losses.set_yscale("log")
     losses.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
@@ -109,6 +113,10 @@ def draw_training(data: ReportData, figure: Figure) -> None:
     lengths.plot([], [], color=INK, linewidth=0.6, alpha=0.5, label="on text that is trained on")
     lengths.plot([], [], color=INK, linewidth=1.4, label="on held-out samples")
     lengths.plot([], [], "o", color=INK, label="decoded")
+    if any(line.forecast_num_steps for run in data.comparable_runs for line in run.metrics):
+        lengths.plot(
+            [], [], color=INK, linewidth=5, alpha=0.3, label="forecast of the end after a tenth, 90 % interval"
+        )
     label(lengths, "Acceptance length", "training step", "tokens per round")
     for axes in (losses, lengths):
         step_axis(axes, data.comparable_runs)

@@ -1,8 +1,10 @@
 """The learning curve: the drafter on samples that it is not trained on, wherever their features come from."""
 
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from runs import base_of, final_weights, make_config
@@ -14,10 +16,12 @@ from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.train import train
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.evaluation.held_out import is_on_curve
+from draftsmith.train.evaluation import held_out
+from draftsmith.train.evaluation.forecast import FINISHED_RUNS, FinishedRun, forecast, forecast_text, outcome_text
+from draftsmith.train.evaluation.held_out import HeldOutSamples, is_on_curve
 from draftsmith.train.loop import TrainingRun
 from draftsmith.train.run_folder.checkpoint import checkpoints
-from draftsmith.train.run_folder.learning_curve import CurvePoint, learning_curve, log_point
+from draftsmith.train.run_folder.learning_curve import CurvePoint, learning_curve, log_point, newest_forecast
 from draftsmith.train.run_folder.run_folder import best_checkpoint
 from draftsmith.train.run_folder.tracking import read_metrics
 
@@ -66,9 +70,9 @@ def test_the_last_point_is_what_the_last_checkpoint_does(
     drafter = load_drafter(str(checkpoints(runs[0])[-1]), tiny_target).eval()
     drafter.progress = 11 / 12  # as in the last step
     samples = read_samples(Path(base["data.samples"]))
-    held_out = held_out_samples(samples, 64)
-    assert held_out
-    plan = BatchPlan(Samples.of([samples[i] for i in sorted(held_out)]), 1, 512, 512, 0)
+    places = held_out_samples(samples, 64)
+    assert places
+    plan = BatchPlan(Samples.of([samples[i] for i in sorted(places)]), 1, 512, 512, 0)
     sums: dict[str, list[float]] = {"loss": [0, 0], "simulated_acceptance_length": [0, 0]}
     with torch.no_grad():
         for place in plan.read:
@@ -114,3 +118,71 @@ def test_the_curve_chooses_and_stops_where_nothing_decodes(
 def test_patience_needs_something_to_watch(base: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"evaluation.patience has no effect without .* or data.held_out_prompts"):
         make_config("medusa", base, tmp_path, data={"held_out_prompts": 0}, evaluation={"patience": 2})
+
+
+def finished_runs(generator: np.random.Generator, num_runs: int) -> list[FinishedRun]:
+    """Return runs whose ends rise from their tenths by a known law: a line on logarithmic scales, and normal noise."""
+    tenths = generator.normal(-1.5, 0.6, num_runs)
+    ends = 1.0 + 0.8 * tenths + generator.normal(0, 0.2, num_runs)
+    fifths = tenths + 0.5 + generator.normal(0, 0.1, num_runs)
+    return [FinishedRun(*np.exp(values)) for values in zip(tenths, fifths, ends, strict=True)]
+
+
+def curve_to(tenth: float, num_steps: int) -> list[CurvePoint]:
+    """Return the points of a tenth of a run, up to so many accepted tokens a round."""
+    steps = [step for step in range(num_steps // 10 + 1) if is_on_curve(step, num_steps)]
+    return [CurvePoint(step, 1.0, 1 + tenth) for step in steps]
+
+
+def test_nine_in_ten_intervals_hold_the_end() -> None:
+    """Runs follow a law that is known, of which a forecast knows nothing but twelve of them."""
+    generator, inside = np.random.default_rng(0), 0
+    for _ in range(400):
+        *finished, new = finished_runs(generator, 13)
+        found = forecast(curve_to(new.tenth, 400), 400, finished)
+        assert found
+        inside += found.low <= 1 + new.end <= found.high
+    assert 0.85 <= inside / 400 <= 0.95
+
+
+def test_twice_the_steps_bring_what_the_law_says() -> None:
+    """Without noise the gain is known: a fifth of twice the steps is where a tenth of these was, half a nat higher."""
+    tenths = np.array([-3.0, -2.0, -1.0])
+    finished = [FinishedRun(*np.exp([tenth, tenth + 0.5, 1 + 0.8 * tenth])) for tenth in tenths]
+    found = forecast(curve_to(math.exp(-1.5), 400), 400, finished)
+    assert found
+    assert found.acceptance_length == pytest.approx(1 + math.exp(1 - 1.2))
+    assert found.gain == pytest.approx(math.exp(1 - 1.2 + 0.8 * 0.5) - math.exp(1 - 1.2))
+    assert [found.low, found.high] == pytest.approx([found.acceptance_length] * 2)
+    assert "which pays" in forecast_text(found)
+
+
+def test_an_interval_widens_away_from_the_finished_runs() -> None:
+    finished = finished_runs(np.random.default_rng(0), 12)
+    near, far = (forecast(curve_to(math.exp(level), 400), 400, finished) for level in (-1.5, 1.5))
+    assert near
+    assert far
+    assert math.log((far.high - 1) / (far.low - 1)) > 1.3 * math.log((near.high - 1) / (near.low - 1))
+
+
+@pytest.mark.parametrize(("tenth", "num_steps"), [(0.2, 90), (0.0, 400)])
+def test_too_little_foretells_nothing(tenth: float, num_steps: int) -> None:
+    """Two points are too few; and where no token is accepted, nothing can be said of how that rises."""
+    assert forecast(curve_to(tenth, num_steps), num_steps, FINISHED_RUNS) is None
+
+
+def test_a_run_tells_its_end_after_a_tenth_and_what_came_of_it(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(held_out, "FIRST_POINT", 4)  # so that a short run has enough points
+    monkeypatch.setattr(HeldOutSamples, "measure", lambda self, step: CurvePoint(step, 1.0, 1 + step / 100))
+    config = config_of("medusa", base, tmp_path / "run")
+    config.run.steps = config.run.checkpoint_every = 80
+    run = train(config)
+    found, curve = newest_forecast(run), learning_curve(run)
+    assert found == forecast(curve, 80, FINISHED_RUNS)
+    assert found
+    assert (found.step, found.num_steps) == (8, 80)
+    said = capsys.readouterr().out
+    assert forecast_text(found) in said
+    assert outcome_text(found, curve[-1].acceptance_length) in said

@@ -1,11 +1,11 @@
 """The learning curve of a run: its drafter, step by step, on samples that are not trained on."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from draftsmith.train.run_folder.tracking import Tracker, read_metrics
 
-PREFIX = "held_out_"  # of the names in metrics.jsonl
+PREFIX, FORECAST = "held_out_", "forecast_"  # of the names in metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,26 @@ class CurvePoint:
     step: int
     loss: float  # mean over their trained tokens
     acceptance_length: float  # that greedy decoding would have if all of it followed these texts
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The end of a run as its first steps foretell it, and what twice the steps would bring; intervals are of 90 %."""
+
+    step: int  # after which it is made
+    num_steps: int  # of the run
+    acceptance_length: float  # at the end
+    low: float
+    high: float
+    gain: float  # of acceptance length, with twice the steps
+    gain_low: float
+    gain_high: float
+    noise: float  # standard deviation of a point of the curve
+
+    @property
+    def text(self) -> str:
+        """The end in words."""
+        return f"{self.acceptance_length:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 def log_point(point: CurvePoint, tracker: Tracker) -> None:
@@ -30,3 +50,16 @@ def learning_curve(run: Path) -> list[CurvePoint]:
         for line in read_metrics(run)
         if f"{PREFIX}loss" in line
     ]
+
+
+def log_forecast(forecast: Forecast, tracker: Tracker) -> None:
+    """Append a forecast to metrics.jsonl."""
+    values = asdict(forecast)
+    tracker.log(values.pop("step"), {FORECAST + name: value for name, value in values.items()})
+
+
+def newest_forecast(run: Path) -> Forecast | None:
+    """Return the newest forecast in a run's metrics.jsonl. Raises `UserError` where the file is damaged."""
+    _, *names = (field.name for field in fields(Forecast))
+    found = [line for line in read_metrics(run) if f"{FORECAST}num_steps" in line]
+    return Forecast(found[-1]["step"], *(found[-1][FORECAST + name] for name in names)) if found else None

@@ -63,6 +63,9 @@ class LoggedStep:
     simulated_acceptance_length: NonNegative | None = None
     acceptance_length: NonNegative | None = None
     held_out_acceptance_length: NonNegative | None = None
+    forecast_num_steps: Natural | None = None
+    forecast_low: NonNegative | None = None
+    forecast_high: NonNegative | None = None
 
 
 class Reader:
