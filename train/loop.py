@@ -206,12 +206,12 @@ class TrainingRun:
         if self.tracker is None:
             return
         log_point(point, self.tracker)
-        if step == num_steps // 10 and (found := forecast(learning_curve(self.folder), num_steps, FINISHED_RUNS)):
-            log_forecast(found, self.tracker)
-            say(forecast_text(found))
-        earlier = newest_forecast(self.folder)
-        if step == num_steps and earlier and earlier.num_steps == num_steps:
-            say(outcome_text(earlier, point.acceptance_length))
+        if step == num_steps // 10 and self.config.init_from is None:  # else it starts where another run ended
+            if found := forecast(learning_curve(self.folder), num_steps, FINISHED_RUNS):
+                log_forecast(found, self.tracker)
+                say(forecast_text(found))
+        elif step == num_steps and (found := newest_forecast(self.folder)) and found.num_steps == num_steps:
+            say(outcome_text(found, point.acceptance_length))
 
     def judge_by_curve(self, step: int) -> str | None:
         """Point `best` at the best checkpoint on held-out samples; return why training should stop, if it should.
