@@ -14,9 +14,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from draftsmith.models.batch import pairs_mask
-from draftsmith.models.kernels import has_flash_attention
+from draftsmith.models.kernels import has_flash_attention, runs_kernels
 from draftsmith.models.layers import as_computed
-from draftsmith.models.slots.window import unpacked_mask
 
 ATTENTION = "draftsmith"  # the name under which transformers finds `slot_attention`
 
@@ -50,7 +49,7 @@ def slot_attention(
         assert attention_mask is not None
         attention_mask = chosen_of(attention_mask, indices)
     if (chunk := chunk_of(module)) is not None:
-        attention_mask = of_own_chunk(attention_mask, query, key, chunk)
+        attention_mask, sliding_window = of_own_chunk(attention_mask, query, chunk)
     compute = attend or partial(
         attend_on_slots, mask=attention_mask, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
     )
@@ -74,12 +73,12 @@ def attend_on_slots(
     assert mask is not None or query.shape[2] == key.shape[2], "a cache needs a mask"
     if mask is not None and mask.is_floating_point():
         raise TypeError("the model makes attention masks of its own")
-    if mask is not None and mask.dtype == torch.int32:
-        if key.shape == value.shape:
-            from draftsmith.models.slots import attention_kernel
+    on_cache = query.shape[2] != key.shape[2]  # else gradients may be asked for
+    chosen_slots = on_cache and mask is not None and mask.dtype == torch.bool and runs_kernels(query.device)
+    if mask is not None and (mask.dtype == torch.int32 or chosen_slots):
+        from draftsmith.models.slots import attention_kernel
 
-            return attention_kernel.attend(query, key, value, mask, scale, sliding_window, softcap, sinks)
-        mask = unpacked_mask(mask, key.shape[2])
+        return attention_kernel.attend(query, key, value, mask, scale, sliding_window, softcap, sinks)
     in_the_open = softcap is not None or sinks is not None
     if mask is not None and mask.dtype == torch.int64:
         if not in_the_open and has_flash_attention(as_computed(query)) and key.shape == value.shape:
@@ -168,15 +167,20 @@ def chunk_of(module: Any) -> int | None:
     return None
 
 
-def of_own_chunk(mask: Tensor | None, query: Tensor, key: Tensor, chunk: int) -> Tensor:
-    """Return those of the slots seen that are of each token's own chunk, bool [B, 1, T, M]."""
+def of_own_chunk(mask: Tensor | None, query: Tensor, chunk: int) -> tuple[Tensor, int | None]:
+    """Return a mask by which each token sees the slots of its own chunk alone, and the sliding window that it needs.
+
+    A packed mask needs one of a chunk, and one of bool [B, 1, T, M] none.
+    """
+    if mask is not None and mask.dtype == torch.int32:
+        from draftsmith.models.slots import attention_kernel
+
+        return attention_kernel.in_own_chunk(mask, chunk), chunk
     if mask is None:
         mask = causal_mask(query, None)
-    elif mask.dtype == torch.int32:
-        mask = unpacked_mask(mask, key.shape[2])
     elif mask.dtype == torch.int64:
         mask = mask_of_documents(mask.flatten(), query)
-    return last_seen(mask, (mask.sum(-1, keepdim=True) - 1) % chunk + 1)
+    return last_seen(mask, (mask.sum(-1, keepdim=True) - 1) % chunk + 1), None
 
 
 def last_seen(mask: Tensor, count: int | Tensor) -> Tensor:

@@ -3,10 +3,15 @@
 All heads that share a key-value head are packed into the rows of one tile, so that keys and values are read once, and
 the slots are split over programs (flash-decoding), so that a short batch fills the GPU too; the last of them combines
 what all have found. What a row sees comes as a packed mask (`Window.packed_mask`); nothing as long as the cache is ever
-built.
+built, unless the model itself chooses slots: then that choice is read.
+
+Keys may be wider than values, as those of latent attention. The columns that a key has more, its tail, are a tile of
+their own, because the width of a tile is a power of two. Where values are the first columns of the keys, they are read
+once for both.
 
 Shapes: B rows, T new tokens a row, M slots, W words of 32 columns, Hq query heads, Hkv key-value heads, G = Hq / Hkv,
-D head width, S splits. A tile has R <= 64 rows (t, g), t the slower, and reads N slots at a time.
+D width of queries and keys, Dv of values, S splits. A tile has R <= 64 rows (t, g), t the slower, and reads N slots at
+a time.
 """
 
 import torch
@@ -27,32 +32,36 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    packed_mask: Tensor,
+    mask: Tensor,
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Attend with query [B, Hq, T, D] to key and value [B, Hkv, M, D] where packed_mask int32 [B, 1, T, 3 + W] allows.
+    """Attend with query [B, Hq, T, D] to key [B, Hkv, M, D] and value [B, Hkv, M, Dv] where the mask allows.
 
-    All in one dtype, fp32, fp16 or bf16, and dense along D; sinks [Hq] are in any. Returns [B, T, Hq, D].
+    The mask is packed, int32 [B, 1, T, 3 + W], or bool [B, 1, T, M], which takes no sliding window. Query, key and
+    value are in one dtype, fp32, fp16 or bf16, and dense along D; sinks [Hq] are in any. Returns [B, T, Hq, Dv].
     """
-    batch, heads, length, width = query.shape
-    kv_heads, num_slots = key.shape[1], key.shape[2]
-    assert key.shape == value.shape
+    batch, heads, length, key_width = query.shape
+    kv_heads, num_slots, width = value.shape[1:]
+    assert key.shape == (batch, kv_heads, num_slots, key_width)
     assert query.dtype == key.dtype == value.dtype
     assert query.stride(3) == key.stride(3) == value.stride(3) == 1
-    assert packed_mask.dtype == torch.int32
-    num_words = packed_mask.shape[-1] - PACKED.value
+    is_packed = mask.dtype == torch.int32
+    assert is_packed or (mask.dtype == torch.bool and sliding_window is None and mask.shape[3] == num_slots)
+    num_words = mask.shape[3] - PACKED.value if is_packed else 0
     if sliding_window is not None and sliding_window < num_words * WORD.value:
-        packed_mask = last_ancestors(packed_mask, sliding_window)
-    packed_mask = packed_mask.contiguous()
+        mask = last_ancestors(mask, sliding_window)
+    mask = mask.contiguous() if is_packed else mask.contiguous().view(torch.uint8)
     groups = heads // kv_heads
-    rows, block, warps, stages = tile(length * groups, width, query.dtype)
+    tail = max(key_width - width, 0)
+    rows, block, warps, stages = tile(length * groups, max(key_width, width), query.dtype)
     tiles = triton.cdiv(length * groups, rows)
     if splits is None:
-        splits = num_splits(batch * kv_heads * tiles, num_slots, block, 4 * query.numel(), query.device)
+        part_bytes = 4 * batch * length * heads * width
+        splits = num_splits(batch * kv_heads * tiles, num_slots, block, part_bytes, query.device)
     assert splits == 1 or batch * kv_heads * tiles <= NUM_COUNTERS
 
     padded_width = max(16, triton.next_power_of_2(width))
@@ -65,7 +74,7 @@ def attend(
         query,
         key,
         value,
-        packed_mask,
+        mask,
         sinks,
         output,
         parts,
@@ -84,8 +93,13 @@ def attend(
         G=groups,
         D=width,
         PADDED_D=padded_width,
+        KEY_D=key_width - tail,
+        TAIL=tail,
+        PADDED_TAIL=max(16, triton.next_power_of_2(tail)),
+        SHARED=values_in_keys(key, value),
         R=rows,
         N=block,
+        PACKED_MASK=is_packed,
         TREE=num_words > 0,
         UNROLL=max(1, min(4, 2048 * warps // (rows * padded_width))),  # more would not fit into registers
         FAR=num_slots * max(key.stride(2), value.stride(2)) >= 2**31,
@@ -93,6 +107,12 @@ def attend(
         num_stages=stages,
     )
     return output
+
+
+def values_in_keys(key: Tensor, value: Tensor) -> bool:
+    """Return whether the values [..., Dv] are the first columns of the keys [..., D], in one memory."""
+    same = key.untyped_storage()._cdata == value.untyped_storage()._cdata
+    return same and key.storage_offset() == value.storage_offset() and key.stride() == value.stride()
 
 
 def tile(num_rows: int, width: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
@@ -117,8 +137,24 @@ def num_splits(programs: int, num_slots: int, block: int, part_bytes: int, devic
     return max(1, min(wanted, MOST_SCRATCH // part_bytes))
 
 
-def last_ancestors(packed_mask: Tensor, count: int) -> Tensor:
-    """Return the packed mask with only the last `count` ancestors of each token, those at the last positions."""
+def in_own_chunk(packed_mask: Tensor, chunk: int) -> Tensor:
+    """Return a packed mask by which, with a sliding window of a chunk, tokens see the slots of their own chunk alone.
+
+    Each token has the last position of its chunk, from which the window reaches back to the first, and keeps the
+    ancestors that are in the chunk.
+    """
+    position = packed_mask[..., 1:2]
+    place = position % chunk  # in the chunk
+    if packed_mask.shape[3] > PACKED.value:
+        packed_mask = last_ancestors(packed_mask, place + 1)
+    return torch.cat([packed_mask[..., :1], position - place + chunk - 1, packed_mask[..., 2:]], 3)
+
+
+def last_ancestors(packed_mask: Tensor, count: int | Tensor) -> Tensor:
+    """Return the packed mask with only the last `count` ancestors of each token, those at the last positions.
+
+    Counts of each token are [B, 1, T, 1].
+    """
     bits = torch.arange(WORD.value, dtype=torch.int32, device=packed_mask.device)
     words = packed_mask[..., PACKED.value :]
     seen = (words[..., None] >> bits & 1).flatten(3)  # [B, 1, T, 32 W]
@@ -132,10 +168,10 @@ def attend_kernel(
     query,
     key,
     value,
-    packed_mask,
+    mask,  # int32 [B, T, 3 + W], or a byte for each slot [B, T, M]
     sinks,  # [Hq] or None
-    output,  # [B, T, Hq, D]
-    parts,  # [S, B, T, Hq, D] weighted means over the slots of each split; None for one split
+    output,  # [B, T, Hq, Dv]
+    parts,  # [S, B, T, Hq, Dv] weighted means over the slots of each split; None for one split
     sums,  # [S, B, T, Hq] log2 of the sum of their weights; None for one split
     counters,  # one for each tile and key-value head; None for one split
     scale,
@@ -155,10 +191,15 @@ def attend_kernel(
     value_h,
     value_m,
     G: tl.constexpr,
-    D: tl.constexpr,
+    D: tl.constexpr,  # of values
     PADDED_D: tl.constexpr,
+    KEY_D: tl.constexpr,  # of keys without their tail, D at most
+    TAIL: tl.constexpr,  # the columns that keys have more than values
+    PADDED_TAIL: tl.constexpr,
+    SHARED: tl.constexpr,  # values are the first columns of keys
     R: tl.constexpr,
     N: tl.constexpr,
+    PACKED_MASK: tl.constexpr,
     TREE: tl.constexpr,
     UNROLL: tl.constexpr,  # parts that the last program of a tile reads at a time
     FAR: tl.constexpr,  # a row's slots reach further than 32 bits count
@@ -174,25 +215,35 @@ def attend_kernel(
     d = tl.arange(0, PADDED_D)
     kept = real[:, None] & (d < D)[None, :]
 
-    mask_row = packed_mask + (b * length + t) * (PACKED + num_words)
-    slot = tl.load(mask_row, mask=real, other=-1)
-    position = tl.load(mask_row + 1, mask=real, other=2147483647)
-    prefix = tl.load(packed_mask + b * length * (PACKED + num_words) + 2)
-    end = tl.minimum(tl.max(slot, 0) + 1, num_slots)
-    if reach is None:
-        first = 0
-        clear = prefix if TREE else tl.min(tl.where(real, slot, num_slots), 0) + 1  # all rows see all slots before
+    if PACKED_MASK:
+        mask_row = mask + (b * length + t) * (PACKED + num_words)
+        slot = tl.load(mask_row, mask=real, other=-1)
+        position = tl.load(mask_row + 1, mask=real, other=2147483647)
+        prefix = tl.load(mask + b * length * (PACKED + num_words) + 2)
+        end = tl.minimum(tl.max(slot, 0) + 1, num_slots)
+        if reach is None:
+            first = 0
+            clear = prefix if TREE else tl.min(tl.where(real, slot, num_slots), 0) + 1  # all rows see all slots before
+        else:
+            first = tl.maximum(tl.min(position, 0) - reach + 1, 0)
+            clear = 0
     else:
-        first = tl.maximum(tl.min(position, 0) - reach + 1, 0)
-        clear = 0
+        mask_row = mask + (b * length + t) * num_slots
+        slot, position, prefix = None, None, None
+        first, clear, end = 0, 0, num_slots
     share = tl.cdiv(tl.cdiv(end - first, tl.num_programs(1)), N) * N
     low = first + split * share
     high = tl.minimum(low + share, end)
     middle = low + tl.maximum(tl.minimum(high, clear) - low, 0) // N * N
 
-    queries = tl.load(
-        query + b * query_b + head[:, None] * query_h + t[:, None] * query_t + d[None, :], mask=kept, other=0.0
-    )
+    query += b * query_b + head[:, None] * query_h + t[:, None] * query_t
+    queries = tl.load(query + d[None, :], mask=real[:, None] & (d < KEY_D)[None, :], other=0.0)
+    if TAIL > 0:
+        of_tail = tl.arange(0, PADDED_TAIL)
+        in_tail = real[:, None] & (of_tail < TAIL)[None, :]
+        tail_queries = tl.load(query + KEY_D + of_tail[None, :], mask=in_tail, other=0.0)
+    else:
+        tail_queries = None
     if FAR:
         key_m = key_m.to(tl.int64)
         value_m = value_m.to(tl.int64)
@@ -207,13 +258,22 @@ def attend_kernel(
 
     for start in range(low, middle, N):
         n = start + tl.arange(0, N)
-        keys, values = load_slots(key, key_m, value, value_m, n, None, D, PADDED_D)
-        peak, total, mean = add_block(peak, total, mean, queries, keys, values, None, scale, cap)
+        keys = load_slots(key, key_m, n, None, KEY_D, PADDED_D)
+        tails = load_slots(key + KEY_D, key_m, n, None, TAIL, PADDED_TAIL) if TAIL > 0 else None
+        values = keys if SHARED else load_slots(value, value_m, n, None, D, PADDED_D)
+        scores = score(queries, keys, tail_queries, tails, None, scale, cap)
+        peak, total, mean = add_block(peak, total, mean, scores, values)
     for start in range(middle, high, N):
         n = start + tl.arange(0, N)
-        keys, values = load_slots(key, key_m, value, value_m, n, high, D, PADDED_D)
-        seen = sees(mask_row, real, slot, position, prefix, n, reach, num_words, TREE)
-        peak, total, mean = add_block(peak, total, mean, queries, keys, values, seen, scale, cap)
+        keys = load_slots(key, key_m, n, high, KEY_D, PADDED_D)
+        tails = load_slots(key + KEY_D, key_m, n, high, TAIL, PADDED_TAIL) if TAIL > 0 else None
+        values = keys if SHARED else load_slots(value, value_m, n, high, D, PADDED_D)
+        if PACKED_MASK:
+            seen = sees(mask_row, real, slot, position, prefix, n, reach, num_words, TREE)
+        else:
+            seen = tl.load(mask_row[:, None] + n[None, :], mask=real[:, None] & (n < high)[None, :], other=0) != 0
+        scores = score(queries, keys, tail_queries, tails, seen, scale, cap)
+        peak, total, mean = add_block(peak, total, mean, scores, values)
 
     mean = mean / tl.where(total > 0, total, 1.0)[:, None]
     text = length * kv_heads * G  # rows of the output; within a text 32 bits count the places
@@ -281,23 +341,28 @@ def sees(mask_row, real, slot, position, prefix, n, reach, num_words, TREE: tl.c
 
 
 @triton.jit
-def load_slots(key, key_m, value, value_m, n, high, D: tl.constexpr, PADDED_D: tl.constexpr):
-    """Return keys and values of slots n [N], each [N, PADDED_D]: zeros past D and, if given, from slot `high` on."""
+def load_slots(rows, step, n, high, D: tl.constexpr, PADDED_D: tl.constexpr):
+    """Return columns of slots n [N], [N, PADDED_D]: zeros past D and, if given, from slot `high` on."""
     d = tl.arange(0, PADDED_D)
     mask = (d < D)[None, :] if high is None else (d < D)[None, :] & (n < high)[:, None]
-    keys = tl.load(key + n[:, None] * key_m + d[None, :], mask=mask, other=0.0)
-    values = tl.load(value + n[:, None] * value_m + d[None, :], mask=mask, other=0.0)
-    return keys, values
+    return tl.load(rows + n[:, None] * step + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def add_block(peak, total, mean, queries, keys, values, seen, scale, cap):
-    """Online softmax: queries [R, D] look at N more keys and values where `seen` [R, N], None for everywhere."""
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+def score(queries, keys, tail_queries, tails, seen, scale, cap):
+    """Return the scores [R, N] of N keys, without those not `seen` [R, N], None for all seen."""
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    if tails is not None:
+        scores = tl.dot(tail_queries, tl.trans(tails), scores, input_precision="ieee")
+    scores *= scale
     if cap is not None:
         scores = cap * (2 * tl.sigmoid(2 * scores) - 1)  # tanh
-    if seen is not None:
-        scores = tl.where(seen, scores, float("-inf"))
+    return scores if seen is None else tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def add_block(peak, total, mean, scores, values):
+    """Online softmax: rows with scores [R, N] of N more slots add their values [N, D]."""
     higher = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
     weights = tl.exp2(scores - base[:, None])

@@ -56,7 +56,8 @@ class OnLatents:
         of_key, of_value = module.kv_b_proj.weight.view(query.shape[1], sum(widths), -1).split(widths, 1)  # [H, D, r]
         plain, turned = query.split([widths[0], rotated.shape[3]], 3)
         query = torch.cat([plain @ of_key, turned], 3)  # [B, H, T, r + Dr]
-        attended = compute(query, side_by_side(latents, rotated), latents, scale)  # [B, T, H, r]
+        both = side_by_side(latents, rotated)  # of which the kernel reads the latents once, as keys and as values
+        attended = compute(query, both, both[..., : latents.shape[3]], scale)  # [B, T, H, r]
         return torch.einsum("bthr,hvr->bthv", attended, of_value)
 
 

@@ -302,6 +302,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparse attention": ("deepseek_v32", {**SERVED["deepseek_v32"], **DENSE}),
     "chunks": ("llama4_text", {**SERVED["llama4_text"], **LONG, "moe_layers": []}),
 }
+ALIKE = {"gated DeltaNet in a multimodal model", "Mamba-2 beside attention"}  # another kind has these layers, too
 
 
 def family_config(model_type: str, changes: dict[str, Any]) -> PretrainedConfig:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import KINDS, VOCABULARY, target_and_plain_model
+from families import ALIKE, KINDS, VOCABULARY, target_and_plain_model
 from transformers import PreTrainedModel
 
 from draftsmith.inference import SpeculativeDecoder
@@ -15,7 +15,6 @@ from draftsmith.models.sampling.trees import StaticTree
 
 LENGTHS = (2, 37, 5, 11)  # of the prompts
 NEW_TOKENS = 40
-ALIKE = {"gated DeltaNet in a multimodal model", "Mamba-2 beside attention"}  # another kind has these layers, too
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -13,6 +13,7 @@ from typing import get_args
 import pytest
 import torch
 from drafters import build, loss_of, random_batch
+from families import ALIKE, KINDS, target_and_plain_model
 
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.decoding.decoder import resolve_settings
@@ -36,6 +37,8 @@ MODES = get_args(VerificationMode)
 PROMPTS = [[5, 6, 7, 5, 6], [8, 9], [11]]
 SMALL = {"draft_model": {"num_layers": 1}, "lookahead": {"window": 2, "candidates": 2, "pool": 16}}
 CUT = {"block": (0.9, 20)}  # top_p and top_k of a mode; their kernels are slow in the interpreter
+BY_DEFAULT = ("sparse attention", "chunks", "Kimi delta attention", "Mamba-2")  # all kernels, in few targets
+OTHERS = sorted(KINDS.keys() - ALIKE - set(BY_DEFAULT))
 Case = tuple[str, VerificationMode, str]
 interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU kernels are compiled")
 
@@ -144,6 +147,20 @@ def test_the_loop_on_kernels_is_the_plain_loop(part: int, target_dir: str, monke
         if number % 4 == part:
             with monkeypatch.context() as environment:
                 assert_kernels_agree(case, (1, 3)[number // 4 % 2], number % 2, target_dir, environment)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", [*BY_DEFAULT, *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHERS)])
+def test_targets_of_each_kind_on_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two texts, one after the other in a row; `synthetic` verification keeps branches of a tree."""
+    target, _ = target_and_plain_model(*KINDS[kind])
+    settings = settings_of(("medusa", "synthetic", "static"), target)
+    drafter = drafter_of("medusa", target)
+    assert settings is not None
+    expected = decode(target, drafter, settings, 1, 0)
+    assert any(stats.num_accepted_tokens for _, stats in expected)
+    monkeypatch.setenv(SWITCH, "interpreter")
+    assert decode(target, drafter, settings, 1, 0) == expected
 
 
 @pytest.mark.long

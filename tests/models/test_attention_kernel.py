@@ -7,12 +7,13 @@ wrong, only there.
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
-from draftsmith.models.slots.attention import slot_attention
+from draftsmith.models.slots.attention import attend_on_slots, slot_attention
 from draftsmith.models.slots.window import Window, chain_window
 
 pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
@@ -65,23 +66,28 @@ def assert_same(
     dtype: torch.dtype = torch.float32,
     splits: int | None = 2,
     sinks: bool = False,
+    value_width: int | None = None,
+    shared: bool = False,
     **settings: float,
 ) -> None:
     """Random tensors, laid out as modelling code and cache have them, through the kernel and through its twin.
 
-    Slots behind the new tokens, which the kernel must not even read, are NaN for the kernel.
+    Slots behind the new tokens, which the kernel must not even read, are NaN for the kernel. `shared` values are the
+    first columns of the keys.
     """
     batch, length = window.slots.shape
+    value_width = value_width or width
     query = torch.randn(batch, length, kv_heads * groups, width)
-    stored = torch.randn(2, batch, NUM_SLOTS + 1, kv_heads, width)
+    stored = torch.randn(batch, NUM_SLOTS + 1, kv_heads, width if shared else width + value_width)
     query, stored = query.to(DEVICE, dtype).transpose(1, 2), stored.to(DEVICE, dtype)
-    key, value = stored[:, :, :NUM_SLOTS].transpose(2, 3)
+    slots = stored[:, :NUM_SLOTS].transpose(1, 2)
+    key, value = slots[..., :width], slots[..., :value_width] if shared else slots[..., width:]
     logits = 2 * torch.randn(kv_heads * groups, device=DEVICE) if sinks else None
     mask, packed = window.bool_mask(NUM_SLOTS).to(DEVICE), window.packed_mask().to(DEVICE)
     scaling = width**-0.5
     expected, _ = slot_attention(torch.nn.Identity(), query, key, value, mask, scaling, s_aux=logits, **settings)
     unused = torch.arange(NUM_SLOTS + 1) > window.slots[:, -1:]
-    stored[:, unused.to(DEVICE)] = float("nan")
+    stored[unused.to(DEVICE)] = float("nan")
     found = attend(query, key, value, packed, scaling, sinks=logits, splits=splits, **settings)
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     real = (window.slots < NUM_SLOTS).to(DEVICE)
@@ -117,6 +123,46 @@ def test_heads_that_share_keys_and_values(kv_heads: int, groups: int) -> None:
 def test_head_widths(width: int) -> None:
     assert_same(make_window("tree"), kv_heads=2, width=width, splits=1)
     assert_same(make_window("one token"), width=width, splits=2)
+
+
+@pytest.mark.usefixtures("watched_memory")
+@pytest.mark.parametrize(("width", "value_width", "shared"), [(24, 16, False), (40, 32, True), (20, 48, False)])
+def test_keys_and_values_of_different_widths(width: int, value_width: int, shared: bool) -> None:
+    """Of latent attention: its expanded keys and values, its latents, and values that are wider."""
+    for dtype in (torch.float32, *HALVES):
+        assert_same(make_window("tree"), 1, 4, width, dtype, splits=2, value_width=value_width, shared=shared)
+
+
+@pytest.mark.parametrize(("width", "value_width", "shared"), [(576, 512, True), (192, 128, False)])
+def test_the_widths_of_deepseek(width: int, value_width: int, shared: bool) -> None:
+    assert_same(make_window("one token"), 1, 8, width, splits=2, value_width=value_width, shared=shared)
+
+
+@pytest.mark.usefixtures("watched_memory")
+@pytest.mark.parametrize("chunk", [4, 200])
+@pytest.mark.parametrize("name", ["chain", "padded", "tree"])
+def test_tokens_that_see_their_own_chunk(name: str, chunk: int) -> None:
+    """Llama 4; chunks also end within a tree."""
+    window, config = make_window(name), SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=chunk)
+    layer: Any = SimpleNamespace(config=config, layer_idx=0)
+    query, key, value = (torch.randn(2, 2, length, 16, device=DEVICE) for length in (window.slots.shape[1], 112, 112))
+    masks = window.bool_mask(NUM_SLOTS).to(DEVICE), window.packed_mask().to(DEVICE)
+    expected, found = (slot_attention(layer, query, key, value, mask)[0] for mask in masks)
+    real = (window.slots < NUM_SLOTS).to(DEVICE)
+    torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("watched_memory")
+def test_slots_that_the_model_chose() -> None:
+    """DeepSeek's sparse attention: a mask of bool, in one split and in several."""
+    window = make_window("tree")
+    query, key = torch.randn(2, 2, 7, 40, device=DEVICE), torch.randn(2, 1, NUM_SLOTS, 40, device=DEVICE)
+    mask = (window.bool_mask(NUM_SLOTS) & (torch.rand(2, 1, 7, NUM_SLOTS) < 0.1)).to(DEVICE)
+    mask[..., 0] = True
+    expected = attend_on_slots(query, key, key[..., :32], 0.2, mask)
+    for splits in (1, 3):
+        found = attend(query, key, key[..., :32], mask, 0.2, splits=splits)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("settings", [{"softcap": 2.0}, {"sinks": True}, {"softcap": 1.0, "sinks": True}])

@@ -54,6 +54,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 ON_SM_89 = tuple(f"attention {name}" for name in ("bfloat16 8 128", "bfloat16 64 256", "bfloat16 8 512", "float32 512"))
+ON_SM_89 += tuple(f"attention latents {dtype} tree" for dtype in (torch.bfloat16, torch.float32))
 ON_SM_89 += ("greedy chain bfloat16", "one_hot tree", "typical tree", "block chain")
 ON_SM_89 += ("probabilistic chain", "without_replacement tree", "uniforms", "write torch.bfloat16", "move 4")
 ON_SM_89 += ("product torch.bfloat16 (4096, 6144, 'write', 5)", "product torch.float32 (4096, 28672, 'gate', 1)")
@@ -98,7 +99,32 @@ def attention() -> dict[str, Callable[[], object]]:
     calls["one word"] = 32, 128, torch.bfloat16, 1, False, 8  # a draft and its root in one word of the mask
     calls["everything tree"] = 8, 128, torch.bfloat16, 2, True, 8
     calls["prompt"] = 512, 128, torch.bfloat16, 0, False, 1
-    return {f"attention {name}": lambda args=args: call(*args) for name, args in calls.items()}
+    return {f"attention {name}": lambda args=args: call(*args) for name, args in calls.items()} | latent_attention()
+
+
+def latent_attention() -> dict[str, Callable[[], object]]:
+    """Return calls with keys and values of DeepSeek-V3's widths: latents for all heads, and expanded for each."""
+    from draftsmith.models.slots import attention_kernel
+
+    def latents(dtype: torch.dtype, length: int, mask: Tensor) -> object:
+        query, key = meta(2, 128, length, 576, dtype=dtype), meta(2, 1, 4096, 576, dtype=dtype)
+        return attention_kernel.attend(query, key, key[..., :512], mask, 0.1, splits=8)
+
+    def expanded(dtype: torch.dtype, mask: Tensor) -> object:
+        query, key = meta(2, 128, 512, 192, dtype=dtype), meta(2, 128, 4096, 192, dtype=dtype)
+        return attention_kernel.attend(query, key, meta(2, 128, 4096, 128, dtype=dtype), mask, 0.1)
+
+    chosen = meta(2, 1, 5, 4096, dtype=torch.bool), meta(2, 1, 512, 4096, dtype=torch.bool)
+    calls: dict[str, Callable[[], object]] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        chain, tree = (meta(2, 1, 5, 3 + num_words, dtype=torch.int32) for num_words in (0, 2))
+        prompt = meta(2, 1, 512, 3, dtype=torch.int32)
+        calls[f"latents {dtype} chain"] = lambda dtype=dtype, mask=chain: latents(dtype, 5, mask)
+        calls[f"latents {dtype} tree"] = lambda dtype=dtype, mask=tree: latents(dtype, 5, mask)
+        calls[f"latents {dtype} chosen"] = lambda dtype=dtype: latents(dtype, 5, chosen[0])
+        calls[f"expanded {dtype}"] = lambda dtype=dtype, mask=prompt: expanded(dtype, mask)
+    calls["expanded chosen"] = lambda: expanded(torch.bfloat16, chosen[1])
+    return {f"attention {name}": call for name, call in calls.items()}
 
 
 def steps() -> dict[str, Callable[[], object]]:
