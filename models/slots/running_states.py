@@ -6,8 +6,8 @@ ancestors, and its inputs wait. The next window tells by its first slot how many
 the state, one by one. A state is thereby a function of the text alone, however its tokens fell into rounds.
 
 transformers' modules run as they are, with two functions of their files replaced while `reading` is on: the causal
-convolution, and the rule by which the state changes. Gated DeltaNet: arXiv 2412.06464, equation 10; Kimi delta
-attention: arXiv 2510.26692, equation 1; Mamba-2: arXiv 2405.21060, section 3.
+convolution, and the rule by which the state changes. `state_rules` holds what these compute, `state_kernels` the same
+for a GPU.
 
 Shapes: B rows, T new tokens a row, H heads, Dk and Dv widths of keys and values, C channels of a convolution, k its
 taps, G groups, N width of a Mamba-2 state, P of its heads. States and inputs of rules are fp32.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from draftsmith.models.kernels import runs_kernels
+from draftsmith.models.slots import state_rules
+from draftsmith.models.slots.state_rules import (
+    advance_delta,
+    advance_mamba2,
+    delta_inputs,
+    mamba2_inputs,
+    newest,
+    normalized,
+)
 from draftsmith.models.slots.window import Window
 
+if TYPE_CHECKING:
+    from draftsmith.models.slots.cache_kernels import MoveTable
+
+MOST_IN_KERNELS = 64  # columns; their sizes are those of a tile
 CONVOLUTION = "causal_conv1d_fn"
 _running = threading.local()  # .window_read: what this thread's pass reads, while one is running
 
@@ -53,6 +67,7 @@ class RunningStates:
     buffers: dict[tuple[str, int], Buffer] = field(default_factory=dict)  # by part and layer
     num_held: Tensor | None = None  # [num_rows] int64, tokens that the states have taken up
     num_waiting: Tensor | None = None  # [num_rows] int64, columns that wait behind these
+    move_tables: "list[MoveTable] | None" = None  # for `keep_path` on a GPU
 
     def make_counts(self, device: torch.device) -> None:
         if self.num_held is None:
@@ -70,6 +85,7 @@ class RunningStates:
             for new, old in zip(room, buffer.inputs if buffer else [], strict=bool(buffer)):
                 new[:, : old.shape[1]] = old
             self.buffers[name] = buffer = Buffer(state, room)
+            self.move_tables = None
         return buffer
 
     def keep_path(self, rows: Tensor | slice, path: Tensor) -> None:
@@ -79,10 +95,25 @@ class RunningStates:
         assert self.num_waiting is not None
         columns = F.pad(path, (1, 0))
         self.num_waiting[rows] = columns.shape[1]
+        if runs_kernels(path.device):
+            assert isinstance(rows, slice)
+            self._move_columns(path)
+            return
         for buffer in self.buffers.values():
             for part in buffer.inputs:
                 index = columns.view(*columns.shape, *[1] * (part.ndim - 2)).expand(-1, -1, *part.shape[2:])
                 part[rows, : columns.shape[1]] = part[rows].gather(1, index)
+
+    def _move_columns(self, path: Tensor) -> None:
+        """Do what `keep_path` does in the first rows, as if the columns were slots of a cache behind slot 0."""
+        from draftsmith.models.slots import cache_kernels
+
+        if self.move_tables is None:
+            parts = [part for buffer in self.buffers.values() for part in buffer.inputs]
+            self.move_tables = cache_kernels.move_tables(parts)
+        first = torch.zeros(len(path), dtype=torch.int64, device=path.device)
+        for table in self.move_tables:
+            cache_kernels.move_slots(table, first, path)
 
 
 # --- what one pass reads
@@ -155,7 +186,7 @@ class WindowRead:
 
     def let_wait(self, buffer: Buffer, inputs: list[Tensor]) -> None:
         for part, new in zip(buffer.inputs, inputs, strict=True):
-            part[self.rows, : new.shape[1]] = new.to(part.dtype)
+            part[self.rows, : new.shape[1]] = new
 
 
 @contextmanager
@@ -228,27 +259,24 @@ def convolve(
     inputs, num_taps = hidden_states.transpose(1, 2), weight.shape[1]
     name, shape = ("convolution", read.layer), (num_taps - 1, inputs.shape[2])
     buffer = read.states.buffer(name, shape, [inputs[:, :1] if read.num_text is not None else inputs], inputs.dtype)
-    past = torch.cat([read.begin(buffer), *read.waiting(buffer)], 1)
-    state = newest(past, read.num_kept, num_taps - 1)  # [B, k - 1, C]
-    known = torch.cat([state, inputs], 1)  # [B, k - 1 + T, C]
     if read.num_text is not None:
+        past = torch.cat([read.begin(buffer), *read.waiting(buffer)], 1)
+        known = torch.cat([newest(past, read.num_kept, num_taps - 1), inputs], 1)  # [B, k - 1 + T, C]
         buffer.state[read.rows] = newest(known, read.num_text, num_taps - 1)
         return stock(known.transpose(1, 2), weight, bias, activation=activation)[..., num_taps - 1 :]
-    buffer.state[read.rows] = state
+    output = rules_for(inputs).read_convolution(read, buffer, inputs, weight, bias)
     read.let_wait(buffer, [inputs])
-    places = read.taps(num_taps).flatten(1)[..., None].expand(-1, -1, inputs.shape[2])
-    tapped = known.to(weight.dtype).gather(1, places).unflatten(1, (-1, num_taps))  # [B, T, k, C]
-    output = (tapped * weight.T).sum(2)
-    if bias is not None:
-        output = output + bias
     output = output if activation is None else ACT2FN[activation](output)
     return output.to(inputs.dtype).transpose(1, 2)
 
 
-def newest(inputs: Tensor, num_new: Tensor, count: int) -> Tensor:
-    """Return the newest `count` of inputs [B, count + T, C] of which the first `num_new` [B] of the T are kept."""
-    places = num_new[:, None] + torch.arange(count, device=inputs.device)
-    return inputs.gather(1, places[..., None].expand(-1, -1, inputs.shape[2]))
+def rules_for(inputs: Tensor) -> Any:
+    """Return the module that reads windows of drafts with such inputs [B, T, ...]: kernels, or their plain forms."""
+    if runs_kernels(inputs.device) and inputs.shape[1] <= MOST_IN_KERNELS:
+        from draftsmith.models.slots import state_kernels
+
+        return state_kernels
+    return state_rules
 
 
 def gated_delta(
@@ -287,64 +315,13 @@ def gated_delta(
         )
         buffer.state[read.rows] = state
         return output, state
-    waiting = delta_inputs(key, value, g, beta, use_qk_l2norm_in_kernel)
-    buffer = read.states.buffer(name, shape, waiting, torch.float32)
-    state = advance_delta(read.begin(buffer), read.waiting(buffer), read.num_kept)
-    buffer.state[read.rows] = state
-    read.let_wait(buffer, waiting)
+    inputs = delta_inputs(key, value, g, beta, use_qk_l2norm_in_kernel)
+    buffer = read.states.buffer(name, shape, inputs, torch.float32)
     queries = query.repeat_interleave(value.shape[2] // query.shape[2], 2).float()
     queries = normalized(queries) if use_qk_l2norm_in_kernel else queries
-    return read_delta(queries, waiting, state, read.ancestors).to(query.dtype), state
-
-
-def delta_inputs(key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalize: bool) -> list[Tensor]:
-    """Return what changes a state: keys [B, T, H, Dk], values [B, T, H, Dv], g [B, T, H, 1 or Dk], beta [B, T, H]."""
-    keys = key.repeat_interleave(value.shape[2] // key.shape[2], 2).float()
-    keys = normalized(keys) if normalize else keys
-    return [keys, value.float(), (g if g.ndim == 4 else g[..., None]).float(), beta.float()]
-
-
-def normalized(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-
-def advance_delta(state: Tensor, inputs: list[Tensor], num_kept: Tensor) -> Tensor:
-    """Return states [B, H, Dk, Dv] after the first `num_kept` [B] of the inputs, exactly as after a token at a time."""
-    for i, (key, value, g, beta) in enumerate(zip(*(part.unbind(1) for part in inputs), strict=True)):
-        is_kept = (i < num_kept)[:, None]
-        g, beta = g.masked_fill(~is_kept[..., None], 0), beta.masked_fill(~is_kept, 0)
-        state = state * g.exp()[..., None]
-        change = (value - (state * key[..., None]).sum(2)) * beta[..., None]
-        state = state + key[..., None] * change[:, :, None]
-    return state
-
-
-def read_delta(query: Tensor, inputs: list[Tensor], state: Tensor, ancestors: Tensor) -> Tensor:
-    """Return what each token reads of the state after its ancestors and itself, [B, T, H, Dv], by one solve a head.
-
-    U are the changes that the tokens make: (I + beta K K' D) U = beta (V - K e^G S), with G the sum of a token's g and
-    its ancestors', and D the decay between two of them.
-    """
-    key, value, g, beta = inputs
-    query, key, value = (part.transpose(1, 2) for part in (query * query.shape[3] ** -0.5, key, value))  # [B, H, T, D]
-    g, beta = g.transpose(1, 2), beta.transpose(1, 2)[..., None]  # [B, H, T, 1 or Dk], [B, H, T, 1]
-    ancestors = ancestors[:, None]
-    total = ancestors.float() @ g  # G
-    if g.shape[3] == 1:
-        decay = decay_between(total[..., 0], ancestors)
-        products, reads = (part @ key.transpose(2, 3) * decay for part in (key, query))  # [B, H, T, T]
-    else:
-        decay = decay_between(total.transpose(2, 3), ancestors[:, :, None])  # [B, H, Dk, T, T]
-        products, reads = (torch.einsum("bhtd,bhsd,bhdts->bhts", part, key, decay) for part in (key, query))
-    system = (beta * products).tril(-1)  # with ones on the diagonal, which the solver takes for granted
-    known = beta * (value - (key * total.exp()) @ state)
-    changes = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    return (reads @ changes + (query * total.exp()) @ state).transpose(1, 2)
-
-
-def decay_between(total: Tensor, ancestors: Tensor) -> Tensor:
-    """Return e^(total_t - total_s) [..., T, T] where s is an ancestor of t, else 0, of sums of logarithms [..., T]."""
-    return (total[..., :, None] - total[..., None, :]).masked_fill(~ancestors, float("-inf")).exp()
+    output = rules_for(key).delta_rule(read, buffer, queries, inputs)
+    read.let_wait(buffer, inputs)
+    return output.to(query.dtype), buffer.state
 
 
 def mamba2(
@@ -382,39 +359,13 @@ def mamba2(
         )
         buffer.state[read.rows] = state
         return output, state
-    waiting = mamba2_inputs(hidden_states, dt, A, B)
-    buffer = read.states.buffer(name, shape, waiting, torch.float32)
-    state = advance_mamba2(read.begin(buffer), read.waiting(buffer), read.num_kept)
-    buffer.state[read.rows] = state
-    read.let_wait(buffer, waiting)
-    output = read_mamba2(C.repeat_interleave(heads // C.shape[2], 2).float(), waiting, state, read.ancestors)
+    inputs = mamba2_inputs(hidden_states, dt, A, B)
+    buffer = read.states.buffer(name, shape, inputs, torch.float32)
+    queries = C.repeat_interleave(heads // C.shape[2], 2).float()
+    output = rules_for(dt).mamba2_rule(read, buffer, queries, inputs)
+    read.let_wait(buffer, inputs)
     output = output if D is None else output + D[..., None] * hidden_states.float()
-    return output.contiguous(), state
-
-
-def mamba2_inputs(hidden: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> list[Tensor]:
-    """Return what changes a state: dt x [B, T, H, P], B [B, T, H, N] and the decays' logarithms dt A [B, T, H]."""
-    dt = dt.float()
-    return [hidden.float() * dt[..., None], B.repeat_interleave(hidden.shape[2] // B.shape[2], 2).float(), dt * A]
-
-
-def advance_mamba2(state: Tensor, inputs: list[Tensor], num_kept: Tensor) -> Tensor:
-    """Return states [B, H, P, N] after the first `num_kept` [B] of the inputs, exactly as after a token at a time."""
-    for i, (written, B, decay) in enumerate(zip(*(part.unbind(1) for part in inputs), strict=True)):
-        is_kept = (i < num_kept)[:, None]
-        decay, written = decay.masked_fill(~is_kept, 0), written.masked_fill(~is_kept[..., None], 0)
-        state = state * decay.exp()[..., None, None] + written[..., None] * B[:, :, None]
-    return state
-
-
-def read_mamba2(C: Tensor, inputs: list[Tensor], state: Tensor, ancestors: Tensor) -> Tensor:
-    """Return what each token reads of the state after its ancestors and itself, [B, T, H, P]."""
-    written, B, decay = inputs
-    C, written, B = (part.transpose(1, 2) for part in (C, written, B))  # [B, H, T, N or P]
-    ancestors = ancestors[:, None]
-    total = ancestors.float() @ decay.transpose(1, 2)[..., None]  # [B, H, T, 1]
-    reads = C @ B.transpose(2, 3) * decay_between(total[..., 0], ancestors)
-    return (reads @ written + (C * total.exp()) @ state.transpose(2, 3)).transpose(1, 2)
+    return output.contiguous(), buffer.state
 
 
 REPLACED: dict[str, Callable[..., Any]] = {

@@ -67,12 +67,14 @@ ON_SM_89 += (
     "norm torch.bfloat16 1",
     "enter with features torch.bfloat16",
     "rotate torch.bfloat16 1",
+    "delta rule of channels 64",
+    "convolution bfloat16",
 )
 
 
 def launches() -> dict[str, Callable[[], object]]:
     """By a name with the shape bucket and, where there are several, the dtype."""
-    return verification() | attention() | cache() | losses() | steps() | products() | rounds()
+    return verification() | attention() | cache() | states() | losses() | steps() | products() | rounds()
 
 
 def attention() -> dict[str, Callable[[], object]]:
@@ -217,6 +219,45 @@ def cache() -> dict[str, Callable[[], object]]:
     return {name: lambda dtype=dtype: write(5, 80, dtype) for name, dtype in writes.items()} | {
         name: lambda depth=depth: move(depth) for name, depth in moves.items()
     }
+
+
+def states() -> dict[str, Callable[[], object]]:
+    """Return calls of rules and convolutions of Qwen3.5, Kimi-Linear, Nemotron-H, Falcon-H1 and LFM2, by draft."""
+    from draftsmith.models.slots import state_kernels
+    from draftsmith.models.slots.running_states import Buffer, RunningStates, WindowRead
+    from draftsmith.models.slots.window import chain_window
+
+    def read(length: int) -> WindowRead:
+        states = RunningStates(2, 64)
+        return WindowRead(states, slice(2), chain_window(meta(2, dtype=torch.int64), length))
+
+    def delta(length: int, decays: int) -> None:
+        sizes = [(32, 128), (32, 128), (32, decays), (32,)]
+        new, waiting = ([meta(2, n, *size, dtype=torch.float32) for size in sizes] for n in (length, 64))
+        buffer = Buffer(meta(2, 32, 128, 128, dtype=torch.float32), waiting)
+        state_kernels.delta_rule(read(length), buffer, meta(2, length, 32, 128, dtype=torch.float32), new)
+
+    def mamba2(length: int, width: int) -> None:
+        sizes = [(64, 64), (64, width), (64,)]
+        new, waiting = ([meta(2, n, *size, dtype=torch.float32) for size in sizes] for n in (length, 64))
+        buffer = Buffer(meta(2, 64, 64, width, dtype=torch.float32), waiting)
+        state_kernels.mamba2_rule(read(length), buffer, meta(2, length, 64, width, dtype=torch.float32), new)
+
+    def convolve(dtype: torch.dtype, channels: int, num_taps: int, with_bias: bool) -> None:
+        buffer = Buffer(meta(2, num_taps - 1, channels, dtype=dtype), [meta(2, 64, channels, dtype=dtype)])
+        bias = meta(channels, dtype=dtype) if with_bias else None
+        weight = meta(channels, num_taps, dtype=dtype)
+        state_kernels.read_convolution(read(5), buffer, meta(2, 5, channels, dtype=dtype), weight, bias)
+
+    calls: dict[str, Callable[[], object]] = {}
+    for length in (1, 20, 64):
+        calls[f"delta rule {length}"] = lambda length=length: delta(length, 1)
+        calls[f"delta rule of channels {length}"] = lambda length=length: delta(length, 128)
+        calls[f"mamba-2 {length}"] = lambda length=length: mamba2(length, 128)
+    calls["mamba-2 wide 64"] = lambda: mamba2(64, 256)
+    calls["convolution bfloat16"] = lambda: convolve(torch.bfloat16, 8192, 4, True)
+    calls["convolution float32"] = lambda: convolve(torch.float32, 2048, 3, False)
+    return calls
 
 
 def rounds() -> dict[str, Callable[[], object]]:

@@ -22,6 +22,7 @@ from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream
 from draftsmith.models.sampling.trees import ancestor_words
 from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.running_states import Buffer, RunningStates, WindowRead
 from draftsmith.models.slots.window import Window, chain_window
 from draftsmith.models.target.layer_steps import Beside, Ending
 from draftsmith.models.target.target import Features
@@ -34,7 +35,7 @@ from draftsmith.inference.decoding import round_kernels
 from draftsmith.inference.verification import acceptance_kernels
 from draftsmith.models.losses import divergence_kernels
 from draftsmith.models.sampling import cut_kernels, sampling_kernels
-from draftsmith.models.slots import attention_kernel, cache_kernels
+from draftsmith.models.slots import attention_kernel, cache_kernels, state_kernels
 from draftsmith.models.target import layer_kernels, product_kernel
 
 pytestmark = [
@@ -116,6 +117,26 @@ def both_ends(num_nodes: int, memory: ShadowMemory) -> None:
     round_kernels.close_round(state, ends, draft, verified, read)
 
 
+def window_read() -> WindowRead:
+    """Three new tokens in two rows: in the first, three columns of four are kept, and the second begins anew."""
+    states = RunningStates(2, 4)
+    states.num_held, states.num_waiting = torch.tensor([0, 5]), torch.tensor([4, 2])
+    return WindowRead(states, slice(2), chain_window(torch.tensor([3, 0]), 3))
+
+
+def read_delta_rule(memory: ShadowMemory) -> None:
+    sizes = ((2, 20), (2, 36), (2, 1), (2,))
+    inputs, waiting = ([torch.randn(2, length, *size) for size in sizes] for length in (3, 4))
+    buffer = Buffer(torch.randn(2, 2, 20, 36), waiting)
+    state_kernels.delta_rule(window_read(), buffer, torch.randn(2, 3, 2, 20), inputs)
+
+
+def read_convolution(memory: ShadowMemory, kernel: ModuleType = state_kernels) -> None:
+    """More channels than a block has."""
+    buffer = Buffer(torch.randn(2, 3, 270), [torch.randn(2, 4, 270)])
+    kernel.read_convolution(window_read(), buffer, torch.randn(2, 3, 270), torch.randn(270, 4), torch.randn(270))
+
+
 def draw(sampling: Sampling, memory: ShadowMemory) -> None:
     noise = Noise(0, torch.arange(3))
     out = torch.empty(3, 2, dtype=torch.int64)
@@ -183,6 +204,7 @@ CALLS: list[Call] = [
     lambda memory: attend(chain_window(torch.tensor([39, 0, 16]), 1), 3, memory),
     lambda memory: attend(tree_window(), 2, memory),
     *(norm_in_place, enter, enter_with_features, rotate, silu, write, move, compare, uniforms),
+    *(read_delta_rule, read_convolution),
     *(partial(verify, rule) for rule in RULES),
     *(partial(both_ends, num_nodes) for num_nodes in (0, 3, 5)),
     *(partial(draw, sampling) for sampling in (Sampling(0.7), Sampling(0.7, 0.8), Sampling(0.7, 0.9, 5))),
@@ -238,6 +260,12 @@ CHANGES: dict[str, tuple[Call, str, str, str]] = {
         "(d < D)[None, :] & (n < high)[:, None]",
         "(d < D)[None, :]",
         "reads memory that nothing was written to",
+    ),
+    "a state stored before all taps are read": (
+        read_convolution,
+        "tl.debug_barrier()  # all is read",
+        "# all is read",
+        "overwrites what another thread loads",
     ),
     "a row that is not full": (
         silu,

@@ -14,18 +14,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
-from draftsmith.models.slots import running_states
+from draftsmith.models.slots import state_rules
 from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.models.slots.cache import SlotCache
 from draftsmith.models.slots.forward import run_on_slots
-from draftsmith.models.slots.running_states import (
+from draftsmith.models.slots.running_states import replace_rules
+from draftsmith.models.slots.state_rules import (
     advance_delta,
     advance_mamba2,
     delta_inputs,
     mamba2_inputs,
+    normalized,
     read_delta,
     read_mamba2,
-    replace_rules,
 )
 from draftsmith.models.slots.window import Window, chain_window
 
@@ -69,7 +70,7 @@ def test_the_delta_rule_in_closed_form_is_the_walk_along_each_path(num_nodes: in
     g = decays(B, length, H, DK) if per_channel else decays(B, length, H)
     state = torch.randn(B, H, DK, DV)
     inputs = delta_inputs(key, value, g, beta, normalize=True)
-    queries = running_states.normalized(query)
+    queries = normalized(query)
     found = read_delta(queries, inputs, state, ancestors_of(parents))
     assert found.isfinite().all()
     for column, path in enumerate(paths_of(parents)):
@@ -243,6 +244,6 @@ def test_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> No
         family_config("qwen3_next", RECURRENT["qwen3_next"]), attn_implementation=ATTENTION
     )
     replace_rules(model.eval().requires_grad_(False))
-    monkeypatch.setattr(running_states, *WRONG[mistake])
+    monkeypatch.setattr(state_rules, *WRONG[mistake])
     with pytest.raises(AssertionError):
         test_a_state_is_of_the_text_however_it_fell_into_rounds(model)
