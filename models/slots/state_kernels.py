@@ -43,7 +43,8 @@ def read_window(
     steps: tuple[int, int],
 ) -> Tensor:
     """Launch `read_kernel`. Inputs and waiting ones are keys, values, logarithms of decays and, or not, betas."""
-    key, value, decay, beta = (*(part.contiguous() for part in inputs), None)[:4]
+    key, value, decay = (part.contiguous() for part in inputs[:3])
+    beta = inputs[3].contiguous() if len(inputs) == 4 else None
     query, ancestors = query.contiguous(), read.ancestors.contiguous().view(torch.uint8)
     batch, length, heads, width = key.shape
     columns, value_width = waiting[0].shape[1], value.shape[3]
