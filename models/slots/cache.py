@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.kernels import runs_kernels
-from draftsmith.models.slots.running_states import RunningStates, enter_layer
+from draftsmith.models.slots.running_states import enter_layer
+from draftsmith.models.slots.state_buffers import RunningStates
 
 if TYPE_CHECKING:
     from draftsmith.models.slots.cache_kernels import MoveTable

@@ -9,24 +9,21 @@ Shapes: B rows, T new tokens a row, H heads, K and V widths of keys and values (
 convolution, k its taps. A program has all of a head's keys and BLOCK of its values, and R >= T rows in its tiles.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from draftsmith.models.slots.running_states import Buffer, WindowRead
+from draftsmith.models.slots.state_buffers import Buffer, WindowRead
 
 
-def delta_rule(read: "WindowRead", buffer: "Buffer", query: Tensor, inputs: list[Tensor]) -> Tensor:
+def delta_rule(read: WindowRead, buffer: Buffer, query: Tensor, inputs: list[Tensor]) -> Tensor:
     """Return what queries [B, T, H, K] read of states [B, H, K, V], [B, T, H, V]; inputs as `delta_inputs` has."""
     key_step, value_step = buffer.state.stride()[2:]
     return read_window(read, buffer, query, inputs, buffer.inputs, query.shape[3] ** -0.5, (key_step, value_step))
 
 
-def mamba2_rule(read: "WindowRead", buffer: "Buffer", query: Tensor, inputs: list[Tensor]) -> Tensor:
+def mamba2_rule(read: WindowRead, buffer: Buffer, query: Tensor, inputs: list[Tensor]) -> Tensor:
     """Return what queries [B, T, H, K] read of states [B, H, V, K], [B, T, H, V]; inputs as `mamba2_inputs` has."""
     value_step, key_step = buffer.state.stride()[2:]
     ordered, waiting = ([key, value, decay] for value, key, decay in (inputs, buffer.inputs))
@@ -34,8 +31,8 @@ def mamba2_rule(read: "WindowRead", buffer: "Buffer", query: Tensor, inputs: lis
 
 
 def read_window(
-    read: "WindowRead",
-    buffer: "Buffer",
+    read: WindowRead,
+    buffer: Buffer,
     query: Tensor,
     inputs: list[Tensor],
     waiting: list[Tensor],
@@ -85,7 +82,7 @@ def read_window(
     return output
 
 
-def rows_of(read: "WindowRead") -> Tensor | None:
+def rows_of(read: WindowRead) -> Tensor | None:
     """Return the rows [B] of a cache that a pass reads; None for the first ones."""
     return read.rows if isinstance(read.rows, Tensor) else None
 
@@ -169,9 +166,7 @@ def read_kernel(
         tl.store(output + place * V + v, found, mask=in_value)
 
 
-def read_convolution(
-    read: "WindowRead", buffer: "Buffer", inputs: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
+def read_convolution(read: WindowRead, buffer: Buffer, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the causal convolution [B, T, C] of inputs [B, T, C] by weight [C, k], along each token's ancestors."""
     batch, length, channels = inputs.shape
     num_taps = weight.shape[1]

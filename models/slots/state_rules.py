@@ -7,21 +7,15 @@ Shapes: B rows, T new tokens a row, H heads, Dk and Dv widths of keys and values
 taps, G groups, N width of a Mamba-2 state, P of its heads. States and inputs of rules are fp32.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from draftsmith.models.slots.running_states import Buffer, WindowRead
-
+from draftsmith.models.slots.state_buffers import Buffer, WindowRead
 
 # --- what a window of drafts reads. What was kept of the window before enters the state first
 
 
-def read_convolution(
-    read: "WindowRead", buffer: "Buffer", inputs: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
+def read_convolution(read: WindowRead, buffer: Buffer, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the causal convolution [B, T, C] of inputs [B, T, C] by weight [C, k], along each token's ancestors."""
     num_taps = weight.shape[1]
     past = torch.cat([read.begin(buffer), *read.waiting(buffer)], 1)
@@ -34,14 +28,14 @@ def read_convolution(
     return output if bias is None else output + bias
 
 
-def delta_rule(read: "WindowRead", buffer: "Buffer", query: Tensor, inputs: list[Tensor]) -> Tensor:
+def delta_rule(read: WindowRead, buffer: Buffer, query: Tensor, inputs: list[Tensor]) -> Tensor:
     """Return what queries [B, T, H, Dk] read of states [B, H, Dk, Dv], [B, T, H, Dv]; inputs as `delta_inputs` has."""
     state = advance_delta(read.begin(buffer), read.waiting(buffer), read.num_kept)
     buffer.state[read.rows] = state
     return read_delta(query, inputs, state, read.ancestors)
 
 
-def mamba2_rule(read: "WindowRead", buffer: "Buffer", query: Tensor, inputs: list[Tensor]) -> Tensor:
+def mamba2_rule(read: WindowRead, buffer: Buffer, query: Tensor, inputs: list[Tensor]) -> Tensor:
     """Return what queries [B, T, H, N] read of states [B, H, P, N], [B, T, H, P]; inputs as `mamba2_inputs` has."""
     state = advance_mamba2(read.begin(buffer), read.waiting(buffer), read.num_kept)
     buffer.state[read.rows] = state

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks/launches.py"
+STATE_KERNELS = ("convolution_kernel", "read_kernel")
 STEP, DRAWN = 12, 4  # goals: launches of a draft step, the first one too, and of drawing its token
 MOST_LAUNCHES = {  # of drafting and of verification, in Llama-3.1-8B's shape
     "none, greedy, K = 0, batch 1": (0, 220),
@@ -61,6 +62,22 @@ def test_launches_stay_within_their_goals(answers: dict[str, Any], name: str) ->
     assert answers["launches"][name][1] > 100, "a pass of 32 layers"
 
 
+def test_a_layer_with_a_running_state_takes_two_kernels(answers: dict[str, Any]) -> None:
+    """One for the convolution and one for the rule, whatever is drafted; its host takes no part either."""
+    for draft in ("none", "chain", "tree"):
+        kernels = answers["running states"][draft]
+        assert {name: kernels[name] for name in STATE_KERNELS} == dict.fromkeys(STATE_KERNELS, 2), draft
+
+
+def running_states(benchmark: dict[str, Any], model: Any, launched: list[str]) -> dict[str, dict[str, int]]:
+    """Return the kernels of verification, by name, of a target with two layers of Kimi delta attention."""
+    with mock.patch("draftsmith.models.target.target.check_decodes_exactly"):
+        target = benchmark["Target"](benchmark["on_gpu"](model), None, "kimi_linear")
+    shapes = {"none": ("none", 0), "chain": ("medusa", 3), "tree": ("medusa", benchmark["STATIC_TREE"])}
+    rounds = {name: benchmark["Round"](kind, "greedy", shape) for name, (kind, shape) in shapes.items()}
+    return {name: benchmark["count_round"](rounds[name], target, launched)["verify"].kernels for name in rounds}
+
+
 def recorded_without(benchmark: dict[str, Any], target: Any) -> dict[str, bool]:
     """Return whether an engine records its rounds where nothing, its drafter or its target cannot be recorded."""
     from draftsmith.inference.decoding import batch_engine
@@ -80,11 +97,18 @@ def recorded_without(benchmark: dict[str, Any], target: Any) -> dict[str, bool]:
 def main() -> None:
     """Print what the tests ask for."""
     import torch
+    from transformers import AutoModelForCausalLM
 
     sys.path.append(str(BENCHMARK.parent))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # before `families` of the benchmarks
+    from families import KINDS, family_config
+
     benchmark = runpy.run_path(str(BENCHMARK))
     launched: list[str] = []
     answers: dict[str, Any] = {"launches": {}, "controls": {}, "rounds": 0}
+    with torch.device("meta"):
+        config = family_config(*KINDS["Kimi delta attention"])
+        kimi = AutoModelForCausalLM.from_config(config, attn_implementation=benchmark["ATTENTION"])
     models = {num_layers: benchmark["meta_model"](num_layers) for num_layers in (2, 32)}
     faults = {
         "waits": lambda tensor: tensor[0].item(),
@@ -98,6 +122,7 @@ def main() -> None:
                 benchmark["count"](lambda fault=fault: fault(torch.ones(3, device="cuda")), launched)
             except Exception as error:
                 answers["controls"][name] = type(error).__name__
+        answers["running states"] = running_states(benchmark, kimi, launched)
         target = benchmark["make_target"](models[2])
         answers["recorded without"] = recorded_without(benchmark, target)
         for round_ in benchmark["every_round"]():

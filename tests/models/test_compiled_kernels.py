@@ -224,7 +224,7 @@ def cache() -> dict[str, Callable[[], object]]:
 def states() -> dict[str, Callable[[], object]]:
     """Return calls of rules and convolutions of Qwen3.5, Kimi-Linear, Nemotron-H, Falcon-H1 and LFM2, by draft."""
     from draftsmith.models.slots import state_kernels
-    from draftsmith.models.slots.running_states import Buffer, RunningStates, WindowRead
+    from draftsmith.models.slots.state_buffers import Buffer, RunningStates, WindowRead
     from draftsmith.models.slots.window import chain_window
 
     def read(length: int) -> WindowRead:

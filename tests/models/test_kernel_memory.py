@@ -22,7 +22,7 @@ from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream
 from draftsmith.models.sampling.trees import ancestor_words
 from draftsmith.models.slots.cache import SlotCache
-from draftsmith.models.slots.running_states import Buffer, RunningStates, WindowRead
+from draftsmith.models.slots.state_buffers import Buffer, RunningStates, WindowRead
 from draftsmith.models.slots.window import Window, chain_window
 from draftsmith.models.target.layer_steps import Beside, Ending
 from draftsmith.models.target.target import Features

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftsmith.models.sampling.trees import ancestor_words
 from draftsmith.models.slots import state_rules
-from draftsmith.models.slots.running_states import Buffer, RunningStates, WindowRead
+from draftsmith.models.slots.state_buffers import Buffer, RunningStates, WindowRead
 from draftsmith.models.slots.state_rules import delta_inputs, mamba2_inputs
 from draftsmith.models.slots.window import Window, chain_window
 
