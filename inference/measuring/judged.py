@@ -84,6 +84,7 @@ class JudgedResult:
     speed: JudgedSpeed = flat()
     texts: ComparedTexts | None = optional()  # None: without a plain server, or sampled
     swap_seconds: NonNegative | None = optional()  # None: the engine was started with this drafter
+    start_seconds: NonNegative | None = optional()  # until the engine answered; None: draftsmith did not start it
 
     @property
     def is_sound(self) -> bool:

@@ -1,6 +1,9 @@
-"""`draftsmith evaluate --engine URL`: a running vLLM measures drafters, one after the other, on the same prompts."""
+"""`draftsmith evaluate --engine URL`: a vLLM measures drafters, one after the other, on the same prompts."""
 
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -23,6 +26,7 @@ from draftsmith.recipes.evaluation.inputs import DEFAULT_REPEATS, read_prompt_se
 from draftsmith.recipes.serving.export import is_training_free, write_drafter
 from draftsmith.train.engine.answers import Load
 from draftsmith.train.engine.judging import ENGINE, PLAIN, EngineJudge, JudgeSettings
+from draftsmith.train.engine.restarted import COMMAND, ENGINE_LOG
 
 
 def evaluate_by_engine(settings: EvaluateSettings) -> list[Evaluation]:
@@ -50,6 +54,8 @@ def evaluate_by_engine(settings: EvaluateSettings) -> list[Evaluation]:
             settings.max_new_tokens,
             next(iter(settings.draft_length), None),
             settings.seed,
+            None if settings.as_served else os.environ.get(COMMAND),
+            settings.out / ENGINE_LOG,
         ),
         target,
     )
@@ -87,32 +93,35 @@ def judged_rows(
     with progress_bar() as progress:
         task = progress.add_task("asking the engine", total=None, detail="")
         for name in settings.drafter:
-            kinds[name] = (
-                kind_as_served(name, target) if settings.as_served else swap_in(judge, name, target, settings.out)
-            )
-            measured = [judge.measure(prompts, loads, lambda: progress.advance(task)) for prompts in prompt_sets]
+            with drafting_with(judge, name, target, settings) as kinds[name]:
+                measured = [judge.measure(prompts, loads, lambda: progress.advance(task)) for prompts in prompt_sets]
             for server in measured[0]:
                 rows[server or name] = [row for of_set in measured for row in of_set[server]]
     assert ENGINE not in rows
     return rows, kinds
 
 
-def swap_in(judge: EngineJudge, name: str, target: Target, out: Path) -> str:
-    """Let the engine take a drafter as it is exported for it; return its kind.
+@contextmanager
+def drafting_with(judge: EngineJudge, name: str, target: Target, settings: EvaluateSettings) -> Iterator[str]:
+    """Have the engine draft with a drafter, as it is exported for it; yield its kind.
 
-    It is exported beside `out`, which the engine sees where it sees what is written there.
+    It is exported beside `--out`, which the engine sees where it sees what is written there. Nothing is done for an
+    engine that serves the drafter already.
     """
+    if settings.as_served:
+        yield kind_as_served(name, target)
+        return
     if is_training_free(name):
         raise UserError(
-            f"--drafter {name} has no weights that a running engine could take: start a vLLM with it, and give "
-            f"--beside {name}=URL"
+            f"--drafter {name} has no weights that an engine could take: start a vLLM with it, and give --beside "
+            f"{name}=URL"
         )
-    folder = out.absolute().parent
-    with made_folder(folder), TemporaryDirectory(prefix=f".{out.name}-", dir=folder) as temporary:
+    folder = settings.out.absolute().parent
+    with made_folder(folder), TemporaryDirectory(prefix=f".{settings.out.name}-", dir=folder) as temporary:
         Path(temporary).chmod(0o755)  # an engine may run as another user
         exported = write_drafter(name, "vllm", target, {}, Path(temporary))
-        judge.swap(Path(temporary))
-    return exported.kind
+        with judge.drafting_with(Path(temporary), lambda: None):
+            yield exported.kind
 
 
 def kind_as_served(name: str, target: Target) -> str:

@@ -203,7 +203,7 @@ def test_texts_that_part_are_told_with_the_plain_servers_gap(
     ("changes", "reason"),
     [
         ({"dev_mode": False}, "takes no other drafter while it runs .*404.*serve_vllm_swappable.sh.*--as-served"),
-        ({"reason": "config.json differs in hidden_size"}, "differs in hidden_size. Export it, restart the engine"),
+        ({"reason": "config.json differs in hidden_size"}, "differs in hidden_size. Give in DRAFTSMITH_ENGINE_COMMAND"),
     ],
 )
 def test_an_engine_that_cannot_swap_is_refused_with_the_mend(

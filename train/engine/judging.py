@@ -1,11 +1,13 @@
-"""A running vLLM as the judge of drafters: each is swapped into it, and its own counters tell the acceptance.
+"""A vLLM as the judge of drafters: each is swapped into it as it runs, and its own counters tell the acceptance.
 
-Servers beside it run the same target and stay as they are: a plain one, named `none`, and others such as `ngram` or the
-target's own `mtp`. They do not hang on the drafter, so each is measured once.
+Where the user gives a command for that, the engine is started anew with each drafter instead. Servers beside it run
+the same target and stay as they are: a plain one, named `none`, and others such as `ngram` or the target's own `mtp`.
+They do not hang on the drafter, so each is measured once.
 """
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -28,13 +30,15 @@ from draftsmith.train.engine.answers import (
     speed_beside,
     stats_by_batch,
 )
+from draftsmith.train.engine.restarted import COMMAND, started_engine
 from draftsmith.train.engine.vllm_counters import has_drafter, read_counters, read_version
 
 ENGINE, PLAIN = "", "none"  # names of the server that takes drafters, and of the one without a drafter
 METHOD = "swap_drafter"  # of the worker extension recipes/serving/vllm_swap.py
 MEND = (
-    "start it as serve_vllm_swappable.sh of `draftsmith export CHECKPOINT --engine vllm --swappable` does; one that "
-    "serves the drafter already is measured by `draftsmith evaluate --engine URL --as-served`"
+    "start it as serve_vllm_swappable.sh of `draftsmith export CHECKPOINT --engine vllm --swappable` does, or give in "
+    f"{COMMAND} what starts it with $DRAFTER; one that serves the drafter already is measured by `draftsmith evaluate "
+    "--engine URL --as-served`"
 )
 
 
@@ -55,42 +59,68 @@ class JudgeSettings:
     max_new_tokens: int = 64
     draft_length: int | None = None  # that the engine must have; None: whatever it has
     seed: int = 0
+    command: str | None = None  # that starts the engine with $DRAFTER, anew for each drafter; None: it runs
+    log: Path = Path("engine.log")  # of the engines that the command starts
 
 
 class EngineJudge:
-    """A vLLM and the servers beside it. Raises `UserError` where one of them is not there or is not what it should."""
+    """A vLLM and the servers beside it. Raises `UserError` where one of them is not there or is not what it should.
+
+    An engine that a command starts is there within `drafting_with` alone.
+    """
 
     def __init__(self, settings: JudgeSettings, target: Target) -> None:
-        self.settings = settings
-        urls = {ENGINE: settings.url, **settings.beside}
-        self._servers = {name: self._endpoint(name, url, target) for name, url in urls.items()}
-        self._judges = {
-            name: Judge(f"vLLM {read_version(endpoint.server)}", endpoint.server.url)
-            for name, endpoint in self._servers.items()
-        }
-        for name, endpoint in self._servers.items():
-            if name != PLAIN:
-                read_counters(endpoint.server)
-            elif has_drafter(endpoint.server):
-                raise UserError(f"{endpoint.server.name} has a drafter: start it without --speculative-config")
-        drafted = len(read_counters(self._servers[ENGINE].server).accepted_per_position)
-        if settings.draft_length not in (None, drafted):
-            raise UserError(
-                f"{self._servers[ENGINE].server.name} drafts {drafted} tokens, and the draft length is "
-                f"{settings.draft_length}: start it with that num_speculative_tokens, or give {drafted}"
-            )
+        self.settings, self.target = settings, target
+        self._servers: dict[str, Endpoint] = {}
+        self._judges: dict[str, Judge] = {}
+        if settings.command is None:
+            self._meet(ENGINE, settings.url)
+        for name, url in settings.beside.items():
+            self._meet(name, url)
         self._runs: dict[tuple[str, str, int, Load], ServerRun] = {}  # of the servers beside it
         self._swap_seconds: float | None = None
+        self._start_seconds: float | None = None
 
-    def _endpoint(self, name: str, url: str, target: Target) -> Endpoint:
+    def _meet(self, name: str, url: str) -> None:
+        """Take in a server that runs, and check that it is what its name says."""
+        endpoint = self._endpoint(name, url)
+        server = endpoint.server
+        judge = Judge(f"vLLM {read_version(server)}", server.url)
+        if name == PLAIN and has_drafter(server):
+            raise UserError(f"{server.name} has a drafter: start it without --speculative-config")
+        drafted = 0 if name == PLAIN else len(read_counters(server).accepted_per_position)
+        if name == ENGINE and self.settings.draft_length not in (None, drafted):
+            raise UserError(
+                f"{server.name} drafts {drafted} tokens, and the draft length is {self.settings.draft_length}: start "
+                f"it with that num_speculative_tokens, or give {drafted}"
+            )
+        self._servers[name], self._judges[name] = endpoint, judge
+
+    def _endpoint(self, name: str, url: str) -> Endpoint:
         setting = self.settings.setting + (f", beside it {name}" if name else "")
-        endpoint = Endpoint(url, target, self.settings.max_new_tokens, self.settings.seed, setting)
+        endpoint = Endpoint(url, self.target, self.settings.max_new_tokens, self.settings.seed, setting)
         if endpoint.is_sglang:
             raise UserError(
                 f"{endpoint.server.name} is an SGLang, which takes no other drafter while it runs, and does not count "
                 "drafts as vLLM does: give a vLLM, or measure it with `draftsmith bench`"
             )
         return endpoint
+
+    @contextlib.contextmanager
+    def drafting_with(self, drafter: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+        """Have the engine draft with the drafter in a folder: by a swap, or by starting it anew for this block.
+
+        `on_wait` is called while an engine starts. Raises `UserError` where it cannot take the drafter or start.
+        """
+        if self.settings.command is None:
+            self.swap(drafter)
+            yield
+            return
+        server = Server(self.settings.url, self.settings.setting, f"see to what {COMMAND} starts")
+        with started_engine(self.settings.command, drafter, server, self.settings.log, on_wait) as seconds:
+            self._start_seconds = seconds
+            self._meet(ENGINE, self.settings.url)
+            yield
 
     def swap(self, drafter: Path) -> None:
         """Let the engine take the drafter in a folder that it sees, in the layout that engines load.
@@ -149,6 +179,7 @@ class EngineJudge:
             speed=speed_beside(run, plain, load.repeats),
             texts=texts,
             swap_seconds=self._swap_seconds if name == ENGINE else None,
+            start_seconds=self._start_seconds if name == ENGINE else None,
         )
 
 
@@ -165,8 +196,8 @@ def swap_drafter(server: Server, drafter: Path) -> float:
         raise UserError(f"{server.name} takes no other drafter while it runs ({error}): {MEND}") from None
     if reason := next(filter(None, reasons), ""):
         raise UserError(
-            f"{server.name} cannot take {drafter} while it runs: {reason}. Export it, restart the engine with the "
-            "exported folder, and measure with `draftsmith evaluate --engine URL --as-served`"
+            f"{server.name} cannot take {drafter} while it runs: {reason}. Give in {COMMAND} "
+            "what starts the engine anew with $DRAFTER, or start it so and give `--as-served`"
         )
     server.text("/reset_prefix_cache", {})
     return time.perf_counter() - start

@@ -1,5 +1,6 @@
 """The part of a run's evaluation that an engine measures: its settings, its files, and what is said of it."""
 
+import os
 import shlex
 from pathlib import Path
 
@@ -14,24 +15,34 @@ from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.train.config import EvaluationConfig
 from draftsmith.train.engine.answers import Load
 from draftsmith.train.engine.judging import ENGINE, PLAIN, JudgeSettings
+from draftsmith.train.engine.restarted import COMMAND, ENGINE_LOG
 from draftsmith.train.run_folder.checkpoint import checkpoint_step
 from draftsmith.train.run_folder.tracking import Tracker
 
 
 def check_swappable(drafter: Drafter) -> None:
-    """Refuse, before training, a drafter that a running engine cannot take."""
+    """Refuse, before training, a drafter that a running engine cannot take, and that no command serves."""
+    if COMMAND in os.environ:
+        return
     if drafter.served_in_target or drafter.config.changes_target:
         raise UserError(
             f"evaluation.engine: {drafter.kind} is served in a target of its own, and a running engine keeps its "
-            "target: leave it out"
+            f"target: leave it out, or give in {COMMAND} what starts it with $DRAFTER"
         )
 
 
-def judge_settings(config: EvaluationConfig) -> JudgeSettings:
-    """Return the settings of the engine that measures the run's checkpoints."""
+def judge_settings(config: EvaluationConfig, run: Path) -> JudgeSettings:
+    """Return the settings of the engine that measures the checkpoints of the run in a folder."""
     assert config.engine
-    beside = named_urls(config.engine_beside, "evaluation.engine_beside")
-    return JudgeSettings(config.engine, "evaluation.engine", beside, config.max_new_tokens, config.draft_length)
+    return JudgeSettings(
+        config.engine,
+        "evaluation.engine",
+        named_urls(config.engine_beside, "evaluation.engine_beside"),
+        config.max_new_tokens,
+        config.draft_length,
+        command=os.environ.get(COMMAND),
+        log=run / ENGINE_LOG,
+    )
 
 
 def drafting_beside(config: EvaluationConfig) -> list[str]:
@@ -69,10 +80,12 @@ def judged_evaluations(
 
 def first_judge_failure(failures: str, checkpoint: Path, target: str) -> str:
     """Return what ends a run whose engine cannot measure the first checkpoint, with the way to start such an engine."""
+    reason = failures.splitlines()[0].partition("UserError: ")[2] or failures.splitlines()[0]
+    if COMMAND in os.environ:
+        return f"{reason}. Mend what {COMMAND} starts, then give the same command again"
     served = checkpoint.parents[1] / "served"
     export = ["draftsmith", "export", shell_path(checkpoint), "--engine", "vllm", "--swappable"]
     export += ["--target", shell_path(target), "--out", shell_path(served)]
-    reason = failures.splitlines()[0].partition("UserError: ")[2] or failures.splitlines()[0]
     serve = ["sh", shell_path(served / "serve_vllm_swappable.sh")]
     return (
         f"{reason}. An engine for this run is started by `{shlex.join(export)}`, then `{shlex.join(serve)}`; then give "

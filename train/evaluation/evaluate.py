@@ -256,14 +256,14 @@ class Evaluator:
     def _judged_evaluations(self, checkpoint: Path, prompts: PromptSet, repeats: int) -> dict[str, Evaluation]:
         """Return what an engine measures, by the name of its file: of the checkpoint, and of the servers beside it."""
         if self._judge is None:
-            self._judge = EngineJudge(judge_settings(self.config.evaluation), self.target)
+            self._judge = EngineJudge(judge_settings(self.config.evaluation, self.run), self.target)
         deadline = time.perf_counter() + self.config.run.timeout / 2
-        self._judge.swap(checkpoint)
-        rows = self._judge.measure(
-            prompts,
-            loads_of(self.config.evaluation, repeats),
-            lambda: self._check_going_on(checkpoint, deadline),
-        )
+
+        def go_on() -> None:
+            self._check_going_on(checkpoint, deadline)
+
+        with self._judge.drafting_with(checkpoint, go_on):
+            rows = self._judge.measure(prompts, loads_of(self.config.evaluation, repeats), go_on)
         return judged_evaluations(rows, checkpoint, self.config.drafter.kind, self.target)
 
     def _check_going_on(self, checkpoint: Path, deadline: float) -> None:
