@@ -151,10 +151,10 @@ def test_the_loop_on_kernels_is_the_plain_loop(part: int, target_dir: str, monke
 
 @interpreted
 @pytest.mark.parametrize("kind", [*BY_DEFAULT, *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHERS)])
-def test_targets_of_each_kind_on_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_of_each_kind_on_kernels(kind: str, target_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two texts, one after the other in a row; `synthetic` verification keeps branches of a tree."""
     target, _ = target_and_plain_model(*KINDS[kind])
-    settings = settings_of(("medusa", "synthetic", "static"), target)
+    settings = settings_of(("medusa", "synthetic", "static"), target_dir)
     drafter = drafter_of("medusa", target)
     assert settings is not None
     expected = decode(target, drafter, settings, 1, 0)
