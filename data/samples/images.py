@@ -5,7 +5,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import write_whole
@@ -36,11 +36,13 @@ class Image:
 
 def read_image(url: str, where: str) -> Image:
     """Return the image at a data: URL, a file: URL or a path. Raises `UserError` for others, and for no image."""
-    shown, scheme = f"{where}: the image {url[:60]!r}", urlsplit(url[:60]).scheme
+    shown, (scheme, colon, rest) = f"{where}: the image {url[:60]!r}", url.partition(":")
     if scheme == "data":
         content = _decoded(url, shown)
-    elif scheme in ("", "file"):
-        content = _read_file(Path(unquote(urlsplit(url).path) if scheme else url), shown)
+    elif scheme == "file" and colon:
+        content = _read_file(Path("/" + unquote(rest.lstrip("/"))), shown)
+    elif "://" not in url:
+        content = _read_file(Path(url), shown)
     else:
         raise UserError(f"{shown} is not here: download it, and give its path or a data: URL")
     form = next((form for beginning, form in FORMS.items() if content.startswith(beginning)), None)

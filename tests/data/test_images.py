@@ -180,6 +180,8 @@ def test_other_servers_are_refused(server: ImageServer, served: Target, tmp_path
     ("url", "reason"),
     [
         ("https://example.com/a.png", "is not here: download it"),
+        ("http://[", "is not here: download it"),
+        ("//[", "cannot be read"),
         ("data:image/png;base64,????", "cannot be read"),
         ("data:image/png,abc", "not in base64"),
         ("data:image/png;base64,aGVsbG8=", "no PNG, JPEG, GIF or WebP"),
