@@ -25,6 +25,7 @@ from draftsmith.models.reading import parse_json
 
 ATTEMPTS = 8
 TIMEOUTS = 2  # times the time-out: the seconds for the answers of all attempts together
+TOLD_REASONS = 3  # why requests are sent again: many differ only in the name of a file
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds before an attempt, doubling, times a random factor of 0.5 to 1
 LONGEST_ASKED_WAIT = 120.0  # seconds that are waited where a server asks for that many or more
 PAGE_TIMEOUT = 30.0  # seconds for a page to arrive, which a server does not compute
@@ -109,7 +110,7 @@ class Server:
                 wait = max(error.wait, min(LONGEST_WAIT, FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1))
                 if attempt + 1 == ATTEMPTS or seconds_left <= 0 or self.stopped.is_set():
                     break
-                if reason not in self._reasons:
+                if reason not in self._reasons and len(self._reasons) < TOLD_REASONS:
                     self._reasons.add(reason)
                     notice(f"{self.name}: {reason}; it is asked again, up to {ATTEMPTS} times")
                 if self.stopped.wait(wait):

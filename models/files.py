@@ -134,6 +134,8 @@ def require_writable(folder: Path) -> None:
     """Raise `UserError` where a folder cannot be made or written to. Nothing is made."""
     if "\0" in str(folder):
         raise UserError(f"{str(folder)!r} is no name of a folder")
+    if not folder.resolve().name:
+        raise UserError(f"{folder} is the root of the file system: give a folder in it")
     with writing(folder, "give another folder"):
         existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
         if not existing.is_dir():

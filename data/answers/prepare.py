@@ -409,7 +409,7 @@ def open_folder(out: Path, prepared: dict) -> None:
 
 def has_answers(out: Path) -> bool:
     """Return whether a folder holds answers, some or all, and what they depend on."""
-    has_some = is_written(out) or any(path.stat().st_size for path in journals_in(out))
+    has_some = is_written(out) or any(path.lstat().st_size for path in journals_in(out))
     return has_some and (out / PREPARED).is_file()
 
 

@@ -246,6 +246,21 @@ def test_a_wait_that_a_server_asks_for_is_kept_within_bounds(
     assert capsys.readouterr().err.count("is asked again") == 1
 
 
+def test_reasons_that_differ_each_time_are_told_a_few_times(
+    make_server: Callable[..., RecordingServer], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as the file of each answer, of which a run has a million."""
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.0)
+    server, numbers = connect(make_server()), itertools.count()
+
+    def unread(answer: object) -> None:
+        raise http.PassingError(f"{next(numbers)}.safetensors is damaged")
+
+    with pytest.raises(UserError, match=f"at last with: {http.ATTEMPTS - 1}.safetensors"):
+        server.ask("/v1/completions", {}, unread)
+    assert capsys.readouterr().err.count("is asked again") == http.TOLD_REASONS
+
+
 def test_a_server_may_be_asked_where_a_loop_runs(make_server: Callable[..., RecordingServer]) -> None:
     """In a notebook one always does."""
 

@@ -316,6 +316,13 @@ def test_a_finished_folder_is_checked_before_it_is_called_finished(
     assert (tmp_path / "answers-0.partial").exists()
 
 
+def test_a_journal_that_leads_nowhere(source: str, tiny_target: Target, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / PREPARED).write_bytes((folder / PREPARED).read_bytes())
+    (tmp_path / "answers-0.partial").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="answers-0.partial"):
+        prepare(tiny_target, source, tmp_path, SETTINGS)
+
+
 def test_processes_share_the_prompts(
     folder: Path, source: str, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,8 @@ from damage import (
     near,
     yaml_bombs,
 )
-from hostile_server import HostileServer
+from engines import images, judged_by_engine, states
+from hostile_server import HostileServer, quick_client
 from judge import Attempt, Place
 from material import KINDS, QUANTISED, TRACES, run_arguments, stored_arguments
 from public_checkpoints import PUBLIC
@@ -387,7 +388,7 @@ def server(place: Place) -> Attempt:
     run = attempt.call
 
     def call() -> object:
-        with server.quick_client():
+        with quick_client():
             code = run()
         assert not server.leaked, "the key reached another server"
         return code
@@ -462,7 +463,7 @@ def both_alike(decoder: SpeculativeDecoder, seed: int) -> None:
 
 Area = Callable[[Place], Attempt]
 AREAS: dict[str, tuple[Area, int]] = {  # with the cases of a thousand: by what they find and by what they take
-    "config_fields": (config_fields, 90),
+    "config_fields": (config_fields, 80),
     "config_text": (config_text, 70),
     "prompts": (prompts, 90),
     "traces": (traces, 20),
@@ -477,7 +478,10 @@ AREAS: dict[str, tuple[Area, int]] = {  # with the cases of a thousand: by what 
     "metrics_page": (metrics_page, 30),
     "run_folder": (run_folder, 5),
     "server": (server, 20),
-    "python": (python, 90),
+    "images": (images, 10),
+    "states": (states, 5),
+    "judged_by_engine": (judged_by_engine, 5),
+    "python": (python, 80),
     "commands": (commanded, 86),
     "names": (named, 5),
     "cut_short": (cut_short, 5),

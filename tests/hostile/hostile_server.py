@@ -97,20 +97,19 @@ class HostileServer:
         self.answer = answer
         return f"{name} {status} {text[:20]!r} {wrong_answer[:200]!r}"
 
-    @contextlib.contextmanager
-    def quick_client(self) -> Iterator[None]:
-        """Give the client a key to leak, and no patience."""
-        os.environ[http.API_KEY] = "secret"
-        with contextlib.ExitStack() as stack:
-            for module, name, seconds in PATIENCE:
-                stack.enter_context(mock.patch.object(module, name, seconds))
-            yield
+
+WAITS = ((http, "FIRST_WAIT", 0.001), (http, "LONGEST_WAIT", 0.001), (http, "LONGEST_ASKED_WAIT", 0.001))
+PATIENCE = (*WAITS, (http, "PAGE_TIMEOUT", 0.5), (endpoint, "TIMEOUT", 0.5))
 
 
-PATIENCE = (
-    *((http, "FIRST_WAIT", 0.001), (http, "LONGEST_WAIT", 0.001), (http, "LONGEST_ASKED_WAIT", 0.001)),
-    *((http, "PAGE_TIMEOUT", 0.5), (endpoint, "TIMEOUT", 0.5)),
-)
+@contextlib.contextmanager
+def quick_client(patience: tuple[tuple[Any, str, float], ...] = PATIENCE) -> Iterator[None]:
+    """Give the client a key to leak, and little patience."""
+    os.environ[http.API_KEY] = "secret"
+    with contextlib.ExitStack() as stack:
+        for module, name, seconds in patience:
+            stack.enter_context(mock.patch.object(module, name, seconds))
+        yield
 
 
 def damaged_metrics(random: Random, text: str) -> bytes:

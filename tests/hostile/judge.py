@@ -148,7 +148,7 @@ def broken_rule(code: object, told: str, out: str, attempt: Attempt) -> str | No
     if isinstance(code, int) and code not in (0, 2) or isinstance(code, str):
         return f"exit code {code}: {told.strip()[-200:]}"
     if code == 2:
-        lines = told.strip().split("\n")
+        lines = [line for line in told.strip().split("\n") if "is asked again" not in line]
         if not told.strip() or sum("error:" in line for line in lines) > 1 or len(lines) > 3:
             return f"lines: {len(lines)}"
         if max(map(len, lines)) > LONGEST_LINE:

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from chats import CHATML_TOKENS, FAMILIES
 from disturbances import disk_full
+from engines import image_server
+from image_server import give_template, image_url
 from judge import figures_undrawn
 from load_tests import load_test, stage
 from public_checkpoints import PUBLIC
@@ -79,6 +81,7 @@ def make_material(folder: Path) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": CHATML_TOKENS[1:]})
     tokenizer.chat_template = FAMILIES["chatml"].template
     tokenizer.save_pretrained(folder / "chat")
+    give_template(save_target(folder / "seeing"))
     write_texts(folder)
     write_drafters(folder)
     write_measurements(folder)
@@ -102,6 +105,12 @@ def write_texts(folder: Path) -> None:
         {"custom_id": "1", "body": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}},
     ]
     (prompts / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    images = [
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": f"look {number} "}, image]}]}
+        for number in range(4)
+        for image in [{"type": "image_url", "image_url": {"url": image_url(bytes([60 + number, 90, 33]))}}]
+    ]
+    (prompts / "images.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in images))
     (prompts / "given.jsonl").write_text("".join(json.dumps({"messages": CONVERSATION}) + "\n" for _ in range(3)))
     import pyarrow
     from pyarrow import parquet
@@ -156,7 +165,10 @@ def train(folder: Path) -> None:
     run = [*run_arguments(folder), f"run.dir={folder / 'run'}"]
     measured = ["--target", str(target), "--prompts", str(prompts), "--num-prompts", "2", "--max-new-tokens", "4"]
     drafter = ["--drafter", str(folder / "drafters" / "medusa"), "--device", "cpu"]
+    seeing = ["--target", str(folder / "seeing"), "--prompts", str(folder / "prompts" / "images.jsonl")]
     commands = [
+        ["prepare", *seeing, "--out", str(folder / "image_samples"), "--max-new-tokens", "4",
+         "--endpoint", image_server(folder / "seeing").url],
         ["prepare", *measured[:4], "--out", str(folder / "samples"), "--max-new-tokens", "8", "--device", "cpu"],
         ["train", "medusa", *run],
         ["train", "medusa", *stored_arguments(folder), f"run.dir={folder / 'stored_run'}",
@@ -169,7 +181,7 @@ def train(folder: Path) -> None:
             if main(argv) != 0:
                 raise AssertionError(f"the healthy command fails: {' '.join(argv)}: {errors.getvalue()}")
         with disk_full(1500):
-            main([*commands[0][:5], "--out", str(folder / "half_prepared"), *commands[0][7:]])
+            main([*commands[1][:5], "--out", str(folder / "half_prepared"), *commands[1][7:]])
     for measured_folder in (folder / "run", folder / "evaluation"):  # of what nobody reads, damage finds nothing
         shutil.rmtree(measured_folder / "figures")
         (measured_folder / "report.md").unlink()

@@ -126,6 +126,7 @@ def test_what_is_no_fault_of_the_disk_stays_what_it_is(tmp_path: Path) -> None:
         ("new/" + "n" * 250, "names of at most 235 bytes"),
         ("new/" * 2000, "File name too long"),
         ("nu\0ll", "no name of a folder"),
+        ("/", "/ is the root of the file system: give a folder in it"),
     ],
 )
 def test_a_folder_that_cannot_be_written_is_told_and_not_made(tmp_path: Path, name: str, told: str) -> None:
