@@ -28,7 +28,7 @@ from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for, 
 from draftsmith.recipes.studies.quickstart_budget import ANSWERS, new_drafter
 from draftsmith.train import train
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.evaluation.forecast import FINISHED_RUNS, FinishedRun, accepted_after, forecast
+from draftsmith.train.evaluation.forecast import FINISHED_RUNS, FinishedRun, accepted_share, forecast
 from draftsmith.train.run_folder.learning_curve import CurvePoint, learning_curve
 
 NUM_PROMPTS = 2048
@@ -94,26 +94,31 @@ def train_all(folder: Path) -> None:
         train(config_of(run, folder, layers))
 
 
-def finished_run(points: list[CurvePoint], num_steps: int) -> FinishedRun:
+def finished_run(points: list[CurvePoint], depth: int, num_steps: int) -> FinishedRun:
     """Return what later forecasts need to know of a run."""
-    tenth = accepted_after(num_steps // 10, points)
+    tenth = accepted_share(num_steps // 10, points, depth)
     assert tenth
     steps, lengths = [point.step for point in points], [point.acceptance_length for point in points]
     fifth = float(np.interp(math.log(2 * (num_steps // 10)), np.log(steps), lengths))  # between the points beside it
-    return FinishedRun(round(tenth, 3), round(fifth - 1, 3), round(lengths[-1] - 1, 3))
+    return FinishedRun(*(round(share, 4) for share in (tenth, (fifth - 1) / depth, (lengths[-1] - 1) / depth)))
 
 
 def check(folder: Path) -> None:
     """Print the finished runs as the forecast wants them, and the forecast of each other run with its end."""
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, commit {git_commit()}")
+    target = load_target(str(EMBEDDED_TARGET), "cpu")
+    depths = {kind: new_drafter(kind, target).simulated_depth for kind in KINDS}
     for run in FINISHED:
         points = learning_curve(folder / run.name)
         made = points and points[-1].step == run.steps
-        print(f"{finished_run(points, run.steps)},  # {run.name}" if made else f"{run.name}: not made")
+        print(
+            f"{finished_run(points, depths[run.kind], run.steps)},  # {run.name}" if made else f"{run.name}: not made"
+        )
     num_inside = num_foretold = 0
     for run in CHECKED:
         points = learning_curve(folder / run.name)
-        found = forecast(points, run.steps, FINISHED_RUNS) if points and points[-1].step == run.steps else None
+        made = points and points[-1].step == run.steps
+        found = forecast(points, depths[run.kind], run.steps, FINISHED_RUNS) if made else None
         if found is None:
             print(f"{run.name}: not made, or nothing foretold")
             continue

@@ -207,7 +207,8 @@ class TrainingRun:
             return
         log_point(point, self.tracker)
         if step == num_steps // 10 and self.config.init_from is None:  # else it starts where another run ended
-            if found := forecast(learning_curve(self.folder), num_steps, FINISHED_RUNS):
+            curve = learning_curve(self.folder)
+            if found := forecast(curve, self.drafter.simulated_depth, num_steps, FINISHED_RUNS):
                 log_forecast(found, self.tracker)
                 say(forecast_text(found))
         elif step == num_steps and (found := newest_forecast(self.folder)) and found.num_steps == num_steps:

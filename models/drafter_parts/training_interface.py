@@ -26,6 +26,11 @@ class TrainedDrafter(nn.Module):
     progress: float = 0.0  # share of training that is done, kept by the training loop
     compile_loss: bool = False  # on a CPU, compare with the target by compiled code (`run.compile`)
 
+    @property
+    def simulated_depth(self) -> int:
+        """Number of tokens drafted in a round, for the acceptance length that the loss tells."""
+        return self.training_depth
+
     def trainable(self) -> bool:
         return any(p.requires_grad for p in self.parameters())
 

@@ -86,6 +86,10 @@ class DraftModel(Drafter):
         project_vocabulary(target, model)
         return cls(config, model, target)
 
+    @property
+    def simulated_depth(self) -> int:
+        return SIMULATED_DEPTH
+
     def loss(self, batch: Batch, features: Features) -> LossSums:
         """Return the divergence from the target at every token that the target wrote."""
         counted = shift_left(batch.on_host.loss_mask, 1)

@@ -1,6 +1,5 @@
 """The learning curve: the drafter on samples that it is not trained on, wherever their features come from."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from runs import base_of, final_weights, make_config
+from scipy.special import expit, logit
 
 from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.data.samples.folder import read_samples
@@ -27,6 +27,7 @@ from draftsmith.train.run_folder.tracking import read_metrics
 
 KINDS = ("eagle3", "medusa", "dflash", "draft_model")  # several depths, heads, blocks, one depth
 RUN = {"steps": 12, "checkpoint_every": 6}
+DEPTH = 5  # drafted tokens of a round
 
 
 @pytest.fixture(scope="module")
@@ -121,17 +122,17 @@ def test_patience_needs_something_to_watch(base: dict[str, Any], tmp_path: Path)
 
 
 def finished_runs(generator: np.random.Generator, num_runs: int) -> list[FinishedRun]:
-    """Return runs whose ends rise from their tenths by a known law: a line on logarithmic scales, and normal noise."""
+    """Return runs whose ends rise from their tenths by a known law: a line between log-odds, and normal noise."""
     tenths = generator.normal(-1.5, 0.6, num_runs)
     ends = 1.0 + 0.8 * tenths + generator.normal(0, 0.2, num_runs)
     fifths = tenths + 0.5 + generator.normal(0, 0.1, num_runs)
-    return [FinishedRun(*np.exp(values)) for values in zip(tenths, fifths, ends, strict=True)]
+    return [FinishedRun(*expit(values)) for values in zip(tenths, fifths, ends, strict=True)]
 
 
-def curve_to(tenth: float, num_steps: int) -> list[CurvePoint]:
-    """Return the points of a tenth of a run, up to so many accepted tokens a round."""
+def curve_to(share: float, num_steps: int) -> list[CurvePoint]:
+    """Return the points of a tenth of a run, in which such a share of the drafted tokens is accepted."""
     steps = [step for step in range(num_steps // 10 + 1) if is_on_curve(step, num_steps)]
-    return [CurvePoint(step, 1.0, 1 + tenth) for step in steps]
+    return [CurvePoint(step, 1.0, 1 + DEPTH * share) for step in steps]
 
 
 def test_nine_in_ten_intervals_hold_the_end() -> None:
@@ -139,36 +140,41 @@ def test_nine_in_ten_intervals_hold_the_end() -> None:
     generator, inside = np.random.default_rng(0), 0
     for _ in range(400):
         *finished, new = finished_runs(generator, 13)
-        found = forecast(curve_to(new.tenth, 400), 400, finished)
+        found = forecast(curve_to(new.tenth, 400), DEPTH, 400, finished)
         assert found
-        inside += found.low <= 1 + new.end <= found.high
+        inside += found.low <= 1 + DEPTH * new.end <= found.high
     assert 0.85 <= inside / 400 <= 0.95
 
 
 def test_twice_the_steps_bring_what_the_law_says() -> None:
-    """Without noise the gain is known: a fifth of twice the steps is where a tenth of these was, half a nat higher."""
-    tenths = np.array([-3.0, -2.0, -1.0])
-    finished = [FinishedRun(*np.exp([tenth, tenth + 0.5, 1 + 0.8 * tenth])) for tenth in tenths]
-    found = forecast(curve_to(math.exp(-1.5), 400), 400, finished)
+    """Without noise the gain is known: a fifth of twice the steps is where a tenth of these was, half a unit higher."""
+    finished = [FinishedRun(*expit([tenth, tenth + 0.5, 1 + 0.8 * tenth])) for tenth in (-3.0, -2.0, -1.0)]
+    found = forecast(curve_to(expit(-1.5), 400), DEPTH, 400, finished)
     assert found
-    assert found.acceptance_length == pytest.approx(1 + math.exp(1 - 1.2))
-    assert found.gain == pytest.approx(math.exp(1 - 1.2 + 0.8 * 0.5) - math.exp(1 - 1.2))
+    assert found.acceptance_length == pytest.approx(1 + DEPTH * expit(1 - 1.2))
+    assert found.gain == pytest.approx(DEPTH * (expit(1 - 1.2 + 0.8 * 0.5) - expit(1 - 1.2)))
     assert [found.low, found.high] == pytest.approx([found.acceptance_length] * 2)
     assert "which pays" in forecast_text(found)
 
 
-def test_an_interval_widens_away_from_the_finished_runs() -> None:
+def test_away_from_the_finished_runs_it_is_less_sure_and_says_so() -> None:
+    """But no more than all drafted tokens is ever foretold."""
     finished = finished_runs(np.random.default_rng(0), 12)
-    near, far = (forecast(curve_to(math.exp(level), 400), 400, finished) for level in (-1.5, 1.5))
+    near, far = (forecast(curve_to(expit(level), 400), DEPTH, 400, finished) for level in (-1.5, 1.5))
     assert near
     assert far
-    assert math.log((far.high - 1) / (far.low - 1)) > 1.3 * math.log((near.high - 1) / (near.low - 1))
+    wide, narrow = (np.subtract(*logit((np.array([found.high, found.low]) - 1) / DEPTH)) for found in (far, near))
+    assert wide > 1.3 * narrow
+    assert far.low < far.acceptance_length < far.high < 1 + DEPTH
+    assert (near.known, far.known) == (True, False)
+    assert "trust it little" in forecast_text(far)
+    assert "trust it little" not in forecast_text(near)
 
 
-@pytest.mark.parametrize(("tenth", "num_steps"), [(0.2, 90), (0.0, 400)])
-def test_too_little_foretells_nothing(tenth: float, num_steps: int) -> None:
-    """Two points are too few; and where no token is accepted, nothing can be said of how that rises."""
-    assert forecast(curve_to(tenth, num_steps), num_steps, FINISHED_RUNS) is None
+@pytest.mark.parametrize(("share", "num_steps"), [(0.2, 90), (0.0, 400), (1.0, 400)])
+def test_too_little_foretells_nothing(share: float, num_steps: int) -> None:
+    """Two points are too few; and where no token is accepted, or each, nothing can be said of how that rises."""
+    assert forecast(curve_to(share, num_steps), DEPTH, num_steps, FINISHED_RUNS) is None
 
 
 def test_a_run_tells_its_end_after_a_tenth_and_what_came_of_it(
@@ -180,7 +186,8 @@ def test_a_run_tells_its_end_after_a_tenth_and_what_came_of_it(
     config.run.steps = config.run.checkpoint_every = 80
     run = train(config)
     found, curve = newest_forecast(run), learning_curve(run)
-    assert found == forecast(curve, 80, FINISHED_RUNS)
+    depth = load_drafter(str(checkpoints(run)[-1]), Target.from_pretrained(config.target, "cpu")).simulated_depth
+    assert found == forecast(curve, depth, 80, FINISHED_RUNS)
     assert found
     assert (found.step, found.num_steps) == (8, 80)
     said = capsys.readouterr().out

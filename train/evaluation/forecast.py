@@ -1,9 +1,9 @@
 """A forecast of the end of a run from the first tenth of its learning curve, and of what twice the steps would bring.
 
 A tenth of a run is too little to fit a curve to: it is the warm-up and little more, and what the decay of the learning
-rate brings is still to come. But runs are alike in how the tokens that are accepted in a round rise from there to the
-end, on a logarithmic scale. So a line through finished runs gives the forecast, and their distances from it give the
-interval.
+rate brings is still to come. But runs are alike in how the share of the drafted tokens that is accepted rises from
+there to the end, on the scale of log-odds, which ends where all of them are. So a line through finished runs gives the
+forecast, and their distances from it give the interval.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit
+from scipy.special import expit, logit, stdtrit
 
 from draftsmith.train.run_folder.learning_curve import CurvePoint, Forecast
 
@@ -23,41 +23,44 @@ LEVELS = (np.arange(100) + 0.5) / 100  # of probability: values at these stand f
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """The tokens accepted in a round by a finished run on its held-out samples: acceptance lengths less 1."""
+    """The share of the drafted tokens that a finished run's drafter had accepted in a round on its held-out samples."""
 
-    tenth: float  # after a tenth of the steps, as `accepted_after` gives it
+    tenth: float  # after a tenth of the steps, as `accepted_share` gives it
     fifth: float  # after a fifth
     end: float
 
 
 # The runs `FINISHED` of benchmarks/learning_curves.py, which prints these lines.
 FINISHED_RUNS = [
-    FinishedRun(tenth=0.162, fifth=0.302, end=0.522),  # medusa-200x8-cosine-0
-    FinishedRun(tenth=0.171, fifth=0.31, end=0.669),  # eagle3-200x8-cosine-0
-    FinishedRun(tenth=0.268, fifth=0.364, end=0.771),  # hydra-200x8-cosine-0
-    FinishedRun(tenth=0.038, fifth=0.068, end=0.175),  # dflash-200x8-cosine-0
-    FinishedRun(tenth=0.133, fifth=0.277, end=0.687),  # eagle-200x8-cosine-0
-    FinishedRun(tenth=0.21, fifth=0.371, end=0.685),  # mlp_speculator-200x8-cosine-0
-    FinishedRun(tenth=0.293, fifth=0.33, end=0.56),  # medusa-600x2-cosine-0
+    FinishedRun(tenth=0.0405, fifth=0.0756, end=0.1305),  # medusa-200x8-cosine-0
+    FinishedRun(tenth=0.057, fifth=0.1034, end=0.2231),  # eagle3-200x8-cosine-0
+    FinishedRun(tenth=0.0669, fifth=0.0909, end=0.1928),  # hydra-200x8-cosine-0
+    FinishedRun(tenth=0.0096, fifth=0.017, end=0.0438),  # dflash-200x8-cosine-0
+    FinishedRun(tenth=0.0444, fifth=0.0922, end=0.2289),  # eagle-200x8-cosine-0
+    FinishedRun(tenth=0.0526, fifth=0.0926, end=0.1713),  # mlp_speculator-200x8-cosine-0
+    FinishedRun(tenth=0.0733, fifth=0.0826, end=0.14),  # medusa-600x2-cosine-0
 ]
 
 
-def forecast(points: list[CurvePoint], num_steps: int, finished: list[FinishedRun]) -> Forecast | None:
+def forecast(points: list[CurvePoint], depth: int, num_steps: int, finished: list[FinishedRun]) -> Forecast | None:
     """Return the forecast of a run of `num_steps` steps by its points of the first tenth.
 
-    Twice the steps bring a tenth of the run to where a fifth is now, and finished runs tell how much higher that is.
-    None where there are too few points, or nothing is accepted.
+    `depth` is the number of tokens drafted in a round. Twice the steps bring a tenth of the run to where a fifth is
+    now, and finished runs tell how much higher that is. None where there are too few points, or nothing is accepted.
     """
     tenth = num_steps // 10
-    accepted = accepted_after(tenth, points)
-    if accepted is None:
+    share = accepted_share(tenth, points, depth)
+    if share is None:
         return None
-    tenths, fifths, ends = (np.log([getattr(run, name) for run in finished]) for name in ("tenth", "fifth", "end"))
-    now = math.log(accepted)
-    end = np.exp(foretold(tenths, ends, now))  # [100]
+    tenths, fifths, ends = (logit([getattr(run, name) for run in finished]) for name in ("tenth", "fifth", "end"))
+    now = float(logit(share))
+    end = foretold(tenths, ends, now)  # [100]
     growth = np.polyfit(tenths, ends, 1)[0] * foretold(tenths, fifths - tenths, now)  # [100]
-    gain = np.outer(end, np.expm1(growth))  # [100, 100]
-    return Forecast(tenth, num_steps, *quantiles(1 + end), *quantiles(gain), noise_of(newest(points, tenth)))
+    gain = depth * (expit(np.add.outer(end, growth)) - expit(end)[:, None])  # [100, 100]
+    known = bool(min(tenths) <= now <= max(tenths))
+    return Forecast(
+        tenth, num_steps, *quantiles(1 + depth * expit(end)), *quantiles(gain), noise_of(newest(points, tenth)), known
+    )
 
 
 def newest(points: list[CurvePoint], step: int) -> list[CurvePoint]:
@@ -65,13 +68,14 @@ def newest(points: list[CurvePoint], step: int) -> list[CurvePoint]:
     return [point for point in points if step / math.sqrt(2) < point.step <= step]
 
 
-def accepted_after(step: int, points: list[CurvePoint]) -> float | None:
-    """Return the tokens accepted in a round after so many steps, as the mean of half an octave of points.
+def accepted_share(step: int, points: list[CurvePoint], depth: int) -> float | None:
+    """Return the share of `depth` drafted tokens accepted after so many steps, as the mean of half an octave of points.
 
-    None where these are too few, or nothing is accepted.
+    None where these are too few, or none or all of the tokens are accepted.
     """
-    accepted = [point.acceptance_length - 1 for point in newest(points, step)]
-    return sum(accepted) / len(accepted) if len(accepted) >= LEAST_POINTS and sum(accepted) > 0 else None
+    accepted = [(point.acceptance_length - 1) / depth for point in newest(points, step)]
+    share = sum(accepted) / max(1, len(accepted))
+    return share if len(accepted) >= LEAST_POINTS and 0 < share < 1 else None
 
 
 def noise_of(points: list[CurvePoint]) -> float:
@@ -107,7 +111,9 @@ def forecast_text(found: Forecast) -> str:
     return (
         f"forecast by step {found.step}: on held-out samples the acceptance length will be {found.text} at the end, "
         f"step {found.num_steps} (90 % interval); twice the steps would bring {found.gain:.2f} [{found.gain_low:.2f}, "
-        f"{found.gain_high:.2f}] more, " + ("which pays" if pays else "which may be no more than noise")
+        f"{found.gain_high:.2f}] more, "
+        + ("which pays" if pays else "which may be no more than noise")
+        + ("" if found.known else "; the runs that it goes by were not so far by then, or farther: trust it little")
     )
 
 

@@ -30,6 +30,7 @@ class Forecast:
     gain_low: float
     gain_high: float
     noise: float  # standard deviation of a point of the curve
+    known: bool  # whether some of the runs that it goes by were not so far by then, and some farther
 
     @property
     def text(self) -> str:
@@ -61,5 +62,5 @@ def log_forecast(forecast: Forecast, tracker: Tracker) -> None:
 def newest_forecast(run: Path) -> Forecast | None:
     """Return the newest forecast in a run's metrics.jsonl. Raises `UserError` where the file is damaged."""
     _, *names = (field.name for field in fields(Forecast))
-    found = [line for line in read_metrics(run) if f"{FORECAST}num_steps" in line]
+    found = [line for line in read_metrics(run) if all(FORECAST + name in line for name in names)]
     return Forecast(found[-1]["step"], *(found[-1][FORECAST + name] for name in names)) if found else None
