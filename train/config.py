@@ -94,7 +94,7 @@ class EvaluationConfig:
     baselines: list[Name] = field(default_factory=lambda: ["ngram"])  # training-free drafters measured beside
     time_share: Share | None = 0.2  # of training's time, kept by fewer repeats, then prompts; None: no limit
     patience: Count | None = None  # stop after so many checkpoints without longer acceptance; None: never
-    engine: Name | None = None  # URL of a vLLM that takes each checkpoint and measures it; None: draftsmith decodes
+    engine: Name | None = None  # URL of the engine that takes each checkpoint and measures it; None: draftsmith decodes
     # Servers of the same target beside it, as NAME=URL: none=URL drafts nothing, others such as ngram=URL do.
     engine_beside: list[Name] = field(default_factory=list)
 

@@ -14,12 +14,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat, StrictInt
 
+from draftsmith.data.answers import sglang
 from draftsmith.data.answers.turns import Dialogue
 from draftsmith.data.answers.with_images import (
     OPTION,
     PATH,
     TOO_LONG,
-    Answer,
     ImageAnswer,
     Name,
     One,
@@ -52,6 +52,7 @@ class ServedModel:
     """A model that a server has."""
 
     id: Name
+    owned_by: Name = ""  # SGLang gives its own name
     max_model_len: Annotated[StrictInt, Field(gt=0)] | None = None  # most tokens of prompt and answer
 
 
@@ -100,27 +101,12 @@ class Rated:
 
 
 @dataclass
-class FinishReason:
-    """The reason that SGLang ended a text for. `matched`: the token that did, which `output_ids` may lack, or text."""
+class Answer:
+    """An answer of a server, and the text before it as the target read it."""
 
-    type: Name
-    matched: Any = None
-
-
-@dataclass
-class GeneratedInfo:
-    """Facts that SGLang tells of a text."""
-
-    finish_reason: FinishReason
-    input_token_logprobs: list[tuple[Any, StrictInt, Any]] | None = None  # with the ids of the prompt
-
-
-@dataclass
-class Generated:
-    """SGLang's answer at /generate."""
-
-    output_ids: list[StrictInt]
-    meta_info: GeneratedInfo
+    new_ids: list[int]
+    read_ids: list[int]
+    told: sglang.GeneratedInfo | None = None  # what an SGLang tells of it
 
 
 class Endpoint:
@@ -145,9 +131,10 @@ class Endpoint:
         timeout = TIMEOUT + TIMEOUT_PER_TOKEN * max_new_tokens
         self.server = Server(url, setting, mend, timeout, LARGEST_PAGE + BYTES_PER_TOKEN * target.context)
         self.target, self.max_new_tokens, self.seed = target, max_new_tokens, seed
-        self.model, served_context = self._served_model()
-        self.context = min(target.context, served_context or target.context)
-        self.is_sglang = not self._completes_in_token_ids()
+        served = self._served_model()
+        self.model = served.id
+        self.context = min(target.context, served.max_model_len or target.context)
+        self.is_sglang = self._is_sglang(served.owned_by == "sglang")
 
     def answers(self, dialogues: Iterator[Dialogue], most_at_a_time: int) -> Iterator[Dialogue]:
         """Answer all turns of the dialogues and yield each as it finishes; then the server is asked no more.
@@ -195,7 +182,7 @@ class Endpoint:
         """Return the answer to a dialogue; None where its images make it longer than the context."""
         context, sampling, request_id = dialogue.context, dialogue.sampling, dialogue.request_id
         if not dialogue.images:
-            return Answer(self.complete(context, sampling, request_id), context)
+            return self.complete(context, sampling, request_id)
         try:
             urls = [image.url for image in dialogue.images]
             return self.complete_with_images(context, urls, sampling, request_id)
@@ -204,19 +191,32 @@ class Endpoint:
                 return None
             raise UserError(f"{dialogue.where}: {error}") from None
 
-    def complete(self, prompt: list[int], sampling: Sampling, request_id: int, images: Sequence[str] = ()) -> list[int]:
-        """Return the token ids of the server's answer to a prompt, its end of text included. `images`: data: URLs."""
+    def complete(self, prompt: list[int], sampling: Sampling, request_id: int, images: Sequence[str] = ()) -> Answer:
+        """Return the server's answer to a prompt, its end of text included. `images`: data: URLs."""
         if images:
-            return self.complete_with_images(prompt, images, sampling, request_id).new_ids
-        settings = self._settings(sampling)
-        limit = self.max_new_tokens
-        body: dict[str, Any]
+            return self.complete_with_images(prompt, images, sampling, request_id)
         if self.is_sglang:
-            path, body = "/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": limit, **settings}}
-        else:
-            path, body = "/v1/completions", {"model": self.model, "prompt": prompt, "max_tokens": limit, **settings}
-            body |= {"seed": self._seed(request_id), "return_token_ids": True}
-        return self.server.ask(path, body, lambda answer: self._read(answer, prompt))
+            return self._generate(prompt, sampling)
+        body = {"model": self.model, "prompt": prompt, "max_tokens": self.max_new_tokens, **self._settings(sampling)}
+        body |= {"seed": self._seed(request_id), "return_token_ids": True}
+
+        def read(answer: Any) -> Answer:
+            (choice,) = read_answer(Completion, answer).choices
+            if choice.prompt_token_ids != prompt:
+                raise PassingError("an answer to another prompt")
+            return Answer(self._checked(choice.token_ids or [], choice.finish_reason), prompt)
+
+        return self.server.ask("/v1/completions", body, read)
+
+    def _generate(self, prompt: list[int], sampling: Sampling) -> Answer:
+        """Return SGLang's answer to a prompt."""
+        settings = {"max_new_tokens": self.max_new_tokens, **self._settings(sampling)}
+
+        def read(answer: Any) -> Answer:
+            generated = read_answer(sglang.Generated, answer)
+            return Answer(self._checked(*sglang.ending_of(generated)), prompt, generated.meta_info)
+
+        return self.server.ask(sglang.PATH, {"input_ids": prompt, "sampling_params": settings}, read)
 
     def complete_with_images(
         self, prompt: list[int], images: Sequence[str], sampling: Sampling, request_id: int
@@ -259,7 +259,9 @@ class Endpoint:
         return int(hashlib.sha256(f"{self.seed}/{request_id}".encode()).hexdigest()[:7], 16)
 
     def top_two_gap(self, text: list[int], images: Sequence[str] = ()) -> float:
-        """Return how far apart vLLM holds the log-probabilities of the two likeliest tokens behind a text."""
+        """Return how far apart the server holds the log-probabilities of the two likeliest tokens behind a text."""
+        if self.is_sglang:
+            return sglang.top_two_gap(self.server, text)
         if images:
             settings = {"max_tokens": 1, "temperature": 0.0, "logprobs": 2}
             return self.server.ask(PATH, request_with_images(self.model, text, images, settings), gap_with_images)
@@ -271,10 +273,6 @@ class Endpoint:
             return first - second
 
         return self.server.ask("/v1/completions", {**body, "return_tokens_as_token_ids": True}, read)
-
-    def _read(self, answer: Any, prompt: list[int]) -> list[int]:
-        """Return the token ids of an answer to `prompt`. Raises `PassingError` where it is no answer to that."""
-        return self._checked(*(self._generated(answer) if self.is_sglang else self._completed(answer, prompt)))
 
     def _checked(self, new_ids: list[int], reason: str | None) -> list[int]:
         """Return the token ids of an answer. Raises `PassingError` for none that a target gives."""
@@ -293,45 +291,34 @@ class Endpoint:
         if not (known and 1 <= len(token_ids) <= most):
             raise PassingError(f"{len(token_ids)} tokens, of at most {most} of the target's vocabulary")
 
-    def _completed(self, answer: Any, prompt: list[int]) -> tuple[list[int], str | None]:
-        """Return the token ids of a completion, and why it ended."""
-        (choice,) = read_answer(Completion, answer).choices
-        if choice.prompt_token_ids != prompt:
-            raise PassingError("an answer to another prompt")
-        return choice.token_ids or [], choice.finish_reason
-
-    def _generated(self, answer: Any) -> tuple[list[int], str | None]:
-        """Return the token ids of SGLang's answer, and why it ended."""
-        generated = read_answer(Generated, answer)
-        new_ids, reason = generated.output_ids, generated.meta_info.finish_reason
-        if reason.type == "stop" and type(reason.matched) is int and new_ids[-1:] != [reason.matched]:
-            new_ids.append(reason.matched)
-        return new_ids, reason.type
-
     # --- what is checked before the first prompt
 
-    def _served_model(self) -> tuple[str, int | None]:
-        """Return the name under which the target is served, and the most tokens that the server takes."""
+    def _served_model(self) -> ServedModel:
+        """Return the model under which the target is served."""
         answer = self.server.json("/v1/models")
         try:
-            models = {model.id: model.max_model_len for model in from_json(ServedModels, answer).data}
+            models = {model.id: model for model in from_json(ServedModels, answer).data}
         except UserError as error:
             raise UserError(
                 f"{self.server.name} does not say which model it serves ({error}); {self.server.mend}"
             ) from None
         if self.target.name in models:
-            return self.target.name, models[self.target.name]
+            return models[self.target.name]
         if len(models) != 1:
             raise UserError(
                 f"{self.server.name} serves {shown(list(models))}: serve {self.target.name} alone, or under that name"
             )
-        return next(iter(models.items()))
+        return next(iter(models.values()))
 
-    def _completes_in_token_ids(self) -> bool:
-        """Return whether /v1/completions does, as vLLM's, rather than /generate. Both are asked to tokenise a text."""
-        token_ids, completes = self._tokenised_by_completions(), True
-        if token_ids is None:
-            token_ids, completes = self._tokenised_by_generate(), False
+    def _is_sglang(self, says_so: bool) -> bool:
+        """Return whether texts are asked for at SGLang's /generate, which all versions have, or at /v1/completions.
+
+        Both are asked to tokenise a text. `says_so`: the server says that it is an SGLang.
+        """
+        token_ids = None if says_so else self._tokenised_by_completions()
+        generates = token_ids is None
+        if generates:
+            token_ids = sglang.tokenised(self.server, TOKENIZER_CHECK)
         if token_ids is None:
             raise UserError(
                 f"{self.server.name} returns text without token ids, and text tokenised again is not what was "
@@ -342,7 +329,7 @@ class Endpoint:
                 f"{self.server.name} serves {self.model}, whose tokenizer is not that of {self.target.name}: "
                 "give the --target that is served"
             )
-        return completes
+        return generates
 
     def _tokenised_by_completions(self) -> list[int] | None:
         body = {"model": self.model, "prompt": TOKENIZER_CHECK, "max_tokens": 1, "temperature": 0.0}
@@ -352,13 +339,3 @@ class Endpoint:
         except UserError:
             return None
         return choice.prompt_token_ids if choice.token_ids else None
-
-    def _tokenised_by_generate(self) -> list[int] | None:
-        sampling = {"max_new_tokens": 1, "temperature": 0.0}
-        body = {"text": TOKENIZER_CHECK, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        try:
-            generated = from_json(Generated, self.server.ask("/generate", body, lambda answer: answer))
-        except UserError:
-            return None
-        read = generated.meta_info.input_token_logprobs or []
-        return [token for _, token, _ in read] if generated.output_ids else None

@@ -75,14 +75,6 @@ class RatedImageAnswer:
     choices: Annotated[list[RatedImageChoice], One]
 
 
-@dataclass
-class Answer:
-    """An answer of a server, and the text before it as the target read it."""
-
-    new_ids: list[int]
-    read_ids: list[int]
-
-
 def request_with_images(
     model: str, token_ids: list[int], images: Sequence[str], sampling_params: dict[str, Any]
 ) -> dict[str, Any]:

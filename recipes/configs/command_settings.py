@@ -142,7 +142,7 @@ class EvaluateSettings(OfDrafters):
 
     prompts: tuple[Name, ...] = option(INPUT, "files, folders, Hub NAME:COLUMN, .yaml", metavar="P")
     baseline: tuple[Baseline, ...] = option(INPUT, "generate, assisted, prompt_lookup", (), metavar="NAME")
-    engine: Name | None = option(INPUT, "a vLLM measures them, docs/serving.md", None, "URL")
+    engine: Name | None = option(INPUT, "a vLLM or SGLang measures them, docs/serving.md", None, "URL")
     beside: tuple[Name, ...] = option(INPUT, "other servers of the target; none=URL has no drafter", (), "N=URL")
     as_served: bool = option(INPUT, "--engine serves the drafter already: swap nothing", False)
     temperature: tuple[Temperature, ...] = option(DECODING, SAMPLED, (0.0,), "X")

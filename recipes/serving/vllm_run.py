@@ -91,7 +91,7 @@ def run_address(url: str, target: Target, prompts: list[list[int]], max_new_toke
     endpoint = Endpoint(url, target, max_new_tokens, setting="--check")
     version = read_version(endpoint.server)
     before = read_counters(endpoint.server)
-    token_ids = [endpoint.complete(prompt, Sampling(), number) for number, prompt in enumerate(prompts)]
+    token_ids = [endpoint.complete(prompt, Sampling(), number).new_ids for number, prompt in enumerate(prompts)]
     return EngineRun(f"vLLM {version}", token_ids, read_counters(endpoint.server) - before)
 
 

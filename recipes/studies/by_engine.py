@@ -1,4 +1,4 @@
-"""`draftsmith evaluate --engine URL`: a vLLM measures drafters, one after the other, on the same prompts."""
+"""`draftsmith evaluate --engine URL`: a vLLM or SGLang measures drafters, one after the other, on the same prompts."""
 
 import os
 import time
@@ -113,13 +113,13 @@ def drafting_with(judge: EngineJudge, name: str, target: Target, settings: Evalu
         return
     if is_training_free(name):
         raise UserError(
-            f"--drafter {name} has no weights that an engine could take: start a vLLM with it, and give --beside "
+            f"--drafter {name} has no weights that an engine could take: start one with it, and give --beside "
             f"{name}=URL"
         )
     folder = settings.out.absolute().parent
     with made_folder(folder), TemporaryDirectory(prefix=f".{settings.out.name}-", dir=folder) as temporary:
         Path(temporary).chmod(0o755)  # an engine may run as another user
-        exported = write_drafter(name, "vllm", target, {}, Path(temporary))
+        exported = write_drafter(name, judge.engine, target, {}, Path(temporary))
         with judge.drafting_with(Path(temporary), lambda: None):
             yield exported.kind
 

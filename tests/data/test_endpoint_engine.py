@@ -67,6 +67,6 @@ def test_sampled_answers_are_told_apart_by_their_requests(url: str) -> None:
     """Temperature, top-p and top-k reach the server; each request has noise of its own, the same one each time."""
     endpoint = Endpoint(url, Target.without_weights(EMBEDDED_TARGET), max_new_tokens=16)
     prompt, sampling = endpoint.target.encode("def __init__(self"), Sampling(1.0, 0.9, 50)
-    answers, again = ([endpoint.complete(prompt, sampling, request) for request in range(8)] for _ in range(2))
+    answers, again = ([endpoint.complete(prompt, sampling, request).new_ids for request in range(8)] for _ in range(2))
     assert answers == again
     assert len({tuple(answer) for answer in answers}) > 4

@@ -18,7 +18,7 @@ class FakeServer:
         self.target, self.form = target, form
         self.decoder = SpeculativeDecoder(target, load_drafter("none", target))
         self.trouble: Callable[[int, dict], dict | int | None] = lambda number, answer: None
-        self.models: list[dict] = [{"id": "served", "max_model_len": 100}]
+        self.models: list[dict] = [{"id": "served", "max_model_len": 100, "owned_by": form}]
         self.asked: list[dict] = []  # bodies of requests for whole answers
         self.most_at_a_time = self._running = 0
         self._lock = threading.Lock()
@@ -71,10 +71,17 @@ class FakeServer:
         with self._lock:
             self._running -= 1
             limit = sampling.get("max_tokens", sampling.get("max_new_tokens"))
-            (new_ids,) = self.decoder.generate([prompt], limit).token_ids
+            output = self.decoder.generate([prompt], limit)
+            (new_ids,) = output.token_ids
         answer = self.answer(path, prompt, new_ids, "stop" if new_ids[-1] in self.target.eos_token_ids else "length")
+        if path == "/generate":
+            answer["meta_info"] |= self.drafted(output)
         changed = self.trouble(number, answer)
         return (changed, {"error": "trouble"}) if isinstance(changed, int) else (200, changed or answer)
+
+    def drafted(self, output: Any) -> dict:
+        """Return what an SGLang tells of its drafts, of which this one has none."""
+        return {}
 
     def answer(self, path: str, prompt: list[int], new_ids: list[int], reason: str) -> dict:
         if path == "/generate":

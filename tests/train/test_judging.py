@@ -19,6 +19,7 @@ from runs import base_of, make_config, write_held_out
 
 from draftsmith.data import http
 from draftsmith.data.answers.endpoint import Endpoint
+from draftsmith.data.answers.sglang import FinishReason, GeneratedInfo
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats, length_interval, total_of
 from draftsmith.inference.measuring.judged import Judge, JudgedResult, JudgedSetting, JudgedSpeed
@@ -32,6 +33,7 @@ from draftsmith.recipes.cli.main import main
 from draftsmith.train import train
 from draftsmith.train.engine.answers import Load, ServerRun, stats_by_batch
 from draftsmith.train.engine.judging import ENGINE, EngineJudge, JudgeSettings
+from draftsmith.train.engine.sglang_counters import SglangInfo, counters_of
 from draftsmith.train.engine.vllm_counters import Counters
 from draftsmith.train.evaluation.budget import checkpoints_without_gain
 from draftsmith.train.run_folder.checkpoint import checkpoint_name, checkpoints
@@ -224,11 +226,95 @@ def test_servers_that_are_not_what_they_should_be(engine: FakeEngine, plain: Fak
         judge_at(engine, tiny_target, none=engine)
     with pytest.raises(UserError, match="drafts 4 tokens, and the draft length is 3"):
         EngineJudge(JudgeSettings(engine.url, "--engine", draft_length=3), tiny_target)
-    sglang = FakeEngine(tiny_target)
-    sglang.form = "sglang"
-    with pytest.raises(UserError, match="is an SGLang, which takes no other drafter"):
-        judge_at(sglang, tiny_target)
+
+
+# --- an SGLang, which tells its counters with each answer
+
+
+@pytest.fixture
+def sglang(tiny_target: Target, folders: dict[str, Path]) -> Iterator[FakeEngine]:
+    sglang = FakeEngine(tiny_target, str(folders["one"]), "sglang")
+    yield sglang
     sglang.close()
+
+
+def test_an_sglang_counts_as_we_do(
+    sglang: FakeEngine, tiny_target: Target, folders: dict[str, Path], prompts: PromptSet
+) -> None:
+    """Also of two requests at a time: what others ask meanwhile is counted with their answers."""
+    plain = FakeEngine(tiny_target, "none", "sglang")
+    try:
+        judge = judge_at(sglang, tiny_target, none=plain)
+        loads = [LOAD, replace(LOAD, batch_size=2)]
+        rows = judge.measure(prompts, loads, lambda: None)[ENGINE]
+        gap = Endpoint(plain.url, tiny_target, NUM_NEW_TOKENS).top_two_gap([5, 6, 7])
+    finally:
+        plain.close()
+    by_prompt = own_stats(tiny_target, folders["one"], prompts)
+    for row in rows:
+        assert replace(row.acceptance, num_rounds=0) == replace(total_of(by_prompt), num_rounds=0)
+        assert row.setting.judge == Judge("SGLang 0.5.23", sglang.url)
+        assert row.texts
+        assert row.texts.identical == len(by_prompt)
+    assert rows[0].mean_acceptance_length_ci95 == pytest.approx(length_interval(by_prompt))
+    assert gap == 0.25
+
+
+def test_a_running_sglang_takes_no_other_drafter(
+    sglang: FakeEngine, tiny_target: Target, folders: dict[str, Path]
+) -> None:
+    with pytest.raises(UserError, match="give in DRAFTSMITH_ENGINE_COMMAND what starts it .*--as-served") as refused:
+        judge_at(sglang, tiny_target).swap(folders["one"])
+    assert "\n" not in str(refused.value)
+
+
+def test_engines_are_not_mixed(sglang: FakeEngine, plain: FakeEngine, tiny_target: Target) -> None:
+    """A speedup is over the same engine."""
+    with pytest.raises(UserError, match="is vLLM 0.32.0, and .* is SGLang 0.5.23: give servers of one engine"):
+        judge_at(sglang, tiny_target, none=plain)
+
+
+@pytest.mark.parametrize(
+    ("info", "reason"),
+    [
+        ({"speculative_algorithm": None}, "drafts nothing: start it with --speculative-algorithm"),
+        ({"speculative_adaptive": True}, "without --speculative-adaptive"),
+        ({"speculative_num_steps": 3}, "drafts 3 tokens, and the draft length is 4"),
+        ({"speculative_num_steps": "many"}, "/server_info: speculative_num_steps"),
+    ],
+)
+def test_an_sglang_that_is_not_what_it_should_be(
+    info: dict[str, Any], reason: str, sglang: FakeEngine, tiny_target: Target
+) -> None:
+    sglang.info |= info
+    with pytest.raises(UserError, match=reason):
+        judge_at(sglang, tiny_target)
+
+
+@pytest.mark.parametrize(
+    ("info", "text", "length"),
+    [
+        ({"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3}, "SGLang 1", 3),
+        (
+            {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3, "speculative_eagle_topk": 2},
+            "SGLang 1, trees of 7 nodes",
+            3,
+        ),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_steps": None}, "SGLang 1", 7),
+        ({"speculative_algorithm": None, "speculative_num_steps": 3}, "SGLang 1", 0),
+    ],
+)
+def test_the_shape_of_an_sglangs_drafts(info: dict[str, Any], text: str, length: int) -> None:
+    sglang = SglangInfo("1", speculative_num_draft_tokens=8, **info)
+    assert (sglang.text, sglang.draft_length) == (text, length)
+
+
+@pytest.mark.parametrize("histogram", [[3, 1], [1, 1, 1, 1]])
+def test_counters_of_an_answer_that_contradict_each_other(histogram: list[int]) -> None:
+    """Fewer drafts than were verified, and drafts that accepted more than the draft length."""
+    told = GeneratedInfo(FinishReason("length"), None, sum(histogram) + (histogram[0] > 1), 9, 3, histogram)
+    with pytest.raises(UserError, match="counts accepted tokens of"):
+        counters_of(told, 2)
 
 
 @pytest.mark.parametrize("counters", [Counters(10, 40, 7, (3, 4, 0, 0)), Counters(10, 40, 9, (3, 1, 0, 0))])

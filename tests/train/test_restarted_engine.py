@@ -3,9 +3,11 @@
 The command starts a process that hands requests on to a stand-in in the process of the test.
 """
 
+import os
 import shlex
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from draftsmith.data.http import Server
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.results import read_evaluation
 from draftsmith.models import DRAFTERS, Target, load_drafter, save_drafter
+from draftsmith.models.drafter_configs import EagleConfig
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.cli.main import main
 from draftsmith.train import train
@@ -81,6 +84,39 @@ def test_each_drafter_has_an_engine_of_its_own(
         assert replace(row.acceptance, num_rounds=expected.num_rounds) == expected
 
 
+@pytest.mark.parametrize(("word", "refused"), [("sglang", False), ("", True)])
+def test_an_sglang_gets_its_own_export(
+    word: str,
+    refused: bool,
+    engine: FakeEngine,
+    tiny_target: Target,
+    tiny_target_dir: Path,
+    free_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """EAGLE-1's config names another class for it; a command that hides that it starts an SGLang is refused."""
+    engine.form, engine.models[0]["owned_by"] = "sglang", "sglang"
+    monkeypatch.setenv(COMMAND, f"{os.environ[COMMAND]} {word}")
+    torch.manual_seed(0)
+    save_drafter(DRAFTERS["eagle"].from_target(EagleConfig(), tiny_target), tmp_path / "drafter")
+    (tmp_path / "prompts.txt").write_text(PROMPT + "\n")
+    words = ["evaluate", "--engine", free_url, "--target", str(tiny_target_dir), "--max-new-tokens", "8"]
+    words += ["--prompts", str(tmp_path / "prompts.txt"), "--repeats", "1", "--out", str(tmp_path / "out")]
+    assert main([*words, "--drafter", str(tmp_path / "drafter")]) == (2 if refused else 0)
+    if refused:
+        assert "let the word sglang stand in the command" in capsys.readouterr().err
+        return
+    assert engine.architectures == ["LlamaForCausalLMEagle"]
+    (row,) = read_evaluation(tmp_path / "out" / "evaluation.json").judged
+    assert row.start_seconds
+    assert row.setting.judge.engine == "SGLang 0.5.23"
+    decoder = SpeculativeDecoder(tiny_target, load_drafter(tmp_path / "drafter", tiny_target))
+    expected = decoder.generate([tiny_target.encode(PROMPT)], 8, draft_length=DRAFT_LENGTH).stats.total
+    assert replace(row.acceptance, num_rounds=expected.num_rounds) == expected
+
+
 def test_a_run_starts_an_engine_for_each_checkpoint(
     engine: FakeEngine, tiny_target: Target, free_url: str, tmp_path: Path
 ) -> None:
@@ -128,7 +164,11 @@ def test_all_processes_end_and_an_interrupt_ends_them_too(free_url: str, tmp_pat
     with pytest.raises(KeyboardInterrupt), start:
         pass
     state = Path(f"/proc/{int((tmp_path / 'pid').read_text())}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    for _ in range(100):  # a process that is killed ends when it is scheduled next
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError(state.read_text())
 
 
 def test_what_answers_already_is_no_new_engine(engine: FakeEngine, tmp_path: Path) -> None:

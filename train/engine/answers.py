@@ -6,14 +6,58 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 
-from draftsmith.data.answers.endpoint import Endpoint
+from draftsmith.data.answers.endpoint import Answer, Endpoint
 from draftsmith.inference.decoding.counters import Stats
-from draftsmith.inference.measuring.judged import ComparedTexts, JudgedSpeed, TextDifference
+from draftsmith.inference.measuring.judged import ComparedTexts, Judge, JudgedSpeed, TextDifference
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.inference.measuring.speed import bootstrap_ratio
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
-from draftsmith.train.engine.vllm_counters import Counters, read_counters
+from draftsmith.train.engine.sglang_counters import counters_of, read_info
+from draftsmith.train.engine.vllm_counters import Counters, has_drafter, read_counters, read_version
+
+
+@dataclass(frozen=True)
+class MeasuredServer:
+    """A running server, and what it says of itself."""
+
+    endpoint: Endpoint
+    judge: Judge
+    drafts: bool  # it has a drafter
+    draft_length: int
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.server.name
+
+    def counters(self, before: Counters, answers: list[Answer]) -> Counters:
+        """Return the counters as they stand after some answers; `before` are those from before them.
+
+        A vLLM tells those of all that it ever answered, an SGLang tells those of each answer.
+        """
+        if not self.endpoint.is_sglang:
+            return read_counters(self.endpoint.server)
+        return sum((counters_of(answer.told, self.draft_length) for answer in answers if answer.told), before)
+
+
+def measured_server(endpoint: Endpoint, drafts: bool) -> MeasuredServer:
+    """Return a server with what it says of itself. `drafts`: it must have a drafter; else it must have none.
+
+    Raises `UserError` where it is not so.
+    """
+    server = endpoint.server
+    if endpoint.is_sglang:
+        info, option = read_info(server), "--speculative-algorithm"
+        engine, draft_length = info.text, info.draft_length
+        if drafts and not draft_length:
+            raise UserError(f"{server.name} drafts nothing: start it with {option}")
+        has_one = draft_length > 0
+    else:
+        engine, option, has_one = f"vLLM {read_version(server)}", "--speculative-config", has_drafter(server)
+        draft_length = len(read_counters(server).accepted_per_position) if drafts else 0
+    if has_one and not drafts:
+        raise UserError(f"{server.name} has a drafter: start it without {option}")
+    return MeasuredServer(endpoint, Judge(engine, server.url), drafts, draft_length)
 
 
 @dataclass(frozen=True)
@@ -39,38 +83,38 @@ class ServerRun:
         return sum(self.tokens) / sum(self.seconds)
 
 
-def run_on_server(
-    endpoint: Endpoint, prompts: PromptSet, load: Load, drafts: bool, on_batch: Callable[[], None]
-) -> ServerRun:
+def run_on_server(server: MeasuredServer, prompts: PromptSet, load: Load, on_batch: Callable[[], None]) -> ServerRun:
     """Send all prompts once for texts and counters, then `load.repeats` times for times.
 
-    So prompts lie in the prefix cache of every server alike when times are taken. `drafts`: the server has a drafter,
-    whose counters are read. Raises `UserError` where the server fails.
+    So prompts lie in the prefix cache of every server alike when times are taken. Raises `UserError` where the server
+    fails.
     """
     count = len(prompts.token_ids)
     batches = [range(start, min(start + load.batch_size, count)) for start in range(0, count, load.batch_size)]
 
-    def answer(number: int) -> list[int]:
-        return endpoint.complete(prompts.token_ids[number], load.sampling, number, prompts.images_of(number))
+    def answer(number: int) -> Answer:
+        images = prompts.images_of(number)
+        return server.endpoint.complete(prompts.token_ids[number], load.sampling, number, images)
 
-    def answers(batch: range) -> list[list[int]]:
+    def answers(batch: range) -> list[Answer]:
         with ThreadPoolExecutor(len(batch)) as pool:
             return list(pool.map(answer, batch))
 
     texts: list[list[int]] = []
-    readings = [read_counters(endpoint.server)] if drafts else []
+    readings = [server.counters(Counters(), [])] if server.drafts else []
     for batch in batches:
-        texts += answers(batch)
-        if drafts:
-            readings.append(read_counters(endpoint.server))
+        counted = answers(batch)
+        texts += [answer.new_ids for answer in counted]
+        if server.drafts:
+            readings.append(server.counters(readings[-1], counted))
         on_batch()
     tokens, seconds = [0] * len(batches), [0.0] * len(batches)
     for _ in range(load.repeats):
         for place, batch in enumerate(batches):
             start = time.perf_counter()
-            new_texts = answers(batch)
+            timed = answers(batch)
             seconds[place] += time.perf_counter() - start
-            tokens[place] += sum(map(len, new_texts))
+            tokens[place] += sum(len(answer.new_ids) for answer in timed)
             on_batch()
     return ServerRun(texts, [now - then for then, now in pairwise(readings)], tokens, seconds)
 

@@ -1,8 +1,8 @@
-"""A vLLM as the judge of drafters: each is swapped into it as it runs, and its own counters tell the acceptance.
+"""An engine as the judge of drafters: each is swapped into a running vLLM, and its own counters tell the acceptance.
 
-Where the user gives a command for that, the engine is started anew with each drafter instead. Servers beside it run
-the same target and stay as they are: a plain one, named `none`, and others such as `ngram` or the target's own `mtp`.
-They do not hang on the drafter, so each is measured once.
+Where the user gives a command for that, a vLLM or SGLang is started anew with each drafter instead. Servers beside it
+run the same target and stay as they are: a plain one, named `none`, and others such as `ngram` or the target's own
+`mtp`. They do not hang on the drafter, so each is measured once.
 """
 
 import contextlib
@@ -17,21 +17,22 @@ from pydantic import Field
 from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.data.http import Server
 from draftsmith.inference.decoding.counters import length_interval, total_of
-from draftsmith.inference.measuring.judged import Judge, JudgedResult, JudgedSetting
+from draftsmith.inference.measuring.judged import JudgedResult, JudgedSetting
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import from_json
 from draftsmith.train.engine.answers import (
     Load,
+    MeasuredServer,
     ServerRun,
     compare_texts,
+    measured_server,
     run_on_server,
     speed_beside,
     stats_by_batch,
 )
 from draftsmith.train.engine.restarted import COMMAND, started_engine
-from draftsmith.train.engine.vllm_counters import has_drafter, read_counters, read_version
 
 ENGINE, PLAIN = "", "none"  # names of the server that takes drafters, and of the one without a drafter
 METHOD = "swap_drafter"  # of the worker extension recipes/serving/vllm_swap.py
@@ -53,7 +54,7 @@ class SwapAnswer:
 class JudgeSettings:
     """The servers that judge, and how long their answers may get."""
 
-    url: str  # of the vLLM that drafters are swapped into
+    url: str  # of the engine that takes the drafters
     setting: str  # where the user gave it, such as `--engine`
     beside: dict[str, str] = field(default_factory=dict)  # name -> URL of servers that stay as they are
     max_new_tokens: int = 64
@@ -64,15 +65,14 @@ class JudgeSettings:
 
 
 class EngineJudge:
-    """A vLLM and the servers beside it. Raises `UserError` where one of them is not there or is not what it should.
+    """An engine and the servers beside it. Raises `UserError` where one of them is not there or is not what it should.
 
     An engine that a command starts is there within `drafting_with` alone.
     """
 
     def __init__(self, settings: JudgeSettings, target: Target) -> None:
         self.settings, self.target = settings, target
-        self._servers: dict[str, Endpoint] = {}
-        self._judges: dict[str, Judge] = {}
+        self._servers: dict[str, MeasuredServer] = {}
         if settings.command is None:
             self._meet(ENGINE, settings.url)
         for name, url in settings.beside.items():
@@ -83,28 +83,28 @@ class EngineJudge:
 
     def _meet(self, name: str, url: str) -> None:
         """Take in a server that runs, and check that it is what its name says."""
-        endpoint = self._endpoint(name, url)
-        server = endpoint.server
-        judge = Judge(f"vLLM {read_version(server)}", server.url)
-        if name == PLAIN and has_drafter(server):
-            raise UserError(f"{server.name} has a drafter: start it without --speculative-config")
-        drafted = 0 if name == PLAIN else len(read_counters(server).accepted_per_position)
-        if name == ENGINE and self.settings.draft_length not in (None, drafted):
-            raise UserError(
-                f"{server.name} drafts {drafted} tokens, and the draft length is {self.settings.draft_length}: start "
-                f"it with that num_speculative_tokens, or give {drafted}"
-            )
-        self._servers[name], self._judges[name] = endpoint, judge
-
-    def _endpoint(self, name: str, url: str) -> Endpoint:
         setting = self.settings.setting + (f", beside it {name}" if name else "")
         endpoint = Endpoint(url, self.target, self.settings.max_new_tokens, self.settings.seed, setting)
-        if endpoint.is_sglang:
+        server = measured_server(endpoint, drafts=name != PLAIN)
+        if name == ENGINE and self.settings.draft_length not in (None, server.draft_length):
             raise UserError(
-                f"{endpoint.server.name} is an SGLang, which takes no other drafter while it runs, and does not count "
-                "drafts as vLLM does: give a vLLM, or measure it with `draftsmith bench`"
+                f"{server.name} drafts {server.draft_length} tokens, and the draft length is "
+                f"{self.settings.draft_length}: start it with that, or give {server.draft_length}"
             )
-        return endpoint
+        others = [other for known, other in self._servers.items() if known != name]
+        if differing := [other for other in others if other.endpoint.is_sglang != endpoint.is_sglang]:
+            raise UserError(
+                f"{server.name} is {server.judge.engine}, and {differing[0].name} is {differing[0].judge.engine}: give "
+                "servers of one engine, whose times compare"
+            )
+        self._servers[name] = server
+
+    @property
+    def engine(self) -> str:
+        """The engine that takes the drafters, vllm or sglang. One that a command starts is what the command names."""
+        if self.settings.command is not None:
+            return "sglang" if "sglang" in self.settings.command else "vllm"
+        return "sglang" if self._servers[ENGINE].endpoint.is_sglang else "vllm"
 
     @contextlib.contextmanager
     def drafting_with(self, drafter: Path, on_wait: Callable[[], None]) -> Iterator[None]:
@@ -120,6 +120,12 @@ class EngineJudge:
         with started_engine(self.settings.command, drafter, server, self.settings.log, on_wait) as seconds:
             self._start_seconds = seconds
             self._meet(ENGINE, self.settings.url)
+            started = self._servers[ENGINE]
+            if started.endpoint.is_sglang != (self.engine == "sglang"):
+                raise UserError(
+                    f"{COMMAND} starts {started.judge.engine}, and drafters are given to it as {self.engine} loads "
+                    "them: let the word sglang stand in the command where it starts an SGLang, and only there"
+                )
             yield
 
     def swap(self, drafter: Path) -> None:
@@ -127,7 +133,14 @@ class EngineJudge:
 
         Raises `UserError` where it cannot, with the reason.
         """
-        self._swap_seconds = swap_drafter(self._servers[ENGINE].server, drafter)
+        served = self._servers[ENGINE]
+        if served.endpoint.is_sglang:
+            raise UserError(
+                f"{served.name} is an SGLang, which takes no other drafter while it runs: end it, give in {COMMAND} "
+                "what starts it with $DRAFTER; one that serves the drafter already is measured by `draftsmith evaluate "
+                "--engine URL --as-served`"
+            )
+        self._swap_seconds = swap_drafter(served.endpoint.server, drafter)
 
     def measure(
         self, prompts: PromptSet, loads: list[Load], on_batch: Callable[[], None]
@@ -137,8 +150,8 @@ class EngineJudge:
         They stand by the names of the servers; that of the engine is `ENGINE`. Servers beside it are measured once.
         """
         if prompts.images:
-            for endpoint in self._servers.values():
-                endpoint.check_takes_images()
+            for server in self._servers.values():
+                server.endpoint.check_takes_images()
         return {
             name: [self._row(name, prompts, load, on_batch) for load in loads]
             for name in self._servers
@@ -148,8 +161,7 @@ class EngineJudge:
     def _run(self, name: str, prompts: PromptSet, load: Load, on_batch: Callable[[], None]) -> ServerRun:
         key = name, prompts.name, len(prompts.token_ids), load
         if name == ENGINE or key not in self._runs:
-            drafts = name != PLAIN
-            self._runs[key] = run_on_server(self._servers[name], prompts, load, drafts, on_batch)
+            self._runs[key] = run_on_server(self._servers[name], prompts, load, on_batch)
         return self._runs[key]
 
     def _row(self, name: str, prompts: PromptSet, load: Load, on_batch: Callable[[], None]) -> JudgedResult:
@@ -157,13 +169,13 @@ class EngineJudge:
         by_batch = stats_by_batch(run, load.batch_size)
         total = total_of(by_batch)
         if name == ENGINE and not total.num_drafts:
-            raise UserError(f"{self._servers[name].server.name} drafted nothing: give other prompts or longer answers")
+            raise UserError(f"{self._servers[name].name} drafted nothing: give other prompts or longer answers")
         plain = self._run(PLAIN, prompts, load, on_batch) if PLAIN in self._servers else None
         texts = None
         if plain and load.sampling.greedy:
-            texts = compare_texts(prompts, run.texts, self._servers[PLAIN], plain.texts)
+            texts = compare_texts(prompts, run.texts, self._servers[PLAIN].endpoint, plain.texts)
         setting = JudgedSetting(
-            judge=self._judges[name],
+            judge=self._servers[name].judge,
             prompt_set=prompts.name,
             num_prompts=len(prompts.token_ids),
             temperature=load.sampling.temperature,
