@@ -1,20 +1,34 @@
 """Print the tables of docs/recipes.md: what the recipes for public targets take, by formulae."""
 
-from draftsmith.models.target.shape import target_weights
+import functools
+
+from draftsmith.models.target.shape import TargetWeights, target_weights
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, TOKENS_PER_SAMPLE
 from draftsmith.recipes.configs.recipes import RECIPES
-from draftsmith.train.hardware.estimates import H100, estimate
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.hardware.estimates import H100, Estimate, estimate
 
 KINDS = ("eagle3", "dflash", "dflash2", "dspark", "domino", "mtp")
+
+
+@functools.cache
+def public_weights(name: str) -> TargetWeights:
+    """Return the numbers of weights of a public target, whose model is made for it, without memory."""
+    return target_weights(PUBLIC_TARGETS[name].config, name)
+
+
+def needs(recipe: TrainConfig, name: str) -> Estimate:
+    """Return what a recipe takes for a public target, in bf16 on a GPU."""
+    return estimate(recipe, PUBLIC_TARGETS[name].config, TOKENS_PER_SAMPLE, weights=public_weights(name))
 
 
 def table() -> str:
     """Return what the recipes take, in Markdown."""
     head = ["recipe", "parameters (active)", *(f"hours, {size}" for size in SIZES), "GB on each GPU", "one H100 80 GB?"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for name, public in PUBLIC_TARGETS.items():
-        weights = target_weights(public.config, name)
-        taken = {size: estimate(RECIPES[f"eagle3_{name}_{size}"](), public.config, TOKENS_PER_SAMPLE) for size in SIZES}
+    for name in PUBLIC_TARGETS:
+        weights = public_weights(name)
+        taken = {size: needs(RECIPES[f"eagle3_{name}_{size}"](), name) for size in SIZES}
         memory = taken["usable"].total_bytes
         row = [
             f"`eagle3_{name}_SIZE`",
@@ -33,9 +47,9 @@ def table() -> str:
 def table_of_kinds() -> str:
     """Return hours and memory of the usable recipes of every kind, in Markdown."""
     lines = [f"| target | {' | '.join(f'`{kind}`' for kind in KINDS)} |", "|" + "---|" * (1 + len(KINDS))]
-    for name, public in PUBLIC_TARGETS.items():
+    for name in PUBLIC_TARGETS:
         recipes = [RECIPES.get(f"{kind}_{name}_usable") for kind in KINDS]
-        taken = [recipe and estimate(recipe(), public.config, TOKENS_PER_SAMPLE) for recipe in recipes]
+        taken = [recipe and needs(recipe(), name) for recipe in recipes]
         cells = [f"{cost.hours(H100):.1f} h, {cost.total_bytes / 1e9:.0f} GB" if cost else "-" for cost in taken]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -3,10 +3,11 @@
 `python tools/scale_table.py` prints the table of docs/scale.md.
 """
 
-from draftsmith.models.target.shape import target_weights
+from recipe_table import needs, public_weights
+
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, TOKENS_PER_SAMPLE
 from draftsmith.recipes.configs.recipes import RECIPES
-from draftsmith.train.hardware.estimates import H100, estimate, meta_drafter
+from draftsmith.train.hardware.estimates import H100, meta_drafter
 from draftsmith.train.hardware.layouts import drafter_share
 
 TARGETS = ("llama_3_1_8b", "qwen3_32b", "llama_3_3_70b", "qwen3_30b_a3b")
@@ -19,8 +20,7 @@ def bytes_on_each(name: str, count: int, layout: str, placement: str) -> float:
 
     `layout` is the drafter's, as in train/hardware/layouts.py; the target is `replicated`, `sharded` or `stored`.
     """
-    config, public = RECIPES[f"eagle3_{name}_{SIZE}"](), PUBLIC_TARGETS[name].config
-    weights, taken = target_weights(public, name), estimate(config, public, TOKENS_PER_SAMPLE)
+    weights, taken = public_weights(name), needs(RECIPES[f"eagle3_{name}_{SIZE}"](), name)
     layers = {
         "replicated": float(weights.weights_of_layers),
         "sharded": weights.weights_of_layers / count,
@@ -42,7 +42,7 @@ def table() -> str:
     head = ["target", "H100s", "hours", "GB: whole on each", "GB: in pieces", "GB: stored", "MB a sample, stored", "TB"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for name in TARGETS:
-        hours = estimate(RECIPES[f"eagle3_{name}_{SIZE}"](), PUBLIC_TARGETS[name].config, TOKENS_PER_SAMPLE)
+        hours = needs(RECIPES[f"eagle3_{name}_{SIZE}"](), name)
         for count in GPUS:
             pieces = f"{bytes_on_each(name, count, 'FSDP2', 'sharded') / 1e9:.0f}" if count > 1 else "-"
             row = [

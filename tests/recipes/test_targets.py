@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipe_table import table, table_of_kinds
+from recipe_table import public_weights, table, table_of_kinds
 
 from draftsmith.models.drafters.eagle3 import Eagle3
 from draftsmith.models.drafters.mtp_layouts import LAYOUTS
-from draftsmith.models.target.shape import target_weights
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, WITH_MTP
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train.config import resolve
@@ -34,7 +33,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLIC_TARGETS)
 def test_shapes_add_up_to_the_published_size(name: str) -> None:
-    weights = target_weights(PUBLIC_TARGETS[name].config, name)
+    weights = public_weights(name)
     total, active = PUBLISHED[name]
     assert weights.num_weights / 1e9 == pytest.approx(total, rel=0.01)
     assert weights.active_weights / 1e9 == pytest.approx(active, rel=0.1)

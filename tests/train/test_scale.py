@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_without_values import GPU, gpu_without_values, without_values
+from recipe_table import public_weights
 from scale_table import TARGETS, bytes_on_each, features_bytes, table
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,6 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.losses import chain_loss
 from draftsmith.models.losses.chain_loss import CHUNK_ELEMENTS
 from draftsmith.models.target.shape import target_weights
-from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 from draftsmith.train.hardware import estimates
@@ -33,7 +33,7 @@ def test_the_documented_table_is_what_the_formulae_give() -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_pieces_add_up_to_the_whole(name: str) -> None:
     """Sharding on n devices spares each (n - 1) / n of the layers; stored features all of them."""
-    layers = 2 * target_weights(PUBLIC_TARGETS[name].config, name).weights_of_layers
+    layers = 2 * public_weights(name).weights_of_layers
     whole = bytes_on_each(name, 8, "DDP", "replicated")
     assert whole - bytes_on_each(name, 8, "DDP", "sharded") == pytest.approx(layers * 7 / 8)
     assert whole - bytes_on_each(name, 8, "DDP", "stored") == pytest.approx(layers)

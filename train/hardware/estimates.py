@@ -71,14 +71,15 @@ def estimate(
     drafter: Drafter | None = None,
     bytes_per_value: int = 2,
     on_gpu: bool = True,
+    weights: TargetWeights | None = None,
 ) -> Estimate:
     """Return what a recipe takes for a target of this shape.
 
     `tokens_per_sample` counts prompt and answer. `drafter` was built by the recipe; without it, one is built without
     its numbers. `bytes_per_value` is that of the target's weights, 2 in bf16.
-    `on_gpu`: more logits exist at once there.
+    `on_gpu`: more logits exist at once there. `weights` are those of the target, where they have been counted.
     """
-    weights = target_weights(target_config, config.target)
+    weights = weights or target_weights(target_config, config.target)
     drafter = drafter or meta_drafter(config, target_config)
     tokens = config.run.steps * config.data.batch_size
     if config.data.batch_unit == "samples":  # else only answers are counted: how much prompt is with them is unknown
