@@ -1,6 +1,8 @@
 """Every kernel compiles for sm_90 (H100, H200), GPU or no GPU: what Triton's interpreter does not check.
 
 Each does for sm_89 (L4, RTX 40) in one shape, too, and attention, which needs most shared memory there, in every width.
+That is `pytest -m long`. By default each kernel compiles once, with the options and the widths that need most, and for
+sm_89 those that need most shared memory.
 
 Kernels are compiled as they are launched: an entry of `launches` is a call on tensors of the meta device, of which only
 dtype and shape exist, and every launch ends after compilation. So the call waits for no result either: it could not.
@@ -46,6 +48,7 @@ ROWS = {  # what kernels read in long rows; "" is an address that was loaded its
     "norm_kernel": ["x", "weight"],
     "rotate_kernel": ["qkv", "weight"],
 }
+ALL = pytest.param("all", marks=pytest.mark.long)
 COLUMNS = ("sm", "launch", "kernel", "grid", "warps", "registers", "stack", "shared")
 
 
@@ -70,6 +73,35 @@ ON_SM_89 += (
     "delta rule of channels 64",
     "convolution bfloat16",
 )
+BY_DEFAULT = (  # a launch of each kernel at least, of each rule and of each ending of a product
+    "attention bfloat16 64 128",  # the most registers
+    "attention everything tree",
+    "greedy chain bfloat16",
+    "one_hot tree",
+    "typical tree",
+    "block long chain",
+    "probabilistic odd vocabulary",
+    "without_replacement tree",
+    "draw cut",
+    "uniforms",
+    "write torch.bfloat16",
+    "move 4",
+    "product torch.bfloat16 (4096, 6144, 'write', 5)",
+    "product torch.bfloat16 (14336, 4096, 'add', 8)",
+    "product torch.float32 (4096, 28672, 'gate', 1)",
+    "enter tree",
+    "enter with features torch.bfloat16",
+    "round tree",
+    "forward_kl bfloat16",
+    "jensen_shannon float32 odd",
+    "silu torch.bfloat16 131072",
+    "norm torch.bfloat16 1",
+    "rotate torch.bfloat16 1",
+    "delta rule of channels 64",
+    "mamba-2 64",
+    "convolution bfloat16",
+)
+BY_DEFAULT_ON_SM_89 = ("attention latents torch.bfloat16 tree", "draw cut")
 
 
 def launches() -> dict[str, Callable[[], object]]:
@@ -364,7 +396,7 @@ def verification() -> dict[str, Callable[[], object]]:
     )
 
 
-def compile_all() -> Iterator[dict[str, Any]]:
+def compiled(everything: bool) -> Iterator[dict[str, Any]]:
     """Yield what each launch of each call takes, by COLUMNS, and how it reads memory; first of the controls."""
     from faulty_kernel import add_blocks
     from ptx import Ptx
@@ -372,11 +404,11 @@ def compile_all() -> Iterator[dict[str, Any]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    compiled: list[tuple[Any, tuple[int, ...]]] = []
+    results: list[tuple[Any, tuple[int, ...]]] = []
     launch = JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
-        compiled.append((launch(kernel, *args, grid=grid, warmup=True, **kwargs), grid))
+        results.append((launch(kernel, *args, grid=grid, warmup=True, **kwargs), grid))
 
     def control(fault: str, block: int) -> None:
         floats, counter = meta(4 * block, dtype=torch.float32), meta(1, dtype=torch.int32)
@@ -386,12 +418,13 @@ def compile_all() -> Iterator[dict[str, Any]]:
     controls = {f"control {fault}": lambda fault=fault: control(fault, 128) for fault in ("", "reads back")}
     controls["control spill"] = lambda: control("", 8192)
     every = launches()
-    for sm, calls in ((90, controls), (90, every), (89, {name: every[name] for name in ON_SM_89})):
+    on_sm_90, on_sm_89 = (tuple(every), ON_SM_89) if everything else (BY_DEFAULT, BY_DEFAULT_ON_SM_89)
+    for sm, names in ((90, tuple(controls)), (90, on_sm_90), (89, on_sm_89)):
         driver.set_active(Gpu(sm))
-        for name, call in calls.items():
-            compiled.clear()
-            call()
-            for kernel, grid in compiled:
+        for name in names:
+            results.clear()
+            (controls | every)[name]()
+            for kernel, grid in results:
                 usage, data, ptx = resource_usage(kernel.asm["cubin"]), kernel.metadata, kernel.asm["ptx"]
                 row = sm, name, data.name, list(grid), data.num_warps, usage["REG"], usage["STACK"], data.shared
                 names = parameter_names(kernel.src.signature)
@@ -433,12 +466,12 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     return {key: int(value) for key, value in (word.split(":") for word in output.splitlines()[-1].split())}
 
 
-@pytest.fixture(scope="module")
-def kernels() -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=["chosen", ALL])
+def kernels(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """From a process of its own: here, kernels may be defined for the interpreter."""
     pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, "--json"]
+    command = [sys.executable, __file__, request.param]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
@@ -449,10 +482,18 @@ def real(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_every_kernel_is_compiled(kernels: list[dict[str, Any]]) -> None:
+    assert_complete(kernels, 90)
+
+
+@pytest.mark.parametrize("kernels", [ALL], indirect=True)
+def test_every_kernel_is_compiled_for_a_smaller_gpu(kernels: list[dict[str, Any]]) -> None:
+    assert_complete(kernels, 89)
+
+
+def assert_complete(kernels: list[dict[str, Any]], sm: int) -> None:
     from kernel_names import launched_kernels  # not there yet where this file is a script
 
-    for sm in SHARED_MEMORY:
-        assert {kernel["kernel"] for kernel in real(kernels) if kernel["sm"] == sm} == launched_kernels(), sm
+    assert {kernel["kernel"] for kernel in real(kernels) if kernel["sm"] == sm} == launched_kernels()
 
 
 def test_registers_hold_everything(kernels: list[dict[str, Any]]) -> None:
@@ -510,8 +551,8 @@ def test_a_rule_takes_four_launches_at_most(kernels: list[dict[str, Any]]) -> No
 
 if __name__ == "__main__":
     sys.path += [str(Path(__file__).parents[2] / folder) for folder in ("benchmarks", "tests/helpers")]
-    for row in compile_all():
-        if sys.argv[1:] == ["--json"]:
+    for row in compiled(everything=sys.argv[1:] != ["chosen"]):
+        if sys.argv[1:]:
             print(json.dumps(row), flush=True)
         else:
             line = "sm_{sm} {launch:30} {kernel:18} {grid!s:15} {warps:3} {registers:4} {stack:4} {shared:6}"
