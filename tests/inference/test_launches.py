@@ -17,6 +17,7 @@ import pytest
 BENCHMARK = Path(__file__).parents[2] / "benchmarks/launches.py"
 STATE_KERNELS = ("convolution_kernel", "read_kernel")
 STEP, DRAWN = 12, 4  # goals: launches of a draft step, the first one too, and of drawing its token
+LAYERS, FEW = 32, (4, 5)  # of the target, and of those that are run: each layer adds the same launches
 MOST_LAUNCHES = {  # of drafting and of verification, in Llama-3.1-8B's shape
     "none, greedy, K = 0, batch 1": (0, 220),
     "eagle3, greedy, K = 1, batch 1": (STEP, 225),
@@ -109,7 +110,6 @@ def main() -> None:
     with torch.device("meta"):
         config = family_config(*KINDS["Kimi delta attention"])
         kimi = AutoModelForCausalLM.from_config(config, attn_implementation=benchmark["ATTENTION"])
-    models = {num_layers: benchmark["meta_model"](num_layers) for num_layers in (2, 32)}
     faults = {
         "waits": lambda tensor: tensor[0].item(),
         "decides": lambda tensor: tensor if tensor.any() else None,
@@ -123,7 +123,7 @@ def main() -> None:
             except Exception as error:
                 answers["controls"][name] = type(error).__name__
         answers["running states"] = running_states(benchmark, kimi, launched)
-        target = benchmark["make_target"](models[2])
+        target = benchmark["make_target"](benchmark["meta_model"](2))
         answers["recorded without"] = recorded_without(benchmark, target)
         for round_ in benchmark["every_round"]():
             try:
@@ -131,12 +131,19 @@ def main() -> None:
             except ValueError:  # a drafter that does not draft so
                 continue
             answers["rounds"] += 1
-        target = benchmark["make_target"](models[32])
+        targets = [benchmark["make_target"](benchmark["meta_model"](num_layers)) for num_layers in FEW]
         for round_ in benchmark["ROUNDS"]:
             if round_.name in MOST_LAUNCHES:
-                halves = benchmark["count_round"](round_, target, launched)
-                answers["launches"][round_.name] = [halves[half].total for half in ("draft", "verify")]
+                counts = [benchmark["count_round"](round_, target, launched) for target in targets]
+                answers["launches"][round_.name] = [
+                    with_all_layers(*(halves[half].total for halves in counts)) for half in ("draft", "verify")
+                ]
     print(json.dumps(answers))
+
+
+def with_all_layers(few: int, one_more: int) -> int:
+    """Return the launches with `LAYERS` layers, from those with few layers and with one more."""
+    return few + (one_more - few) * (LAYERS - FEW[0])
 
 
 if __name__ == "__main__":
