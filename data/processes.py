@@ -10,7 +10,7 @@ from filelock import FileLock, Timeout
 
 from draftsmith.data.progress import notice
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import made_folder, require_writable
+from draftsmith.models.files import made_folder, real_path, require_writable
 from draftsmith.models.ranges import Count, Natural, checked
 
 
@@ -45,7 +45,7 @@ def locked(folder: Path) -> Iterator[None]:
     rank, _ = rank_and_num_ranks()
     if rank == 0:
         require_writable(folder)
-    place = folder.resolve()
+    place = real_path(folder)
     path = place.with_name(f".{place.name}.lock" if rank == 0 else f".{place.name}-{rank}.lock")
     lock = FileLock(path, fallback_to_soft=False)
     with made_folder(place.parent):

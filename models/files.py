@@ -130,11 +130,19 @@ def disk_fault(error: Exception) -> str | None:
     return next((text for text in DISK_FAULTS if text in str(error)), None)
 
 
+def real_path(path: Path) -> Path:
+    """Return the absolute path without links.
+
+    A link that leads to itself stays as it is, where `Path.resolve` raises RuntimeError before Python 3.13.
+    """
+    return Path(os.path.realpath(path))
+
+
 def require_writable(folder: Path) -> None:
     """Raise `UserError` where a folder cannot be made or written to. Nothing is made."""
     if "\0" in str(folder):
         raise UserError(f"{str(folder)!r} is no name of a folder")
-    if not folder.resolve().name:
+    if not real_path(folder).name:
         raise UserError(f"{folder} is the root of the file system: give a folder in it")
     with writing(folder, "give another folder"):
         existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))

@@ -12,6 +12,7 @@ from draftsmith.inference.measuring.results import Evaluation, Finding, Result, 
 from draftsmith.inference.replay.replay import REPLAYED_MODES, Recording, expected_stats, record, replay
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target
+from draftsmith.models.files import real_path
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain
 from draftsmith.train.run_folder.tracking import read_metrics
@@ -93,7 +94,7 @@ def reference_of(name: str) -> Reference | None:
             first = next(iter(row.acceptance.conditional_acceptance_rates), None)
             if row.setting.verification_mode == "greedy" and row.setting.tree_nodes is None and first is not None:
                 return Reference(first, str(path), in_training=False)
-    metrics = Path(name).resolve().parent.parent / "metrics.jsonl"
+    metrics = real_path(Path(name)).parent.parent / "metrics.jsonl"
     lines = [line for line in read_metrics(metrics.parent) if "accuracy_0" in line]
     if lines:
         return Reference(lines[-1]["accuracy_0"], str(metrics), in_training=True)

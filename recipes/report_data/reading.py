@@ -11,7 +11,7 @@ from draftsmith.inference.measuring.results import Evaluation, read_evaluation
 from draftsmith.inference.measuring.sample_texts import SampleText
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import COMPLETE, finish_moving
+from draftsmith.models.files import COMPLETE, finish_moving, real_path
 from draftsmith.models.reading import read_json, read_text, read_typed
 from draftsmith.recipes.report_data.contents import EXTRAS, ReportData
 from draftsmith.recipes.report_data.measured import (
@@ -114,7 +114,7 @@ def _every_evaluation(folder: Path, reader: Reader) -> list[Evaluation]:
     places = ("", "*/", "checkpoints/*/", "*/checkpoints/*/", "*/[0-9]*-*/")
     paths = [path for place in places for name in EVALUATIONS for path in sorted(folder.glob(place + name))]
     seen = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    return reader.read_all(read_evaluation, list(dict.fromkeys(path.resolve() for path in seen)))  # `best` is a link
+    return reader.read_all(read_evaluation, list(dict.fromkeys(map(real_path, seen))))  # `best` is a link
 
 
 def _comparison(folder: Path, reader: Reader) -> list[Evaluation]:
@@ -140,7 +140,7 @@ def _read_run(folder: Path, reader: Reader) -> EvaluatedRun | None:
     environment = reader.read(partial(read_typed, dict[str, Any]), folder / "environment.json")
     text = vocabulary_text(vocabulary) if vocabulary else ""
     return EvaluatedRun(
-        name=folder.resolve().name,
+        name=real_path(folder).name,
         kind=config.drafter.kind,
         target=config.target,
         config=read_text(folder / "config.yaml"),

@@ -15,7 +15,7 @@ from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.measuring.sample_texts import SampleRound, SampleText
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models.errors import printable
-from draftsmith.models.files import require_writable, write_json, write_whole
+from draftsmith.models.files import real_path, require_writable, write_json, write_whole
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.playground import playground_data
 from draftsmith.recipes.report_data.contents import ReportData
@@ -63,7 +63,7 @@ def build_report(folder: Path) -> Path:
     for line in data.unreadable:
         notice(f"left out of the report: {line}")
     require_writable(folder)
-    verdict, profiles, name = verdict_of(data), profiles_of(data), folder.resolve().name
+    verdict, profiles, name = verdict_of(data), profiles_of(data), real_path(folder).name
     sections = sections_of(data, profiles)
     figures = draw_plots([plot for section in sections for plot in section.plots], folder / "figures")
     write_json(folder / "report.json", as_json(data, verdict, profiles))

@@ -18,7 +18,7 @@ from torch import Tensor
 from draftsmith.data.processes import locked
 from draftsmith.models import CHANGED_TARGET, Checkpoint, Target, build_drafter, checkpoint_of, read_checkpoint
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import PARTIAL, finish_moving, whole_folder, write_json, write_whole
+from draftsmith.models.files import PARTIAL, finish_moving, real_path, whole_folder, write_json, write_whole
 from draftsmith.recipes.serving import vllm_medusa
 from draftsmith.recipes.serving.engine_key_names import DTYPES, LOADER_RULES, TRAINING_FREE, check_name, rules_for
 from draftsmith.recipes.serving.layout_check import check_files, engines_that_serve
@@ -119,7 +119,7 @@ def training_free(kind: str, engine: str, target: Target, folder: Path) -> Expor
 
 def served_names(out: Path, hub_name: str | None) -> dict[str, str]:
     """Return the names that an export is served under, by the option that says so."""
-    return {"--out": str(out.resolve()), **({"--push": hub_name} if hub_name is not None else {})}
+    return {"--out": str(real_path(out)), **({"--push": hub_name} if hub_name is not None else {})}
 
 
 def check_places(checkpoint: str | Path, target: Target, out: Path) -> None:
@@ -129,14 +129,14 @@ def check_places(checkpoint: str | Path, target: Target, out: Path) -> None:
             f"{checkpoint} is no trained drafter, and no engine has one like it: give a checkpoint, such as "
             f"runs/NAME/best, or {' or '.join(TRAINING_FREE)}"
         )
-    if out.resolve() == Path(checkpoint).resolve():
+    if real_path(out) == real_path(Path(checkpoint)):
         raise UserError(f"{out} is the checkpoint itself: give another --out")
     if out.is_dir() and any(path.name != PARTIAL for path in out.iterdir()):
         raise UserError(
             f"{out} is not empty, and all that lies there would be served and pushed: give another --out, or remove it"
         )
     changed = Path(checkpoint) / CHANGED_TARGET
-    if changed.is_dir() and Path(target.name).resolve() != changed.resolve():
+    if changed.is_dir() and real_path(Path(target.name)) != real_path(changed):
         raise UserError(f"this drafter was trained along with its target: give --target {changed}")
 
 

@@ -11,7 +11,7 @@ from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.files import write_json
+from draftsmith.models.files import real_path, write_json
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.evaluation.comparison import evaluate_side_by_side, write_evaluations
@@ -122,7 +122,7 @@ def check_exported(
 ) -> EngineReport:
     """Let an engine serve the directory, and an environment the bare target too; write its engine_check.json."""
     draft_length = at_most_drafted(exported, draft_length)
-    settings = speculative_config(exported.kind, str(exported.directory.resolve()), draft_length)
+    settings = speculative_config(exported.kind, str(real_path(exported.directory)), draft_length)
     target, name = as_served(exported, target)
     drafter = load_drafter(name, target)
     report = check_engine(engine, settings, drafter, target, prompts.token_ids, max_new_tokens)

@@ -11,7 +11,7 @@ from draftsmith.data.progress import notice
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.results import Evaluation, Result
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import file_hash, write_whole
+from draftsmith.models.files import file_hash, real_path, write_whole
 from draftsmith.models.reading import read_typed
 from draftsmith.models.typed_json import optional, to_json
 from draftsmith.recipes.reports.markdown import code, fenced, finalized
@@ -135,7 +135,7 @@ def training_facts(source: Path) -> dict[str, str]:
 
     A run whose files cannot be read is mentioned, and tells nothing.
     """
-    run = source.resolve().parent.parent
+    run = real_path(source).parent.parent
     config, environment = run / "config.yaml", run / "environment.json"
     if not (config.is_file() and environment.is_file()):
         return {}
@@ -147,7 +147,7 @@ def training_facts(source: Path) -> dict[str, str]:
     return {
         "text": f"{settings.data.samples}, hash {facts.data_hash}, "
         + WRITTEN_BY.get(facts.data_written_by, WRITTEN_BY[None]),
-        "steps": f"{source.resolve().name} of {settings.run.steps}",
+        "steps": f"{real_path(source).name} of {settings.run.steps}",
         "seed": str(settings.run.seed),
         "commit": str(facts.git_commit),
         "chat template hash": str(facts.template_hash),

@@ -10,7 +10,7 @@ from typing import Any
 from draftsmith.data.console import shell_path
 from draftsmith.inference.decoding.schedule import Schedule, for_sglang, for_vllm
 from draftsmith.models.drafter_configs import NgramConfig
-from draftsmith.models.files import write_json, write_whole
+from draftsmith.models.files import real_path, write_json, write_whole
 from draftsmith.recipes.serving import vllm_swap
 from draftsmith.recipes.serving.engine_key_names import SGLANG, TRAINING_FREE, VLLM, rules_for
 from draftsmith.recipes.serving.export import PLUGIN, Exported
@@ -94,7 +94,7 @@ def write_swappable(exported: Exported, where: Path, draft_length: int) -> str:
     reaches it: it is for measuring, and not for the open.
     """
     shutil.copy(SWAP, exported.directory)
-    where = where.resolve()
+    where = real_path(where)
     environment = ["env", "VLLM_SERVER_DEV_MODE=1", f"PYTHONPATH={shell_path(where)}"]
     extension = ["--worker-extension-cls", f"{SWAP.stem}.{DraftSwap.__name__}"]
     command = shlex.join([*environment, *shlex.split(serve_command(exported, "vllm", where, draft_length)), *extension])

@@ -12,6 +12,7 @@ from typing import Any
 from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
+from draftsmith.models.files import real_path
 from draftsmith.models.reading import read_typed
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.recipes.serving.engine_speed import TimedRequest
@@ -59,7 +60,7 @@ def run_environment(
     longest = max(map(len, prompts)) + max_new_tokens + 16
     job = {
         "llm": {
-            "model": str(Path(target.name).resolve()) if Path(target.name).is_dir() else target.name,
+            "model": str(real_path(Path(target.name))) if Path(target.name).is_dir() else target.name,
             "dtype": str(target.dtype).removeprefix("torch."),
             "max_model_len": min(longest, target.context),
             "enforce_eager": True,
@@ -72,7 +73,7 @@ def run_environment(
     # PYTHONPATH is for our interpreter; the rest may be needed to find compilers and devices
     variables = ENVIRONMENT | {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if plugins:
-        variables["PYTHONPATH"] = str(plugins.resolve())
+        variables["PYTHONPATH"] = str(real_path(plugins))
     with tempfile.TemporaryDirectory() as temporary:
         asked, answer = Path(temporary) / "job.json", Path(temporary) / "run.json"
         asked.write_text(json.dumps(job))

@@ -132,6 +132,11 @@ def value_for(place: Place, name: str, kind: Any) -> str:
     if random.random() < 0.3:
         file = random.choice(FILES.split())
         return str(place.copy(file) if name in ("out", "run") else made / file)  # these are written to
+    if random.random() < 0.03:
+        itself = place.given / "itself"
+        with contextlib.suppress(FileExistsError):
+            itself.symlink_to(itself)
+        return str(itself)
     return random.choice(WORDS.split()) if random.random() < 0.3 else text
 
 

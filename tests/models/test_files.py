@@ -122,6 +122,7 @@ def test_what_is_no_fault_of_the_disk_stays_what_it_is(tmp_path: Path) -> None:
         ("file/below", "/file is a file"),
         ("nowhere", "/nowhere is a link to nothing"),
         ("nowhere/below", "/nowhere is a link to nothing"),
+        ("itself", "/itself is a link to nothing"),
         ("n" * 300, "names of at most 235 bytes"),
         ("new/" + "n" * 250, "names of at most 235 bytes"),
         ("new/" * 2000, "File name too long"),
@@ -132,6 +133,7 @@ def test_what_is_no_fault_of_the_disk_stays_what_it_is(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_told_and_not_made(tmp_path: Path, name: str, told: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
     before = set(tmp_path.rglob("*"))
     with pytest.raises(UserError, match=told) as error:
         require_writable(tmp_path / name)

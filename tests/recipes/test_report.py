@@ -599,6 +599,16 @@ def test_a_damaged_file_is_named_and_the_rest_reported(
         assert str(run / name) in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("_no_figures")
+def test_an_evaluation_that_is_a_link_to_itself_is_named(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "eagle3"
+    shutil.copytree(whole, run)
+    evaluation = next(run.glob("checkpoints/*/evaluation.json")).with_name("evaluation.ngram.json")
+    evaluation.unlink(missing_ok=True)
+    evaluation.symlink_to(evaluation)
+    assert any(str(evaluation) in line for line in read_report_data(run).unreadable)
+
+
 def test_a_figure_of_nothing_has_no_legend() -> None:
     """Such as one of an evaluation whose rows could not be read."""
     figure = Figure()

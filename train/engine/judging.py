@@ -21,6 +21,7 @@ from draftsmith.inference.measuring.judged import JudgedResult, JudgedSetting
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
+from draftsmith.models.files import real_path
 from draftsmith.models.typed_json import from_json
 from draftsmith.train.engine.answers import (
     Load,
@@ -201,7 +202,7 @@ def swap_drafter(server: Server, drafter: Path) -> float:
     Its prefix cache is emptied, for it holds keys of the drafter before. Raises `UserError` with the reason where it
     cannot.
     """
-    start, body = time.perf_counter(), {"method": METHOD, "args": [str(drafter.resolve())]}
+    start, body = time.perf_counter(), {"method": METHOD, "args": [str(real_path(drafter))]}
     try:
         reasons = from_json(SwapAnswer, server.json("/collective_rpc", body)).results
     except UserError as error:

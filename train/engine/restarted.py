@@ -13,6 +13,7 @@ from pathlib import Path
 
 from draftsmith.data.http import Server
 from draftsmith.models.errors import UserError
+from draftsmith.models.files import real_path
 
 COMMAND = "DRAFTSMITH_ENGINE_COMMAND"  # variable with the command for a shell
 DRAFTER = "DRAFTER"  # variable in which the command finds the drafter's folder
@@ -39,7 +40,7 @@ def started_engine(
     with log.open("ab") as output:
         process = subprocess.Popen(
             ["sh", "-c", command],
-            env={**os.environ, DRAFTER: str(drafter.resolve())},
+            env={**os.environ, DRAFTER: str(real_path(drafter))},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

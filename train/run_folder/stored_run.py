@@ -1,5 +1,6 @@
 """The files of a run as a report reads them back, each by its type and each on its own."""
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ class Reader:
     def read(self, read: Callable[[Path], T], path: Path) -> T | None:
         """Return what `read` makes of a file; None where there is none, or where it raises `UserError`."""
         try:
-            return read(path) if path.exists() else None
+            return read(path) if os.path.lexists(path) else None
         except UserError as error:
             self.unreadable.append(str(error))
             return None

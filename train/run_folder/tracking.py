@@ -7,7 +7,7 @@ from typing import Any
 
 from draftsmith.data.answers.changed_settings import flatten
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.files import write_whole, writing
+from draftsmith.models.files import real_path, write_whole, writing
 from draftsmith.models.reading import parse_json, read_text
 from draftsmith.train.config import TrainConfig, contents
 
@@ -58,7 +58,7 @@ def start_wandb(config: TrainConfig, run: Path) -> Any:
         return wandb.init(
             project=config.run.wandb_project,
             name=run.name,
-            id=hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12],
+            id=hashlib.sha256(str(real_path(run)).encode()).hexdigest()[:12],
             resume="allow",
             config=flatten(contents(config)),
             dir=run,
