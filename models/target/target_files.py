@@ -54,7 +54,11 @@ def read_config(name: str | Path) -> PretrainedConfig:
         raise UserError(f"{path} has {other[0]}, which is not read: take it out, and check that it is not needed")
     with library_errors_of(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        text = config.get_text_config(decoder=True)
+        text: Any = config.get_text_config(decoder=True)
+        if not isinstance(text, PretrainedConfig):  # transformers takes any value for it
+            raise UserError(
+                f"{path} has {str(text)[:50]!r} where the language model's config belongs: give a whole copy"
+            )
         alone: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
         if text is not config and alone is not None:
             text.architectures = [alone.__name__]  # as in a copy of the language model alone: fingerprints cover it

@@ -34,7 +34,11 @@ def head(folder: Path) -> Target:
     return Target.head_from_pretrained(folder, None, "cpu", torch.float32)
 
 
-WAYS = {"whole": whole, "head": head, "without weights": Target.without_weights}
+def first_layer(folder: Path) -> Target:
+    return Target.first_layers_from_pretrained(folder, 1, torch.device("cpu"), torch.float32)
+
+
+WAYS = {"whole": whole, "head": head, "first layer": first_layer, "without weights": Target.without_weights}
 
 
 def refusal(folder: Path, load: Callable[[Path], Target] = whole) -> str:
@@ -50,7 +54,16 @@ def refusal(folder: Path, load: Callable[[Path], Target] = whole) -> str:
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json"])
 def test_no_value_in_a_file_of_json_gives_a_traceback(file: str, way: str, folder: Path) -> None:
     text = (folder / file).read_text()
-    more = {"layer_types", "sliding_window", "quantization_config", "rope_scaling", "dtype", "eos_token_id", "auto_map"}
+    more = {
+        "layer_types",
+        "text_config",
+        "sliding_window",
+        "quantization_config",
+        "rope_scaling",
+        "dtype",
+        "eos_token_id",
+        "auto_map",
+    }
     cases = [(path, value) for path in [*paths(json.loads(text)), *((key,) for key in more)] for value in VALUES]
     for path, value in random.Random(file + way).sample(cases, CASES):
         (folder / file).write_text(changed(text, path, value))
@@ -156,6 +169,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "unknown rope": (with_config(rope_parameters={"rope_type": "x", "rope_theta": 1.0}), "does not load|no model"),
     "unknown quantisation": (with_config(quantization_config={"quant_method": "awq"}), "quantised by .awq."),
+    "no language model": (with_config(text_config=-1), "has '-1' where the language model's config belongs"),
     "weights elsewhere": (with_config(transformers_weights="../x"), "has transformers_weights, which is not read"),
 }  # fmt: skip
 
