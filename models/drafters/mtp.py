@@ -133,8 +133,10 @@ class Mtp(Drafter):
             embedded = embedded.masked_fill((positions == 0)[..., None], 0)
         pair = [self.token_norm(embedded), self.state_norm(states)]
         x = self.fuse(torch.cat(pair[::-1] if self.layout.state_first else pair, -1))
-        base: Any = self.target.model.base_model
-        return self.layer(x, position_embeddings=base.rotary_emb(x, positions), position_ids=positions, **attention)
+        rotary: Any = self.target.model.base_model.rotary_emb
+        of_axes = hasattr(rotary, "mrope_section")  # those of text are alike on all three; transformers 5.17 wants them
+        rotated = rotary(x, positions.expand(3, -1, -1) if of_axes else positions)
+        return self.layer(x, position_embeddings=rotated, position_ids=positions, **attention)
 
     def recycled(self, hidden: Tensor) -> Tensor:
         """Return what the next token reads in place of the target's state, from the layer's output [..., H]."""
