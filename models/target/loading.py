@@ -42,6 +42,7 @@ from draftsmith.models.target.target_files import (
 from draftsmith.models.weights import check_finite
 
 LARGEST_SHARE = 3  # of the values held that a config may claim: constants are held nowhere
+TWO_ATTENTIONS = "longcat_flash"  # type of models whose num_hidden_layers counts attentions, two of each layer
 OF_LAYERS = "per_layer"  # in names of Gemma 4's second embedding, for its layers alone and larger than the first
 
 DeviceMap = dict[str, torch.device]  # of modules by their names
@@ -171,7 +172,7 @@ def load_model(
 
 def check_sizes(config: PretrainedConfig, stored: Weights, what: str) -> None:
     """Refuse a config.json that describes another model than the weights are of, before memory is taken for it."""
-    num_layers = config.get_text_config().num_hidden_layers
+    num_layers = num_layers_of(config.get_text_config())
     if num_layers > len(stored):
         raise UserError(f"{what}: its config.json has {num_layers} layers, and its weights are {len(stored)} tensors")
     model = model_without_memory(config, what)
@@ -243,13 +244,20 @@ def _layer_of(tensor: str) -> int:
     return next((int(part) for part in tensor.split(".") if part.isdigit()), -1)
 
 
+def num_layers_of(text_config: PretrainedConfig) -> int:
+    """Return the number of decoder layers, each of which has a hidden state behind it."""
+    if text_config.model_type == TWO_ATTENTIONS:
+        return text_config.num_layers
+    return text_config.num_hidden_layers
+
+
 def drop_layers(text_config: PretrainedConfig, kept: list[int]) -> None:
     """Make it the config of a model of only the kept layers."""
     if shared := getattr(text_config, "num_kv_shared_layers", 0):  # at the end, and so they stay
-        first_shared = text_config.num_hidden_layers - shared
+        first_shared = num_layers_of(text_config) - shared
         text_config.num_kv_shared_layers = sum(layer >= first_shared for layer in kept)
-    text_config.num_hidden_layers = len(kept)
-    for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+    setattr(text_config, "num_layers" if text_config.model_type == TWO_ATTENTIONS else "num_hidden_layers", len(kept))
+    for name in ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers"):
         of_each = getattr(text_config, name, None)
         if of_each and len(of_each) != len(kept):  # some follow from the number of layers
             setattr(text_config, name, [of_each[layer] for layer in kept])

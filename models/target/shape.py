@@ -107,7 +107,7 @@ def shape_of(target: Target) -> TargetShape:
     return TargetShape(
         **vars(weights_of(target.model, target.name)),
         name=target.name,
-        layers=target.text_config.num_hidden_layers,
+        layers=target.num_layers,
         caches=cached_layers(cache, target.text_config),
         state_bytes=sum(state.numel() * STATE_BYTES for state in states),
     )

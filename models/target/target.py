@@ -36,6 +36,7 @@ from draftsmith.models.target.loading import (
     load_first_layers,
     load_model,
     model_without_memory,
+    num_layers_of,
     whole_of,
 )
 from draftsmith.models.target.support import carries_states, check_decodes_exactly, check_trained, read_decoded
@@ -277,7 +278,7 @@ class Target:
 
     @property
     def num_layers(self) -> int:
-        return self.text_config.num_hidden_layers
+        return num_layers_of(self.text_config)
 
     @property
     def context(self) -> int:
@@ -416,7 +417,7 @@ class _Capture:
 
 def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the list of decoder layers, whatever the family calls it."""
-    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    num_layers = num_layers_of(model.config.get_text_config())
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     if not lists:
         raise UserError(f"{type(model).__name__} cannot be served: its decoder layers are not one list of {num_layers}")
@@ -424,8 +425,16 @@ def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def check_layer_ids(layer_ids: Iterable[int], target: Target) -> tuple[int, ...]:
-    """Return layer ids if distinct, ascending and in 1..num_layers - 1, as engines capture them, or refuse them."""
+    """Return layer ids if distinct, ascending and in 1..num_layers - 1, as engines capture them, or refuse them.
+
+    Layers of some targets give several residual streams: no engine lets a drafter read them.
+    """
     ids = tuple(layer_ids)
+    if ids and (streams := getattr(target.text_config, "hc_mult", 1)) > 1:
+        raise UserError(
+            f"layers of {target.name} give {streams} residual streams and no hidden state that a drafter could read: "
+            "train one that reads the last hidden state alone, such as eagle, medusa or draft_model"
+        )
     if list(ids) != sorted(set(ids)) or not all(1 <= layer_id < target.num_layers for layer_id in ids):
         raise UserError(
             f"layer_ids {list(ids)}: give distinct ascending ids from 1 to {target.num_layers - 1}, "

@@ -84,7 +84,7 @@ def test_layers_compute_what_they_did_in_the_target(model_type: str) -> None:
     # the target with its middle layer taken out
     layers, types = target.decoder_layers, getattr(model.config, "layer_types", None)
     del layers[1]
-    model.config.num_hidden_layers = 2
+    setattr(model.config, "num_layers" if model_type == "longcat_flash" else "num_hidden_layers", 2)
     if types:
         model.config.layer_types = [types[0], types[2]]
     token_ids = torch.arange(1, 12)[None]

@@ -32,14 +32,16 @@ from transformers import (
     PreTrainedModel,
 )
 
-from draftsmith.models import Target
+from draftsmith.inference.decoding.graphs import can_be_recorded
+from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.batch import Batch
+from draftsmith.models.drafter_configs import EagleConfig
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
 from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.models.slots.cache import SlotCache
 from draftsmith.models.slots.window import Window, chain_window
-from draftsmith.models.target.loading import LanguageModel, is_multimodal
+from draftsmith.models.target.loading import LanguageModel, is_multimodal, model_without_memory
 from draftsmith.models.target.support import why_not_decoded, why_not_trained
 
 LENGTHS = [13, 8]  # of the prompts
@@ -157,6 +159,28 @@ def test_the_page_names_the_families_that_are_tested() -> None:
         section = page.partition(f"## {title}")[2].partition("\n## ")[0]
         rows = [line for line in section.splitlines() if line.startswith("|")]
         assert set(re.findall(r"`(\w+)`", "".join(rows))) == set(families)
+    assert len(FAMILIES) >= 90
+
+
+def test_the_page_names_those_whose_rounds_are_not_recorded() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "targets.md").read_text()
+    named = re.findall(r"`(\w+)`", page.partition("as a whole (of those above")[2].partition(")")[0])
+    models = {name: model_without_memory(family_config(name, FAMILIES[name]), name) for name in FAMILIES}
+    assert named == sorted(name for name, model in models.items() if not can_be_recorded(model))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_layers_of_several_streams_are_not_read(kind: str) -> None:
+    """Hy4's layers give a tensor for each stream. What reads the last hidden state alone is trained for it."""
+    config = family_config("hy_v4", FAMILIES["hy_v4"])
+    target = target_like(plain_model(config), config)
+    with pytest.raises(UserError, match="layers of hy_v4 give 4 residual streams"):
+        DRAFTERS[kind].from_target(DRAFTERS[kind].config_class(kind=kind), target)
+    token_ids = torch.arange(3, 12)[None]
+    batch = Batch(token_ids, torch.ones_like(token_ids, dtype=torch.bool))
+    eagle = DRAFTERS["eagle"].from_target(EagleConfig(), target)
+    for total, count in eagle.loss(batch, target.features(batch, eagle.layer_ids)).values():
+        assert torch.isfinite(total / count)
 
 
 @pytest.mark.parametrize("model_type", RUN_BY_ENGINES)
