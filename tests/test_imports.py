@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,9 +43,10 @@ GROUND = {
 FEWEST_FILES, MOST_FILES = 2, 14  # of a wing, so that it reads as a table of contents
 
 
-def modules(folder: str) -> Iterator[tuple[Path, ast.Module]]:
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        yield path.relative_to(ROOT), ast.parse(path.read_text("utf-8"))
+@cache
+def modules(folder: str) -> list[tuple[Path, ast.Module]]:
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    return [(path.relative_to(ROOT), ast.parse(path.read_text("utf-8"))) for path in paths]
 
 
 def imported_floors(tree: ast.Module) -> set[str]:
@@ -221,10 +222,16 @@ MAY_READ = {
 }
 
 
+def functions_called(tree: ast.Module) -> list[ast.Name | ast.Attribute]:
+    """Return the names of what a file calls."""
+    called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [node for node in called if isinstance(node, ast.Name | ast.Attribute)]
+
+
 def test_one_module_reads_what_anybody_may_have_written() -> None:
     """models/reading.py bounds size, depth and numbers, and names file and line. Whoever reads without it crashes."""
     calls = {
-        str(path): {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)} & READS_FILES
+        str(path): {ast.unparse(node) for node in functions_called(tree)} & READS_FILES
         for floor in FLOORS
         for path, tree in modules(floor)
     }

@@ -114,19 +114,23 @@ def flags(command: str) -> set[str]:
     return {f"--{setting.name.replace('_', '-')}" for setting in settings} | {"--debug", "--help"}
 
 
+@cache
+def all_flags() -> frozenset[str]:
+    return frozenset(flag for command in COMMANDS for flag in flags(command))
+
+
 def unknown(span: str) -> Iterator[str]:
     """Yield the parts of a code span that name nothing."""
     words = span.split()
     if words[0] == "draftsmith" and len(words) > 1:
         yield from unknown_in_command(words[1:])
         return
-    all_flags = {flag for command in COMMANDS for flag in flags(command)}
     for number, word in enumerate(words):
         word = word.strip("()[]{}\"',;:*").partition("=")[0]
         if word in FOREIGN or not word:
             continue
         if word.startswith("--"):
-            if number == 0 and word not in all_flags | strings():  # those of benchmarks are strings
+            if number == 0 and word not in all_flags() and word not in strings():  # those of benchmarks are strings
                 yield word
         elif FILE.fullmatch(word):
             if not is_file(word):
@@ -156,6 +160,7 @@ def looks_like_code(word: str) -> bool:
     )
 
 
+@cache
 def is_defined(word: str) -> bool:
     """Whether code has each part of a dotted name, or begins a string with it, as f"time_share_{stage}" does."""
     parts = IDENTIFIER.findall(word.replace("_SIZE", "_smoke"))  # of the names of recipes
@@ -163,6 +168,7 @@ def is_defined(word: str) -> bool:
     return word in config_keys() or all(part in known or f"{part.rpartition('_')[0]}_" in known for part in parts)
 
 
+@cache
 def is_file(name: str) -> bool:
     """Whether a file of the repository ends with this path, or a string of the code names such a file."""
     name = name.removeprefix("./").removeprefix("../")
