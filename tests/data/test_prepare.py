@@ -2,11 +2,11 @@
 
 import copy
 import json
+import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -336,16 +336,17 @@ def test_processes_share_the_prompts(
 
 
 def test_a_killed_process_goes_on_to_the_same_file(
-    tiny_target_dir: Path, source: str, folder: Path, tiny_target: Target, tmp_path: Path
+    python: str, tiny_target_dir: Path, source: str, tiny_target: Target, tmp_path: Path
 ) -> None:
     """SIGKILL as soon as something is written. benchmarks/prepare_kill.py does it three times at random moments."""
     arguments = ["--max-new-tokens", "100", "--temperature", "0", "1.5", "--batch-size", "2", "--device", "cpu"]
-    command = [sys.executable, "-m", "draftsmith.data", "--target", str(tiny_target_dir), "--prompts", source]
+    command = [python, "-m", "draftsmith.data", "--target", str(tiny_target_dir), "--prompts", source]
     journal = tmp_path / "killed" / "answers-0.partial"
     process = subprocess.Popen([*command, "--out", str(tmp_path / "killed"), *arguments])
     while process.poll() is None and not (journal.exists() and journal.stat().st_size):
         time.sleep(0.002)
-    process.kill()
+    _, pid, *_ = (tmp_path / ".killed.lock").read_text().split()
+    os.kill(int(pid), signal.SIGKILL)  # the program, of which a warm Python's client waits for the end
     assert process.wait() == -signal.SIGKILL
     settings = PrepareSettings(100, (Sampling(0.0), Sampling(1.5)), batch_size=2)
     for out in ("killed", "whole"):

@@ -16,15 +16,27 @@ from draftsmith.models.slots.cache import SlotCache
 from draftsmith.models.slots.window import chain_window
 
 TRAINABLE = [kind for kind, drafter_class in DRAFTERS.items() if drafter_class.depths is not Drafter.depths]
+# Block drafters are as small as the quickstart's: tests make many of them, and train some.
+BLOCKS: dict[str, Any] = {"num_layers": 2, "block_size": 5}
+SMALLER: dict[str, dict[str, Any]] = {
+    "dflash": BLOCKS,
+    "dflash2": BLOCKS,
+    "dspark": {**BLOCKS, "markov_rank": 16},
+    "domino": {**BLOCKS, "memory_size": 32, "code_size": 16},
+    "p_eagle": {"num_layers": 2, "num_depths": 4},
+}
+
+
+def untrained(kind: str, target: Target, **fields: Any) -> Drafter:
+    """Wrong nearly always, which an output must not show. In evaluation mode, in which nothing is drawn by chance."""
+    torch.manual_seed(1)
+    config = DRAFTERS[kind].config_class(kind=kind, **{**SMALLER.get(kind, {}), **fields})
+    return DRAFTERS[kind].from_target(config, target).eval()
 
 
 def build(kind: str, target: Target, **fields: Any) -> Drafter:
-    """Neither trained nor as new: noise in the weights lets nothing vanish or agree by accident.
-
-    In evaluation mode, in which nothing is drawn by chance.
-    """
-    torch.manual_seed(1)
-    drafter = DRAFTERS[kind].from_target(DRAFTERS[kind].config_class(kind=kind, **fields), target).eval()
+    """Neither trained nor as new: noise in the weights lets nothing vanish or agree by accident."""
+    drafter = untrained(kind, target, **fields)
     for parameter in drafter.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return drafter

@@ -135,7 +135,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "minicpm3": {**LATENT, "head_dim": 4},
     "minimax_m2": LOCAL_EXPERTS,
     "ministral": ALTERNATES,
-    "mimo_v2_flash": {},
+    "mimo_v2_flash": {**ROUTED_EXPERTS, **SLIDES, "v_head_dim": 16},
     "ministral3": {},
     "mistral": SLIDES,
     "mixtral": {**LOCAL_EXPERTS, **SLIDES},

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from drafters import SMALLER
 from safetensors.torch import load_file
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
@@ -15,15 +16,6 @@ from draftsmith.train.run_folder.checkpoint import checkpoints
 
 # A draft vocabulary is larger than the tiny target's; what is drawn by chance differs from batch to batch.
 CHANGES = {"draft_vocab_size": None, "noise": 0.0, "keep_ratio": 1.0, "anchor_share": 1.0}
-# Block drafters are as small as the quickstart's: tests train many of them.
-BLOCKS: dict[str, Any] = {"num_layers": 2, "block_size": 5}
-SMALLER: dict[str, dict[str, Any]] = {
-    "dflash": BLOCKS,
-    "dflash2": BLOCKS,
-    "dspark": {**BLOCKS, "markov_rank": 16},
-    "domino": {**BLOCKS, "memory_size": 32, "code_size": 16},
-    "p_eagle": {"num_layers": 2, "num_depths": 4},
-}
 OF_MACHINE = ("tokens_per_second", "time_share", "peak_memory", "model_flop")  # metrics that no two runs share
 
 

@@ -4,19 +4,20 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from drafters import untrained
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding import batch_engine
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
-from draftsmith.inference.decoding.decoder import resolve_settings
+from draftsmith.inference.decoding.decoder import Output, resolve_settings
 from draftsmith.inference.decoding.generation import Generation
 from draftsmith.inference.decoding.schedule import Adaptive, Confident, Schedule
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
@@ -38,10 +39,7 @@ CUT_ON_CPU = ("ngram", "suffix")  # their drafts are cut there to what was found
 
 @functools.lru_cache
 def drafter_of(kind: str, target: Target) -> Drafter:
-    """Untrained: wrong nearly always, which the output must not show."""
-    torch.manual_seed(1)
-    drafter_class = DRAFTERS[kind]
-    return drafter_class.from_target(drafter_class.config_class(kind=kind), target).eval()
+    return untrained(kind, target)
 
 
 CONTEXT = 128  # of the tiny target
@@ -93,6 +91,12 @@ def plain(target: Target) -> SpeculativeDecoder:
     return SpeculativeDecoder(target, load_drafter("none", target))
 
 
+@functools.lru_cache
+def plain_output(target: Target, num_prompts: int = len(PROMPTS), **settings: Any) -> Output:
+    """What every drafter is compared with; decoded once."""
+    return plain(target).generate(PROMPTS[:num_prompts], max_new_tokens=24, **settings)
+
+
 def test_plain_greedy_decoding_is_transformers(tiny_target: Target) -> None:
     """A ragged batch on the slot cache against one prompt at a time through stock attention and `generate`."""
     stock = AutoModelForCausalLM.from_pretrained(tiny_target.name, attn_implementation="eager", dtype=torch.float32)
@@ -108,7 +112,7 @@ def test_plain_greedy_decoding_is_transformers(tiny_target: Target) -> None:
 def test_greedy_output_is_plain_decoding(kind: str, draft_length: int, tiny_target: Target) -> None:
     decoder = SpeculativeDecoder(tiny_target, drafter_of(kind, tiny_target))
     for prompts in (PROMPTS, PROMPTS[:1]):
-        expected = plain(tiny_target).generate(prompts, max_new_tokens=24)
+        expected = plain_output(tiny_target, len(prompts))
         found = decoder.generate(prompts, max_new_tokens=24, draft_length=draft_length)
         assert found.token_ids == expected.token_ids
         assert found.texts == expected.texts
@@ -117,10 +121,11 @@ def test_greedy_output_is_plain_decoding(kind: str, draft_length: int, tiny_targ
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_hot_sampling_is_plain_sampling_for_a_seed(kind: str, tiny_target: Target) -> None:
     """Coins are keyed by position, so sample-then-match gives the very tokens of plain sampling."""
-    settings = {"max_new_tokens": 24, "temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 5}
-    expected = plain(tiny_target).generate(PROMPTS, **settings)
+    settings = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 5}
+    expected = plain_output(tiny_target, **settings)
     decoder = SpeculativeDecoder(tiny_target, drafter_of(kind, tiny_target))
-    assert decoder.generate(PROMPTS, verification_mode="one_hot", **settings).token_ids == expected.token_ids
+    found = decoder.generate(PROMPTS, max_new_tokens=24, verification_mode="one_hot", **settings)
+    assert found.token_ids == expected.token_ids
 
 
 @pytest.mark.parametrize("num_right", [0, 1, 3, 4])
@@ -176,28 +181,41 @@ def test_the_cache_after_a_tree_is_that_of_a_fresh_reading(tiny_target: Target) 
                     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+class Queue(NamedTuple):
+    prompts: list[list[int]]
+    eos: int
+    answers: list[list[int]]  # of each prompt by itself
+
+
+@pytest.fixture(scope="module")
+def queue(tiny_target: Target) -> Queue:
+    prompts = [tiny_target.encode(prompt * (1 + i % 3)) for i, prompt in enumerate(PROMPTS * 3)]
+    eos = plain(tiny_target).generate([prompts[4]], max_new_tokens=12, stop_at_eos=False).token_ids[0][5]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Target, "eos_token_ids", [eos])
+        answers = [plain(tiny_target).generate([prompt], max_new_tokens=12).token_ids[0] for prompt in prompts]
+    assert {len(answer) for answer in answers} > {12}  # some end early
+    return Queue(prompts, eos, answers)
+
+
 @pytest.mark.parametrize("kind", ["none", *KINDS])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_queue_through_few_rows_gives_what_each_prompt_gives(
-    kind: str, lag: int, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+    kind: str, lag: int, queue: Queue, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows change hands at any time, prompts are read in chunks, and the host may be a round late: nothing shows."""
     monkeypatch.setattr(batch_engine, "PREFILL_CHUNK", 7)
-    prompts = [tiny_target.encode(prompt * (1 + i % 3)) for i, prompt in enumerate(PROMPTS * 3)]
+    monkeypatch.setattr(Target, "eos_token_ids", [queue.eos])
     drafter = drafter_of(kind, tiny_target)
     shape = drafter.own_shape(0 if kind == "none" else 3)
-    eos = plain(tiny_target).generate([prompts[4]], max_new_tokens=12, stop_at_eos=False).token_ids[0][5]
-    monkeypatch.setattr(Target, "eos_token_ids", [eos])
-    expected = [plain(tiny_target).generate([prompt], max_new_tokens=12).token_ids[0] for prompt in prompts]
-    assert {len(answer) for answer in expected} > {12}  # some end early
     engine = BatchEngine(tiny_target, drafter, GenerationSettings(max_new_tokens=12, shape=shape), 3, CONTEXT)
-    generation = Generation(engine, prompts, lag=lag)
-    told: list[list[int]] = [[] for _ in prompts]
+    generation = Generation(engine, queue.prompts, lag=lag)
+    told: list[list[int]] = [[] for _ in queue.prompts]
     while generation.running():
         for emission in generation.step():
             told[emission.request] += emission.token_ids
-    assert told == expected
-    for request, answer in zip(generation.requests, expected, strict=True):
+    assert told == queue.answers
+    for request, answer in zip(generation.requests, queue.answers, strict=True):
         assert request.token_ids == answer
         assert request.admitted <= request.first_token <= request.finished
         assert request.stats.num_emitted_tokens == len(answer)

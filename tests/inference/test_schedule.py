@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from drafters import untrained
 from exact_distributions import RULES, World, all_drafts, distances, independent, likeliest, outcomes, random_world
 
 from draftsmith.inference import SpeculativeDecoder
@@ -130,8 +131,14 @@ WITH_CACHE = ("draft_model", "eagle", "eagle3", "p_eagle")
 
 @functools.lru_cache
 def drafter_of(kind: str, target: Target) -> Drafter:
-    torch.manual_seed(1)
-    return DRAFTERS[kind].from_target(DRAFTERS[kind].config_class(kind=kind), target).eval()
+    return untrained(kind, target)
+
+
+@functools.lru_cache
+def plain_answers(temperature: float, target: Target) -> list[list[int]]:
+    plain = SpeculativeDecoder(target, load_drafter("none", target))
+    settings = resolve_settings(plain.drafter, Sampling(temperature), 14, seed=5)
+    return plain.decode([target.encode(prompt) for prompt in PROMPTS], settings).token_ids
 
 
 @pytest.mark.parametrize("schedule", [BY_ROWS, RESTLESS], ids=["by_rows", "restless"])
@@ -139,10 +146,9 @@ def drafter_of(kind: str, target: Target) -> Drafter:
 def test_the_text_stays_what_it_is(kind: str, schedule: Schedule | Adaptive, tiny_target: Target) -> None:
     """Greedy and one-hot, token for token; rows change hands and empty, and the draft length changes in mid-text."""
     prompts = [tiny_target.encode(prompt) for prompt in PROMPTS]
-    plain = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target))
     drafter = drafter_of(kind, tiny_target)
     for sampling, mode in ((Sampling(), "greedy"), (Sampling(0.8), "one_hot")):
-        answers = plain.decode(prompts, resolve_settings(plain.drafter, sampling, 14, seed=5)).token_ids
+        answers = plain_answers(sampling.temperature, tiny_target)
         settings = resolve_settings(drafter, sampling, 14, schedule, mode, seed=5)
         generation = SpeculativeDecoder(tiny_target, drafter).start(prompts, settings, batch_size=4)
         limits = [5, 14, 9, 12, 7, 14]  # so that the number of running requests changes
@@ -231,10 +237,9 @@ def test_chains_end_by_confidence(kind: str, tiny_target: Target) -> None:
 def test_ending_by_confidence_leaves_the_text(kind: str, tiny_target: Target) -> None:
     """Greedy and one-hot, token for token, in rows that change hands; some chains end early and some do not."""
     prompts = [tiny_target.encode(prompt) for prompt in PROMPTS]
-    plain = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target))
     decoder = SpeculativeDecoder(tiny_target, drafter_of(kind, tiny_target))
     for sampling, mode in ((Sampling(), "greedy"), (Sampling(0.8), "one_hot")):
-        answers = plain.decode(prompts, resolve_settings(plain.drafter, sampling, 14, seed=5)).token_ids
+        answers = plain_answers(sampling.temperature, tiny_target)
         drafted = []
         for least in (1e-12, 0.02, 1.0):
             settings = resolve_settings(decoder.drafter, sampling, 14, Confident(3, least), mode, seed=5)

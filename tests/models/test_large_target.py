@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,9 @@ from draftsmith.train import train
 from draftsmith.train.run_folder.tracking import read_metrics
 
 FAMILIES = SERVED | RECURRENT | MULTIMODAL | RUN_BY_ENGINES
-ALLOWED = 620_000_000  # bytes of memory, of which Python, torch, pyarrow and draftsmith take 490 MB
-WIDE = {"hidden_size": 256, "intermediate_size": 16384, "num_hidden_layers": 13}  # 51 MB a layer
+ALLOWED = 620_000_000  # bytes of memory
+TAKEN = 490_000_000  # of them by Python, torch, pyarrow and draftsmith
+WIDE = {"hidden_size": 256, "intermediate_size": 16384, "num_hidden_layers": 6}  # 51 MB a layer
 
 
 def write_samples(folder: Path, target: Target) -> None:
@@ -41,16 +41,16 @@ def write_samples(folder: Path, target: Target) -> None:
     (folder / PREPARED).write_text(json.dumps(prepared))
 
 
-def test_training_with_less_memory_than_the_target_takes(tmp_path: Path) -> None:
-    """All that a process may have is less than the weights: enough for stored features, too little for the target."""
+def test_training_with_less_memory_than_the_target_takes(python: str, tmp_path: Path) -> None:
+    """A process has room for less than half of the weights: enough for stored features, too little for the target."""
     target_dir = save_target(tmp_path / "target", max_shard_size="100MB", **WIDE)
-    assert sum(file.stat().st_size for file in target_dir.glob("*.safetensors")) > ALLOWED
+    assert sum(file.stat().st_size for file in target_dir.glob("*.safetensors")) > 2 * (ALLOWED - TAKEN)
     write_samples(tmp_path / "samples", Target.from_pretrained(target_dir, "cpu"))
     base = {"target": target_dir, "data.samples": tmp_path / "samples", "data.batch_size": 8, "run.device": "cpu"}
     parts: Any = {"data": {"features": "stored"}, "run": {"steps": 2}}
     whole = train(make_config("medusa", base, tmp_path / "whole", **parts))
     settings = ["medusa", "drafter.draft_vocab_size=null", *arguments(base, tmp_path / "limited", **parts)]
-    command = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "limited.py"), str(ALLOWED), *settings]
+    command = [python, str(Path(__file__).parents[1] / "helpers" / "limited.py"), str(ALLOWED), *settings]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=140, cwd=tmp_path, env=one_thread)
     outcomes = json.loads((tmp_path / "outcomes.json").read_text())

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import SMALLER
+from drafters import SMALLER
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.models import DRAFTERS, Target

@@ -1,5 +1,6 @@
 """The training loop: what a run must not depend on, and what it leaves on disk."""
 
+import functools
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from draftsmith.data.samples.folder import read_samples
 from draftsmith.data.samples.sample import loss_mask
 from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.errors import UserError
+from draftsmith.models.losses.divergences import compiled_compare
 from draftsmith.models.reading import read_yaml
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
@@ -64,7 +66,7 @@ def test_micro_batches_do_not_change_the_gradient(kind: str, base: dict[str, Any
     runs = {}
     for size in (3, 16):
         data = {"tokens_per_micro_batch": 30 * size, "max_length": 30}
-        runs[size] = train(make_config(kind, base, tmp_path / str(size), data=data, run={"steps": 4}))
+        runs[size] = train(make_config(kind, base, tmp_path / str(size), data=data, run={"steps": 2}))
     expected_weights = final_weights(runs[16])
     for name, weight in final_weights(runs[3]).items():
         torch.testing.assert_close(weight, expected_weights[name], atol=1e-5, rtol=1e-5)
@@ -106,7 +108,7 @@ def test_packing_does_not_change_the_loss(kind: str, base: dict[str, Any], tmp_p
     for packing in (False, True):
         data = {"packing": packing, "max_length": 100, "tokens_per_micro_batch": 300}
         curves[packing] = read_metrics(
-            train(make_config(kind, base, tmp_path / str(packing), data=data, run={"steps": 6}))
+            train(make_config(kind, base, tmp_path / str(packing), data=data, run={"steps": 3}))
         )
     for apart, packed in zip(curves[False], curves[True], strict=True):
         assert packed["loss"] == pytest.approx(apart["loss"], abs=1e-5)
@@ -114,15 +116,24 @@ def test_packing_does_not_change_the_loss(kind: str, base: dict[str, Any], tmp_p
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-def test_a_compiled_loss_is_the_same(base: dict[str, Any], tmp_path: Path) -> None:
-    """And is compiled once, though each of the steps has chunks of other sizes."""
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_compiled_loss_is_the_same(
+    backend: str, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is compiled once, though each of the steps has chunks of other sizes.
+
+    By default torch runs the graphs that it traced, forward and backward; `pytest -m long` compiles them as C++.
+    """
     from torch._dynamo.utils import counters  # slow to import
 
     counters.clear()
+    compiled_compare.cache_clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     runs = {
         compile: train(make_config("medusa", base, tmp_path / str(compile), run={"steps": 6, "compile": compile}))
         for compile in (False, True)
     }
+    compiled_compare.cache_clear()
     assert 1 <= counters["stats"]["unique_graphs"] <= 2
     for line, expected in zip(*(read_metrics(runs[compile]) for compile in (True, False)), strict=True):
         for name, value in of_the_run(expected).items():
@@ -140,10 +151,10 @@ def test_a_compiled_loss_is_of_cpus() -> None:
 def test_loss_decreases_and_only_the_drafter_changes(kind: str, base: dict[str, Any], tmp_path: Path) -> None:
     target = Target.from_pretrained(base["target"], "cpu")
     before = target.fingerprint()
-    run = train(make_config(kind, base, tmp_path, run={"steps": 30}))
+    run = train(make_config(kind, base, tmp_path, run={"steps": 9}))
     losses = [line["loss"] for line in read_metrics(run)]
-    assert len(losses) == 30
-    assert sum(losses[-3:]) < 0.95 * sum(losses[:3])  # the last epoch and the first
+    assert len(losses) == 9
+    assert sum(losses[-3:]) < 0.98 * sum(losses[:3])  # the third epoch and the first: 0.945 at most with three seeds
     assert Target.from_pretrained(base["target"], "cpu").fingerprint() == before
 
 
