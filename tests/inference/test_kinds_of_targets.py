@@ -39,7 +39,11 @@ def medusa_of(target: Target) -> Drafter:
 def test_greedy_text_is_transformers_whatever_is_drafted(
     both: tuple[Target, PreTrainedModel], prompts: list[list[int]]
 ) -> None:
-    """By no drafts, chains of n-grams, trees of a lookahead and of Medusa, four ragged prompts in three rows."""
+    """By no drafts, chains of n-grams and suffixes, trees of a lookahead and of Medusa, four ragged prompts in
+    three rows.
+
+    What a trained EAGLE-3 leaves unchanged is tested in train/test_kinds_of_targets_trained.py.
+    """
     target, plain = both
     expected = []
     for prompt in prompts:
@@ -49,7 +53,8 @@ def test_greedy_text_is_transformers_whatever_is_drafted(
     settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "stop_at_eos": False, "batch_size": 3}
     num_accepted = 0
     tree = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
-    for drafter, how in (("none", {}), ("ngram", {}), ("lookahead", {}), (medusa_of(target).double(), {"tree": tree})):
+    training_free: list[tuple[Any, dict]] = [(name, {}) for name in ("none", "ngram", "suffix", "lookahead")]
+    for drafter, how in (*training_free, (medusa_of(target).double(), {"tree": tree})):
         loaded = load_drafter(drafter, target) if isinstance(drafter, str) else drafter
         output = SpeculativeDecoder(target, loaded).generate(prompts, **settings, **how)
         assert output.token_ids == expected, drafter

@@ -3,6 +3,8 @@
 Shapes: B rows, T columns, H heads, Dk and Dv widths of keys and values.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.models.slots.cache import SlotCache
 from draftsmith.models.slots.forward import run_on_slots
 from draftsmith.models.slots.running_states import replace_rules
+from draftsmith.models.slots.state_buffers import RunningStates, WindowRead
 from draftsmith.models.slots.state_rules import (
     advance_delta,
     advance_mamba2,
@@ -124,8 +127,12 @@ def test_columns_that_are_not_kept_change_nothing() -> None:
 @pytest.fixture(params=RECURRENT)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     """A decoder with each kind of running state; it attends on slots."""
+    return model_on_slots(request.param)
+
+
+def model_on_slots(model_type: str) -> PreTrainedModel:
     torch.manual_seed(3)
-    plain = plain_model(family_config(request.param, RECURRENT[request.param]))
+    plain = plain_model(family_config(model_type, RECURRENT[model_type]))
     model = AutoModelForCausalLM.from_config(plain.config, attn_implementation=ATTENTION)
     model.load_state_dict(plain.state_dict())
     replace_rules(model)
@@ -223,27 +230,89 @@ def test_a_row_begins_anew_with_each_text(model: PreTrainedModel) -> None:
     torch.testing.assert_close(second[:1], first, rtol=1e-4, atol=1e-5)
 
 
-WRONG: dict[str, Any] = {
-    "nothing is committed": ("advance_delta", lambda state, inputs, num_kept: state),
-    "all columns are committed": (
+def as_chain(ancestors: Tensor) -> Tensor:
+    return torch.ones_like(ancestors).tril()
+
+
+def keeps_all(
+    read: WindowRead, states: RunningStates, rows: Any, window: Window, right: Any = WindowRead.__init__
+) -> None:
+    states.make_counts(window.slots.device)
+    assert states.num_waiting is not None
+    waiting = states.num_waiting[rows].clone()
+    right(read, states, rows, window)
+    read.num_kept, read.most_kept = waiting, int(waiting.max())
+
+
+def all_columns(read: WindowRead) -> Tensor | None:
+    text = read.window.num_text
+    return text if text is None else torch.full_like(text, read.window.slots.shape[1])
+
+
+def by_column(read: WindowRead, num_taps: int) -> Tensor:
+    num_rows, length = read.window.slots.shape
+    return (torch.arange(length)[:, None] + torch.arange(num_taps)).expand(num_rows, -1, -1)
+
+
+# What holds the function, its name, the wrong function, and the test that must fail.
+WRONG: dict[str, tuple[Any, str, Any, Callable[[PreTrainedModel], None]]] = {
+    "nothing is committed": (
+        state_rules,
         "advance_delta",
-        lambda state, inputs, num_kept: advance_delta(state, inputs, torch.full_like(num_kept, inputs[0].shape[1])),
+        lambda state, inputs, num_kept: state,
+        test_a_state_is_of_the_text_however_it_fell_into_rounds,
     ),
-    "the convolution reads columns": (
+    "all columns are committed": (
+        WindowRead,
+        "__init__",
+        keeps_all,
+        test_a_state_is_of_the_text_however_it_fell_into_rounds,
+    ),
+    "columns are committed in the tree's order": (
+        RunningStates,
+        "keep_path",
+        lambda states, rows, path: None,
+        test_the_branch_of_a_tree_that_is_kept,
+    ),
+    "the convolution keeps nothing": (
+        state_rules,
         "newest",
-        lambda inputs, num_new, count: inputs[:, -count:],
+        lambda inputs, num_new, count: inputs[:, :count],
+        test_a_state_is_of_the_text_however_it_fell_into_rounds,
+    ),
+    "the convolution reads columns and not ancestors": (
+        WindowRead,
+        "taps",
+        by_column,
+        test_the_branch_of_a_tree_that_is_kept,
+    ),
+    "the state of the column before is read as the parent's": (
+        state_rules,
+        "read_delta",
+        lambda query, inputs, state, ancestors: read_delta(query, inputs, state, as_chain(ancestors)),
+        test_the_branch_of_a_tree_that_is_kept,
+    ),
+    "padding enters": (
+        WindowRead,
+        "num_text",
+        property(all_columns),
+        partial(test_padding_does_not_enter_a_state, padding=7),
+    ),
+    "a row goes on from the text before": (
+        WindowRead,
+        "begin",
+        lambda read, buffer: buffer.state[read.rows],
+        test_a_row_begins_anew_with_each_text,
     ),
 }
 
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variants that are wrong fail the tests above."""
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(
-        family_config("qwen3_next", RECURRENT["qwen3_next"]), attn_implementation=ATTENTION
-    )
-    replace_rules(model.eval().requires_grad_(False))
-    monkeypatch.setattr(state_rules, *WRONG[mistake])
+    """Variants that are wrong fail the tests above, which the right one passes."""
+    model = model_on_slots("qwen3_next")
+    holder, name, wrong, test = WRONG[mistake]
+    test(model)
+    monkeypatch.setattr(holder, name, wrong)
     with pytest.raises(AssertionError):
-        test_a_state_is_of_the_text_however_it_fell_into_rounds(model)
+        test(model)

@@ -1,4 +1,5 @@
-"""A drafter for targets with layers of each kind: it learns their text, and vLLM's folder holds what was learnt."""
+"""A drafter for targets with layers of each kind: it learns their text, which stays as it is, and vLLM's folder holds
+what was learnt."""
 
 import json
 from pathlib import Path
@@ -10,10 +11,12 @@ from families import LINEAR_SIZES, MULTIMODAL, RECURRENT, SERVED, family_config,
 from runs import make_config
 from safetensors.torch import load_file
 from tiny_target import CONTEXT, tiny_tokenizer
+from transformers import PreTrainedModel
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
-from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference import Output, SpeculativeDecoder
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.models.errors import UserError
 from draftsmith.recipes.serving.export import export_checkpoint
 from draftsmith.train import train
 from draftsmith.train.run_folder.checkpoint import checkpoints
@@ -37,6 +40,14 @@ TARGETS: dict[str, dict[str, Any]] = {
         "text_config": {**MULTIMODAL["gemma4"]["text_config"], **LIKE_GEMMA_4_31B},
         "tie_word_embeddings": False,
     },
+    "kimi_linear": {**RECURRENT["kimi_linear"], "layer_types": ALTERNATING["layer_types"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "deepseek_v32": SERVED["deepseek_v32"],
+    "llama4_text": {
+        **SERVED["llama4_text"],
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+        "no_rope_layers": [1, 0] * 2,
+    },
 }
 # What vLLM's LlamaForCausalLMEagle3 loads (vllm/model_executor/models/llama_eagle3.py).
 KEYS = {"fc.weight", "norm.weight", "lm_head.weight"}
@@ -45,8 +56,8 @@ KEYS |= {f"layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}
 KEYS |= {f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
 
 
-def save_target_of(model_type: str, directory: Path) -> Path:
-    """Write a tiny random target of four layers with a tokenizer."""
+def save_target_of(model_type: str, directory: Path) -> PreTrainedModel:
+    """Write a tiny random target of four layers with a tokenizer; return transformers' own model of it."""
     tokenizer, changes = tiny_tokenizer(), TARGETS[model_type]
     fields = {
         "num_hidden_layers": 4,
@@ -61,15 +72,20 @@ def save_target_of(model_type: str, directory: Path) -> Path:
     else:
         changes = {**fields, **changes}
     torch.manual_seed(0)
-    plain_model(family_config(model_type, changes)).save_pretrained(directory)
+    plain = plain_model(family_config(model_type, changes))
+    plain.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    return directory
+    return plain
 
 
 @pytest.mark.parametrize("model_type", TARGETS)
 def test_eagle3_learns_and_is_exported(model_type: str, tmp_path: Path) -> None:
-    """100 steps on the answers to four prompts, on which untrained and trained drafters are compared."""
-    folder = save_target_of(model_type, tmp_path / "target")
+    """100 steps on the answers to four prompts, on which untrained and trained drafters are compared.
+
+    With the trained one, the answers are those of transformers' `generate`.
+    """
+    folder = tmp_path / "target"
+    plain = save_target_of(model_type, folder)
     target = Target.from_pretrained(folder, "cpu", torch.float32)
     prompts = [f"strike {'the iron ' * number}" for number in range(4)]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n")
@@ -90,8 +106,21 @@ def test_eagle3_learns_and_is_exported(model_type: str, tmp_path: Path) -> None:
     assert written["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (written["vocab_size"], written["target_hidden_size"]) == (target.vocab_size, target.hidden_size)
 
-    def acceptance_length(drafter: Drafter) -> float:
-        decoder = SpeculativeDecoder(target, drafter.eval())
-        return decoder.generate(prompts, max_new_tokens=24, draft_length=4).stats.total.mean_acceptance_length
+    def generated(drafter: Drafter) -> Output:
+        return SpeculativeDecoder(target, drafter.eval()).generate(prompts, max_new_tokens=24, draft_length=4)
 
-    assert acceptance_length(load_drafter(tmp_path / "export", target)) > acceptance_length(untrained) + 0.2
+    before, after = generated(untrained), generated(load_drafter(tmp_path / "export", target))
+    assert after.stats.total.mean_acceptance_length > before.stats.total.mean_acceptance_length + 0.2
+    for prompt, token_ids in zip(map(target.encode, prompts), after.token_ids, strict=True):
+        expected = plain.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt) :]
+        assert token_ids == expected.tolist()
+
+
+def test_samples_are_not_packed_where_a_state_would_go_from_one_into_the_next(tmp_path: Path) -> None:
+    save_target_of("lfm2", tmp_path / "target")
+    target = Target.from_pretrained(tmp_path / "target", "cpu", torch.float32)
+    (tmp_path / "prompts.txt").write_text("strike the iron\nheat it\n")
+    prepare(target, str(tmp_path / "prompts.txt"), tmp_path / "samples", PrepareSettings(max_new_tokens=8))
+    base = {"target": tmp_path / "target", "data.samples": tmp_path / "samples", "data.packing": True}
+    with pytest.raises(UserError, match=r"data\.packing: layers of .* carry a running state along a row"):
+        train(make_config("eagle3", base, tmp_path / "run", run={"steps": 1, "device": "cpu"}))
