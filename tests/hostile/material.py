@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from chats import CHATML_TOKENS, FAMILIES
 from disturbances import disk_full
+from drafters import SMALLER
 from engines import image_server
 from image_server import give_template, image_url
 from judge import figures_undrawn
@@ -139,7 +140,8 @@ def write_drafters(folder: Path) -> None:
     for kind in KINDS:
         drafter_class = DRAFTERS[kind]
         fields = {"draft_vocab_size": 64} if kind in ("eagle3", "p_eagle") else {}
-        drafter = drafter_class.from_target(drafter_class.config_class(kind=kind, **fields), target)
+        config = drafter_class.config_class(kind=kind, **SMALLER.get(kind, {}), **fields)
+        drafter = drafter_class.from_target(config, target)
         save_drafter(drafter, folder / "drafters" / kind)
     (folder / "foreign").mkdir()
     for number, write in enumerate(PUBLIC.values()):
