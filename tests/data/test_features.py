@@ -254,7 +254,7 @@ def test_damaged_shards_are_refused_by_name(
     damage: Callable[[Path], None], samples: Path, tiny_target: Target, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
     """Any bit, of the header too; removed, the shard is written anew."""
-    stored = {"features": "stored", "features_dir": tmp_path / "store"}
+    stored: dict[str, Any] = {"features": "stored", "features_dir": tmp_path / "store", "changes": {"run.steps": "2"}}
     before = loss_curve(make_config("medusa", samples, tiny_target_dir, tmp_path / "before", **stored))
     shard = sorted((tmp_path / "store").glob("shard-*"))[1]
     content = shard.read_bytes()

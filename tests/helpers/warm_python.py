@@ -131,5 +131,7 @@ if __name__ == "__main__":
     else:
         sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
         import ranks  # noqa: F401  (imports what training needs)
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+        get_checkpoint_conversion_mapping("llama")  # the first call compiles a thousand patterns
         run(next_program(sys.argv[2]))

@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="kernels need triton, which exists for Linu
 BLOCKS = ("dflash", "dflash2", "dspark", "domino")
 # Domino goes through the target's head and through its own; families that are not here have one for each depth.
 NUM_HEADS = {**dict.fromkeys(("eagle", "eagle3", "p_eagle", *BLOCKS, "mtp", "draft_model"), 1), "domino": 2}
-REDUCED = {"eagle3": {"draft_vocab_size": 40}, "medusa": {"draft_vocab_size": 40}, "p_eagle": {"draft_vocab_size": 40}}
+REDUCED = {**dict.fromkeys(("eagle3", "medusa", "p_eagle"), {"draft_vocab_size": 40}), "draft_model": {"num_layers": 1}}
 
 
 def batch_of(packing: bool) -> Batch:
@@ -47,9 +47,14 @@ def train_a_micro_batch(kind: str, target: Target, packing: bool) -> tuple[Log, 
     return log, drafter
 
 
+@pytest.fixture(scope="module")
+def target_dir(make_target_dir: Callable[..., Path]) -> Path:
+    return make_target_dir(num_hidden_layers=2)
+
+
 @pytest.fixture
-def target(tiny_target_dir: Path) -> Target:
-    return Target.from_pretrained(tiny_target_dir, "cpu", torch.float32)
+def target(target_dir: Path) -> Target:
+    return Target.from_pretrained(target_dir, "cpu", torch.float32)
 
 
 @pytest.mark.parametrize("kind", TRAINABLE)
@@ -68,9 +73,9 @@ def test_no_micro_batch_waits(kind: str, packing: bool, target: Target) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", TRAINABLE)
 @pytest.mark.parametrize("packing", [False, True])
-def test_no_micro_batch_waits_on_a_gpu(kind: str, packing: bool, target: Target, tiny_target_dir: Path) -> None:
+def test_no_micro_batch_waits_on_a_gpu(kind: str, packing: bool, target: Target, target_dir: Path) -> None:
     """By PyTorch's own watch over waits; a first micro-batch, which compiles kernels, is let off."""
-    on_gpu = Target.from_pretrained(tiny_target_dir, "cuda", torch.bfloat16)
+    on_gpu = Target.from_pretrained(target_dir, "cuda", torch.bfloat16)
     drafter = build(kind, target, **REDUCED.get(kind, {})).to(on_gpu.device).train()
     batch = batch_of(packing).pin_memory()
     for watched in ("default", "error"):

@@ -214,15 +214,16 @@ def test_pieces_of_zero3_are_equally_long(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.cat(pieces).tolist() == [1, 2, 3, 4, 5, 6, 7, 0, 0]
 
 
-def test_two_machines_give_the_trajectory(base: dict[str, Any], one_process: Path, tmp_path: Path) -> None:
+def test_two_machines_give_the_trajectory(python: str, base: dict[str, Any], one_process: Path, tmp_path: Path) -> None:
     """Two launchers, with a process each; the second one's name for the run's folder is the same.
 
-    All four are started by themselves, each with a hash seed of its own.
+    The second one's Python is not the warm one, and has a hash seed of its own.
     """
+    pythons = [python, sys.executable]
     where = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(get_free_port())]
     machines = [
         start(
-            sys.executable, "two_machines", run_words(base, tmp_path), *where, "--machine_rank", str(rank), script=False
+            pythons[rank], "two_machines", run_words(base, tmp_path), *where, "--machine_rank", str(rank), script=False
         )
         for rank in range(2)
     ]
