@@ -1,17 +1,27 @@
 """What training takes on more devices, from shapes alone.
 
-`python tools/scale_table.py` prints the table of docs/scale.md.
+`python tools/scale_table.py` prints the tables of docs/scale.md: of recipes, of the ways of making features, and of
+figures that others published, none of which had a part in the formulae.
 """
+
+from dataclasses import dataclass, replace
 
 from recipe_table import needs, public_weights
 
-from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, TOKENS_PER_SAMPLE
+from draftsmith.data.features.stored import token_bytes
+from draftsmith.inference.planning.gpu_roofline import Machine
+from draftsmith.inference.planning.gpus import GPUS
+from draftsmith.models.target.shape import target_shape
+from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, TOKENS_PER_SAMPLE, target_config
 from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.reports.tables import markdown
+from draftsmith.recipes.studies.training_plan import ways_table
 from draftsmith.train.hardware.estimates import H100, meta_drafter
 from draftsmith.train.hardware.layouts import drafter_share
+from draftsmith.train.hardware.ways import Training, stored, trained, training_plan
 
 TARGETS = ("llama_3_1_8b", "qwen3_32b", "llama_3_3_70b", "qwen3_30b_a3b")
-GPUS = (1, 8, 16)
+COUNTS = (1, 8, 16)
 SIZE = "usable"
 
 
@@ -34,7 +44,7 @@ def features_bytes(name: str) -> float:
     """Disk of one sample's stored features in bf16: the captured layers and the last hidden state of every token."""
     public = PUBLIC_TARGETS[name].config
     num_states = len(meta_drafter(RECIPES[f"eagle3_{name}_{SIZE}"](), public).layer_ids) + 1
-    return TOKENS_PER_SAMPLE * num_states * public.hidden_size * 2
+    return TOKENS_PER_SAMPLE * token_bytes(num_states, public.hidden_size, "bfloat16")
 
 
 def table() -> str:
@@ -43,7 +53,7 @@ def table() -> str:
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for name in TARGETS:
         hours = needs(RECIPES[f"eagle3_{name}_{SIZE}"](), name)
-        for count in GPUS:
+        for count in COUNTS:
             pieces = f"{bytes_on_each(name, count, 'FSDP2', 'sharded') / 1e9:.0f}" if count > 1 else "-"
             row = [
                 PUBLIC_TARGETS[name].name,
@@ -59,5 +69,132 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def training_of(
+    name: str, gpu: str, count: int, samples: int, tokens: int, epochs: int, unroll_steps: int = 5
+) -> Training:
+    """Return a training of EAGLE-3 for a public target, to be planned."""
+    config, hub_name = target_config(name)
+    recipe = RECIPES["eagle3"]()
+    recipe.drafter = replace(recipe.drafter, unroll_steps=unroll_steps)  # type: ignore[call-arg]
+    drafter, shape = meta_drafter(recipe, config), target_shape(config, hub_name)
+    return Training("eagle3", recipe, drafter, config, shape, Machine(GPUS[gpu], count), samples, tokens, epochs)
+
+
+def ways() -> str:
+    """Return the ways of training EAGLE-3 for Llama-3.3-70B on the samples of a large run, in Markdown."""
+    return markdown(ways_table(training_plan(training_of("llama_3_3_70b", "H100", 8, 500_000, 1500, 3), 2.5))) + "\n"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure that others published, and what the formulae give for it."""
+
+    source: str
+    what: str
+    published: float
+    predicted: float
+    unit: str
+
+    @property
+    def row(self) -> str:
+        numbers = f"{self.published:.3g} {self.unit} | {self.predicted:.3g} {self.unit}"
+        return f"| {self.source} | {self.what} | {numbers} | {self.predicted / self.published - 1:+.0%} |"
+
+
+def published() -> list[Figure]:
+    """Return the figures that we know with target, samples and GPUs. What they do not tell is taken as said."""
+    offline = training_of("llama_3_1_8b", "H100", 2, 5000, 1024, 5, unroll_steps=3)
+    by_server, from_disk = stored(offline, "by a vLLM"), trained(offline, "stored", "whole")
+    online = training_of("qwen3_8b", "H100", 4, 5000, TOKENS_PER_SAMPLE, 5, unroll_steps=3)
+    beside = trained(online, "online", "whole").seconds(online.link)
+    cards = {
+        name: trained(training, "online", "whole").seconds(training.link) / 86400
+        for name, training in (
+            ("qwen3_8b", training_of("qwen3_8b", "RTX-4090", 4, 135_000, TOKENS_PER_SAMPLE, 3)),
+            ("qwen3_32b", training_of("qwen3_32b", "RTX-4090", 4, 100_000, TOKENS_PER_SAMPLE, 3)),
+        )
+    }
+    ours = f"{TOKENS_PER_SAMPLE} tokens a sample taken"
+    return [
+        Figure(
+            "speculators, tutorial",
+            "disk, EAGLE-3 for Llama-3.1-8B, 50,000 samples of 1,024 tokens",
+            1.6,
+            50_000 * 1024 * token_bytes(4, 4096, "bfloat16") / 1e12,
+            "TB",
+        ),
+        Figure(
+            "speculators, documentation",
+            "disk, the same, one sample of 8,192 tokens",
+            268,
+            8192 * token_bytes(4, 4096, "bfloat16") / 1e6,
+            "MB",
+        ),
+        Figure(
+            "SpecForge issue 426",
+            "disk, EAGLE-3 for gpt-oss-120b, one sample of 64k tokens",
+            1.17,
+            65_536 * token_bytes(4, 2880, "bfloat16") / 1e9,
+            "GB",
+        ),
+        Figure(
+            "EAGLE issue 30",
+            f"disk, EAGLE-1 of width 4096, 68,000 samples; {ours}",
+            740,
+            68_000 * TOKENS_PER_SAMPLE * token_bytes(1, 4096, "bfloat16") / 1e9,
+            "GB",
+        ),
+        Figure(
+            "DeepSpec",
+            f"disk, DSpark for Qwen3-4B, 1.3 million samples; {ours}",
+            38,
+            1_300_000 * TOKENS_PER_SAMPLE * token_bytes(6, 2560, "bfloat16") / 1e12,
+            "TB",
+        ),
+        Figure(
+            "speculators, example",
+            "features of 5,000 samples by vLLM, Llama-3.1-8B, 2 H100; 1,024 tokens a sample taken",
+            143,
+            by_server.seconds(offline.link),
+            "s",
+        ),
+        Figure(
+            "speculators, example",
+            "5 epochs of EAGLE-3 on these, from disk, 2 H100",
+            327,
+            from_disk.seconds(offline.link),
+            "s",
+        ),
+        Figure(
+            "speculators, example",
+            f"5 epochs of EAGLE-3 for Qwen3-8B beside vLLM, 5,000 samples, 4 H100; {ours}",
+            942,
+            beside,
+            "s",
+        ),
+        Figure(
+            "card of Eagle3-Qwen3-8B-zh",
+            f"135,000 samples, 4 RTX 4090, answers included; 3 epochs and {ours}",
+            3,
+            cards["qwen3_8b"],
+            "days",
+        ),
+        Figure(
+            "card of Eagle3-Qwen3-32B-zh",
+            f"100,000 samples, 4 RTX 4090, answers included; 3 epochs and {ours}",
+            7,
+            cards["qwen3_32b"],
+            "days",
+        ),
+    ]
+
+
+def published_table() -> str:
+    """Return published figures beside what the formulae give, in Markdown."""
+    head = ["source", "figure", "published", "predicted", "error"]
+    rows = [figure.row for figure in published()]
+    return "\n".join([f"| {' | '.join(head)} |", "|---|---|---:|---:|---:|", *rows]) + "\n"
+
+
 if __name__ == "__main__":
-    print(table(), end="")
+    print(table(), ways(), published_table(), sep="\n", end="")

@@ -38,6 +38,12 @@ StoredDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
 FeatureSource = Callable[[MicroBatch, Batch], Features]  # features of a micro-batch, on its device
 
 
+def token_bytes(num_states: int, hidden_size: int, dtype: StoredDtype) -> int:
+    """Return the bytes that so many hidden states of a token take, the scales of fp8 among them."""
+    scale = 4 if dtype == "float8_e4m3fn" else 0
+    return num_states * (hidden_size * getattr(torch, dtype).itemsize + scale)
+
+
 @dataclass(frozen=True)
 class Contents:
     """The facts that must agree for stored features to be those that a run needs."""
@@ -62,8 +68,7 @@ class Contents:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that a token takes, the scales of fp8 among them."""
-        scale = 4 if self.dtype == "float8_e4m3fn" else 0
-        return self.num_states * (self.hidden_size * self.torch_dtype.itemsize + scale)
+        return token_bytes(self.num_states, self.hidden_size, self.dtype)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ That of gpu_plan.json, too, whose device is not here.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,8 @@ from draftsmith.inference.planning.gpu_roofline import DrafterShape, Machine
 from draftsmith.models.ranges import Count, Natural, NonNegative, Positive, Share
 from draftsmith.models.target.shape import TargetShape
 from draftsmith.models.typed_json import flat, optional, with_flat_parts
+
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # of bytes, which may be more than other settings are
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,51 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Bytes that move during a run, and the rate at which they must so that no GPU waits for them."""
+
+    num_bytes: NotNegative
+    rate: NotNegative  # bytes a second
+
+
+@dataclass(frozen=True)
+class TrainingWay:
+    """A way of making the target's features for a training, and what the whole run takes in this way."""
+
+    name: str
+    tokens_per_micro_batch: Count  # the recipe's, or as many as fit
+    memory_bytes: NotNegative  # of each GPU
+    fits: bool
+    hours: NotNegative
+    storing_hours: NotNegative  # of these, before the first step
+    gpu_hours: NotNegative
+    dollars: NotNegative | None
+    stored_bytes: NotNegative  # features on disk
+    disk: Traffic  # features that are written, and read in every epoch
+    network: Traffic  # features that a server sends
+    link: Traffic  # what each GPU gets from the others: weights in pieces, gradients, sums of tensor parallelism
+    bound_by: Literal["products", "disk", "network", "link"]  # what takes most of the time
+    command: str
+    server_command: str | None = optional()  # which starts the server
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """The needs of the training of a drafter, by the way in which the features are made."""
+
+    drafter: str
+    samples: Count
+    tokens_per_sample: Count
+    epochs: Count
+    steps: Count
+    samples_bytes: NotNegative  # on disk
+    features_bytes: NotNegative  # of all samples, as `data.features_dtype` keeps them
+    ways: Annotated[list[TrainingWay], Field(min_length=1)]
+    cheapest: str | None  # of the ways that fit; None: none fits
+    cheapest_without_disk: str | None  # of those that store no features
+
+
+@dataclass(frozen=True)
 class GpuPlan:
     """The content of gpu_plan.json."""
 
@@ -130,3 +177,4 @@ class GpuPlan:
     drafters: list[DrafterPlan]
     outcomes: list[Outcome]
     price: Positive | None = optional()  # dollars an hour, of one GPU
+    training: list[TrainingPlan] | None = optional()  # None: the number of samples was not given

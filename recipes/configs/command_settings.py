@@ -221,9 +221,7 @@ class LoadTestSettings(OfDrafters):
     schedule: FilePath | None = option(DECODING, "draft lengths by load (from measured costs)", None, "FILE")
     verification_mode: VerificationMode | None = option(DECODING, ACCEPTED, None, "MODE")
     rate: tuple[Rate, ...] = option(TRAFFIC, "requests a second, a stage each: an open test", (), "R")
-    concurrency: tuple[BatchSize, ...] = option(
-        TRAFFIC, "clients that ask at once, a stage each: a closed test", (), "N"
-    )
+    concurrency: tuple[BatchSize, ...] = option(TRAFFIC, "clients at once, a stage each: a closed test", (), "N")
     requests: Requests | None = option(TRAFFIC, "of each run: more narrows intervals (50, but 8 a client)", None, "N")
     max_batch: BatchSize | None = option(TRAFFIC, "requests that an open test runs at once (16)", None, "N")
     prompt_lengths: Lognormal | None = option(
@@ -272,12 +270,10 @@ class PlanSettings(OfTarget):
 
     example:
       draftsmith plan --target MODEL --drafter eagle3 --drafter medusa --out runs/plan
-      draftsmith plan --target llama_3_1_8b --gpu H100 --price 2.5 --drafter eagle3 --out runs/plan-h100
+      draftsmith plan --target T --gpu H100 --num-gpus 8 --drafter eagle3 --samples 70000 --out plan
     """
 
-    drafter: tuple[Name, ...] = option(
-        INPUT, "kind or recipe, untrained, or a checkpoint", metavar="D", repeatable=True
-    )
+    drafter: tuple[Name, ...] = option(INPUT, "kind, recipe or checkpoint", metavar="D", repeatable=True)
     acceptance: tuple[Name, ...] = option(INPUT, "measured acceptance (a file), or a rate for all depths", (), "A")
     batch_size: tuple[BatchSize, ...] = option(DECODING, "requests decoded at a time", (1, 2, 4, 8, 16, 32), "N")
     context: Count | None = option(DECODING, "tokens of a request so far (256, at most half)", None, "N")
@@ -288,14 +284,23 @@ class PlanSettings(OfTarget):
     weights: WeightType | None = option(ELSEWHERE, "bf16, fp8, int8, int4, fp4 (as config.json says)", None, "TYPE")
     price: Positive | None = option(ELSEWHERE, "dollars that one GPU costs an hour", None, "X")
     reply: Count | None = option(ELSEWHERE, "tokens of a typical reply (300)", None, "N")
+    samples: Count | None = option(ELSEWHERE, "plan training on so many samples, too: hours, disk, network", None, "N")
+    tokens_per_sample: Count | None = option(ELSEWHERE, "tokens of a sample, prompt and answer (800)", None, "N")
+    epochs: Count | None = option(ELSEWHERE, "times that each sample is trained on (3)", None, "N")
     num_threads: Count | None = option(OUTPUT, "CPU threads (PyTorch's default)", None, "N")
     out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
 
     def refuse_mistakes(self) -> None:
         if self.gpu is None:
-            self.refuse(("num_gpus", "weights", "price", "reply"), "without --gpu")
+            if self.samples:
+                raise UserError(
+                    "--samples plans a training on GPUs by their data sheets: give --gpu, such as --gpu H100"
+                )
+            self.refuse(("num_gpus", "weights", "price", "reply", "tokens_per_sample", "epochs"), "without --gpu")
             super().refuse_mistakes()
             return
+        if not self.samples:
+            self.refuse(("tokens_per_sample", "epochs"), "without --samples")
         self.refuse(("device", "num_threads", "tree_nodes"), "with --gpu, which measures nothing here")
         from draftsmith.inference.planning.gpus import gpu_named  # here, as `--help` needs neither
         from draftsmith.recipes.configs.public_targets import public_target

@@ -19,7 +19,8 @@ from draftsmith.train.config import TrainConfig
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-SIZES = {"smoke": (2_000, 1), "usable": (70_000, 3), "production": (530_000, 3)}  # samples, epochs
+EPOCHS = 3
+SIZES = {"smoke": (2_000, 1), "usable": (70_000, EPOCHS), "production": (530_000, EPOCHS)}  # samples, epochs
 MICRO_BATCH = 8192  # tokens: what a device computes at a time, in gigabytes still, not tens of them
 WITH_MTP = (
     "llama",

@@ -55,6 +55,10 @@ def drafter_shape(name: str, config: PretrainedConfig, target_name: str) -> tupl
         return DrafterShape(name, "none", 0, 0, 0, None), name
     if name in DRAFT_MODELS or name not in RECIPES:
         return draft_model_shape(name), "draft_model"
+    if RECIPES[name]().drafter.changes_target:
+        raise UserError(
+            f"drafter {name}: it trains the target's layers along, which --gpu does not load: give its kind"
+        )
     with torch.device("meta"):
         target = meta_target(config, target_name)
         drafter, _ = drafter_of_shape(name, target)

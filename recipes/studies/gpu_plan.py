@@ -33,6 +33,7 @@ from draftsmith.recipes.studies.drafter_shapes import drafter_shape
 from draftsmith.recipes.studies.expectations import LONGEST, batch_costs, expectations, known_acceptance, verdicts
 from draftsmith.recipes.studies.gpu_plan_page import assumption_lines, machine_text, memory_lines, plan_page
 from draftsmith.recipes.studies.plan_tables import print_break_even, print_expected
+from draftsmith.recipes.studies.training_plan import print_training, training_plans
 
 CONTEXT, REPLY = 2048, 300  # tokens, where nothing else is asked for
 CONTEXTS = (1024, 4096, 16_384, 65_536)  # that steps are shown at, as far as the target goes
@@ -90,6 +91,7 @@ def gpu_plan(settings: PlanSettings) -> GpuPlan:
             for one in outcomes(times, batch, context, drafters, settings)
         ],
         settings.price,
+        training_plans(settings, config, times.shape, machine),
     )
 
 
@@ -181,6 +183,7 @@ def print_gpu_plan(plan: GpuPlan, console: Console) -> None:
     for drafter in plan.drafters:
         for line in drafter.verdicts:
             console.print(line)
+    print_training(plan, console)
 
 
 def steps_table(steps: list[StepTimes]) -> Table:

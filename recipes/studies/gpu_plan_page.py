@@ -11,6 +11,7 @@ from draftsmith.recipes.reports.report import SCRIPTS, rendered
 from draftsmith.recipes.reports.studies import break_even_table, expected_table
 from draftsmith.recipes.reports.tables import Cell, Row, Section, Table, table_of
 from draftsmith.recipes.reports.verdict import Fact
+from draftsmith.recipes.studies.training_plan import training_assumptions, training_section
 
 START_LENGTH, START_RATE = 4, 70.0  # of the panel, where the plan has nothing better
 
@@ -35,10 +36,14 @@ def plan_page(plan: GpuPlan) -> str:
         title=title_of(plan),
         facts=facts_of(plan),
         notes=[CAVEAT, *memory_lines(plan)],
-        sections=[decoding(plan), steps(plan), break_even(plan), assumptions(plan)],
+        sections=[section for section in sections_of(plan) if section.has_data],
         plan={**data, "price": plan.price, "gpus": to_json(list(GPUS.values())), "bytes": BYTES},
         start=to_json(panel_start(plan)),
     )
+
+
+def sections_of(plan: GpuPlan) -> list[Section]:
+    return [decoding(plan), training_section(plan), steps(plan), break_even(plan), assumptions(plan)]
 
 
 CAVEAT = (
@@ -169,6 +174,7 @@ def assumptions(plan: GpuPlan) -> Section:
             "TFLOP/s bf16": f"{gpu.bf16 / 1e12:g}",
             "fp8": "–" if gpu.fp8 is None else f"{gpu.fp8 / 1e12:g}",
             "fp4": "–" if gpu.fp4 is None else f"{gpu.fp4 / 1e12:g}",
+            "link, GB/s": f"{gpu.link / 1e9:g}",
             "data sheet": gpu.source,
         }
         for gpu in GPUS.values()
@@ -179,7 +185,7 @@ def assumptions(plan: GpuPlan) -> Section:
         "Everything that went into these numbers.",
         [sizes_table(plan)],
         folded=[table_of("GPUs, by their data sheets: dense, without sparsity", gpus, words=("GPU", "data sheet"))],
-        notes=assumption_lines(plan.machine),
+        notes=[*assumption_lines(plan.machine), *training_assumptions(plan)],
     )
 
 

@@ -1,13 +1,19 @@
 """`draftsmith plan --gpu`: what it writes and says without a target's weights, its page, and what it refuses."""
 
+import html
+import io
 import json
 import re
 import runpy
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pages import CHROMIUM, browse, computed, needs_node
+from rich.console import Console
 
 from draftsmith.inference.planning.gpu_roofline import (
     BYTES,
@@ -18,16 +24,28 @@ from draftsmith.inference.planning.gpu_roofline import (
     dollars_per_million,
 )
 from draftsmith.inference.planning.gpus import GPUS
-from draftsmith.inference.planning.plans import GpuPlan
+from draftsmith.inference.planning.plans import GpuPlan, Traffic, TrainingWay
 from draftsmith.models.drafter_configs import DRAFTER_CONFIGS
-from draftsmith.models.target.shape import CachedLayers, RoutedExperts, TargetShape
+from draftsmith.models.errors import UserError
+from draftsmith.models.target.shape import CachedLayers, RoutedExperts, TargetShape, target_shape
 from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.command_settings import PlanSettings
-from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
+from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, target_config
+from draftsmith.recipes.configs.recipes import recipe_named
 from draftsmith.recipes.reports.report import SCRIPTS
-from draftsmith.recipes.studies.drafter_shapes import DRAFT_MODELS, PASSES, drafter_shape
+from draftsmith.recipes.studies.drafter_shapes import DRAFT_MODELS, PASSES, drafter_of_shape, drafter_shape
 from draftsmith.recipes.studies.gpu_plan import gpu_plan
+from draftsmith.recipes.studies.training_plan import (
+    commands,
+    memory_cell,
+    print_training,
+    training_assumptions,
+    verdict,
+)
+from draftsmith.train.config import resolve
+from draftsmith.train.hardware.estimates import meta_target
+from draftsmith.train.hardware.ways import CARRIED, Training, cheapest_of, training_plan
 
 ROOT = Path(__file__).parents[2]
 PLAN = ["plan", "--target", "llama_3_1_8b", "--gpu", "H100", "--drafter", "eagle3"]
@@ -38,7 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan for a target whose shape is known here, of which no file is on this machine."""
     out = tmp_path_factory.mktemp("plan")
     more = "--drafter ngram --batch-size 1 64 512 --price 2.5 --acceptance 0.8 --draft-length 2 4"
-    assert main([*PLAN, *more.split(), "--out", str(out)]) == 0
+    samples = "--samples 50000 --tokens-per-sample 1024"
+    assert main([*PLAN, *more.split(), *samples.split(), "--out", str(out)]) == 0
     return out
 
 
@@ -83,6 +102,151 @@ def test_the_page_stands_alone(folder: Path, plan: GpuPlan) -> None:
         assert f"{outcome.reply_seconds:.2f} s" in page
     for gpu in GPUS.values():
         assert gpu.source in page
+
+
+# --- training
+
+
+@pytest.fixture(scope="module")
+def training() -> Training:
+    """EAGLE-3 for an 8B on eight H100; samples fill a whole number of batches."""
+    return training_for("eagle3", 8)
+
+
+def training_for(recipe: str, num_gpus: int, gpu: str = "H100", target: str = "llama_3_1_8b") -> Training:
+    config, name = target_config(target)
+    with torch.device("meta"):
+        drafter, settings = drafter_of_shape(recipe, meta_target(config, name))
+    assert settings is not None
+    shape, machine = target_shape(config, name), Machine(GPUS[gpu], num_gpus)
+    return Training(recipe, settings, drafter, config, shape, machine, 64_000, 1000, 3)
+
+
+def ways_of(training: Training) -> dict[str, TrainingWay]:
+    return {way.name: way for way in training_plan(training, 2.0).ways}
+
+
+def test_training_takes_what_theory_says(plan: GpuPlan) -> None:
+    """A token of an 8B has four states of 4096 values in bf16; what a server sends is what the disk keeps.
+
+    In every epoch but the first, stored features spare the pass through the target's layers.
+    """
+    (planned,) = plan.training or []  # nothing trains n-grams
+    tokens = 50_000 * 1024
+    assert (planned.drafter, planned.steps) == ("eagle3", 50_000 * 3 // 32)
+    assert planned.samples_bytes == 4 * tokens
+    assert planned.features_bytes == 4 * 4096 * 2 * tokens
+    ways = {way.name: way for way in planned.ways}
+    assert list(ways) == ["online, whole", "stored, whole", "stored, by a vLLM"]
+    whole, kept, sent = ways.values()
+    assert sent.network.num_bytes == sent.stored_bytes == kept.stored_bytes == planned.features_bytes
+    assert whole.stored_bytes == whole.disk.num_bytes == whole.network.num_bytes == whole.link.num_bytes == 0
+    assert kept.disk.num_bytes == 4 * planned.features_bytes  # written once, and read in three epochs
+    assert kept.memory_bytes < whole.memory_bytes
+    pass_of_layers = 2 * plan.target.active_weights_of_layers * tokens / (0.35 * GPUS["H100"].bf16)
+    steps = planned.steps * 32 * 1024 / tokens  # epochs, but for the last part of a batch
+    spared = (steps - 1) * pass_of_layers - planned.features_bytes / CARRIED
+    assert 3600 * (whole.hours - kept.hours) == pytest.approx(spared, rel=1e-6)
+    assert [way.dollars for way in planned.ways] == pytest.approx([2.5 * way.gpu_hours for way in planned.ways])
+
+
+def test_what_training_takes_grows_with_the_samples(training: Training) -> None:
+    """Twice the samples take twice of everything but memory; GPU hours of products do not depend on how many GPUs."""
+    double = ways_of(replace(training, samples=2 * training.samples))
+    for name, way in ways_of(training).items():
+        assert double[name].hours == pytest.approx(2 * way.hours, rel=1e-9)
+        assert double[name].stored_bytes == 2 * way.stored_bytes
+        for moved, twice in zip((way.disk, way.network, way.link), traffic_of(double[name]), strict=True):
+            assert twice == Traffic(pytest.approx(2 * moved.num_bytes), pytest.approx(moved.rate))
+        assert double[name].memory_bytes == way.memory_bytes
+    one = ways_of(replace(training, machine=Machine(GPUS["H100"])))
+    assert one["online, whole"].gpu_hours == pytest.approx(ways_of(training)["online, whole"].gpu_hours)
+
+
+def traffic_of(way: TrainingWay) -> tuple[Traffic, Traffic, Traffic]:
+    return way.disk, way.network, way.link
+
+
+def test_a_target_in_pieces_goes_over_the_link(training: Training) -> None:
+    """Each GPU gets seven eighths of the layers for every micro-batch, beside gradients; a slow link bounds the run."""
+    whole, pieces = (ways_of(training)[f"online, {where}"] for where in ("whole", "in pieces"))
+    layers = 2 * training.target.weights_of_layers
+    assert pieces.link.num_bytes - whole.link.num_bytes == pytest.approx(training.steps * layers * 7 / 8)
+    assert pieces.memory_bytes < whole.memory_bytes
+    assert pieces.bound_by == whole.bound_by == "products"
+    slow = replace(training, machine=Machine(replace(GPUS["H100"], link=1e9), 8))
+    slowed = ways_of(slow)["online, in pieces"]
+    assert slowed.bound_by == "link"
+    assert 3600 * (slowed.hours - pieces.hours) > pieces.link.num_bytes / 1e9 / 2
+
+
+def test_the_cheapest_way_is_one_that_fits(training: Training) -> None:
+    """A way that does not fit is said to be so, with the smallest micro-batches, and is never the cheapest."""
+    large = replace(training_for("eagle3", 8, target="llama_3_3_70b"), samples=500_000, tokens_per_sample=1500)
+    for one in (training, large):
+        planned = training_plan(one, None)
+        fitting = [way for way in planned.ways if way.fits]
+        assert planned.cheapest == min(fitting, key=lambda way: way.gpu_hours).name
+        online = [way for way in fitting if not way.stored_bytes]
+        assert planned.cheapest_without_disk == min(online, key=lambda way: way.gpu_hours).name
+        for way in planned.ways:
+            assert way.fits == (way.memory_bytes <= 0.9 * 80e9)
+    assert planned.features_bytes == pytest.approx(49e12, rel=0.005)  # as issue trackers tell of such a run
+    ways = {way.name: way for way in planned.ways}
+    assert [name for name, way in ways.items() if not way.fits] == ["online, whole", "stored, whole"]
+    assert ways["online, whole"].tokens_per_micro_batch == 2048
+    assert ways["stored, in pieces"].tokens_per_micro_batch == 8192  # of 16,384 that the recipe has
+    assert memory_cell(ways["online, whole"]).text.endswith("(no)")
+    assert "No way of training eagle3 fits" in verdict(replace(planned, cheapest=None))
+    kept = replace(ways["stored, in pieces"], gpu_hours=1.0)
+    assert cheapest_of([kept, replace(kept, name="smaller", stored_bytes=1)]) == "smaller"
+
+
+def test_nothing_fits_small_gpus() -> None:
+    planned = training_plan(training_for("eagle3", 1, "L4"), None)
+    assert planned.cheapest is planned.cheapest_without_disk is None
+    assert not any(way.fits for way in planned.ways)
+
+
+@pytest.mark.parametrize(("recipe", "num_gpus"), [("eagle3", 1), ("eagle3", 6), ("dflash", 16)])
+def test_the_commands_of_ways_are_taken(recipe: str, num_gpus: int) -> None:
+    """Their settings are those of a run, whose batches all GPUs share."""
+    for way in ways_of(training_for(recipe, num_gpus)).values():
+        words = shlex.split(way.command)
+        assert (ROOT / words[words.index("--config_file") + 1]).is_file()
+        start = words.index("draftsmith.train") + 1
+        config = resolve(recipe_named(words[start]), overrides=words[start + 1 :])
+        assert config.data.batch_size % num_gpus == 0
+        assert config.run.steps == 64_000 * 3 // config.data.batch_size
+        assert config.data.features == way.name.split(",")[0]
+        assert (config.data.features_endpoint is not None) == (way.server_command is not None)
+        assert config.data.tokens_per_micro_batch == way.tokens_per_micro_batch
+
+
+def test_training_is_printed_and_on_the_page(folder: Path, plan: GpuPlan) -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    print_training(plan, console)
+    printed, page = console.export_text(), (folder / "plan.html").read_text()
+    (planned,) = plan.training or []
+    words = " ".join(printed.split())
+    for line in (verdict(planned), *training_assumptions(plan)):
+        assert line in words
+        assert html.escape(line).replace("&#x27;", "&#39;") in page
+    (cheapest,) = commands(planned, planned.cheapest)
+    assert cheapest in words
+    for way in planned.ways:
+        assert way.name in printed
+        assert f"{way.gpu_hours:.2g}" in printed
+        assert way.name in page
+
+
+def test_samples_need_a_drafter_that_is_trained(tmp_path: Path) -> None:
+    settings = PlanSettings(target="llama_3_1_8b", gpu="H100", drafter=("ngram",), samples=9, out=tmp_path / "out")
+    with pytest.raises(UserError, match="no recipe trains these drafters"):
+        gpu_plan(settings)
+
+
+# --- sizes, the panel and mistakes
 
 
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
@@ -170,12 +334,17 @@ def test_every_kind_of_drafter_has_its_passes() -> None:
     [
         ("--gpu H101", "give one of B200, H200, H100"),
         ("--price 2", "--price has no effect without --gpu"),
+        ("--samples 1000", "give --gpu, such as --gpu H100"),
+        ("--epochs 2", "--epochs has no effect without --gpu"),
+        ("--gpu H100 --epochs 2", "--epochs has no effect without --samples"),
+        ("--gpu H100 --tokens-per-sample 9", "--tokens-per-sample has no effect without --samples"),
         ("--gpu H100 --device cpu", "--device has no effect with --gpu"),
         ("--gpu H100 --context 200000", "131072 tokens at most"),
         ("--gpu H100 --target short --draft-length 5 --drafter medusa", "up to 4 tokens"),
         ("--gpu H100 --target short --drafter lookahead", "its cost is not known"),
         ("--gpu H100 --target short --drafter draft_model", "for a draft model its name or folder"),
         ("--gpu A10 --target wide", "give --num-gpus 3"),
+        ("--gpu H100 --target short --drafter medusa_2", "give its kind"),
         ("--gpu H100 --target nothing", "does not load"),
         ("--gpu H100 --target packed", "quantised by new: give --weights"),
     ],
