@@ -5,14 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drafters import noisy
+from drafters import noisy, trained
 from safetensors.torch import load_file, save_file
 from tiny_target import tiny_tokenizer
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from draftsmith.models import Target
+from draftsmith.models import Target, save_drafter
+from draftsmith.recipes.serving.export import export_checkpoint
 
+WIDE = {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}  # as vLLM's CPU has heads
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FULL = {"layer_types": ["full_attention"] * 4}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -78,3 +85,24 @@ def add_head(directory: Path, **changes: Any) -> dict[str, torch.Tensor]:
     config = directory / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     return head
+
+
+def export_trained_head(folder: Path, family: str, texts: list[str]) -> Target:
+    """Train a head on such prompts for a target that vLLM's CPU build serves; return the exported copy that has it.
+
+    Rough norms and noise in the weights, so that a wrong state, order or norm changes what is accepted.
+    """
+    weights = save_head_target(folder / "target", family, **WIDE, initializer_range=0.12) / "model.safetensors"
+    tensors = load_file(weights)
+    torch.manual_seed(3)
+    tensors["model.norm.weight"] = 1 + 0.8 * torch.randn(64)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    target = Target.from_pretrained(folder / "target", "cpu", torch.float32)
+    prompts = [target.encode(text) for text in texts]
+    drafter = trained("mtp", target, [prompt for prompt in prompts for _ in range(2)], num_steps=150)
+    torch.manual_seed(0)  # other noise may leave too little that is accepted
+    for parameter in drafter.parameters():
+        parameter.data += 0.6 * torch.randn_like(parameter) * parameter.abs().mean()
+    save_drafter(drafter, folder / "checkpoint")
+    export_checkpoint(folder / "checkpoint", "vllm", target, folder / "out")
+    return Target.from_pretrained(folder / "out", "cpu", torch.float32)

@@ -238,6 +238,20 @@ def test_what_no_config_tells_is_found_when_loaded(model_type: str, changes: dic
         target_like(plain_model(config), family_config(model_type, changes))
 
 
+@torch.no_grad()
+def test_llama_4_is_decoded_as_far_as_its_temperature_is_one() -> None:
+    """Tokens further on have their queries scaled, by positions that transformers counts from the first of a pass."""
+    changes = {**FAMILIES["llama4_text"], "floor_scale": 16, "attn_temperature_tuning": True}
+    tuned = plain_model(family_config("llama4_text", changes))
+    even = plain_model(family_config("llama4_text", {**changes, "attn_temperature_tuning": False}))
+    even.load_state_dict(tuned.state_dict())
+    target = target_like(tuned, family_config("llama4_text", changes))
+    assert target.context == 15
+    token_ids = torch.arange(3, 3 + 20)[None]
+    same = (tuned(token_ids).logits == even(token_ids).logits).all(-1)[0]
+    assert same.tolist() == [place < target.context for place in range(20)]
+
+
 def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
     """transformers fills them with random numbers and goes on."""
     plain_model(family_config("llama", {})).base_model.save_pretrained(tmp_path)

@@ -230,6 +230,26 @@ def test_a_row_begins_anew_with_each_text(model: PreTrainedModel) -> None:
     torch.testing.assert_close(second[:1], first, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("model_type", ["nemotron_h", "zamba2"])
+def test_time_steps_keep_the_limits_of_the_checkpoint(model_type: str) -> None:
+    """Which is 0: transformers raises small ones to `time_step_min`, which is meant for initialisation."""
+    text, model = torch.randint(3, 50, (1, TEXT)), model_on_slots(model_type)
+    plain = plain_model(family_config(model_type, RECURRENT[model_type]))
+    for name, parameter in model.named_parameters():
+        if name.endswith("dt_bias"):
+            parameter.fill_(-9.0)
+    plain.load_state_dict(model.state_dict())
+    found = read(model, SlotCache(1, 64), text, [0], [TEXT])
+    with torch.no_grad():
+        raised = plain.base_model(text, use_cache=False).last_hidden_state
+        for module in plain.modules():
+            if hasattr(module, "time_step_limit"):
+                module.time_step_limit = (0.0, float("inf"))
+        expected = plain.base_model(text, use_cache=False).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert (raised - expected).abs().max() > 1e-3
+
+
 def as_chain(ancestors: Tensor) -> Tensor:
     return torch.ones_like(ancestors).tril()
 

@@ -3,20 +3,26 @@
 DRAFTSMITH_VLLM=VENV pytest -m engine -s tests/train/test_judging_engine.py     VENV holds vLLM 0.32.0 for CPU
 """
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from head_targets import export_trained_head
 from vllm_process import serving
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.judged import JudgedResult
 from draftsmith.inference.measuring.measure import PromptSet
-from draftsmith.models import Target
+from draftsmith.inference.measuring.results import read_evaluation
+from draftsmith.models import DRAFTERS, Target, load_drafter, save_drafter
+from draftsmith.models.drafter_configs import DraftModelConfig, NgramConfig
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.training_free.ngram import Ngram
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.serving.serve_commands import speculative_config
@@ -62,9 +68,9 @@ def runs(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return found
 
 
-def options(kind: str, drafter: Path) -> list[str]:
+def options(kind: str, drafter: Path, context: int = 256) -> list[str]:
     settings = speculative_config(kind, str(drafter), DRAFT_LENGTH)
-    return ["--max-model-len", "256", "--speculative-config", json.dumps(settings)]
+    return ["--max-model-len", str(context), "--speculative-config", json.dumps(settings)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,3 +108,39 @@ def test_counters_after_a_swap_are_those_of_a_fresh_engine(
     assert swapped != first
     assert first == back == after_refusal
     assert rows[0].setting == replace(expected.setting, num_prompts=0)
+
+
+def test_ngrams_and_the_targets_own_head_stand_beside_a_drafter(tmp_path: Path) -> None:
+    """Each server counts what draftsmith's own decoder counts with its drafter. The target has an MTP head."""
+    texts = [f"strike {i} times and heat it" for i in range(NUM_PROMPTS)]
+    target = export_trained_head(tmp_path, "qwen2", texts)
+    (tmp_path / "prompts.txt").write_text("\n".join(texts) + "\n")
+    without_head = Target.from_pretrained(tmp_path / "target", "cpu", torch.float32)
+    copy = DRAFTERS["draft_model"].from_target(DraftModelConfig(num_layers=2), without_head)
+    save_drafter(copy, tmp_path / "checkpoint-of-copy")
+    words = ["export", str(tmp_path / "checkpoint-of-copy"), "--engine", "vllm", "--target", str(tmp_path / "target")]
+    assert main([*words, "--out", str(tmp_path / "copy")]) == 0
+    places = {"draft_model": str(tmp_path / "copy"), "ngram": "", "mtp": target.name}
+    with contextlib.ExitStack() as servers:
+        urls = {}
+        for kind, place in places.items():
+            of_server = options(kind, Path(place), target.context)
+            urls[kind] = servers.enter_context(serving(target.name, tmp_path / f"{kind}.log", *of_server))
+        words = ["evaluate", "--engine", urls.pop("draft_model"), "--as-served", "--drafter", places["draft_model"]]
+        words += ["--beside", *(f"{name}={url}" for name, url in urls.items()), "--target", target.name]
+        words += ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", str(NUM_NEW_TOKENS)]
+        assert main([*words, "--repeats", "1", "--out", str(tmp_path / "judged")]) == 0
+    ours = {
+        places["draft_model"]: load_drafter(places["draft_model"], target),
+        "ngram": Ngram(NgramConfig(occurrence="earliest")),
+        "mtp": load_drafter("mtp", target),
+    }
+    evaluations = [read_evaluation(file) for file in (tmp_path / "judged").glob("*/evaluation.json")]
+    assert {evaluation.drafter for evaluation in evaluations} == set(ours)
+    for evaluation in evaluations:
+        (row,) = evaluation.judged
+        decoder = SpeculativeDecoder(target, ours[evaluation.drafter])
+        expected = decoder.generate(texts, NUM_NEW_TOKENS, draft_length=DRAFT_LENGTH).stats.total
+        print(f"{evaluation.drafter}: {row.acceptance}")
+        assert row.acceptance == replace(expected, num_rounds=expected.num_drafts)
+        assert row.acceptance.num_accepted_tokens > 0

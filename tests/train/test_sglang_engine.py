@@ -1,0 +1,177 @@
+"""A real SGLang judges: started anew for each drafter, it counts what draftsmith's own decoder counts.
+
+A draft model is the exception, for SGLang gives it every text without the first token.
+
+DRAFTSMITH_SGLANG=VENV pytest -m engine -s tests/train/test_sglang_engine.py    VENV holds SGLang 0.5.23 for CPU
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from sglang_process import command_at_free_port
+
+from draftsmith.data.answers.endpoint import Endpoint
+from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.data.http import Server
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.measuring.judged import JudgedResult
+from draftsmith.inference.measuring.results import read_evaluation
+from draftsmith.models import Target, load_drafter
+from draftsmith.models.drafters.draft_model import DraftModel
+from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.slots.forward import run_causal
+from draftsmith.recipes.cli.main import main
+from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
+from draftsmith.train import train
+from draftsmith.train.engine.restarted import COMMAND, started_engine
+from draftsmith.train.run_folder.checkpoint import checkpoints
+
+pytestmark = pytest.mark.engine
+METHODS = {"eagle3": "EAGLE3", "eagle": "EAGLE", "draft_model": "STANDALONE"}
+NUM_PROMPTS, NUM_NEW_TOKENS, DRAFT_LENGTH = 12, 48, 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("judged")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target.from_pretrained(EMBEDDED_TARGET.resolve(), "cpu", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts(target: Target, folder: Path) -> list[list[int]]:
+    """Prompts that also stand in held_out.jsonl; some of their answers end by themselves."""
+    held_out = prompts_for(target, held_out=True)[:NUM_PROMPTS]
+    write_jsonl(folder / "held_out.jsonl", held_out)
+    return [target.encode(prompt.text) for prompt in held_out if prompt.text]
+
+
+@pytest.fixture(scope="module")
+def samples(target: Target, folder: Path) -> Path:
+    write_jsonl(folder / "prompts.jsonl", prompts_for(target, held_out=False)[:32])
+    settings = PrepareSettings(max_new_tokens=48, samplings=(Sampling(0.0),), batch_size=32)
+    prepare(target, str(folder / "prompts.jsonl"), folder / "samples", settings)
+    return folder / "samples"
+
+
+@contextlib.contextmanager
+def serving(target: Target, folder: Path, name: str, *options: str) -> Iterator[str]:
+    """The URL of a server that stays as it is."""
+    command, url = command_at_free_port(target.name, *options)
+    server = Server(url, "--beside", "see to the command")
+    with started_engine(command, folder, server, folder / f"{name}.log", lambda: None):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def plain(target: Target, folder: Path) -> Iterator[str]:
+    with serving(target, folder, "plain") as url:
+        yield url
+
+
+def counted_by_sglang(target: Target, drafter: Path, prompts: list[list[int]]) -> Stats:
+    """Return draftsmith's own counters of these prompts, counted as SGLang does.
+
+    The rounds of a text are those that begin before its end, and of the last one all accepted tokens count, those
+    behind the end of the text, too.
+    """
+    decoder = SpeculativeDecoder(target, load_drafter(drafter, target))
+    texts = decoder.generate(prompts, NUM_NEW_TOKENS, draft_length=DRAFT_LENGTH).token_ids
+    endless = decoder.generate(prompts, NUM_NEW_TOKENS, draft_length=DRAFT_LENGTH, stop_at_eos=False)
+    stats = Stats(DRAFT_LENGTH, num_emitted_tokens=sum(len(text) for text in texts))
+    for text, rounds in zip(texts, endless.rounds, strict=True):
+        for place, drafted, accepted in rounds:
+            if place < len(text):
+                stats.count_round(drafted, accepted)
+    return stats
+
+
+def counted_of_a_draft_model(target: Target, drafter: Path, prompts: list[list[int]]) -> Stats:
+    """Return the counters of a draft model that reads every text without its first token, as SGLang's does.
+
+    SGLang shifts its tokens as it shifts those of an EAGLE drafter, which reads each beside the state before it.
+    """
+    decoder, loaded = SpeculativeDecoder(target, load_drafter("none", target)), load_drafter(drafter, target)
+    assert isinstance(loaded, DraftModel)
+    head = loaded.model.get_output_embeddings()
+    texts = decoder.generate(prompts, NUM_NEW_TOKENS).token_ids
+    endless = decoder.generate(prompts, NUM_NEW_TOKENS + DRAFT_LENGTH, stop_at_eos=False).token_ids
+    stats = Stats(DRAFT_LENGTH, num_emitted_tokens=sum(len(text) for text in texts))
+    for prompt, text, further in zip(prompts, texts, endless, strict=True):
+        place = 1  # behind the token that the prompt's pass gives
+        while place < len(text):
+            accepted = 0
+            while accepted < DRAFT_LENGTH:
+                read = [*prompt[1:], *further[: place + accepted]]
+                drafted = head(run_causal(loaded.model, torch.tensor([read]))[0, -1]).argmax()
+                if drafted != further[place + accepted]:
+                    break
+                accepted += 1
+            stats.count_round(DRAFT_LENGTH, accepted)
+            place += accepted + 1
+    return stats
+
+
+def judged(url: str, target: Target, drafters: list[Path], plain: str, folder: Path, out: Path) -> list[JudgedResult]:
+    """The rows of drafters as `draftsmith evaluate --engine` writes them."""
+    words = ["evaluate", "--engine", url, "--beside", f"none={plain}", "--target", target.name, "--repeats", "1"]
+    words += ["--prompts", str(folder / "held_out.jsonl"), "--max-new-tokens", str(NUM_NEW_TOKENS)]
+    words += ["--draft-length", str(DRAFT_LENGTH), "--out", str(out)]
+    assert main([*words, *(word for drafter in drafters for word in ("--drafter", str(drafter)))]) == 0
+    rows = {}
+    for file in out.rglob("evaluation.json"):
+        evaluation = read_evaluation(file)
+        (rows[evaluation.drafter],) = evaluation.judged
+    return [rows[str(drafter)] for drafter in drafters]
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_an_sglang_counts_what_we_count(
+    kind: str,
+    target: Target,
+    prompts: list[list[int]],
+    samples: Path,
+    plain: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Of an early and a late checkpoint, and of the late one again: each time by an SGLang that was started for it."""
+    config = RECIPES[f"quickstart_{kind}"]()
+    config.target, config.data.samples = target.name, str(samples)
+    config.run.dir, config.run.device = str(tmp_path / "run"), "cpu"
+    config.run.steps, config.run.checkpoint_every = 24, 4
+    _, early, *_, late = checkpoints(train(config))
+    options = ["--speculative-algorithm", METHODS[kind], "--speculative-draft-model-path", "$DRAFTER"]
+    options += ["--speculative-num-steps", str(DRAFT_LENGTH), "--speculative-eagle-topk", "1"]
+    options += ["--speculative-num-draft-tokens", str(DRAFT_LENGTH + 1)]
+    command, url = command_at_free_port(target.name, *options)
+    monkeypatch.setenv(COMMAND, command)
+    first, second = judged(url, target, [early, late], plain, folder, tmp_path / "both")
+    (again,) = judged(url, target, [late], plain, folder, tmp_path / "again")
+    for drafter, row in ((early, first), (late, second), (late, again)):
+        print(f"{kind}, {drafter.name}: {row.acceptance}; started in {row.start_seconds:.1f} s")
+        assert row.setting.judge.engine == "SGLang 0.5.23"
+        counted = counted_of_a_draft_model if kind == "draft_model" else counted_by_sglang
+        assert row.acceptance == counted(target, drafter, prompts)
+        assert row.texts
+        assert row.texts.identical == row.texts.checked == len(prompts)
+        assert row.start_seconds
+        assert row.swap_seconds is None
+    assert first.acceptance != second.acceptance
+
+
+def test_a_plain_sglang_writes_our_texts(target: Target, prompts: list[list[int]], plain: str) -> None:
+    """Ends of text among them, which SGLang leaves out of its answers or not."""
+    endpoint = Endpoint(plain, target, NUM_NEW_TOKENS)
+    expected = SpeculativeDecoder(target, load_drafter("none", target)).generate(prompts, NUM_NEW_TOKENS).token_ids
+    assert [endpoint.complete(prompt, Sampling(0.0), 0).new_ids for prompt in prompts] == expected
+    assert any(text[-1] in target.eos_token_ids for text in expected)
