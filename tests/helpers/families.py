@@ -124,7 +124,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "llama4_text": CHUNKED,
     "longcat_flash": {
         **LATENT,
-        "num_hidden_layers": 6,  # attentions, of three layers
+        "num_layers": 3,
+        "num_hidden_layers": 6,  # attentions
         "head_dim": 4,
         "expert_ffn_hidden_size": 32,
         "n_routed_experts": 4,
