@@ -31,6 +31,7 @@ from draftsmith.models.files import whole_folder, write_json
 from draftsmith.models.target.identity import check_identity, identity
 from draftsmith.models.target.target import Target
 from draftsmith.models.training_free.cascade import Cascade
+from draftsmith.models.training_free.draft_model_cascade import DraftModelCascade
 from draftsmith.models.training_free.lookahead import Lookahead
 from draftsmith.models.training_free.ngram import Ngram
 from draftsmith.models.training_free.no_drafter import NoDrafter
@@ -90,16 +91,13 @@ def load_drafter(name: str | Path, target: Target) -> Drafter:
     """Return a drafter for the target, on its device and in its dtype.
 
     `name` is a checkpoint directory, a Hub name, the kind of a drafter that needs no training (`ngram`, `suffix`,
-    `lookahead`, `none`), or `mtp` for the target's own head. `ngram+CHECKPOINT` and `suffix+CHECKPOINT` are cascades.
-    Raises `UserError` where there is no such drafter or it was made for another target.
+    `lookahead`, `none`), or `mtp` for the target's own head. `ngram+CHECKPOINT` and `suffix+CHECKPOINT` are cascades,
+    and so is `SMALL+LARGE` of two draft models. Raises `UserError` where there is no such drafter or it was
+    made for another target.
     """
     first, plus, second = str(name).partition("+")
-    if plus and first in ("ngram", "suffix"):
-        if second in DRAFTERS and not Path(second).is_dir():
-            raise UserError(f"drafter {str(name)!r}: behind the + give the directory of a trained drafter")
-        lookup = load_drafter(first, target)
-        assert isinstance(lookup, Ngram | Suffix)
-        return Cascade(CascadeConfig(), lookup, load_drafter(second, target))
+    if plus and not Path(name).is_dir():
+        return load_cascade(first, second, target)
     if str(name) in DRAFTERS and not Path(name).is_dir():
         drafter_class = DRAFTERS[str(name)]
         drafter = drafter_class.from_target(drafter_class.config_class(kind=str(name)), target)
@@ -113,6 +111,21 @@ def load_drafter(name: str | Path, target: Target) -> Drafter:
     for parameter in drafter.parameters():  # not the buffers: rotary frequencies need fp32
         parameter.data = parameter.data.to(target.dtype)
     return drafter.to(target.device).eval()
+
+
+def load_cascade(first: str, second: str, target: Target) -> Cascade | DraftModelCascade:
+    """Return the cascade of a lookup or a small draft model and of what is asked behind it. Raises `UserError`."""
+    if second in DRAFTERS and not Path(second).is_dir():
+        raise UserError(f"drafter '{first}+{second}': behind the + give the directory of a trained drafter")
+    before, behind = load_drafter(first, target), load_drafter(second, target)
+    if isinstance(before, Ngram | Suffix):
+        return Cascade(CascadeConfig(), before, behind)
+    if isinstance(before, DraftModel) and isinstance(behind, DraftModel):
+        return DraftModelCascade(before, behind)
+    raise UserError(
+        f"drafter '{first}+{second}': {before.kind} before {behind.kind} is no cascade: give ngram or suffix before "
+        "the +, or two draft models, the smaller one first"
+    )
 
 
 def build_drafter(checkpoint: Checkpoint, target: Target) -> Drafter:

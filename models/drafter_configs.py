@@ -373,6 +373,11 @@ class CascadeConfig(DrafterConfig):
     shortest: Count = 3  # matched tokens from which on a row takes what was looked up
 
 
+@dataclass
+class DraftModelCascadeConfig(DrafterConfig):
+    kind: str = "draft_model_cascade"
+
+
 DRAFTER_CONFIGS: dict[str, type[DrafterConfig]] = {
     config_class.kind: config_class
     for config_class in (

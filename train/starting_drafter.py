@@ -59,6 +59,8 @@ def starting_drafter(config: TrainConfig, target: Target, counts: Tensor) -> Dra
         drafter_config = with_size(drafter_config, counts, target.eos_token_ids)
     drafter = DRAFTERS[drafter_config.kind].from_target(drafter_config, target)
     drafter.fit_vocabulary(ranking(counts, target.eos_token_ids))
+    if (note := drafter.starting_note(counts)) and PartialState().is_main_process:
+        notice(note)
     return drafter
 
 

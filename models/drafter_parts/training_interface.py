@@ -58,6 +58,10 @@ class TrainedDrafter(nn.Module):
         wrote each.
         """
 
+    def starting_note(self, counts: Tensor) -> str | None:
+        """Return what a user should know of the starting weights, by how often the target wrote each token, [V]."""
+        return None
+
     def draft_to_target(self) -> Tensor | None:
         """Return the target ids of a reduced draft vocabulary [Vd]; None where it can propose every token."""
         return None

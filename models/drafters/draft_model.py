@@ -1,7 +1,7 @@
 """A standalone draft model (arXiv 2211.17192), distilled from the target (DistillSpec, arXiv 2310.08461).
 
-Any small causal language model with the target's vocabulary; by default a copy of a few evenly spaced layers of the
-target. It shares nothing with the target at decoding and keeps its own cache.
+Any small causal language model; one of another tokenizer takes the target's vocabulary before it starts. By default a
+copy of a few evenly spaced layers of the target. It shares nothing with the target at decoding and keeps its own cache.
 
 Shapes: B rows, T tokens, H hidden width, V vocabulary.
 """
@@ -38,6 +38,7 @@ from draftsmith.models.slots.forward import run_causal, run_on_slots
 from draftsmith.models.slots.window import Window, chain_window
 from draftsmith.models.target.fused_layers import fuse
 from draftsmith.models.target.loading import drop_layers, load_model
+from draftsmith.models.target.other_tokenizer import OtherTokenizer, take_vocabulary
 from draftsmith.models.target.support import carries_states
 from draftsmith.models.target.target import Features, Target, find_decoder_layers
 from draftsmith.models.target.target_files import common_field, read_config
@@ -50,6 +51,7 @@ class DraftModel(Drafter):
     config_class = DraftModelConfig
     can_branch = True
     prefills_from_tokens = True
+    common_tokens: Tensor | None = None  # bool [V] those that a model of another tokenizer had as they are
 
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel, target: Target) -> None:
         super().__init__(config)
@@ -71,7 +73,7 @@ class DraftModel(Drafter):
     def from_target(cls, config: DraftModelConfig, target: Target) -> "DraftModel":
         """Return an existing model, or the target without most of its layers, or a narrower model like it."""
         if config.model is not None:
-            return cls(config, existing_model(config.model, target), target)
+            return cls.from_model(config, config.model, target)
         num_layers = config.num_layers or 2
         if not 1 <= num_layers < target.num_layers:
             raise UserError(f"num_layers {num_layers}: give 1 to {target.num_layers - 1}, the target has more")
@@ -85,6 +87,38 @@ class DraftModel(Drafter):
         model = new_model(narrower(model_config, config.hidden_size))
         project_vocabulary(target, model)
         return cls(config, model, target)
+
+    @classmethod
+    def from_model(cls, config: DraftModelConfig, name: str, target: Target) -> "DraftModel":
+        """Return an existing causal language model as a draft model.
+
+        Families pad the vocabulary to different sizes at different widths. Engines want equal sizes: the padding is cut
+        or filled up to the target's.
+        """
+        try:
+            model, tokenizer = load_model(name, read_config(name), torch.device("cpu"), torch.float32)
+        except UserError as error:
+            raise UserError(f"drafter.model={name}: {error}") from None
+        model.requires_grad_(True)
+        if target.tokenizer is None or tokenizer.get_vocab() == target.tokenizer.get_vocab():
+            if model.get_input_embeddings().num_embeddings != target.vocab_size:
+                model.resize_token_embeddings(target.vocab_size, mean_resizing=False)
+            return cls(config, model, target)
+        other = OtherTokenizer(tokenizer, target.tokenizer, f"drafter.model={name}")
+        take_vocabulary(model, other, target.text_config)
+        drafter = cls(config, model, target)
+        drafter.common_tokens = other.common(target.vocab_size)
+        return drafter
+
+    def starting_note(self, counts: Tensor) -> str | None:
+        if self.common_tokens is None:
+            return None
+        share = counts[self.common_tokens].sum() / counts.sum()
+        return (
+            f"drafter.model={self.config.model} has another tokenizer than {self.target.name}: it has "
+            f"{int(self.common_tokens.sum())} of {self.target.vocab_size} tokens as they are, {share:.0%} of what the "
+            "target wrote; the others start as the mean of their parts"
+        )
 
     @property
     def simulated_depth(self) -> int:
@@ -138,9 +172,9 @@ class DraftModel(Drafter):
         return DraftModelCache(self.model, num_rows, num_slots, shape)
 
     def prefill(self, cache: "DraftModelCache", token_ids: Tensor, features: Features, window: Window) -> None:
-        self._run(token_ids.gather(1, window.slots), window, cache)
+        self.read(token_ids.gather(1, window.slots), window, cache)
 
-    def _run(self, token_ids: Tensor, window: Window, cache: "DraftModelCache") -> Tensor:
+    def read(self, token_ids: Tensor, window: Window, cache: "DraftModelCache") -> Tensor:
         """Decode the new tokens [B, T] of a window; the last hidden state [B, T, H]."""
         if cache.fused_decoder is not None:
             return cache.fused_decoder.run(token_ids, window, cache.kv)[0]
@@ -156,16 +190,16 @@ class DraftModel(Drafter):
         cache, head = state.cache, self.model.get_output_embeddings()
         if isinstance(shape, Chain) and state.own_drafts:
             slots = state.lengths[:, None] + cache.last_two
-            hidden = self._run(state.token_ids.gather(1, slots), Window(slots, slots, slots[:, 0]), cache)[:, 1:]
+            hidden = self.read(state.token_ids.gather(1, slots), Window(slots, slots, slots[:, 0]), cache)[:, 1:]
         else:
             window = chain_window(state.positions[:, 0] + 1, state.positions.shape[1])
-            hidden = self._run(state.token_ids.gather(1, window.slots), window, cache)
+            hidden = self.read(state.token_ids.gather(1, window.slots), window, cache)
             column = (state.lengths - 1 - window.prefix).clamp(min=0)  # a finished row committed nothing
             hidden = gather_columns(hidden, column[:, None])  # [B, 1, H]
         windows = LevelWindows(state.lengths, cache)
 
         def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
-            return head(self._run(tokens, windows.next(tokens.shape[1], parents), cache))
+            return head(self.read(tokens, windows.next(tokens.shape[1], parents), cache))
 
         return grow(shape, cache.tree, head(hidden), read, state)
 
@@ -213,26 +247,6 @@ def untied(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def new_model(config: PretrainedConfig) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
-
-
-def existing_model(name: str, target: Target) -> PreTrainedModel:
-    """Return a causal language model of the target's vocabulary. Raises `UserError` where it has another one.
-
-    Families pad the vocabulary to different sizes at different widths. Engines want equal sizes: the padding is cut or
-    filled up to the target's.
-    """
-    try:
-        model, tokenizer = load_model(name, read_config(name), torch.device("cpu"), torch.float32)
-    except UserError as error:
-        raise UserError(f"drafter.model={name}: {error}") from None
-    model.requires_grad_(True)
-    if target.tokenizer is not None and tokenizer.get_vocab() != target.tokenizer.get_vocab():
-        raise UserError(
-            f"drafter.model {name!r} has another tokenizer than {target.name}: give a model of the target's own family"
-        )
-    if model.get_input_embeddings().num_embeddings != target.vocab_size:
-        model.resize_token_embeddings(target.vocab_size, mean_resizing=False)
-    return model
 
 
 def model_of_layers(target: Target, kept: list[int]) -> PreTrainedModel:

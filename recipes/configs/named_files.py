@@ -42,9 +42,9 @@ def _drafter(name: str) -> None:
     from draftsmith.models.model_files import drafter_config_file
     from draftsmith.recipes.configs.recipes import RECIPES
 
-    name = name.partition("+")[2] or name
-    if Path(name).exists() or name not in {*DRAFTER_CONFIGS, *RECIPES}:
-        read_json_object(drafter_config_file(name))
+    for part in [name] if Path(name).exists() else name.split("+", 1):  # of a cascade
+        if Path(part).exists() or part not in {*DRAFTER_CONFIGS, *RECIPES}:
+            read_json_object(drafter_config_file(part))
 
 
 def _prompts(source: str) -> None:

@@ -138,9 +138,9 @@ def checkpoint_names(drafter: str) -> tuple[str, str]:
     A cascade keeps what it asks first: that of `suffix+runs/eagle3/best` is suffix+eagle3.
     """
     first, plus, second = drafter.partition("+")
-    if plus and first in ("ngram", "suffix"):
+    if plus:
         name, note = checkpoint_names(second)
-        return f"{first}+{name}", note
+        return f"{checkpoint_names(first)[0]}+{name}", note
     path = Path(drafter)
     if path.name == "best":
         return path.absolute().parent.name, "best"

@@ -32,6 +32,7 @@ from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, probabilities
 from draftsmith.models.sampling.trees import DynamicTree, StaticTree
+from draftsmith.models.training_free.draft_model_cascade import DraftModelCascade
 
 V, LENGTH, BATCH = 16, 3, 10_000
 PROMPT = [3, 1, 4]
@@ -115,6 +116,20 @@ def test_texts_have_the_distribution_of_the_target(
     distribution: Tensor,
 ) -> None:
     assert p_value(SpeculativeDecoder(small_target, drafter), mode, distribution, num_texts, draft) > ALPHA
+
+
+@pytest.mark.parametrize("mode", [pytest.param("probabilistic", marks=pytest.mark.long), "block"])
+def test_so_have_texts_of_two_draft_models(
+    mode: VerificationMode, small_target: Target, drafter: Drafter, distribution: Tensor
+) -> None:
+    """Whose drafts end where the larger model picks another token than the smaller one proposed."""
+    smaller = DraftModel.from_target(DraftModelConfig(num_layers=1), small_target).eval()
+    torch.manual_seed(1)
+    for weight in smaller.parameters():
+        weight.data += 0.1 * torch.randn_like(weight)
+    assert isinstance(drafter, DraftModel)
+    decoder = SpeculativeDecoder(small_target, DraftModelCascade(smaller, drafter))
+    assert p_value(decoder, mode, distribution) > ALPHA
 
 
 def test_lossy_output_is_found(small_target: Target, drafter: Drafter, distribution: Tensor) -> None:
