@@ -7,7 +7,6 @@ arXiv 2402.09977, section 3).
 Shapes: V tokens of the new vocabulary, W tokens of the model's own, H hidden width.
 """
 
-import json
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -17,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from draftsmith.models.errors import UserError
+from draftsmith.models.reading import parse_json
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how sentencepiece writes a space
 
@@ -26,7 +26,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, name: str) -> dict[int, byte
 
     Raises `UserError` for a tokenizer that is neither byte-level nor made by sentencepiece.
     """
-    kinds = set(_kinds(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])) if tokenizer.is_fast else set()
+    decoder = tokenizer.backend_tokenizer.decoder if tokenizer.is_fast else None
+    kinds = set() if decoder is None else set(_kinds(parse_json(decoder.__getstate__(), name)))
     added = tokenizer.added_tokens_decoder
     if "ByteLevel" in kinds:
         byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -48,10 +49,9 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, name: str) -> dict[int, byte
 
 def _kinds(decoder: Any) -> Iterator[str]:
     """Yield the types of a decoder and of its parts."""
-    if decoder is not None:
-        yield decoder["type"]
-        for part in decoder.get("decoders", ()):
-            yield from _kinds(part)
+    yield decoder["type"]
+    for part in decoder.get("decoders", ()):
+        yield from _kinds(part)
 
 
 def pieces(text: bytes, own: dict[bytes, int], longest: int) -> list[int]:
