@@ -41,7 +41,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|endoftext|>Q: ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'A:\n' }}{% endif %}"
 )
-NUM_TOKENS, DRAFT_LENGTH, STEPS = 16, 3, 90
+NUM_TOKENS, DRAFT_LENGTH, STEPS = 16, 3, 110
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +71,14 @@ def learnt_by_heart(target: Target, recording: Recording, steps: int, shift: int
     assert features.layers is not None
     features = Features(features.last_hidden, shifted(features.layers, shift))
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], 1e-2)
+    # A rate that falls in the last third, or what the last step changed would decide.
+    falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 3 * (1 - step / steps)))
     for _ in range(steps):
         total, count = drafter.loss(batch, features)["loss"]
         (total / count).backward()
         optimizer.step()
         optimizer.zero_grad()
+        falling.step()
     drafter.trained_for = identity(target)
     return drafter.eval()
 

@@ -31,7 +31,7 @@ NOT_FAKED |= {"qwen2_moe", "qwen3_moe", "vaultgemma", "cohere2_moe", "exaone_moe
 NOT_FAKED |= {"granite_swa", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "laguna", "mellum"}
 NOT_FAKED |= {"solar_open"}
 NOT_FAKED |= {"axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "youtu"}
-NOT_FAKED |= {"mimo_v2_flash", "minicpm3"}
+NOT_FAKED |= {"hy_v4", "longcat_flash", "mimo_v2_flash", "minicpm3"}
 
 
 class Indexing(TorchFunctionMode):
