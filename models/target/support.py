@@ -83,6 +83,8 @@ def why_not_decoded(config: PretrainedConfig) -> str | None:
     kinds = set(getattr(text, "layer_types", None) or ())
     if others := kinds - PLAIN_LAYERS - RECURRENT_LAYERS - {"moe", "mlp"}:
         return f"its {' and '.join(sorted(others))} layers choose by rules of their own what a token sees"
+    if getattr(text, "index_kpool", 1) > 1:
+        return "its indexed_attention layers choose pools of tokens in place of tokens"
     recurrent = kinds & RECURRENT_LAYERS
     if carries_states(config) and not has_rule(sys.modules[decoder_class(config).__module__], recurrent):
         return " ".join(["its", *filter(None, [" and ".join(sorted(recurrent))]), f"layers {RUNNING_STATE}"])

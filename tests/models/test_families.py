@@ -55,6 +55,7 @@ REFUSED: dict[str, str] = {
     "bart": "encoder-decoder",
     "whisper": "encoder-decoder",
     "deepseek_v4": "rules of their own",
+    "glm5_next": "pools of tokens",
     "mamba": "running state",
     "mamba2": "running state",
     "rwkv": "running state",
