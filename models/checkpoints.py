@@ -3,6 +3,7 @@
 `DRAFTERS` is the whole list of families: a new one adds its file and one line here.
 """
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -96,7 +97,7 @@ def load_drafter(name: str | Path, target: Target) -> Drafter:
     made for another target.
     """
     first, plus, second = str(name).partition("+")
-    if plus and not Path(name).is_dir():
+    if plus and not os.path.isdir(str(name)):  # which may be anything, and too long for a path
         return load_cascade(first, second, target)
     if str(name) in DRAFTERS and not Path(name).is_dir():
         drafter_class = DRAFTERS[str(name)]
@@ -115,7 +116,7 @@ def load_drafter(name: str | Path, target: Target) -> Drafter:
 
 def load_cascade(first: str, second: str, target: Target) -> Cascade | DraftModelCascade:
     """Return the cascade of a lookup or a small draft model and of what is asked behind it. Raises `UserError`."""
-    if second in DRAFTERS and not Path(second).is_dir():
+    if second in DRAFTERS and not os.path.isdir(second):
         raise UserError(f"drafter '{first}+{second}': behind the + give the directory of a trained drafter")
     before, behind = load_drafter(first, target), load_drafter(second, target)
     if isinstance(before, Ngram | Suffix):

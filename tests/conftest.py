@@ -4,6 +4,7 @@ Without a GPU kernels run in Triton's interpreter. Triton asks for it when a ker
 the variable is set before transformers imports triton.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +29,14 @@ from draftsmith.models import Target
 
 if TYPE_CHECKING:
     from shadow_memory import ShadowMemory
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # the collector would look through all libraries again and again
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or libraries tell of what was not collected
 
 
 @pytest.fixture(autouse=True)

@@ -444,8 +444,13 @@ def python(place: Place) -> Attempt:
 
 
 def both_alike(decoder: SpeculativeDecoder, seed: int) -> None:
-    """Decode from two threads at once: each gets what it would have got alone."""
-    settings = [{"temperature": 1.0, "seed": seed}, {"temperature": 0.0}]
+    """Decode from two threads at once: each gets what it would have got alone.
+
+    A drafter that remembers texts drafts otherwise each time, so that other windows round otherwise. Where that is less
+    than what parts two tokens in greedy decoding, a coin may still lie between.
+    """
+    drawn = {"temperature": 0.0 if decoder.drafter.kind == "suffix" else 1.0}
+    settings = [{**drawn, "seed": seed}, {"temperature": 0.0}]
     alone = [decoder.generate(PROMPTS, 12, **kind).token_ids for kind in settings]
     found: list[Any] = [None, None]
 

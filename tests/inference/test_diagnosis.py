@@ -158,7 +158,7 @@ def test_missing_d2t(target: Target, reported: Any) -> None:
     """Without t2d a map is fitted to other texts, which takes more of them."""
     prompts = [opened_question(target, text) for text in TEXTS + MORE_TEXTS]
     recording = record(target, prompts, Sampling(), NUM_TOKENS, DRAFT_LENGTH)
-    drafter = learnt_by_heart(target, recording, 2 * STEPS, draft_vocab_size=128)
+    drafter = learnt_by_heart(target, recording, STEPS, draft_vocab_size=128)
     assert found(target, drafter, recording) == []
     drafter.d2t.zero_()
     for marked in (True, False):  # t2d still tells which tokens there were, or is missing, too

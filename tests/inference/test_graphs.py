@@ -259,7 +259,6 @@ def test_an_engine_serves_other_seeds_and_limits(tiny_target: Target) -> None:
 def test_state_is_freed_with_its_last_reference(kind: str, shallow_target: Target, on_cpu: None) -> None:
     """Engine, cache and graphs are in no cycle, in which GPU memory would wait for the garbage collector."""
     decoder = SpeculativeDecoder(shallow_target, drafter_of(kind, shallow_target))
-    gc.collect()
     gc.disable()
     try:
         engine = decoder.engine_for(resolve_settings(decoder.drafter, Sampling(), 12, 3), 2, 32)

@@ -96,3 +96,6 @@ def test_other_pairs_are_refused(tiny_target: Target, tmp_path: Path) -> None:
     save_drafter(build("draft_model", tiny_target), tmp_path / "draft_model")
     with pytest.raises(UserError, match="medusa before draft_model is no cascade"):
         load_drafter(f"{tmp_path / 'medusa'}+{tmp_path / 'draft_model'}", tiny_target)
+    for name in (1e308, f"ngram+{'x' * 5000}", "+", "a+\0"):
+        with pytest.raises(UserError):
+            load_drafter(name, tiny_target)  # type: ignore[arg-type]
