@@ -31,7 +31,7 @@ from draftsmith.train import train
 from draftsmith.train.run_folder.checkpoint import checkpoint_name
 
 END, LENGTH, ROWS = "<end>", 128, 16  # of a step of the small model's own training
-NEW_TOKENS, DRAFT_LENGTH = 64, 4
+NEW_TOKENS, DRAFT_LENGTH, REPEATS = 64, 4, 2
 
 
 def own_tokenizer(functions: list[str]) -> PreTrainedTokenizerFast:
@@ -105,13 +105,20 @@ def plain_seconds(target: Target, prompts: list[str]) -> float:
     return time.perf_counter() - start
 
 
+def row(name: str, acceptance_length: float, speedups: list[float]) -> str:
+    return f"{name:58} {acceptance_length:.2f} {', '.join(f'{speedup:.2f}' for speedup in speedups)}"
+
+
 def own_row(name: str, checkpoint: Path, target: Target, prompts: list[str]) -> str:
     """Return a line of the table for a checkpoint, decoded by draftsmith one prompt at a time."""
     decoder = SpeculativeDecoder(target, load_drafter(checkpoint, target))
-    plain = plain_seconds(target, prompts)
-    start = time.perf_counter()
-    stats = decoder.generate(prompts, NEW_TOKENS, draft_length=DRAFT_LENGTH, batch_size=1).stats.total
-    return f"{name:58} {stats.mean_acceptance_length:.2f} {plain / (time.perf_counter() - start):.2f}"
+    speedups = []
+    for _ in range(REPEATS):
+        plain = plain_seconds(target, prompts)
+        start = time.perf_counter()
+        stats = decoder.generate(prompts, NEW_TOKENS, draft_length=DRAFT_LENGTH, batch_size=1).stats.total
+        speedups.append(plain / (time.perf_counter() - start))
+    return row(name, stats.mean_acceptance_length, speedups)
 
 
 def transformers_row(model: Path, prompts: list[str]) -> str:
@@ -134,16 +141,18 @@ def transformers_row(model: Path, prompts: list[str]) -> str:
         passes += 1
 
     target.register_forward_hook(count)
-    seconds, tokens, rounds = {}, 0, 0
-    for name, options in {"plain": {}, "universal": universal}.items():
-        start, passes = time.perf_counter(), 0
-        for prompt in prompts:
-            ids = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-            output = target.generate(**ids, max_new_tokens=NEW_TOKENS, do_sample=False, **options)
-            tokens += (output.shape[1] - ids["input_ids"].shape[1]) * (name == "universal")
-        seconds[name], rounds = time.perf_counter() - start, passes
-    speedup = seconds["plain"] / seconds["universal"]
-    return f"{'transformers, universal assisted generation':58} {tokens / rounds:.2f} {speedup:.2f}"
+    seconds: dict[str, float] = {}
+    speedups = []
+    for _ in range(REPEATS):
+        for name, options in {"plain": {}, "universal": universal}.items():
+            start, passes, tokens = time.perf_counter(), 0, 0
+            for prompt in prompts:
+                ids = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+                output = target.generate(**ids, max_new_tokens=NEW_TOKENS, do_sample=False, **options)
+                tokens += output.shape[1] - ids["input_ids"].shape[1]
+            seconds[name] = time.perf_counter() - start
+        speedups.append(seconds["plain"] / seconds["universal"])
+    return row("transformers, universal assisted generation", tokens / passes, speedups)
 
 
 def main() -> None:
@@ -164,7 +173,7 @@ def main() -> None:
     }
     env = environment(target)
     print(f"{env.device}, 1 thread, commit {env.git_commit}, {len(prompts)} prompts, {NEW_TOKENS} new tokens, greedy")
-    print(f"{'drafter':58} acceptance length, speedup over plain decoding by the same library")
+    print(f"{'drafter':58} acceptance length, {REPEATS} speedups over plain decoding by the same library")
     print(transformers_row(options.runs / "own", prompts))
     for name, steps in checkpoints.items():
         for step, checkpoint in steps.items():

@@ -85,6 +85,9 @@ def ways() -> str:
     return markdown(ways_table(training_plan(training_of("llama_3_3_70b", "H100", 8, 500_000, 1500, 3), 2.5))) + "\n"
 
 
+TAKEN = f"{TOKENS_PER_SAMPLE} tokens a sample taken"  # where a source does not tell
+
+
 @dataclass(frozen=True)
 class Figure:
     """A figure that others published, and what the formulae give for it."""
@@ -103,90 +106,49 @@ class Figure:
 
 def published() -> list[Figure]:
     """Return the figures that we know with target, samples and GPUs. What they do not tell is taken as said."""
-    offline = training_of("llama_3_1_8b", "H100", 2, 5000, 1024, 5, unroll_steps=3)
-    by_server, from_disk = stored(offline, "by a vLLM"), trained(offline, "stored", "whole")
-    online = training_of("qwen3_8b", "H100", 4, 5000, TOKENS_PER_SAMPLE, 5, unroll_steps=3)
-    beside = trained(online, "online", "whole").seconds(online.link)
-    cards = {
-        name: trained(training, "online", "whole").seconds(training.link) / 86400
-        for name, training in (
-            ("qwen3_8b", training_of("qwen3_8b", "RTX-4090", 4, 135_000, TOKENS_PER_SAMPLE, 3)),
-            ("qwen3_32b", training_of("qwen3_32b", "RTX-4090", 4, 100_000, TOKENS_PER_SAMPLE, 3)),
-        )
-    }
-    ours = f"{TOKENS_PER_SAMPLE} tokens a sample taken"
+    return [*published_sizes(), *published_times()]
+
+
+def published_sizes() -> list[Figure]:
+    """Return the figures of stored features on disk."""
+    speculators = "speculators, tutorial", "disk, EAGLE-3 for Llama-3.1-8B, 50,000 samples of 1,024 tokens"
+    one_sample = "speculators, documentation", "disk, the same, one sample of 8,192 tokens"
+    spec_forge = "SpecForge issue 426", "disk, EAGLE-3 for gpt-oss-120b, one sample of 64k tokens"
+    eagle = "EAGLE issue 30", f"disk, EAGLE-1 of width 4096, 68,000 samples; {TAKEN}"
+    deep_spec = "DeepSpec", f"disk, DSpark for Qwen3-4B, 1.3 million samples; {TAKEN}"
     return [
-        Figure(
-            "speculators, tutorial",
-            "disk, EAGLE-3 for Llama-3.1-8B, 50,000 samples of 1,024 tokens",
-            1.6,
-            50_000 * 1024 * token_bytes(4, 4096, "bfloat16") / 1e12,
-            "TB",
-        ),
-        Figure(
-            "speculators, documentation",
-            "disk, the same, one sample of 8,192 tokens",
-            268,
-            8192 * token_bytes(4, 4096, "bfloat16") / 1e6,
-            "MB",
-        ),
-        Figure(
-            "SpecForge issue 426",
-            "disk, EAGLE-3 for gpt-oss-120b, one sample of 64k tokens",
-            1.17,
-            65_536 * token_bytes(4, 2880, "bfloat16") / 1e9,
-            "GB",
-        ),
-        Figure(
-            "EAGLE issue 30",
-            f"disk, EAGLE-1 of width 4096, 68,000 samples; {ours}",
-            740,
-            68_000 * TOKENS_PER_SAMPLE * token_bytes(1, 4096, "bfloat16") / 1e9,
-            "GB",
-        ),
-        Figure(
-            "DeepSpec",
-            f"disk, DSpark for Qwen3-4B, 1.3 million samples; {ours}",
-            38,
-            1_300_000 * TOKENS_PER_SAMPLE * token_bytes(6, 2560, "bfloat16") / 1e12,
-            "TB",
-        ),
-        Figure(
-            "speculators, example",
-            "features of 5,000 samples by vLLM, Llama-3.1-8B, 2 H100; 1,024 tokens a sample taken",
-            143,
-            by_server.seconds(offline.link),
-            "s",
-        ),
-        Figure(
-            "speculators, example",
-            "5 epochs of EAGLE-3 on these, from disk, 2 H100",
-            327,
-            from_disk.seconds(offline.link),
-            "s",
-        ),
-        Figure(
-            "speculators, example",
-            f"5 epochs of EAGLE-3 for Qwen3-8B beside vLLM, 5,000 samples, 4 H100; {ours}",
-            942,
-            beside,
-            "s",
-        ),
-        Figure(
-            "card of Eagle3-Qwen3-8B-zh",
-            f"135,000 samples, 4 RTX 4090, answers included; 3 epochs and {ours}",
-            3,
-            cards["qwen3_8b"],
-            "days",
-        ),
-        Figure(
-            "card of Eagle3-Qwen3-32B-zh",
-            f"100,000 samples, 4 RTX 4090, answers included; 3 epochs and {ours}",
-            7,
-            cards["qwen3_32b"],
-            "days",
-        ),
+        Figure(*speculators, 1.6, 50_000 * 1024 * token_bytes(4, 4096, "bfloat16") / 1e12, "TB"),
+        Figure(*one_sample, 268, 8192 * token_bytes(4, 4096, "bfloat16") / 1e6, "MB"),
+        Figure(*spec_forge, 1.17, 65_536 * token_bytes(4, 2880, "bfloat16") / 1e9, "GB"),
+        Figure(*eagle, 740, 68_000 * TOKENS_PER_SAMPLE * token_bytes(1, 4096, "bfloat16") / 1e9, "GB"),
+        Figure(*deep_spec, 38, 1_300_000 * TOKENS_PER_SAMPLE * token_bytes(6, 2560, "bfloat16") / 1e12, "TB"),
     ]
+
+
+def published_times() -> list[Figure]:
+    """Return the figures of how long runs took."""
+    offline = training_of("llama_3_1_8b", "H100", 2, 5000, 1024, 5, unroll_steps=3)
+    online = training_of("qwen3_8b", "H100", 4, 5000, TOKENS_PER_SAMPLE, 5, unroll_steps=3)
+    small = training_of("qwen3_8b", "RTX-4090", 4, 135_000, TOKENS_PER_SAMPLE, 3)
+    large = training_of("qwen3_32b", "RTX-4090", 4, 100_000, TOKENS_PER_SAMPLE, 3)
+    example, taken = "speculators, example", f"answers included; 3 epochs and {TAKEN}"
+    by_server = "features of 5,000 samples by vLLM, Llama-3.1-8B, 2 H100; 1,024 tokens a sample taken"
+    from_disk = "5 epochs of EAGLE-3 on these, from disk, 2 H100"
+    beside = f"5 epochs of EAGLE-3 for Qwen3-8B beside vLLM, 5,000 samples, 4 H100; {TAKEN}"
+    of_small = "card of Eagle3-Qwen3-8B-zh", f"135,000 samples, 4 RTX 4090, {taken}"
+    of_large = "card of Eagle3-Qwen3-32B-zh", f"100,000 samples, 4 RTX 4090, {taken}"
+    return [
+        Figure(example, by_server, 143, stored(offline, "by a vLLM").seconds(offline.link), "s"),
+        Figure(example, from_disk, 327, trained(offline, "stored", "whole").seconds(offline.link), "s"),
+        Figure(example, beside, 942, online_seconds(online), "s"),
+        Figure(*of_small, 3, online_seconds(small) / 86_400, "days"),
+        Figure(*of_large, 7, online_seconds(large) / 86_400, "days"),
+    ]
+
+
+def online_seconds(training: Training) -> float:
+    """Return what a training takes beside the whole target."""
+    return trained(training, "online", "whole").seconds(training.link)
 
 
 def published_table() -> str:

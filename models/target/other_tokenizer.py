@@ -2,7 +2,7 @@
 
 Every token of the new vocabulary is cut into tokens of the model's own: itself where the model has it, else the longest
 ones that its bytes begin with. Its rows of embedding and head start as the mean of theirs (Fast Vocabulary Transfer,
-arXiv 2402.09977, section 3).
+arXiv 2402.09977).
 
 Shapes: V tokens of the new vocabulary, W tokens of the model's own, H hidden width.
 """

@@ -1,6 +1,6 @@
 """A cascade of two draft models: a small one proposes, a larger one filters, the target decides.
 
-As the vertical cascade of CS Drafting (arXiv 2312.11462, section 3.1), in one pass of the larger model a round. At each
+As the vertical cascade of CS Drafting (arXiv 2312.11462), in one pass of the larger model a round. At each
 depth the larger model picks the token that it would draft alone, from the same noise. What the small one proposed is
 kept as far as it equals these picks, and the pick behind it is kept, too. So the draft is the beginning of the larger
 model's own draft, and every rule of verification holds for it.
@@ -68,7 +68,8 @@ class DraftModelCascade(Drafter):
         cut_logits = [state.choose(logits[:, depth], depth, picks[:, depth]) for depth in range(logits.shape[1])]
         drawn_from = [drawn for drawn in cut_logits if drawn is not None]  # where drafts are the likeliest, none
         if state.confidence is not None:
-            state.confidence[:, : picks.shape[1]] = logits.float().softmax(-1).amax(-1)
+            known = torch.stack(drawn_from, 1) if drawn_from else logits
+            state.confidence[:, : picks.shape[1]] = known.float().softmax(-1).amax(-1)
         kept = torch.ones_like(picks, dtype=torch.bool)
         kept[:, 1:] = (picks[:, :-1] == proposed).cumprod(1).bool()
         # On a CPU a shorter window is cheaper to verify; on a GPU all rounds have one shape.

@@ -138,7 +138,7 @@ def checkpoint_names(drafter: str) -> tuple[str, str]:
     A cascade keeps what it asks first: that of `suffix+runs/eagle3/best` is suffix+eagle3.
     """
     first, plus, second = drafter.partition("+")
-    if plus:
+    if plus and (first in ("ngram", "suffix") or checkpoint_names(first)[1]):  # else the plus is of a folder's name
         name, note = checkpoint_names(second)
         return f"{checkpoint_names(first)[0]}+{name}", note
     path = Path(drafter)

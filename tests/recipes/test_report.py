@@ -33,6 +33,7 @@ from draftsmith.inference.measuring.results import Evaluation, upgraded
 from draftsmith.inference.planning.costs import Costs, HeldOutErrors, RoundTimes
 from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import from_json, to_json
+from draftsmith.recipes.report_data.measured import checkpoint_names
 from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports import report
 from draftsmith.recipes.reports.acceptance import acceptance
@@ -400,6 +401,19 @@ def test_rounds_without_a_draft_are_told_of(drafts: int, tmp_path: Path) -> None
     speed = page[page.index("A round, phase by phase") :]
     assert f"{1 + row['num_accepted_tokens'] / 1000:.2f}" in speed[: speed.index("</table>")]
     assert "none drafted in" not in page
+
+
+@pytest.mark.parametrize(
+    ("drafter", "named"),
+    [
+        ("suffix+runs/eagle3/best", ("suffix+eagle3", "best")),
+        ("runs/small/best+runs/large/checkpoints/step-000040", ("small+large", "step 40")),
+        ("/data/c++/runs/eagle3/best", ("eagle3", "best")),  # no cascade
+        ("ngram", ("ngram", "")),
+    ],
+)
+def test_drafters_have_short_names(drafter: str, named: tuple[str, str]) -> None:
+    assert checkpoint_names(drafter) == named
 
 
 @pytest.mark.usefixtures("_no_figures")
