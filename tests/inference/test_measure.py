@@ -256,6 +256,7 @@ def test_bf16_diverges_at_near_ties_only(bf16_target: Target, sampling: Sampling
             assert difference.top_two_gap_fp32 <= difference.near_tie_gap < 1
         else:
             assert difference.share_gap_fp32 is not None
+            # A limit of 1 would let anything pass. It hangs on how a processor rounds: 0.206 was seen on an AMD EPYC.
             assert difference.share_gap_fp32 <= difference.near_tie_gap < 0.3
 
     text = prompts[0] + expected[0][:-1]
