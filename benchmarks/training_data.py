@@ -60,7 +60,7 @@ def seconds_per_step(configs: dict[str, TrainConfig]) -> dict[str, float]:
     for name, config in configs.items():
         setup = set_up(config)
         stages = Stages(setup.accelerator.device)
-        source = feature_source(config, setup.store, setup.drafter, setup.target, setup.accelerator, stages)
+        source = feature_source(config, setup.store, setup.plan, setup.drafter, setup.accelerator, stages)
         runs[name] = (setup, source)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for step in range(TIMED_STEPS + 1):

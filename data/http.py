@@ -46,6 +46,10 @@ class PassingError(Exception):
         self.wait = wait
 
 
+class NoAnswer(PassingError):
+    """A server that is not there, or says nothing in time."""
+
+
 class Server:
     """The model server at `url`; any number of threads may ask it at once.
 
@@ -107,18 +111,26 @@ class Server:
             except PassingError as error:
                 reason = first_line(error)
                 seconds_left -= time.monotonic() - start
-                wait = max(error.wait, min(LONGEST_WAIT, FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1))
+                wait = wait_after(error, attempt)
                 if attempt + 1 == ATTEMPTS or seconds_left <= 0 or self.stopped.is_set():
                     break
-                if reason not in self._reasons and len(self._reasons) < TOLD_REASONS:
-                    self._reasons.add(reason)
-                    notice(f"{self.name}: {reason}; it is asked again, up to {ATTEMPTS} times")
+                self.tell(reason)
                 if self.stopped.wait(wait):
                     break
         raise UserError(
             f"{self.name} failed {attempt + 1} times in a row, at last with: {reason}; what is written is kept: "
             "see to the server and give the same command again"
         )
+
+    def ask_once(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
+        """Return what `read` makes of the answer to a POST. Raises `PassingError` where it may succeed another time."""
+        return read(self._send_json(path, body, self.timeout))
+
+    def tell(self, reason: str) -> None:
+        """Tell the user once why a request is sent again."""
+        if reason not in self._reasons and len(self._reasons) < TOLD_REASONS:
+            self._reasons.add(reason)
+            notice(f"{self.name}: {reason}; it is asked again, up to {ATTEMPTS} times")
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[Any]:
         """Yield the JSON of each event of a streamed answer to a POST, sent once. The caller limits its time.
@@ -181,9 +193,9 @@ class Server:
         try:
             response, text = run_in_loop(receiving)
         except asyncio.TimeoutError:
-            raise PassingError(f"no whole answer within {seconds:g} s") from None
+            raise NoAnswer(f"no whole answer within {seconds:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-            raise PassingError(f"{type(error).__name__}: {self._shown(first_line(error))}") from None
+            raise NoAnswer(f"{type(error).__name__}: {self._shown(first_line(error))}") from None
         if response.is_success:
             return text
         raise self._refusal(path, response, text)
@@ -215,6 +227,11 @@ class Server:
         """Return the beginning of what a server said, in one line and without the key."""
         hidden = text.replace(self._key, f"[{API_KEY}]") if self._key else text
         return " ".join(hidden.split())[:SHOWN]
+
+
+def wait_after(error: PassingError, num_failures: int) -> float:
+    """Return the seconds to wait after a failure that so many others came before."""
+    return max(error.wait, min(LONGEST_WAIT, FIRST_WAIT * 2**num_failures) * random.uniform(0.5, 1))
 
 
 def run_in_loop(work: Coroutine[Any, Any, T]) -> T:

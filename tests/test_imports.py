@@ -37,7 +37,7 @@ GROUND = {
         "typed_json",
         "weights",
     ),
-    "data": ("bad_rows", "console", "http", "parallel", "processes", "progress"),
+    "data": ("bad_rows", "console", "http", "parallel", "prefetch", "processes", "progress"),
     "train": ("config",),
 }
 FEWEST_FILES, MOST_FILES = 2, 14  # of a wing, so that it reads as a table of contents

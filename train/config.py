@@ -50,11 +50,19 @@ class DataConfig:
     held_out_prompts: Natural = 0  # whose samples only tell what training brings; at most one prompt in 32
     on_policy_share: Share = 0.0  # of the steps that train on text which the drafter itself writes, if it can
     on_policy_rise: Share = 0.0  # share of all steps over which on_policy_share rises from 0
-    features: Literal["online", "stored"] = "online"  # computed by the target beside the drafter, or once and read
+    # Computed by the target beside the drafter; stored once, and read; or streamed from servers that compute them.
+    features: Literal["online", "stored", "streamed"] = "online"
     features_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = "bfloat16"  # of stored features
     features_layers: list[Natural] | None = None  # target layers that are stored, for several drafters; None: its own
     features_dir: Name | None = None  # where they are stored; None: in the folder of the samples
-    features_endpoint: Name | None = None  # URL of a vLLM that computes them; None: the target does, in this process
+    # URL of a vLLM that computes them, or several; None: the target does, in this process.
+    features_endpoint: Name | list[Name] | None = None
+
+    @property
+    def servers(self) -> list[str]:
+        """The addresses of the servers that compute features."""
+        given = self.features_endpoint
+        return given if isinstance(given, list) else [] if given is None else [given]
 
 
 @dataclass
@@ -216,13 +224,20 @@ def _check_data(config: TrainConfig) -> None:
             f"data.tokens_per_micro_batch={data.tokens_per_micro_batch} holds no row of "
             f"data.max_length={data.max_length}: give data.tokens_per_micro_batch={data.max_length}, or lower both"
         )
-    for key in ("features_dtype", "features_layers", "features_dir", "features_endpoint"):
+    for key in ("features_dtype", "features_layers", "features_dir"):
         value = getattr(data, key)
-        if data.features == "online" and value != getattr(DataConfig, key):
+        if data.features != "stored" and value != getattr(DataConfig, key):
             raise UserError(f"data.{key}={value} is of stored features: give data.features=stored, too")
-    if data.on_policy_share and data.features == "stored":
+    if data.features == "online" and data.features_endpoint is not None:
         raise UserError(
-            "data.on_policy_share: the drafter's own text has no stored features; give data.features=online"
+            f"data.features_endpoint={data.features_endpoint} computes features that are streamed or stored: give "
+            "data.features=streamed or data.features=stored, too"
+        )
+    if data.features == "streamed" and not data.servers:
+        raise UserError("data.features=streamed: give data.features_endpoint=URL of a server that computes them, too")
+    if data.on_policy_share and data.features != "online":
+        raise UserError(
+            f"data.on_policy_share: the drafter's own text has no {data.features} features; give data.features=online"
         )
     if data.on_policy_rise and not data.on_policy_share:
         raise UserError("data.on_policy_rise has no effect without data.on_policy_share: set it, or leave both out")

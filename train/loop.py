@@ -11,6 +11,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from draftsmith.data.console import say
+from draftsmith.data.prefetch import prefetched
 from draftsmith.data.processes import locked, rank_and_num_ranks
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.samples.batches import MicroBatch
@@ -26,7 +27,6 @@ from draftsmith.train.evaluation.held_out import HeldOutSamples, is_on_curve
 from draftsmith.train.hardware.layouts import gather_as_one, steps_in_backward
 from draftsmith.train.hardware.meter import Meter
 from draftsmith.train.inputs.features import feature_source
-from draftsmith.train.inputs.prefetch import prefetched
 from draftsmith.train.optimizer import learning_rate, optimizer_of, set_learning_rate
 from draftsmith.train.process.faults import NonFiniteSteps, in_one_line
 from draftsmith.train.process.profiling import profiled
@@ -64,7 +64,11 @@ def train(config: TrainConfig) -> Path:
     ):
         setup = set_up(config)
         folder = open_run(config, setup.target, setup.accelerator)
-        TrainingRun(config, setup, folder, stages, stop).train()
+        training = TrainingRun(config, setup, folder, stages, stop)
+        try:
+            training.train()
+        finally:
+            training.source.stop()
     return folder
 
 
@@ -83,7 +87,7 @@ class TrainingRun:
     def __init__(self, config: TrainConfig, setup: Setup, folder: Path, stages: Stages, stop: StopRequest) -> None:
         self.config, self.setup, self.folder, self.stages, self.stop = config, setup, folder, stages, stop
         self.accelerator, self.drafter, self.plan = setup.accelerator, setup.drafter, setup.plan
-        self.source = feature_source(config, setup.store, self.drafter, setup.target, self.accelerator, stages)
+        self.source = feature_source(config, setup.store, self.plan, self.drafter, self.accelerator, stages)
         on_main = self.accelerator.is_main_process
         vocabulary = vocabulary_of(self.drafter, self.plan, self.source, setup.target)
         if on_main:
@@ -121,7 +125,8 @@ class TrainingRun:
             name = f"training {self.drafter.kind}"
             task = progress.add_task(name, total=run.steps, completed=self.first_step, detail="")
             self.stages.enter("data")
-            for step, batches in zip(steps, prefetched(self.load, steps), strict=True):
+            all_batches = prefetched(self.load, steps, self.source.steps_ahead)
+            for step, batches in zip(steps, all_batches, strict=True):
                 done, last = step + 1, step + 1 == run.steps
                 outcome = self.take_step(step, batches)
                 if done % run.log_every == 0 or last:
@@ -154,9 +159,8 @@ class TrainingRun:
         """Return this rank's micro-batches of a step, in memory from which a GPU can copy them by itself."""
         micro_batches = self.plan.micro_batches(step, self.accelerator.process_index, self.accelerator.num_processes)
         batches, on_gpu = list(map(self.plan.collate, micro_batches)), self.accelerator.device.type == "cuda"
-        if self.setup.store:
-            for micro_batch, batch in zip(micro_batches, batches, strict=True):
-                self.setup.store.read_ahead(micro_batch, batch, pin_memory=on_gpu)
+        for micro_batch, batch in zip(micro_batches, batches, strict=True):
+            self.source.read_ahead(micro_batch, batch, pin_memory=on_gpu)
         if on_gpu:
             batches = [batch.pin_memory() for batch in batches]
         return list(zip(micro_batches, batches, strict=True))

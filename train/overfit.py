@@ -87,7 +87,7 @@ def overfit(config: TrainConfig, num_sequences: int) -> Overfit:
     STEPS steps.
     """
     require_at_least("--overfit", num_sequences)
-    if config.data.features == "stored":
+    if config.data.features != "online":
         raise UserError("--overfit reads the target's features as it goes: give data.features=online")
     if config.data.on_policy_share:
         raise UserError("--overfit learns the target's text by heart: leave out data.on_policy_share")

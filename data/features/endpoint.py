@@ -14,7 +14,6 @@ import json
 import shlex
 import stat
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
@@ -28,7 +27,7 @@ from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.data.answers.with_images import OPTION, PATH, Name, One, request_with_images
 from draftsmith.data.console import shell_path
 from draftsmith.data.http import PassingError
-from draftsmith.data.samples.batches import BatchPlan, MicroBatch
+from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.data.samples.folder import AGREEMENT, agreement, greedy_samples
 from draftsmith.data.samples.images import kept_image
 from draftsmith.data.samples.sample import Sample
@@ -36,15 +35,14 @@ from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.reading import open_tensors
-from draftsmith.models.target.target import Features
 from draftsmith.models.target.target_files import why_not_read
 from draftsmith.models.typed_json import from_json
 
 SETTING = "data.features_endpoint"
-REQUESTS = 32  # at a time
 CHECKED_TEXTS = 16
 LOGPROB_ERROR = 0.2  # on the mean, between the server's and the head's; bf16 logits of 20 err by 0.06
-STATE_ERROR = 0.1  # of a state's norm, on the mean; a layer changes far more
+STATE_ERROR = 0.1  # of a state's norm, on the mean; a layer mostly changes more
+LOW_BITS_ERROR = 0.5  # the same for engines that compute in few bits; what one of 4 gives errs by 0.1 to 0.2
 
 T = TypeVar("T")
 
@@ -128,10 +126,12 @@ class TextStates:
     logprob: float  # of that token
 
 
-class EndpointFeatures:
-    """A `FeatureSource` of a plan's samples, one a row, from the server at `url`.
+class FeatureServer:
+    """A vLLM that gives the states of a plan's samples. It is to be checked before it is believed.
 
-    Raises `UserError` where the server gives no hidden states, those of other layers or of another target.
+    Raises `UserError` where nothing answers at `url`, or what answers does not take such texts. `read_sample` and
+    `check` raise `PassingError` for what another attempt may mend, and `UserError` for a server that gives no hidden
+    states.
     """
 
     def __init__(self, url: str, target: Target, layer_ids: tuple[int, ...], plan: BatchPlan, folder: Path) -> None:
@@ -141,37 +141,21 @@ class EndpointFeatures:
             options.append(OPTION)
         self.command = shlex.join(["vllm", "serve", shell_path(target.name), *options])
         self.endpoint = Endpoint(url, target, 1, setting=SETTING, command=self.command)
-        self._where = self.endpoint.server.name
+        self.name = self.endpoint.server.name
         if plan.samples.has_images.any():
             self.endpoint.check_takes_images()
         sent_whole = plan.samples.has_images
         longest = max(int(plan.samples.lengths[i]) if sent_whole[i] else plan.lengths[i] for i in plan.read)
         if longest >= self.endpoint.context:
             raise UserError(
-                f"{self._where} takes {self.endpoint.context} tokens, and it writes one after the longest sample's "
+                f"{self.name} takes {self.endpoint.context} tokens, and it writes one after the longest sample's "
                 f"{longest}: serve with --max-model-len {longest + 1}, or give data.max_length="
                 f"{self.endpoint.context - 1}"
             )
-        self._check()
 
-    def __call__(self, rows: MicroBatch, batch: Batch) -> Features:
-        indices = [index for (index,) in rows]
-        states = torch.zeros(*batch.token_ids.shape, len(self.layer_ids) + 1, self.target.hidden_size)
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            try:
-                for row, reading in zip(states, pool.map(self._read_sample, indices), strict=True):
-                    row[: len(reading.states)] = reading.states
-            except BaseException:
-                self.endpoint.server.stopped.set()  # the pool waits for its threads, which ask no more
-                raise
-        states = states.to(self.target.device, self.target.dtype)
-        layers = states[:, :, :-1].flatten(2) if self.layer_ids else None
-        return Features(self._last_hidden(states), layers)
-
-    def _read_sample(self, index: int) -> TextStates:
-        """Return what the server computes on a sample, as far as the plan reads it."""
-        reading = self._read(self._sent(self.plan.samples[index]))
-        return replace(reading, states=reading.states[: self.plan.lengths[index]])
+    def read_sample(self, index: int) -> Tensor:
+        """Return the states [T, A + 1, H] of a sample, as far as the plan reads it."""
+        return self._read(self._sent(self.plan.samples[index])).states[: self.plan.lengths[index]]
 
     def _sent(self, sample: Sample) -> Sample:
         """Return a sample as far as the plan reads it; one with images whole, since these are sent with all of it."""
@@ -182,7 +166,7 @@ class EndpointFeatures:
         return self.read_with_images(sample) if sample.images else self.read(sample.token_ids)
 
     def read(self, token_ids: list[int]) -> TextStates:
-        """Return what the server computes on a text. Raises `UserError` where it fails or is no such server."""
+        """Return what the server computes on a text."""
         body = {"model": self.endpoint.model, "prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "logprobs": 1}
 
         def read(answer: Any) -> TextStates:
@@ -191,10 +175,10 @@ class EndpointFeatures:
             (token,), (logprob,) = choice.token_ids, choice.logprobs.token_logprobs
             return self._states(written.kv_transfer_params, token_ids, len(token_ids), token, logprob)
 
-        return self.endpoint.server.ask("/v1/completions", {**body, "return_token_ids": True}, read)
+        return self.endpoint.server.ask_once("/v1/completions", {**body, "return_token_ids": True}, read)
 
     def read_with_images(self, sample: Sample) -> TextStates:
-        """Return what the server computes on a sample with images, the whole of it. Raises `UserError` as `read`."""
+        """Return what the server computes on a sample with images, the whole of it."""
         images = [kept_image(self.folder, name).url for name in sample.images]
         sampling = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1}
 
@@ -202,7 +186,7 @@ class EndpointFeatures:
             written = self._typed(ImageTextAnswer, answer)
             if written.prompt_token_ids != sample.token_ids:
                 raise UserError(
-                    f"{self._where} reads other tokens for the images of prompt {sample.prompt_index + 1} than the "
+                    f"{self.name} reads other tokens for the images of prompt {sample.prompt_index + 1} than the "
                     "server that answered it: serve with the same version, processor and options, or prepare again"
                 )
             (choice,) = written.choices
@@ -210,7 +194,7 @@ class EndpointFeatures:
             before = min(place.offset for places in written.mm_placeholders.values() for place in places)
             return self._states(written.kv_transfer_params, sample.token_ids, before, token, logprob.logprob)
 
-        return self.endpoint.server.ask(
+        return self.endpoint.server.ask_once(
             PATH, request_with_images(self.endpoint.model, sample.sent_ids, images, sampling), read
         )
 
@@ -219,7 +203,7 @@ class EndpointFeatures:
         try:
             return from_json(kind, answer)
         except UserError:
-            raise UserError(f"{self._where} gives no hidden states: start it as `{self.command}`") from None
+            raise UserError(f"{self.name} gives no hidden states: start it as `{self.command}`") from None
 
     def _states(
         self, transfer: Transfer, token_ids: list[int], num_before: int, token: int, logprob: float
@@ -228,7 +212,7 @@ class EndpointFeatures:
         path = Path(transfer.hidden_states_path)
         if not 0 <= token < self.target.vocab_size:
             raise UserError(
-                f"{self._where} writes token {token}, which {self.target.name} has not: serve this target, as "
+                f"{self.name} writes token {token}, which {self.target.name} has not: serve this target, as "
                 f"`{self.command}`"
             )
         wait_until_written(path, self.endpoint.server.timeout)
@@ -255,26 +239,19 @@ class EndpointFeatures:
             raise PassingError(f"{path} holds hidden states of another text")
         if states is None:
             raise UserError(
-                f"{self._where} gives hidden states of shape {shapes.get('hidden_states')} and not {expected}: tokens, "
+                f"{self.name} gives hidden states of shape {shapes.get('hidden_states')} and not {expected}: tokens, "
                 f"layers {list(self.layer_ids)} and the last one, width; start it as `{self.command}`"
             )
         if not (states.is_floating_point() and states.isfinite().all()):
-            raise UserError(
-                f"{self._where} gives hidden states in {path} that are no finite numbers: see to the server"
-            )
+            raise UserError(f"{self.name} gives hidden states in {path} that are no finite numbers: see to the server")
         for taken in (path, lock_of(path)):
             taken.unlink(missing_ok=True)
         return states
 
-    @torch.no_grad()
-    def _last_hidden(self, states: Tensor) -> Tensor:
-        """Return the last of the states [..., A + 1, H] after the final norm: [..., H]."""
-        return self.target.final_norm(states[..., -1, :])
-
-    # --- what is checked before the first shard
+    # --- what is checked before anything is kept
 
     @torch.no_grad()
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise `UserError` for states that are not the target's.
 
         The server's probabilities, the first layer and the samples show it.
@@ -285,47 +262,65 @@ class EndpointFeatures:
         error = float(torch.stack(errors).mean())
         if not error < LOGPROB_ERROR:
             raise UserError(
-                f"{self._where}: the head of {self.target.name} makes other probabilities of the last hidden states "
+                f"{self.name}: the head of {self.target.name} makes other probabilities of the last hidden states "
                 f"than the server does (they differ by a factor of e^{error:.2g}): serve this target, as "
                 f"`{self.command}`"
             )
         checked = self.layer_ids if why_not_read(self.target.name) is None else ()  # no layers can be had of the others
-        if checked and not (error := self._first_layer_error(samples, readings)) < STATE_ERROR:
-            raise UserError(
-                f"{self._where}: what it gives as layer {self.layer_ids[0]} is not what comes out of that layer of "
-                f"{self.target.name} (relative error {error:.1e}): start it as `{self.command}`"
-            )
+        if checked:
+            self._check_first_layer(samples, readings)
         greedy = [self._sent(sample) for sample in greedy_samples(self.plan.samples)]
         share = agreement(greedy, lambda sample: self._logits(self._read(sample).states).argmax(-1))
         if share < AGREEMENT:
             raise UserError(
-                f"{self._where} would write {share:.0%} of the greedy tokens of the samples; the target that wrote "
+                f"{self.name} would write {share:.0%} of the greedy tokens of the samples; the target that wrote "
                 f"them writes {AGREEMENT:.0%} or more: serve that one, or prepare again"
             )
 
     def _logits(self, states: Tensor) -> Tensor:
         """Return the log-probabilities [T, V] of what follows."""
-        last = self._last_hidden(states.to(self.target.device, self.target.dtype))
-        return self.target.logits(last).float().log_softmax(-1).cpu()
+        last = states[:, -1].to(self.target.device, self.target.dtype)
+        return self.target.logits(self.target.final_norm(last)).float().log_softmax(-1).cpu()
 
-    def _first_layer_error(self, samples: list[Sample], readings: list[TextStates]) -> float:
-        """Return the relative error of the first layer's states on the sample with the most tokens before an image.
+    def _check_first_layer(self, samples: list[Sample], readings: list[TextStates]) -> None:
+        """Raise `UserError` where the states of the first layer come out of another layer of the target.
 
-        It is taken against the target's own first layers, which are read for this alone and know no images: 0 where
-        every text begins with one.
+        They are compared with the target's own, on the sample with the most tokens before an image, which the target's
+        first layers do not know. States that are not exact may come from an engine that computes in few bits: then they
+        have to be nearer to this layer's than to the next ones', as they are whatever the size of a random error.
         """
-        target, layer_id = self.target, self.layer_ids[0]
+        layer_id = self.layer_ids[0]
         sample, reading = max(zip(samples, readings, strict=True), key=lambda pair: pair[1].num_before_images)
         number = reading.num_before_images
         if not number:
-            return 0.0
-        first = Target.first_layers_from_pretrained(target.name, layer_id, target.device, target.dtype)
-        row = torch.tensor([sample.token_ids[:number]], device=target.device)
-        own = first.features(Batch(row, torch.ones_like(row, dtype=torch.bool)), (layer_id,)).layers
+            return
+        token_ids, given = sample.token_ids[:number], reading.states[:number, 0].float()
+        (error,) = self._layer_errors(token_ids, given, (layer_id,))
+        if error < STATE_ERROR:
+            return
+        if error < LOW_BITS_ERROR:
+            near = tuple(range(max(1, layer_id - 1), layer_id + 2))
+            _, nearest = min(zip(self._layer_errors(token_ids, given, near), near, strict=True))
+            if nearest == layer_id:
+                return
+        raise UserError(
+            f"{self.name}: what it gives as layer {layer_id} is not what comes out of that layer of "
+            f"{self.target.name} (relative error {error:.1e}): start it as `{self.command}`"
+        )
+
+    def _layer_errors(self, token_ids: list[int], given: Tensor, layer_ids: tuple[int, ...]) -> list[float]:
+        """Return how far given states [T, H] lie from each of these layers', as a share of their own norm.
+
+        The target's own first layers are read for this alone.
+        """
+        target = self.target
+        first = Target.first_layers_from_pretrained(target.name, layer_ids[-1], target.device, target.dtype)
+        row = torch.tensor([token_ids], device=target.device)
+        own = first.features(Batch(row, torch.ones_like(row, dtype=torch.bool)), layer_ids).layers
         assert own is not None
-        expected = own[0].float().cpu()
-        difference = (reading.states[:number, 0].float() - expected).norm(dim=-1)
-        return float((difference / expected.norm(dim=-1).clamp(min=1e-6)).mean())
+        distances = (given[:, None] - own[0].float().cpu().unflatten(-1, (len(layer_ids), -1))).norm(dim=-1)
+        errors: list[float] = (distances / given.norm(dim=-1, keepdim=True).clamp(min=1e-6)).mean(0).tolist()
+        return errors
 
 
 def serve_options(layer_ids: list[int], folder: str) -> list[str]:

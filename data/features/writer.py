@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, H hidden width, A number of layers asked for.
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import torch
@@ -24,6 +25,7 @@ from draftsmith.data.features.stored import (
     read_header,
     stamp,
 )
+from draftsmith.data.prefetch import prefetched
 from draftsmith.data.processes import locked
 from draftsmith.data.progress import progress_bar, size_text
 from draftsmith.data.samples.batches import MicroBatch, group_rows
@@ -56,12 +58,13 @@ def write_shards(
     rank: int = 0,
     num_ranks: int = 1,
     in_step: bool = False,
+    num_ahead: int = 0,
 ) -> None:
     """Write this rank's part of the missing shards, each whole or not at all, with the features that `source` gives.
 
     All ranks get the same missing shards, and no other run writes into the folder meanwhile. `in_step`: they ask the
     source equally often, as a target in pieces needs, which computes when all do; a rank with less to write asks for
-    what nobody keeps.
+    what nobody keeps. `num_ahead`: number of micro-batches that the source is asked for at once beside the next one.
     """
     own, announced = missing[rank::num_ranks], rank > 0
     if rank == 0:
@@ -73,8 +76,8 @@ def write_shards(
         )
         for shard in own:
             tensors: dict[str, Tensor] = {}
-            for micro_batch in batches_of(store, shard):
-                for name, encoded in compute(store, micro_batch, source).items():
+            for micro_batch, computed in computed_ahead(store, shard, source, num_ahead):
+                for name, encoded in computed.items():
                     room = torch.empty(shard.num_tokens, *encoded.shape[2:], dtype=encoded.dtype)
                     whole = tensors.setdefault(name, room)
                     for number, (index,) in enumerate(micro_batch):
@@ -100,6 +103,16 @@ def batches_of(store: StoredFeatures, shard: Shard) -> list[MicroBatch]:
     """Return the samples of a shard, one a row, in batches of similar length."""
     rows = [[shard.first + i] for i, length in enumerate(shard.lengths) if length]
     return group_rows(rows, store.plan.lengths, store.plan.tokens_per_micro_batch)
+
+
+def computed_ahead(
+    store: StoredFeatures, shard: Shard, source: FeatureSource, num_ahead: int
+) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
+    """Yield the micro-batches of a shard with their encoded hidden states."""
+    batches = batches_of(store, shard)
+    numbers = range(len(batches))
+    computed = prefetched(lambda number: compute(store, batches[number], source), numbers, num_ahead)
+    yield from zip(batches, computed, strict=True)
 
 
 def compute(store: StoredFeatures, micro_batch: MicroBatch, source: FeatureSource) -> dict[str, Tensor]:

@@ -58,8 +58,8 @@ def check_decoded(config: PretrainedConfig, name: str, of_weights: str | None = 
     if reason is not None:
         raise UserError(
             f"target {name!r} cannot be decoded here: {reason}. To train for it, let an engine run it: prepare "
-            "--endpoint URL, then train data.features=stored data.features_endpoint=URL without evaluation.prompts, or "
-            "with evaluation.engine=URL; or give another target (docs/targets.md lists those that are decoded here)"
+            "--endpoint URL, then train data.features=streamed data.features_endpoint=URL without evaluation.prompts, "
+            "or with evaluation.engine=URL; or give another target (docs/targets.md lists those that are decoded here)"
         )
 
 

@@ -263,6 +263,8 @@ def choosing(**changes: Any) -> Callable[[dict], dict]:
     ("changes", "reason"),
     [
         ({"layer_ids": [2, 3, 4]}, "layer 1 is not what comes out of that layer"),
+        ({"layer_ids": [2, 3, 4], "error": 0.2}, "layer 1 is not what comes out of that layer"),
+        ({"error": 0.7}, "layer 1 is not what comes out of that layer"),
         ({"layer_ids": [1, 2, 3, 4]}, r"shape \[\d+, 4, 32\] and not \[\d+, 3, 32\].*layer_ids\W+\[1, 2, 4\]"),
         ({"layer_ids": [1, 2, 3]}, "makes other probabilities"),
         ({"post_norm": True}, "makes other probabilities"),
@@ -290,6 +292,12 @@ def test_other_servers_are_refused(
     with pytest.raises(UserError, match=reason):
         run(base, tmp_path, server)
     assert not list(tmp_path.glob("store/shard-*"))
+
+
+def test_a_server_of_few_bits(base: dict[str, Any], server: HiddenStatesServer, tmp_path: Path) -> None:
+    """Its states are not exact, but nearest to those of the layer that was asked for."""
+    server.error = 0.3
+    run(base, tmp_path, server)
 
 
 def test_a_file_of_the_users_is_not_removed(base: dict[str, Any], server: HiddenStatesServer, tmp_path: Path) -> None:

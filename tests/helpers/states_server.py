@@ -23,7 +23,7 @@ class HiddenStatesServer(FakeServer):
 
     def __init__(self, target: Target, folder: Path) -> None:
         super().__init__(target, "vllm")
-        self.folder, self.layer_ids, self.post_norm = folder, LAYER_IDS, False
+        self.folder, self.layer_ids, self.post_norm, self.error = folder, LAYER_IDS, False, 0.0
         self.numbers = itertools.count()
         self.change: Callable[[dict], dict | None] = lambda answer: answer
 
@@ -66,4 +66,11 @@ class HiddenStatesServer(FakeServer):
         output = model(torch.tensor([prompt]), output_hidden_states=True)
         hook.remove()
         states = [*output.hidden_states[:-1], output.hidden_states[-1] if self.post_norm else seen[0]]
-        return torch.stack([states[i][0] for i in self.layer_ids], 1).contiguous(), output.logits[0, -1]
+        given = torch.stack([states[i][0] for i in self.layer_ids], 1)
+        given[:, 0] += self.error * given[:, 0].norm(dim=-1, keepdim=True) * random_directions(given[:, 0])
+        return given.contiguous(), output.logits[0, -1]
+
+
+def random_directions(states: Tensor) -> Tensor:
+    """Return a vector of length 1 for each of some states, [..., H], in a direction of its own."""
+    return torch.nn.functional.normalize(torch.randn_like(states), dim=-1)

@@ -164,8 +164,9 @@ def states(place: Place) -> Attempt:
         damaged = not image.is_file() or image.read_bytes() != healthy
     server = image_server(made / "seeing")
     words = f"train eagle3 target={made / 'seeing'} data.samples={samples} run.dir={place.out} run.steps=1 "
-    words += f"run.device=cpu data.batch_size=2 data.features=stored data.features_endpoint={server.url} "
-    words += f"data.features_dtype=float32 drafter.draft_vocab_size=null drafter.layer_ids={LAYER_IDS[:-1]}"
+    words += f"run.device=cpu data.batch_size=2 data.features_endpoint={server.url} "
+    words += random.choice(("data.features=streamed ", "data.features=stored data.features_dtype=float32 "))
+    words += f"drafter.draft_vocab_size=null drafter.layer_ids={LAYER_IDS[:-1]}"
     attempt = beside(place, server, share, words.replace(", ", ",").split())
     attempt.must_refuse = damaged
     return attempt

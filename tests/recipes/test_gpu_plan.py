@@ -180,6 +180,26 @@ def test_a_target_in_pieces_goes_over_the_link(training: Training) -> None:
     assert 3600 * (slowed.hours - pieces.hours) > pieces.link.num_bytes / 1e9 / 2
 
 
+def test_streamed_features_take_no_disk(training: Training) -> None:
+    """Some GPUs serve what the others train on, in every epoch; no split of eight can beat all of them always at work.
+
+    A target that no GPU holds beside a drafter fits where it has its GPUs alone.
+    """
+    ways = ways_of(training)
+    streamed, stored = (ways[f"{features}, by a vLLM"] for features in ("streamed", "stored"))
+    assert streamed.stored_bytes == streamed.disk.num_bytes == streamed.storing_hours == 0
+    assert streamed.network.num_bytes == 3 * stored.network.num_bytes
+    steps = training.steps * training.batch_size * training.tokens_per_sample / training.tokens
+    pass_of_layers = 2 * training.target.active_weights_of_layers * training.tokens / (0.35 * GPUS["H100"].bf16) / 8
+    drafter = 3600 * ways["online, whole"].hours - steps * pass_of_layers
+    assert 0 < drafter < 3600 * streamed.hours
+    assert drafter + training.epochs * pass_of_layers <= 3600 * streamed.hours
+    large = ways_of(training_for("eagle3", 8, target="llama_3_3_70b"))
+    assert large["streamed, by a vLLM"].fits
+    assert not large["online, whole"].fits
+    assert "streamed, by a vLLM" not in ways_of(training_for("eagle3", 2, target="llama_3_3_70b"))
+
+
 def test_the_cheapest_way_is_one_that_fits(training: Training) -> None:
     """A way that does not fit is said to be so, with the smallest micro-batches, and is never the cheapest."""
     large = replace(training_for("eagle3", 8, target="llama_3_3_70b"), samples=500_000, tokens_per_sample=1500)
@@ -216,10 +236,11 @@ def test_the_commands_of_ways_are_taken(recipe: str, num_gpus: int) -> None:
         assert (ROOT / words[words.index("--config_file") + 1]).is_file()
         start = words.index("draftsmith.train") + 1
         config = resolve(recipe_named(words[start]), overrides=words[start + 1 :])
-        assert config.data.batch_size % num_gpus == 0
+        processes = int(words[words.index("--num_processes") + 1]) if "--num_processes" in words else 1
+        assert config.data.batch_size % processes == 0
         assert config.run.steps == 64_000 * 3 // config.data.batch_size
         assert config.data.features == way.name.split(",")[0]
-        assert (config.data.features_endpoint is not None) == (way.server_command is not None)
+        assert bool(config.data.servers) == (way.server_command is not None)
         assert config.data.tokens_per_micro_batch == way.tokens_per_micro_batch
 
 

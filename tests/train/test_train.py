@@ -81,7 +81,7 @@ def test_a_token_weighs_the_same_in_every_step(base: dict[str, Any], tmp_path: P
     config = make_config("medusa", base, tmp_path, data=data)
     setup = set_up(config)
     stages = Stages(torch.device("cpu"))
-    source = feature_source(config, None, setup.drafter, setup.target, setup.accelerator, stages)
+    source = feature_source(config, None, setup.plan, setup.drafter, setup.accelerator, stages)
 
     def gradient(indices: list[int]) -> torch.Tensor:
         setup.drafter.zero_grad()

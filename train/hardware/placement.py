@@ -33,7 +33,7 @@ def check_placement(config: TrainConfig, accelerator: Accelerator) -> None:
             placement == "device_map" and layout != "one process"
         ),
         f"needs several GPUs, and this process has {len(devices)}": placement == "device_map" and len(devices) < 2,
-        "has no effect beside data.features_endpoint": config.data.features_endpoint is not None,
+        "has no effect beside data.features_endpoint": bool(config.data.servers),
         "leaves no process a target to evaluate with: leave out evaluation.prompts, and run draftsmith evaluate": (
             config.evaluation.prompts is not None and config.evaluation.engine is None
         ),
@@ -122,7 +122,7 @@ def place(config: TrainConfig, accelerator: Accelerator, target: Target) -> Plac
     """
     layout, num_ranks, target_placement = layout_of(accelerator), accelerator.num_processes, config.run.target_placement
     needed, shares = memory_needed(config, accelerator.device, target), shares_of_layers(config, accelerator, target)
-    layer_bytes = 0.0 if config.data.features == "stored" else needed.layer_bytes
+    layer_bytes = needed.layer_bytes if config.data.features == "online" else 0.0
     of_devices = f" over {len(shares)} GPUs" if target_placement == "device_map" else ""
     placement = Placement(
         f"{num_ranks} x {accelerator.device.type}, {layout}, target {target_placement}{of_devices}",

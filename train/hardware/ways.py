@@ -1,8 +1,9 @@
 """The ways of making the target's features for a training run: hours, memory, disk and network, from shapes alone.
 
-Features are made in the run, beside the drafter (`online`), or once before it and kept on disk (`stored`). The target's
-layers lie whole on each GPU, in pieces on all, in turn on one after the other, or in a vLLM. All products take the time
-that `estimate` gives them; this file adds what moves between GPUs, over the network and to the disk.
+Features are made in the run, beside the drafter (`online`), or once before it and kept on disk (`stored`), or by GPUs
+that serve the target while the others train (`streamed`). The target's layers lie whole on each GPU, in pieces on all,
+in turn on one after the other, or in a vLLM. All products take the time that `estimate` gives them; this file adds what
+moves between GPUs, over the network and to the disk.
 """
 
 import shlex
@@ -21,7 +22,7 @@ from draftsmith.models.target.shape import TargetShape
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.hardware.estimates import UTILISATION, Estimate, estimate, num_trained
 
-Features = Literal["online", "stored"]
+Features = Literal["online", "stored", "streamed"]
 Placement = Literal["whole", "in pieces", "in turn", "by a vLLM"]
 
 GPUS_OF_MACHINE = 8
@@ -41,12 +42,13 @@ class Phase:
     exchanged: float = 0.0  # into each GPU, while products go on
     gathered: float = 0.0  # into each GPU, and its products wait
     read: float = 0.0  # of features from the disk, by all GPUs, while products go on
+    received: float = 0.0  # of features from servers, by all GPUs, while products go on
     written: float = 0.0  # of features to the disk, and products wait
     sent: float = 0.0  # of features by a server, and its products wait
 
     def seconds(self, link: float) -> float:
         waiting = self.gathered / link + (self.written + self.sent) / CARRIED
-        return max(self.products, self.exchanged / link, self.read / CARRIED) + waiting
+        return max(self.products, self.exchanged / link, self.read / CARRIED, self.received / CARRIED) + waiting
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ class Training:
     @property
     def steps(self) -> int:
         return max(1, self.samples * self.epochs // self.batch_size)
+
+    def on(self, num_gpus: int) -> "Training":
+        """Return the same training on another number of GPUs."""
+        return replace(self, machine=replace(self.machine, num_gpus=num_gpus))
 
     @property
     def tokens(self) -> int:
@@ -146,6 +152,8 @@ def possible_ways(training: Training) -> Iterator[tuple[Features, Placement]]:
     yield from (("online", placement) for placement in placements)
     yield from (("stored", placement) for placement in placements)
     yield "stored", "by a vLLM"
+    if possible_splits(training):
+        yield "streamed", "by a vLLM"
 
 
 def fitted_way(training: Training, features: Features, placement: Placement, price: float | None) -> TrainingWay:
@@ -160,15 +168,18 @@ def fitted_way(training: Training, features: Features, placement: Placement, pri
 
 def training_way(training: Training, features: Features, placement: Placement, price: float | None) -> TrainingWay:
     link, num_gpus = training.link, training.num_gpus
-    phases = [trained(training, features, placement)]
-    if features == "stored":
-        phases.insert(0, stored(training, placement))
+    if features == "streamed":
+        phases = [streamed(*split_of(training))]
+    elif features == "stored":
+        phases = [stored(training, placement), trained(training, features, placement)]
+    else:
+        phases = [trained(training, features, placement)]
     memory = memory_of(training, features, placement)
     seconds = [phase.seconds(link) for phase in phases]
     hours = sum(seconds) / 3600
     links = [phase.exchanged + phase.gathered for phase in phases]
     disks = [phase.read + phase.written for phase in phases]
-    servers = [phase.sent for phase in phases]
+    servers = [phase.sent + phase.received for phase in phases]
     times: dict[Literal["products", "disk", "network", "link"], float] = {
         "products": sum(phase.products for phase in phases),
         "disk": sum(disks) / CARRIED,
@@ -190,7 +201,7 @@ def training_way(training: Training, features: Features, placement: Placement, p
         traffic(links, phases),
         max(times, key=lambda name: times[name]),
         command_of(training, features, placement),
-        server_command(training) if placement == "by a vLLM" else None,
+        server_command(training, features) if placement == "by a vLLM" else None,
     )
 
 
@@ -217,22 +228,10 @@ def trained(training: Training, features: Features, placement: Placement) -> Pha
 
 def stored(training: Training, placement: Placement) -> Phase:
     """Return the pass that stores the features of all samples, each once."""
-    operations = 2.0 * training.target.active_weights_of_layers * training.tokens
     written = float(training.tokens * training.bytes_per_token)
-    own_peak = training.machine.gpu.bf16 * UTILISATION
     if placement == "by a vLLM":
-        text = training.target_config.get_text_config()
-        peak = training.machine.flops / training.machine.assumptions.flops_share * UTILISATION
-        parallel = tensor_parallel(training)
-        sums = 2 * training.target.layers * text.hidden_size * STATE_BYTES  # of a token, after attention and after MLP
-        tokens_of_gpu = training.tokens * parallel / training.num_gpus
-        states = token_bytes(len(training.drafter.layer_ids) + 1, text.hidden_size, "bfloat16")
-        return Phase(
-            operations / peak,
-            gathered=tokens_of_gpu * sums * 2 * (parallel - 1) / parallel,
-            written=written,
-            sent=float(training.tokens * states),
-        )
+        return replace(served(training, tensor_parallel(training)), written=written)
+    operations, own_peak = operations_of_layers(training), training.machine.gpu.bf16 * UTILISATION
     working = 1 if placement == "in turn" else training.num_gpus
     passes = training.tokens / training.num_gpus / training.tokens_per_micro_batch
     layers = training.needs("online").layer_bytes
@@ -240,8 +239,67 @@ def stored(training: Training, placement: Placement) -> Phase:
     return Phase(operations / (own_peak * working), gathered=gathered, written=written)
 
 
+def operations_of_layers(training: Training) -> float:
+    """Return the operations of a pass of all samples through the target's layers."""
+    return 2.0 * training.target.active_weights_of_layers * training.tokens
+
+
+def served(training: Training, parallel: int) -> Phase:
+    """Return a pass of all samples through vLLMs, each on so many of the GPUs."""
+    text = training.target_config.get_text_config()
+    peak = training.machine.flops / training.machine.assumptions.flops_share * UTILISATION
+    sums = 2 * training.target.layers * text.hidden_size * STATE_BYTES  # of a token, after attention and after MLP
+    tokens_of_gpu = training.tokens * parallel / training.num_gpus
+    states = token_bytes(len(training.drafter.layer_ids) + 1, text.hidden_size, "bfloat16")
+    return Phase(
+        operations_of_layers(training) / peak,
+        gathered=tokens_of_gpu * sums * 2 * (parallel - 1) / parallel,
+        sent=float(training.tokens * states),
+    )
+
+
+# --- features that are streamed
+
+
+def streamed(trainers: Training, servers: Training) -> Phase:
+    """Return the steps of a training on some GPUs, for which others serve the features of every epoch."""
+    steps, epoch = trained(trainers, "streamed", "whole"), served(servers, gpus_of_server(servers))
+    serving = servers.epochs * (epoch.products + epoch.gathered / servers.link)
+    return Phase(
+        max(steps.products, serving),
+        exchanged=steps.exchanged,
+        received=servers.epochs * epoch.sent,
+    )
+
+
+def split_of(training: Training) -> tuple[Training, Training]:
+    """Return the training on the GPUs that train and on those that serve, so divided that it ends first."""
+    splits = [(training.on(training.num_gpus - number), training.on(number)) for number in possible_splits(training)]
+    return min(splits, key=lambda split: streamed(*split).products)
+
+
+def possible_splits(training: Training) -> list[int]:
+    """Return the numbers of GPUs that may serve: whole servers, and whole machines where there are several."""
+    unit = GPUS_OF_MACHINE if training.num_gpus > GPUS_OF_MACHINE else gpus_of_server(training)
+    return list(range(unit, training.num_gpus, unit))
+
+
+def gpus_of_server(training: Training) -> int:
+    """Return the number of GPUs of a server that has them alone: the least power of two that holds the target."""
+    room = training.machine.assumptions.memory_share * training.machine.gpu.memory
+    parallel = 1
+    while parallel < GPUS_OF_MACHINE and served_bytes(training, parallel) > room:
+        parallel *= 2
+    return parallel
+
+
 def memory_of(training: Training, features: Features, placement: Placement) -> float:
     """Return the bytes on each GPU, at the time when they are most."""
+    if features == "streamed":
+        trainers, servers = split_of(training)
+        needs = trainers.needs(features)
+        own = needs.ends_bytes + needs.drafter_bytes + needs.working_bytes
+        return max(own, served_bytes(servers, gpus_of_server(servers)))
     needs, count = training.needs("online"), training.num_gpus
     drafter, layer = needs.drafter_bytes, needs.layer_bytes / training.target.layers
     if placement == "in pieces":  # the drafter, too, whose weights and gradients are whole for a pass, in bf16
@@ -274,7 +332,7 @@ def tensor_parallel(training: Training) -> int:
 # --- what starts it
 
 
-def settings_of(training: Training, features: Features, placement: Placement) -> list[str]:
+def settings_of(training: Training, features: Features, placement: Placement, servers: str) -> list[str]:
     """Return the settings of a run in this way, over its recipe."""
     settings = [f"target={training.target.name}", "data.samples=data/my", "run.dir=runs/my"]
     settings.append(f"run.steps={training.steps}")
@@ -282,15 +340,26 @@ def settings_of(training: Training, features: Features, placement: Placement) ->
         settings.append(f"data.batch_size={training.batch_size}")
     if training.micro_batch is not None:
         settings.append(f"data.tokens_per_micro_batch={training.micro_batch}")
-    if features == "stored":
-        settings.append("data.features=stored")
+    if features != "online":
+        settings.append(f"data.features={features}")
     where = {"in pieces": "run.target_placement=sharded", "in turn": "run.target_placement=device_map"}
-    where["by a vLLM"] = "data.features_endpoint=http://localhost:8000"
+    where["by a vLLM"] = f"data.features_endpoint={servers}"
     return [*settings, *([where[placement]] if placement in where else [])]
+
+
+def addresses(training: Training, features: Features) -> str:
+    """Return the addresses of the servers of a run: of those on machines of their own, one each."""
+    if features == "stored" or training.num_gpus <= GPUS_OF_MACHINE:
+        return "http://localhost:8000"
+    machines = split_of(training)[1].num_gpus // GPUS_OF_MACHINE
+    return "[" + ",".join(f"http://SERVER{number}:8000" for number in range(1, machines + 1)) + "]"
 
 
 def command_of(training: Training, features: Features, placement: Placement) -> str:
     """Return the command that starts a run in this way; on several machines, that of the first."""
+    servers = addresses(training, features)
+    if features == "streamed":
+        training, _ = split_of(training)
     count, machines = training.num_gpus, -(-training.num_gpus // GPUS_OF_MACHINE)
     launcher, options = "one_gpu", []
     if count > 1 and placement != "in turn":
@@ -299,14 +368,23 @@ def command_of(training: Training, features: Features, placement: Placement) -> 
         if machines > 1:
             options += ["--num_machines", str(machines), "--machine_rank", "0", "--main_process_ip", "ADDRESS"]
     start = ["accelerate", "launch", "--config_file", f"recipes/launch/{launcher}.yaml", *options]
-    return shlex.join([*start, "-m", "draftsmith.train", training.recipe, *settings_of(training, features, placement)])
+    settings = settings_of(training, features, placement, servers)
+    return shlex.join([*start, "-m", "draftsmith.train", training.recipe, *settings])
 
 
-def server_command(training: Training) -> str:
-    """Return the command of a vLLM that gives the features, on the GPUs of the run."""
-    parallel = tensor_parallel(training)
+def server_command(training: Training, features: Features) -> str:
+    """Return the command of a vLLM that gives the features, on the GPUs of the run or on some that serve alone.
+
+    Where machines serve alone, it is that of each of them.
+    """
+    count, parallel, visible, folder = training.num_gpus, tensor_parallel(training), "", "/dev/shm/hidden_states"
+    if features == "streamed":
+        trainers, servers = split_of(training)
+        count, parallel = min(servers.num_gpus, GPUS_OF_MACHINE), gpus_of_server(servers)
+        if training.num_gpus > GPUS_OF_MACHINE:
+            folder = "/SHARED/hidden_states"
+        else:
+            visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(trainers.num_gpus, training.num_gpus)))} "
     layer_ids = [*training.drafter.layer_ids, training.target.layers]
-    options = ["--tensor-parallel-size", str(parallel), "--data-parallel-size", str(training.num_gpus // parallel)]
-    return shlex.join(
-        ["vllm", "serve", training.target.name, *options, *serve_options(layer_ids, "/dev/shm/hidden_states")]
-    )
+    options = ["--tensor-parallel-size", str(parallel), "--data-parallel-size", str(count // parallel)]
+    return visible + shlex.join(["vllm", "serve", training.target.name, *options, *serve_options(layer_ids, folder)])

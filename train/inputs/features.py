@@ -1,4 +1,4 @@
-"""The sources of the target's features in training: computed beside the drafter, or stored once and read."""
+"""The sources of the target's features in training: the target beside the drafter, a store, or servers."""
 
 import gc
 import os
@@ -8,8 +8,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from draftsmith.data.features.endpoint import EndpointFeatures
-from draftsmith.data.features.stored import Contents, FeatureSource, StoredFeatures, samples_hash
+from draftsmith.data.features.endpoint import FeatureServer
+from draftsmith.data.features.stored import Contents, FeatureSource, Shard, StoredFeatures, samples_hash, token_bytes
+from draftsmith.data.features.streamed import StreamedFeatures, steps_ahead
 from draftsmith.data.features.writer import check_disk, write_index, write_shards
 from draftsmith.data.prompts.checks import check_capture
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
@@ -24,9 +25,61 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.hardware.placement import check_room_to_store, devices_of_layers
 from draftsmith.train.process.stages import Stages
 
+MICRO_BATCHES_AHEAD = 2  # that servers are asked for while another one is stored
+
+
+class RunFeatures:
+    """The source of a run's features: here the target's own layers, which compute them when they are asked for."""
+
+    steps_ahead = 1  # whose batches are made before their turn comes
+
+    def __init__(self, target: Target, layer_ids: tuple[int, ...]) -> None:
+        self.target, self.layer_ids = target, layer_ids
+
+    def __call__(self, micro_batch: MicroBatch, batch: Batch) -> Features:
+        """Return the features of a micro-batch, on the target's device."""
+        return self.target.features(batch, self.layer_ids)
+
+    def read_ahead(self, micro_batch: MicroBatch, batch: Batch, pin_memory: bool) -> None:
+        """Fetch what can be had before a micro-batch is asked for: in another thread, while a device computes."""
+
+    def stop(self) -> None:
+        """Let go of what is being fetched."""
+
+
+class FeaturesOfStore(RunFeatures):
+    """The features of a run that a store holds."""
+
+    def __init__(self, store: StoredFeatures, target: Target) -> None:
+        super().__init__(target, store.layer_ids)
+        self.store = store
+
+    def __call__(self, micro_batch: MicroBatch, batch: Batch) -> Features:
+        return self.store.read(micro_batch, batch, self.target)
+
+    def read_ahead(self, micro_batch: MicroBatch, batch: Batch, pin_memory: bool) -> None:
+        self.store.read_ahead(micro_batch, batch, pin_memory)
+
+
+class FeaturesOfServers(RunFeatures):
+    """The features of a run that servers compute while it trains, for several steps at once."""
+
+    def __init__(self, servers: StreamedFeatures, target: Target, layer_ids: tuple[int, ...], num_ahead: int) -> None:
+        super().__init__(target, layer_ids)
+        self.servers, self.steps_ahead = servers, num_ahead
+
+    def __call__(self, micro_batch: MicroBatch, batch: Batch) -> Features:
+        return self.servers(micro_batch, batch)
+
+    def read_ahead(self, micro_batch: MicroBatch, batch: Batch, pin_memory: bool) -> None:
+        self.servers.read_ahead(micro_batch, batch, pin_memory)
+
+    def stop(self) -> None:
+        self.servers.stop()
+
 
 def load_target(config: TrainConfig, device: torch.device) -> Target:
-    """Return the target that wrote the samples, without its layers where features are stored.
+    """Return the target that wrote the samples, without its layers where features are stored or streamed.
 
     Raises `UserError` where it cannot be had, or has to decode in this run and cannot.
     """
@@ -35,7 +88,7 @@ def load_target(config: TrainConfig, device: torch.device) -> Target:
     fingerprint = read_prepared(Path(config.data.samples))["target_fingerprint"]
     if config.data.features == "online":
         return load_whole(config, device)
-    if fingerprint is None and config.data.features_endpoint is None:  # a server wrote the samples, its weights unseen
+    if fingerprint is None and not config.data.servers:  # a server wrote the samples, its weights unseen
         fingerprint = load_whole(config, device).fingerprint()
     return Target.head_from_pretrained(config.target, fingerprint, device)
 
@@ -43,10 +96,10 @@ def load_target(config: TrainConfig, device: torch.device) -> Target:
 def check_images(config: TrainConfig, samples: Samples) -> None:
     """Refuse samples with images where no server computes the features: the towers that read them are not loaded."""
     number = int(samples.has_images.sum())
-    if number and config.data.features_endpoint is None:
+    if number and not config.data.servers:
         raise UserError(
             f"{number} of {len(samples)} samples in {config.data.samples} hold images, which only a server reads: "
-            "give data.features=stored data.features_endpoint=URL"
+            "give data.features=streamed data.features_endpoint=URL"
         )
 
 
@@ -73,7 +126,7 @@ def open_store(config: TrainConfig, drafter: Drafter, target: Target, plan: Batc
 
     Raises `UserError` where the disk has no room for it, and where it would lack layers that the drafter reads.
     """
-    if config.data.features == "online":
+    if config.data.features != "stored":
         return None
     layer_ids = tuple(config.data.features_layers or drafter.layer_ids)
     check_layer_ids((layer_id for layer_id in layer_ids if layer_id != target.num_layers), target)  # MTP heads read it
@@ -100,47 +153,82 @@ def open_store(config: TrainConfig, drafter: Drafter, target: Target, plan: Batc
 def feature_source(
     config: TrainConfig,
     store: StoredFeatures | None,
+    plan: BatchPlan,
     drafter: Drafter,
-    target: Target,
     accelerator: Accelerator,
     stages: Stages,
-) -> FeatureSource:
-    """Return the source of a micro-batch's features; a store is checked, and what is missing in it written first.
+) -> RunFeatures:
+    """Return the source of the run's features; a store is checked, and what is missing in it written first.
 
-    Raises `UserError`, on every rank, naming a shard that is damaged or holds something else.
+    Raises `UserError`, on every rank, naming a shard that is damaged or holds something else, and for servers that give
+    no features of the drafter's target.
     """
+    target = drafter.target
+    if config.data.features == "streamed":
+        servers = streamed_features(config, drafter.layer_ids, plan, target)
+        num_ahead = steps_ahead(bytes_per_step(drafter, plan) / accelerator.num_processes)
+        return FeaturesOfServers(servers, target, drafter.layer_ids, num_ahead)
     if store is None:
-        return lambda micro_batch, batch: target.features(batch, drafter.layer_ids)
+        return RunFeatures(target, drafter.layer_ids)
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
     if problems := gather_object(store.problems(rank, num_ranks)):
         raise UserError(problems[0] + (f" ({len(problems) - 1} more shards like it)" if len(problems) > 1 else ""))
     missing = broadcast_object_list([store.missing()])[0]  # as seen before anything is written
     if missing:
-        if config.data.features_endpoint is None:
-            check_room_to_store(config, accelerator, target)
-        stages.enter("storing features")
-        in_step = config.run.target_placement == "sharded"
-        source = source_to_store(config, store, target, stages)
-        write_shards(store, missing, source, rank, num_ranks, in_step)
-        del source  # and the target's layers with it
-        free_memory()
-        accelerator.wait_for_everyone()
+        write_missing(config, store, missing, accelerator, target, stages)
     if rank == 0 and not all(map(store.is_verified, store.shards)) and os.access(store.folder, os.W_OK):
         write_index(store)
-    return lambda micro_batch, batch: store.read(micro_batch, batch, target)
+    return FeaturesOfStore(store, target)
+
+
+def streamed_features(
+    config: TrainConfig, layer_ids: tuple[int, ...], plan: BatchPlan, target: Target
+) -> StreamedFeatures:
+    """Return what the servers at data.features_endpoint compute."""
+    folder = Path(config.data.samples)
+    return StreamedFeatures(
+        [FeatureServer(url, target, layer_ids, plan, folder) for url in config.data.servers], target
+    )
+
+
+def bytes_per_step(drafter: Drafter, plan: BatchPlan) -> float:
+    """Return about how many bytes the features of a step take, which servers give in 16 bits."""
+    tokens = sum(plan.lengths[index] for index in plan.trained) / plan.steps_per_epoch
+    return tokens * token_bytes(len(drafter.layer_ids) + 1, drafter.target.hidden_size, "bfloat16")
+
+
+def write_missing(
+    config: TrainConfig,
+    store: StoredFeatures,
+    missing: list[Shard],
+    accelerator: Accelerator,
+    target: Target,
+    stages: Stages,
+) -> None:
+    """Write this rank's part of a store's missing shards, and wait for the others."""
+    if not config.data.servers:
+        check_room_to_store(config, accelerator, target)
+    stages.enter("storing features")
+    in_step = config.run.target_placement == "sharded"
+    num_ahead = MICRO_BATCHES_AHEAD if config.data.servers else 0
+    source = source_to_store(config, store, target, stages)
+    write_shards(store, missing, source, accelerator.process_index, accelerator.num_processes, in_step, num_ahead)
+    del source  # and the target's layers with it
+    free_memory()
+    accelerator.wait_for_everyone()
 
 
 def source_to_store(config: TrainConfig, store: StoredFeatures, target: Target, stages: Stages) -> FeatureSource:
-    """Return the source of features to store: the server at data.features_endpoint, or the target's own layers.
+    """Return the source of features to store: the servers at data.features_endpoint, or the target's own layers.
 
     Each batch enters its stage anew, which shows that the pass moves.
     """
-    if config.data.features_endpoint is not None:
-        layer_ids = store.contents.layer_ids
-        folder = Path(config.data.samples)
-        compute: FeatureSource = EndpointFeatures(config.data.features_endpoint, target, layer_ids, store.plan, folder)
-    else:
-        compute = source_of_layers(config, store, target)
+    layer_ids = store.contents.layer_ids
+    compute: FeatureSource = (
+        streamed_features(config, layer_ids, store.plan, target)
+        if config.data.servers
+        else source_of_layers(config, store, target)
+    )
 
     def source(micro_batch: MicroBatch, batch: Batch) -> Features:
         stages.enter("storing features")
