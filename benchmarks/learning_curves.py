@@ -89,7 +89,8 @@ def train_all(folder: Path) -> None:
     target = load_target(str(EMBEDDED_TARGET), "cpu")
     if not (folder / "samples").is_dir():
         prepare_samples(folder, target)
-    layers = sorted({layer_id for kind in KINDS for layer_id in new_drafter(kind, target).layer_ids})
+    drafters = [new_drafter(RECIPES[f"quickstart_{kind}"](), target) for kind in KINDS]
+    layers = sorted({layer_id for drafter in drafters for layer_id in drafter.layer_ids})
     for run in [*FINISHED, *CHECKED]:
         train(config_of(run, folder, layers))
 
@@ -107,7 +108,7 @@ def check(folder: Path) -> None:
     """Print the finished runs as the forecast wants them, and the forecast of each other run with its end."""
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, commit {git_commit()}")
     target = load_target(str(EMBEDDED_TARGET), "cpu")
-    depths = {kind: new_drafter(kind, target).simulated_depth for kind in KINDS}
+    depths = {kind: new_drafter(RECIPES[f"quickstart_{kind}"](), target).simulated_depth for kind in KINDS}
     for run in FINISHED:
         points = learning_curve(folder / run.name)
         made = points and points[-1].step == run.steps

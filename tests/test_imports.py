@@ -18,7 +18,9 @@ WINGS = {  # the floors from the ground up, and the wings of each from the groun
     "inference": ("verification", "decoding", "replay", "measuring", "planning", "traffic", "diagnosis"),
     "data": ("samples", "prompts", "answers", "features"),
     "train": ("process", "hardware", "inputs", "run_folder", "engine", "evaluation"),
-    "recipes": ("configs", "report_data", "reports", "evaluation", "serving", "bench", "studies", "cli"),
+    "recipes": (
+        *("configs", "report_data", "reports", "evaluation", "serving", "bench", "studies", "auto", "watching", "cli"),
+    ),
 }
 FLOORS = tuple(WINGS)
 # What all wings of a floor stand on. Other files beside the wings stand on top of them.

@@ -31,6 +31,7 @@ IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 FILE = re.compile(r"[\w./-]*\.(?:py|md|jsonl?|yaml|txt|html|sh|png|css|js|j2|toml|safetensors)")
 
 FOREIGN = {  # names of other projects that the code itself does not write
+    "--enable-metrics",
     "--log-requests",
     "--log-requests-format",
     "--machine_rank",

@@ -52,9 +52,6 @@ def attend(
     is_packed = mask.dtype == torch.int32
     assert is_packed or (mask.dtype == torch.bool and sliding_window is None and mask.shape[3] == num_slots)
     num_words = mask.shape[3] - PACKED.value if is_packed else 0
-    if sliding_window is not None and sliding_window < num_words * WORD.value:
-        mask = last_ancestors(mask, sliding_window)
-    mask = mask.contiguous() if is_packed else mask.contiguous().view(torch.uint8)
     groups = heads // kv_heads
     tail = max(key_width - width, 0)
     rows, block, warps, stages = tile(length * groups, max(key_width, width), query.dtype)
@@ -66,20 +63,14 @@ def attend(
 
     padded_width = max(16, triton.next_power_of_2(width))
     output = query.new_empty(batch, length, heads, width)
-    parts, sums = None, None
-    if splits > 1:
-        parts = query.new_empty(splits, batch, length, heads, width, dtype=torch.float32)
-        sums = query.new_empty(splits, batch, length, heads, dtype=torch.float32)
     attend_kernel[(tiles, splits, batch * kv_heads)](
         query,
         key,
         value,
-        mask,
+        mask_for_kernel(mask, num_words, sliding_window),
         sinks,
         output,
-        parts,
-        sums,
-        counters(query.device) if splits > 1 else None,
+        *scratch(output, splits),
         scaling * LOG2_E.value if softcap is None else scaling / softcap,
         None if softcap is None else softcap * LOG2_E.value,
         sliding_window,
@@ -107,6 +98,25 @@ def attend(
         num_stages=stages,
     )
     return output
+
+
+def mask_for_kernel(mask: Tensor, num_words: int, sliding_window: int | None) -> Tensor:
+    """Return a mask as the kernel reads it: without ancestors that lie before the window, and dense."""
+    if sliding_window is not None and sliding_window < num_words * WORD.value:
+        mask = last_ancestors(mask, sliding_window)
+    return mask.contiguous().view(torch.uint8) if mask.dtype == torch.bool else mask.contiguous()
+
+
+def scratch(output: Tensor, splits: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return room for the outputs [B, T, Hq, Dv] and the sums [B, T, Hq] of each split, and the counters of tiles.
+
+    None where there is one split, which writes its output at once.
+    """
+    if splits == 1:
+        return None, None, None
+    parts = output.new_empty(splits, *output.shape, dtype=torch.float32)
+    sums = output.new_empty(splits, *output.shape[:-1], dtype=torch.float32)
+    return parts, sums, counters(output.device)
 
 
 def values_in_keys(key: Tensor, value: Tensor) -> bool:

@@ -22,17 +22,18 @@ from draftsmith.models.errors import UserError, first_line, is_out_of_memory, on
 from draftsmith.models.files import DISK_FAULTS
 from draftsmith.recipes.cli.flags import add_flags, settings_from
 from draftsmith.recipes.cli.output_folder import output_folder
-from draftsmith.recipes.configs import command_settings, data_settings, server_settings
+from draftsmith.recipes.configs import auto_settings, command_settings, data_settings, server_settings
 
 EXIT_FAULT, EXIT_USER_ERROR = 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell tells them
 NUMBERS_OF_HUB = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")  # huggingface_hub fails to import with others
-RESUMED = ("quickstart", "prepare", "train")  # commands that go on where they were interrupted
+RESUMED = ("quickstart", "auto", "prepare", "train")  # commands that go on where they were interrupted
 
 
 # By name: the module below draftsmith.recipes whose `run(settings, console)` is the command, and its settings.
 COMMANDS: dict[str, tuple[str, type]] = {
     "quickstart": ("studies.quickstart", command_settings.QuickstartSettings),
+    "auto": ("auto.auto", auto_settings.AutoSettings),
     "prepare": ("cli.prepare", data_settings.PrepareCommandSettings),
     "convert": ("cli.convert", data_settings.ConvertSettings),
     "train": ("cli.train", command_settings.TrainSettings),
@@ -43,7 +44,7 @@ COMMANDS: dict[str, tuple[str, type]] = {
     "plan": ("studies.plan", command_settings.PlanSettings),
     "export": ("cli.export", command_settings.ExportSettings),
     "bench": ("cli.bench", server_settings.BenchSettings),
-    "watch": ("cli.watch", server_settings.WatchSettings),
+    "watch": ("watching.watch", server_settings.WatchSettings),
     "generate": ("cli.generate", command_settings.GenerateSettings),
     "report": ("cli.report", command_settings.ReportSettings),
 }
@@ -60,6 +61,7 @@ LESS_MEMORY = {
     "generate": "give fewer --max-new-tokens or a shorter prompt",
     "plan": "give a smaller --batch-size or --context",
     "quickstart": "give a smaller --target, or fewer --drafters",
+    "auto": "give a smaller --target, or fewer --drafters",
 }
 MOVED = {  # flags that `evaluate` had, and where they are now
     "--choose": "a command: draftsmith tune --fit-prompts",
@@ -239,7 +241,7 @@ def faults_of_threads() -> Iterator[None]:
 def told(error: BaseException, call: Call | None) -> tuple[str, int]:
     """Return what is said of an error, and the exit code."""
     if isinstance(error, UserError):
-        return str(error), EXIT_USER_ERROR
+        return str(error), getattr(error, "exit_code", EXIT_USER_ERROR)
     name = call.name if call else ""
     if is_out_of_memory(error):
         return f"out of memory ({first_line(error)}): {LESS_MEMORY.get(name, LESS_WORK)}", EXIT_USER_ERROR

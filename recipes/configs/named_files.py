@@ -101,6 +101,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "checkpoint": _drafter,
     "init_from": _drafter,
     "prompts": _prompts,
+    "traffic": _prompts,
     "fit_prompts": _prompts,
     "samples": _samples,
     "schedule": _schedule,

@@ -21,6 +21,8 @@ from draftsmith.recipes.configs.command_settings import (
     option,
 )
 
+Port = Annotated[Count, Field(le=65535)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings(Settings):
@@ -83,17 +85,26 @@ class BenchSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class WatchSettings(Settings):
-    """Show the acceptance of a running vLLM, beside what was measured at export.
+    """Show acceptance and latency of running servers, beside what was measured at export and before.
 
     example:
-      draftsmith watch http://localhost:8000 --against exported
+      draftsmith watch http://localhost:8000 --against exported --history watch.db --page watch.html
     """
 
-    url: Name = option(INPUT, "such as http://localhost:8000", metavar="URL", positional=True)
+    url: tuple[Name, ...] = option(INPUT, "such as http://localhost:8000", metavar="URL", positional=True)
     against: FilePath | None = option(INPUT, "exported folder with its evaluation.json", None, "DIR")
+    history: FilePath | None = option(INPUT, "database of what was read, which goes on", None, "FILE")
     interval: Annotated[Number, Field(ge=0.1)] = option(INPUT, "seconds between readings", 30.0, "X")
     readings: Count | None = option(INPUT, "stop after so many (never)", None, "N")
+    page: FilePath | None = option(OUTPUT, "page that loads itself anew", None, "FILE")
+    webhook: Name | None = option(OUTPUT, "address that gets alerts as JSON", None, "URL")
+    listen: Port | None = option(OUTPUT, "port of gauges for Prometheus, on this machine", None, "PORT")
 
     def refuse_mistakes(self) -> None:
-        check_address(self.url, "watch")
+        for url in self.url:
+            check_address(url, "watch")
+        if len(set(self.url)) < len(self.url):
+            raise UserError("watch: give each server once")
+        if self.webhook is not None:
+            check_address(self.webhook, "--webhook")
         super().refuse_mistakes()

@@ -25,6 +25,7 @@ from draftsmith.models.reading import read_yaml
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.typed_json import from_json
 from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.train import TrainConfig
 
 # Shares of the time; the rest is for loading, the report, and estimates that were too low.
 PREPARE_SHARE, TRAINING_SHARE, CHECKPOINT_SHARE, COMPARISON_SHARE = 0.12, 0.51, 0.07, 0.27
@@ -96,7 +97,7 @@ def measure_budget(target: Target, prompts: list[Prompt], kinds: list[str], minu
     checkpoint_prompt = 3 * per_token * brief.max_new_tokens * brief.repeats * CHECKPOINTS * len(kinds)
     comparison_prompt = (len(kinds) + 2) * per_token * COMPARISON.max_new_tokens * COMPARISON.repeats
     num_prompts = min(len(prompts), num_batches * ANSWERS.batch_size)
-    drafters = {kind: new_drafter(kind, target) for kind in kinds}
+    drafters = {kind: new_drafter(RECIPES[f"quickstart_{kind}"](), target) for kind in kinds}
     layers = sorted({layer_id for drafter in drafters.values() for layer_id in drafter.layer_ids})
     in_store = stored_bytes(samples, layers, target) * num_prompts / len(samples) <= MOST_STORED
     steps = steps_in(seconds * TRAINING_SHARE, drafters, target, samples, num_prompts if in_store else None)
@@ -132,9 +133,9 @@ def fastest_num_threads(plain: SpeculativeDecoder, prompts: list[list[int]]) -> 
     return fastest, times[fastest]
 
 
-def new_drafter(kind: str, target: Target) -> Drafter:
-    """Return a drafter of a kind as its quickstart recipe begins it."""
-    return DRAFTERS[kind].from_target(RECIPES[f"quickstart_{kind}"]().drafter, target).to(target.device)
+def new_drafter(recipe: TrainConfig, target: Target) -> Drafter:
+    """Return a drafter as a recipe begins it."""
+    return DRAFTERS[recipe.drafter.kind].from_target(recipe.drafter, target).to(target.device)
 
 
 def stored_bytes(samples: list[Sample], layers: list[int], target: Target) -> int:
@@ -150,7 +151,9 @@ def steps_in(
     `num_stored` is the number of samples whose features are stored first; None: the target runs in each step, as
     it does in any case for drafters that are made of its layers.
     """
-    times = {kind: time_step(kind, drafter, target, samples) for kind, drafter in drafters.items()}
+    times = {
+        kind: time_step(RECIPES[f"quickstart_{kind}"](), drafter, target, samples) for kind, drafter in drafters.items()
+    }
     if num_stored is not None:
         features = max(time.features for time in times.values())
         seconds = max(seconds / 2, seconds - features * num_stored / RECIPES["quickstart_eagle3"]().data.batch_size)
@@ -170,9 +173,8 @@ class StepTime:
     loss: float  # loss and gradient of the drafter
 
 
-def time_step(kind: str, drafter: Drafter, target: Target, samples: list[Sample]) -> StepTime:
-    """Return the time of a step of a new drafter on samples, after one batch to warm up."""
-    config = RECIPES[f"quickstart_{kind}"]()
+def time_step(config: TrainConfig, drafter: Drafter, target: Target, samples: list[Sample]) -> StepTime:
+    """Return the time of a step of a recipe's new drafter on samples, after one batch to warm up."""
     tokens = config.data.batch_size * target.context
     batches = BatchPlan(Samples.of(samples), config.data.batch_size, target.context, tokens, seed=0)
     times = []

@@ -46,8 +46,8 @@ from draftsmith.recipes.bench.trace import read_trace
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.inputs import parse_tree
 from draftsmith.recipes.report_data.reading import read_report_data
-from draftsmith.recipes.serving.watch import describe, read_reference
 from draftsmith.recipes.studies.expectations import read_acceptance
+from draftsmith.recipes.watching.reference import describe, read_reference
 from draftsmith.train.config import contents, dump, resolve
 from draftsmith.train.engine.vllm_counters import parse_metrics
 
@@ -378,6 +378,8 @@ def server(place: Place) -> Attempt:
     draw, target, prompts = random.random(), place.material / "target", place.material / "prompts" / "p.txt"
     if draw < 0.4:
         argv = ["watch", server.url, "--interval", "0.1", "--readings", "1"]
+        if random.random() < 0.3:
+            argv += ["--history", str(place.out / "watch.db"), "--page", str(place.out / "watch.html")]
     elif draw < 0.6:
         argv = ["bench", server.url, "--prompts", str(prompts), "--concurrency", "2", "--requests", "10"]
         argv += ["--repeats", "1", "--timeout", "0.5", "--out", str(place.out)]

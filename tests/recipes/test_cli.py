@@ -506,6 +506,7 @@ export {run} --engine vllm --target {target} --out o | 2 | holds no config.json
 generate x --target {run} --drafter ngram | 2 | no target at
 generate x --target {target} --drafter ngram --schedule {cut} | 2 | cut.json holds no schedule
 quickstart --target no/target | 2 | no target at 'no/target'
+auto --target {target} --traffic {malformed} --out o | 2 | malformed.jsonl line 2
 watch localhost | 2 | is no URL
 report nowhere | 2 | no folder nowhere
 """

@@ -35,6 +35,7 @@ from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.training_free.ngram import Ngram, NgramConfig
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.configs.server_settings import WatchSettings
 from draftsmith.recipes.serving.engine_check import EngineReport, check_engine, print_reports
 from draftsmith.recipes.serving.engine_key_names import DROPPED, LOADER_RULES, RANDOM, REFUSED
 from draftsmith.recipes.serving.export import export_checkpoint
@@ -42,8 +43,8 @@ from draftsmith.recipes.serving.layout_check import tensor_problems
 from draftsmith.recipes.serving.model_card import DYNAMIC_KINDS
 from draftsmith.recipes.serving.serve_commands import plugin_config, serve_command, speculative_config
 from draftsmith.recipes.serving.vllm_run import ENVIRONMENT, run_environment
-from draftsmith.recipes.serving.watch import watch
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
+from draftsmith.recipes.watching import watch
 from draftsmith.train import train
 from draftsmith.train.engine.vllm_counters import Counters, read_counters, vllm_at
 
@@ -326,7 +327,7 @@ def test_watching_a_running_server(
             report = check_engine(url, NGRAM, drafter, target, held_out[:10], MAX_NEW_TOKENS)
             assert_agreement(report)
             assert read_counters(vllm_at(url)) == report.engine.counters
-            watch(url, None, 0.1, 1, Console(width=120))
+            watch.run(WatchSettings(url=(url,), interval=0.1, readings=1), Console(width=120))
         finally:
             server.terminate()
             server.wait(60)

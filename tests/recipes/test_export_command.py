@@ -40,7 +40,7 @@ from draftsmith.recipes.serving.model_card import (
 )
 from draftsmith.recipes.serving.serve_commands import write_scripts
 from draftsmith.recipes.serving.vllm_run import EngineRun, root_cause, run_environment
-from draftsmith.recipes.serving.watch import read_reference
+from draftsmith.recipes.watching.reference import read_reference
 from draftsmith.train.engine.vllm_counters import Counters
 
 PROMPTS = ["heat the iron", "A draft is", "return [iron.hit()", "strikes it, and"]

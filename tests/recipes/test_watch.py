@@ -3,16 +3,27 @@
 import http.server
 import threading
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from reports import result, write_results
 from rich.console import Console
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.serving.watch import Reference, judgement, read_reference, watch
+from draftsmith.recipes.configs.server_settings import WatchSettings
+from draftsmith.recipes.watching import alerts
+from draftsmith.recipes.watching.change import ChangeTest
+from draftsmith.recipes.watching.history import History
+from draftsmith.recipes.watching.readings import Latency, Reading, parse_page
+from draftsmith.recipes.watching.reference import Reference, judgement, read_reference
+from draftsmith.recipes.watching.watch import AcceptanceFell, Pool, run
 from draftsmith.train.engine.vllm_counters import Counters, parse_metrics
 
 LABELS = 'engine="{engine}",model_name="tiny, \\"quoted\\""'
@@ -198,57 +209,88 @@ def test_reference_is_cut_to_the_servers_draft_length(tmp_path: Path) -> None:
         read_reference(tmp_path / "other", 2)
 
 
+Pages = tuple[str, list[str]]
+
+
 @pytest.fixture
-def server() -> Iterator[tuple[str, list[str]]]:
-    """Serves the pages in turn, the last one for ever."""
-    pages: list[str] = []
+def make_server() -> Iterator[Callable[[], Pages]]:
+    """Call it for a server that gives pages in turn, the last one for ever."""
+    running = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            assert self.path == "/metrics"
-            body = (pages.pop(0) if len(pages) > 1 else pages[0]).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
+    def made() -> Pages:
+        pages: list[str] = []
 
-        def log_message(self, *_: object) -> None:
-            pass
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                assert self.path == "/metrics"
+                body = (pages.pop(0) if len(pages) > 1 else pages[0]).encode()
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(body)
 
-    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=running.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{running.server_port}", pages
-    running.shutdown()
-    running.server_close()
+            def log_message(self, *_: object) -> None:
+                pass
+
+        running.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=running[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{running[-1].server_port}", pages
+
+    yield made
+    for one in running:
+        one.shutdown()
+        one.server_close()
 
 
-def test_watch(server: tuple[str, list[str]], tmp_path: Path) -> None:
+@pytest.fixture
+def server(make_server: Callable[[], Pages]) -> Pages:
+    return make_server()
+
+
+def watch(url: str, readings: int, console: Console | None = None, **settings: Any) -> str:
+    """What is printed of so many looks."""
+    console = console or Console(record=True, width=200)
+    urls = (url,) if isinstance(url, str) else url
+    run(WatchSettings(url=urls, interval=0.1, readings=readings, **settings), console)
+    return console.export_text()
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.recipes.watching.watch.time.sleep", lambda seconds: None)
+
+
+def test_watch(server: Pages, tmp_path: Path) -> None:
+    """Traffic that costs more than it may ends in an exit code of its own."""
     write_evaluation(tmp_path)
     url, pages = server
     pages += [page(1000, (600, 300)), page(2000, (900, 350)), page(2000, (900, 350))]
     console = Console(record=True, width=200)
-    watch(url, tmp_path, 0.01, 2, console)
-    first, second, third = console.export_text().split("\n  measured 1.90 at temperature 0, drift ")[0:3]
+    with pytest.raises(AcceptanceFell, match="retrain: this traffic") as fell:
+        watch(url, 2, console, against=tmp_path)
+    assert fell.value.exit_code == 3
+    text = console.export_text()
+    first, second, third = text.split("\n  measured 1.90 at temperature 0, drift ")[0:3]
     assert first.startswith("since its start: acceptance length 1.90")
     assert second.startswith("+0.00: as measured")
     assert "acceptance length 1.35" in second  # of the 1000 drafts since
     assert third.startswith("-0.55: retrain")
+    assert "ALERT  retrain" in third
     assert "no drafts" in third
 
 
-def test_watch_goes_on(server: tuple[str, list[str]], tmp_path: Path) -> None:
+def test_watch_goes_on(server: Pages, tmp_path: Path) -> None:
     """While the server is away, and when it is back with another draft length, after what it counted before."""
     write_evaluation(tmp_path)
     url, pages = server
-    pages += [page(1000, (600, 300)), "no page", page(500, (150, 60, 30)), page(700, (270, 120, 60))]
-    console = Console(record=True, width=200)
-    watch(url, tmp_path, 0.01, 3, console)
-    _, away, anew, later = [line for line in console.export_text().splitlines() if "measured" not in line]
+    pages += [page(1000, (600, 300)), "no page", page(500, (250, 160, 120)), page(700, (370, 220, 160))]
+    text = watch(url, 3, against=tmp_path)
+    _, away, anew, later = [line for line in text.splitlines() if "measured" not in line]
     assert "the server counts no drafts" in away
-    assert "the server was started anew; acceptance length 1.48" in anew
+    assert "the server was started anew; acceptance length 2.06" in anew
     assert "(500 drafts of 3.0 tokens)" in anew
     assert "(200 drafts of 3.0 tokens)" in later
     with pytest.raises(UserError, match="holds no evaluation.json"):
-        watch(url, tmp_path / "other", 0.01, 1, console)
+        watch(url, 1, against=tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -257,4 +299,171 @@ def test_watch_goes_on(server: tuple[str, list[str]], tmp_path: Path) -> None:
 )
 def test_no_server(url: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        watch(url, None, 1.0, 1, Console())
+        watch(url, 1)
+
+
+LATENCIES = """
+vllm:time_to_first_token_seconds_bucket{le="0.1"} 3
+vllm:time_to_first_token_seconds_sum{engine="0"} 4.0
+vllm:time_to_first_token_seconds_count{engine="0"} 20
+vllm:inter_token_latency_seconds_sum{engine="0"} 2.0
+vllm:inter_token_latency_seconds_count{engine="0"} 400
+"""
+OF_SGLANG = """
+sglang:spec_accept_length{model_name="tiny"} 2.5
+sglang:num_running_reqs{model_name="tiny"} 4
+sglang:time_to_first_token_seconds_sum{model_name="tiny"} 1.0
+sglang:time_to_first_token_seconds_count{model_name="tiny"} 10
+"""
+
+
+def test_latencies_of_a_page() -> None:
+    """Engines are summed, and differences of two pages are what was waited between them."""
+    earlier = parse_page(page(100, (60, 30)) + LATENCIES, 0.0)
+    assert (earlier.ttft.milliseconds, earlier.tpot.milliseconds, earlier.running) == (200.0, 5.0, 3.0)
+    later = parse_page(page(200, (60, 30)) + LATENCIES.replace("4.0", "5.0").replace(" 20", " 30"), 1.0)
+    assert later.since(earlier).ttft == Latency(1.0, 10)
+    assert later.since(earlier).tpot.milliseconds is None
+    assert earlier.since(later).ttft == earlier.ttft  # the server was started anew
+
+
+def test_an_sglang_tells_a_mean(server: Pages) -> None:
+    url, pages = server
+    pages += [OF_SGLANG]
+    text = watch(url, 1)
+    assert "acceptance length 2.50, as the server tells it of its newest batches  TTFT 100.0 ms" in text
+    assert parse_page(OF_SGLANG, 0.0).running == 4
+
+
+@pytest.mark.parametrize("value", ["NaN", "-1", "x", "+Inf"])
+def test_a_page_with_latencies_that_cannot_be(value: str) -> None:
+    with pytest.raises(UserError, match="is no page of a server's metrics"):
+        parse_page(page(100, (60, 30)) + LATENCIES.replace("4.0", value), 0.0)
+
+
+# --- changes
+
+
+def readings_of(rate: float, number: int, chances: np.random.Generator) -> list[Counters]:
+    accepted = [int(chances.binomial(1000, rate)) for _ in range(number)]
+    return [Counters(1000, 1000, count, (count,)) for count in accepted]
+
+
+def first_change(counters: list[Counters]) -> tuple[int, float, float] | None:
+    test = ChangeTest()
+    for number, one in enumerate(counters):
+        if change := test.add(float(number), one.mean_acceptance_length, one.standard_error):
+            return number, change.before, change.after
+    return None
+
+
+def test_a_fall_is_found_soon_and_told() -> None:
+    """From 0.6 to 0.54 of the drafts: 3.9 standard errors of a look; the time and both levels are told."""
+    chances = np.random.default_rng(0)
+    found = first_change(readings_of(0.6, 500, chances) + readings_of(0.54, 50, chances))
+    assert found is not None
+    number, before, after = found
+    assert 500 <= number < 512
+    assert before == pytest.approx(1.6, abs=0.01)
+    assert after == pytest.approx(1.54, abs=0.02)
+
+
+def test_steady_traffic_gives_no_alarm() -> None:
+    """Ten days of looks, whose number of drafts changes tenfold over the day; a rise is none either."""
+    chances = np.random.default_rng(1)
+    drafts = (1100 + 1000 * np.sin(np.arange(14_400) / 230)).astype(int)
+    counters = [
+        Counters(n, n, a, (a,)) for n, a in zip(drafts.tolist(), chances.binomial(drafts, 0.6).tolist(), strict=True)
+    ]
+    assert first_change(counters) is None
+    assert first_change(readings_of(0.5, 300, chances) + readings_of(0.6, 300, chances)) is None
+
+
+def test_small_falls_among_noise_are_found_in_pools() -> None:
+    """A third of a standard deviation of a look: thirty that are judged together show it long before one by one."""
+    chances = np.random.default_rng(2)
+
+    def counters(rate: float, number: int) -> list[Counters]:
+        rates = np.clip(chances.normal(rate, 0.1, number), 0.05, 0.95)
+        return [Counters(1000, 1000, a, (a,)) for a in chances.binomial(1000, rates).tolist()]
+
+    look = parse_page(OF_SGLANG, 0.0)
+    counted = counters(0.6, 3000) + counters(0.57, 1500)
+    readings = [replace(look, time=60.0 * i, counters=one, accepted=None) for i, one in enumerate(counted)]
+    found = {size: first_in_pools(size, readings) for size in (1, 30)}
+    assert 3000 < found[30] < 3000 + 30 * 30
+    assert found[30] < found[1]
+
+
+def first_in_pools(size: int, readings: list[Reading]) -> int:
+    pool = Pool(size)
+    return next((number for number, reading in enumerate(readings) if pool.add(reading)), len(readings))
+
+
+# --- what is kept and told elsewhere
+
+
+def test_history_goes_on(server: Pages, tmp_path: Path) -> None:
+    """What one process read, a later one knows; a fall between both is found."""
+    url, pages = server
+    history = tmp_path / "kept" / "watch.db"
+    chances = np.random.default_rng(0)
+    looks = [[1000, int(chances.binomial(1000, 0.6)), int(chances.binomial(1000, 0.3))] for _ in range(21)]
+    totals = np.cumsum(looks, 0).tolist()
+    pages += [page(drafts, (first, second)) + LATENCIES for drafts, first, second in totals]
+    watch(url, 20, history=history)
+    assert len(list(History(history).of(url))) == 20
+    drafts, first, second = totals[-1]
+    pages[:] = [page(drafts + 1000 * n, (first + 500 * n, second + 200 * n)) for n in range(8)]
+    with pytest.raises(AcceptanceFell, match=r"has fallen from 1\.(89|9\d) to 1\.70 since"):
+        watch(url, 7, history=history)
+    kept = list(History(history).of(url))
+    assert (kept[0].counters.accepted_per_position, kept[0].ttft) == (tuple(looks[1][1:]), Latency())
+
+
+def test_a_file_that_is_no_history_is_refused(server: Pages, tmp_path: Path) -> None:
+    url, pages = server
+    pages += [page(1000, (600, 300))]
+    (tmp_path / "other").write_text("a text of some length, which is no database" * 100)
+    with pytest.raises(UserError, match="--history .*other cannot be used .*give another file"):
+        watch(url, 1, history=tmp_path / "other")
+
+
+def test_several_servers_a_page_and_gauges(make_server: Callable[[], Pages], tmp_path: Path) -> None:
+    write_evaluation(tmp_path)
+    (url, pages), (other, others) = make_server(), make_server()
+    pages += [page(n, (6 * n // 10, 3 * n // 10)) + LATENCIES for n in (1000, 2000, 3000)]
+    others += [OF_SGLANG]
+    port = get_free_port()
+    text = watch((url, other), 2, against=tmp_path, page=tmp_path / "watch.html", listen=port)  # type: ignore[arg-type]
+    assert text.count(f"{url}  ") == text.count(f"{other}  ") == 3
+    gauges = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+    assert f'draftsmith_acceptance_length{{server="{url}"}} 1.9' in gauges
+    assert f'draftsmith_acceptance_length{{server="{other}"}} 2.5' in gauges
+    assert f'draftsmith_alert{{server="{url}"}} 0.0' in gauges
+    content = (tmp_path / "watch.html").read_text()
+    assert "acceptance is as it was" in content
+    assert '<meta http-equiv="refresh" content="5">' in content
+    assert content.count("<svg") == 2
+    assert "http://" not in content.replace(url, "").replace(other, "").replace("http://www.w3.org", "")
+
+
+def test_alerts_go_to_the_webhook(server: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the key of the model servers, which is not meant for it."""
+    write_evaluation(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    sent: list[Any] = []
+
+    def post(url: str, **how: Any) -> Any:
+        sent.append((url, how["json"], "headers" in how))
+        return SimpleNamespace(raise_for_status=lambda: None)
+
+    monkeypatch.setattr(alerts.httpx, "post", post)
+    url, pages = server
+    pages += [page(1000, (600, 300)), page(2000, (900, 350))]
+    with pytest.raises(AcceptanceFell):
+        watch(url, 1, against=tmp_path, webhook="http://127.0.0.1:9/hook")
+    [(address, body, has_headers)] = sent
+    assert address == "http://127.0.0.1:9/hook"
+    assert body["text"].startswith(f"{url}: retrain")
+    assert not has_headers

@@ -131,7 +131,7 @@ OF_GPUS = ("fsdp2", "zero2", "zero3", "zero3_offload")  # on a CPU only with as_
 
 
 def test_every_launcher_config_is_run() -> None:
-    assert {path.stem for path in LAUNCH.glob("*.yaml")} == {*LAYOUTS, "two_machines"}
+    assert {path.stem for path in LAUNCH.glob("*.yaml")} == {*LAYOUTS, "two_machines", "kubernetes"}
 
 
 def assert_trajectory(run: Path, one_process: Path) -> None:

@@ -1,23 +1,17 @@
-"""Acceptance of a running vLLM, beside what was measured when the drafter was exported.
-
-Counters only ever rise, so that two readings give what happened between them.
-"""
+"""Acceptance of a running server, beside what was measured when the drafter was exported."""
 
 import math
-import time
 from dataclasses import dataclass
-from itertools import count
 from operator import mul
 from pathlib import Path
 
-from rich.console import Console
-
 from draftsmith.inference.measuring.results import Result, read_evaluation
 from draftsmith.models.errors import UserError
-from draftsmith.train.engine.vllm_counters import Counters, read_counters, vllm_at
+from draftsmith.train.engine.vllm_counters import Counters
 
 TOLERANCE = 0.1  # share of the extra tokens of a round that traffic may cost before retraining is worth a thought
 NORMAL_QUANTILE = 1.96  # of a 95 % interval
+RETRAIN = "retrain"  # the judgement that is an alert begins so
 LEAST_DRAFTS = 200  # below which nothing is said about drift
 
 
@@ -92,7 +86,7 @@ def judgement(counters: Counters, reference: Reference) -> str:
     drift, error = drift_of(counters, reference), 2 * math.hypot(counters.standard_error, reference.standard_error)
     gain = reference.range_at(counters.mean_draft_length)[0] - 1
     if drift + error < -TOLERANCE * gain:
-        return "retrain: this traffic is accepted clearly less than the drafter was measured at (train on its prompts)"
+        return f"{RETRAIN}: this traffic is accepted clearly less than was measured at export (train on its prompts)"
     if abs(drift) <= error:
         if reference.standard_error > counters.standard_error and error > TOLERANCE * gain:
             return (
@@ -117,28 +111,3 @@ def describe(counters: Counters, reference: Reference | None) -> str:
     measured = f"measured {low if low == high else f'{low} to {high}'} at temperature {reference.temperature:g}"
     drift = round(drift_of(counters, reference), 2) + 0.0  # which is never -0.0
     return f"{text}\n  {measured}, drift {drift:+.2f}: {judgement(counters, reference)}"
-
-
-def watch(url: str, against: Path | None, interval: float, readings: int | None, console: Console) -> None:
-    """Print a line for all of the server's life, then one for each interval, `readings` of them or for ever.
-
-    A server that does not answer for a while, or is started anew, gets a line that says so.
-    """
-    server = vllm_at(url)
-
-    def reference(counters: Counters) -> Reference | None:
-        positions = max(1, len(counters.accepted_per_position))
-        return None if against is None else read_reference(against, positions)
-
-    earlier = read_counters(server)
-    console.print(f"since its start: {describe(earlier, reference(earlier))}")
-    for _ in count() if readings is None else range(readings):
-        time.sleep(interval)
-        stamp = time.strftime("%H:%M:%S")
-        try:
-            now = read_counters(server)
-            anew = "the server was started anew; " if now.started_since(earlier) else ""
-            console.print(f"{stamp}  {anew}{describe(now - earlier, reference(now))}")
-            earlier = now
-        except UserError as error:
-            console.print(f"{stamp}  {error}")

@@ -1,0 +1,288 @@
+"""`draftsmith auto`: from a target and its traffic to the best drafter that a budget of time can buy.
+
+Each stage writes what it found into auto.json when it is done, so the same command goes on where it was stopped.
+"""
+
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from rich.console import Console
+
+from draftsmith.data.answers.prepare import prepare
+from draftsmith.data.processes import locked
+from draftsmith.data.prompts.prompts import read_prompt_set, read_prompts
+from draftsmith.data.prompts.splits import write_prompts
+from draftsmith.inference.decoding.clock import cpu_threads
+from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
+from draftsmith.inference.measuring.results import Evaluation, read_evaluation
+from draftsmith.inference.planning.cost_measurement import CostRange, measure_costs
+from draftsmith.inference.planning.costs import Costs
+from draftsmith.inference.planning.costs_after_evaluation import typical_context
+from draftsmith.models import load_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.models.files import write_json, write_whole
+from draftsmith.models.reading import read_typed
+from draftsmith.models.typed_json import to_json
+from draftsmith.recipes.auto.budget import AutoPlan, make_plan, recipe_of_auto
+from draftsmith.recipes.auto.race import LOOKUPS, Track, run_rung, why_over
+from draftsmith.recipes.auto.score import LONGEST, Load, Score, measure_score
+from draftsmith.recipes.auto.state import AutoState
+from draftsmith.recipes.auto.story import more_time, story_page
+from draftsmith.recipes.auto.traffic import DividedPrompts, divide
+from draftsmith.recipes.configs.auto_settings import AutoSettings
+from draftsmith.recipes.configs.command_settings import ExportSettings
+from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
+from draftsmith.recipes.evaluation.inputs import load_target
+from draftsmith.recipes.reports.report import build_report
+from draftsmith.recipes.reports.terminal import print_summary
+from draftsmith.recipes.serving.engine_key_names import LOADER_RULES, TRAINING_FREE
+from draftsmith.recipes.serving.export_command import export
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.studies.quickstart_budget import ANSWERS
+from draftsmith.train import TrainConfig, train
+from draftsmith.train.run_folder.checkpoint import checkpoint_name
+
+STATE = "auto.json"
+COST_SECONDS = 10.0  # for the costs of one drafter
+MOST_REPEATS = 25
+
+
+def run(settings: AutoSettings, console: Console) -> None:
+    """Do everything, or what an earlier call left to do. Writes only below `settings.out`."""
+    with locked(settings.out):
+        Auto(settings, console).run()
+
+
+class Auto:
+    """The stages of one search, in its folder."""
+
+    def __init__(self, settings: AutoSettings, console: Console) -> None:
+        self.settings, self.console, self.out = settings, console, settings.out
+        self.target = load_target(settings.target or str(EMBEDDED_TARGET), settings.device)
+        self.prompts = DividedPrompts(self.out / "prompts")
+        self.state = self.earlier() or self.begin()
+
+    def run(self) -> None:
+        """Say what the prompts are and what the time allows, and go through the stages that are left."""
+        for line in (self.state.traffic.text, *plan_lines(self.state.plan)):
+            self.console.print(line)
+        if self.settings.dry_run:
+            return
+        self.answer()
+        self.race()
+        self.finish()
+        self.tell()
+
+    # --- what is found out before anything is trained
+
+    def earlier(self) -> AutoState | None:
+        """Return what an earlier call found; `UserError` where it was asked for something else."""
+        path = self.out / STATE
+        if not path.is_file():
+            return None
+        state = read_typed(AutoState, path)
+        if state.asked != asked(self.settings):
+            raise UserError(
+                f"{self.out} holds a search with {state.asked}: give that to go on, another --out, or remove it"
+            )
+        return state
+
+    def begin(self) -> AutoState:
+        """Look at the traffic, and at what the time allows."""
+        settings, target = self.settings, self.target
+        longest = target.context - settings.max_new_tokens
+        traffic = divide(settings.traffic, target, longest, settings.keep_personal_data, self.prompts)
+        training = read_prompts(self.prompts.training)
+        self.console.print(f"measuring what {settings.budget:g} hours allow on this machine ...")
+        plan = make_plan(target, training, self.kinds(), settings.budget)
+        return self.save(AutoState(asked(settings), traffic, plan, [], []))
+
+    def kinds(self) -> list[str]:
+        """Return the kinds that race, those that the engine serves where one is named."""
+        engine = self.settings.engine
+        return [kind for kind in self.settings.kinds if engine is None or (engine, kind) in LOADER_RULES]
+
+    def save(self, state: AutoState) -> AutoState:
+        """Write what was found so far."""
+        write_json(self.out / STATE, to_json(state))
+        self.state = state
+        return state
+
+    # --- the stages
+
+    def answer(self) -> None:
+        """Let the target answer the prompts to train on."""
+        if not self.state.plan.step_seconds:
+            return
+        chosen = self.out / "prompts" / "answered.jsonl"
+        if not chosen.is_file():
+            write_prompts(chosen, read_prompts(self.prompts.training)[: self.state.plan.num_answers])
+        answers = replace(ANSWERS, max_new_tokens=self.settings.max_new_tokens)
+        prepare(self.target, str(chosen), self.out / "samples", answers)
+
+    def race(self) -> None:
+        """Score the lookups, and train kinds in rungs until one is left or none can win."""
+        if not self.state.lookups:
+            lookups = [self.scored(name, name, 0)[0] for name in LOOKUPS]
+            self.save(replace(self.state, lookups=lookups))
+        plan, track = self.state.plan, Track(self.trained, self.load)
+        while len(self.state.rungs) < plan.num_rungs and self.state.over is None:
+            alive = self.state.rungs[-1].kept if self.state.rungs else list(plan.step_seconds)
+            rung = run_rung(len(self.state.rungs) + 1, alive, plan, self.steps, self.state.lookups, track)
+            over = why_over(rung.contenders, self.state.lookups)
+            self.save(replace(self.state, rungs=[*self.state.rungs, rung], over=over))
+            self.console.print(rung.decision)
+            if over:
+                self.console.print(over)
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """The steps that each kind was trained for, in the newest rung that it was in."""
+        return {found.score.name: found.score.steps for rung in self.state.rungs for found in rung.contenders}
+
+    def finish(self) -> None:
+        """Give the winner the training that is left, and measure it beside the lookups on prompts that nothing saw."""
+        state = self.state
+        if state.rungs and state.over is None and state.final is None:
+            [kind] = state.rungs[-1].kept
+            score, _ = self.trained(kind, state.plan.final_steps(kind, self.steps[kind]))
+            self.save(replace(state, final=score))
+        names = self.finalists()
+        paths = evaluation_paths(self.out / "comparison", names)
+        if not all(path.is_file() for path in paths):
+            most = min((load_drafter(name, self.target).max_draft_length or LONGEST for name in names), default=LONGEST)
+            lengths = sorted({min(most, max(1, score.draft_length)) for score in self.scores()})
+            grid = [replace(self.measuring, draft=length, repeats=MOST_REPEATS) for length in lengths]
+            test, plan = self.prompt_set(self.prompts.test), self.state.plan
+            options = EvaluationOptions(
+                plan.num_threads, certify=True, minutes=plan.measure_minutes, sample_texts=True, costs=True
+            )
+            evaluate_side_by_side(self.target, names, [test], grid, self.out / "comparison", options)
+
+    def scores(self) -> list[Score]:
+        """Return the scores of those that are measured at the end: the winner, if any, and the lookups."""
+        return [*([self.state.final] if self.state.final else []), *self.state.lookups]
+
+    def finalists(self) -> list[str]:
+        """Return what is measured at the end: the winner's checkpoint, and the lookups."""
+        return [str(self.checkpoint(score.name, score.steps)) if score.steps else score.name for score in self.scores()]
+
+    def tell(self) -> None:
+        """Print the report and the result, and export what is fastest of what the engine serves."""
+        evaluations = [read_evaluation(path) for path in evaluation_paths(self.out / "comparison", self.finalists())]
+        fastest = sorted(evaluations, key=best_rank, reverse=True)
+        self.console.print(f"\nreport: {build_report(self.out / 'comparison')}")
+        print_summary(self.out / "comparison", self.console)
+        best = fastest[0]
+        pays = any(row.pays for row in best.results)
+        title = f"the best drafter is {best.drafter}" if pays else "nothing pays on this traffic at this load"
+        more = self.with_more_time()
+        write_whole(self.out / "auto.html", story_page(self.state, fastest, title, more))
+        self.console.print(f"how it was found: {self.out / 'auto.html'}", soft_wrap=True)
+        for line in (title, more):
+            if line:
+                self.console.print(line, soft_wrap=True)
+        if not pays:
+            return
+        engine = self.settings.engine or "vllm"
+        if (engine, best.drafter_kind) not in LOADER_RULES and best.drafter_kind not in TRAINING_FREE:
+            self.console.print(f"{engine} does not serve {best.drafter_kind}: nothing is exported")
+            return
+        if (self.out / "export").is_dir():
+            self.console.print(f"exported: {self.out / 'export'}", soft_wrap=True)
+            return
+        exported = ExportSettings(
+            target=self.target.name, checkpoint=best.drafter, engine=engine, out=self.out / "export"
+        )
+        export(exported, self.target, self.console, best)
+
+    def with_more_time(self) -> str | None:
+        """Return what more training would bring to the winner; None where there is none."""
+        final = self.state.final
+        return None if final is None else more_time(final, read_typed(Costs, self.costs_of(final.name)), self.load)
+
+    # --- training and scoring
+
+    def trained(self, kind: str, num_steps: int) -> tuple[Score, Costs]:
+        """Train a kind for so many steps in all, and score what it has become."""
+        train(self.config(kind, num_steps))
+        return self.scored(str(self.checkpoint(kind, num_steps)), kind, num_steps)
+
+    def checkpoint(self, kind: str, num_steps: int) -> Path:
+        return self.out / kind / "checkpoints" / checkpoint_name(num_steps)
+
+    def config(self, kind: str, num_steps: int) -> TrainConfig:
+        """Return the recipe of a kind for the search."""
+        plan = self.state.plan
+        config = recipe_of_auto(kind, plan.target_is_small)
+        config.target, config.data.samples = plan.target, str(self.out / "samples")
+        config.data.held_out_prompts, config.data.max_length = 0, min(512, self.target.context)
+        if plan.stored_layers is not None and not config.drafter.starts_from_layers:
+            config.data.features, config.data.features_layers = "stored", plan.stored_layers
+            config.data.features_dir = str(self.out / "features")
+        config.evaluation.prompts = None
+        config.run.dir, config.run.device = str(self.out / kind), self.settings.device
+        config.run.steps = config.run.checkpoint_every = num_steps
+        config.run.log_every = max(1, num_steps // 40)
+        return config
+
+    def scored(self, drafter_name: str, name: str, steps: int) -> tuple[Score, Costs]:
+        """Return the score of a drafter on the prompts of the race, and what it costs."""
+        drafter = load_drafter(drafter_name, self.target)
+        prompts = self.prompt_set(self.prompts.racing)
+        path = self.costs_of(name)
+        with cpu_threads(self.state.plan.num_threads):
+            if not path.is_file():
+                longest = min(LONGEST, drafter.max_draft_length or LONGEST)
+                reach = CostRange(self.load.batch_size, self.load.context, longest, seconds=COST_SECONDS)
+                write_json(path, to_json(measure_costs(self.target, drafter, reach, name)))
+            costs = read_typed(Costs, path)
+            score = measure_score(self.target, drafter, name, steps, prompts, self.measuring, costs, self.load)
+        self.console.print(score.text)
+        return score, costs
+
+    def costs_of(self, name: str) -> Path:
+        """Return where the costs of a kind or a lookup are kept."""
+        return self.out / "costs" / f"{name}.json"
+
+    @property
+    def measuring(self) -> MeasureSettings:
+        """The settings that drafters are measured with: temperature, batch size and length of the traffic's answers."""
+        settings = self.settings
+        return MeasureSettings(
+            settings.temperature, batch_size=settings.batch_size, max_new_tokens=settings.max_new_tokens
+        )
+
+    @cached_property
+    def load(self) -> Load:
+        """The load that speedups are predicted for."""
+        racing = self.prompt_set(self.prompts.racing)
+        return Load(self.settings.batch_size, typical_context(racing, self.settings.max_new_tokens))
+
+    def prompt_set(self, path: Path) -> PromptSet:
+        return read_prompt_set(str(path), self.target, None, self.settings.max_new_tokens)
+
+
+def asked(settings: AutoSettings) -> str:
+    """Return what a search was asked for, of which nothing may change when it goes on."""
+    names = ("target", "traffic", "drafters", "engine", "keep_personal_data", "temperature", "batch_size")
+    given = {name: getattr(settings, name) for name in (*names, "max_new_tokens", "budget")}
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+
+
+def best_rank(evaluation: Evaluation) -> tuple[bool, float]:
+    """Return the rank of a drafter's best row."""
+    return max(row.rank_key for row in evaluation.results)
+
+
+def plan_lines(plan: AutoPlan) -> list[str]:
+    """Return the plan in words."""
+    steps = ", ".join(f"{kind} {1000 * seconds:.0f} ms" for kind, seconds in plan.step_seconds.items())
+    if not plan.step_seconds:
+        return ["no kind races: the engine serves none of them, so lookups are measured alone"]
+    return [
+        f"the target answers {plan.num_answers} prompts; a step takes: {steps}",
+        f"{plan.num_rungs} rungs of {plan.rung_seconds / 60:.1f} minutes of training, then "
+        f"{plan.final_seconds / 60:.1f} minutes for the winner and {plan.measure_minutes:.1f} minutes of measuring",
+    ]

@@ -1,0 +1,103 @@
+"""The amounts that the time of `draftsmith auto` allows: answers to train on, and training in each rung of the race."""
+
+import math
+import time
+from dataclasses import dataclass
+
+from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.prompts import tokenise
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.models import Target, load_drafter
+from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.studies.quickstart_budget import (
+    ANSWERS,
+    MOST_STORED,
+    fastest_num_threads,
+    first_samples,
+    new_drafter,
+    stored_bytes,
+    time_step,
+)
+from draftsmith.train import TrainConfig
+
+# Shares of the time: the target's answers and features, the race, the winner's training, and measuring at the end.
+ANSWER_SHARE, RACE_SHARE, FINAL_SHARE, MEASURE_SHARE = 0.15, 0.35, 0.25, 0.17  # the rest is slack
+SMALL_TARGET = 1024  # narrower targets take the quickstart's recipes
+TIMED_PROMPTS = 8
+
+
+@dataclass(frozen=True)
+class AutoPlan:
+    """The amounts that the time allows."""
+
+    target: str
+    hours: float
+    num_answers: int  # prompts that the target answers for training
+    num_threads: int | None  # of the CPU, that plain decoding is fastest with; None on a GPU
+    step_seconds: dict[str, float]  # of training, by kind
+    stored_layers: list[int] | None  # whose states are stored once for all kinds; None: the target runs in each step
+    rung_seconds: float  # of training in each rung of the race
+    final_seconds: float  # of training the winner
+    measure_minutes: float  # of measuring at the end
+    target_is_small: bool  # so that it takes the quickstart's recipes
+
+    @property
+    def num_rungs(self) -> int:
+        """Number of rungs, after each of which half of the kinds are dropped."""
+        return max(1, math.ceil(math.log2(len(self.step_seconds)))) if self.step_seconds else 0
+
+    def steps_in_rung(self, kind: str, num_alive: int, before: int) -> int:
+        """Return the steps of a kind at the end of a rung that so many share, in place of those that it had before."""
+        return self._steps(kind, self.rung_seconds / num_alive, before)
+
+    def final_steps(self, kind: str, before: int) -> int:
+        """Return the steps of the winner at the end."""
+        return self._steps(kind, self.final_seconds, before)
+
+    def _steps(self, kind: str, seconds: float, before: int) -> int:
+        """Return the steps after more seconds; a run goes on from where its learning rate began to fall."""
+        kept = recipe_of_auto(kind, self.target_is_small).optimizer.decay_start(before)
+        return kept + max(8, int(seconds / self.step_seconds[kind]))
+
+
+def recipe_of_auto(kind: str, small: bool) -> TrainConfig:
+    """Return the recipe of a kind, whose rate falls late, so that a run can be made longer."""
+    config = RECIPES[f"quickstart_{kind}" if small else kind]()
+    config.optimizer.decay = "late"
+    return config
+
+
+def make_plan(target: Target, prompts: list[Prompt], kinds: list[str], hours: float) -> AutoPlan:
+    """Time a batch of answers, decoded prompts and a few steps of each kind, and divide the time."""
+    seconds, small = 3600 * hours, target.hidden_size < SMALL_TARGET
+    first = prompts[: ANSWERS.batch_size]
+    plain = SpeculativeDecoder(target, load_drafter("none", target))
+    plain.generate([tokenise(first[0], target)], max_new_tokens=4)  # warm-up
+    start = time.perf_counter()
+    samples = first_samples(plain, first)
+    answer_seconds = (time.perf_counter() - start) / len(first)
+    num_threads, _ = fastest_num_threads(plain, [tokenise(prompt, target) for prompt in first[:TIMED_PROMPTS]])
+    recipes = {kind: recipe_of_auto(kind, small) for kind in kinds}
+    drafters = {kind: new_drafter(recipe, target) for kind, recipe in recipes.items()}
+    times = {kind: time_step(recipes[kind], drafter, target, samples) for kind, drafter in drafters.items()}
+    layers = sorted({layer_id for drafter in drafters.values() for layer_id in drafter.layer_ids})
+    feature_seconds = max((times[kind].features / recipes[kind].data.batch_size for kind in kinds), default=0.0)
+    num_answers = min(len(prompts), max(len(first), int(ANSWER_SHARE * seconds / (answer_seconds + feature_seconds))))
+    in_store = stored_bytes(samples, layers, target) * num_answers / len(samples) <= MOST_STORED
+    step_seconds = {
+        kind: found.loss + found.features * (not in_store or drafters[kind].config.starts_from_layers)
+        for kind, found in times.items()
+    }
+    num_rungs = max(1, math.ceil(math.log2(max(1, len(kinds)))))
+    return AutoPlan(
+        target=target.name,
+        hours=hours,
+        num_answers=num_answers,
+        num_threads=num_threads,
+        step_seconds=step_seconds,
+        stored_layers=layers if in_store and kinds else None,
+        rung_seconds=RACE_SHARE * seconds / num_rungs,
+        final_seconds=FINAL_SHARE * seconds,
+        measure_minutes=MEASURE_SHARE * seconds / 60,
+        target_is_small=small,
+    )

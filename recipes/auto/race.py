@@ -1,0 +1,103 @@
+"""The race of `draftsmith auto`: kinds of drafters are trained in rungs, and half of them dropped after each.
+
+What counts is the speedup predicted on the user's traffic at the user's load. Lookups, which need no training, are
+rivals from the start. A forecast says what a kind can still reach; where none can reach a lookup, the race ends.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import logit
+
+from draftsmith.inference.planning.costs import Costs
+from draftsmith.recipes.auto.budget import AutoPlan
+from draftsmith.recipes.auto.score import Load, Score, potential
+from draftsmith.train.evaluation.forecast import FINISHED_RUNS
+
+LOOKUPS = ("ngram", "suffix")
+# Doublings of the steps from a fifth of a run to its end: over them finished runs grew as FINISHED_RUNS tells.
+DOUBLINGS = math.log2(5)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A kind in a rung: what it reached, and what it could reach with all the training that is left."""
+
+    score: Score
+    potential: float  # predicted speedup at the end, at the growth that is usual
+    best_potential: float  # the same at the growth of the run that grew most
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A part of the race, and who is left after it."""
+
+    contenders: list[Contender]  # that were trained, the best potential first
+    kept: list[str]
+    decision: str  # in words
+
+
+def run_rung(
+    number: int, alive: list[str], plan: AutoPlan, steps: dict[str, int], lookups: list[Score], track: "Track"
+) -> Rung:
+    """Train every kind that is alive for its part of a rung, and decide who goes on."""
+    contenders = []
+    for kind in alive:
+        num_steps = plan.steps_in_rung(kind, len(alive), steps.get(kind, 0))
+        score, costs = track.train(kind, num_steps)
+        contenders.append(contender(score, costs, plan, track.load))
+    contenders.sort(key=lambda found: found.potential, reverse=True)
+    kept = [found.score.name for found in contenders[: max(1, len(contenders) // 2)]]
+    return Rung(contenders, kept, decision(number, contenders, kept, lookups))
+
+
+@dataclass(frozen=True)
+class Track:
+    """The functions of a rung: how a kind is trained and scored, and the load that scores are for."""
+
+    train: Callable[[str, int], tuple[Score, Costs]]
+    load: Load
+
+
+def contender(score: Score, costs: Costs, plan: AutoPlan, load: Load) -> Contender:
+    """Return a kind with its forecast for the case that the rest of the training is all its own."""
+    doublings = math.log2(plan.final_steps(score.name, score.steps) / score.steps)
+    usual, most = growth_per_doubling()
+    reached, best = (potential(score, growth * doublings, costs, load) for growth in (usual, most))
+    return Contender(score, reached, max(reached, best))
+
+
+def growth_per_doubling() -> tuple[float, float]:
+    """Return how much twice the steps add to the log-odds of acceptance: the median of finished runs, and the most."""
+    growth = [(logit(run.end) - logit(run.fifth)) / DOUBLINGS for run in FINISHED_RUNS]
+    return float(np.median(growth)), float(max(growth))
+
+
+def decision(number: int, contenders: list[Contender], kept: list[str], lookups: list[Score]) -> str:
+    """Return in words who goes on after a rung, and why."""
+    dropped = [found for found in contenders if found.score.name not in kept]
+    best = max(contenders, key=lambda found: found.potential)
+    line = f"rung {number}: {', '.join(kept)} go on" if len(kept) > 1 else f"rung {number}: {kept[0]} goes on"
+    for found in dropped:
+        line += (
+            f"; {found.score.name} is dropped: forecast {found.potential:.2f}x, {best.score.name} {best.potential:.2f}x"
+        )
+    if lookups:
+        rival = max(lookups, key=lambda score: score.speedup)
+        line += f"; {rival.name} has {rival.speedup:.2f}x without training"
+    return line
+
+
+def why_over(contenders: list[Contender], lookups: list[Score]) -> str | None:
+    """Return why no further training can win, if so: a lookup, or plain decoding, is out of reach for every kind."""
+    best = max(contenders, key=lambda found: found.best_potential)
+    rival = max(lookups, key=lambda score: score.low, default=None)
+    name, reached = ("plain decoding", 1.0) if rival is None or rival.low <= 1 else (rival.name, rival.low)
+    if best.best_potential > reached:
+        return None
+    return (
+        f"{name} has at least {reached:.2f}x, and the best forecast of what training can still bring is "
+        f"{best.best_potential:.2f}x ({best.score.name}): training ends here"
+    )

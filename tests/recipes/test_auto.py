@@ -1,0 +1,224 @@
+"""The search for the best drafter: traffic that is divided cleanly, a race that is fair, and a search that goes on."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.prompts import read_prompts
+from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.planning.costs import Costs
+from draftsmith.models import Target
+from draftsmith.models.errors import UserError
+from draftsmith.models.reading import read_typed
+from draftsmith.recipes.auto import auto, budget
+from draftsmith.recipes.auto.race import Contender, decision, growth_per_doubling, why_over
+from draftsmith.recipes.auto.score import Load, Score, best_draft_of, potential, rates_of, speedup_of
+from draftsmith.recipes.auto.state import AutoState
+from draftsmith.recipes.auto.traffic import FEWEST, DividedPrompts, divide, mask, masked_text
+from draftsmith.recipes.configs.auto_settings import AutoSettings
+from draftsmith.recipes.evaluation import comparison
+
+LOAD = Load(1, 100)
+
+
+# --- traffic
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("mail jane.doe+x@example.co.uk today", "mail <email> today"),
+        ("call +49 170 1234567 or 555-123-4567", "call <number> or <number>"),
+        ("card 4111 1111 1111 1111.", "card <number>."),
+        ("key sk-abcdefghijklmnop1234 and hf_abcdefghijklmnopqrst", "key <key> and <key>"),
+        ("host 192.168.17.4:80", "host <address>:80"),
+        ("x = 3.14159 + 12345 * range(10)", "x = 3.14159 + 12345 * range(10)"),
+        ("version 1.2.3, 2026-11-23", "version 1.2.3, 2026-11-23"),
+    ],
+)
+def test_personal_data_is_masked(text: str, expected: str) -> None:
+    assert masked_text(text) == expected
+    chat = Prompt(messages=[{"role": "user", "content": [{"type": "text", "text": text}]}])
+    assert mask(chat).messages == [{"role": "user", "content": [{"type": "text", "text": expected}]}]
+
+
+def write_traffic(folder: Path, number: int = 120) -> Path:
+    """Prompts of the tiny target's words, some of them twice, a few with personal data, one that is too long."""
+    lines = [f"strike {'the iron ' * (i % 4)}{i}" for i in range(number)]
+    rows = [{"prompt": line, "domain": "forge" if i % 3 else "mail"} for i, line in enumerate(lines)]
+    rows += rows[:5] + [{"prompt": f"write to smith{i}@forge.org {i}"} for i in range(10)] + [{"prompt": "iron " * 400}]
+    path = folder / "traffic.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_traffic_is_divided_into_parts_that_share_nothing(tiny_target: Target, tmp_path: Path) -> None:
+    divided = DividedPrompts(tmp_path / "prompts")
+    traffic = divide(str(write_traffic(tmp_path)), tiny_target, 100, False, divided)
+    parts = [read_prompts(path) for path in (divided.training, divided.racing, divided.test)]
+    texts = [str(prompt.text) for part in parts for prompt in part]
+    assert len(set(texts)) == len(texts) == 130
+    assert [len(part) for part in parts] == [traffic.num_training, traffic.num_racing, traffic.num_test]
+    assert (traffic.num_prompts, traffic.num_masked, traffic.num_too_long) == (130, 10, 1)
+    assert traffic.domains == {"forge": 80, "mail": 40, "": 10}
+    assert not any("@" in text for text in texts)
+    again = divide(str(write_traffic(tmp_path)), tiny_target, 100, False, divided)
+    assert again == traffic
+
+
+def test_too_few_prompts_are_refused(tiny_target: Target, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"too few to hold {2 * FEWEST} out: give about 80 or more"):
+        divide(str(write_traffic(tmp_path, 20)), tiny_target, 100, False, DividedPrompts(tmp_path / "prompts"))
+
+
+# --- scores
+
+
+def costs_of(draft_ms: float) -> Costs:
+    """A target whose pass takes 10 ms whatever it reads, and a drafter that takes so much for each token."""
+    return Costs("cpu", "target", "name", "kind", {"step: pass": draft_ms}, {"pass": 10.0}, 0.0)
+
+
+def stats_of(*accepted: int) -> Stats:
+    """Rounds of four drafted tokens, of which so many are accepted."""
+    stats = Stats(4)
+    for number in accepted:
+        stats.count_round(4, number)
+    return stats
+
+
+def test_the_best_draft_is_the_one_that_theory_says() -> None:
+    """Half of the drafts are accepted whole and half not at all: free drafts are best long, dear ones not at all."""
+    stats = stats_of(4, 0, 4, 0)
+    assert rates_of(stats) == [0.5, 1.0, 1.0, 1.0]
+    free, dear = costs_of(0.0), costs_of(20.0)
+    assert best_draft_of(stats, free, LOAD) == 4
+    assert speedup_of(stats, 4, free, LOAD) == pytest.approx(3.0)
+    assert best_draft_of(stats, dear, LOAD) == 0
+    assert speedup_of(stats, 0, dear, LOAD) == 1.0
+
+
+def score_of(name: str, rate: float, speedup: float = 1.5, steps: int = 100) -> Score:
+    return Score(name, steps, [rate] * 4, 1.0, 4, 2.0, speedup, speedup - 0.1, speedup + 0.1)
+
+
+def test_what_can_still_be_reached_grows_with_the_steps() -> None:
+    usual, most = growth_per_doubling()
+    assert 0 < usual < most
+    costs = costs_of(1.0)
+    found = [potential(score_of("eagle3", 0.4), growth, costs, LOAD) for growth in (0.0, usual, most)]
+    assert found == sorted(found)
+    assert found[0] == pytest.approx(
+        speedup_of(stats_with(0.4), best_draft_of(stats_with(0.4), costs, LOAD), costs, LOAD), rel=0.02
+    )
+
+
+def stats_with(rate: float) -> Stats:
+    """Many rounds in which each token is accepted at one rate."""
+    histogram = [round(1e6 * rate**n * (1 - rate if n < 4 else 1)) for n in range(5)]
+    rounds = sum(histogram)
+    accepted = sum(n * count for n, count in enumerate(histogram))
+    return Stats(4, rounds, 4 * rounds, accepted, accepted + rounds, rounds, histogram)
+
+
+# --- the race
+
+
+def test_the_race_ends_where_a_lookup_is_out_of_reach() -> None:
+    contenders = [Contender(score_of("eagle3", 0.3), 1.4, 1.6), Contender(score_of("medusa", 0.3), 1.2, 1.3)]
+    assert why_over(contenders, [score_of("ngram", 0.5, speedup=1.65)]) is None  # its lower end is 1.55
+    over = why_over(contenders, [score_of("ngram", 0.5, speedup=1.75)])
+    assert over == (
+        "ngram has at least 1.65x, and the best forecast of what training can still bring is 1.60x (eagle3): "
+        "training ends here"
+    )
+    slow = [Contender(score_of("medusa", 0.3), 0.8, 0.9)]
+    assert str(why_over(slow, [score_of("ngram", 0.5, speedup=0.9)])).startswith("plain decoding has at least 1.00x")
+
+
+def test_a_decision_says_who_goes_on_and_why() -> None:
+    contenders = [
+        Contender(score_of(name, 0.3), 1.5 - i / 10, 2) for i, name in enumerate(("eagle3", "hydra", "medusa"))
+    ]
+    text = decision(2, contenders, ["eagle3"], [score_of("ngram", 0.3, speedup=1.1)])
+    assert text == (
+        "rung 2: eagle3 goes on; hydra is dropped: forecast 1.40x, eagle3 1.50x; medusa is dropped: forecast 1.30x, "
+        "eagle3 1.50x; ngram has 1.10x without training"
+    )
+
+
+# --- the whole
+
+
+@pytest.fixture
+def settings(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AutoSettings:
+    """A search of some seconds."""
+    monkeypatch.setattr(auto, "COST_SECONDS", 0.5)
+    monkeypatch.setattr(comparison, "with_certificates", lambda evaluations, *_: evaluations)  # half a minute
+    monkeypatch.setattr(budget, "fastest_num_threads", lambda plain, prompts: (1, 0.01))
+    return AutoSettings(
+        target=str(tiny_target_dir),
+        traffic=str(write_traffic(tmp_path)),
+        drafters="medusa,hydra",
+        max_new_tokens=16,
+        budget=0.004,
+        out=tmp_path / "out",
+        device="cpu",
+    )
+
+
+def run(settings: AutoSettings) -> str:
+    """What is printed."""
+    console = Console(width=200, record=True)
+    auto.run(settings, console)
+    return console.export_text()
+
+
+def test_a_search_from_traffic_to_an_export(settings: AutoSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped after each training, goes on by the same command, and does nothing twice."""
+    trained: list[tuple[str, int]] = []
+    own = auto.train
+
+    def stopped(config: Any) -> Path:
+        trained.append((config.drafter.kind, config.run.steps))
+        path = own(config)
+        if len(trained) in (1, 3):
+            raise KeyboardInterrupt
+        return path
+
+    monkeypatch.setattr(auto, "train", stopped)
+    monkeypatch.setattr(auto, "why_over", lambda contenders, lookups: None)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run(settings)
+    text = run(settings)
+    assert [kind for kind, _ in trained[:3]] == ["medusa", "medusa", "hydra"]
+    state = read_typed(AutoState, settings.out / "auto.json")
+    (rung,) = state.rungs
+    assert state.final is not None
+    assert rung.kept == [state.final.name]
+    assert state.final.steps > rung.contenders[0].score.steps
+    assert {score.name for score in state.lookups} == {"ngram", "suffix"}
+    assert rung.decision in " ".join(text.split()) or rung.decision in (settings.out / "auto.html").read_text()
+    assert (settings.out / "auto.html").stat().st_size < 500_000
+    before = len(trained)
+    run(settings)
+    assert len(trained) == before
+    with pytest.raises(UserError, match="holds a search with .*--budget 0.004.*: give that to go on"):
+        run(replace(settings, budget=1.0))
+
+
+def test_a_dry_run_trains_nothing(settings: AutoSettings) -> None:
+    text = run(replace(settings, dry_run=True))
+    assert "a step takes: medusa" in text
+    assert sorted(path.name for path in settings.out.iterdir()) == ["auto.json", "prompts"]
+
+
+def test_an_engine_lets_only_those_race_that_it_serves(settings: AutoSettings) -> None:
+    found = auto.Auto(replace(settings, engine="sglang", drafters="eagle3,hydra,medusa", dry_run=True), Console())
+    assert list(found.state.plan.step_seconds) == ["eagle3"]
