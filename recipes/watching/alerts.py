@@ -19,7 +19,7 @@ GAUGES = {
 
 
 class Alerts:
-    """The places of alerts: `webhook` is an address that gets a POST of {"text": ...}, and `port` that of the gauges."""
+    """The places of alerts: `webhook` is an address that gets a POST of {"text": ...}, `port` that of the gauges."""
 
     def __init__(self, webhook: str | None, port: int | None) -> None:
         self.webhook = None if webhook is None else checked_url(webhook, "--webhook")
