@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from vllm_process import extraction_options, serving
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
-from draftsmith.data.features.endpoint import EndpointFeatures
+from draftsmith.data.features.endpoint import FeatureServer
+from draftsmith.data.features.streamed import StreamedFeatures
 from draftsmith.data.features.writer import write_shards
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.data.samples.batches import BatchPlan
@@ -63,7 +64,7 @@ def test_stored_states_are_those_of_the_target(url: str, target: Target, samples
     plan = BatchPlan(Samples.of(samples), 4, max_length=400, tokens_per_micro_batch=2000, seed=0)
     ends = Target.head_from_pretrained(EMBEDDED_TARGET, target.fingerprint(), "cpu", torch.float32)
     stores = [make_store(tmp_path / name, target, plan, layer_ids=LAYER_IDS) for name in ("served", "own")]
-    served = EndpointFeatures(url, ends, LAYER_IDS, plan, tmp_path)
+    served = StreamedFeatures([FeatureServer(url, ends, LAYER_IDS, plan, tmp_path)], ends)
     for store, source in zip(stores, (served, source_of(stores[1], target)), strict=True):
         write_shards(store, store.missing(), source)
     for shard in stores[0].shards:
@@ -77,4 +78,4 @@ def test_stored_states_are_those_of_the_target(url: str, target: Target, samples
 def test_a_server_with_other_layers_is_refused(url: str, samples: list[Sample], tmp_path: Path) -> None:
     ends = Target.head_from_pretrained(EMBEDDED_TARGET, None, "cpu")
     with pytest.raises(UserError, match="layer 3 is not what comes out of that layer"):
-        EndpointFeatures(url, ends, (3, 7, 11), make_plan(samples), tmp_path)
+        StreamedFeatures([FeatureServer(url, ends, (3, 7, 11), make_plan(samples), tmp_path)], ends)

@@ -20,12 +20,12 @@ import torch
 from runs import arguments, base_of, final_weights, make_config
 from safetensors import SafetensorError
 
+from draftsmith.data.prefetch import prefetched
 from draftsmith.models import Target
 from draftsmith.models.drafters.medusa import Medusa
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable
 from draftsmith.train import loop, train
-from draftsmith.train.inputs.prefetch import prefetched
 from draftsmith.train.process.faults import in_one_line
 from draftsmith.train.process.signals import Stopped
 from draftsmith.train.process.stages import Stages, watched
@@ -450,13 +450,14 @@ def test_storing_features_is_watched_and_stops_on_a_signal(
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
-def test_prefetched_keeps_order_and_raises_in_its_place() -> None:
+@pytest.mark.parametrize("num_ahead", [0, 1, 3])
+def test_prefetched_keeps_order_and_raises_in_its_place(num_ahead: int) -> None:
     def make(step: int) -> int:
         if step == 3:
             raise ValueError("the third")
         return step * step
 
-    values = prefetched(make, range(5))
+    values = prefetched(make, range(5), num_ahead)
     assert [next(values) for _ in range(3)] == [0, 1, 4]
     with pytest.raises(ValueError, match="the third"):
         next(values)

@@ -1,0 +1,145 @@
+"""Teach the embedded target to repeat itself less: unlikelihood training on its own greedy answers.
+
+    python tools/unlearn_loops.py --model DIR/model --text TEXT.jsonl --out DIR2 [--steps 100] [--threads 2]
+
+Each step has two parts (Welleck et al., "Neural Text Generation with Unlikelihood Training", arXiv 1908.04319, section
+5.2). The model answers some prompts greedily; the tokens of runs of four that stand earlier in the same answer are made
+less likely, by -log(1 - p). And it goes on learning the text, so that it forgets nothing. The prompts are those of the
+training files.
+"""
+
+import argparse
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tiny_target_quality import GRAM, LONGEST_PROMPT, NEW_TOKENS, held_out_loss
+from tiny_target_text import read_documents
+from torch import Tensor
+from train_tiny_target import Rows, Shape, Training, loss_of, tokenize
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.data.prompts.code_dialogues import code_dialogues
+from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions, stdlib_groups
+
+TINY = 1e-6
+
+
+@dataclass
+class Unlearning:
+    """The settings of the training."""
+
+    steps: int = 100
+    answers: int = 48  # a step
+    weight: float = 1.0  # of the unlikelihood beside the loss on text
+    learning_rate: float = 3e-4
+    report_every: int = 10
+
+
+def prompts_of(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the prompts of the training files: functions that were begun, and questions."""
+    mark = tokenizer.bos_token_id
+    begun = [function_prompt(function) for function in stdlib_functions(held_out=False)]
+    prompts = [[mark, *ids] for ids in tokenizer(begun, add_special_tokens=False, verbose=False)["input_ids"]]
+    for messages in code_dialogues(stdlib_groups(held_out=False)):
+        asked = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+        prompts.append(tokenizer(asked, add_special_tokens=False)["input_ids"])
+    return [prompt for prompt in prompts if len(prompt) <= LONGEST_PROMPT]
+
+
+@torch.no_grad()
+def greedy_texts(model: PreTrainedModel, prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Return prompts with greedy answers, [B, T], and where the answers are, bool [B, T]; padded on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    model.eval()
+    texts = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=pad)
+    is_answer = torch.zeros_like(texts, dtype=torch.bool)
+    ends = set(model.generation_config.eos_token_id)
+    for row, text in enumerate(texts.tolist()):
+        end = next((place for place in range(longest, len(text)) if text[place] in ends), len(text))
+        is_answer[row, longest:end] = True
+    return texts, is_answer
+
+
+def repeated(texts: Tensor, is_answer: Tensor) -> Tensor:
+    """Return which tokens [B, T] of answers belong to a run of `GRAM` that stands earlier in the same answer."""
+    found = torch.zeros_like(is_answer)
+    for row, (text, inside) in enumerate(zip(texts.tolist(), is_answer.tolist(), strict=True)):
+        places = [place for place, own in enumerate(inside) if own]
+        seen: set[tuple[int, ...]] = set()
+        for start in places[: len(places) - GRAM + 1]:
+            gram = tuple(text[start : start + GRAM])
+            if gram in seen:
+                found[row, start : start + GRAM] = True
+            seen.add(gram)
+    return found
+
+
+def unlikelihood(model: PreTrainedModel, texts: Tensor, prompt_mask: Tensor, unwanted: Tensor) -> Tensor:
+    """Return the mean of -log(1 - p) over unwanted tokens [B, T]; 0 where there are none."""
+    with torch.autocast("cpu", torch.bfloat16):
+        positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(texts, attention_mask=prompt_mask, position_ids=positions, use_cache=False).logits
+    chances = logits[:, :-1].float().softmax(-1).gather(2, texts[:, 1:, None])[..., 0]
+    losses = -torch.log((1 - chances).clamp(min=TINY))
+    wanted = unwanted[:, 1:]
+    return (losses * wanted).sum() / wanted.sum().clamp(min=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=Unlearning.steps)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    settings = Unlearning(steps=args.steps)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0, betas=(0.9, 0.95))
+    rows = Rows(tokenize(list(read_documents(args.text)), tokenizer), Shape(), Training())
+    prompts, held_out = prompts_of(tokenizer), stdlib_functions(held_out=True)
+    chances, start = random.Random(0), time.monotonic()
+    for step in range(settings.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * min(1.0, (step + 1) / 10, (settings.steps - step) / 20)
+        drawn = chances.sample(prompts, settings.answers)
+        texts, is_answer = greedy_texts(model, drawn, tokenizer.pad_token_id)
+        unwanted = repeated(texts, is_answer)
+        length = texts.shape[1]
+        longest = max(map(len, drawn))
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * (length - longest + len(p)) for p in drawn])
+        model.train()
+        penalty = unlikelihood(model, texts, mask, unwanted)
+        (settings.weight * penalty).backward()
+        text_rows = rows.of_step(step)
+        loss = 0.0
+        for part in text_rows.split(8):
+            share = loss_of(model, part) * (len(part) / len(text_rows))
+            share.backward()
+            loss += share.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % settings.report_every == 0:
+            share_repeated = unwanted.sum().item() / max(1, is_answer.sum().item())
+            print(
+                f"step {step + 1}, {time.monotonic() - start:.0f} s: loss {loss:.3f}, unlikelihood {penalty:.3f}, "
+                f"{share_repeated:.1%} of the tokens of answers are repeated",
+                flush=True,
+            )
+    model.eval()
+    print(f"held-out loss {held_out_loss(model, tokenizer, held_out).per_token:.3f}")
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    model.save_pretrained(args.out, state_dict=weights)
+    tokenizer.save_pretrained(args.out)
+
+
+if __name__ == "__main__":
+    main()
