@@ -13,6 +13,7 @@ import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tiny_target_quality import GRAM, LONGEST_PROMPT, NEW_TOKENS, held_out_loss
@@ -50,7 +51,7 @@ def prompts_of(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 
 
 @torch.no_grad()
-def greedy_texts(model: PreTrainedModel, prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
+def greedy_texts(model: Any, prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
     """Return prompts with greedy answers, [B, T], and where the answers are, bool [B, T]; padded on the left."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
