@@ -158,5 +158,5 @@ class StreamedFeatures:
 
 
 def steps_ahead(bytes_per_step: float) -> int:
-    """Return the number of steps whose features may be fetched at once, which many or few servers keep filled."""
+    """Return the number of steps whose features are fetched ahead: as many as `AHEAD_BYTES` hold, one at least."""
     return int(min(MOST_STEPS_AHEAD, max(1, AHEAD_BYTES // bytes_per_step)))

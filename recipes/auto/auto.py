@@ -30,8 +30,8 @@ from draftsmith.recipes.auto.score import LONGEST, Load, Score, measure_score
 from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.auto.story import more_time, story_page
 from draftsmith.recipes.auto.traffic import DividedPrompts, divide
-from draftsmith.recipes.configs.auto_settings import AutoSettings
 from draftsmith.recipes.configs.command_settings import ExportSettings
+from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
 from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.reports.report import build_report
@@ -101,7 +101,7 @@ class Auto:
     def kinds(self) -> list[str]:
         """Return the kinds that race, those that the engine serves where one is named."""
         engine = self.settings.engine
-        return [kind for kind in self.settings.kinds if engine is None or (engine, kind) in LOADER_RULES]
+        return [kind for kind in self.settings.kinds if engine is None or is_served(kind, engine)]
 
     def save(self, state: AutoState) -> AutoState:
         """Write what was found so far."""
@@ -183,19 +183,21 @@ class Auto:
         for line in (title, more):
             if line:
                 self.console.print(line, soft_wrap=True)
-        if not pays:
-            return
-        engine = self.settings.engine or "vllm"
-        if (engine, best.drafter_kind) not in LOADER_RULES and best.drafter_kind not in TRAINING_FREE:
-            self.console.print(f"{engine} does not serve {best.drafter_kind}: nothing is exported")
-            return
-        if (self.out / "export").is_dir():
-            self.console.print(f"exported: {self.out / 'export'}", soft_wrap=True)
-            return
-        exported = ExportSettings(
-            target=self.target.name, checkpoint=best.drafter, engine=engine, out=self.out / "export"
-        )
-        export(exported, self.target, self.console, best)
+        if pays:
+            self.export_fastest(fastest)
+
+    def export_fastest(self, fastest: list[Evaluation]) -> None:
+        """Export the fastest that pays and that the engine serves; say so where there is none."""
+        engine, out = self.settings.engine or "vllm", self.out / "export"
+        served = [one for one in fastest if is_served(one.drafter_kind, engine)]
+        chosen = next((one for one in served if any(row.pays for row in one.results)), None)
+        if chosen is None:
+            self.console.print(f"{engine} serves none of those that pay: nothing is exported")
+        elif out.is_dir():
+            self.console.print(f"exported: {out}", soft_wrap=True)
+        else:
+            exported = ExportSettings(target=self.target.name, checkpoint=chosen.drafter, engine=engine, out=out)
+            export(exported, self.target, self.console, chosen)
 
     def with_more_time(self) -> str | None:
         """Return what more training would bring to the winner; None where there is none."""
@@ -262,6 +264,11 @@ class Auto:
 
     def prompt_set(self, path: Path) -> PromptSet:
         return read_prompt_set(str(path), self.target, None, self.settings.max_new_tokens)
+
+
+def is_served(kind: str, engine: str) -> bool:
+    """Return whether an engine serves drafters of a kind."""
+    return (engine, kind) in LOADER_RULES or engine in TRAINING_FREE.get(kind, ())
 
 
 def asked(settings: AutoSettings) -> str:

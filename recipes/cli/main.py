@@ -22,7 +22,7 @@ from draftsmith.models.errors import UserError, first_line, is_out_of_memory, on
 from draftsmith.models.files import DISK_FAULTS
 from draftsmith.recipes.cli.flags import add_flags, settings_from
 from draftsmith.recipes.cli.output_folder import output_folder
-from draftsmith.recipes.configs import auto_settings, command_settings, data_settings, server_settings
+from draftsmith.recipes.configs import command_settings, data_settings, server_settings, training_settings
 
 EXIT_FAULT, EXIT_USER_ERROR = 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell tells them
@@ -32,8 +32,8 @@ RESUMED = ("quickstart", "auto", "prepare", "train")  # commands that go on wher
 
 # By name: the module below draftsmith.recipes whose `run(settings, console)` is the command, and its settings.
 COMMANDS: dict[str, tuple[str, type]] = {
-    "quickstart": ("studies.quickstart", command_settings.QuickstartSettings),
-    "auto": ("auto.auto", auto_settings.AutoSettings),
+    "quickstart": ("studies.quickstart", training_settings.QuickstartSettings),
+    "auto": ("auto.auto", training_settings.AutoSettings),
     "prepare": ("cli.prepare", data_settings.PrepareCommandSettings),
     "convert": ("cli.convert", data_settings.ConvertSettings),
     "train": ("cli.train", command_settings.TrainSettings),

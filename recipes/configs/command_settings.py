@@ -5,7 +5,6 @@ Nothing slow is imported here, so that `--help` and mistakes in flags are answer
 """
 
 from dataclasses import MISSING, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -312,33 +311,6 @@ class PlanSettings(OfTarget):
         """Refuse settings that were given and have no effect."""
         if given := next((name for name in names if getattr(self, name)), None):
             raise UserError(f"--{given.replace('_', '-')} has no effect {where}: leave it out")
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuickstartSettings(OnDevice):
-    """Train and measure drafters with nothing to download.
-
-    example:
-      draftsmith quickstart --minutes 10
-    """
-
-    target: Name | None = option(INPUT, "Hub name or directory (one is shipped)", None, "T")
-    drafters: Name = option(INPUT, "kinds, separated by commas", "eagle3,hydra,medusa,draft_model", "KINDS")
-    minutes: Minutes = option(MEASURING, "time for everything: more trains longer", 10.0, "X")
-    out: FilePath = option(OUTPUT, "folder to write", Path("runs/quickstart"), "DIR")
-
-    @property
-    def kinds(self) -> list[str]:
-        """Return the kinds of drafters, in the order in which they were given."""
-        return list(dict.fromkeys(kind.strip() for kind in self.drafters.split(",") if kind.strip()))
-
-    def refuse_mistakes(self) -> None:
-        from draftsmith.recipes.configs.recipes import RECIPES  # here, as `--help` needs no recipes
-
-        known = [name.removeprefix("quickstart_") for name in RECIPES if name.startswith("quickstart_")]
-        if not self.kinds or not set(self.kinds) <= set(known):
-            raise UserError(f"--drafters {self.drafters}: choose from {', '.join(known)}")
-        super().refuse_mistakes()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,6 +105,6 @@ class WatchSettings(Settings):
             check_address(url, "watch")
         if len(set(self.url)) < len(self.url):
             raise UserError("watch: give each server once")
-        if self.webhook is not None:
-            check_address(self.webhook, "--webhook")
+        if self.webhook is not None and not self.webhook.startswith(("http://", "https://")):
+            raise UserError("--webhook: give its whole address, which begins with https://")
         super().refuse_mistakes()

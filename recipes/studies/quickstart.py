@@ -23,8 +23,9 @@ from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import write_whole
 from draftsmith.models.target.chat_template import has_template
-from draftsmith.recipes.configs.command_settings import ExportSettings, QuickstartSettings
+from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.configs.training_settings import QuickstartSettings
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
 from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.reports.report import build_report

@@ -3,9 +3,8 @@
 import httpx
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-from draftsmith.data.http import checked_url
 from draftsmith.data.progress import warn
-from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.errors import UserError
 from draftsmith.recipes.watching.readings import Reading
 
 SECONDS = 10.0  # for a webhook to answer
@@ -22,7 +21,7 @@ class Alerts:
     """The places of alerts: `webhook` is an address that gets a POST of {"text": ...}, `port` that of the gauges."""
 
     def __init__(self, webhook: str | None, port: int | None) -> None:
-        self.webhook = None if webhook is None else checked_url(webhook, "--webhook")
+        self.webhook = webhook
         self._gauges: dict[str, Gauge] = {}
         if port is not None:
             registry = CollectorRegistry()
@@ -47,4 +46,4 @@ class Alerts:
         try:
             httpx.post(self.webhook, json={"text": text}, timeout=SECONDS).raise_for_status()
         except (httpx.HTTPError, OSError) as error:
-            warn(f"the webhook did not take an alert ({first_line(error)})")
+            warn(f"the webhook did not take an alert ({type(error).__name__})")  # its address may hold a secret

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from scipy.special import ndtri, stdtr
 
 SLACK = 0.5  # standard deviations of a reading; falls of twice as much are found soonest
-LIMIT = 16.0  # false alarms in few of a hundred months of a look a minute: benchmarks/watch_alarms.py
+LIMIT = 16.0  # with a look a minute, false alarms in 0 to 27 % of simulated months: benchmarks/watch_alarms.py
 FEWEST = 5  # readings before the first is judged
 FARTHEST = 6.0  # standard deviations that one reading counts for at most
 TINY = 1e-12

@@ -16,6 +16,7 @@ TABLE = """CREATE TABLE IF NOT EXISTS readings (
     server TEXT, time REAL, drafts INTEGER, draft_tokens INTEGER, accepted INTEGER, per_position TEXT, gauge REAL,
     ttft_seconds REAL, ttft_count INTEGER, tpot_seconds REAL, tpot_count INTEGER, running REAL,
     PRIMARY KEY (server, time))"""
+OF_SERVER = "SELECT * FROM readings WHERE server = ? ORDER BY time"
 
 
 class History:
@@ -57,9 +58,16 @@ class History:
         except sqlite3.Error as error:
             raise UserError(f"--history {self.path} cannot be written ({error})") from None
 
+    def newest(self, server: str, number: int) -> list[Reading]:
+        """Return so many of the newest readings of a server, the oldest of them first."""
+        return list(self._read(f"{OF_SERVER} DESC LIMIT ?", (server, number)))[::-1]
+
     def of(self, server: str) -> Iterator[Reading]:
         """Yield the readings of a server, the oldest first."""
-        for row in self._database.execute("SELECT * FROM readings WHERE server = ? ORDER BY time", (server,)):
+        return self._read(OF_SERVER, (server,))
+
+    def _read(self, query: str, values: tuple[str | int, ...]) -> Iterator[Reading]:
+        for row in self._database.execute(query, values):
             _, time, drafts, draft_tokens, accepted, per_position, gauge, *rest = row
             ttft_seconds, ttft_count, tpot_seconds, tpot_count, running = rest
             counters = Counters(

@@ -76,7 +76,7 @@ def draw_acceptance(servers: Sequence[Series]) -> Callable[[Figure], None]:
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         for series, colour in zip(servers, cycle(COLOURS), strict=False):
-            shown = [one for one in series.readings[-MOST_SHOWN:] if one.acceptance_length is not None]
+            shown = [one for one in series.readings if one.acceptance_length is not None]
             times = [datetime.fromtimestamp(one.time) for one in shown]
             lengths = [one.acceptance_length or 0.0 for one in shown]
             errors = [2 * one.counters.standard_error if one.counters.num_drafts else 0.0 for one in shown]
@@ -100,7 +100,7 @@ def draw_latency(servers: Sequence[Series]) -> Callable[[Figure], None]:
         panels = figure.subplots(1, 2)
         for axes, name in zip(panels, ("ttft", "tpot"), strict=True):
             for series, colour in zip(servers, cycle(COLOURS), strict=False):
-                shown = [(one.time, getattr(one, name).milliseconds) for one in series.readings[-MOST_SHOWN:]]
+                shown = [(one.time, getattr(one, name).milliseconds) for one in series.readings]
                 known = [(datetime.fromtimestamp(at), value) for at, value in shown if value is not None]
                 axes.plot([at for at, _ in known], [value for _, value in known], color=colour, label=series.url)
             label(axes, {"ttft": "Time to the first token, ms", "tpot": "Time of a later token, ms"}[name], "")

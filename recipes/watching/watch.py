@@ -16,7 +16,7 @@ from draftsmith.recipes.configs.server_settings import WatchSettings
 from draftsmith.recipes.watching.alerts import Alerts
 from draftsmith.recipes.watching.change import Change, ChangeTest
 from draftsmith.recipes.watching.history import History
-from draftsmith.recipes.watching.page import Series, watch_page
+from draftsmith.recipes.watching.page import MOST_SHOWN, Series, watch_page
 from draftsmith.recipes.watching.readings import MEND, Reading, read
 from draftsmith.recipes.watching.reference import (
     LEAST_DRAFTS,
@@ -49,6 +49,7 @@ class Watched:
     newest: Reading | None = None  # its metrics at the last look
     pools: list["Pool"] = field(default_factory=lambda: [Pool(size) for size in POOLED])
     alerts: list[str] = field(default_factory=list)
+    retrains: bool = False  # whether the newest reading said so, which is told when it begins
 
     def reference(self, reading: Reading) -> Reference | None:
         """Return what was measured at export for drafts as long as the server's; None where there is nothing."""
@@ -62,7 +63,9 @@ class Watched:
             found.append(change_text(change))
         if reference and reading.counters.num_drafts:
             said = judgement(reading.counters, reference)
-            found += [said] if said.startswith(RETRAIN) else []
+            began = said.startswith(RETRAIN) and not self.retrains
+            self.retrains = said.startswith(RETRAIN)
+            found += [said] if began else []
         self.alerts += found
         return found
 
@@ -147,7 +150,7 @@ def look(one: Watched, history: History, alerts: Alerts) -> list[str]:
 
 def series_of(one: Watched, history: History) -> Series:
     """Return what the page shows of a server."""
-    readings = list(history.of(one.url))
+    readings = history.newest(one.url, MOST_SHOWN)
     reference = one.reference(one.newest) if one.newest else None
     measured = None
     if reference and one.newest:

@@ -297,7 +297,8 @@ def test_other_servers_are_refused(
 def test_a_server_of_few_bits(base: dict[str, Any], server: HiddenStatesServer, tmp_path: Path) -> None:
     """Its states are not exact, but nearest to those of the layer that was asked for."""
     server.error = 0.3
-    run(base, tmp_path, server)
+    folder = run(base, tmp_path, server)
+    assert read_metrics(folder)[-1]["step"] == RUN["steps"]
 
 
 def test_a_file_of_the_users_is_not_removed(base: dict[str, Any], server: HiddenStatesServer, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from draftsmith.recipes.auto.race import Contender, decision, growth_per_doublin
 from draftsmith.recipes.auto.score import Load, Score, best_draft_of, potential, rates_of, speedup_of
 from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.auto.traffic import FEWEST, DividedPrompts, divide, mask, masked_text
-from draftsmith.recipes.configs.auto_settings import AutoSettings
+from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.evaluation import comparison
 
 LOAD = Load(1, 100)

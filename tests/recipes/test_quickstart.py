@@ -20,7 +20,7 @@ from draftsmith.inference.measuring.measure import MeasureSettings
 from draftsmith.inference.measuring.results import Evaluation, read_evaluation
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.configs.command_settings import QuickstartSettings
+from draftsmith.recipes.configs.training_settings import QuickstartSettings
 from draftsmith.recipes.evaluation import comparison
 from draftsmith.recipes.evaluation.comparison import evaluation_paths
 from draftsmith.recipes.studies import quickstart

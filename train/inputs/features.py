@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from draftsmith.data.features.endpoint import FeatureServer
-from draftsmith.data.features.stored import Contents, FeatureSource, Shard, StoredFeatures, samples_hash, token_bytes
+from draftsmith.data.features.stored import Contents, Shard, StoredFeatures, samples_hash, token_bytes
 from draftsmith.data.features.streamed import StreamedFeatures, steps_ahead
 from draftsmith.data.features.writer import check_disk, write_index, write_shards
 from draftsmith.data.prompts.checks import check_capture
@@ -38,7 +38,7 @@ class RunFeatures:
 
     def __call__(self, micro_batch: MicroBatch, batch: Batch) -> Features:
         """Return the features of a micro-batch, on the target's device."""
-        return self.target.features(batch, self.layer_ids)
+        return self.target.features(batch.to(self.target.device), self.layer_ids)
 
     def read_ahead(self, micro_batch: MicroBatch, batch: Batch, pin_memory: bool) -> None:
         """Fetch what can be had before a micro-batch is asked for: in another thread, while a device computes."""
@@ -208,40 +208,44 @@ def write_missing(
     """Write this rank's part of a store's missing shards, and wait for the others."""
     if not config.data.servers:
         check_room_to_store(config, accelerator, target)
-    stages.enter("storing features")
-    in_step = config.run.target_placement == "sharded"
-    num_ahead = MICRO_BATCHES_AHEAD if config.data.servers else 0
-    source = source_to_store(config, store, target, stages)
-    write_shards(store, missing, source, accelerator.process_index, accelerator.num_processes, in_step, num_ahead)
-    del source  # and the target's layers with it
-    free_memory()
+    compute_and_write(config, store, missing, accelerator, target, stages)
+    free_memory()  # of the target's layers, to which only the call above referred
     accelerator.wait_for_everyone()
 
 
-def source_to_store(config: TrainConfig, store: StoredFeatures, target: Target, stages: Stages) -> FeatureSource:
-    """Return the source of features to store: the servers at data.features_endpoint, or the target's own layers.
-
-    Each batch enters its stage anew, which shows that the pass moves.
-    """
-    layer_ids = store.contents.layer_ids
-    compute: FeatureSource = (
-        streamed_features(config, layer_ids, store.plan, target)
-        if config.data.servers
-        else source_of_layers(config, store, target)
-    )
+def compute_and_write(
+    config: TrainConfig,
+    store: StoredFeatures,
+    missing: list[Shard],
+    accelerator: Accelerator,
+    target: Target,
+    stages: Stages,
+) -> None:
+    """Write this rank's part of a store's missing shards."""
+    stages.enter("storing features")
+    in_step = config.run.target_placement == "sharded"
+    num_ahead = MICRO_BATCHES_AHEAD if config.data.servers else 0
+    features = features_to_store(config, store, target)
 
     def source(micro_batch: MicroBatch, batch: Batch) -> Features:
-        stages.enter("storing features")
-        return compute(micro_batch, batch)
+        stages.enter("storing features")  # anew for each batch, which shows that the pass moves
+        return features(micro_batch, batch)
 
-    return source
+    try:
+        write_shards(store, missing, source, accelerator.process_index, accelerator.num_processes, in_step, num_ahead)
+    finally:
+        features.stop()
 
 
-def source_of_layers(config: TrainConfig, store: StoredFeatures, target: Target) -> FeatureSource:
-    """Return the source of features that the target's own layers compute, loaded where the target has none."""
-    whole, layer_ids = whole_target(config, target), store.contents.layer_ids
+def features_to_store(config: TrainConfig, store: StoredFeatures, target: Target) -> RunFeatures:
+    """Return the features to store: of the servers at data.features_endpoint, or of the target's own layers."""
+    layer_ids = store.contents.layer_ids
+    if config.data.servers:
+        servers = streamed_features(config, layer_ids, store.plan, target)
+        return FeaturesOfServers(servers, target, layer_ids, MICRO_BATCHES_AHEAD)
+    whole = whole_target(config, target)
     check_capture(whole, layer_ids, store.plan.samples[0].token_ids)
-    return lambda micro_batch, batch: whole.features(batch.to(whole.device), layer_ids)
+    return RunFeatures(whole, layer_ids)
 
 
 def free_memory() -> None:
