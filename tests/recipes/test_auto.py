@@ -166,7 +166,7 @@ def settings(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         traffic=str(write_traffic(tmp_path)),
         drafters="medusa,hydra",
         max_new_tokens=16,
-        budget=0.004,
+        budget=0.001,
         out=tmp_path / "out",
         device="cpu",
     )
@@ -209,7 +209,7 @@ def test_a_search_from_traffic_to_an_export(settings: AutoSettings, monkeypatch:
     before = len(trained)
     run(settings)
     assert len(trained) == before
-    with pytest.raises(UserError, match="holds a search with .*--budget 0.004.*: give that to go on"):
+    with pytest.raises(UserError, match="holds a search with .*--budget 0.001.*: give that to go on"):
         run(replace(settings, budget=1.0))
 
 
