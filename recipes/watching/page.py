@@ -37,7 +37,13 @@ def watch_page(servers: Sequence[Series], interval: float) -> str:
         Plot("acceptance", "Tokens that a draft brings; dotted: as measured at export.", draw_acceptance(servers)),
         Plot("latency", "Mean time to the first token, and of a later one.", draw_latency(servers)),
     ]
-    section = Section("servers", "Servers", "At the newest look.", [table_of("", map(newest_row, servers))], plots)
+    section = Section(
+        "servers",
+        "Servers",
+        "At the newest look.",
+        [table_of("", map(newest_row, servers), words=("server", "at"))],
+        plots,
+    )
     with TemporaryDirectory() as folder:
         figures = draw_plots(plots, Path(folder))
     return rendered(
@@ -55,11 +61,11 @@ def watch_page(servers: Sequence[Series], interval: float) -> str:
 def newest_row(series: Series) -> Row:
     """Return what a server did between the last two looks."""
     if not series.readings:
-        return {"drafter": series.url, "tokens a draft": "no look yet"}
+        return {"server": series.url, "tokens a draft": "no look yet"}
     newest = series.readings[-1]
     length, ttft, tpot = newest.acceptance_length, newest.ttft.milliseconds, newest.tpot.milliseconds
     return {
-        "drafter": series.url,
+        "server": series.url,
         "at": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest.time)),
         "tokens a draft": "–" if length is None else f"{length:.2f}",
         "measured at export": "–" if series.measured is None else f"{series.measured:.2f}",
