@@ -1,13 +1,16 @@
 """The requests of a run: which, when, and how long their answers may get."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from draftsmith.data.prompts.prompt_formats import Prompt, text_of
+from draftsmith.data.prompts.sources import read_source
+from draftsmith.models.errors import UserError
 from draftsmith.recipes.bench.client import Asked, request_of
 from draftsmith.recipes.bench.results import BenchLoad
-from draftsmith.recipes.bench.trace import TraceRequest
+from draftsmith.recipes.bench.trace import TraceRequest, read_trace
 
 CHARACTERS_A_TOKEN = 4.0  # until the server has told how many tokens a prompt has
 
@@ -28,6 +31,24 @@ class Mix:
     prompts: list[Prompt]
     max_new_tokens: int
     temperature: float
+
+
+def read_mix(source: str | None, trace: Path | None, max_new_tokens: int, temperature: float) -> Mix:
+    """Return what to send: the requests of a trace, or the prompts of a source.
+
+    Raises `UserError` for a trace without texts and no prompts to take them from.
+    """
+    prompts = read_source(source) if source else []
+    if trace is None:
+        requests = [TraceRequest(prompt, None, None, False, None) for prompt in prompts]
+        return Mix(requests, [], max_new_tokens, temperature)
+    requests = read_trace(trace)
+    texts_missing = any(request.prompt is None for request in requests)
+    if texts_missing and not prompts:
+        raise UserError(f"{trace} holds lengths and no texts: give --prompts to take texts from")
+    if prompts and not texts_missing:
+        raise UserError(f"{trace} holds its own texts: leave out --prompts")
+    return Mix(requests, prompts, max_new_tokens, temperature)
 
 
 def plan(

@@ -6,14 +6,12 @@ from dataclasses import replace
 from rich.console import Console
 
 from draftsmith.data.progress import notice, progress_bar
-from draftsmith.data.prompts.sources import read_source
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import whole_folder, write_json
 from draftsmith.models.typed_json import to_json
-from draftsmith.recipes.bench.arrivals import Mix
+from draftsmith.recipes.bench.arrivals import Mix, read_mix
 from draftsmith.recipes.bench.results import BenchLoad, BenchStage, BenchTest, Latencies, Limits, Percentile
 from draftsmith.recipes.bench.runner import Bench, rival_at
-from draftsmith.recipes.bench.trace import TraceRequest, read_trace
 from draftsmith.recipes.bench.verdict import difference, search_rate, search_text, verdict
 from draftsmith.recipes.configs.server_settings import BenchSettings
 from draftsmith.recipes.reports.tables import Cell, Table, for_terminal, percent
@@ -24,7 +22,7 @@ LATE_MS = 100.0  # by which a request may leave late before the user is told tha
 
 def run(settings: BenchSettings, console: Console) -> None:
     """Send the requests, and write bench.json. Raises `UserError` for a server that refuses, and for bad traces."""
-    mix = mix_of(settings)
+    mix = read_mix(settings.prompts, settings.trace, settings.max_new_tokens, settings.temperature)
     urls = [(settings.url, "bench"), *([(settings.beside, "--beside")] if settings.beside else [])]
     rivals = [rival_at(url, setting, settings.model, settings.timeout) for url, setting in urls]
     limits = Limits(settings.sla_ttft_ms, settings.sla_tpot_ms, settings.sla_e2e_ms)
@@ -60,21 +58,6 @@ def run(settings: BenchSettings, console: Console) -> None:
     for sentence in sentences:
         console.print(sentence, style="bold")
     console.print(f"wrote {settings.out / 'bench.json'}")
-
-
-def mix_of(settings: BenchSettings) -> Mix:
-    """Return what to send. Raises `UserError` for a trace without texts and no prompts to take them from."""
-    prompts = read_source(settings.prompts) if settings.prompts else []
-    if settings.trace is None:
-        requests = [TraceRequest(prompt, None, None, False, None) for prompt in prompts]
-    else:
-        requests = read_trace(settings.trace)
-        texts_missing = any(request.prompt is None for request in requests)
-        if texts_missing and not prompts:
-            raise UserError(f"{settings.trace} holds lengths and no texts: give --prompts to take texts from")
-        if prompts and not texts_missing:
-            raise UserError(f"{settings.trace} holds its own texts: leave out --prompts")
-    return Mix(requests, prompts, settings.max_new_tokens, settings.temperature)
 
 
 def loads_of(settings: BenchSettings, mix: Mix) -> list[BenchLoad]:

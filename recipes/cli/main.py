@@ -44,6 +44,7 @@ COMMANDS: dict[str, tuple[str, type]] = {
     "plan": ("studies.plan", command_settings.PlanSettings),
     "export": ("cli.export", command_settings.ExportSettings),
     "bench": ("cli.bench", server_settings.BenchSettings),
+    "tune-server": ("studies.tune_server", server_settings.TuneServerSettings),
     "watch": ("watching.watch", server_settings.WatchSettings),
     "generate": ("cli.generate", command_settings.GenerateSettings),
     "report": ("cli.report", command_settings.ReportSettings),

@@ -15,6 +15,7 @@ MEASURED = {  # by command: the file of its --out that an earlier one may have w
     "load-test": "load.json",
     "replay": "replay.json",
     "plan": "plan.json",
+    "tune-server": "server_tuning.json",
 }
 
 

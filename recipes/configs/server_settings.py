@@ -1,12 +1,25 @@
 """The settings of the commands for a running server, as those in command_settings.py."""
 
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
 from draftsmith.models.errors import UserError
-from draftsmith.models.ranges import BatchSize, Count, FilePath, Name, Number, Positive, Seed, Temperature
+from draftsmith.models.ranges import (
+    BatchSize,
+    Count,
+    Depth,
+    FilePath,
+    Name,
+    Number,
+    Positive,
+    Seed,
+    Temperature,
+    TwoOrMore,
+)
 from draftsmith.recipes.configs.command_settings import (
     DECODING,
     INPUT,
@@ -22,6 +35,7 @@ from draftsmith.recipes.configs.command_settings import (
 )
 
 Port = Annotated[Count, Field(le=65535)]
+Repeats = Annotated[Count, Field(ge=3)]  # fewer have no interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +94,61 @@ class BenchSettings(Settings):
         most = max(self.concurrency, default=0)
         if self.requests < most:
             raise UserError(f"--requests {self.requests}: give at least {most}, one for each client")
+        super().refuse_mistakes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneServerSettings(Settings):
+    """Find the draft length that a real vLLM serves your traffic fastest with.
+
+    example:
+      draftsmith tune-server /opt/vllm --target MODEL --drafter runs/my/best \\
+        --prompts prompts.jsonl --concurrency 1 4 16 --out runs/served
+    """
+
+    venv: FilePath = option(INPUT, "virtual environment that has vLLM", metavar="VENV", positional=True)
+    target: Name = option(INPUT, "Hub name or directory", metavar="T")
+    drafter: Name = option(INPUT, "checkpoint, ngram or suffix", metavar="D")
+    trace: FilePath | None = option(INPUT, "requests, docs/bench.md", None, "FILE")
+    prompts: Name | None = option(INPUT, "file, folder or Hub NAME:COLUMN", None, "P")
+    vllm: Name | None = option(INPUT, "more options of vLLM, in quotes", None, "WORDS")
+    draft_length: Depth | None = option(DECODING, "longest to try (6, lookups 8)", None, "K")
+    max_new_tokens: TwoOrMore = option(DECODING, "longest answer, in tokens", 256, "N")
+    temperature: Temperature = option(DECODING, SAMPLED, 0.0, "X")
+    seed: Seed = option(DECODING, "another seed draws other requests", 0, "N")
+    concurrency: tuple[BatchSize, ...] = option(TRAFFIC, "clients that ask at once, a stage each", (1,), "N")
+    requests: Requests = option(TRAFFIC, "of each run: more narrows intervals", 50, "N")
+    repeats: Repeats = option(MEASURING, "runs of each stage", 5, "N")
+    timeout: Annotated[Number, Field(ge=0.1)] = option(
+        MEASURING, "seconds until an answer counts as failed", 120.0, "X"
+    )
+    out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
+
+    @property
+    def vllm_options(self) -> list[str]:
+        """The words of the user's that each vLLM is started with."""
+        return shlex.split(self.vllm or "")
+
+    @property
+    def python(self) -> Path:
+        """The interpreter that has vLLM."""
+        return self.venv / "bin" / "python"
+
+    def refuse_mistakes(self) -> None:
+        if not self.python.is_file():
+            raise UserError(f"{self.venv}: no bin/python there: give a virtual environment with vLLM")
+        if self.trace is None and self.prompts is None:
+            raise UserError("give --trace FILE or --prompts P: what to send")
+        most = max(self.concurrency)
+        if self.requests < most:
+            raise UserError(f"--requests {self.requests}: give at least {most}, one for each client")
+        try:
+            words = self.vllm_options
+        except ValueError as error:
+            raise UserError(f"--vllm {self.vllm}: {error}: close its quotes") from None
+        own = {"--model", "--host", "--port", "--speculative-config"}
+        if taken := sorted(own & {word.partition("=")[0] for word in words}):
+            raise UserError(f"--vllm: {taken[0]} is set by tune-server: leave it out")
         super().refuse_mistakes()
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from draftsmith.models.files import real_path
 from draftsmith.models.reading import read_typed
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.recipes.serving.engine_speed import TimedRequest
+from draftsmith.train.engine.engine_errors import root_cause
 from draftsmith.train.engine.vllm_counters import Counters, read_counters, read_version
 
 SCRIPT = Path(__file__).with_name("vllm_script.py")
@@ -25,10 +25,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONSAFEPATH": "1",  # modules of this folder are not what vLLM means by their names
 }
-LOGGED = re.compile(r"(\(\w+ pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?(.*)")  # process, message
-ERROR = re.compile(r"[\w.]*(?:Error|Exception)(?:: |$)")
-WRAPPED = "root cause"  # in errors that only point to another one
-PYDANTIC = re.compile(r"\d+ validation errors? for ")
 
 
 @dataclass
@@ -70,8 +66,7 @@ def run_environment(
         "sampling": {"temperature": 0.0, "max_tokens": max_new_tokens},
         "prompts": prompts,
     }
-    # PYTHONPATH is for our interpreter; the rest may be needed to find compilers and devices
-    variables = ENVIRONMENT | {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables = vllm_environment()
     if plugins:
         variables["PYTHONPATH"] = str(real_path(plugins))
     with tempfile.TemporaryDirectory() as temporary:
@@ -84,6 +79,14 @@ def run_environment(
         return read_typed(EngineRun, answer)
 
 
+def vllm_environment() -> dict[str, str]:
+    """Return the environment variables of a vLLM that is started: ours, which also name its compilers and devices.
+
+    PYTHONPATH is for our own interpreter.
+    """
+    return ENVIRONMENT | {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def run_address(url: str, target: Target, prompts: list[list[int]], max_new_tokens: int) -> EngineRun:
     """Send the prompts, one by one, to a running vLLM; what it counted is the difference of two readings.
 
@@ -94,25 +97,3 @@ def run_address(url: str, target: Target, prompts: list[list[int]], max_new_toke
     before = read_counters(endpoint.server)
     token_ids = [endpoint.complete(prompt, Sampling(), number).new_ids for number, prompt in enumerate(prompts)]
     return EngineRun(f"vLLM {version}", token_ids, read_counters(endpoint.server) - before)
-
-
-def root_cause(stdout: str, stderr: str) -> str:
-    """Return the error that a failed vLLM died of, in one line.
-
-    Its processes log their tracebacks to stdout, the one that fails first; those that wait for it then raise errors
-    of their own, in the end that of the main process on stderr. An error of the settings stands on stderr alone.
-    """
-    for text in (stdout, stderr):
-        errors: dict[str, str] = {}  # process -> the last error that it logged
-        lines = text.splitlines()
-        for number, line in enumerate(lines):
-            match = LOGGED.fullmatch(line)
-            assert match is not None
-            process, message = match.groups(default="")
-            if ERROR.match(message) and WRAPPED not in message:
-                if PYDANTIC.search(message):  # says what is wrong on the next line
-                    message = f"{message}: {''.join(lines[number + 1 : number + 2]).strip()}"
-                errors[process] = message
-        if errors:
-            return next(iter(errors.values()))
-    return (stdout + stderr).strip().rpartition("\n")[2] or "no message"

@@ -55,6 +55,7 @@ def healthy_flags(place: Place) -> dict[str, dict[str, list[str]]]:
         "export": [str(made / "drafters" / "medusa"), "--engine", "vllm", *target, *out],
         "generate": ["heat", *target, "--drafter", "ngram", *short],
         "report": [str(made / "nowhere")],
+        "tune-server": [str(made / "nowhere"), *target, "--drafter", "ngram", *prompts, *out],
         "watch": ["http://127.0.0.1:9", "--readings", "1"],
         "quickstart": ["--target", str(made / "nowhere"), *out],
         "auto": ["--target", str(made / "nowhere"), "--traffic", str(made / "prompts" / "p.txt"), *out],
@@ -97,7 +98,7 @@ def commanded(place: Place) -> Attempt:
     if name == "export" and "--prompts" in flags:
         flags.setdefault("--num-prompts", ["1"])  # else all are measured, for minutes
     argv = argv_of(name, flags)
-    written = [word for flag, word in zip(argv, argv[1:], strict=False) if flag == "--out"]
+    written = [word for flag, word in zip(argv, argv[1:], strict=False) if flag in ("--out", "--history", "--page")]
     written += [word.removeprefix("run.dir=") for word in argv if word.startswith("run.dir=")]
     written += ["runs"] if name == "quickstart" else []
     tops = [os.path.normpath(word).partition("/")[0] for word in written if word]  # may be ".."

@@ -39,8 +39,9 @@ from draftsmith.recipes.serving.model_card import (
     write_card,
 )
 from draftsmith.recipes.serving.serve_commands import write_scripts
-from draftsmith.recipes.serving.vllm_run import EngineRun, root_cause, run_environment
+from draftsmith.recipes.serving.vllm_run import EngineRun, run_environment
 from draftsmith.recipes.watching.reference import read_reference
+from draftsmith.train.engine.engine_errors import root_cause
 from draftsmith.train.engine.vllm_counters import Counters
 
 PROMPTS = ["heat the iron", "A draft is", "return [iron.hit()", "strikes it, and"]

@@ -136,7 +136,7 @@ def test_a_run_starts_an_engine_for_each_checkpoint(
     ("command", "reason"),
     [
         ("echo loading; echo no memory left; exit 3", r"ended: no memory left \(.*engine.log has all of it"),
-        ("exit 0", "ended: it printed nothing"),
+        ("exit 0", "ended: no message"),
         ("sleep 99 & sleep 99", "did not answer in 0 s"),
     ],
 )

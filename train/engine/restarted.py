@@ -9,11 +9,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.data.http import Server
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import real_path
+from draftsmith.train.engine.engine_errors import root_cause
 
 COMMAND = "DRAFTSMITH_ENGINE_COMMAND"  # variable with the command for a shell
 DRAFTER = "DRAFTER"  # variable in which the command finds the drafter's folder
@@ -21,26 +23,43 @@ ENGINE_LOG = "engine.log"  # name of the file of what it prints
 START_SECONDS = 3600.0  # until the engine must answer
 STOP_SECONDS = 60.0  # until it is killed
 LOOK_SECONDS = 0.5  # between two looks at whether it answers
-LAST_LINE = 300  # characters of its log that a message shows
+LONGEST_CAUSE = 300  # characters of its log that a message shows
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """A command that starts an engine."""
+
+    words: list[str]
+    environment: dict[str, str]
+    name: str  # of the setting that says so, for messages
 
 
 @contextlib.contextmanager
 def started_engine(
     command: str, drafter: Path, server: Server, log: Path, on_wait: Callable[[], None]
 ) -> Iterator[float]:
-    """Start an engine with a drafter, yield the seconds until it answered, and end it with all of its processes.
+    """Start an engine with a drafter by the user's command; see `started`."""
+    environment = {**os.environ, DRAFTER: str(real_path(drafter))}
+    with started(EngineCommand(["sh", "-c", command], environment, COMMAND), server, log, on_wait) as seconds:
+        yield seconds
+
+
+@contextlib.contextmanager
+def started(command: EngineCommand, server: Server, log: Path, on_wait: Callable[[], None]) -> Iterator[float]:
+    """Start an engine, yield the seconds until it answered, and end it with all of its processes.
 
     What it prints is added to `log`. `on_wait` is called while it starts. Raises `UserError` where something answers at
     its address already, and where it ends or does not answer in time.
     """
     if is_there(server):
-        raise UserError(f"{server.name} answers before `{COMMAND}` starts an engine there: end what runs there")
+        raise UserError(f"{server.name} answers before `{command.name}` starts an engine there: end what runs there")
     log.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with log.open("ab") as output:
         process = subprocess.Popen(
-            ["sh", "-c", command],
-            env={**os.environ, DRAFTER: str(real_path(drafter))},
+            command.words,
+            env=command.environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -51,7 +70,7 @@ def started_engine(
             seconds = time.perf_counter() - start
             if process.poll() is not None or seconds > START_SECONDS:
                 ended = "ended" if process.poll() is not None else f"did not answer in {START_SECONDS:.0f} s"
-                raise UserError(f"the engine that {COMMAND} starts {ended}: {last_line(log)} ({log} has all of it)")
+                raise UserError(f"the engine that {command.name} starts {ended}: {cause_in(log)} ({log} has all of it)")
             on_wait()
             time.sleep(LOOK_SECONDS)
         yield time.perf_counter() - start
@@ -68,10 +87,9 @@ def is_there(server: Server) -> bool:
     return True
 
 
-def last_line(log: Path) -> str:
-    """Return the last line that an engine printed."""
-    lines = log.read_text("utf-8", "replace").split("\n")
-    return next((line.strip()[-LAST_LINE:] for line in reversed(lines) if line.strip()), "it printed nothing")
+def cause_in(log: Path) -> str:
+    """Return the error that an engine died of, in a line that is not too long."""
+    return root_cause(log.read_text("utf-8", "replace"), "")[-LONGEST_CAUSE:]
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
