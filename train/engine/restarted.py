@@ -89,7 +89,7 @@ def is_there(server: Server) -> bool:
 
 def cause_in(log: Path) -> str:
     """Return the error that an engine died of, in a line that is not too long."""
-    return root_cause(log.read_text("utf-8", "replace"), "")[-LONGEST_CAUSE:]
+    return root_cause(log.read_text("utf-8", "replace"), "")[:LONGEST_CAUSE]
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
