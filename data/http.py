@@ -203,7 +203,7 @@ class Server:
     def _refusal(self, path: str, response: httpx.Response, text: str) -> PassingError | UserError:
         """Return the failure that an answer is which is no success."""
         if response.status_code in PASSING:
-            return _asked_later(response)
+            return _asked_later(response, self._shown(text))
         if response.has_redirect_location:
             location = self._shown(response.headers["Location"])
             return UserError(f"{self.name}{path} redirects to {location}, which is not followed: give the final URL")
@@ -252,14 +252,15 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _asked_later(response: httpx.Response) -> PassingError:
+def _asked_later(response: httpx.Response, said: str) -> PassingError:
     """Return the failure of a server that asks for another attempt, after the wait that it asks for."""
     after = response.headers.get("Retry-After", "")
     asked = float(after) if after.isascii() and after.isdigit() else 0.0
+    reason = f"HTTP {response.status_code}" + (f": {said}" if said else "")
     if asked <= LONGEST_ASKED_WAIT:
-        return PassingError(f"HTTP {response.status_code}", asked)
+        return PassingError(reason, asked)
     kept = f"asks to wait {asked:g} s, of which {LONGEST_ASKED_WAIT:g} are waited"
-    return PassingError(f"HTTP {response.status_code}, and it {kept}", LONGEST_ASKED_WAIT)
+    return PassingError(f"{reason}, and it {kept}", LONGEST_ASKED_WAIT)
 
 
 def named_urls(values: Iterable[str], setting: str) -> dict[str, str]:

@@ -98,6 +98,7 @@ def test_without_a_key_none_is_sent(
     [
         (200, b"<html>", "no model server answers there .an answer that is no JSON: <html>.; start one"),
         (503, b"", "no model server answers there .HTTP 503.; start one"),
+        (500, b"out of\nmemory, key", "no model server answers there .HTTP 500: out of memory, key.; start one"),
         (401, b"no\nkey", "/v1/models refuses: HTTP 401: no key"),
     ],
 )
