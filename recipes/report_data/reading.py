@@ -77,6 +77,8 @@ def _nothing_text(folder: Path, has_runs: bool, unreadable: list[str]) -> str:
         return f"{folder} holds no evaluation that can be read: {unreadable[0]}{others}"
     if has_runs:
         return f"no checkpoint in {folder} has been evaluated yet: train with evaluation.prompts set"
+    if pages := sorted(folder.glob("*.html")):
+        return f"{folder} holds a page already, {pages[0].name}, and nothing to make a report of"
     return f"{folder} holds no run, no evaluation and no study: give the folder of a run, of runs, or an --out"
 
 

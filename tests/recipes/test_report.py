@@ -357,6 +357,12 @@ def test_nothing_to_report(tmp_path: Path) -> None:
     assert not (run / "report.html").exists()
 
 
+def test_a_folder_with_a_page_of_its_own_names_it(tmp_path: Path) -> None:
+    (tmp_path / "plan.html").write_text("a plan for a GPU")
+    with pytest.raises(UserError, match="holds a page already, plan.html"):
+        build_report(tmp_path)
+
+
 @pytest.mark.usefixtures("_no_figures")
 def test_an_evaluation_is_reported_without_a_run(tmp_path: Path) -> None:
     write_grid(tmp_path)
