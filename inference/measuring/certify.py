@@ -105,12 +105,19 @@ def sampled_check(
     generation = resolve_settings(decoder.drafter, sampling, settings.max_new_tokens, settings.draft_length, mode)
     chosen = [prompts[i % len(prompts)] for i in range(settings.num_texts)]
     output = decoder.decode(chosen, generation, batch_size=min(settings.batch_size, settings.num_texts))
-    # a text's first token is plain sampling in any mode: leave it out
-    parts = (slice(i, i + RESCORED) for i in range(0, len(chosen), RESCORED))
+    return texts_check(decoder.target, chosen, output.token_ids, sampling)
+
+
+def texts_check(
+    target: Target, prompts: list[list[int]], answers: list[list[int]], sampling: Sampling
+) -> ChiSquareTest:
+    """Return the chi-square test of sampled answers to prompts against the target's distribution.
+
+    An answer's first token is plain sampling whatever drafts, and is left out.
+    """
+    parts = (slice(i, i + RESCORED) for i in range(0, len(prompts), RESCORED))
     generator = torch.Generator().manual_seed(0)  # one for all: the same shares in each part would add up
-    uniforms = [
-        uniforms_of(decoder.target, chosen[part], output.token_ids[part], sampling, generator) for part in parts
-    ]
+    uniforms = [uniforms_of(target, prompts[part], answers[part], sampling, generator) for part in parts]
     counts = torch.histc(torch.cat(uniforms), BINS, 0, 1)
     statistic, p_value = chi_square(counts, counts.sum() / BINS)
     return ChiSquareTest(int(counts.sum()), statistic, BINS - 1, p_value)

@@ -44,6 +44,7 @@ def run_environment(
     prompts: list[list[int]],
     max_new_tokens: int,
     plugins: Path | None = None,
+    temperature: float = 0.0,
 ) -> EngineRun:
     """Decode with the vLLM of a virtual environment, in the target's precision. `settings` None: without a drafter.
 
@@ -63,7 +64,7 @@ def run_environment(
             "seed": 0,
             "speculative_config": settings,
         },
-        "sampling": {"temperature": 0.0, "max_tokens": max_new_tokens},
+        "sampling": {"temperature": temperature, "max_tokens": max_new_tokens},
         "prompts": prompts,
     }
     variables = vllm_environment()

@@ -27,7 +27,9 @@ from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import encode_prompts
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.decoding.schedule import Schedule
+from draftsmith.inference.measuring.certify import texts_check
 from draftsmith.inference.measuring.lossless import compare_outputs
 from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.errors import UserError
@@ -51,6 +53,7 @@ from draftsmith.train.engine.vllm_counters import Counters, read_counters, vllm_
 pytestmark = pytest.mark.engine
 STEPS = 30
 NUM_PROMPTS = 50
+MENDED = Path(__file__).parents[1] / "helpers" / "mended_cpu_vllm"
 MAX_NEW_TOKENS = 64
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 TRAINED = [kind for kind in ("draft_model", "eagle", "eagle3", "p_eagle", "dflash", "medusa") if kind in DRAFTERS]
@@ -138,6 +141,32 @@ def test_vllm_accepts_what_we_accept(
     report = check_engine(str(venv), settings, drafter, target, held_out, MAX_NEW_TOKENS)
     reports.append(report)
     assert_agreement(report)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ("eagle3", "draft_model", "medusa") if kind in TRAINED])
+def test_sampled_texts_are_the_targets_and_as_many_tokens_are_accepted(
+    kind: str, venv: Path, target: Target, samples: Path, held_out: list[list[int]], folder: Path
+) -> None:
+    """At temperature 1. vLLM accepts a token that it drafted as the likeliest, as `one_hot` does.
+
+    As a control, the same texts are not those of a target at another temperature.
+    """
+    out = folder / f"out-{kind.replace('eagle', 'e')}"
+    if not out.is_dir():
+        export_checkpoint(train_briefly(kind, target, samples, folder / f"sampled-{kind[-5:]}"), "vllm", target, out)
+    prompts = held_out * 4
+    settings = speculative_config(kind, str(out), 4)
+    run = run_environment(venv, settings, target, prompts, MAX_NEW_TOKENS, MENDED, temperature=1.0)
+    assert texts_check(target, prompts, run.token_ids, Sampling(1.0)).p_value > 1e-4
+    assert texts_check(target, prompts, run.token_ids, Sampling(0.9)).p_value < 1e-4
+    decoder = SpeculativeDecoder(target, load_drafter(out, target))
+    generation = resolve_settings(decoder.drafter, Sampling(1.0), MAX_NEW_TOKENS, 4, "one_hot")
+    ours = decoder.decode(prompts, generation, batch_size=16).stats.total
+    theirs = run.counters
+    rates = [(counts.num_accepted_tokens / counts.num_drafts) for counts in (ours, theirs)]
+    error = theirs.standard_error * (1 + theirs.num_drafts / ours.num_drafts) ** 0.5
+    print(f"{kind} at temperature 1: accepted a draft {rates[1]:.4f} (vLLM), {rates[0]:.4f} (ours), error {error:.4f}")
+    assert abs(rates[0] - rates[1]) < 4 * error
 
 
 # --- a target of another family
