@@ -130,6 +130,14 @@ def disk_fault(error: Exception) -> str | None:
     return next((text for text in DISK_FAULTS if text in str(error)), None)
 
 
+def point_link(link: Path, place: Path) -> None:
+    """Let a link lead to a place, in one step: at any moment it leads to the one before or to this one."""
+    temporary = link.with_name(f".{link.name}")
+    temporary.unlink(missing_ok=True)
+    os.symlink(place, temporary)
+    temporary.replace(link)
+
+
 def real_path(path: Path) -> Path:
     """Return the absolute path without links.
 

@@ -27,13 +27,14 @@ from draftsmith.recipes.configs import command_settings, data_settings, server_s
 EXIT_FAULT, EXIT_USER_ERROR = 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell tells them
 NUMBERS_OF_HUB = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")  # huggingface_hub fails to import with others
-RESUMED = ("quickstart", "auto", "prepare", "train")  # commands that go on where they were interrupted
+RESUMED = ("quickstart", "auto", "refresh", "prepare", "train")  # commands that go on where they were interrupted
 
 
 # By name: the module below draftsmith.recipes whose `run(settings, console)` is the command, and its settings.
 COMMANDS: dict[str, tuple[str, type]] = {
     "quickstart": ("studies.quickstart", training_settings.QuickstartSettings),
     "auto": ("auto.auto", training_settings.AutoSettings),
+    "refresh": ("refreshing.refresh", training_settings.RefreshSettings),
     "prepare": ("cli.prepare", data_settings.PrepareCommandSettings),
     "convert": ("cli.convert", data_settings.ConvertSettings),
     "train": ("cli.train", command_settings.TrainSettings),
@@ -63,6 +64,7 @@ LESS_MEMORY = {
     "plan": "give a smaller --batch-size or --context",
     "quickstart": "give a smaller --target, or fewer --drafters",
     "auto": "give a smaller --target, or fewer --drafters",
+    "refresh": LESS_WORK,
 }
 MOVED = {  # flags that `evaluate` had, and where they are now
     "--choose": "a command: draftsmith tune --fit-prompts",

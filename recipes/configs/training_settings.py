@@ -1,4 +1,4 @@
-"""The settings of the commands that train drafters of several kinds: `quickstart` and `auto`."""
+"""The settings of the commands that train drafters by themselves: `quickstart`, `auto` and `refresh`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from draftsmith.models.errors import UserError
-from draftsmith.models.ranges import BatchSize, FilePath, Name, Number, Temperature, TwoOrMore
+from draftsmith.models.ranges import BatchSize, Count, FilePath, Name, Number, Share, Temperature, TwoOrMore
 from draftsmith.recipes.configs.command_settings import (
     DECODING,
     INPUT,
@@ -16,10 +16,12 @@ from draftsmith.recipes.configs.command_settings import (
     SAMPLED,
     Minutes,
     OnDevice,
+    check_address,
     option,
 )
 
 Hours = Annotated[Number, Field(ge=0.001)]
+Days = Annotated[Number, Field(gt=0)]
 RACING = "eagle3,medusa,hydra,dflash,draft_model"  # kinds that race where none are named
 
 
@@ -75,3 +77,40 @@ class AutoSettings(OfKinds):
     budget: Hours = option(MEASURING, "hours for everything", 1.0, "HOURS")
     dry_run: bool = option(MEASURING, "say what the time allows, and train nothing", False)
     out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefreshSettings(OnDevice):
+    """Keep a drafter good: train it on as traffic moves, and promote only what is better.
+
+    example:
+      draftsmith refresh --target MODEL --drafter runs/my/best --traffic logs.jsonl --out refreshed
+      draftsmith refresh --traffic vllm.log --follow 60 --out refreshed
+      draftsmith refresh --rollback --out refreshed
+    """
+
+    target: Name | None = option(INPUT, "Hub name or directory (that of the last call)", None, "T")
+    drafter: Name | None = option(INPUT, "checkpoint that serves now; at the first call", None, "D")
+    traffic: Name | None = option(INPUT, "new prompts, or the log of a vLLM or SGLang", None, "P")
+    history: FilePath | None = option(INPUT, "what `watch` keeps: falls of acceptance count, too", None, "FILE")
+    keep_personal_data: bool = option(INPUT, "do not mask mail addresses, numbers and keys", False)
+    temperature: Temperature = option(DECODING, SAMPLED, 0.0, "X")
+    batch_size: BatchSize = option(DECODING, "requests at a time", 1, "N")
+    max_new_tokens: TwoOrMore = option(DECODING, "longest answer, in tokens", 128, "N")
+    false_alarms: Share = option(MEASURING, "share of rounds in which moved traffic may be cried wrongly", 0.05, "X")
+    budget: Hours = option(MEASURING, "hours for a round", 1.0, "HOURS")
+    steps: Count | None = option(MEASURING, "training steps of a round (as the budget allows)", None, "N")
+    window: Days = option(OUTPUT, "days after which prompts are deleted", 30.0, "DAYS")
+    follow: Minutes | None = option(OUTPUT, "look for new traffic again after so many minutes", None, "MINUTES")
+    server: Name | None = option(OUTPUT, "a swappable vLLM that takes the champion", None, "URL")
+    rollback: bool = option(OUTPUT, "let the champion before serve again, and do nothing else", False)
+    out: FilePath = option(OUTPUT, "folder of the champions", metavar="DIR")
+
+    def refuse_mistakes(self) -> None:
+        if self.rollback and (self.traffic or self.drafter or self.follow):
+            raise UserError("--rollback does nothing else: leave out --traffic, --drafter and --follow")
+        if self.follow and not self.traffic:
+            raise UserError("--follow looks for new traffic: give --traffic, too")
+        if self.server:
+            check_address(self.server, "--server")
+        super().refuse_mistakes()

@@ -113,11 +113,11 @@ def measure_budget(target: Target, prompts: list[Prompt], kinds: list[str], minu
     )
 
 
-def first_samples(plain: SpeculativeDecoder, prompts: list[Prompt]) -> list[Sample]:
+def first_samples(plain: SpeculativeDecoder, prompts: list[Prompt], answers: PrepareSettings = ANSWERS) -> list[Sample]:
     """Return the target's answers to prompts, as `prepare` would write them."""
     markers = Markers.of_target(plain.target)
     dialogues = [Dialogue(prompt, index, Sampling(1.0), plain.target, markers) for index, prompt in enumerate(prompts)]
-    return [sample for dialogue in decode_answers(plain, dialogues, ANSWERS) for sample in dialogue.samples]
+    return [sample for dialogue in decode_answers(plain, dialogues, answers) for sample in dialogue.samples]
 
 
 def fastest_num_threads(plain: SpeculativeDecoder, prompts: list[list[int]]) -> tuple[int | None, float]:

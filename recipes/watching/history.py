@@ -58,6 +58,10 @@ class History:
         except sqlite3.Error as error:
             raise UserError(f"--history {self.path} cannot be written ({error})") from None
 
+    def servers(self) -> list[str]:
+        """Return the servers that were looked at, by their addresses."""
+        return [name for (name,) in self._database.execute("SELECT DISTINCT server FROM readings ORDER BY server")]
+
     def newest(self, server: str, number: int) -> list[Reading]:
         """Return so many of the newest readings of a server, the oldest of them first."""
         return list(self._read(f"{OF_SERVER} DESC LIMIT ?", (server, number)))[::-1]

@@ -1,6 +1,5 @@
 """The folder of a run: its config, what it ran on, and the link to its best checkpoint."""
 
-import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from draftsmith.inference.measuring.results import Result, place_of_best, read_e
 from draftsmith.models import Target
 from draftsmith.models.drafter_parts.layouts import checkpoint_hash
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import write_json, write_whole, writing
+from draftsmith.models.files import point_link, write_json, write_whole, writing
 from draftsmith.models.reading import read_json_object, read_yaml
 from draftsmith.models.target.identity import identity
 from draftsmith.models.typed_json import to_json
@@ -139,10 +138,7 @@ def link_best(run: Path) -> Path | None:
         if best is None:
             (run / "best").unlink(missing_ok=True)
             return None
-        temporary = run / ".best"
-        temporary.unlink(missing_ok=True)
-        os.symlink(best.relative_to(run), temporary)
-        temporary.replace(run / "best")
+        point_link(run / "best", best.relative_to(run))
     except OSError as error:  # a file system without links, or a run that was copied without them
         notice(f"{run / 'best'} is no link to the best checkpoint, which is {best} ({error.strerror})")
     return best

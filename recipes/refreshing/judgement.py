@@ -1,0 +1,96 @@
+"""Champion against challenger: both decode the same held-out prompts in turns, beside plain decoding.
+
+The challenger is promoted where it is better on the newest traffic, not worse on the old, and lossless on both.
+"""
+
+from dataclasses import dataclass
+
+from draftsmith.inference.decoding.counters import Interval, paired_difference, total_of
+from draftsmith.inference.measuring.measure import (
+    MeasureSettings,
+    PromptSet,
+    check_settings,
+    decode_all,
+    lossless_check,
+    stats_by_prompt,
+)
+from draftsmith.inference.measuring.speed import ratio_interval, speedup_of
+from draftsmith.models import Drafter, Target, load_drafter
+
+MARGIN = 0.1  # share of the tokens that drafting brings on old traffic which a challenger may lose, at most
+PLAIN, CHAMPION, CHALLENGER = "none", "champion", "challenger"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The challenger beside the champion on one set of prompts."""
+
+    num_prompts: int
+    champion: float  # acceptance length
+    challenger: float
+    difference: float
+    ci95: Interval  # of the difference, over prompts
+    speed_ratio: float  # tokens per second over the champion's
+    speed_ratio_ci95: Interval
+    num_compared: int  # answers of the challenger beside those of plain decoding; 0 where both are sampled apart
+    num_divergences: int  # of them, differences that are no near tie
+
+    @property
+    def low(self) -> float:
+        """The lower end of the difference; minus infinity where there are too few prompts for an interval."""
+        return self.ci95[0] if self.ci95 else float("-inf")
+
+    @property
+    def text(self) -> str:
+        """The comparison in words."""
+        interval = f" [{self.ci95[0]:+.2f}, {self.ci95[1]:+.2f}]" if self.ci95 else ""
+        return f"{self.champion:.2f} -> {self.challenger:.2f} ({self.difference:+.2f}{interval})"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The comparisons on the newest and on the old held-out prompts."""
+
+    new: Comparison
+    old: Comparison | None  # None: there is no older traffic
+
+    @property
+    def reason_against(self) -> str | None:
+        """Why the challenger is not promoted, in words; None where it is."""
+        if self.new.num_divergences + (self.old.num_divergences if self.old else 0):
+            return "its output is not the target's: a bug, please report it"
+        if self.new.low <= 0:
+            return "it is not shown to be better on the newest traffic"
+        if self.old and self.old.low < -MARGIN * (self.old.champion - 1):
+            return f"it may lose more than {MARGIN:.0%} of what drafting brings on the old traffic"
+        return None
+
+    @property
+    def text(self) -> str:
+        """The judgement in words."""
+        old = f", on the old {self.old.text}" if self.old else ""
+        return f"tokens a round on the newest traffic {self.new.text}{old}"
+
+
+def compare(
+    target: Target, champion: Drafter, challenger: Drafter, prompts: PromptSet, settings: MeasureSettings
+) -> Comparison:
+    """Decode prompts with both drafters and without one, in turns."""
+    contenders = {PLAIN: load_drafter(PLAIN, target), CHAMPION: champion, CHALLENGER: challenger}
+    check_settings(settings, contenders)
+    resolved = {name: settings.resolve(drafter) for name, drafter in contenders.items()}
+    outputs = decode_all(target, contenders, resolved, prompts, settings, (), lambda: None)
+    stats = {name: stats_by_prompt(outputs[name]) for name in (CHAMPION, CHALLENGER)}
+    paired = paired_difference(stats[CHALLENGER], stats[CHAMPION])
+    lossless = lossless_check(target, resolved[CHALLENGER], prompts, outputs[CHALLENGER], outputs[PLAIN])
+    return Comparison(
+        num_prompts=len(prompts.token_ids),
+        champion=total_of(stats[CHAMPION]).mean_acceptance_length,
+        challenger=total_of(stats[CHALLENGER]).mean_acceptance_length,
+        difference=paired.difference,
+        ci95=paired.ci95,
+        speed_ratio=speedup_of(outputs[CHALLENGER], outputs[CHAMPION]),
+        speed_ratio_ci95=ratio_interval(outputs[CHALLENGER], outputs[CHAMPION]),
+        num_compared=lossless.checked,
+        num_divergences=lossless.divergences,
+    )

@@ -1,0 +1,354 @@
+"""`draftsmith refresh`: the drafter follows the traffic, round by round.
+
+A round takes new prompts, asks whether the traffic moved, trains a challenger from the champion, judges both, and
+promotes the better one. Each stage writes what it found into state.json when it is done, so the same command goes on
+where it was stopped; the champion serves all the while.
+"""
+
+import time
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from rich.console import Console
+
+from draftsmith.data.answers.prepare import prepare
+from draftsmith.data.http import Server
+from draftsmith.data.processes import locked
+from draftsmith.data.progress import warn
+from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.prompts import encode_prompts
+from draftsmith.data.prompts.splits import write_prompts
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoding.counters import Stats, total_of
+from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, pick_prompts
+from draftsmith.models import Drafter, Target, load_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.models.files import write_whole
+from draftsmith.recipes.auto.traffic import FEWEST
+from draftsmith.recipes.configs.training_settings import RefreshSettings
+from draftsmith.recipes.evaluation.inputs import load_target
+from draftsmith.recipes.refreshing.champions import LINK, Champions
+from draftsmith.recipes.refreshing.folders import keep_only
+from draftsmith.recipes.refreshing.judgement import Comparison, Judgement, compare
+from draftsmith.recipes.refreshing.moved import (
+    Look,
+    Survival,
+    acceptance_p_value,
+    domains_p_value,
+    fall_in_history,
+    shift_of,
+    why_moved,
+)
+from draftsmith.recipes.refreshing.page import refresh_page
+from draftsmith.recipes.refreshing.state import RefreshState, Round, read_state, write_state
+from draftsmith.recipes.refreshing.traffic import clean, read_new
+from draftsmith.recipes.refreshing.training import make_plan, training_config
+from draftsmith.recipes.refreshing.window import Window
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.train import train
+from draftsmith.train.engine.judging import swap_drafter
+from draftsmith.train.run_folder.checkpoint import checkpoints, remove
+from draftsmith.train.run_folder.run_folder import best_measured
+
+DRAFT_LENGTH = 4  # at which acceptance is measured, as far as a drafter drafts so many
+MOST_JUDGED = 128  # prompts of each side, new and old
+DAY = 86_400.0
+
+
+def run(settings: RefreshSettings, console: Console) -> None:
+    """Make a round, or one after the other with `settings.follow`. Writes only below `settings.out`."""
+    if settings.rollback:
+        roll_back(settings, console)
+        return
+    state = read_state(settings.out)
+    name = settings.target or (state.rounds[-1].target if state.rounds else str(EMBEDDED_TARGET))
+    target = load_target(name, settings.device)
+    if settings.follow is None:
+        one_round(settings, target, console)
+        return
+    while True:
+        try:
+            one_round(settings, target, console)
+        except UserError as error:  # such as a log that is just being rotated
+            console.print(f"{time.strftime('%Y-%m-%d %H:%M')}  {error}")
+        time.sleep(60 * settings.follow)
+
+
+def one_round(settings: RefreshSettings, target: Target, console: Console) -> None:
+    """Make one round in a folder that no other process writes meanwhile."""
+    with locked(settings.out):
+        Refresh(settings, target, console).run()
+
+
+def roll_back(settings: RefreshSettings, console: Console) -> None:
+    """Let the champion before serve again at once, also while a round goes on, which then promotes nothing."""
+    champions = Champions(settings.out)
+    number = champions.roll_back()
+    console.print(f"champion {number} serves again: {champions.link}", soft_wrap=True)
+    swap_into_server(settings, champions)
+
+
+def swap_into_server(settings: RefreshSettings, champions: Champions) -> None:
+    """Let the running server take the champion, where one is given; say so where it does not."""
+    if settings.server is None:
+        return
+    try:
+        swap_drafter(Server(settings.server, "--server", "start it, or leave it out"), champions.link)
+    except UserError as error:
+        warn(f"{error}; start it anew with {champions.link}")
+
+
+class Refresh:
+    """The stages of a round, in the folder of a refresh."""
+
+    def __init__(self, settings: RefreshSettings, target: Target, console: Console) -> None:
+        self.settings, self.target, self.console, self.out = settings, target, console, settings.out
+        self.champions, self.window = Champions(self.out), Window(self.out / "prompts")
+        self.state = read_state(self.out)
+        if self.champions.serving is None:
+            self.champions.begin(self.first_champion())
+
+    def run(self) -> None:
+        """Finish the round that an earlier call began, or make one of the new prompts."""
+        self.forget_old_prompts()
+        if self.state.open is None and not self.begin():
+            return
+        self.look()
+        if self.round.look and self.round.look.trains:
+            self.train()
+            self.judge()
+        self.finish()
+
+    # --- what is known
+
+    @property
+    def round(self) -> Round:
+        """The round that is going on."""
+        assert self.state.open is not None
+        return self.state.open
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the round's training, which is removed at its end."""
+        return self.out / "rounds" / str(self.round.number)
+
+    @property
+    def prompts(self) -> int:
+        """The round whose prompts are the newest."""
+        assert self.round.prompts is not None
+        return self.round.prompts
+
+    @cached_property
+    def champion(self) -> Drafter:
+        """The drafter that served when the round began."""
+        return load_drafter(self.champions.path(self.round.champion), self.target)
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of the target."""
+        return self.target.fingerprint()
+
+    def first_champion(self) -> Drafter:
+        """Return the drafter that was given. Raises `UserError` where it cannot be trained on."""
+        if self.settings.drafter is None:
+            raise UserError(f"{self.out} holds no champion yet: give the one that serves now by --drafter CHECKPOINT")
+        drafter = load_drafter(self.settings.drafter, self.target)
+        if not drafter.trainable() or drafter.config.changes_target:
+            raise UserError(
+                f"--drafter {self.settings.drafter}: give the checkpoint of a drafter that is trained beside its target"
+            )
+        return drafter
+
+    def save(self, state: RefreshState) -> None:
+        """Write what was found so far."""
+        write_state(self.out, state)
+        self.state = state
+
+    def update(self, current: Round) -> None:
+        """Write what was found in the round so far."""
+        self.save(self.state.with_round(current))
+
+    # --- the stages
+
+    def forget_old_prompts(self) -> None:
+        """Delete prompts older than the window, and give up a round whose own are, or whose target has changed."""
+        oldest = time.time() - DAY * self.settings.window
+        current = self.state.open
+        if current and (current.time < oldest or current.fingerprint != self.fingerprint):
+            reason = "its prompts are too old" if current.time < oldest else "the target has changed"
+            self.close(f"given up, for {reason}")
+        self.window.keep_only([one.number for one in self.state.rounds if one.prompts and one.time >= oldest])
+        keep_only(self.out / "rounds", [self.round.number] if self.state.open else [])
+
+    def begin(self) -> bool:
+        """Begin a round with the new prompts; return whether there is one.
+
+        Where the target is new, the newest prompts that are kept do. A round without prompts to trust ends at once.
+        """
+        source, kept, number = self.settings.traffic, self.window.numbers(), self.state.next_number
+        target_is_new = bool(self.state.rounds) and self.state.rounds[-1].fingerprint != self.fingerprint
+        if source is None and not (target_is_new and kept):
+            raise UserError("--traffic: give new prompts; only a new target is tried on those that are kept")
+        new, taken = read_new(source, self.state.taken.get(source)) if source else ([], None)
+        longest = self.target.context - self.settings.max_new_tokens
+        split, counts = clean(new, self.target, longest, self.settings.keep_personal_data)
+        prompts = number if split.train else kept[-1] if kept and target_is_new else None
+        if prompts is None and not counts.is_noise:
+            self.console.print(f"{counts.text}: too few for a round, so they wait for more")
+            return False
+        state, serving = self.state, self.champions.serving
+        if split.train:
+            self.window.write(number, split)
+        if source and taken and (split.train or counts.is_noise):
+            state = replace(state, taken={**state.taken, source: taken})
+        assert serving is not None
+        began = Round(number, time.time(), self.target.name, self.fingerprint, serving, prompts, counts)
+        self.save(state.with_round(began))
+        self.console.print(f"round {number}: {counts.text}")
+        if prompts is None:
+            self.close(f"refused: {counts.num_noise} of {counts.num_new} prompts are noise")
+        return prompts is not None
+
+    def look(self) -> None:
+        """Ask whether the traffic moved, or how much acceptance a new target left, and decide whether to train."""
+        if self.round.look is not None:
+            return
+        newest = self.acceptance_on(self.newest_held_out())
+        look = Look(total_of(newest).mean_acceptance_length)
+        reference = self.state.last_trained or self.first_kept()
+        if survival := self.survival():
+            reason = f"the target is new, and {survival.share:.0%} of what drafting brought survives"
+            look = replace(look, survival=survival, reason=reason)
+        elif reference is None or reference.prompts not in self.window.numbers():
+            look = replace(look, reason="there is no earlier traffic to compare with")
+        else:
+            look = self.compared(look, newest, reference)
+        self.update(replace(self.round, look=look))
+        self.console.print(f"{'training' if look.trains else 'no training'}: {look.reason}")
+
+    def first_kept(self) -> Round | None:
+        """Return the oldest round before this one whose prompts are kept, if any."""
+        kept = self.window.numbers()
+        return next((one for one in self.state.rounds if one.prompts in kept and one.outcome), None)
+
+    def compared(self, look: Look, newest: list[Stats], reference: Round) -> Look:
+        """Return the look with the tests of the newest traffic beside that of an earlier round, and the decision."""
+        assert reference.prompts is not None
+        new, old = self.window.domains(self.prompts), self.window.domains(reference.prompts)
+        earlier = self.acceptance_on(pick_prompts(self.window.held_out(reference.prompts), MOST_JUDGED))
+        look = replace(
+            look,
+            domains_p_value=domains_p_value(new, old),
+            shift=shift_of(new, old),
+            acceptance_p_value=acceptance_p_value(newest, earlier),
+        )
+        reason = why_moved(look, self.settings.false_alarms)
+        if reason is None and self.settings.history:
+            reason = fall_in_history(self.settings.history, reference.time)
+        if reason is None and reference.promoted:
+            reason = "the traffic has not moved, but the last training paid"
+        return replace(look, trains=reason is not None, reason=reason or "the traffic has not moved")
+
+    def survival(self) -> Survival | None:
+        """Return how much of the champion's acceptance is left, where the target differs from that of before."""
+        before = next((one for one in reversed(self.state.rounds) if one.outcome and one.acceptance), None)
+        if before is None or before.acceptance is None or before.fingerprint == self.fingerprint:
+            return None
+        if before.prompts is None or before.prompts not in self.window.numbers():
+            return None
+        now = self.acceptance_on(pick_prompts(self.window.held_out(before.prompts), MOST_JUDGED))
+        return Survival(before.acceptance, total_of(now).mean_acceptance_length)
+
+    def train(self) -> None:
+        """Let the target answer new and older prompts, and train the challenger on the answers."""
+        if self.round.judgement is not None:
+            return
+        new = self.window.training(self.prompts)
+        old = self.window.earlier_training(self.prompts, len(new) + MOST_JUDGED)
+        if self.round.plan is None:
+            timed = load_drafter(self.champions.path(self.round.champion), self.target)
+            self.update(replace(self.round, plan=make_plan(self.target, timed, new, old, self.settings)))
+        plan = self.round.plan
+        assert plan is not None
+        self.console.print(plan.text)
+        chosen = self.folder / "prompts.jsonl"
+        if not chosen.is_file():  # later there may be fewer older ones
+            write_prompts(chosen, [*pick_prompts(new, plan.num_new), *old[: plan.num_old]])
+        prepare(self.target, str(chosen), self.folder / "samples", plan.answers)
+        champion = self.champions.path(self.round.champion)
+        train(training_config(plan, self.target, champion, self.folder, self.settings.device))
+
+    def judge(self) -> None:
+        """Judge the challenger beside the champion, on the newest held-out prompts and on those of before."""
+        if self.round.judgement is not None:
+            return
+        challenger = load_drafter(self.challenger(), self.target)
+        old = self.window.earlier_held_out(self.prompts, MOST_JUDGED)
+        new = self.beside_champion(challenger, self.newest_held_out())
+        judgement = Judgement(new, self.beside_champion(challenger, old) if len(old) >= FEWEST else None)
+        self.update(replace(self.round, judgement=judgement))
+        self.console.print(judgement.text)
+
+    def challenger(self) -> Path:
+        """Return the checkpoint that training ended with: the best on held-out answers, else the last."""
+        run = self.folder / "run"
+        return best_measured(run) or checkpoints(run)[-1]
+
+    def finish(self) -> None:
+        """Promote the challenger where it is better, and end the round."""
+        judgement, look = self.round.judgement, self.round.look
+        assert look is not None
+        if judgement is None:
+            self.close(f"nothing to do: {look.reason}", look.acceptance)
+            return
+        reason = judgement.reason_against
+        changed = self.champions.serving not in (self.round.champion, self.round.number)
+        if reason is None and (changed or self.champions.was_rolled_back(self.round.number)):
+            reason = "it was rolled back meanwhile"
+        if reason is not None:
+            self.close(f"not promoted: {reason}", judgement.new.champion)
+            return
+        self.champions.promote(self.round.number, self.challenger(), self.round.champion)
+        self.close(f"promoted: champion {self.round.number} serves", judgement.new.challenger, promoted=True)
+        swap_into_server(self.settings, self.champions)
+
+    def close(self, outcome: str, acceptance: float | None = None, promoted: bool = False) -> None:
+        """End the round: write what came of it, and remove what it trained on."""
+        current, folder = self.round, self.folder
+        self.update(replace(current, outcome=outcome, acceptance=acceptance, promoted=promoted))
+        remove(folder)
+        write_whole(self.out / "refresh.html", refresh_page(self.state, self.champions.serving))
+        self.console.print(f"round {current.number}: {outcome} ({self.out / LINK})", soft_wrap=True)
+
+    # --- measuring
+
+    @property
+    def measuring(self) -> MeasureSettings:
+        """The settings that drafters are measured with, once: acceptance is the same in every repeat."""
+        settings, longest = self.settings, self.champion.max_draft_length or DRAFT_LENGTH
+        return MeasureSettings(
+            settings.temperature,
+            batch_size=settings.batch_size,
+            draft=min(DRAFT_LENGTH, longest),
+            max_new_tokens=settings.max_new_tokens,
+            repeats=1,
+        )
+
+    def newest_held_out(self) -> list[Prompt]:
+        """Return the prompts that judge: held-out ones of the newest traffic."""
+        return pick_prompts(self.window.held_out(self.prompts), MOST_JUDGED)
+
+    def acceptance_on(self, prompts: list[Prompt]) -> list[Stats]:
+        """Return the champion's counters on each prompt."""
+        self.champion.forget()
+        decoder, settings = SpeculativeDecoder(self.target, self.champion), self.measuring
+        output = decoder.decode(
+            encode_prompts(prompts, self.target), settings.resolve(self.champion), batch_size=settings.batch_size
+        )
+        return output.stats.requests
+
+    def beside_champion(self, challenger: Drafter, prompts: list[Prompt]) -> Comparison:
+        """Return the challenger beside the champion on some prompts."""
+        prompt_set = PromptSet("held out", encode_prompts(prompts, self.target))
+        return compare(self.target, self.champion, challenger, prompt_set, self.measuring)

@@ -1,0 +1,140 @@
+"""New traffic: read from where it was left, cleaned, and divided into prompts to train on and prompts held out."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from draftsmith.data.bad_rows import BadRows
+from draftsmith.data.progress import notice
+from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.prompts import read_prompts, tokenise
+from draftsmith.data.prompts.splits import Split, deduplicate, prompt_hash, split_prompts
+from draftsmith.inference.measuring.measure import pick_prompts
+from draftsmith.models import Target
+from draftsmith.models.batch import Batch
+from draftsmith.recipes.auto.traffic import FEWEST, HELD_OUT_SHARE, mask
+from draftsmith.recipes.bench.server_logs import read_log
+
+NOISE_BITS = (
+    4.0  # a byte: letters drawn at random need 4.7 whatever the target is, and English by its letters alone 4.1
+)
+READ_TOKENS = 512  # of a prompt, by which noise is told
+MOST_NOISE = 0.5  # share of a round's prompts; of more, the others are not trusted either
+MOST_PROMPTS = 4096  # of a round
+MOST_BAD_ROWS = 0.1  # share of rows that give no prompt, such as a last line that is still being written
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The part of a source of traffic that was taken: so many prompts from its beginning."""
+
+    num_prompts: int
+    first: str  # hash of the first of them: where it is another, the file is another one of the same name
+
+
+@dataclass(frozen=True)
+class TrafficCounts:
+    """Counts of what became of the new prompts of a round."""
+
+    num_new: int  # without those that equal others
+    num_masked: int = 0  # in which personal data was masked
+    num_too_long: int = 0  # left out
+    num_noise: int = 0  # left out
+    num_training: int = 0
+    num_held_out: int = 0
+    domains: dict[str, int] | None = None  # prompts by domain, of those that are kept; "": without one
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether so many prompts are noise that the others are not trusted either."""
+        num_fitting = self.num_new - self.num_too_long
+        return num_fitting >= 2 * FEWEST and self.num_noise > MOST_NOISE * num_fitting
+
+    @property
+    def text(self) -> str:
+        """The counts in words."""
+        domains = ", ".join(f"{name or 'no domain'} {number}" for name, number in (self.domains or {}).items())
+        parts = [f"{self.num_new} new prompts" + (f" ({domains})" if domains else "")]
+        parts += [f"{self.num_training} to train on, {self.num_held_out} held out"] if self.num_training else []
+        for number, what in (
+            (self.num_masked, "with masked personal data"),
+            (self.num_too_long, "too long and left out"),
+            (self.num_noise, "are noise and left out"),
+        ):
+            parts += [f"{number} {what}"] if number else []
+        return "; ".join(parts)
+
+
+def read_new(source: str, taken: Taken | None) -> tuple[list[Prompt], Taken | None]:
+    """Return the prompts of a source behind those that were taken before, and what is taken then.
+
+    A source whose first prompt is another one is read from its beginning. Raises `UserError` for what holds no prompts.
+    """
+    prompts = read_traffic(source)
+    if not prompts:
+        return [], taken
+    now = Taken(len(prompts), prompt_hash(prompts[0]))
+    goes_on = taken is not None and taken.first == now.first and taken.num_prompts <= now.num_prompts
+    return prompts[taken.num_prompts if taken and goes_on else 0 :], now
+
+
+def read_traffic(source: str) -> list[Prompt]:
+    """Return the prompts of any source, or of the log of a vLLM or SGLang. Raises `UserError` where it holds none."""
+    if Path(source).suffix != ".log":
+        return read_prompts(source, BadRows(MOST_BAD_ROWS))
+    logged = [request.prompt for request in read_log(Path(source))]
+    prompts = [prompt for prompt in logged if isinstance(prompt, Prompt)]
+    if len(prompts) < len(logged):
+        notice(f"{source}: {len(logged) - len(prompts)} requests were logged as token ids alone, and are left out")
+    return prompts
+
+
+def clean(prompts: list[Prompt], target: Target, longest: int, keeps_personal: bool) -> tuple[Split, TrafficCounts]:
+    """Return new prompts divided by their beginnings alone, so that a prompt is on one side in all rounds; with counts.
+
+    Left out are prompts that equal others, have more than `longest` tokens, or are noise; of many, some are drawn.
+    Nothing is left of a round that is mostly noise, or too small to be judged on.
+    """
+    unique = pick_prompts(deduplicate(prompts), MOST_PROMPTS)
+    masked = unique if keeps_personal else [mask(prompt) for prompt in unique]
+    token_ids = [tokenise(prompt, target) for prompt in masked]
+    fitting = [(prompt, ids) for prompt, ids in zip(masked, token_ids, strict=True) if len(ids) <= longest]
+    kept = [prompt for prompt, ids in fitting if bits_per_byte(ids, target) <= NOISE_BITS]
+    counts = TrafficCounts(
+        num_new=len(unique),
+        num_masked=sum(before != after for before, after in zip(unique, masked, strict=True)),
+        num_too_long=len(unique) - len(fitting),
+        num_noise=len(fitting) - len(kept),
+    )
+    if len(kept) < 2 * FEWEST or counts.is_noise:
+        return Split([], []), counts
+    split = split_prompts(kept, HELD_OUT_SHARE)
+    if len(split.held_out) < FEWEST:
+        return Split([], []), counts
+    return split, replace(
+        counts,
+        num_training=len(split.train),
+        num_held_out=len(split.held_out),
+        domains=dict(Counter(prompt.domain for prompt in kept).most_common()),
+    )
+
+
+@torch.no_grad()
+def bits_per_byte(token_ids: list[int], target: Target) -> float:
+    """Return the bits that the target needs for a byte of a prompt's beginning, by its own chances of each token.
+
+    Text that it knows takes one or two. Random letters take at least the logarithm of their number, whatever the
+    target.
+    """
+    assert target.tokenizer is not None
+    row = torch.tensor([token_ids[:READ_TOKENS]], device=target.device)
+    num_bytes = len(str(target.tokenizer.decode(token_ids[1:READ_TOKENS])).encode("utf-8", "replace"))
+    if row.shape[1] < 2 or not num_bytes:
+        return 0.0
+    features = target.features(Batch(row, torch.ones_like(row, dtype=torch.bool)))
+    logits = target.logits(features.last_hidden[0, :-1]).float()
+    return float(F.cross_entropy(logits, row[0, 1:], reduction="sum")) / math.log(2) / num_bytes
