@@ -1,6 +1,6 @@
 """Traffic that drifts over twelve rounds: acceptance with `draftsmith refresh`, without it, and with naive training.
 
-    python benchmarks/refresh.py FOLDER [--prompts 240] [--steps 80] [--plot docs/refresh.png]
+    python benchmarks/refresh.py FOLDER [--prompts 240] [--steps 60] [--plot docs/refresh.png]
 
 The embedded target continues functions of the standard library, C++ headers, docstrings and modules of Python, whose
 shares move from round to round. The log of the sixth round is garbage, while users go on as before. A drafter is
@@ -61,7 +61,7 @@ ROUNDS: list[Shares] = [
     {"functions": 0.2, "docstrings": 0.2, "modules": 0.6},
     {"functions": 1.0},
 ]
-KIND, NEW_TOKENS, BATCH_SIZE, NUM_TESTED = "hydra", 64, 16, 64
+KIND, NEW_TOKENS, BATCH_SIZE, NUM_TESTED = "hydra", 48, 16, 48
 LONGEST = 240  # characters of a prompt
 SITE = Path(torch.__file__).parents[1]
 
@@ -134,7 +134,7 @@ class Simulation:
         return checkpoints(run)[-1]
 
     def ask_functions(self) -> list[Prompt]:
-        return self.users.ask({"functions": 1.0}, 8 * self.num_prompts)
+        return self.users.ask({"functions": 1.0}, 4 * self.num_prompts)
 
     def answered(self, prompts: list[Prompt], name: str) -> Path:
         """Return the folder of the target's answers to prompts."""
@@ -230,8 +230,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--prompts", type=int, default=240, help="of each round's log")
-    parser.add_argument("--steps", type=int, default=80, help="of training in each round")
-    parser.add_argument("--first-steps", type=int, default=400, help="of the drafter that serves at first")
+    parser.add_argument("--steps", type=int, default=60, help="of training in each round")
+    parser.add_argument("--first-steps", type=int, default=200, help="of the drafter that serves at first")
     parser.add_argument("--rounds", type=int, default=len(ROUNDS))
     parser.add_argument("--plot", type=Path, default=Path("docs/refresh.png"))
     arguments = parser.parse_args()

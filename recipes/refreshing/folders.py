@@ -13,9 +13,9 @@ def numbered(folder: Path) -> list[int]:
 
 
 def keep_only(folder: Path, numbers: Collection[int]) -> None:
-    """Remove all folders in a folder but those of these numbers, and everything hidden: what was cut short."""
+    """Remove all folders in a folder but those of these numbers, and hidden ones: what was cut short."""
     for path in folder.glob(".*"):
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
     for number in numbered(folder):
         if number not in numbers:
             remove(folder / str(number))

@@ -253,9 +253,9 @@ class Refresh:
     def survival(self) -> Survival | None:
         """Return how much of the champion's acceptance is left, where the target differs from that of before."""
         before = next((one for one in reversed(self.state.rounds) if one.outcome and one.acceptance), None)
-        if before is None or before.acceptance is None or before.fingerprint == self.fingerprint:
+        if before is None or before.fingerprint == self.fingerprint or before.serves != self.round.champion:
             return None
-        if before.prompts is None or before.prompts not in self.window.numbers():
+        if before.acceptance is None or before.prompts is None or before.prompts not in self.window.numbers():
             return None
         now = self.acceptance_on(pick_prompts(self.window.held_out(before.prompts), MOST_JUDGED))
         return Survival(before.acceptance, total_of(now).mean_acceptance_length)

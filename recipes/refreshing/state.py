@@ -36,6 +36,11 @@ class Round:
     acceptance: float | None = None  # of the champion that serves after it, on its newest held-out prompts
     promoted: bool = False
 
+    @property
+    def serves(self) -> int:
+        """The champion that serves after it."""
+        return self.number if self.promoted else self.champion
+
 
 @dataclass(frozen=True)
 class RefreshState:

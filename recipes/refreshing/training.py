@@ -7,6 +7,7 @@ from time import perf_counter
 from draftsmith.data.answers.prepare import PrepareSettings
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import tokenise
+from draftsmith.data.samples.samples import HELD_OUT
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.recipes.auto.budget import SMALL_TARGET, recipe_of_auto
@@ -19,8 +20,9 @@ NEW_SHARE = 0.5  # of the text: the rest is older, so that nothing is forgotten
 BATCH_SIZE = 32  # prompts answered at a time
 CHECKPOINTS, PATIENCE = 8, 2  # of a run, and those without gain after which it ends
 MOST_EPOCHS = 8  # over the text: more would learn it by heart
-RATE_SHARE = 0.5  # of the recipe's learning rate, for a drafter that has learnt already
-HELD_OUT_PROMPTS = 64  # whose answers tell when training brings nothing more; at most one in 32
+RATE_SHARE = 0.1  # of the recipe's learning rate, for a drafter that has learnt already
+HELD_OUT_PROMPTS = 64  # whose answers tell when training brings nothing more
+FEWEST_HELD_OUT = 16  # prompts that tell so much; of fewer, all are trained on
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,10 @@ def training_config(
     """Return the config of a challenger's run in the folder of its round."""
     config = recipe_of(plan.kind, target)
     config.target, config.init_from = target.name, str(champion)
-    config.data.samples, config.data.held_out_prompts = str(folder / "samples"), HELD_OUT_PROMPTS
-    config.evaluation.prompts, config.evaluation.patience = None, PATIENCE
+    config.data.samples, config.data.held_out_prompts = str(folder / "samples"), 0
+    config.evaluation.prompts = None
+    if plan.num_new + plan.num_old >= HELD_OUT * FEWEST_HELD_OUT:
+        config.data.held_out_prompts, config.evaluation.patience = HELD_OUT_PROMPTS, PATIENCE
     config.run.dir, config.run.device = str(folder / "run"), device
     config.run.steps, config.run.checkpoint_every = plan.num_steps, -(-plan.num_steps // CHECKPOINTS)
     config.run.log_every = config.run.checkpoint_every

@@ -58,6 +58,7 @@ def healthy_flags(place: Place) -> dict[str, dict[str, list[str]]]:
         "tune-server": [str(made / "nowhere"), *target, "--drafter", "ngram", *prompts, *out],
         "watch": ["http://127.0.0.1:9", "--readings", "1"],
         "quickstart": ["--target", str(made / "nowhere"), *out],
+        "refresh": ["--target", str(made / "nowhere"), "--traffic", str(made / "prompts" / "p.txt"), *out],
         "auto": ["--target", str(made / "nowhere"), "--traffic", str(made / "prompts" / "p.txt"), *out],
     }  # fmt: skip
     found: dict[str, dict[str, list[str]]] = {}
@@ -83,7 +84,7 @@ def commanded(place: Place) -> Attempt:
     healthy = healthy_flags(place)
     name = random.choice([*healthy, "evaluate", "prepare", "generate"])
     flags, hints = healthy[name], get_type_hints(COMMANDS[name][1])
-    left_out = ("target",) if name in ("quickstart", "auto") else ("certify",)  # with which they last
+    left_out = ("target",) if name in ("quickstart", "auto", "refresh") else ("certify",)  # with which they last
     settings = {setting.name: setting for setting in fields(COMMANDS[name][1]) if setting.name not in left_out}
     for _ in range(random.choice((1, 1, 1, 1, 2))):
         setting = settings[random.choice(list(settings))]

@@ -89,6 +89,7 @@ def checkpoint(tiny_target: Target, tmp_path: Path) -> Path:
         "plan --target {target} --drafter ngram --out {out}",
         "quickstart --target {target} --out {out}",
         "auto --target {target} --traffic {prompts} --out {out}",
+        "refresh --target {target} --traffic {prompts} --drafter {checkpoint} --out {out}",
         "prepare --target {target} --prompts {prompts} --out {out}",
         "export {checkpoint} --target {target} --engine vllm --out {out}",
         "train medusa target={target} data.samples={samples} run.dir={out}",

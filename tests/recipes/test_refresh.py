@@ -1,0 +1,487 @@
+"""The loop that keeps a drafter good: it moves when the traffic does, promotes what is better, and survives a kill."""
+
+import json
+import math
+import random
+import shutil
+import string
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from disk_faults import contents, recorded_changes, restore
+from drafters import untrained
+from rich.console import Console
+from scipy.stats import hypergeom
+from transformers import LlamaForCausalLM
+
+from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.sources import read_folder
+from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
+from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
+from draftsmith.models import Target, load_drafter, save_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.recipes.auto.traffic import FEWEST
+from draftsmith.recipes.configs.training_settings import RefreshSettings
+from draftsmith.recipes.refreshing import moved, refresh, traffic, training
+from draftsmith.recipes.refreshing.champions import KEPT, Champions
+from draftsmith.recipes.refreshing.judgement import Comparison, Judgement, compare
+from draftsmith.recipes.refreshing.moved import Look, acceptance_p_value, domains_p_value, shift_of, why_moved
+from draftsmith.recipes.refreshing.state import Round, read_state
+from draftsmith.recipes.refreshing.traffic import bits_per_byte, clean, read_new
+from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.watching.history import History
+from draftsmith.recipes.watching.readings import Latency, Reading
+from draftsmith.train.engine.vllm_counters import Counters
+
+# --- whether the traffic moved
+
+
+def stats_of(number: int, rate: float, chances: np.random.Generator) -> list[Stats]:
+    """Prompts of 20 drafts of four tokens, of which about this share is accepted: each prompt has its own rate."""
+    found = []
+    for own in chances.beta(8 * rate, 8 * (1 - rate), size=number):
+        accepted = chances.binomial(4, own, size=20)
+        found.append(Stats(4, 20, 80, int(accepted.sum()), int(accepted.sum()) + 20, 20, [0, 0, 0, 0, 20]))
+    return found
+
+
+def alarms(new_rate: float, new_shares: list[float], rounds: int) -> float:
+    """Return the share of simulated rounds that move, beside traffic of rate 0.5 and equal shares."""
+    chances, number = np.random.default_rng(0), 0
+    names = ["code", "chat", "mail"]
+    for _ in range(rounds):
+        new, old = stats_of(24, new_rate, chances), stats_of(32, 0.5, chances)
+        counts = [
+            dict(zip(names, chances.multinomial(200, part).tolist(), strict=True)) for part in (new_shares, [1 / 3] * 3)
+        ]
+        look = Look(2.0, domains_p_value(*counts), shift_of(*counts), acceptance_p_value(new, old))
+        number += why_moved(look, 0.2) is not None
+    return number / rounds
+
+
+def test_traffic_that_stays_is_cried_as_moved_as_seldom_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a rate of 0.2 for both tests; a binomial of 300 rounds lies within three standard errors above it."""
+    monkeypatch.setattr(moved, "DRAWS", 199)
+    monkeypatch.setattr(moved, "LEAST_SHIFT", 0.0)
+    found = alarms(0.5, [1 / 3] * 3, 300)
+    assert 0.05 < found <= 0.2 + 3 * math.sqrt(0.2 * 0.8 / 300)
+    assert alarms(0.5, [0.6, 0.2, 0.2], 20) == 1.0
+    assert alarms(0.25, [1 / 3] * 3, 20) == 1.0
+    assert alarms(0.75, [1 / 3] * 3, 20) < 0.5  # more acceptance asks for no training
+
+
+def test_the_chance_of_domains_is_that_of_the_hypergeometric_distribution() -> None:
+    """Of two domains it can be summed up: 7 of 20 new prompts are of a domain that has 17 of all 60."""
+    numbers = np.arange(18)
+    chances = hypergeom(60, 17, 20).pmf(numbers)
+    at_least_as_far = np.abs(numbers - 17 * 20 / 60) >= abs(7 - 17 * 20 / 60) - 1e-9
+    found = domains_p_value({"code": 7, "chat": 13}, {"code": 10, "chat": 30})
+    assert found == pytest.approx(chances[at_least_as_far].sum(), abs=4 * math.sqrt(0.25 / moved.DRAWS))
+
+
+def test_a_shift_that_is_sure_and_small_moves_nothing() -> None:
+    """Two percent of a million prompts are no chance, and no reason to train."""
+    new, old = {"code": 520_000, "chat": 480_000}, {"code": 500_000, "chat": 500_000}
+    look = Look(2.0, domains_p_value(new, old), shift_of(new, old))
+    assert look.domains_p_value is not None
+    assert look.domains_p_value < 0.001
+    assert look.shift == pytest.approx(0.02)
+    assert why_moved(look, 0.05) is None
+    assert "moved by 20%" in str(why_moved(replace(look, shift=0.2), 0.05))
+
+
+def test_a_fall_that_watch_has_found_counts(tmp_path: Path) -> None:
+    path = tmp_path / "watch.db"
+    assert moved.fall_in_history(path, 0.0) is None
+    history = History(path)
+    chances = np.random.default_rng(0)
+    for minute in range(120):
+        accepted = int(chances.binomial(1000, 0.6 if minute < 60 else 0.5))
+        counters = Counters(1000, 1000, accepted, (accepted,))
+        history.add("http://one", Reading(60.0 * minute, counters, None, Latency(), Latency(), 0.0))
+    assert "http://one: acceptance length has fallen" in str(moved.fall_in_history(path, 1800.0))
+    assert moved.fall_in_history(path, 7200.0) is None
+
+
+# --- new traffic
+
+
+def write_rows(path: Path, first: int, end: int, domain: str = "forge") -> Path:
+    """Append prompts of the tiny target's words."""
+    rows = [{"prompt": f"strike {'the iron ' * (i % 4)}{i} {domain}", "domain": domain} for i in range(first, end)]
+    with open(path, "a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_log_that_grows_is_read_from_where_it_was_left(tmp_path: Path) -> None:
+    log = write_rows(tmp_path / "log.jsonl", 0, 10)
+    prompts, taken = read_new(str(log), None)
+    assert len(prompts) == 10
+    assert read_new(str(log), taken) == ([], taken)
+    write_rows(log, 10, 13)
+    more, taken = read_new(str(log), taken)
+    assert [str(prompt.text).split()[-2] for prompt in more] == ["10", "11", "12"]
+    log.unlink()
+    write_rows(log, 5, 30)  # rotated: another file of the same name
+    assert len(read_new(str(log), taken)[0]) == 25
+
+
+def test_bits_are_those_of_the_model_itself(tiny_target: Target) -> None:
+    """transformers' own loss is the witness."""
+    ids = tiny_target.encode("The smith heats the iron")
+    row = torch.tensor([ids])
+    with torch.no_grad():
+        loss = float(tiny_target.model(row, labels=row).loss)
+    expected = loss * (len(ids) - 1) / math.log(2) / len(b"The smith heats the iron")
+    assert bits_per_byte(ids, tiny_target) == pytest.approx(expected, rel=1e-4)
+
+
+def test_garbage_is_left_out_and_a_round_of_it_refused() -> None:
+    target, chances = Target.from_pretrained(EMBEDDED_TARGET, "cpu"), random.Random(0)
+    code = read_folder(Path(__file__).parents[2] / "models", ("py",))
+    modules = [Prompt(text=str(prompt.text)[:200]) for prompt in code[:80]]
+    garbage = [Prompt(text="".join(chances.choices(string.printable[:94], k=100))) for _ in range(40)]
+    split, counts = clean([*modules, *garbage], target, 256, False)
+    assert len(garbage) <= counts.num_noise < len(garbage) + 5  # a table of numbers is strange to it, too
+    assert not {prompt.text for prompt in [*split.train, *split.held_out]} & {prompt.text for prompt in garbage}
+    assert len(split.held_out) >= FEWEST
+    refused, counts = clean([*modules[:30], *garbage], target, 256, False)
+    assert counts.is_noise
+    assert not refused.train
+
+
+# --- judging
+
+
+def comparison(low: float, high: float, divergences: int = 0, champion: float = 2.0) -> Comparison:
+    middle = (low + high) / 2
+    return Comparison(64, champion, champion + middle, middle, (low, high), 1.0, None, 64, divergences)
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "reason"),
+    [
+        (comparison(0.01, 0.2), comparison(-0.09, 0.1), None),
+        (comparison(0.01, 0.2), None, None),
+        (comparison(-0.01, 0.3), comparison(0.1, 0.2), "not shown to be better"),
+        (comparison(0.5, 0.9), comparison(-0.11, 0.1), "may lose more than 10%"),  # as after a round of poison
+        (comparison(0.1, 0.2, divergences=1), comparison(0.1, 0.2), "not the target's"),
+        (comparison(0.1, 0.2), comparison(0.1, 0.2, divergences=1), "not the target's"),
+        (replace(comparison(0.1, 0.2), ci95=None), None, "not shown to be better"),
+    ],
+)
+def test_only_what_is_better_there_and_no_worse_before_is_promoted(
+    new: Comparison, old: Comparison | None, reason: str | None
+) -> None:
+    found = Judgement(new, old).reason_against
+    assert (found is None) if reason is None else reason in str(found)
+
+
+def test_a_drafter_beside_itself_differs_in_nothing(tiny_target: Target) -> None:
+    drafter = untrained("medusa", tiny_target)
+    prompts = PromptSet("p", [tiny_target.encode(f"strike {i}") for i in range(6)])
+    found = compare(tiny_target, drafter, drafter, prompts, MeasureSettings(max_new_tokens=12, repeats=1))
+    assert (found.difference, found.ci95) == (0.0, (0.0, 0.0))
+    assert (found.num_compared, found.num_divergences) == (6, 0)
+
+
+# --- champions
+
+
+def test_champions_are_promoted_rolled_back_and_thinned_out(tiny_target: Target, tmp_path: Path) -> None:
+    champions, drafter = Champions(tmp_path), untrained("medusa", tiny_target)
+    assert champions.serving is None
+    champions.begin(drafter)
+    with pytest.raises(UserError, match="no champion from before"):
+        champions.roll_back()
+    for number in (2, 3, 5):
+        save_drafter(drafter, tmp_path / "run" / str(number))
+        champions.promote(number, tmp_path / "run" / str(number), champions.serving or 0)
+    assert (champions.serving, champions.numbers()) == (5, [2, 3, 5])
+    assert len(champions.numbers()) == KEPT
+    assert champions.roll_back() == 3
+    assert champions.was_rolled_back(5)
+    load_drafter(champions.link, tiny_target)
+    champions.promote(6, tmp_path / "run" / "5", 3)
+    assert (champions.serving, champions.numbers()) == (6, [2, 3, 6])  # 5 was rolled back from
+    assert champions.roll_back() == 3
+    assert champions.roll_back() == 2
+
+
+# --- the whole
+
+
+@pytest.fixture
+def settings(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RefreshSettings:
+    """Rounds of a second or two. The tiny target, whose weights are random, finds all texts equally strange."""
+    monkeypatch.setattr(traffic, "NOISE_BITS", math.inf)
+    monkeypatch.setattr(refresh, "load_target", lambda *_: tiny_target)
+    monkeypatch.setattr(training, "RATE_SHARE", 1.0)  # the champion knows nothing yet
+    save_drafter(untrained("medusa", tiny_target), tmp_path / "first")
+    return RefreshSettings(
+        drafter=str(tmp_path / "first"),
+        traffic=str(write_rows(tmp_path / "log.jsonl", 0, 90)),
+        max_new_tokens=12,
+        batch_size=8,
+        steps=24,
+        out=tmp_path / "out",
+        device="cpu",
+    )
+
+
+def run(settings: RefreshSettings) -> Round | None:
+    """Make a round, and return the newest."""
+    refresh.run(settings, Console(quiet=True))
+    rounds = read_state(settings.out).rounds
+    return rounds[-1] if rounds else None
+
+
+def always_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every challenger win, whatever so few steps taught it."""
+    monkeypatch.setattr(refresh, "compare", lambda *_: comparison(0.1, 0.2))
+
+
+def test_rounds_from_a_first_champion_on(
+    settings: RefreshSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It trains, waits for more traffic, trains on where training paid, keeps what it needs, and goes back."""
+    always_better(monkeypatch)
+    first = run(settings)
+    assert first is not None
+    assert first.judgement is not None
+    assert first.judgement.old is None
+    champions = Champions(settings.out)
+    assert champions.serving == first.number == 1
+    assert run(settings) == first  # nothing new
+    write_rows(tmp_path / "log.jsonl", 90, 180)
+    second = run(settings)
+    assert second is not None
+    assert second.look is not None
+    assert second.look.reason == "the traffic has not moved, but the last training paid"
+    assert second.champion == 1
+    assert second.judgement is not None
+    assert second.judgement.old is not None
+    assert sorted(path.name for path in (settings.out / "prompts").iterdir()) == ["1", "2"]
+    assert not list((settings.out / "rounds").iterdir())
+    assert "champion" in (settings.out / "refresh.html").read_text()
+    assert champions.serving == 2
+    refresh.run(RefreshSettings(rollback=True, out=settings.out), Console(quiet=True))
+    assert champions.serving == 1
+
+
+def test_traffic_that_stays_is_not_trained_on(
+    settings: RefreshSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refresh, "compare", lambda *_: comparison(-0.1, 0.1))
+    first = run(settings)
+    assert first is not None
+    assert first.outcome == "not promoted: it is not shown to be better on the newest traffic"
+    monkeypatch.setattr(refresh, "train", lambda _: pytest.fail("it trains"))
+    write_rows(tmp_path / "log.jsonl", 90, 180)
+    second = run(settings)
+    assert second is not None
+    assert second.outcome == "nothing to do: the traffic has not moved"
+    write_rows(tmp_path / "log.jsonl", 180, 270, "mail")
+    with pytest.raises(pytest.fail.Exception, match="it trains"):
+        run(settings)
+    open_round = read_state(settings.out).open
+    assert open_round is not None
+    assert open_round.look is not None
+    assert open_round.look.reason.startswith("the shares of domains moved by 100%")
+
+
+def test_a_rollback_while_a_round_goes_on_holds(
+    settings: RefreshSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_better(monkeypatch)
+    run(settings)
+    write_rows(tmp_path / "log.jsonl", 90, 180)
+    own = refresh.train
+
+    def rolled_back(config: Any) -> Path:
+        refresh.run(RefreshSettings(rollback=True, out=settings.out), Console(quiet=True))
+        return own(config)
+
+    monkeypatch.setattr(refresh, "train", rolled_back)
+    second = run(settings)
+    assert second is not None
+    assert second.outcome == "not promoted: it was rolled back meanwhile"
+    assert Champions(settings.out).serving == 0
+
+
+def test_old_text_is_deleted(settings: RefreshSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the window, no file holds a word of it, nor does one of a round that was never finished."""
+    monkeypatch.setattr(refresh, "train", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run(settings)
+
+    def files_with(text: bytes) -> list[str]:
+        return [name for name, found in contents(settings.out).items() if isinstance(found, bytes) and text in found]
+
+    assert len(files_with(b"strike the iron")) >= 2
+    now = refresh.time.time()
+    monkeypatch.setattr(refresh.time, "time", lambda: now + 31 * refresh.DAY)
+    newest = run(settings)
+    assert newest is not None
+    assert newest.outcome == "given up, for its prompts are too old"
+    assert not files_with(b"strike the iron")
+
+
+def changed_target(target_dir: Path, folder: Path) -> Target:
+    """A second version of the tiny target: the same tokenizer, other weights."""
+    shutil.copytree(target_dir, folder)
+    model = LlamaForCausalLM.from_pretrained(target_dir)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return Target.from_pretrained(folder, "cpu", torch.float32)
+
+
+def test_a_new_target_starts_from_the_old_drafter(
+    settings: RefreshSettings, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The survival of acceptance is told, and the kept prompts train for the new target, once."""
+    always_better(monkeypatch)
+    before = run(settings)
+    assert before is not None
+    version2 = changed_target(tiny_target_dir, tmp_path / "v2")
+    monkeypatch.setattr(refresh, "load_target", lambda *_: version2)
+    again = replace(settings, traffic=None, target=version2.name)
+    newest = run(again)
+    assert newest is not None
+    assert newest.prompts == before.number
+    assert newest.look is not None
+    assert newest.look.survival is not None
+    assert newest.look.survival.before == before.acceptance
+    assert newest.look.survival.after > 1
+    assert "survives" in newest.look.reason
+    assert newest.plan is not None
+    assert Champions(settings.out).serving == newest.number
+    with pytest.raises(UserError, match="--traffic: give new prompts"):
+        run(again)
+
+
+def second_version(folder: Path) -> Target:
+    """Return the embedded target after a few steps of training on functions that it did not see."""
+    shutil.copytree(EMBEDDED_TARGET, folder)
+    target = Target.from_pretrained(EMBEDDED_TARGET, "cpu", torch.float32)
+    model = LlamaForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for text in stdlib_functions(held_out=True)[:64]:
+        row = torch.tensor([target.encode(text)[:256]])
+        model(row, labels=row).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    return Target.from_pretrained(folder, "cpu")
+
+
+@pytest.mark.long
+def test_two_versions_of_the_embedded_target(tmp_path: Path) -> None:
+    """A drafter of the first version keeps much of its acceptance on the second, and is no worse after the refresh."""
+    target, version2 = Target.from_pretrained(EMBEDDED_TARGET, "cpu"), second_version(tmp_path / "v2")
+    prompts = [{"prompt": function_prompt(text)[:240]} for text in stdlib_functions(held_out=False)[:160]]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    save_drafter(untrained("hydra", target), tmp_path / "first")
+    settings = RefreshSettings(
+        drafter=str(tmp_path / "first"),
+        traffic=str(tmp_path / "log.jsonl"),
+        max_new_tokens=32,
+        batch_size=8,
+        steps=60,
+        out=tmp_path / "out",
+        device="cpu",
+    )
+    refresh.one_round(settings, target, Console())
+    assert read_state(settings.out).rounds[-1].promoted
+    refresh.one_round(replace(settings, traffic=None), version2, Console())
+    newest = read_state(settings.out).rounds[-1]
+    assert newest.look is not None
+    assert newest.look.survival is not None
+    assert 0.3 < newest.look.survival.share < 1.1
+    assert newest.judgement is not None
+    assert newest.judgement.new.num_divergences == 0
+    assert newest.acceptance is not None
+    assert newest.acceptance >= newest.judgement.new.champion
+
+
+def test_follow_outlives_a_log_that_cannot_be_read(
+    settings: RefreshSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_better(monkeypatch)
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 1:
+            (tmp_path / "log.jsonl").rename(tmp_path / "away")
+        elif len(waits) == 2:
+            (tmp_path / "away").rename(tmp_path / "log.jsonl")
+            write_rows(tmp_path / "log.jsonl", 90, 180)
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(refresh.time, "sleep", wait)
+    with pytest.raises(KeyboardInterrupt):
+        run(replace(settings, follow=2.0))
+    assert waits == [120.0] * 3
+    assert [one.promoted for one in read_state(settings.out).rounds] == [True, True]
+
+
+def test_what_cannot_be_trained_on_is_refused(settings: RefreshSettings) -> None:
+    with pytest.raises(UserError, match="holds no champion yet: give the one that serves now"):
+        run(replace(settings, drafter=None))
+    with pytest.raises(UserError, match="--drafter ngram: give the checkpoint of a drafter"):
+        run(replace(settings, drafter="ngram"))
+
+
+@pytest.mark.parametrize("tried", [pytest.param(slice(None), marks=pytest.mark.long), slice(5, None, 31)])
+def test_a_round_killed_at_any_change_leaves_a_champion_and_goes_on(
+    tried: slice, settings: RefreshSettings, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each change on the disk a whole champion serves; from some of them the same command comes to the same end.
+
+    `pytest -m long` goes on from all.
+    """
+    always_better(monkeypatch)
+    settings = replace(settings, steps=2)
+    run(settings)
+    write_rows(tmp_path / "log.jsonl", 90, 180)
+    with recorded_changes(settings.out) as states:
+        run(settings)
+    whole = {name for name in contents(settings.out) if not name.endswith(".lock")}
+    assert len(states) > 60
+    for state in states:
+        link = state["champion"]
+        assert isinstance(link, Path)
+        assert {f"{link}/config.json", f"{link}/model.safetensors"} <= state.keys()
+    for number in range(len(states))[tried]:
+        restore(settings.out, states[number])
+        newest = run(settings)
+        assert newest is not None
+        assert (newest.number, newest.promoted, Champions(settings.out).serving) == (2, True, 2), number
+        assert {name for name in contents(settings.out) if not name.endswith(".lock")} == whole, number
+    load_drafter(settings.out / "champion", tiny_target)
+
+
+def test_the_plan_keeps_to_the_budget(settings: RefreshSettings, tiny_target: Target) -> None:
+    """Twice the budget allows no fewer steps; what is given is taken; nothing is learnt by heart."""
+    drafter = untrained("medusa", tiny_target)
+    prompts = [Prompt(text=f"strike {i}") for i in range(400)]
+    make: Callable[..., Any] = training.make_plan
+    given = make(tiny_target, drafter, prompts[:200], prompts[200:], replace(settings, steps=7))
+    assert (given.num_new, given.num_old, given.num_steps) == (200, 200, 7)
+    small = make(tiny_target, drafter, prompts[:200], prompts[200:], replace(settings, steps=None, budget=0.0001))
+    assert small.num_new + small.num_old <= 200
+    large = make(tiny_target, drafter, prompts[:200], prompts[200:], replace(settings, steps=None, budget=10.0))
+    assert (large.num_new, large.num_old) == (200, 200)
+    assert large.num_steps == training.MOST_EPOCHS * 400 // training.recipe_of("medusa", tiny_target).data.batch_size
