@@ -5,7 +5,7 @@ import time
 from draftsmith.recipes.refreshing.judgement import Comparison
 from draftsmith.recipes.refreshing.state import RefreshState, Round
 from draftsmith.recipes.reports.report import rendered
-from draftsmith.recipes.reports.tables import Cell, Row, Section, interval_text, table_of
+from draftsmith.recipes.reports.tables import Cell, Row, Section, interval_text, ratio_text, table_of
 
 
 def refresh_page(state: RefreshState, serving: int | None) -> str:
@@ -36,6 +36,9 @@ def round_row(one: Round) -> Row:
         "steps at most": f"{one.plan.num_steps}" if one.plan else "–",
         "on the newest": compared(judgement.new if judgement else None),
         "on the old": compared(judgement.old if judgement else None),
+        "speed beside the champion": ratio_text(judgement.new.speed_ratio, judgement.new.speed_ratio_ci95)
+        if judgement
+        else "–",
         "outcome": Cell(one.outcome or "goes on", tone="good" if one.promoted else ""),
     }
 

@@ -10,12 +10,14 @@ from torch.nn import functional as F
 
 from draftsmith.data.bad_rows import BadRows
 from draftsmith.data.progress import notice
+from draftsmith.data.prompts.checks import check_bos, check_not_rendered, check_token_ids
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_prompts, tokenise
 from draftsmith.data.prompts.splits import Split, deduplicate, prompt_hash, split_prompts
 from draftsmith.inference.measuring.measure import pick_prompts
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
+from draftsmith.models.errors import UserError
 from draftsmith.recipes.auto.traffic import FEWEST, HELD_OUT_SHARE, mask
 from draftsmith.recipes.bench.server_logs import read_log
 
@@ -25,7 +27,7 @@ NOISE_BITS = (
 READ_TOKENS = 512  # of a prompt, by which noise is told
 MOST_NOISE = 0.5  # share of a round's prompts; of more, the others are not trusted either
 MOST_PROMPTS = 4096  # of a round
-MOST_BAD_ROWS = 0.1  # share of rows that give no prompt, such as a last line that is still being written
+ANY_SHARE = 1.0  # of rows may give no prompt, such as a last line that is still being written
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class TrafficCounts:
 
     num_new: int  # without those that equal others
     num_masked: int = 0  # in which personal data was masked
+    num_unfit: int = 0  # left out, such as those with images, or with the marks of a chat template in their text
     num_too_long: int = 0  # left out
     num_noise: int = 0  # left out
     num_training: int = 0
@@ -51,7 +54,7 @@ class TrafficCounts:
     @property
     def is_noise(self) -> bool:
         """Whether so many prompts are noise that the others are not trusted either."""
-        num_fitting = self.num_new - self.num_too_long
+        num_fitting = self.num_new - self.num_unfit - self.num_too_long
         return num_fitting >= 2 * FEWEST and self.num_noise > MOST_NOISE * num_fitting
 
     @property
@@ -62,6 +65,7 @@ class TrafficCounts:
         parts += [f"{self.num_training} to train on, {self.num_held_out} held out"] if self.num_training else []
         for number, what in (
             (self.num_masked, "with masked personal data"),
+            (self.num_unfit, "unfit and left out"),
             (self.num_too_long, "too long and left out"),
             (self.num_noise, "are noise and left out"),
         ):
@@ -85,7 +89,11 @@ def read_new(source: str, taken: Taken | None) -> tuple[list[Prompt], Taken | No
 def read_traffic(source: str) -> list[Prompt]:
     """Return the prompts of any source, or of the log of a vLLM or SGLang. Raises `UserError` where it holds none."""
     if Path(source).suffix != ".log":
-        return read_prompts(source, BadRows(MOST_BAD_ROWS))
+        bad = BadRows(ANY_SHARE)
+        prompts = read_prompts(source, bad)
+        if bad.found:
+            notice(f"{source}: {len(bad.found)} rows give no prompt and are left out, the first: {bad.found[0].reason}")
+        return prompts
     logged = [request.prompt for request in read_log(Path(source))]
     prompts = [prompt for prompt in logged if isinstance(prompt, Prompt)]
     if len(prompts) < len(logged):
@@ -101,13 +109,14 @@ def clean(prompts: list[Prompt], target: Target, longest: int, keeps_personal: b
     """
     unique = pick_prompts(deduplicate(prompts), MOST_PROMPTS)
     masked = unique if keeps_personal else [mask(prompt) for prompt in unique]
-    token_ids = [tokenise(prompt, target) for prompt in masked]
-    fitting = [(prompt, ids) for prompt, ids in zip(masked, token_ids, strict=True) if len(ids) <= longest]
+    encoded = [(prompt, ids) for prompt in masked if (ids := encode(prompt, target))]
+    fitting = [(prompt, ids) for prompt, ids in encoded if len(ids) <= longest]
     kept = [prompt for prompt, ids in fitting if bits_per_byte(ids, target) <= NOISE_BITS]
     counts = TrafficCounts(
         num_new=len(unique),
         num_masked=sum(before != after for before, after in zip(unique, masked, strict=True)),
-        num_too_long=len(unique) - len(fitting),
+        num_unfit=len(unique) - len(encoded),
+        num_too_long=len(encoded) - len(fitting),
         num_noise=len(fitting) - len(kept),
     )
     if len(kept) < 2 * FEWEST or counts.is_noise:
@@ -121,6 +130,18 @@ def clean(prompts: list[Prompt], target: Target, longest: int, keeps_personal: b
         num_held_out=len(split.held_out),
         domains=dict(Counter(prompt.domain for prompt in kept).most_common()),
     )
+
+
+def encode(prompt: Prompt, target: Target) -> list[int]:
+    """Return the token ids of a prompt; none for one that cannot be answered here, which must not stop the others."""
+    try:
+        check_not_rendered(prompt, target)
+        ids = tokenise(prompt, target)
+        check_bos(ids, target, prompt.where)
+        check_token_ids(ids, target, prompt.where)
+    except UserError:
+        return []
+    return [] if prompt.image_urls else ids
 
 
 @torch.no_grad()

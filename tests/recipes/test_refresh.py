@@ -133,6 +133,17 @@ def test_a_log_that_grows_is_read_from_where_it_was_left(tmp_path: Path) -> None
     assert len(read_new(str(log), taken)[0]) == 25
 
 
+def test_prompts_that_nobody_can_answer_are_left_out(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them would stop `prepare`, and so every round."""
+    monkeypatch.setattr(traffic, "NOISE_BITS", math.inf)
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    unfit = [Prompt(text="<|endoftext|>strike"), Prompt(messages=[{"role": "user", "content": [picture]}])]
+    prompts = [Prompt(text=f"strike {i}") for i in range(80)]
+    split, counts = clean([*prompts, *unfit, Prompt(text="iron " * 400)], tiny_target, 100, False)
+    assert (counts.num_new, counts.num_unfit, counts.num_too_long, counts.num_noise) == (83, 2, 1, 0)
+    assert len(split.train) + len(split.held_out) == 80
+
+
 def test_bits_are_those_of_the_model_itself(tiny_target: Target) -> None:
     """transformers' own loss is the witness."""
     ids = tiny_target.encode("The smith heats the iron")
@@ -295,6 +306,40 @@ def test_traffic_that_stays_is_not_trained_on(
     assert open_round is not None
     assert open_round.look is not None
     assert open_round.look.reason.startswith("the shares of domains moved by 100%")
+
+
+def test_a_round_of_garbage_is_refused_and_forgotten(
+    settings: RefreshSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traffic, "NOISE_BITS", -1.0)
+    refused = run(settings)
+    assert refused is not None
+    assert refused.outcome == "refused: 90 of 90 prompts are noise"
+    assert not (settings.out / "prompts").exists()
+    assert Champions(settings.out).serving == 0
+    monkeypatch.setattr(traffic, "NOISE_BITS", math.inf)
+    write_rows(tmp_path / "log.jsonl", 90, 180)
+    always_better(monkeypatch)
+    newest = run(settings)
+    assert newest is not None
+    assert (newest.traffic.num_new, newest.promoted) == (90, True)
+
+
+def test_a_server_is_told_and_may_be_silent(settings: RefreshSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The champion is promoted whether the server takes it or not."""
+    always_better(monkeypatch)
+    told: list[tuple[str, Path]] = []
+
+    def refuse(server: Any, champion: Path) -> None:
+        told.append((server.url, champion.resolve()))
+        raise UserError("it takes no other drafter")
+
+    monkeypatch.setattr(refresh, "swap_drafter", refuse)
+    newest = run(replace(settings, server="http://localhost:8000"))
+    assert newest is not None
+    assert newest.promoted
+    refresh.run(replace(settings, traffic=None, rollback=True, server="http://localhost:8000"), Console(quiet=True))
+    assert [(url, path.name) for url, path in told] == [("http://localhost:8000", "1"), ("http://localhost:8000", "0")]
 
 
 def test_a_rollback_while_a_round_goes_on_holds(
