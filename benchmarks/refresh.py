@@ -1,6 +1,6 @@
 """Traffic that drifts over twelve rounds: acceptance with `draftsmith refresh`, without it, and with naive training.
 
-    python benchmarks/refresh.py FOLDER [--prompts 240] [--steps 60] [--plot docs/refresh.png]
+    python benchmarks/refresh.py FOLDER [--prompts 200] [--steps 50] [--plot docs/refresh.png]
 
 The embedded target continues functions of the standard library, C++ headers, docstrings and modules of Python, whose
 shares move from round to round. The log of the sixth round is garbage, while users go on as before. A drafter is
@@ -229,8 +229,8 @@ def draw(outcomes: list[Outcome], figure: Figure) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--prompts", type=int, default=240, help="of each round's log")
-    parser.add_argument("--steps", type=int, default=60, help="of training in each round")
+    parser.add_argument("--prompts", type=int, default=200, help="of each round's log")
+    parser.add_argument("--steps", type=int, default=50, help="of training in each round")
     parser.add_argument("--first-steps", type=int, default=200, help="of the drafter that serves at first")
     parser.add_argument("--rounds", type=int, default=len(ROUNDS))
     parser.add_argument("--plot", type=Path, default=Path("docs/refresh.png"))
@@ -252,6 +252,7 @@ def main() -> None:
         newest = read_state(arguments.folder / "refreshed").rounds[-1]
         outcomes.append(outcome_of(stats, f"{newest.look.reason if newest.look else ''} -> {newest.outcome}"))
         print(row(number, outcomes[-1]), flush=True)
+        save_plot(arguments.plot, partial(draw, outcomes), (6.4, 5.4))
     minutes = (time.perf_counter() - start) / 60
     print(f"\n{device_name(target)}, 1 thread, commit {git_commit()}, {minutes:.1f} minutes")
     print(f"{arguments.prompts} prompts and {arguments.steps} steps a round, {KIND}, {NUM_TESTED} fresh prompts tested")
@@ -262,7 +263,6 @@ def main() -> None:
         lowest = min(outcome.gains[arm][2] for outcome in outcomes)
         mean = sum(outcome.gains[arm][0] for outcome in outcomes) / len(outcomes)
         print(f"over {arm}: mean gain {mean:+.3f}; the lowest upper end of an interval {lowest:+.3f}")
-    save_plot(arguments.plot, partial(draw, outcomes), (6.4, 5.4))
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@ The link is replaced in one step, so that there is a champion at any moment. Cha
 last ones are kept for a rollback. Those above the one that serves were rolled back from.
 """
 
-import shutil
 from pathlib import Path
 
 from draftsmith.models import Drafter, save_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import point_link, whole_folder, writing
-from draftsmith.recipes.refreshing.folders import keep_only, numbered
+from draftsmith.models.files import point_link, writing
+from draftsmith.recipes.refreshing.folders import copy_checkpoint, keep_only, numbered
 
 LINK, FOLDER = "champion", "champions"
 ROLLED_BACK = "rolled_back"  # an empty file in the folder of a champion that served and shall not again
@@ -44,11 +43,7 @@ class Champions:
 
     def promote(self, number: int, checkpoint: Path, before: int) -> None:
         """Let a checkpoint serve in place of an earlier champion. Done again after a kill, it comes to the same end."""
-        if not self.path(number).is_dir():
-            with whole_folder(self.path(number)) as folder:
-                for file in checkpoint.iterdir():
-                    if file.is_file():
-                        shutil.copyfile(file, folder / file.name)
+        copy_checkpoint(checkpoint, self.path(number))
         kept = [one for one in self.numbers() if not before < one < number]  # others were rolled back from
         keep_only(self.folder, kept)
         self._serve(number)

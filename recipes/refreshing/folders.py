@@ -1,9 +1,10 @@
-"""Removal of folders that are not needed any more, and of what a kill left of earlier removals."""
+"""Numbered folders: checkpoints that are kept, and removal of what is not needed any more."""
 
 import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+from draftsmith.models.files import whole_folder
 from draftsmith.train.run_folder.checkpoint import remove
 
 
@@ -19,3 +20,13 @@ def keep_only(folder: Path, numbers: Collection[int]) -> None:
     for number in numbered(folder):
         if number not in numbers:
             remove(folder / str(number))
+
+
+def copy_checkpoint(checkpoint: Path, out: Path) -> None:
+    """Copy a drafter without its training state, all or nothing; what was copied before stays."""
+    if out.is_dir():
+        return
+    with whole_folder(out) as folder:
+        for file in checkpoint.iterdir():
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)

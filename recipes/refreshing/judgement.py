@@ -18,6 +18,7 @@ from draftsmith.inference.measuring.speed import ratio_interval, speedup_of
 from draftsmith.models import Drafter, Target, load_drafter
 
 MARGIN = 0.1  # share of the tokens that drafting brings on old traffic which a challenger may lose, at most
+UNDECIDED = "it is not shown to be better on the newest traffic"
 PLAIN, CHAMPION, CHALLENGER = "none", "champion", "challenger"
 
 
@@ -59,11 +60,14 @@ class Judgement:
         """Why the challenger is not promoted, in words; None where it is."""
         if self.new.num_divergences + (self.old.num_divergences if self.old else 0):
             return "its output is not the target's: a bug, please report it"
-        if self.new.low <= 0:
-            return "it is not shown to be better on the newest traffic"
         if self.old and self.old.low < -MARGIN * (self.old.champion - 1):
             return f"it may lose more than {MARGIN:.0%} of what drafting brings on the old traffic"
-        return None
+        return UNDECIDED if self.new.low <= 0 else None
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the challenger looks better and only more training or more prompts can show it."""
+        return self.reason_against == UNDECIDED and self.new.difference > 0
 
     @property
     def text(self) -> str:

@@ -29,7 +29,7 @@ from draftsmith.recipes.auto.traffic import FEWEST
 from draftsmith.recipes.configs.training_settings import RefreshSettings
 from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.refreshing.champions import LINK, Champions
-from draftsmith.recipes.refreshing.folders import keep_only
+from draftsmith.recipes.refreshing.folders import copy_checkpoint, keep_only
 from draftsmith.recipes.refreshing.judgement import Comparison, Judgement, compare
 from draftsmith.recipes.refreshing.moved import (
     Look,
@@ -51,6 +51,7 @@ from draftsmith.train.engine.judging import swap_drafter
 from draftsmith.train.run_folder.checkpoint import checkpoints, remove
 from draftsmith.train.run_folder.run_folder import best_measured
 
+CHALLENGERS = "challengers"  # folder of the last one, where it may still become better than the champion
 DRAFT_LENGTH = 4  # at which acceptance is measured, as far as a drafter drafts so many
 MOST_JUDGED = 128  # prompts of each side, new and old
 DAY = 86_400.0
@@ -248,6 +249,8 @@ class Refresh:
             reason = fall_in_history(self.settings.history, reference.time)
         if reason is None and reference.promoted:
             reason = "the traffic has not moved, but the last training paid"
+        if reason is None and reference.judgement and reference.judgement.is_undecided:
+            reason = "the traffic has not moved, but the last challenger looked better"
         return replace(look, trains=reason is not None, reason=reason or "the traffic has not moved")
 
     def survival(self) -> Survival | None:
@@ -276,8 +279,19 @@ class Refresh:
         if not chosen.is_file():  # later there may be fewer older ones
             write_prompts(chosen, [*pick_prompts(new, plan.num_new), *old[: plan.num_old]])
         prepare(self.target, str(chosen), self.folder / "samples", plan.answers)
-        champion = self.champions.path(self.round.champion)
-        train(training_config(plan, self.target, champion, self.folder, self.settings.device))
+        train(training_config(plan, self.target, self.start(), self.folder, self.settings.device))
+
+    def start(self) -> Path:
+        """Return the checkpoint to train on from: the champion, or the challenger that looked better than it already.
+
+        So what one round cannot show adds up over several.
+        """
+        last, champion = self.state.last_trained, self.round.champion
+        if last and (last.fingerprint, last.champion) == (self.fingerprint, champion):
+            challenger = self.out / CHALLENGERS / str(last.number)
+            if challenger.is_dir():
+                return challenger
+        return self.champions.path(champion)
 
     def judge(self) -> None:
         """Judge the challenger beside the champion, on the newest held-out prompts and on those of before."""
@@ -306,6 +320,8 @@ class Refresh:
         changed = self.champions.serving not in (self.round.champion, self.round.number)
         if reason is None and (changed or self.champions.was_rolled_back(self.round.number)):
             reason = "it was rolled back meanwhile"
+        if judgement.is_undecided:
+            copy_checkpoint(self.challenger(), self.out / CHALLENGERS / str(self.round.number))
         if reason is not None:
             self.close(f"not promoted: {reason}", judgement.new.champion)
             return
@@ -318,6 +334,8 @@ class Refresh:
         current, folder = self.round, self.folder
         self.update(replace(current, outcome=outcome, acceptance=acceptance, promoted=promoted))
         remove(folder)
+        last = self.state.last_trained
+        keep_only(self.out / CHALLENGERS, [last.number] if last else [])
         write_whole(self.out / "refresh.html", refresh_page(self.state, self.champions.serving))
         self.console.print(f"round {current.number}: {outcome} ({self.out / LINK})", soft_wrap=True)
 

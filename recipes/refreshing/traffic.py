@@ -21,9 +21,8 @@ from draftsmith.models.errors import UserError
 from draftsmith.recipes.auto.traffic import FEWEST, HELD_OUT_SHARE, mask
 from draftsmith.recipes.bench.server_logs import read_log
 
-NOISE_BITS = (
-    4.0  # a byte: letters drawn at random need 4.7 whatever the target is, and English by its letters alone 4.1
-)
+# Bits a byte. Random printable characters take 6.6 or more whatever the target is, and text that it hardly knows 5.5.
+NOISE_BITS = 6.0
 READ_TOKENS = 512  # of a prompt, by which noise is told
 MOST_NOISE = 0.5  # share of a round's prompts; of more, the others are not trusted either
 MOST_PROMPTS = 4096  # of a round

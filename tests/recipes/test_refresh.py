@@ -308,6 +308,26 @@ def test_traffic_that_stays_is_not_trained_on(
     assert open_round.look.reason.startswith("the shares of domains moved by 100%")
 
 
+def test_gains_too_small_to_show_add_up(
+    settings: RefreshSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A challenger that looked better is trained on from, until it is shown to be better, or worse."""
+    starts, judged = [], [comparison(-0.1, 0.2), comparison(-0.05, 0.2), comparison(-0.3, 0.1), comparison(-0.3, 0.1)]
+    own = refresh.train
+
+    def noted(config: Any) -> Path:
+        starts.append(Path(config.init_from).relative_to(settings.out))
+        return own(config)
+
+    monkeypatch.setattr(refresh, "train", noted)
+    for number, found in enumerate(judged):
+        monkeypatch.setattr(refresh, "compare", lambda *_, found=found: found)
+        write_rows(tmp_path / "log.jsonl", 90 * number + 90, 90 * number + 180)
+        run(settings)
+    assert [str(start) for start in starts] == ["champions/0", "challengers/1", "challengers/2"]
+    assert not list((settings.out / "challengers").iterdir())
+
+
 def test_a_round_of_garbage_is_refused_and_forgotten(
     settings: RefreshSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
