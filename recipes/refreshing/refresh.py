@@ -150,6 +150,12 @@ class Refresh:
         """The fingerprint of the target."""
         return self.target.fingerprint()
 
+    @property
+    def target_is_new(self) -> bool:
+        """Whether the rounds before this one looked at another target alone."""
+        seen = [one.fingerprint for one in self.state.rounds if one.look]
+        return bool(seen) and self.fingerprint not in seen
+
     def first_champion(self) -> Drafter:
         """Return the drafter that was given. Raises `UserError` where it cannot be trained on."""
         if self.settings.drafter is None:
@@ -174,12 +180,13 @@ class Refresh:
 
     def forget_old_prompts(self) -> None:
         """Delete prompts older than the window, and give up a round whose own are, or whose target has changed."""
-        oldest = time.time() - DAY * self.settings.window
-        current = self.state.open
-        if current and (current.time < oldest or current.fingerprint != self.fingerprint):
-            reason = "its prompts are too old" if current.time < oldest else "the target has changed"
-            self.close(f"given up, for {reason}")
-        self.window.keep_only([one.number for one in self.state.rounds if one.prompts and one.time >= oldest])
+        oldest, current = time.time() - DAY * self.settings.window, self.state.open
+        kept = [one.number for one in self.state.rounds if one.prompts and one.time >= oldest]
+        if current and current.prompts not in kept:
+            self.close("given up: its prompts are not kept any more")
+        elif current and current.fingerprint != self.fingerprint:
+            self.close("given up: the target has changed")
+        self.window.keep_only(kept)
         keep_only(self.out / "rounds", [self.round.number] if self.state.open else [])
 
     def begin(self) -> bool:
@@ -188,13 +195,12 @@ class Refresh:
         Where the target is new, the newest prompts that are kept do. A round without prompts to trust ends at once.
         """
         source, kept, number = self.settings.traffic, self.window.numbers(), self.state.next_number
-        target_is_new = bool(self.state.rounds) and self.state.rounds[-1].fingerprint != self.fingerprint
-        if source is None and not (target_is_new and kept):
+        if source is None and not (self.target_is_new and kept):
             raise UserError("--traffic: give new prompts; only a new target is tried on those that are kept")
         new, taken = read_new(source, self.state.taken.get(source)) if source else ([], None)
         longest = self.target.context - self.settings.max_new_tokens
         split, counts = clean(new, self.target, longest, self.settings.keep_personal_data)
-        prompts = number if split.train else kept[-1] if kept and target_is_new else None
+        prompts = number if split.train else kept[-1] if kept and self.target_is_new else None
         if prompts is None and not counts.is_noise:
             self.console.print(f"{counts.text}: too few for a round, so they wait for more")
             return False
@@ -218,9 +224,10 @@ class Refresh:
         newest = self.acceptance_on(self.newest_held_out())
         look = Look(total_of(newest).mean_acceptance_length)
         reference = self.state.last_trained or self.first_kept()
-        if survival := self.survival():
-            reason = f"the target is new, and {survival.share:.0%} of what drafting brought survives"
-            look = replace(look, survival=survival, reason=reason)
+        if self.target_is_new:
+            survival = self.survival()
+            left = f", and {survival.share:.0%} of what drafting brought survives" if survival else ""
+            look = replace(look, survival=survival, reason=f"the target is new{left}")
         elif reference is None or reference.prompts not in self.window.numbers():
             look = replace(look, reason="there is no earlier traffic to compare with")
         else:
@@ -254,11 +261,11 @@ class Refresh:
         return replace(look, trains=reason is not None, reason=reason or "the traffic has not moved")
 
     def survival(self) -> Survival | None:
-        """Return how much of the champion's acceptance is left, where the target differs from that of before."""
+        """Return how much of the champion's acceptance a new target left; None where it was not measured before."""
         before = next((one for one in reversed(self.state.rounds) if one.outcome and one.acceptance), None)
-        if before is None or before.fingerprint == self.fingerprint or before.serves != self.round.champion:
+        if before is None or before.acceptance is None or before.serves != self.round.champion:
             return None
-        if before.acceptance is None or before.prompts is None or before.prompts not in self.window.numbers():
+        if before.prompts is None or before.prompts not in self.window.numbers():
             return None
         now = self.acceptance_on(pick_prompts(self.window.held_out(before.prompts), MOST_JUDGED))
         return Survival(before.acceptance, total_of(now).mean_acceptance_length)

@@ -395,7 +395,7 @@ def test_old_text_is_deleted(settings: RefreshSettings, tmp_path: Path, monkeypa
     monkeypatch.setattr(refresh.time, "time", lambda: now + 31 * refresh.DAY)
     newest = run(settings)
     assert newest is not None
-    assert newest.outcome == "given up, for its prompts are too old"
+    assert newest.outcome == "given up: its prompts are not kept any more"
     assert not files_with(b"strike the iron")
 
 
@@ -433,6 +433,22 @@ def test_a_new_target_starts_from_the_old_drafter(
     assert Champions(settings.out).serving == newest.number
     with pytest.raises(UserError, match="--traffic: give new prompts"):
         run(again)
+
+
+def test_a_new_target_is_trained_for_after_a_rollback_too(
+    settings: RefreshSettings, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody measured what serves then; compared with themselves the prompts would have moved nowhere."""
+    always_better(monkeypatch)
+    run(settings)
+    Champions(settings.out).roll_back()
+    version2 = changed_target(tiny_target_dir, tmp_path / "v2")
+    monkeypatch.setattr(refresh, "load_target", lambda *_: version2)
+    newest = run(replace(settings, traffic=None, target=version2.name))
+    assert newest is not None
+    assert newest.look is not None
+    assert (newest.look.reason, newest.look.survival) == ("the target is new", None)
+    assert newest.promoted
 
 
 def second_version(folder: Path) -> Target:
@@ -509,7 +525,7 @@ def test_what_cannot_be_trained_on_is_refused(settings: RefreshSettings) -> None
         run(replace(settings, drafter="ngram"))
 
 
-@pytest.mark.parametrize("tried", [pytest.param(slice(None), marks=pytest.mark.long), slice(5, None, 31)])
+@pytest.mark.parametrize("tried", [pytest.param(slice(None), marks=pytest.mark.long), slice(5, None, 47)])
 def test_a_round_killed_at_any_change_leaves_a_champion_and_goes_on(
     tried: slice, settings: RefreshSettings, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
