@@ -1,6 +1,6 @@
 """Traffic that drifts over twelve rounds: acceptance with `draftsmith refresh`, without it, and with naive training.
 
-    python benchmarks/refresh.py FOLDER [--prompts 200] [--steps 50] [--plot docs/refresh.png]
+    python benchmarks/refresh.py FOLDER [--prompts 200] [--steps 120] [--plot docs/refresh.png]
 
 The embedded target continues functions of the standard library, C++ headers, docstrings and modules of Python, whose
 shares move from round to round. The log of the sixth round is garbage, while users go on as before. A drafter is
@@ -24,7 +24,7 @@ from rich.console import Console
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.data.prompts.prompts import encode_prompts, read_prompts
+from draftsmith.data.prompts.prompts import encode_prompts
 from draftsmith.data.prompts.sources import read_folder
 from draftsmith.data.prompts.splits import write_prompts
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
@@ -41,7 +41,7 @@ from draftsmith.recipes.refreshing.state import read_state
 from draftsmith.recipes.refreshing.training import TrainingPlan, training_config
 from draftsmith.recipes.reports.figures import COLOURS, save_plot
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
-from draftsmith.train import train
+from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder.checkpoint import checkpoints
 
 Shares = dict[str, float]  # of the prompts, by domain
@@ -125,35 +125,27 @@ class Simulation:
 
     def first_drafter(self, steps: int) -> Path:
         """Return a new drafter that was trained on functions alone."""
-        run = self.folder / "first"
+        prompts, folder = self.folder / "first.jsonl", self.folder / "first"
+        write_prompts(prompts, self.users.ask({"functions": 1.0}, 4 * self.num_prompts))
         config = RECIPES[f"quickstart_{KIND}"]()
-        config.target, config.data.samples = str(EMBEDDED_TARGET), str(self.answered(self.ask_functions(), "first"))
-        config.evaluation.prompts, config.run.dir, config.run.device = None, str(run), "cpu"
+        config.target, config.evaluation.prompts = str(EMBEDDED_TARGET), None
+        config.data.samples, config.run.dir, config.run.device = str(folder / "samples"), str(folder / "run"), "cpu"
         config.run.steps = config.run.checkpoint_every = steps
-        train(config)
-        return checkpoints(run)[-1]
-
-    def ask_functions(self) -> list[Prompt]:
-        return self.users.ask({"functions": 1.0}, 4 * self.num_prompts)
-
-    def answered(self, prompts: list[Prompt], name: str) -> Path:
-        """Return the folder of the target's answers to prompts."""
-        place, out = self.folder / "prompts" / f"{name}.jsonl", self.folder / "samples" / name
-        write_prompts(place, prompts)
-        prepare(self.target, str(place), out, PrepareSettings(max_new_tokens=NEW_TOKENS, batch_size=2 * BATCH_SIZE))
-        return out
+        return self.trained(config, prompts)
 
     def naive(self, before: Path, log: Path, number: int) -> Path:
         """Return a drafter trained on from the one before, on the newest log alone."""
-        prompts = read_prompts(log)
-        folder = self.folder / "naive" / str(number)
-        plan = TrainingPlan(KIND, len(prompts), 0, self.steps, NEW_TOKENS)
-        settings = PrepareSettings(max_new_tokens=NEW_TOKENS, batch_size=2 * BATCH_SIZE)
-        prepare(self.target, str(log), folder / "samples", settings)
-        config = training_config(plan, self.target, before, folder, "cpu")
+        plan = TrainingPlan(KIND, self.num_prompts, 0, self.steps, NEW_TOKENS)
+        config = training_config(plan, self.target, before, self.folder / "naive" / str(number), "cpu")
         config.data.held_out_prompts, config.evaluation.patience = 0, None
+        return self.trained(config, log)
+
+    def trained(self, config: TrainConfig, prompts: Path) -> Path:
+        """Return the last checkpoint of a run on the target's answers to prompts."""
+        answers = PrepareSettings(max_new_tokens=NEW_TOKENS, batch_size=2 * BATCH_SIZE)
+        prepare(self.target, str(prompts), Path(config.data.samples), answers)
         train(config)
-        return checkpoints(folder / "run")[-1]
+        return checkpoints(Path(config.run.dir))[-1]
 
     def refresh(self, log: Path, first: Path) -> Path:
         """Return the champion after a round of a refresh."""
@@ -230,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--prompts", type=int, default=200, help="of each round's log")
-    parser.add_argument("--steps", type=int, default=50, help="of training in each round")
+    parser.add_argument("--steps", type=int, default=120, help="of training in each round")
     parser.add_argument("--first-steps", type=int, default=200, help="of the drafter that serves at first")
     parser.add_argument("--rounds", type=int, default=len(ROUNDS))
     parser.add_argument("--plot", type=Path, default=Path("docs/refresh.png"))

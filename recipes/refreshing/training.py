@@ -20,7 +20,7 @@ NEW_SHARE = 0.5  # of the text: the rest is older, so that nothing is forgotten
 BATCH_SIZE = 32  # prompts answered at a time
 CHECKPOINTS, PATIENCE = 8, 2  # of a run, and those without gain after which it ends
 MOST_EPOCHS = 8  # over the text: more would learn it by heart
-RATE_SHARE = 0.1  # of the recipe's learning rate, for a drafter that has learnt already
+RATE_SHARE = 0.2  # of the recipe's learning rate, for a drafter that has learnt already
 HELD_OUT_PROMPTS = 64  # whose answers tell when training brings nothing more
 FEWEST_HELD_OUT = 16  # prompts that tell so much; of fewer, all are trained on
 

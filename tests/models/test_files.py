@@ -1,5 +1,6 @@
 """Files and folders are written whole or not at all, whatever happens meanwhile, and the mistake costs one line."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from draftsmith.models.files import (
     COMPLETE,
     PARTIAL,
     finish_moving,
+    point_link,
     require_writable,
     whole_folder,
     write_whole,
@@ -100,6 +102,17 @@ def test_a_cut_write_leaves_nothing(tmp_path: Path, num_bytes: int) -> None:
             write(partial / "file")
         assert "\n" not in str(error.value)
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", range(1, 5))
+def test_a_link_leads_somewhere_after_a_kill_at_any_change(tmp_path: Path, number: int) -> None:
+    """Where a server finds its drafter: at the old place or at the new one."""
+    point_link(tmp_path / "link", Path("old"))
+    with contextlib.suppress(Killed), failing_disk(tmp_path, number, kills=True):
+        point_link(tmp_path / "link", Path("new"))
+    assert (tmp_path / "link").readlink() in (Path("old"), Path("new"))
+    point_link(tmp_path / "link", Path("new"))
+    assert [(path.name, path.readlink()) for path in tmp_path.iterdir()] == [("link", Path("new"))]
 
 
 def test_any_text_can_be_written(tmp_path: Path) -> None:
