@@ -1,6 +1,6 @@
 """Traffic that drifts over twelve rounds: acceptance with `draftsmith refresh`, without it, and with naive training.
 
-    python benchmarks/refresh.py FOLDER [--prompts 200] [--steps 120] [--plot docs/refresh.png]
+    python benchmarks/refresh.py FOLDER [--prompts 200] [--steps 50] [--plot docs/refresh.png]
 
 The embedded target continues functions of the standard library, C++ headers, docstrings and modules of Python, whose
 shares move from round to round. The log of the sixth round is garbage, while users go on as before. A drafter is
@@ -222,8 +222,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--prompts", type=int, default=200, help="of each round's log")
-    parser.add_argument("--steps", type=int, default=120, help="of training in each round")
-    parser.add_argument("--first-steps", type=int, default=200, help="of the drafter that serves at first")
+    parser.add_argument("--steps", type=int, default=50, help="of training in each round")
+    parser.add_argument("--first-steps", type=int, default=60, help="of the drafter that serves at first")
     parser.add_argument("--rounds", type=int, default=len(ROUNDS))
     parser.add_argument("--plot", type=Path, default=Path("docs/refresh.png"))
     arguments = parser.parse_args()
