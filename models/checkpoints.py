@@ -4,11 +4,12 @@
 """
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from draftsmith.models.drafter_configs import CascadeConfig
 from draftsmith.models.drafter_parts.base import Drafter
@@ -60,22 +61,42 @@ DRAFTERS: dict[str, type[Drafter]] = {
 CHANGED_TARGET = "target"  # folder of a checkpoint with the target that its drafter was trained along with
 
 
+@dataclass(frozen=True)
+class DrafterFiles:
+    """The files of a drafter as it was at a moment, in the CPU's memory."""
+
+    checkpoint: Checkpoint
+    target: Target
+    changed_weights: dict[str, Tensor] | None  # of the target that was trained along; None: it is as it was
+
+    def write(self, folder: Path) -> None:
+        """Write config.json and model.safetensors, laid out as the serving engines load them, into a folder."""
+        save_file(self.checkpoint.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        write_json(folder / "config.json", self.checkpoint.config)
+        if self.changed_weights is not None:
+            self.target.model.save_pretrained(folder / CHANGED_TARGET, state_dict=self.changed_weights)
+            if self.target.tokenizer is not None:
+                self.target.tokenizer.save_pretrained(folder / CHANGED_TARGET)
+
+
+def files_of(drafter: Drafter, dtype: torch.dtype = torch.float32) -> DrafterFiles:
+    """Return the files of a drafter, which training goes on without changing."""
+    changed = drafter.changed_target() if drafter.config.changes_target else None
+    return DrafterFiles(checkpoint_of(drafter, dtype), drafter.target, changed)
+
+
 def save_drafter(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write config.json and model.safetensors, laid out as the serving engines load them, all or nothing."""
-    checkpoint = checkpoint_of(drafter, dtype)
+    """Write the files of a drafter, all or nothing."""
     with whole_folder(directory) as folder:
-        save_file(checkpoint.tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        write_json(folder / "config.json", checkpoint.config)
-        if drafter.config.changes_target:
-            drafter.write_changed_target(folder / CHANGED_TARGET)
+        files_of(drafter, dtype).write(folder)
 
 
 def checkpoint_of(drafter: Drafter, dtype: torch.dtype) -> Checkpoint:
-    """Return what `save_drafter` writes."""
-    tensors = {
-        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous().cpu()
-        for name, tensor in drafter.engine_tensors().items()
-    }
+    """Return a drafter in the engines' layout, with a copy of its weights in the CPU's memory."""
+    tensors = {}
+    for name, tensor in drafter.engine_tensors().items():
+        own_dtype = dtype if tensor.is_floating_point() else tensor.dtype
+        tensors[name] = tensor.detach().to("cpu", own_dtype, copy=True, memory_format=torch.contiguous_format)
     own = {**asdict(drafter.config), "trained_for": identity(drafter.target)}
     if (token_ids := drafter.draft_to_target()) is not None:
         own["draft_vocab_hash"] = vocabulary_hash(token_ids)

@@ -45,8 +45,8 @@ class StoredDrafter:
         """
         raise UserError(f"this checkpoint is of kind {cls.kind}, which is never stored: give {cls.kind} itself")
 
-    def write_changed_target(self, directory: Path) -> None:
-        """Write the target that was trained along, as an ordinary Hugging Face directory."""
+    def changed_target(self) -> dict[str, Tensor]:
+        """Return a copy of the weights of the target that was trained along, by their names in its own files."""
         raise TypeError(f"{self.kind} does not change the target")
 
     def write_in_target(self, directory: Path) -> None:
