@@ -53,7 +53,7 @@ def checkpoints(run: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class StatePart:
-    """One of the files that the training state of a checkpoint consists of, in the CPU's memory."""
+    """A file of the training state of a checkpoint, in the CPU's memory."""
 
     part: str  # one of PARTS
     tensors: dict[str, Tensor]
