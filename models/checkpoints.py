@@ -98,6 +98,8 @@ def checkpoint_of(drafter: Drafter, dtype: torch.dtype) -> Checkpoint:
         own_dtype = dtype if tensor.is_floating_point() else tensor.dtype
         tensors[name] = tensor.detach().to("cpu", own_dtype, copy=True, memory_format=torch.contiguous_format)
     own = {**asdict(drafter.config), "trained_for": identity(drafter.target)}
+    if drafter.trained_length is not None:
+        own["trained_length"] = drafter.trained_length
     if (token_ids := drafter.draft_to_target()) is not None:
         own["draft_vocab_hash"] = vocabulary_hash(token_ids)
     config = {
@@ -163,10 +165,11 @@ def build_drafter(checkpoint: Checkpoint, target: Target) -> Drafter:
         )
     own = dict(checkpoint.config.get("draftsmith", {}))
     trained_for, recorded_hash = own.pop("trained_for", {}), own.pop("draft_vocab_hash", None)
+    trained_length = own.pop("trained_length", None)
     config = {**checkpoint.config, **({"draftsmith": own} if own else {})}
     with library_errors(f"this drafter of kind {checkpoint.kind} does not load", "take another copy of it"):
         drafter = DRAFTERS[checkpoint.kind].from_engine(config, checkpoint.tensors, target)
-    drafter.trained_for = trained_for
+    drafter.trained_for, drafter.trained_length = trained_for, trained_length
     token_ids = drafter.draft_to_target()
     if token_ids is not None and len(set(token_ids.tolist()) & set(range(target.vocab_size))) != len(token_ids):
         raise UserError(

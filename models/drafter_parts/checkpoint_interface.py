@@ -22,6 +22,7 @@ class StoredDrafter:
     served_in_target: ClassVar[bool] = False  # engines look for it among the target's own tensors
     can_embed: ClassVar[bool] = False  # a checkpoint may bring an embedding in place of the target's
     trained_for: dict[str, Any] | None = None  # the target's identity (identity.py), as the checkpoint has it
+    trained_length: int | None = None  # tokens of the longest text that it was trained on; None: nobody noted it
 
     @property
     def comes_with_target(self) -> bool:

@@ -57,6 +57,7 @@ DECAY_LENGTH = 4.0  # of position weights; the paper has it for blocks of 8, and
 class DFlash(Drafter):
     kind = "dflash"
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
+    attends_to_text = True
     can_branch = True
     independent_depths = True
     d2t: Tensor  # [Vd] int64, target id - draft id; only with a reduced vocabulary

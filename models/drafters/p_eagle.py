@@ -55,6 +55,7 @@ class MaskSlots:
 class PEagle(Drafter):
     kind = "p_eagle"
     config_class = PEagleConfig
+    attends_to_text = True
     can_branch = True
     independent_depths = True
 

@@ -1,5 +1,6 @@
 """Texts of 131,072 tokens: no tensor grows with the square of a text, in any family, and parts change no value."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from draftsmith.models import Target
+from draftsmith.inference import SpeculativeDecoder
+from draftsmith.models import Target, load_drafter, save_drafter
 from draftsmith.models.batch import Batch, document_edges
 from draftsmith.models.drafters import dflash, p_eagle
 from draftsmith.models.slots import row_attention
@@ -190,3 +192,26 @@ def test_no_target_is_read_in_the_square_of_a_text(family: str, packed: bool, mo
     monkeypatch.setattr(torch, "histc", lambda x, bins, **_: x.new_zeros(bins))  # of experts; for CUDA alone
     largest = largest_of(target, long_batch(packed, length), lambda batch: target.features(batch, (1, 2)))
     assert largest.size < length**2 // 8, largest.operation
+
+
+# --- a drafter beyond the texts of its training
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("eagle3", True), ("p_eagle", True), ("dflash", True), ("medusa", False)]
+)
+def test_texts_far_beyond_those_of_the_training_are_told(
+    kind: str, expected: bool, tiny_target: Target, tmp_path: Path
+) -> None:
+    """The checkpoint keeps the length. Drafters that read the newest hidden state alone know no length."""
+    drafter = build(kind, tiny_target)
+    drafter.trained_length = 12
+    save_drafter(drafter, tmp_path)
+    decoder = SpeculativeDecoder(tiny_target, load_drafter(tmp_path, tiny_target))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        decoder.generate([[5] * 8], max_new_tokens=16)
+        assert not told
+        decoder.generate([[5] * 8], max_new_tokens=17)
+    assert bool(told) == expected
+    assert all("texts of at most 12 tokens" in str(warning.message) for warning in told)
